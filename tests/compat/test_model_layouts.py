@@ -34,7 +34,7 @@ def chosen_by_transformers(directory: Path, variant: str | None) -> list[str] | 
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.asked.keys() <= {"variant"}])
-def test_it_takes_the_files_that_we_do(name: str, tmp_path: Path, local_root: Path) -> None:
+def test_vllm_selects_the_same_files(name: str, tmp_path: Path, local_root: Path) -> None:
     layout, directory = LAYOUTS[name], write(LAYOUTS[name], tmp_path / "model")
     files = chosen_by_transformers(directory, layout.asked.get("variant"))
     if files is None:

@@ -1,4 +1,4 @@
-"""One row of the table of training states: save, change, restore by tierckpt and by ``load_state_dict``, compare."""
+"""Compare tierckpt with ``load_state_dict`` for one row of the table of training states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 3
 
 @dataclass
 class Job:
-    """The state that is saved, and one step of its training loop."""
+    """The saved state, and one step of its training loop."""
 
     state: dict[str, Any]
     step: Callable[[int], None]
@@ -61,7 +61,7 @@ class Shape:
 
 
 def frozen(value: Any) -> Any:
-    """A copy that ``check_same`` compares bit for bit: tensors become their metadata and bytes, keys are sorted."""
+    """Return a copy for ``check_same``: tensors become metadata and bytes, keys are sorted."""
     if isinstance(value, torch.Tensor):
         return _frozen_tensor(value)
     if isinstance(value, torch.Generator):
@@ -94,7 +94,7 @@ def _frozen_tensor(value: torch.Tensor) -> Any:
 
 
 def states_of(job: Job) -> dict[str, Any]:
-    """The state of each object of the job, to compare."""
+    """Return the state of each object of the job."""
     return {name: frozen(_state_of(value)) for name, value in job.state.items()}
 
 
@@ -105,7 +105,7 @@ def _state_of(value: Any) -> Any:
 
 
 def about(job: Job) -> dict[str, Any]:
-    """The parts of modules that no state dict has: gradients, flags, buffers that are not persistent."""
+    """Return module data outside state dicts: gradients, flags, non-persistent buffers."""
     found: dict[str, Any] = {}
     for name, value in job.state.items():
         if isinstance(value, nn.Module):
@@ -123,7 +123,7 @@ def _is_real(parameter: torch.Tensor) -> bool:
 
 
 def places(job: Job) -> list[Any]:
-    """The identity of each parameter and buffer: which of them a restore keeps."""
+    """Return the id of each parameter and buffer, to see which a restore keeps."""
     modules = [value for value in job.state.values() if isinstance(value, nn.Module)]
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
@@ -133,7 +133,7 @@ def optimizers(job: Job) -> list[torch.optim.Optimizer]:
 
 
 def watched(job: Job) -> list[str]:
-    """The step hooks that run, by name, from now on."""
+    """Record the names of step hooks that run from now on."""
     ran: list[str] = []
     for optimizer in optimizers(job):
         optimizer.register_step_pre_hook(lambda *_: ran.append("pre"))
@@ -172,7 +172,7 @@ def same_state(left: Mapping[str, Any], right: Mapping[str, Any], where: str) ->
 
 
 def check(shape: Shape, uri: str) -> None:
-    """Run one row; raises AssertionError where tierckpt differs from ``torch.save`` and ``load_state_dict``."""
+    """Run one row. Raises AssertionError if tierckpt differs from ``torch.save`` and ``load_state_dict``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _check(shape, uri)

@@ -14,7 +14,7 @@ from tests.integration.state_objects import Int8State
 
 
 class Extra(nn.Module):
-    """Keeps a history that grows, as fp8 recipes do, and returns it as extra state in one of several forms."""
+    """Keeps a growing history, as fp8 recipes do, and returns it as extra state in one of several forms."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Sparse(nn.Module):
 
 
 class Renaming(nn.Module):
-    """Reads checkpoints of the time when its layer had another name."""
+    """Loads checkpoints that use the old name of its layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class OldName(nn.Module):
 
 
 class Versioned(nn.Module):
-    """Converts the weights of its version 1, which had them negated, as BatchNorm looks at the version of its state."""
+    """Converts the negated weights of its version 1, as BatchNorm checks the version of its state."""
 
     _version = 3
 
@@ -177,7 +177,7 @@ class Versioned(nn.Module):
 
 
 class Queue(nn.Module):
-    """A buffer of as many rows as were seen; loading resizes it."""
+    """A buffer with one row for each input; loading resizes it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Mixed(nn.Module):
 
 
 class Nested(nn.Module):
-    """Returns a nested state dict and takes it, as pipelines of diffusion models do."""
+    """Saves and loads a nested state dict, as pipelines of diffusion models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class Nested(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Its LSTM keeps references to its own parameters."""
+    """An LSTM, which keeps references to its own parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Recurrent(nn.Module):
 
 
 class OneParameter(nn.Module):
-    """One parameter of this shape and dtype, which scales the input."""
+    """Scales the input by one parameter of this shape and dtype."""
 
     def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class Inner(nn.Module):
 
 
 def with_extra(module: nn.Module) -> nn.Module:
-    """A wrapper around a linear layer whose keys are the layer's, and extra state."""
+    """Wrap a linear layer: the layer's keys, plus extra state."""
 
     class WithExtra(type(module)):  # type: ignore[misc]
         def get_extra_state(self) -> Any:

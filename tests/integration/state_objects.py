@@ -35,7 +35,7 @@ def loss_of(model: Any, width: int = 4) -> Loss:
 
 
 def job(loss: Loss | None = None, **state: Any) -> Job:
-    """A job of these objects: ``model`` is trained by every optimizer, and every scheduler goes along."""
+    """Return a job of these objects: each optimizer trains ``model``, and each scheduler steps."""
     loss = loss or loss_of(state["model"])
     steppers = [value for value in state.values() if hasattr(value, "zero_grad") and hasattr(value, "param_groups")]
     schedulers = [value for value in state.values() if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
@@ -81,7 +81,7 @@ def mlp(seed: int, width: int = 4, layers: int = 2, bias: bool = True, dtype: to
 
 
 class Int8State(torch.Tensor):
-    """Looks like float32 and holds one byte per element and one scale, as low-bit optimizers keep their moments."""
+    """Appears as float32; holds one byte per element and a scale, as low-bit optimizers store moments."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Any:
@@ -151,7 +151,7 @@ class LowBit(torch.optim.Optimizer):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Keeps its counters in the groups, and swaps the parameters between two points in ``train`` and ``eval``."""
+    """Keeps counters in the groups; ``train`` and ``eval`` swap the parameters between two points."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True, "beta": 0.9})
@@ -190,7 +190,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class Strange(torch.optim.SGD):
-    """Decays weights and counts in ``step``, and keeps Python values in the state of a parameter."""
+    """Decays weights and counts in ``step``; keeps Python values in a parameter's state."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -206,7 +206,7 @@ class Strange(torch.optim.SGD):
 
 
 class GlobalState(torch.optim.SGD):
-    """Has a state of its own and the states of the parameters, as Shampoo and SAM do."""
+    """Has optimizer-level state besides the states of parameters, as Shampoo and SAM do."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -226,7 +226,7 @@ class GlobalState(torch.optim.SGD):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer that holds another one, as Accelerate's does."""
+    """An optimizer around another one, as Accelerate's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -265,7 +265,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 class Holder:
-    """Holds an optimizer and is none, as DeepSpeed's and apex's wrappers are."""
+    """Holds an optimizer without being one, as the wrappers of DeepSpeed and apex."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.scale = optimizer, 1.0
@@ -287,7 +287,7 @@ class Holder:
 
 
 class Loader:
-    """Returns a state of any form, as the data loaders of users do."""
+    """Returns a state of any form, as users' data loaders do."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -307,7 +307,7 @@ class Cursor:
 
 
 class Decay:
-    """A callable with a state of its own, as ``LambdaLR`` saves it."""
+    """A callable with state, as ``LambdaLR`` saves it."""
 
     def __init__(self) -> None:
         self.seen: dict[int, float] = {}
@@ -318,7 +318,7 @@ class Decay:
 
 
 def odd_values(seed: int) -> Iterator[tuple[str, Any]]:
-    """Forms of ``state_dict()`` of objects that are no modules."""
+    """Yield forms of ``state_dict()`` of objects other than modules."""
     ones = torch.full((3,), float(seed))
     yield "None", None if seed == 1 else {"x": 1}
     yield "an int", seed

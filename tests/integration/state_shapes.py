@@ -106,7 +106,7 @@ def optimizer_shapes() -> list[Shape]:
 
 
 def grouped(*groups: Callable[[nn.Module], Any], make: Any = ADAMW, layers: int = 2) -> Callable[[int], Job]:
-    """Groups are dicts of options with a function that chooses their parameters."""
+    """Groups are dicts of options with a function that selects their parameters."""
 
     def build(seed: int) -> Job:
         model = mlp(seed, layers=layers)
@@ -155,7 +155,7 @@ def scheduled(make: Callable[[Any], Any] | None, **more: Any) -> Callable[[int],
 
 
 def without_scheduler(make: Callable[[Any], Any]) -> Callable[[int], Job]:
-    """The scheduler is made, and not saved."""
+    """Use the scheduler without saving it."""
 
     def build(seed: int) -> Job:
         one = scheduled(make)(seed)
@@ -299,7 +299,7 @@ def optimizer_alone(seed: int) -> Job:
 
 
 def other_order(seed: int) -> Job:
-    """Groups list their parameters in an order that is not the module's."""
+    """Groups list their parameters in another order than the module."""
     model = mlp(seed, layers=3)
     return job(
         model=model,
@@ -374,7 +374,7 @@ SCHEDULERS: dict[str, Any] = {
 
 
 def with_objects(**values: Callable[[int], Any]) -> Callable[[int], Job]:
-    """A model, its optimizer, and these objects."""
+    """A model, its optimizer and these objects."""
 
     def build(seed: int) -> Job:
         model = mlp(seed)

@@ -59,7 +59,7 @@ def quantized_linear() -> nn.Module:
 
 
 def hooked(make: Callable[[int], Job]) -> Callable[[int], Job]:
-    """The optimizer's state dict and its loading go through hooks that change it."""
+    """Hooks change the optimizer's state dict on save and load."""
 
     def build(seed: int) -> Job:
         one = make(seed)

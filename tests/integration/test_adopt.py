@@ -1,4 +1,4 @@
-"""A directory that somebody else wrote becomes a checkpoint: whole or not at all, whatever its writer does next."""
+"""``tierckpt.adopt``: a directory written by another program becomes a checkpoint, complete or not at all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SECONDS = 120.0
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """What a framework might have written: nested, empty and linked files."""
+    """Nested, empty and linked files, as a framework may write them."""
     made = tmp_path / "out" / "checkpoint-5"
     (made / "optimizer").mkdir(parents=True)
     (made / "model.safetensors").write_bytes(os.urandom((9 << 20) + 7))
@@ -76,12 +76,12 @@ def restored(run: Path | str, to: Path) -> dict[str, bytes]:
     ],
     indirect=["shared_uri"],
 )
-def test_what_was_adopted_comes_back_byte_for_byte_on_a_node_that_never_had_it(
+def test_adopted_directory_is_restored_byte_for_byte_on_another_node(
     links: bool, written: Path, shared_uri: str, tmp_path: Path
 ) -> None:
     before = tree(written)
     handle = tierckpt.adopt(written, f"{shared_uri}/run/step-5", links=links)
-    shutil.rmtree(written)  # the next moment
+    shutil.rmtree(written)  # right after the adoption
     handle.wait("local", 0)
     handle.wait(timeout_seconds=SECONDS)
     assert (handle.files, handle.size_bytes) == (4, sum(map(len, before.values())))
@@ -94,14 +94,14 @@ def test_what_was_adopted_comes_back_byte_for_byte_on_a_node_that_never_had_it(
     assert run_cli(["info", handle.uri, "--json"]) == 0
 
 
-def test_on_every_tier_the_files_have_their_own_names_in_one_folder(written: Path, tmp_path: Path) -> None:
+def test_adopted_files_keep_their_names_on_every_tier(written: Path, tmp_path: Path) -> None:
     tierckpt.adopt(written, tmp_path / "run" / "step-5").wait(timeout_seconds=SECONDS)
     (folder,) = (tmp_path / "run" / "step-5").glob("files-*")
     assert tree(folder) == tree(written)
 
 
 @pytest.mark.parametrize("drains", [False, True])
-def test_a_file_system_shows_it_as_it_was_written(drains: bool, written: Path, s3_uri: str) -> None:
+def test_fsspec_shows_adopted_files_as_written(drains: bool, written: Path, s3_uri: str) -> None:
     handle = tierckpt.adopt(written, f"{s3_uri}/run/step-5", drain=drains)
     if drains:
         handle.wait(timeout_seconds=SECONDS)
@@ -119,7 +119,7 @@ def test_a_file_system_shows_it_as_it_was_written(drains: bool, written: Path, s
         assert fs.cat_file(f"{top}/{path}") == data
 
 
-def test_a_checkpoint_of_stock_dcp_loads_by_dcp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adopted_stock_dcp_checkpoint_loads_with_dcp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"weight": torch.randn(1000), "step": 7}
     dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     tierckpt.adopt(tmp_path / "stock", tmp_path / "run" / "step-7").wait(timeout_seconds=SECONDS)
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_stock_dcp_loads_by_dcp(tmp_path: Path, capsys: pytest.C
     assert torch.equal(loaded["weight"], state["weight"])
 
 
-def test_killed_right_after_adopting_another_process_drains_it(written: Path, tmp_path: Path) -> None:
+def test_another_process_drains_after_a_kill_right_after_adopting(written: Path, tmp_path: Path) -> None:
     before, uri = tree(written), str(tmp_path / "run" / "step-5")
     code = (
         "import os, signal, shutil, sys, tierckpt\n"
@@ -156,9 +156,7 @@ def test_killed_right_after_adopting_another_process_drains_it(written: Path, tm
 
 
 @pytest.mark.parametrize("where", ["save.adopted_directory.settle", "checkpoint.local_commit.commit_local"])
-def test_killed_before_the_commit_nothing_is_left_and_it_can_be_adopted_again(
-    where: str, written: Path, tmp_path: Path
-) -> None:
+def test_kill_before_the_commit_leaves_no_files_and_permits_a_retry(where: str, written: Path, tmp_path: Path) -> None:
     uri = str(tmp_path / "run" / "step-5")
     module, _, name = where.rpartition(".")
     code = (
@@ -190,24 +188,22 @@ def test_an_empty_directory_a_file_and_a_missing_one_are_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("given", [None, b"out", 5])
-def test_what_is_neither_text_nor_path_is_refused(given: Any, written: Path, tmp_path: Path) -> None:
+def test_argument_other_than_text_or_path_is_refused(given: Any, written: Path, tmp_path: Path) -> None:
     for arguments in ((given, tmp_path / "run" / "step-1"), (written, given)):
         with pytest.raises(ConfigError, match="is text or a path"):
             tierckpt.adopt(*arguments)
 
 
 @pytest.mark.parametrize("target", ["/etc/hostname", "../elsewhere", "nothing", "."])
-def test_a_link_that_leads_out_nowhere_or_round_is_refused(target: str, written: Path) -> None:
+def test_link_outside_dangling_or_circular_is_refused(target: str, written: Path) -> None:
     (written.parent / "elsewhere").write_text("not of the checkpoint")
     (written / "link").symlink_to(target)
     with pytest.raises(ConfigError, match="link"):
         tierckpt.adopt(written, written.parents[1] / "run" / "step-5")
 
 
-def test_names_that_no_journal_or_store_can_hold_are_refused_before_anything_is_taken_in(
-    written: Path, s3_uri: str, tmp_path: Path
-) -> None:
-    """Accepted, they would be committed here and never drained."""
+def test_names_invalid_for_journal_or_store_are_refused_first(written: Path, s3_uri: str, tmp_path: Path) -> None:
+    """Otherwise they would be committed here and never drained."""
     for uri in (
         "hf://org/name",
         f"{s3_uri}/\udcff",
@@ -240,14 +236,14 @@ def test_a_pipe_is_refused(written: Path) -> None:
         tierckpt.adopt(written, written.parents[1] / "run" / "step-5")
 
 
-def test_a_file_that_is_open_for_writing_refuses_the_directory(written: Path, tmp_path: Path) -> None:
+def test_directory_with_a_file_open_for_writing_is_refused(written: Path, tmp_path: Path) -> None:
     with (written / "scheduler.pt").open("ab"), pytest.raises(CheckpointError, match="still being written"):
         tierckpt.adopt(written, tmp_path / "run" / "step-5")
     tierckpt.adopt(written, tmp_path / "run" / "step-5")
 
 
 @pytest.mark.parametrize("change", ["in place", "new file", "gone", "renamed over"])
-def test_two_looks_that_differ_refuse_the_directory(
+def test_directory_that_changes_between_two_scans_is_refused(
     change: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle = directories.settle
@@ -275,7 +271,7 @@ def test_two_looks_that_differ_refuse_the_directory(
 
 
 @pytest.mark.parametrize("step", ["look", "check_quiet", "take_in"])
-def test_a_file_that_goes_meanwhile_is_a_directory_that_is_still_written(
+def test_file_removed_during_adoption_is_a_changing_directory(
     step: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, at = getattr(directories, step), written / "model.safetensors"
@@ -301,7 +297,7 @@ def test_a_file_that_goes_meanwhile_is_a_directory_that_is_still_written(
     assert not Journal(tmp_path / "local").entries()
 
 
-def test_what_stands_there_is_replaced_only_when_told_and_stays_whole_until_then(written: Path, s3_uri: str) -> None:
+def test_existing_checkpoint_is_replaced_only_on_request_and_atomically(written: Path, s3_uri: str) -> None:
     uri, before = f"{s3_uri}/run/step-5", tree(written)
     tierckpt.adopt(written, uri).wait(timeout_seconds=SECONDS)
     (written / "more").write_text("more")
@@ -311,7 +307,7 @@ def test_what_stands_there_is_replaced_only_when_told_and_stays_whole_until_then
     tierckpt.adopt(written, uri, overwrite=True).wait(timeout_seconds=SECONDS)
     assert restored(uri, written.parent / "new") == tree(written)
     names = {name for name, _ in listing(uri)}
-    assert len({name.partition("/")[0] for name in names if name.startswith("files-")}) == 1  # the old one has gone
+    assert len({name.partition("/")[0] for name in names if name.startswith("files-")}) == 1  # the old one is removed
 
 
 def listing(uri: str) -> list[tuple[str, int]]:
@@ -323,19 +319,19 @@ def listing(uri: str) -> list[tuple[str, int]]:
     return client.run(keys())
 
 
-# --- a writer that goes on -------------------------------------------------------------------------------------
+# --- a writer that continues -----------------------------------------------------------------------------------
 
 
-def test_what_is_written_in_place_later_does_not_reach_what_was_taken_in(written: Path, tmp_path: Path) -> None:
+def test_later_writes_in_place_do_not_change_the_adopted_copy(written: Path, tmp_path: Path) -> None:
     before = tree(written)
-    tierckpt.adopt(written, tmp_path / "run" / "step-5", links=True, drain=False)  # a path: links have no effect
+    tierckpt.adopt(written, tmp_path / "run" / "step-5", links=True, drain=False)  # links have no effect for a path
     for path in written.rglob("*"):
         if path.is_file():
             path.write_bytes(b"something else")
     assert restored(tmp_path / "run" / "step-5", tmp_path / "back") == before
 
 
-def test_with_links_a_write_in_place_is_found_by_the_digests(written: Path, s3_uri: str, tmp_path: Path) -> None:
+def test_digests_detect_a_write_in_place_to_a_linked_file(written: Path, s3_uri: str, tmp_path: Path) -> None:
     tierckpt.adopt(written, f"{s3_uri}/run/step-5", links=True, drain=False)
     with (written / "model.safetensors").open("r+b") as file:
         file.write(b"something else")
@@ -344,7 +340,7 @@ def test_with_links_a_write_in_place_is_found_by_the_digests(written: Path, s3_u
         client.run(restore(client.mover, parse_uri(f"{s3_uri}/run/step-5"), tmp_path / "back"))
 
 
-def test_way_that_is_made_takes_the_names_of_what_was_linked_and_of_nothing_else(written: Path, s3_uri: str) -> None:
+def test_make_way_removes_only_linked_names(written: Path, s3_uri: str) -> None:
     before = tree(written)
     tierckpt.adopt(written, f"{s3_uri}/run/step-5", links=True, drain=False)
     (written / "own").write_text("own")
@@ -354,8 +350,8 @@ def test_way_that_is_made_takes_the_names_of_what_was_linked_and_of_nothing_else
     assert restored(f"{s3_uri}/run", written.parent / "back") == before
 
 
-def test_what_megatron_writes_again_in_place_leaves_what_was_adopted(written: Path, s3_uri: str) -> None:
-    """A run that goes back (``--ckpt-step``) writes over ``iter_N``, and is killed at it."""
+def test_megatron_rewrite_in_place_leaves_the_adopted_copy(written: Path, s3_uri: str) -> None:
+    """A run resumed at ``--ckpt-step`` overwrites ``iter_N`` and is killed."""
     run, before = MegatronRun(f"{s3_uri}/run", drain=False), tree(written)
     run.finalize(written)()
     (written / "model.safetensors").write_bytes(b"again")
@@ -363,7 +359,7 @@ def test_what_megatron_writes_again_in_place_leaves_what_was_adopted(written: Pa
     assert tree(written.parent / "back" / written.name) == before
 
 
-def test_a_run_is_copied_and_pickled_with_the_host_that_holds_it(written: Path, s3_uri: str, tmp_path: Path) -> None:
+def test_run_can_be_copied_and_pickled(written: Path, s3_uri: str, tmp_path: Path) -> None:
     run = Directories(f"{s3_uri}/run", drain=False)
     run.save(written)
     for number, one in enumerate((copy.deepcopy(run), pickle.loads(pickle.dumps(run)))):
@@ -373,7 +369,7 @@ def test_a_run_is_copied_and_pickled_with_the_host_that_holds_it(written: Path, 
 # --- several ranks ---------------------------------------------------------------------------------------------
 
 
-def test_two_nodes_adopt_into_one_checkpoint_that_is_there_when_both_have(s3_uri: str, tmp_path: Path) -> None:
+def test_two_nodes_adopt_into_one_checkpoint(s3_uri: str, tmp_path: Path) -> None:
     uri = f"{s3_uri}/run/step-5"
     for rank in (0, 1):
         (tmp_path / f"node{rank}").mkdir()
@@ -394,7 +390,7 @@ def test_two_nodes_adopt_into_one_checkpoint_that_is_there_when_both_have(s3_uri
         tierckpt.adopt(tmp_path / "node0", uri, ranks=(0, 2), attempt="try-1", overwrite=True)
 
 
-def test_ranks_that_have_other_bytes_under_one_name_do_not_make_a_checkpoint(tmp_path: Path) -> None:
+def test_ranks_with_different_bytes_under_one_name_raise(tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"node{rank}").mkdir()
         (tmp_path / f"node{rank}" / "config.json").write_text(f"{{{rank}}}")
@@ -406,7 +402,7 @@ def test_ranks_that_have_other_bytes_under_one_name_do_not_make_a_checkpoint(tmp
 
 
 @pytest.mark.parametrize("bad", [{"ranks": (2, 2)}, {"ranks": (0, 2)}, {"attempt": "a/b"}])
-def test_ranks_that_cannot_be_are_refused(bad: dict[str, object], written: Path, tmp_path: Path) -> None:
+def test_invalid_ranks_are_refused(bad: dict[str, object], written: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         tierckpt.adopt(written, tmp_path / "run" / "step-5", **bad)  # type: ignore[arg-type]
 
@@ -428,7 +424,7 @@ def job(top: str, shares: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shares", [True, False])
-def test_the_ranks_of_a_job_find_out_which_of_them_adopts_what(shares: bool, tmp_path: Path) -> None:
+def test_ranks_of_a_job_divide_the_adoption(shares: bool, tmp_path: Path) -> None:
     launch("tests.integration.test_adopt:job", 5, top=str(tmp_path), shares=shares)
     back = restored(tmp_path / "run", tmp_path / "back")
     assert back == {f"shard-{rank}": bytes([rank]) * 50_000 for rank in range(4)}
@@ -450,16 +446,14 @@ def late(top: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_comes_or_finds_nothing_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+def test_missing_rank_or_files_raise_instead_of_hanging(tmp_path: Path) -> None:
     launch("tests.integration.test_adopt:late", 2, top=str(tmp_path))
 
 
 # --- the verb --------------------------------------------------------------------------------------------------
 
 
-def test_the_verb_adopts_and_says_where_it_is(
-    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adopt_verb_prints_the_location(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["adopt", str(written), str(tmp_path / "run" / "step-5"), "--wait", "60", "--json"]
     assert run_cli(arguments) == 0
     said = json.loads(capsys.readouterr().out)
@@ -469,13 +463,13 @@ def test_the_verb_adopts_and_says_where_it_is(
     assert run_cli([*arguments, "--overwrite", "--ranks", "x"]) == 2
 
 
-def test_ranks_that_cannot_agree_yet_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="there is no process group yet"):
         Directories(tmp_path / "run").restore(tmp_path / "back")
 
 
-def test_a_node_with_a_newer_one_than_rank_0_says_so_and_does_not_go_back_in_silence(
+def test_node_with_a_newer_step_than_rank_0_raises(
     file_uri: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Directories(file_uri, drain=False)

@@ -1,4 +1,4 @@
-"""``tierckpt.wait`` sees what this process has begun to save, before anything of it is on a disk."""
+"""``tierckpt.wait`` includes saves that this process has started but not yet written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def value_of(uri: str, root: Path) -> float:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that saves takes its time before it does the first thing that a disk could show."""
+    """Delay the save thread before its first visible change on disk."""
     set_up = writers.TierStorageWriter.set_up_storage_writer
 
     def late(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -50,8 +50,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("how", ["own stager", "TierStager", "lazy", "checkpoint_id"])
 @pytest.mark.parametrize("tier", ["local", "shared"])
-def test_wait_is_for_the_save_that_has_begun(how: str, tier: str, file_uri: str, tmp_path: Path) -> None:
-    """Six times of six it returned at once, for the save that stood there before."""
+def test_wait_includes_a_started_save(how: str, tier: str, file_uri: str, tmp_path: Path) -> None:
+    """Before the fix it returned at once, for the previous save."""
     uri = f"{file_uri}/step-1"
     dcp.save(state(1.0), storage_writer=TierStorageWriter(uri), no_dist=True)
     tierckpt.wait(uri, timeout_seconds=60)
@@ -69,7 +69,7 @@ def test_wait_is_for_the_save_that_has_begun(how: str, tier: str, file_uri: str,
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("slow")
-def test_a_begun_save_that_fails_is_an_error_of_wait(file_uri: str) -> None:
+def test_wait_raises_the_error_of_a_started_save(file_uri: str) -> None:
     uri = f"{file_uri}/step-1"
     dcp.save(state(1.0), storage_writer=TierStorageWriter(uri), no_dist=True)
     refused = dcp.async_save(state(2.0), storage_writer=TierStorageWriter(uri, overwrite=False), no_dist=True)
@@ -78,13 +78,11 @@ def test_a_begun_save_that_fails_is_an_error_of_wait(file_uri: str) -> None:
     with pytest.raises(BaseException, match="belongs to another save"):
         refused.result(timeout=60)
     dcp.save(state(3.0), storage_writer=TierStorageWriter(uri), no_dist=True)
-    tierckpt.wait(uri, timeout_seconds=60)  # of the newest save alone
+    tierckpt.wait(uri, timeout_seconds=60)  # the newest save only
 
 
-def test_a_save_that_ends_without_a_word_to_its_writer_is_an_error(
-    file_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The planner fails, in the thread that saves: nobody tells the writer."""
+def test_save_that_ends_without_calling_its_writer_is_an_error(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner raises in the save thread, without a call to the writer."""
     uri, writer = f"{file_uri}/step-1", TierStorageWriter(f"{file_uri}/step-1")
     dcp.save(state(1.0), storage_writer=writer, no_dist=True)
 
@@ -98,7 +96,7 @@ def test_a_save_that_ends_without_a_word_to_its_writer_is_an_error(
     assert saving.exception(timeout=60) is not None
 
 
-def test_a_save_that_failed_in_the_callers_own_thread_is_not_told_twice(file_uri: str) -> None:
+def test_error_raised_in_the_callers_thread_is_not_raised_again(file_uri: str) -> None:
     uri = f"{file_uri}/step-1"
     dcp.save(state(1.0), storage_writer=TierStorageWriter(uri), no_dist=True)
     with pytest.raises(BaseException, match="belongs to another save"):
@@ -107,7 +105,7 @@ def test_a_save_that_failed_in_the_callers_own_thread_is_not_told_twice(file_uri
 
 
 @pytest.mark.slow
-def test_wait_sees_the_saves_of_a_checkpointer(file_uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wait_includes_saves_of_a_checkpointer(file_uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commit, is_free = SaveSession.commit, threading.Event()
 
     def held(self: Any, *args: Any, **options: Any) -> None:
@@ -127,7 +125,7 @@ def test_wait_sees_the_saves_of_a_checkpointer(file_uri: str, monkeypatch: pytes
         assert value_of(uri, tmp_path / "fresh") == 2.0
 
 
-def test_what_is_staged_and_never_saved_is_not_waited_for(
+def test_wait_ignores_staged_data_that_is_never_saved(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(in_flight, "ORPHAN_SECONDS", 0.3)
@@ -135,4 +133,4 @@ def test_what_is_staged_and_never_saved_is_not_waited_for(
     dcp.save(state(1.0), storage_writer=TierStorageWriter(uri), no_dist=True)
     TierStager().stage(state(2.0))
     tierckpt.wait(uri, timeout_seconds=60)
-    in_flight.wait(local_root, parse_uri(uri).uri, 0.0)  # nothing is left behind
+    in_flight.wait(local_root, parse_uri(uri).uri, 0.0)  # no save is registered

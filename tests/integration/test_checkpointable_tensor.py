@@ -1,4 +1,4 @@
-"""CheckpointableTensor (torch 2.15): a plain tensor whose attributes say which parts of a global tensor it holds."""
+"""CheckpointableTensor (torch 2.15): a plain tensor whose attributes describe its parts of a global tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ORDER = (0, 2, 1)
-"""Where in the global tensor each pair of local rows belongs."""
+"""Position in the global tensor of each pair of local rows."""
 
 
 def parts() -> torch.Tensor:
@@ -42,7 +42,7 @@ def saved(uri: str) -> None:
 
 
 def planned_like_a_plain_one(uri: str) -> None:
-    """The plan of the same tensor without the attributes is remembered, and must not be taken for it."""
+    """The cached plan of the same tensor without attributes must not be reused."""
     for tensor, place in ((torch.ones(6, 4), f"{uri}-plain"), (parts(), uri)):
         dcp.save({"w": tensor}, storage_writer=TierStorageWriter(place), planner=TierSavePlanner(), no_dist=True)
 
@@ -59,7 +59,7 @@ def staged(uri: str, **options: Any) -> None:
     [saved, planned_like_a_plain_one, staged, lambda uri: staged(uri, mode="lazy")],
     ids=["save", "plan cache", "async", "lazy"],
 )
-def test_every_part_is_saved_in_its_place(save: Callable[[str], None], tmp_path: Path) -> None:
+def test_every_part_is_saved_at_its_offset(save: Callable[[str], None], tmp_path: Path) -> None:
     uri = str(tmp_path / "c")
     save(uri)
     for reader in (TierStorageReader(uri), dcp.FileSystemReader(uri)):
@@ -70,7 +70,7 @@ def test_every_part_is_saved_in_its_place(save: Callable[[str], None], tmp_path:
         assert torch.equal(local, parts())
 
 
-def test_what_stock_has_saved_is_loaded(tmp_path: Path) -> None:
+def test_checkpoint_of_stock_dcp_is_loaded(tmp_path: Path) -> None:
     dcp.save({"w": parts()}, checkpoint_id=tmp_path / "c", no_dist=True)
     into, local = torch.zeros(6, 4), parts()
     dcp.load({"w": into}, storage_reader=TierStorageReader(str(tmp_path / "c")), no_dist=True)

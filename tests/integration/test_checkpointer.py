@@ -1,4 +1,4 @@
-"""The Checkpointer in one process: what ten lines of a training loop rely on."""
+"""The Checkpointer in one process, as a training loop uses it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tierckpt.stores import retry
 
 
 class Loader:
-    """A data loader in the manner of StatefulDataLoader: its state changes shape as it goes."""
+    """A data loader like StatefulDataLoader, whose state changes shape."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -62,7 +62,7 @@ def train(state: dict[str, Any], step: int) -> str:
     return loss.item().hex()
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(shared_uri: str, local_root: Path) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(shared_uri: str, local_root: Path) -> None:
     state = job(1)
     with Checkpointer(shared_uri) as checkpointer:
         assert checkpointer.restore(state) is None
@@ -71,7 +71,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(shared_uri: str, 
             losses.append(train(state, step))
             if step % 5 == 0:
                 checkpointer.save(step, state)
-    shutil.rmtree(local_root)  # the node is lost
+    shutil.rmtree(local_root)  # lose the node
     resumed = job(2)
     with Checkpointer(shared_uri) as checkpointer:
         assert checkpointer.restore(resumed) == 10
@@ -102,7 +102,7 @@ def test_saving_before_the_first_step_changes_nothing(file_uri: str) -> None:
         assert [train(resumed, step) for step in range(3)] == plain["losses"]
 
 
-def test_saves_own_their_copy_while_training_goes_on(file_uri: str) -> None:
+def test_saves_own_their_copy_during_training(file_uri: str) -> None:
     model = torch.nn.Linear(300, 300)
     with Checkpointer(file_uri) as checkpointer:
         for step in (1, 2, 3):
@@ -132,19 +132,17 @@ def test_keep_last_on_each_tier(keep: Any, local: int, shared: int, shared_uri: 
     assert [(row.step, row.shared) for row in rows] == [(step, "committed") for step in range(6 - shared, 6)]
 
 
-def test_retention_never_removes_what_is_not_drained(
-    s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retention_keeps_undrained_checkpoints(s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "tierckpt.drain.background_drains.BackgroundDrains.submit", lambda self, token: None
-    )  # the drain is stuck
+    )  # drains block
     checkpointer = Checkpointer(s3_uri, keep_last=1)
     for step in (1, 2, 3):
         checkpointer.save(step, {"value": step}).result(timeout=60)
     assert len(list(local_dir(local_root, parse_uri(s3_uri)).glob("step-*/.tierckpt/manifest.json"))) == 3
 
 
-def test_a_failed_save_is_raised_by_the_next_call_and_the_older_step_stays(
+def test_failed_save_is_raised_by_the_next_call_and_keeps_the_older_step(
     file_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = Checkpointer(file_uri)
@@ -167,14 +165,14 @@ def test_a_failed_save_is_raised_by_the_next_call_and_the_older_step_stays(
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-3"
 
 
-def test_an_error_of_the_loop_is_not_hidden(file_uri: str) -> None:
+def test_error_of_the_loop_is_propagated(file_uri: str) -> None:
     with pytest.raises(ZeroDivisionError), Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, {"value": 1})
         raise ZeroDivisionError
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
 
 
-def test_records_say_how_each_save_went(s3_uri: str) -> None:
+def test_records_describe_each_save(s3_uri: str) -> None:
     with Checkpointer(s3_uri) as checkpointer:
         checkpointer.save(1, {"value": torch.zeros(1000)})
         checkpointer.wait()
@@ -196,7 +194,7 @@ def test_an_optimizer_needs_no_module(file_uri: str) -> None:
     assert resumed.param_groups[0]["lr"] == 0.1
 
 
-def test_state_of_each_rank_is_its_own(file_uri: str) -> None:
+def test_state_of_each_rank_is_separate(file_uri: str) -> None:
     loader = Loader()
     loader.seen = [4, 5]
     with Checkpointer(file_uri) as checkpointer:
@@ -206,15 +204,15 @@ def test_state_of_each_rank_is_its_own(file_uri: str) -> None:
     assert fresh.seen == [4, 5]
 
 
-def test_a_checkpointer_stays_in_its_process_and_says_so(file_uri: str) -> None:
-    """As a spawned worker of a DataLoader would have it, whose data set refers to one."""
+def test_pickling_a_checkpointer_raises(file_uri: str) -> None:
+    """As in a spawned DataLoader worker whose data set refers to a Checkpointer."""
     with tierckpt.Checkpointer(file_uri) as checkpointer:
         for move in (pickle.dumps, copy.deepcopy):
             with pytest.raises(ConfigError, match="Create one in each rank"):
                 move(checkpointer)
 
 
-def test_a_closed_checkpointer_says_so(file_uri: str) -> None:
+def test_closed_checkpointer_raises(file_uri: str) -> None:
     checkpointer = Checkpointer(file_uri)
     checkpointer.close()
     checkpointer.close()
@@ -223,14 +221,14 @@ def test_a_closed_checkpointer_says_so(file_uri: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, -1, {"local": 0}, {"attic": 3}])
-def test_retention_that_would_keep_nothing_is_refused(keep: Any, file_uri: str) -> None:
+def test_retention_of_zero_checkpoints_is_refused(keep: Any, file_uri: str) -> None:
     with pytest.raises(ConfigError, match="keep_last"):
         Checkpointer(file_uri, keep_last=keep)
 
 
 @pytest.mark.slow
-def test_training_goes_on_while_the_store_is_away(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens there
+def test_training_continues_during_an_outage(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # no server
     monkeypatch.setattr(retry, "RETRIES_MAX", 0)
     checkpointer = Checkpointer(s3_uri, store_timeout_seconds=2, exit_timeout_seconds=0)
     for step in (1, 2):
@@ -241,7 +239,7 @@ def test_training_goes_on_while_the_store_is_away(s3_uri: str, monkeypatch: pyte
 
 
 def test_ctrl_c_in_a_restore_is_a_keyboard_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DCP wraps whatever ends a read, this too; a process that ends by it must die by SIGINT, without a traceback."""
+    """DCP wraps any exception of a read; an interrupted process must still die by SIGINT, without a traceback."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

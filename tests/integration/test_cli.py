@@ -1,4 +1,4 @@
-"""The command line, as a process of its own against real storage: what it prints, does, and exits with."""
+"""The command line as a separate process against real storage: output, effects and exit codes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ COMMAND = (sys.executable, "-m", "tierckpt.cli")
 
 @dataclass(frozen=True)
 class Done:
-    """One command line that has run."""
+    """A completed command line."""
 
     code: int
     out: str
@@ -71,7 +71,7 @@ def for_people(*arguments: object, **environment: str) -> Done:
 
 @lru_cache(maxsize=1)
 def _fleet() -> Fleet:
-    """Commands are forked from a process that has imported what they need, torch too; it ends with this one."""
+    """Fork commands from a process that has imported their modules, including torch. It ends with this one."""
     folder = _held.enter_context(tempfile.TemporaryDirectory(prefix="commands-"))
     return _held.enter_context(Fleet.running(Path(folder), "torch"))
 
@@ -81,7 +81,7 @@ atexit.register(_held.close)
 
 
 def saved(uri: str, seed: int = 1, **options: Any) -> dict[str, Any]:
-    """Save a state in several small shards and wait until it is on shared storage."""
+    """Save a state in several small shards and wait for the drain."""
     state = small_state(seed)
     save(uri, state, **{**SMALL_SHARDS, **options})
     tierckpt.wait(uri, timeout_seconds=60)
@@ -101,12 +101,12 @@ def local_shards(uri: str) -> list[Path]:
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0x10
-    path.unlink()  # where both tiers share a file by hard link, only this copy is to be damaged
+    path.unlink()  # break the hard link, so that only this tier's copy is damaged
     path.write_bytes(data)
 
 
 def read_by_stock_pytorch(directory: Path, state: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    """Load ``directory`` with FileSystemReader in a process that cannot import tierckpt; return what it read."""
+    """Load ``directory`` with FileSystemReader in a process that cannot import tierckpt. Returns the state."""
     like, out, script = scratch / "like.pt", scratch / "loaded.pt", scratch / "stock.py"
     torch.save(state, like)
     script.write_text(
@@ -160,7 +160,7 @@ def test_the_main_path_of_every_verb(shared_uri: str, tmp_path: Path) -> None:
     verified = tierckpt_("verify", uri, "--read-data")
     assert verified.code == 0
     assert verified.document["good"]
-    metadata_bytes = sum(item.size_bytes for item in manifest.metadata)  # lies there twice: ours and stock PyTorch's
+    metadata_bytes = sum(item.size_bytes for item in manifest.metadata)  # stored twice: ours and stock PyTorch's
     assert verified.document["checked_bytes"] == 2 * (manifest.size_bytes + metadata_bytes)
 
     status = tierckpt_("status").document
@@ -179,7 +179,7 @@ def test_the_main_path_of_every_verb(shared_uri: str, tmp_path: Path) -> None:
     again = tierckpt_("prefetch", uri, "--to", tmp_path / "fetched").document
     assert (again["fetched_bytes"], again["files"]) == (0, len(manifest.entries))
 
-    restored = tierckpt_("restore", shared_uri, "--to", tmp_path / "restored").document  # of the run: its newest
+    restored = tierckpt_("restore", shared_uri, "--to", tmp_path / "restored").document  # the newest of the run
     assert restored["uri"] == parse_uri(uri).uri
     assert (restored["local_bytes"], restored["shared_bytes"]) == (0, manifest.size_bytes)
     assert same(read_by_stock_pytorch(tmp_path / "restored", states[10], tmp_path), states[10])
@@ -197,7 +197,7 @@ def test_the_main_path_of_every_verb(shared_uri: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_people_read(file_uri: str, tmp_path: Path) -> None:
+def test_text_output(file_uri: str, tmp_path: Path) -> None:
     saved(f"{file_uri}/step-1")
     uri = f"{file_uri}/step-1"
     for arguments, expected in [
@@ -218,7 +218,7 @@ def test_what_people_read(file_uri: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_local_root_can_be_given(file_uri: str, tmp_path: Path) -> None:
+def test_local_root_option(file_uri: str, tmp_path: Path) -> None:
     saved(f"{file_uri}/step-1", local_root=tmp_path / "elsewhere")
     assert tierckpt_("status").document["local"] == []
     status = tierckpt_("status", "--local-root", tmp_path / "elsewhere").document
@@ -265,12 +265,12 @@ def test_everything_but_export_runs_without_torch(s3_uri: str, tmp_path: Path) -
     assert same(read_by_stock_pytorch(tmp_path / "fetched", state, tmp_path), state)
 
 
-# --- exit codes: what is not there, not committed, damaged, partial ---------------------------------------------
+# --- exit codes: missing, not committed, damaged, partial -------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["ls", "info", "verify", "prefetch", "restore", "export"])
-def test_nothing_there_is_exit_4(verb: str, s3_uri: str, tmp_path: Path) -> None:
+def test_missing_checkpoint_is_exit_4(verb: str, s3_uri: str, tmp_path: Path) -> None:
     to = ["--to", tmp_path / "out"] if verb in {"prefetch", "restore", "export"} else []
     done = tierckpt_(verb, f"{s3_uri}/step-7", *to)
     assert (done.code, done.out) == (4, "")
@@ -305,26 +305,26 @@ def test_a_run_is_not_a_checkpoint(file_uri: str) -> None:
     assert f"{file_uri}/step-3" in done.error["hint"]
 
 
-def test_a_missing_bucket_is_exit_4_and_named(s3_uri: str) -> None:
+def test_missing_bucket_is_exit_4_and_names_it(s3_uri: str) -> None:
     done = tierckpt_("ls", "s3://no-such-bucket-here/run")
     assert (done.code, done.error["error"]) == (4, "BucketNotFoundError")
     assert "no-such-bucket-here" in done.error["message"]
 
 
-def test_storage_that_does_not_answer_is_exit_7(s3_uri: str) -> None:
+def test_unreachable_storage_is_exit_7(s3_uri: str) -> None:
     done = tierckpt_(
         "ls", s3_uri, AWS_ENDPOINT_URL=f"http://127.0.0.1:{free_port()}", TIERCKPT_STORE_TIMEOUT_SECONDS="2"
     )
     assert (done.code, done.error["error"]) == (7, "StoreUnavailableError")
 
 
-def test_a_rate_that_is_none_is_exit_2() -> None:
+def test_invalid_rate_is_exit_2() -> None:
     done = tierckpt_("agent", "--serve-bytes-per-second", "fast")
     assert (done.code, done.error["error"]) == (2, "ConfigError")
     assert "--serve-bytes-per-second is 'fast'" in done.error["message"]
 
 
-def test_events_are_written_as_the_command_says(tmp_path: Path) -> None:
+def test_log_events_use_the_requested_format(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "weights.bin").write_bytes(b"some")
@@ -341,12 +341,12 @@ def test_bad_settings_are_exit_2(file_uri: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["local", "shared"])
-def test_a_flipped_bit_is_found_by_reading_and_is_exit_5(tier: str, file_uri: str) -> None:
+def test_flipped_bit_is_found_by_full_verify_and_is_exit_5(tier: str, file_uri: str) -> None:
     uri = f"{file_uri}/step-1"
     saved(uri)
     shard = local_shards(uri)[0]
     flip(shard if tier == "local" else Path(uri, shard.name))
-    assert tierckpt_("verify", uri).code == 0  # its size is right
+    assert tierckpt_("verify", uri).code == 0  # sizes match
     done = tierckpt_("verify", uri, "--read-data")
     assert done.code == 5
     assert not done.document["good"]
@@ -368,7 +368,7 @@ def test_a_short_shard_is_found_without_reading(file_uri: str) -> None:
     assert (done.code, done.document["problems"][0]["tier"]) == (5, "shared")
 
 
-def test_a_file_with_no_good_copy_is_lost(file_uri: str) -> None:
+def test_file_without_a_good_copy_is_lost(file_uri: str) -> None:
     uri = f"{file_uri}/step-1"
     saved(uri)
     shard = local_shards(uri)[0]
@@ -380,8 +380,8 @@ def test_a_file_with_no_good_copy_is_lost(file_uri: str) -> None:
     assert "lost" in for_people("verify", uri, "--read-data").out
 
 
-def test_shards_that_other_nodes_keep_are_no_damage(file_uri: str) -> None:
-    """Each node keeps the shards of its own ranks and the whole manifest."""
+def test_shards_on_other_nodes_are_not_damage(file_uri: str) -> None:
+    """Each node keeps its own ranks' shards and the whole manifest."""
     uri = f"{file_uri}/step-1"
     saved(uri)
     shard = local_shards(uri)[0]
@@ -428,7 +428,7 @@ def test_a_partial_prefetch_is_exit_3_names_the_file_and_publishes_nothing(
     uri = f"{s3_uri}/step-1"
     saved(uri)
     gone = local_shards(uri)[0].name
-    local_shards(uri)[0].unlink()  # or it would be copied from there
+    local_shards(uri)[0].unlink()  # prefetch would copy it
     bucket = urlsplit(uri).netloc
     body = moto.client().get_object(Bucket=bucket, Key=f"run/step-1/{gone}")["Body"].read()
     moto.client().delete_object(Bucket=bucket, Key=f"run/step-1/{gone}")
@@ -439,7 +439,7 @@ def test_a_partial_prefetch_is_exit_3_names_the_file_and_publishes_nothing(
     assert gone in for_people("prefetch", uri, "--to", tmp_path / "out").err
     moto.client().put_object(Bucket=bucket, Key=f"run/step-1/{gone}", Body=body)
     done = tierckpt_("prefetch", uri, "--to", tmp_path / "out")
-    assert (done.code, done.document["fetched_bytes"]) == (0, len(body))  # only what was missing
+    assert (done.code, done.document["fetched_bytes"]) == (0, len(body))  # only the missing file
 
 
 # --- restore ----------------------------------------------------------------------------------------------------
@@ -458,24 +458,22 @@ def test_restore_takes_good_local_copies_and_replaces_bad_ones(s3_uri: str, tmp_
     assert any(first.name in warning for warning in done.document["warnings"])
     assert done.document["local_bytes"] + done.document["shared_bytes"] == done.document["size_bytes"]
     assert done.document["local_bytes"] > 0
-    assert (
-        done.document["shared_bytes"] > size_bytes
-    )  # the missing file and the bad chunk, which may be a short last one
+    assert done.document["shared_bytes"] > size_bytes  # the missing file and the bad chunk, possibly a short last one
     assert same(read_by_stock_pytorch(tmp_path / "out", state, tmp_path), state)
 
 
 @pytest.mark.slow
-def test_restore_reads_shared_storage_for_nothing_that_is_here(s3_uri: str, moto: S3Server, tmp_path: Path) -> None:
+def test_restore_does_not_read_shared_storage_for_local_files(s3_uri: str, moto: S3Server, tmp_path: Path) -> None:
     uri = f"{s3_uri}/step-1"
     state = saved(uri)
-    for shard in local_shards(uri):  # if it looked there, it would fail
+    for shard in local_shards(uri):  # a request to shared storage would fail
         moto.client().delete_object(Bucket=urlsplit(uri).netloc, Key=f"run/step-1/{shard.name}")
     done = tierckpt_("restore", uri, "--to", tmp_path / "out")
     assert (done.code, done.document["shared_bytes"]) == (0, 0)
     assert same(read_by_stock_pytorch(tmp_path / "out", state, tmp_path), state)
 
 
-def test_restore_of_what_has_no_good_copy_is_exit_5_and_publishes_nothing(file_uri: str, tmp_path: Path) -> None:
+def test_restore_without_a_good_copy_is_exit_5_and_publishes_nothing(file_uri: str, tmp_path: Path) -> None:
     uri = f"{file_uri}/step-1"
     saved(uri)
     shard = local_shards(uri)[0]
@@ -500,7 +498,7 @@ def test_restore_onto_its_own_source_is_refused(file_uri: str) -> None:
 
 @pytest.fixture
 def dead_endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """While this is in force S3 does not answer; ``undo()`` ends it."""
+    """S3 does not answer until ``undo()``."""
     with monkeypatch.context() as patch:
         patch.setattr(retry, "RETRIES_MAX", 0)
         patch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "0")
@@ -508,7 +506,7 @@ def dead_endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatc
         yield patch
 
 
-def test_drain_finishes_what_a_dead_trainer_left(s3_uri: str, dead_endpoint: pytest.MonkeyPatch) -> None:
+def test_drain_finishes_saves_of_a_dead_trainer(s3_uri: str, dead_endpoint: pytest.MonkeyPatch) -> None:
     uri, state = f"{s3_uri}/step-1", small_state(1)
     save(uri, state, **SMALL_SHARDS)
     close_all()
@@ -527,7 +525,7 @@ def test_drain_finishes_what_a_dead_trainer_left(s3_uri: str, dead_endpoint: pyt
     assert same(load(uri, state), state)
 
 
-def test_drain_of_some_is_exit_3_and_of_none_is_the_error(s3_uri: str, dead_endpoint: pytest.MonkeyPatch) -> None:
+def test_partial_drain_is_exit_3_and_failed_drain_is_its_error(s3_uri: str, dead_endpoint: pytest.MonkeyPatch) -> None:
     save(f"{s3_uri}/step-1", small_state(1))
     save("s3://no-such-bucket-here/run/step-2", small_state(2))
     close_all()
@@ -537,22 +535,22 @@ def test_drain_of_some_is_exit_3_and_of_none_is_the_error(s3_uri: str, dead_endp
     outcomes = {entry["uri"]: entry["outcome"] for entry in done.document["entries"]}
     assert outcomes == {f"{s3_uri}/step-1": "committed", "s3://no-such-bucket-here/run/step-2": "failed"}
     again = tierckpt_("drain", "--wait")
-    assert (again.code, again.document["left"]) == (4, 1)  # the bucket is not there
+    assert (again.code, again.document["left"]) == (4, 1)  # the bucket does not exist
     assert "no-such-bucket-here" in for_people("drain").out
 
 
 @pytest.mark.slow
-def test_drain_wait_gives_up_at_its_deadline(s3_uri: str, dead_endpoint: pytest.MonkeyPatch) -> None:
+def test_drain_wait_ends_at_its_deadline(s3_uri: str, dead_endpoint: pytest.MonkeyPatch) -> None:
     save(f"{s3_uri}/step-1", small_state(1))
     close_all()
     assert tierckpt_("drain", "--wait", "--timeout", "2").code == 7
 
 
 @pytest.mark.slow
-def test_drain_commits_what_several_ranks_left(
+def test_drain_commits_the_saves_of_several_ranks(
     s3_uri: str, local_root: Path, dead_endpoint: pytest.MonkeyPatch
 ) -> None:
-    """Without --wait too: the rank that is drained last commits, and the others learn of it."""
+    """Without --wait too: the last rank drained commits for all."""
     uri = f"{s3_uri}/step-1"
     launch("tests.integration.test_cli:save_and_leave", 3, uri=uri)
     assert len(Journal(local_root).entries()) == 3
@@ -565,14 +563,14 @@ def test_drain_commits_what_several_ranks_left(
 
 
 def save_and_leave(uri: str) -> int:
-    """One rank of a job that ends before anything is drained. Run by tests/compat/worker.py."""
+    """Save as one rank of a job that ends before the drain. Run by tests/compat/worker.py."""
     rank = dist.get_rank()
     dcp.save({f"rank-{rank}": torch.full((1000,), float(rank))}, storage_writer=tierckpt.TierStorageWriter(uri))
     return rank
 
 
 @pytest.mark.slow
-def test_drain_leaves_what_another_process_is_draining(
+def test_drain_skips_entries_another_process_drains(
     s3_uri: str, local_root: Path, dead_endpoint: pytest.MonkeyPatch
 ) -> None:
     save(f"{s3_uri}/step-1", small_state(1))
@@ -601,7 +599,7 @@ def test_doctor_finds_a_missing_bucket(s3_uri: str) -> None:
     assert "no-such-bucket-here" in failed[0]["detail"]
 
 
-def test_doctor_shows_where_the_configuration_of_a_store_comes_from(s3_uri: str) -> None:
+def test_doctor_shows_the_source_of_store_settings(s3_uri: str) -> None:
     done = tierckpt_("doctor", s3_uri)
     (check,) = (check for check in done.document["checks"] if check["name"] == "store configuration")
     assert "(AWS_ENDPOINT_URL)" in check["detail"]
@@ -610,7 +608,7 @@ def test_doctor_shows_where_the_configuration_of_a_store_comes_from(s3_uri: str)
     assert os.environ["AWS_SECRET_ACCESS_KEY"] not in check["detail"].split()
 
 
-def test_doctor_finds_a_local_root_that_cannot_be(tmp_path: Path) -> None:
+def test_doctor_finds_an_unusable_local_root(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     done = tierckpt_("doctor", "--local-root", tmp_path / "file/below")
     failed = [check["name"] for check in done.document["checks"] if check["status"] == "fail"]
@@ -634,7 +632,7 @@ def test_doctor_warns_of_memory_and_leaves_nothing_behind(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_is_no_traceback(file_uri: str) -> None:
+def test_closed_output_pipe_causes_no_traceback(file_uri: str) -> None:
     saved(f"{file_uri}/step-1")
     process = subprocess.Popen([*COMMAND, "ls", file_uri], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -647,7 +645,7 @@ def test_a_reader_that_goes_away_is_no_traceback(file_uri: str) -> None:
 
 
 def test_the_command_is_installed(tmp_path: Path) -> None:
-    """The entry point of pyproject.toml is the same program."""
+    """The entry point of pyproject.toml runs the same program."""
     script = Path(sys.executable).with_name("tierckpt")
     done = subprocess.run([str(script), "--version"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"tierckpt {tierckpt.__version__}\n")

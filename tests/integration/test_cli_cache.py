@@ -1,4 +1,4 @@
-"""``tierckpt cache``: what the node cache holds, and what stays in it."""
+"""``tierckpt cache``: contents of the node cache, checks, pins and evictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE = 256 * KIB
 
 @pytest.fixture
 def models(tmp_path: Path) -> list[str]:
-    """Three models, fetched one after the other."""
+    """Three models, fetched in order."""
     made = []
     for number in range(3):
         folder = tmp_path / f"model-{number}"
@@ -28,11 +28,11 @@ def held() -> list[str]:
     return [entry["uri"] for entry in tierckpt_("cache", "ls").document["entries"]]
 
 
-def test_ls_lists_what_was_used_last_first(models: list[str]) -> None:
+def test_ls_sorts_by_last_use(models: list[str]) -> None:
     assert held() == models[::-1]
 
 
-def test_check_says_what_is_whole_outdated_and_damaged(models: list[str], tmp_path: Path) -> None:
+def test_check_reports_complete_outdated_and_damaged_entries(models: list[str], tmp_path: Path) -> None:
     assert tierckpt_("cache", "check", models[0]).code == 0
     (tmp_path / "model-0" / "more.bin").write_bytes(b"more")
     done = tierckpt_("cache", "check", models[0])
@@ -49,7 +49,7 @@ def test_check_of_a_directory_that_prefetch_filled(models: list[str], tmp_path: 
     assert tierckpt_("cache", "check", models[0], "--to", str(tmp_path / "to")).code == 0
 
 
-def test_evict_leaves_what_is_pinned(models: list[str]) -> None:
+def test_evict_keeps_pinned_entries(models: list[str]) -> None:
     assert tierckpt_("cache", "pin", models[0]).code == 0
     done = tierckpt_("cache", "evict", *models[:2])
     assert done.code == 3
@@ -68,7 +68,7 @@ def test_evict_down_to_a_size(models: list[str]) -> None:
     assert held() == [models[1]]
 
 
-def test_what_the_cache_does_not_hold_cannot_be_pinned_or_evicted(models: list[str], tmp_path: Path) -> None:
+def test_pin_and_evict_of_a_missing_entry_raise(models: list[str], tmp_path: Path) -> None:
     for verb in ("pin", "evict"):
         done = tierckpt_("cache", verb, tmp_path / "other")
         assert done.code == 4 and "has no files of" in done.err
@@ -76,7 +76,7 @@ def test_what_the_cache_does_not_hold_cannot_be_pinned_or_evicted(models: list[s
 
 
 def test_max_bytes_of_a_prefetch(models: list[str], tmp_path: Path) -> None:
-    """In the cache others make room; into a directory, nothing is fetched when it is more."""
+    """The cache evicts to stay below it; a larger fetch into a directory is refused."""
     tierckpt_("cache", "evict", models[2])
     assert tierckpt_("prefetch", models[2], "--max-bytes", "300KiB").code == 0
     assert held() == [models[2]]

@@ -1,4 +1,4 @@
-"""``tierckpt prefetch`` as a process that is slowed down, killed, interrupted and watched."""
+"""``tierckpt prefetch`` as a process that is throttled, killed, interrupted and watched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.services import S3Server
 
 
 class SlowProxy:
-    """A TCP proxy before a server, that passes its answers on at a limited rate and counts them."""
+    """A TCP proxy that relays a server's answers at a limited rate and counts the bytes."""
 
     def __init__(self, server: S3Server) -> None:
         self.bytes_per_second: float = 1e12
@@ -56,7 +56,7 @@ class SlowProxy:
                         self.relayed_bytes += len(data)
                 sink.sendall(data)
         except OSError:
-            pass  # either side has gone
+            pass  # one side has closed
         finally:
             for end in (source, sink):
                 try:
@@ -75,7 +75,7 @@ def proxy(moto: S3Server, s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture
 def model(s3_uri: str, moto: S3Server) -> dict[str, bytes]:
-    """A sharded model in the layout of Hugging Face, under ``s3_uri``/model: what is there, by name."""
+    """Put a sharded model in the layout of Hugging Face under ``s3_uri``/model. Returns its files by name."""
     from safetensors.torch import save as to_bytes
 
     generator = torch.Generator().manual_seed(7)
@@ -102,7 +102,7 @@ def held(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_a_model_directory_is_shown_and_prefetched(s3_uri: str, model: dict[str, bytes], tmp_path: Path) -> None:
+def test_info_and_prefetch_of_a_model_directory(s3_uri: str, model: dict[str, bytes], tmp_path: Path) -> None:
     info = tierckpt_("info", f"{s3_uri}/model").document
     assert info["kind"] == "files"
     assert info["size_bytes"] == sum(map(len, model.values()))
@@ -119,7 +119,7 @@ def test_a_model_directory_is_shown_and_prefetched(s3_uri: str, model: dict[str,
 
 
 @pytest.mark.slow
-def test_a_prefetch_killed_half_way_goes_on_where_it_stopped(
+def test_prefetch_killed_half_way_resumes(
     proxy: SlowProxy,
     moto: S3Server,
     s3_uri: str,
@@ -131,7 +131,7 @@ def test_a_prefetch_killed_half_way_goes_on_where_it_stopped(
     total, served = sum(map(len, model.values())), tmp_path / "node" / "served"
     command = [*COMMAND, "prefetch", f"{s3_uri}/model", "--to", str(served), "--json"]
     kills, landed_before = 0, 0
-    for goal_bytes in (total // 4, total // 2):  # killed twice
+    for goal_bytes in (total // 4, total // 2):  # two kills
         proxy.bytes_per_second = 700 * KIB
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         try:
@@ -148,13 +148,13 @@ def test_a_prefetch_killed_half_way_goes_on_where_it_stopped(
         landed_before = landed
     assert kills == 2
 
-    last = SlowProxy(moto)  # the other one may still have what nobody is there for
+    last = SlowProxy(moto)  # the old proxy may hold bytes for closed connections
     monkeypatch.setenv("AWS_ENDPOINT_URL", last.endpoint)
     done = tierckpt_("prefetch", f"{s3_uri}/model", "--to", served)
     last.close()
     assert done.code == 0
     assert done.document["fetched_bytes"] == total - landed_before
-    assert last.relayed_bytes < total - landed_before + 100 * KIB  # what crossed the wire: headers are the rest
+    assert last.relayed_bytes < total - landed_before + 100 * KIB  # slack for headers
     assert held(served) == model
     assert [path.name for path in served.parent.iterdir()] == ["served"]
 
@@ -162,13 +162,13 @@ def test_a_prefetch_killed_half_way_goes_on_where_it_stopped(
 def wait_for_landing(served: Path, model: dict[str, bytes], goal_bytes: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 60
     while landed_bytes(served, model) < goal_bytes:
-        assert process.poll() is None, f"it ended before it could be killed: {process.communicate()}"
-        assert time.monotonic() < deadline, "nothing landed"
+        assert process.poll() is None, f"exited before the kill: {process.communicate()}"
+        assert time.monotonic() < deadline, "no chunk arrived"
         time.sleep(0.02)
 
 
 def landed_bytes(served: Path, model: dict[str, bytes]) -> int:
-    """Bytes of the chunks that the progress file names, checked against the files beside it."""
+    """Return the bytes of all chunks in the progress file, checked against the data files."""
     incoming = next(served.parent.glob(f".{served.name}.*.incoming"), None)
     progress = next(incoming.glob(".tierckpt/filling/progress-*"), None) if incoming else None
     if incoming is None or progress is None:
@@ -187,7 +187,7 @@ def landed_bytes(served: Path, model: dict[str, bytes]) -> int:
 
 
 @pytest.mark.slow
-def test_a_model_that_changes_under_a_killed_prefetch_is_fetched_whole(
+def test_model_changed_after_a_killed_prefetch_is_fetched_in_full(
     proxy: SlowProxy,
     moto: S3Server,
     s3_uri: str,
@@ -213,7 +213,7 @@ def test_a_model_that_changes_under_a_killed_prefetch_is_fetched_whole(
 
 
 @pytest.mark.slow
-def test_a_person_at_a_terminal_sees_a_bar_and_a_pipe_does_not(
+def test_progress_bar_on_a_terminal_but_not_in_a_pipe(
     proxy: SlowProxy, s3_uri: str, model: dict[str, bytes], tmp_path: Path
 ) -> None:
     proxy.bytes_per_second = 1024 * KIB
@@ -230,7 +230,7 @@ def test_a_person_at_a_terminal_sees_a_bar_and_a_pipe_does_not(
     seen = read_all(ours)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert f"prefetch {s3_uri}/m" in seen  # a name that is too long for its column ends in an ellipsis
+    assert f"prefetch {s3_uri}/m" in seen  # a name too long for its column ends in an ellipsis
     assert "MiB" in seen
     assert "/s" in seen
     assert "fetched now" in out
@@ -244,14 +244,14 @@ def read_all(terminal: int) -> str:
         while piece := os.read(terminal, 4096):
             data += piece
     except OSError:
-        pass  # Linux says EIO when the other end has closed
+        pass  # Linux raises EIO when the other end has closed
     finally:
         os.close(terminal)
     return data.decode()
 
 
 @pytest.mark.slow
-def test_interrupting_leaves_no_directory_and_no_traceback(
+def test_interrupt_leaves_no_directory_and_no_traceback(
     proxy: SlowProxy, s3_uri: str, model: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERCKPT_CHUNK_SIZE_BYTES", "64KiB")

@@ -1,4 +1,4 @@
-"""``tierckpt size`` and ``tierckpt simulate`` as people and programs meet them."""
+"""``tierckpt size`` and ``tierckpt simulate``: text, JSON, pictures and errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_json_has_every_answer_in_bytes_and_seconds(capsys: pytest.CaptureFixtur
     assert found["assumptions"]["failures_per_node_day"] == 6.5e-3
 
 
-def test_people_see_it_at_a_glance(capsys: pytest.CaptureFixture[str]) -> None:
+def test_size_text_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["size", *GPT3]) == 0
     shown = capsys.readouterr().out
     for text in ("350 GB", "2.45 TB", "14 bytes per parameter", "128 nodes", "245 GB/s", "19.6 TB", "local + peer"):
@@ -116,7 +116,7 @@ def test_a_checkpoint_is_measured_by_component(tmp_path: Path, capsys: pytest.Ca
         (["--params", "70b", "--dp", "two"], "--dp"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(
+def test_invalid_arguments_are_refused_in_one_sentence(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert says in refusal(capsys, "size", *arguments)["message"]
@@ -141,7 +141,7 @@ def test_size_needs_neither_torch_nor_matplotlib_nor_simpy() -> None:
         ("simpy", ["simulate", "--params", "70b"], "tierckpt[cli]"),
     ],
 )
-def test_a_missing_extra_says_how_to_get_it(
+def test_missing_extra_error_names_the_extra(
     missing: str,
     arguments: list[str],
     extra: str,
@@ -170,10 +170,10 @@ def test_a_missing_extra_says_how_to_get_it(
         (["--params", "70b"], {"dp": 1, "stage": 0}, 70e9),
     ],
 )
-def test_gpus_alone_are_enough(
+def test_size_from_gpus_alone(
     arguments: list[str], mesh: dict[str, int], parameters: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The degrees follow from the GPUs, and a model from their memory: of 80 GB each, half for 16 bytes a parameter."""
+    """Parallel degrees follow from the GPUs; the model from half of their 80 GB at 16 bytes a parameter."""
     found = answer(capsys, "size", *arguments)
     assert {name: found["mesh"][name] for name in mesh} == mesh
     assert found["model"]["parameters"] == pytest.approx(parameters)
@@ -188,20 +188,18 @@ def test_gpus_alone_are_enough(
 
 
 @pytest.mark.slow
-def test_pictures_are_drawn_and_the_same_numbers_draw_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pictures_are_deterministic(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tmp_path / "one.svg", tmp_path / "two.svg"
     for path in (first, second):
         assert answer(capsys, "size", *GPT3, "--plot", path)["plot"] == str(path)
     assert tree.parse(first).getroot().tag.endswith("svg")
-    assert first.read_bytes() == second.read_bytes(), "the same numbers drew another picture"
+    assert first.read_bytes() == second.read_bytes(), "pictures of the same numbers differ"
     answer(capsys, "simulate", *QUICK, "--plot", tmp_path / "runs.png")
     assert (tmp_path / "runs.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.slow
-def test_a_picture_that_cannot_be_written_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_picture_error_names_the_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["size", *GPT3, "--plot", str(tmp_path / "no" / "such" / "place.svg")]) != 0
     assert "place.svg" in capsys.readouterr().err
 
@@ -240,7 +238,7 @@ def test_jobs_spares_outages_and_a_bound_are_options(capsys: pytest.CaptureFixtu
     assert all(one["waiting_seconds"] > 0 for one in found["runs"])
 
 
-def test_people_see_where_the_time_went(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulation_text_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", *QUICK]) == 0
     shown = capsys.readouterr().out
     for text in ("128 nodes", "by formula", "kept", "restarting", "local + peer + shared"):
@@ -248,7 +246,7 @@ def test_people_see_where_the_time_went(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("more", [[], ["--modes"]])
-def test_a_horizon_without_a_failure_is_a_warning_that_names_one_with_some(
+def test_horizon_without_failures_warns_and_suggests_a_longer_one(
     more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     chosen = ("simulate", "--gpus", "64", "--params", "400b", "--only", "peer", *more)
@@ -278,9 +276,7 @@ def test_a_horizon_without_a_failure_is_a_warning_that_names_one_with_some(
         (["--repair", "0"], "--repair is 0"),
     ],
 )
-def test_a_simulation_that_cannot_be_is_refused(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_simulation_is_refused(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert says in refusal(capsys, "simulate", *GPT3, *arguments)["message"]
 
 
@@ -289,7 +285,7 @@ def test_a_simulation_that_cannot_be_is_refused(
 LINKED = ("--params", "70e9", "--dp", "128", "--stage", "3", "--step", "2s", "--pcie", "1GB/s", "--dwpd", "3")
 
 
-def test_size_says_from_which_interval_a_log_moves_fewer_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_size_gives_the_interval_from_which_a_log_moves_fewer_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     log = answer(capsys, "size", *LINKED)["gradient_log"]
     assert (log["step_bytes"], log["fewer_bytes_below_interval_steps"]) == (140e9, 7)
     assert run(["size", *LINKED]) == 0
@@ -297,7 +293,9 @@ def test_size_says_from_which_interval_a_log_moves_fewer_bytes(capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_the_four_ways_are_simulated_by_interval_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_four_save_modes_are_simulated_by_interval_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     chosen = ("simulate", "--modes", *LINKED, "--days", "2", "--mtbf", "3h")
     found = answer(capsys, *chosen, "--plot", tmp_path / "modes.svg")
     names = ["async", "lazy", "multi-step", "gradient log"]

@@ -1,4 +1,4 @@
-"""Small files of ours under the local root that are damaged: no save, restore or start of a process fails by one."""
+"""Damaged small files under the local root: no save, restore or process start fails because of them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def restored(uri: str) -> tuple[int | None, bool]:
         (METADATA, "a directory", True),
     ],
 )
-def test_a_damaged_local_manifest_stops_no_save_of_its_step(
+def test_damaged_local_manifest_does_not_block_a_save_of_its_step(
     name: str, damage: str, drain: bool, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(file_uri, (1, 2), drain=drain)
@@ -77,13 +77,13 @@ def test_a_damaged_local_manifest_stops_no_save_of_its_step(
     elif name == MANIFEST:
         assert len([*directory.glob(".tierckpt/*.bad")]) == 1
         assert "was renamed to" in caplog.text
-        assert len([*directory.glob("*.distcp")]) == (1 if drain else 2), "what only the damaged one named"
+        assert len([*directory.glob("*.distcp")]) == (1 if drain else 2), "shards named only by the damaged manifest"
         assert local_commit.remove_local(directory)
-        assert not [*directory.glob(".tierckpt/*.bad")], "it goes with the checkpoint"
+        assert not [*directory.glob(".tierckpt/*.bad")], "the bad copy must be removed with its checkpoint"
 
 
 @pytest.mark.slow
-def test_any_small_file_of_the_local_root(file_uri: str, local_root: Path, tmp_path: Path) -> None:
+def test_damage_to_any_small_file_of_the_local_root(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     save(file_uri, (1, 2))
     close_all()
     kept = tmp_path / "kept"
@@ -103,10 +103,10 @@ def test_any_small_file_of_the_local_root(file_uri: str, local_root: Path, tmp_p
         close_all()
 
 
-def test_an_undrained_step_behind_a_damaged_manifest_is_drained_all_the_same(
+def test_undrained_step_with_a_damaged_manifest_is_drained(
     s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The journal knows what it was; the damaged file says nothing against that. The good one comes back with it."""
+    """The journal entry is enough; the drain brings back a good manifest."""
     location = parse_uri(f"{s3_uri}/step-1")
     directory = local_dir(local_root, location)
     with monkeypatch.context() as patch:
@@ -124,8 +124,8 @@ def test_an_undrained_step_behind_a_damaged_manifest_is_drained_all_the_same(
     assert Checkpointer(s3_uri).restore(state) == 1 and same(state, small_state(1))
 
 
-def test_a_step_that_was_refused_for_ever_is_still_refused(file_uri: str, local_root: Path) -> None:
-    """Damage is no permission to replace: the shared tier says that something stands there."""
+def test_permanently_refused_step_is_still_refused(file_uri: str, local_root: Path) -> None:
+    """Damage is no permission to replace: the shared tier has a checkpoint of this id."""
     save(file_uri, (1,))
     DAMAGES["garbage"](local_dir(local_root, parse_uri(f"{file_uri}/step-1")) / MANIFEST)
     close_all()
@@ -136,7 +136,7 @@ def test_a_step_that_was_refused_for_ever_is_still_refused(file_uri: str, local_
     assert any(isinstance(cause, AlreadyCommittedError) for cause in causes)
 
 
-def test_what_was_set_aside_is_said_once(file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quarantined_file_is_reported_once(file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(file_uri, (1,))
     DAMAGES["empty"](local_dir(local_root, parse_uri(f"{file_uri}/step-1")) / MANIFEST)
     close_all()

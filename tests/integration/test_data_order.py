@@ -1,5 +1,5 @@
-"""Exactly once: a job is killed with SIGKILL at random, comes back with another number of ranks, and no sample of an
-epoch is trained on twice or not at all.
+"""Exactly once: a job killed by SIGKILL at random restarts with another number of ranks, and each epoch trains on every
+sample once.
 
 ``TIERCKPT_TEST_SWEEP=full`` kills it 20 times; the normal suite four times.
 """
@@ -35,7 +35,7 @@ def nursery() -> Iterator[Nursery]:
 
 
 def steps_seen(folder: Path) -> dict[int, list[int]]:
-    """What was trained on at each step, in the life that counts: the last one that took the step."""
+    """Return the samples of each step, from the last run that took the step."""
     by_life: dict[int, dict[int, list[int]]] = {}
     for path in sorted(folder.glob("seen-*")):
         life = by_life.setdefault(int(path.name.split("-")[1]), {})
@@ -56,9 +56,9 @@ def lines(folder: Path, life: int) -> int:
 def killed_and_finished(
     nursery: Nursery, folder: Path, uri: str, kills: int, *, when_committed: bool = False, **options: Any
 ) -> tuple[Counter[int], int]:
-    """Train to the end through ``kills`` SIGKILLs, each of all ranks. Returns what was seen, and how many fired.
+    """Train to the end through ``kills`` SIGKILLs of all ranks. Returns counts of the samples, and kills that fired.
 
-    ``when_committed``: not before a checkpoint stands.
+    ``when_committed``: kill only after a checkpoint exists.
     """
     chance = random.Random(kills)
     fired = 0
@@ -80,22 +80,22 @@ def killed_and_finished(
 
 
 @pytest.mark.slow
-def test_every_sample_once_an_epoch_over_random_kills_and_other_world_sizes(nursery: Nursery, tmp_path: Path) -> None:
+def test_each_epoch_has_every_sample_once_over_random_kills_and_world_sizes(nursery: Nursery, tmp_path: Path) -> None:
     seen, fired = killed_and_finished(nursery, tmp_path / "job", str(tmp_path / "run"), KILLS)
     assert fired == KILLS
     assert seen == dict.fromkeys(range(SAMPLES), EPOCHS)
 
 
 @pytest.mark.slow
-def test_a_job_that_forgets_its_place_is_found(nursery: Nursery, tmp_path: Path) -> None:
-    """Control: a seeded bug. A job that is killed before its first checkpoint stands has nothing to forget."""
+def test_control_job_that_loses_its_position_is_detected(nursery: Nursery, tmp_path: Path) -> None:
+    """Control with a seeded bug. A kill before the first checkpoint would not show it."""
     job, run = tmp_path / "job", str(tmp_path / "run")
     seen, fired = killed_and_finished(nursery, job, run, 1, when_committed=True, bug="forget the place")
     assert fired == 1
     assert seen != dict.fromkeys(range(SAMPLES), EPOCHS)
 
 
-def test_the_example_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_example_resumes_within_an_epoch(tmp_path: Path) -> None:
     pytest.importorskip("torchdata", reason="torchdata is not installed")
     script = Path(__file__).parents[2] / "examples" / "stateful_dataloader.py"
 
@@ -107,4 +107,4 @@ def test_the_example_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert said(20)[0] == "starting after batch 0"
     first, last = said(64)
     assert first == "starting after batch 20"
-    assert last == "64 batches, sum of their numbers 130816, of the dataset 130816", "each number once"
+    assert last == "64 batches, sum of their numbers 130816, of the dataset 130816", "a sample is missing or repeated"

@@ -1,6 +1,6 @@
-"""``torch.set_default_device`` is the user's: tierckpt's own memory lies on the host, whatever it says.
+"""``torch.set_default_device`` of the user does not affect tierckpt, which allocates in host memory.
 
-The default is ``meta`` here, where a tensor has no bytes: one that is made without a device cannot be filled.
+The default is ``meta`` here: a tensor created without a device has no data and cannot be filled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def on_host() -> Job:
 
 
 def train(job: Job) -> int:
-    with torch.device("cpu"):  # it makes its inputs
+    with torch.device("cpu"):  # for its inputs
         return job.train()
 
 
@@ -58,7 +58,7 @@ def test_a_job_is_restored_bit_for_bit(options: dict[str, Any], no_device: None,
             if (saved := checkpointer.step(number, job.state)) is not None and WINDOW not in options.values():
                 saved.result(60)
         checkpointer.wait("local")
-        raise KeyboardInterrupt  # nothing is saved at the end
+        raise KeyboardInterrupt  # skip the final save
     again = on_host()
     with Checkpointer(file_uri, drain=False, **options) as checkpointer:
         step = checkpointer.restore(again.state)

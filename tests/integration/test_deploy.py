@@ -1,4 +1,4 @@
-"""What lies in deploy/ is well formed, say the schemas of Kubernetes, systemd, hadolint, bash, and our own command."""
+"""The files of deploy/ are valid for Kubernetes, systemd, hadolint, bash and the tierckpt command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tierckpt.config import Settings
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
-NOT_IN_KUBERNETES = {"Kustomization", "ClusterStorageContainer"}
+CUSTOM_KINDS = {"Kustomization", "ClusterStorageContainer"}
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def containers(node: Any) -> list[dict[str, Any]]:
-    """Return everything below ``node`` that has an image."""
+    """Return all objects below ``node`` that have an image."""
     if isinstance(node, list):
         return [found for one in node for found in containers(one)]
     if not isinstance(node, dict):
@@ -40,13 +40,13 @@ def containers(node: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
-def test_kubernetes_takes_the_manifests(manifest: Path) -> None:
+def test_kubernetes_manifests_are_valid(manifest: Path) -> None:
     for document in documents(manifest):
-        if document["kind"] not in NOT_IN_KUBERNETES:
+        if document["kind"] not in CUSTOM_KINDS:
             kubernetes_validate.validate(document, "1.33", strict=True)
 
 
-def test_a_misspelt_field_is_found() -> None:
+def test_control_misspelt_field_is_detected() -> None:
     (document,) = documents(DEPLOY / "kubernetes/drain-job.yaml")
     document["spec"]["template"]["spec"]["containers"][0]["comand"] = ["tierckpt"]
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -67,7 +67,7 @@ def test_every_setting_exists() -> None:
 
 
 def simple_commands(script: str) -> Iterator[list[str]]:
-    """The commands of a shell script, in words, without what joins them."""
+    """Yield the simple commands of a shell script as words, without operators."""
     for line in script.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
@@ -81,7 +81,7 @@ def simple_commands(script: str) -> Iterator[list[str]]:
 
 
 def commands_of(path: Path) -> Iterator[list[str]]:
-    """Everything that a manifest, a unit or a script runs."""
+    """Yield every command that a manifest, unit or script runs."""
     text = path.read_text()
     if path.suffix in {".sh", ".sbatch"}:
         yield from simple_commands(text)
@@ -93,8 +93,8 @@ def commands_of(path: Path) -> Iterator[list[str]]:
             yield from simple_commands(words[2]) if words[:1] == ["sh"] else [words]
 
 
-def ours(path: Path) -> list[list[str]]:
-    """The command lines of ``tierckpt`` in a file, from the verb on."""
+def tierckpt_commands(path: Path) -> list[list[str]]:
+    """Return the ``tierckpt`` command lines in a file, without the program name."""
     return [
         words[at + 1 :]
         for words in commands_of(path)
@@ -104,21 +104,21 @@ def ours(path: Path) -> list[list[str]]:
 
 
 def refusal(words: list[str]) -> str:
-    """Why the command does not take ``words``; nothing when it does. Parses, and runs nothing."""
+    """Return the usage error of the command for ``words``, or "". Only parses."""
     verb, *arguments = words
     command = typer.main.get_command(app).commands.get(verb)  # type: ignore[attr-defined]
     if command is None:
         return f"no verb {verb!r}"
     try:
         command.make_context(verb, arguments)
-    except Exception as error:  # typer's usage errors: their class has moved between its releases
+    except Exception as error:  # the class of typer's usage errors differs between releases
         return str(error) or repr(error)
     return ""
 
 
-def test_the_command_takes_every_command_line() -> None:
-    """In manifests, units and scripts alike: verbs, options, and how many arguments there are."""
-    found = {path: ours(path) for path in sorted(DEPLOY.rglob("*")) if path.is_file()}
+def test_every_command_line_parses() -> None:
+    """Verbs, options and argument counts in manifests, units and scripts."""
+    found = {path: tierckpt_commands(path) for path in sorted(DEPLOY.rglob("*")) if path.is_file()}
     for path, lines in found.items():
         for words in lines:
             assert not refusal(words), (path.relative_to(ROOT), words, refusal(words))
@@ -131,16 +131,16 @@ def test_the_command_takes_every_command_line() -> None:
     [("prefetsh s3://bucket/model", "no verb"), ("drain --wate", "--wate"), ("restore --to /nvme", "uri"),
      ("agent --metrics-port none", "valid integer"), ("agent /nvme", "extra argument")],
 )  # fmt: skip
-def test_what_the_command_does_not_take_is_found(line: str, why: str, tmp_path: Path) -> None:
+def test_control_invalid_command_line_is_detected(line: str, why: str, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text(f"srun --overlap \\\n  /opt/tierckpt/bin/tierckpt {line} --json || exit # of the node\n")
-    (words,) = ours(script)
+    (words,) = tierckpt_commands(script)
     assert " ".join(words) == f"{line} --json"
     assert why in refusal(words)
 
 
-def test_the_storage_container_moves_what_was_fetched(tmp_path: Path) -> None:
-    """The script of the KServe container, with this command: each model lies in the directory that KServe names."""
+def test_kserve_container_moves_the_models(tmp_path: Path) -> None:
+    """The KServe script puts each model into the directory that KServe names."""
     (document,) = documents(DEPLOY / "kserve/storage-container.yaml")
     (container,) = containers(document)
     models = {name: tmp_path / name for name in ("one", "two")}
@@ -176,8 +176,8 @@ def settings_in(container: dict[str, Any]) -> dict[str, str]:
     return {one["name"]: one.get("value", "") for one in container.get("env", [])}
 
 
-def test_our_containers_run_as_a_user_and_write_where_something_is_mounted() -> None:
-    """But for the one that makes a directory of a hostPath the user's: the volume belongs to root."""
+def test_containers_run_as_a_user_and_write_only_to_mounts() -> None:
+    """Except the container that gives a hostPath directory, owned by root, to the user."""
     for name, pod in pods():
         for container in containers([pod.get("initContainers", []), pod["containers"]]):
             if not container["image"].startswith("your-registry/tierckpt"):
@@ -189,12 +189,12 @@ def test_our_containers_run_as_a_user_and_write_where_something_is_mounted() -> 
             assert context["runAsNonRoot"] and context["runAsUser"] and context["readOnlyRootFilesystem"], name
             root = Path(settings_in(container)["TIERCKPT_LOCAL_ROOT"])
             mounts = [Path(one["mountPath"]) for one in container["volumeMounts"]]
-            assert any(mount in root.parents for mount in mounts), f"{name}: a mount point is not the user's own"
+            assert any(mount in root.parents for mount in mounts), f"{name}: the local root must be below a mount point"
         made = {words[-1] for one in pod.get("initContainers", []) if (words := one["command"])[0] == "install"}
         assert made or not any("OrCreate" in str(volume.get("hostPath")) for volume in pod["volumes"]), name
 
 
-def test_a_pod_has_more_time_to_end_than_the_agent_takes() -> None:
+def test_pod_grace_period_exceeds_the_agents() -> None:
     for name, pod in pods():
         has_agent = any("agent" in container.get("command", []) for container in pod["containers"])
         grace = pod.get("terminationGracePeriodSeconds", 30)
@@ -205,7 +205,7 @@ def test_a_pod_has_more_time_to_end_than_the_agent_takes() -> None:
 
 
 def run_script(script: Path, tmp_path: Path, commands: dict[str, str], **variables: str) -> tuple[int, str]:
-    """Run a script with stand-ins for ``commands``, and nothing in the environment but ``variables``."""
+    """Run a script with stand-ins for ``commands`` and only ``variables`` in its environment."""
     (tmp_path / "bin").mkdir()
     for name, body in commands.items():
         (tmp_path / "bin" / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {tmp_path}/said\n{body}\n')
@@ -224,7 +224,7 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_USER": "nobody", "SLURM_JOB_UID": "65534"
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a prolog runs as root")
 @pytest.mark.parametrize("starts", ["exit 0", "exit 1"])
-def test_the_prolog_fails_no_job_when_no_agent_starts(tmp_path: Path, starts: str) -> None:
+def test_prolog_succeeds_without_an_agent(tmp_path: Path, starts: str) -> None:
     commands = {"systemctl": "exit 3", "systemd-run": starts, "logger": "exit 1"}
     code, said = run_script(DEPLOY / "slurm/prolog.sh", tmp_path, commands, **JOB)
     assert code == 0 and f"--setenv=TIERCKPT_LOCAL_ROOT={tmp_path}/nvme/tierckpt/nobody" in said
@@ -248,16 +248,16 @@ def test_a_job_runs_without_user_and_home(tmp_path: Path, script: Path) -> None:
 
 
 @pytest.mark.parametrize("script", [*DEPLOY.rglob("*.sh"), *DEPLOY.rglob("*.sbatch")], ids=lambda path: path.name)
-def test_bash_takes_the_scripts(script: Path) -> None:
+def test_scripts_parse_with_bash(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
 @pytest.mark.parametrize("unit", sorted(DEPLOY.rglob("*.service")), ids=lambda path: path.stem)
-def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
+def test_systemd_units_are_valid(unit: Path, tmp_path: Path) -> None:
     text = unit.read_text()
     for command in re.findall(r"^Exec\w+=(\S+)", text, re.MULTILINE):
-        text = text.replace(command, "/bin/true")  # what is not installed here
+        text = text.replace(command, "/bin/true")  # not installed here
     (tmp_path / unit.name).write_text(text)
     done = subprocess.run(
         ["systemd-analyze", "verify", tmp_path / unit.name], capture_output=True, text=True, check=False
@@ -266,6 +266,6 @@ def test_systemd_takes_the_units(unit: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_hadolint_takes_the_image() -> None:
+def test_hadolint_accepts_the_containerfile() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     subprocess.run([hadolint, "--failure-threshold", "info", DEPLOY / "Containerfile"], check=True)

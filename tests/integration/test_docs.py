@@ -1,4 +1,4 @@
-"""Documentation does what it says: each Python block runs, each command line is one that the command takes."""
+"""The documentation matches the program: each Python block runs and each command line is valid."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ print("WRONG" + json.dumps(wrong))
 
 
 def blocks(page: Path, *languages: str) -> Iterator[tuple[str, str]]:
-    """Each block of a page in one of ``languages``, and the line it begins at."""
+    """Yield each block of a page in one of ``languages``, with its first line number."""
     text = page.read_text()
     for found in BLOCK.finditer(text):
         if found[1] in languages:
@@ -65,8 +65,8 @@ def blocks(page: Path, *languages: str) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_every_python_block_runs_by_itself(moto: S3Server, tmp_path: Path) -> None:
-    """Each in a namespace of its own, in one process; what it names on this machine lies below ``tmp_path``."""
+def test_every_python_block_runs(moto: S3Server, tmp_path: Path) -> None:
+    """All run in one process, each in its own namespace; local paths are moved below ``tmp_path``."""
     written = dict(block for page in PAGES for block in blocks(page, "python"))
     assert len(written) > 15
     here = re.compile(r"/tmp/tierckpt-demo|/nvme(?=/)|/mnt/nfs")
@@ -92,10 +92,10 @@ def test_every_python_block_runs_by_itself(moto: S3Server, tmp_path: Path) -> No
     assert "WRONG" in done.stdout, done.stderr
     wrong = json.loads(done.stdout.rpartition("WRONG")[2])
     assert not wrong, "\n".join(f"{name}\n{text}" for name, text in wrong.items())
-    assert "1 0 True" in done.stdout  # what the quickstart says that it prints
+    assert "1 0 True" in done.stdout  # the quickstart's documented output
 
 
-def test_the_front_page_has_ten_lines_of_code_and_leads_to_every_page_of_the_guide() -> None:
+def test_front_page_has_ten_lines_of_code_and_links_every_guide_page() -> None:
     [(_, code)] = blocks(FRONT, "python")
     assert len([line for line in code.splitlines() if line]) == 10
     rows = re.findall(r"^\| .+ \| \[.+\]\((guide/.+\.md)\) \|$", FRONT.read_text(), re.MULTILINE)
@@ -107,7 +107,7 @@ def test_the_front_page_has_ten_lines_of_code_and_leads_to_every_page_of_the_gui
 
 
 def command_lines(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """Every ``tierckpt VERB ...`` of a page: lines of its shell blocks, and those in backticks."""
+    """Yield every ``tierckpt VERB ...`` of a page: lines of shell blocks, and text in backticks."""
     lines = [(name, line) for name, block in blocks(page, "", "sh", "bash") for line in block.splitlines()]
     lines += [(page.name, found) for found in re.findall(r"`(tierckpt [a-z][^`|\n]*)`", page.read_text())]
     for name, line in lines:
@@ -119,7 +119,7 @@ def command_lines(page: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_line_is_one_that_the_command_takes(page: Path) -> None:
+def test_every_command_line_is_valid(page: Path) -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for where, words in command_lines(page):
         if not words or words[0].startswith("-") or words[0] in ("on", "is"):
@@ -137,22 +137,22 @@ def test_every_command_line_is_one_that_the_command_takes(page: Path) -> None:
         assert [word for word in unknown if word != "--help"] == [], (where, words)
 
 
-def test_every_verb_is_on_the_page_of_the_command_line() -> None:
+def test_cli_page_lists_every_verb() -> None:
     page = (ROOT / "docs/guide/command-line.md").read_text()
     verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert [verb for verb in verbs if f"| `tierckpt {verb}" not in page] == []
 
 
 def forms(page: Path) -> Iterator[list[str]]:
-    """Each ``tierckpt VERB ...`` in the first column of a table, with and without the part in brackets."""
+    """Yield each ``tierckpt VERB ...`` in a table's first column, with and without its bracketed part."""
     for row in re.findall(r"^\| (`tierckpt .*?) \| ", page.read_text(), re.MULTILINE):
         for form in re.findall(r"`tierckpt ([^`]*)`", row):
             for text in dict.fromkeys((re.sub(r"[\[\]]", "", form), re.sub(r" \[.*?\]", "", form))):
                 yield text.split()
 
 
-def ends_or_runs(words: list[str]) -> int:
-    """The exit code of a command in a process of its own; one that keeps running is interrupted, as a user does."""
+def exit_code_of(words: list[str]) -> int:
+    """Return the exit code of a command in its own process; interrupt one that keeps running, as a user does."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tierckpt", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -166,10 +166,10 @@ def ends_or_runs(words: list[str]) -> int:
 
 
 @pytest.mark.slow
-def test_every_form_of_the_command_line_page_runs_as_typed(
+def test_every_form_on_the_cli_page_runs_as_typed(
     file_uri: str, local_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Placeholders stand for a model, a run, or its newest checkpoint, in directories: no server is needed."""
+    """Placeholders become a model, a run or its newest checkpoint in directories, so no server is needed."""
     model = tmp_path / "shared/model"
     model.mkdir(parents=True)
     save_safetensors({"w": torch.ones(8)}, model / "model.safetensors")
@@ -185,16 +185,16 @@ def test_every_form_of_the_command_line_page_runs_as_typed(
         source = f"{file_uri}-{number}/step-1" if words[0] == "adopt" else source
         places = {"RUN": file_uri, "URI": source, "DIR": str(tmp_path / f"to-{number}"), "DIRECTORY": restored}
         typed = [places.get(word, word) for word in words]
-        assert not [word for word in typed if word.isupper()], f"what is {typed}? Say so in this test"
+        assert not [word for word in typed if word.isupper()], f"unknown placeholder in {typed}: add it to this test"
         if {"agent", "--watch"} & {*words}:
-            assert ends_or_runs(typed) == 0
+            assert exit_code_of(typed) == 0
         else:
             assert run(typed) == 0, (typed, capsys.readouterr().err)
         ran += 1
     assert ran >= 25
 
 
-def test_every_option_in_a_row_of_a_verb_is_one_of_it() -> None:
+def test_cli_page_names_only_existing_options() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for verb, row in re.findall(
         r"^\| `tierckpt (\w+)(.*)", (ROOT / "docs/guide/command-line.md").read_text(), re.MULTILINE
@@ -210,23 +210,23 @@ def test_every_option_in_a_row_of_a_verb_is_one_of_it() -> None:
         assert {*re.findall(r"--[a-z][a-z-]+", row)} <= known, verb
 
 
-def test_there_are_command_lines_to_check() -> None:
+def test_pages_contain_command_lines() -> None:
     assert sum(1 for page in PAGES for _ in command_lines(page)) > 60
 
 
-def test_every_link_between_pages_leads_somewhere() -> None:
+def test_links_between_pages_resolve() -> None:
     for page in [*PAGES, ROOT / "docs/glossary.md", *(ROOT / "docs/internals").glob("*.md"), ROOT / "CONTRIBUTING.md"]:
         for target in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
 
 
-def test_every_metric_is_on_the_page_and_no_other() -> None:
+def test_metrics_page_lists_exactly_the_metrics() -> None:
     page = (ROOT / "docs/guide/monitoring.md").read_text()
     there = re.findall(r"^\| `(tierckpt_\w+)` \|", page, re.MULTILINE)
     assert sorted(there) == sorted([*GAUGES, *(metric.name for metric in telemetry.METRICS.values())])
 
 
-def test_alerts_and_the_scrape_configuration_name_what_there_is() -> None:
+def test_alerts_and_scrape_configuration_use_existing_metrics() -> None:
     alerts = yaml.safe_load((ROOT / "deploy/prometheus/tierckpt-alerts.yaml").read_text())
     named = {
         name
@@ -288,8 +288,8 @@ with Checkpointer("s3://bucket-of-sizes/run", keep_last={"local": 1, "shared": 2
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_memory_and_disk_are_what_the_formula_says(moto: S3Server, tmp_path: Path) -> None:
-    """S x 2 in memory; on the SSD N x (2 + what is not drained), of which there is one more here."""
+def test_memory_and_disk_match_the_documented_formula(moto: S3Server, tmp_path: Path) -> None:
+    """2 S in memory; N (2 + undrained) on the SSD, with one checkpoint undrained here."""
     store = boto3.client("s3", endpoint_url=moto.environment()["AWS_ENDPOINT_URL"], region_name="us-east-1",
                          aws_access_key_id="testing", aws_secret_access_key="testing")  # fmt: skip
     store.create_bucket(Bucket="bucket-of-sizes")
@@ -303,6 +303,6 @@ def test_memory_and_disk_are_what_the_formula_says(moto: S3Server, tmp_path: Pat
     memory_bytes, disk_bytes, size_bytes = map(int, done.stdout.split())
     assert 128 << 20 <= size_bytes < 129 << 20
     print(f"{memory_bytes >> 20} MiB of memory and {disk_bytes >> 20} MiB of disk for {size_bytes >> 20} MiB")
-    # The mover is in this process here, and has a few chunks of each file in flight: 34 to 121 MiB, never a third copy.
+    # The mover runs in this process, with a few chunks of each file in flight: 34 to 121 MiB, never a third copy.
     assert 2 * size_bytes <= memory_bytes < 3 * size_bytes + (64 << 20), memory_bytes
     assert size_bytes <= disk_bytes <= 3 * size_bytes + (1 << 20), disk_bytes

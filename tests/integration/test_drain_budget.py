@@ -1,4 +1,4 @@
-"""The limiter on real drains: bytes per second to a file system and to S3, changed by commands while they run."""
+"""Rate limits of real drains to a file system and to S3, changed by commands during the drain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHARDS = {"shard_size_bytes_max": "4MiB", "chunk_size_bytes": "1MiB"}
 
 @pytest.fixture(autouse=True)
 def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shared tier lies on another file system: what is drained has to be copied."""
+    """Disable hard links, as if the shared tier were on another file system."""
 
     async def cannot(*_: Any) -> bool:
         return False
@@ -41,7 +41,7 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def saved_and_not_drained(uri: str, local_root: Path) -> dict[str, Any]:
-    """Save while drains are paused, and end the process's movers: all is in the journal."""
+    """Save while drains are paused and close the movers: all entries stay in the journal."""
     change_control(local_root, paused=True)
     state = {f"w{number}": torch.randn(MIB // 4) for number in range(12)}
     save(uri, state, **SHARDS)
@@ -52,7 +52,7 @@ def saved_and_not_drained(uri: str, local_root: Path) -> dict[str, Any]:
 
 
 class Drain:
-    """All of the journal being drained by a mover of its own, and how long that takes."""
+    """Drains the whole journal in its own mover and measures the time."""
 
     def __init__(self, **settings: Any) -> None:
         self.client = Client(Settings.load(drain=False, **SHARDS, **settings), self._listen)
@@ -88,7 +88,7 @@ def shared(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """Run a command line beside the drain, in this process: it changes nothing but the control file."""
+    """Run a command line in this process during a drain; it changes only the control file."""
 
     def run_it(*arguments: str) -> dict[str, Any]:
         assert run([*arguments, "--json"]) == 0
@@ -98,16 +98,16 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]
 
 
 @pytest.mark.slow
-def test_a_drain_takes_the_bytes_per_second_it_is_given_and_no_more(shared: str, local_root: Path) -> None:
+def test_drain_keeps_its_rate_limit(shared: str, local_root: Path) -> None:
     state = saved_and_not_drained(shared, local_root)
     seconds = Drain(drain_bytes_per_second="8MiB").finish()
-    least = (STATE_BYTES - 2 * MIB) / (8 * MIB)  # a quarter of a second's worth goes at once
+    least = (STATE_BYTES - 2 * MIB) / (8 * MIB)  # a quarter of a second's bytes may go at once
     assert seconds >= least * 0.98
     assert same(load(shared, state, local_root=local_root / "elsewhere"), state)
 
 
 @pytest.mark.slow
-def test_the_command_line_changes_the_rate_of_a_drain_that_runs(
+def test_command_changes_the_rate_of_a_running_drain(
     shared: str, local_root: Path, command: Callable[..., dict[str, Any]]
 ) -> None:
     saved_and_not_drained(shared, local_root)
@@ -118,12 +118,12 @@ def test_the_command_line_changes_the_rate_of_a_drain_that_runs(
     document = command("drain", "--limit", "1GiB/s", "--concurrency", "2")
     assert (document["bytes_per_second"], document["concurrency"], document["paused"]) == (1 << 30, 2, False)
     drain.finish()
-    assert time.monotonic() - begun < 0.8 * left / (256 << 10), "at the rate it began with it would take 44 s"
+    assert time.monotonic() - begun < 0.8 * left / (256 << 10), "44 s at the original rate"
     assert drain.client.mover.limiter.concurrency == 2
 
 
 @pytest.mark.slow
-def test_a_pause_stops_every_mover_of_the_node_and_resume_lets_them_go_on(
+def test_pause_and_resume_apply_to_every_mover_of_the_node(
     file_uri: str, local_root: Path, command: Callable[..., dict[str, Any]]
 ) -> None:
     uri = f"{file_uri}/step-1"
@@ -133,7 +133,7 @@ def test_a_pause_stops_every_mover_of_the_node_and_resume_lets_them_go_on(
         time.sleep(0.02)
     assert command("drain", "--pause")["paused"] is True
     stood_at = -1
-    while stood_at != drain.done_bytes:  # each mover looks once a second
+    while stood_at != drain.done_bytes:  # each mover checks once a second
         stood_at = drain.done_bytes
         time.sleep(1.5)
     assert stood_at < STATE_BYTES
@@ -149,7 +149,7 @@ def test_a_pause_stops_every_mover_of_the_node_and_resume_lets_them_go_on(
     assert same(load(uri, state, local_root=local_root / "elsewhere"), state)
 
 
-def test_status_tells_of_a_damaged_control_file(local_root: Path, command: Callable[..., dict[str, Any]]) -> None:
+def test_status_reports_a_damaged_control_file(local_root: Path, command: Callable[..., dict[str, Any]]) -> None:
     local_root.mkdir(parents=True, exist_ok=True)
     (local_root / "control.json").write_text("{")
     assert "is not a control file" in command("status")["budget"]["problem"]
@@ -158,10 +158,10 @@ def test_status_tells_of_a_damaged_control_file(local_root: Path, command: Calla
 
 
 @pytest.mark.slow
-def test_a_save_of_another_process_has_the_disk_to_itself_while_it_writes(
+def test_drain_yields_the_disk_to_a_flush_of_another_process(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flush_lock, "STEP_BACK_SECONDS_MAX", 60.0)  # however long that process takes for its second
+    monkeypatch.setattr(flush_lock, "STEP_BACK_SECONDS_MAX", 60.0)  # the other process may be slow
     saved_and_not_drained(f"{file_uri}/step-1", local_root)
     code = (
         "import sys, time; from pathlib import Path; from tierckpt.disk.flush_lock import flushing\n"
@@ -178,17 +178,17 @@ def test_a_save_of_another_process_has_the_disk_to_itself_while_it_writes(
 
 
 @pytest.mark.slow
-def test_a_flush_that_never_ends_does_not_keep_a_drain_from_ending(file_uri: str, local_root: Path) -> None:
+def test_hung_flush_does_not_block_a_drain(file_uri: str, local_root: Path) -> None:
     saved_and_not_drained(f"{file_uri}/step-1", local_root)
     with flushing(local_root):
         seconds = Drain().finish()
     assert seconds >= STEP_BACK_SECONDS_MAX * 0.9
 
 
-def test_links_cost_nothing_and_happen_while_drains_are_paused(
+def test_hard_links_are_made_while_drains_are_paused(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # links are possible again
+    monkeypatch.undo()  # enable links again
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(local_root))
     monkeypatch.setenv("TIERCKPT_MOVER", "inline")
     change_control(local_root, paused=True)
@@ -201,7 +201,7 @@ def test_links_cost_nothing_and_happen_while_drains_are_paused(
     "arguments",
     [("--limit", "fast"), ("--limit", "0"), ("--concurrency", "0"), ("--pause", "--wait"), ("--limit", "-5MiB")],
 )
-def test_what_no_mover_could_do_is_refused(
+def test_invalid_drain_options_are_refused(
     arguments: tuple[str, ...], local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["drain", *arguments, "--json"]) == 2
@@ -209,7 +209,7 @@ def test_what_no_mover_could_do_is_refused(
     assert not (local_root / "control.json").exists()
 
 
-def test_a_mover_begins_with_what_its_settings_say() -> None:
+def test_mover_starts_with_its_settings() -> None:
     client = Client(Settings.load(drain_bytes_per_second="3MiB", concurrency=9))
     try:
         assert (client.mover.limiter.bytes_per_second, client.mover.limiter.concurrency) == (3 * MIB, 9)

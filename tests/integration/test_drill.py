@@ -1,4 +1,4 @@
-"""``tierckpt drill``: what shared storage alone can bring back, and what it says of every kind of damage."""
+"""``tierckpt drill``: restores from shared storage alone, and reports of every kind of damage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL_SHARDS = {"shard_size_bytes_max": "64KiB", "chunk_size_bytes": "16KiB"}
 
 
 class Drill:
-    """One command line that has run."""
+    """A completed command line."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
         capsys.readouterr()
@@ -58,7 +58,7 @@ def shared_files(uri: str) -> list[Path]:
 
 
 def damage(path: Path, how: str) -> None:
-    """Damage the shared copy only: where both tiers share the file by a link, this node's stays good."""
+    """Damage the shared copy only: break a hard link first, so that this node's copy stays good."""
     data = bytearray(path.read_bytes())
     path.unlink()
     if how == "flip":
@@ -73,13 +73,13 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(data)
 
 
-def test_a_good_checkpoint_comes_back_from_any_storage(
+def test_drill_of_a_good_checkpoint_on_any_storage(
     shared_uri: str, drill: Callable[..., Drill], local_root: Path
 ) -> None:
     saved(shared_uri, 1, 2, 3)
     manifest = read_local_manifest(local_dir(local_root, parse_uri(f"{shared_uri}/step-1")))
     assert manifest is not None
-    shutil.rmtree(local_root)  # the node is lost
+    shutil.rmtree(local_root)  # lose the node
     found = drill(shared_uri, "--seed", 5)
     assert found.code == 0
     assert found.document["good"] is True
@@ -92,7 +92,7 @@ def test_a_good_checkpoint_comes_back_from_any_storage(
 
 
 @pytest.mark.slow
-def test_one_seed_chooses_one_step_and_many_seeds_choose_all(file_uri: str, drill: Callable[..., Drill]) -> None:
+def test_seed_selects_the_step(file_uri: str, drill: Callable[..., Drill]) -> None:
     saved(file_uri, 1, 2, 3)
     chosen = [drill(file_uri, "--seed", seed).document["uri"] for seed in (1, 1, *range(12))]
     assert chosen[0] == chosen[1] == chosen[3]
@@ -130,10 +130,10 @@ def test_a_damaged_manifest_is_damage(file_uri: str, drill: Callable[..., Drill]
     assert drill(file_uri).code == 5
 
 
-def test_what_lands_wrong_on_the_scratch_disk_is_found(
+def test_damage_on_the_scratch_disk_is_found(
     file_uri: str, drill: Callable[..., Drill], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second comparison: bytes that came right and lie wrong."""
+    """The second comparison: bytes received correctly and stored wrong."""
     saved(file_uri, 4)
     real, hits = drills.fetch, 0
 
@@ -149,7 +149,7 @@ def test_what_lands_wrong_on_the_scratch_disk_is_found(
     assert (found.code, hits, len(found.document["problems"])) == (5, 1, 1)
 
 
-def test_nothing_committed_is_not_found_and_no_bucket_is_said_to_be_empty(
+def test_uncommitted_run_and_missing_bucket_are_not_found(
     file_uri: str, s3_uri: str, moto: S3Server, drill: Callable[..., Drill]
 ) -> None:
     Path(file_uri).mkdir(parents=True)
@@ -162,13 +162,13 @@ def test_nothing_committed_is_not_found_and_no_bucket_is_said_to_be_empty(
     assert (missing.code, missing.error["error"]) == (4, "BucketNotFoundError")
 
 
-def test_scratch_is_where_it_is_asked_for_and_is_left_as_it_was(
+def test_scratch_option_and_cleanup(
     file_uri: str, drill: Callable[..., Drill], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(file_uri, 1)
     scratch = tmp_path / "somewhere" / "else"
     scratch.mkdir(parents=True)
-    (scratch / "drill-notes").mkdir()  # somebody's own
+    (scratch / "drill-notes").mkdir()  # a user's own directory
     used = []
     real = drills.fetch
 
@@ -182,7 +182,7 @@ def test_scratch_is_where_it_is_asked_for_and_is_left_as_it_was(
     assert [path.name for path in scratch.iterdir()] == ["drill-notes"]
 
 
-def test_no_room_is_said_before_the_first_byte(
+def test_missing_space_is_reported_before_the_first_read(
     file_uri: str, drill: Callable[..., Drill], monkeypatch: pytest.MonkeyPatch, local_root: Path
 ) -> None:
     saved(file_uri, 1)
@@ -197,7 +197,7 @@ def test_no_room_is_said_before_the_first_byte(
     assert left_in(local_root) == []
 
 
-def test_a_store_that_is_away_says_nothing_about_the_files(
+def test_unreachable_store_is_not_reported_as_damage(
     file_uri: str, drill: Callable[..., Drill], monkeypatch: pytest.MonkeyPatch, local_root: Path
 ) -> None:
     from tierckpt.errors import StoreUnavailableError
@@ -212,9 +212,7 @@ def test_a_store_that_is_away_says_nothing_about_the_files(
     assert (found.code, found.error["error"], left_in(local_root)) == (7, "StoreUnavailableError", [])
 
 
-def test_what_a_killed_drill_left_goes_with_the_next_one(
-    file_uri: str, drill: Callable[..., Drill], local_root: Path
-) -> None:
+def test_next_drill_removes_files_of_a_killed_one(file_uri: str, drill: Callable[..., Drill], local_root: Path) -> None:
     saved(file_uri, 1)
     code = (
         "import asyncio, sys\n"
@@ -229,7 +227,7 @@ def test_what_a_killed_drill_left_goes_with_the_next_one(
         process.stdout.readline()
         (alive,) = local_root.glob(f"{PREFIX}*")
         assert drill(file_uri).code == 0
-        assert alive.is_dir()  # a drill beside another one leaves it alone
+        assert alive.is_dir()  # a running drill's directory must stay
         process.kill()
         process.wait(60)
     assert alive.is_dir()
@@ -237,7 +235,7 @@ def test_what_a_killed_drill_left_goes_with_the_next_one(
     assert left_in(local_root) == []
 
 
-def test_a_person_is_told_the_same(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drill_text_output(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     saved(file_uri, 1)
     assert run(["drill", file_uri]) == 0
     text = capsys.readouterr().out

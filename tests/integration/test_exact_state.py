@@ -1,4 +1,4 @@
-"""``Checkpointer`` gives back exactly the state that it was given: to the user's objects, over real files and ranks."""
+"""``Checkpointer`` restores the exact state to the user's objects, over real files and ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def restore(uri: str, state: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 class Decay:
-    """A callable of the user's with a state of its own, as ``LambdaLR`` saves it."""
+    """A user's callable with state, as ``LambdaLR`` saves it."""
 
     def __init__(self) -> None:
         self.seen: dict[int, float] = {}
@@ -56,7 +56,7 @@ class Decay:
 
 
 def warmup(step: int, *, steps: int) -> float:
-    """Hugging Face's default schedules are ``functools.partial`` of such a function."""
+    """A function for ``functools.partial``, as Hugging Face's default schedules use."""
     return min(1.0, (step + 1) / steps)
 
 
@@ -95,7 +95,7 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
-def test_every_scheduler_of_torch_is_tried() -> None:
+def test_table_has_every_torch_scheduler() -> None:
     there_are = {
         name
         for name, kind in inspect.getmembers(lr_scheduler, inspect.isclass)
@@ -121,7 +121,7 @@ def go(state: dict[str, Any], steps: range) -> list[str]:
     return rates
 
 
-def test_every_scheduler_goes_on_with_the_rates_of_an_uninterrupted_run(file_uri: str) -> None:
+def test_resumed_schedulers_match_an_uninterrupted_run(file_uri: str) -> None:
     saved = {name: job(name) for name in SCHEDULERS}
     rates = {name: go(state, range(6)) for name, state in saved.items()}
     with Checkpointer(file_uri) as checkpointer:
@@ -131,16 +131,16 @@ def test_every_scheduler_goes_on_with_the_rates_of_an_uninterrupted_run(file_uri
     resumed = {name: job(name) for name in SCHEDULERS}
     restore(file_uri, {f"{name}/{key}": part for name, state in resumed.items() for key, part in state.items()})
     for name, state in resumed.items():
-        if name != "CyclicLR of a function":  # a bound method is part of what it says
+        if name != "CyclicLR of a function":  # its state dict holds a bound method
             check_same(told[name], state["scheduler"].state_dict())
         assert go(state, range(6, 14)) == rates[name], name
 
 
-# --- what the state of an optimizer has of each parameter -------------------------------------------------------------
+# --- optimizer state of each parameter --------------------------------------------------------------------------------
 
 
 class Fitted:
-    """A model of some dtype and its optimizer."""
+    """A model of a given dtype with its optimizer."""
 
     def __init__(self, kind: str, implementation: str, dtype: torch.dtype) -> None:
         torch.manual_seed(1)
@@ -158,8 +158,8 @@ class Fitted:
         return [self.model.state_dict(), self.optimizer.state_dict()["state"]]
 
 
-def test_a_state_keeps_its_dtype_where_torch_gives_it_that_of_the_parameter(file_uri: str) -> None:
-    """``mu_product`` of NAdam is float32 whatever the parameters are, and load_state_dict casts it to theirs."""
+def test_optimizer_state_keeps_a_dtype_that_torch_would_cast(file_uri: str) -> None:
+    """NAdam's ``mu_product`` is always float32, and load_state_dict casts it to the parameter's dtype."""
     cases = [(kind, "foreach", torch.bfloat16) for kind in KINDS]
     cases += [("AdamW", "fused", torch.bfloat16), ("NAdam", "for-loop", torch.float64)]
     jobs = {case: Fitted(*case) for case in cases}
@@ -168,7 +168,7 @@ def test_a_state_keeps_its_dtype_where_torch_gives_it_that_of_the_parameter(file
     resumed = {case: Fitted(*case) for case in cases}
     resumed["NAdam", "foreach", torch.bfloat16].train(range(1))
     cast = resumed["NAdam", "foreach", torch.bfloat16].optimizer
-    cast.load_state_dict(cast.state_dict())  # has lost what it is to have again
+    cast.load_state_dict(cast.state_dict())  # casts the value that the restore must replace
     assert cast.state_dict()["state"][0]["mu_product"].dtype is torch.bfloat16
 
     def state(of: dict[Any, Fitted]) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def test_a_state_keeps_its_dtype_where_torch_gives_it_that_of_the_parameter(file
 
 
 class Branches(torch.nn.Module):
-    """Some of its parameters have no gradient, and the optimizer no state of them."""
+    """A model some of whose parameters have neither gradient nor optimizer state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Branches(torch.nn.Module):
 
 
 class Branched:
-    """A loop that changes what it trains with the steps."""
+    """A loop that trains other branches of the model over time."""
 
     def __init__(self, name: str) -> None:
         self.name, self.model = name, Branches()
@@ -219,13 +219,13 @@ class Branched:
             self.model.train_with(self.optimizer, step, branch)
 
 
-def test_a_parameter_has_the_state_that_it_had_or_none(file_uri: str) -> None:
+def test_parameters_regain_their_optimizer_state_or_none(file_uri: str) -> None:
     names = ("never stepped", "turns", "frozen", "momentum later", "momentum of one group")
     saved, resumed = ([Branched(name) for name in names] for _ in range(2))
     resumed.append(Branched("turns"))
-    resumed[-1].train(range(5, 7))  # has a state of what had none
+    resumed[-1].train(range(5, 7))  # creates state that the checkpoint lacks
     resumed.append(Branched("frozen"))
-    resumed[-1].model.left(torch.ones(1, 4)).sum().backward()  # has gradients, and no state yet
+    resumed[-1].model.left(torch.ones(1, 4)).sum().backward()  # gradients without optimizer state
 
     def state(jobs: list[Branched]) -> dict[str, Any]:
         return {f"{job.name} {key}": getattr(job, key) for job in jobs for key in ("model", "optimizer")}
@@ -253,7 +253,7 @@ def test_a_parameter_has_the_state_that_it_had_or_none(file_uri: str) -> None:
             checkpointer.restore(alone, 5)
 
 
-def test_a_model_of_another_precision_has_a_state_of_its_own(file_uri: str) -> None:
+def test_model_of_another_precision(file_uri: str) -> None:
     saved, resumed = Fitted("NAdam", "foreach", torch.float32), Fitted("NAdam", "foreach", torch.bfloat16)
     saved.train(range(3))
     save(file_uri, vars(saved))
@@ -268,7 +268,7 @@ def test_a_model_of_another_precision_has_a_state_of_its_own(file_uri: str) -> N
 
 
 class Metric(torch.nn.Module):
-    """A metric in the manner of torchmetrics: its state is in its state dict, as tensors and as lists of them."""
+    """A metric like torchmetrics': tensors and lists of tensors in its state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Metric(torch.nn.Module):
 
 
 class Loader:
-    """A data loader in the manner of StatefulDataLoader: snapshots of workers by number, None, iterators' states."""
+    """A data loader like StatefulDataLoader: worker snapshots by number, None, iterator states."""
 
     def __init__(self, state: Any = None) -> None:
         self.state = state
@@ -352,7 +352,7 @@ def told(state: dict[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(parts | {"rng": None, "generator": None, "loader": state["loader"].stateful.state})
 
 
-def test_the_objects_of_a_training_job_come_back_as_they_were(s3_uri: str, local_root: Path) -> None:
+def test_objects_of_a_training_job_are_restored(s3_uri: str, local_root: Path) -> None:
     saved = everything(1)
     expected = told(saved)
     save(s3_uri, saved)
@@ -375,7 +375,7 @@ def test_only_some_entries(file_uri: str) -> None:
     assert resumed["step"] == before["step"]
 
 
-def test_other_programs_read_the_tensors_and_the_model(file_uri: str) -> None:
+def test_stock_dcp_reads_the_tensors_and_the_model(file_uri: str) -> None:
     saved = everything(1)
     saved["seen"]["table"] = {1: torch.ones(3)}
     save(file_uri, saved)
@@ -393,9 +393,7 @@ def test_other_programs_read_the_tensors_and_the_model(file_uri: str) -> None:
     assert load_model(file_uri, prefix="").keys() == {*(f"model.{name}" for name in loaded["model"]), "step", "table.2"}
 
 
-def test_a_structure_that_stays_is_planned_once_though_values_change(
-    file_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unchanged_structure_is_planned_once(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[int] = []
     plan = DefaultSavePlanner.create_local_plan
     monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", lambda self: (planned.append(1), plan(self))[1])
@@ -409,7 +407,7 @@ def test_a_structure_that_stays_is_planned_once_though_values_change(
     assert (state["step"], state["notes"]["loss"], state["notes"][3]) == (2, 2 / 3, (1,))
 
 
-def test_what_cannot_be_given_back_fails_the_save_and_not_the_restore(file_uri: str) -> None:
+def test_unrestorable_value_fails_the_save(file_uri: str) -> None:
     state: dict[str, Any] = {"model": torch.nn.Linear(2, 2), "hook": {"inner": [lambda: 0]}}
     with Checkpointer(file_uri) as checkpointer:
         with pytest.raises(StateMismatchError, match=r"'hook\.inner\.0' is the function .*lambda"):
@@ -420,7 +418,7 @@ def test_what_cannot_be_given_back_fails_the_save_and_not_the_restore(file_uri: 
 
 
 def test_a_checkpoint_without_structures_still_loads(file_uri: str) -> None:
-    """``tests/data`` has one that 0.2 has saved."""
+    """``tests/data`` has one saved by 0.2."""
     shutil.copytree(DATA / "run_without_structure", file_uri)
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
@@ -485,7 +483,7 @@ def test_a_stateful_data_loader(file_uri: str) -> None:
 
 
 def ranks(uri: str, again: bool) -> dict[str, Any]:
-    """Save, or restore with another number of ranks: tensors sharded over them, and values of each rank's own."""
+    """Save, or restore with another number of ranks: sharded tensors, and values of each rank."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -524,7 +522,7 @@ def ranks(uri: str, again: bool) -> dict[str, Any]:
 
 
 def one_rank_cannot(uri: str) -> list[str]:
-    """Only rank 1 has what cannot be saved: all say so, and the next save is whole."""
+    """Rank 1 has an unsaveable value: all ranks raise, and the next save succeeds."""
     import torch.distributed as dist
 
     told: list[Any] = [None] * dist.get_world_size()
@@ -547,7 +545,7 @@ HERE = "tests.integration.test_exact_state"
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_sharded_values_come_back_as_the_destination_has_them(tmp_path: Path) -> None:
+def test_sharded_values_take_the_destinations_placement(tmp_path: Path) -> None:
     uri, env = str(tmp_path / "run"), {"TIERCKPT_LOCAL_ROOT": str(tmp_path / "local"), "TIERCKPT_MOVER": "inline"}
     launch(f"{HERE}:ranks", 2, env=env, uri=uri, again=False)
     for world in (2, 1):
@@ -555,7 +553,7 @@ def test_sharded_values_come_back_as_the_destination_has_them(tmp_path: Path) ->
 
 
 @pytest.mark.distributed
-def test_what_one_rank_cannot_save_is_raised_on_all(tmp_path: Path) -> None:
+def test_unsaveable_value_of_one_rank_raises_on_all(tmp_path: Path) -> None:
     env = {"TIERCKPT_LOCAL_ROOT": str(tmp_path / "local"), "TIERCKPT_MOVER": "inline"}
     for message in launch(f"{HERE}:one_rank_cannot", 2, env=env, uri=str(tmp_path / "run")):
         assert "'values.hook' is the function" in message and "rank=1" in message

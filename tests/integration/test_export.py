@@ -38,7 +38,7 @@ from tierckpt.types import Progress
 
 
 def model_state() -> dict[str, Any]:
-    """Tensors of every kind safetensors holds, with bit patterns that arithmetic would not keep."""
+    """Tensors of every dtype of safetensors, with bit patterns that arithmetic would change."""
     generator = torch.Generator().manual_seed(3)
     nan = torch.tensor([0x7FC1, -0x3F, 0x0001, -0x8000], dtype=torch.int16).view(torch.bfloat16)
     return {
@@ -62,7 +62,7 @@ def training_state() -> dict[str, Any]:
 
 
 def contents(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of every file, through the safetensors package alone."""
+    """Read every tensor of every file with the safetensors package."""
     return {
         name: tensor for path in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(path).items()
     }
@@ -86,13 +86,13 @@ def test_export_is_bit_for_bit_and_drops_the_prefix(file_uri: str, tmp_path: Pat
 def test_without_only_every_tensor_keeps_its_name(file_uri: str, tmp_path: Path) -> None:
     state = training_state()
     save(f"{file_uri}/step-3", state)
-    export_safetensors(file_uri, tmp_path / "out")  # of the run: its newest
+    export_safetensors(file_uri, tmp_path / "out")  # the newest of the run
     expected = {f"model.{name}": tensor for name, tensor in state["model"].items()}
     assert same(contents(tmp_path / "out"), expected | {"optimizer.m": state["optimizer"]["m"]})
 
 
 @pytest.mark.slow
-def test_files_are_cut_at_the_limit_and_the_index_is_true(s3_uri: str, tmp_path: Path) -> None:
+def test_files_are_split_at_the_limit_and_indexed(s3_uri: str, tmp_path: Path) -> None:
     state = {f"layer.{index}": torch.randn(100, 100) for index in range(7)}  # 40 kB each
     save(f"{s3_uri}/step-1", state, shard_size_bytes_max="90KB", chunk_size_bytes="16KiB")
     tierckpt.wait(f"{s3_uri}/step-1", timeout_seconds=60)
@@ -114,7 +114,7 @@ def test_files_are_cut_at_the_limit_and_the_index_is_true(s3_uri: str, tmp_path:
     assert {progress.total_bytes for progress in seen} == {280_000}
 
 
-def test_a_tensor_above_the_limit_has_a_file_of_its_own(file_uri: str, tmp_path: Path) -> None:
+def test_tensor_above_the_limit_has_its_own_file(file_uri: str, tmp_path: Path) -> None:
     state = {"small": torch.ones(10), "large": torch.ones(10_000), "last": torch.ones(10)}
     save(f"{file_uri}/step-1", state)
     result = export_safetensors(f"{file_uri}/step-1", tmp_path / "out", shard_size_bytes_max=1000)
@@ -125,7 +125,7 @@ def test_a_tensor_above_the_limit_has_a_file_of_its_own(file_uri: str, tmp_path:
 @pytest.mark.parametrize(
     ("spelled", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("FP32", torch.float32)]
 )
-def test_dtype_converts_what_is_floating_point(spelled: str, dtype: torch.dtype, file_uri: str, tmp_path: Path) -> None:
+def test_dtype_converts_floating_point_tensors(spelled: str, dtype: torch.dtype, file_uri: str, tmp_path: Path) -> None:
     state = {
         "w": torch.randn(64, 3),
         "h": torch.randn(9).bfloat16(),
@@ -139,7 +139,7 @@ def test_dtype_converts_what_is_floating_point(spelled: str, dtype: torch.dtype,
     assert result.size_bytes == sum(tensor.nbytes for tensor in expected.values())
 
 
-def test_what_stock_pytorch_saved_is_exported(file_uri: str, tmp_path: Path) -> None:
+def test_checkpoint_of_stock_pytorch_is_exported(file_uri: str, tmp_path: Path) -> None:
     state = training_state()
     dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{file_uri}/step-1"), no_dist=True)
     export_safetensors(f"{file_uri}/step-1", tmp_path / "out", only="model")
@@ -152,7 +152,7 @@ def sharded_weights() -> dict[str, torch.Tensor]:
 
 
 def save_sharded(uri: str) -> int:
-    """One rank of a job whose weights are sharded unevenly. Run by tests/compat/worker.py."""
+    """Save as one rank of a job with unevenly sharded weights. Run by tests/compat/worker.py."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -183,7 +183,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_damage_in_the_last_shard_leaves_nothing(file_uri: str, local_root: Path, tmp_path: Path) -> None:
+def test_damage_in_the_last_shard_leaves_no_export(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     uri = f"{file_uri}/step-1"
     save(uri, {f"w{index}": torch.randn(100, 100) for index in range(4)}, shard_size_bytes_max="45KB")
     tierckpt.wait(uri, timeout_seconds=60)
@@ -193,7 +193,7 @@ def test_damage_in_the_last_shard_leaves_nothing(file_uri: str, local_root: Path
     written: list[Progress] = []
     with pytest.raises(IntegrityError, match=last):
         export_safetensors(uri, tmp_path / "out", shard_size_bytes_max=50_000, listener=written.append)
-    assert written, "it failed before anything was written, so this proves nothing"
+    assert written, "no file was written before the error, so the test shows nothing"
     assert nothing_left(tmp_path / "out")
 
 
@@ -209,7 +209,7 @@ def test_a_directory_in_use_is_refused_and_untouched(file_uri: str, tmp_path: Pa
     assert same(contents(tmp_path / "out"), {"w": torch.ones(3)})
 
 
-def test_what_a_killed_export_left_is_replaced(file_uri: str, tmp_path: Path) -> None:
+def test_files_of_a_killed_export_are_replaced(file_uri: str, tmp_path: Path) -> None:
     save(f"{file_uri}/step-1", {"w": torch.ones(3)})
     ended = f"{pid_namespace():08x}{0x7FFFFFFF:08x}{1:016x}{0:08x}"  # no process has this number
     leftover = tmp_path / f".out.exporting.{ended}.tmp"
@@ -286,7 +286,7 @@ def test_a_mount_point_is_refused(file_uri: str, tmp_path: Path) -> None:
     ("arguments", "said"),
     [({"dtype": "int4"}, "int4"), ({"only": "modle"}, "modle"), ({"only": "step"}, "no tensors below")],
 )
-def test_what_cannot_be_exported_is_said(arguments: dict[str, Any], said: str, file_uri: str, tmp_path: Path) -> None:
+def test_invalid_export_raises(arguments: dict[str, Any], said: str, file_uri: str, tmp_path: Path) -> None:
     save(f"{file_uri}/step-1", small_state(1))
     with pytest.raises(ConfigError, match=said) as caught:
         export_safetensors(f"{file_uri}/step-1", tmp_path / "out", **arguments)
@@ -294,7 +294,7 @@ def test_what_cannot_be_exported_is_said(arguments: dict[str, Any], said: str, f
     assert nothing_left(tmp_path / "out")
 
 
-def test_a_dtype_that_safetensors_cannot_hold_is_named(file_uri: str, tmp_path: Path) -> None:
+def test_unsupported_dtype_error_names_it(file_uri: str, tmp_path: Path) -> None:
     save(f"{file_uri}/step-1", {"good": torch.ones(2), "bad": torch.ones(2, dtype=torch.complex128)})
     with pytest.raises(StateMismatchError, match="bad"):
         export_safetensors(f"{file_uri}/step-1", tmp_path / "out")
@@ -399,7 +399,7 @@ def test_one_name_in_two_files_is_refused(model: tuple[Path, dict[str, torch.Ten
         tierckpt.load_safetensors(directory)
 
 
-def test_nothing_to_load_is_not_found(tmp_path: Path, file_uri: str, s3_uri: str) -> None:
+def test_load_without_files_raises_not_found(tmp_path: Path, file_uri: str, s3_uri: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match="does not exist"):
         tierckpt.load_safetensors(tmp_path / "nowhere")
     (tmp_path / "bare").mkdir()

@@ -1,4 +1,4 @@
-"""Export goes through bounded memory: files are larger than it, tensors are larger than it, and all comes out right."""
+"""Export in bounded memory: files and tensors larger than the bound are exported correctly."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tierckpt.telemetry import BYTES, Metric, listen
 
 MIB = 1 << 20
 WINDOW = 4 * MIB
-ENOUGH = 3 * WINDOW + 16 * MIB + 20 * MIB
-"""Two windows, what one is converted from, the two buffers of the reader, and change."""
+MEMORY_BOUND = 3 * WINDOW + 16 * MIB + 20 * MIB
+"""Two windows, the source of a conversion, the reader's two buffers, and slack."""
 
 MEASURED = """
 import json, sys
@@ -52,7 +52,7 @@ print(json.dumps(dict(size=result.size_bytes, files=len(result.files), peak=stat
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """80 MiB of which one tensor has 48: more than all memory that it takes."""
+    """80 MiB with one tensor of 48 MiB, which exceeds the memory bound."""
     folder = tmp_path_factory.mktemp("checkpoint")
     state = {
         "model": {"large": torch.arange(12 * MIB, dtype=torch.float32).view(3, -1), "other": torch.ones(8 * MIB)},
@@ -81,10 +81,10 @@ def measured(checkpoint: str, to: Path, window_bytes: int, dtype: str = "") -> d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["", "bf16"])
-def test_memory_is_two_windows_whatever_the_tensors_are(dtype: str, checkpoint: str, tmp_path: Path) -> None:
+def test_export_memory_is_two_windows_for_any_tensors(dtype: str, checkpoint: str, tmp_path: Path) -> None:
     found = measured(checkpoint, tmp_path / "out", WINDOW, dtype)
     assert (found["files"], found["size"]) == (1, (80 if not dtype else 40) * MIB)
-    assert found["peak"] <= ENOUGH
+    assert found["peak"] <= MEMORY_BOUND
     loaded = load_file(tmp_path / "out/model.safetensors")
     expected = torch.arange(12 * MIB, dtype=torch.float32).view(3, -1)
     assert same(loaded["large"], expected.bfloat16() if dtype else expected)
@@ -92,8 +92,8 @@ def test_memory_is_two_windows_whatever_the_tensors_are(dtype: str, checkpoint: 
 
 
 @pytest.mark.slow
-def test_the_control_windows_of_everything_are_seen_by_the_same_measure(checkpoint: str, tmp_path: Path) -> None:
-    assert measured(checkpoint, tmp_path / "out", 256 * MIB)["peak"] > ENOUGH
+def test_control_large_windows_exceed_the_bound(checkpoint: str, tmp_path: Path) -> None:
+    assert measured(checkpoint, tmp_path / "out", 256 * MIB)["peak"] > MEMORY_BOUND
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_windows_of_any_size_write_the_same_file(window_bytes: int, tmp_path: Pa
 
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (7,), (3, 5), (1, 1, 9), (2, 3, 4, 5), (1000, 2)])
 @pytest.mark.parametrize("size_bytes", [1, 4, 17, 64, 1 << 20])
-def test_blocks_are_the_tensor_once_in_order(shape: tuple[int, ...], size_bytes: int) -> None:
+def test_blocks_cover_the_tensor_once_in_order(shape: tuple[int, ...], size_bytes: int) -> None:
     metadata = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), [])
     item = Item("t", "t", metadata, torch.float32)
     found = list(blocks([item], 40, size_bytes))
@@ -140,8 +140,8 @@ def test_blocks_are_the_tensor_once_in_order(shape: tuple[int, ...], size_bytes:
         assert len(window) == 1 or sum(block.size_bytes for block in window) <= size_bytes
 
 
-def test_a_disk_that_fills_up_leaves_nothing(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tmpfs smaller than the export, which is told that there is room."""
+def test_full_disk_leaves_no_export(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tmpfs smaller than the export, whose free space is reported too large."""
     mount = tmp_path / "mount"
     mount.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", mount], check=True)
@@ -155,7 +155,7 @@ def test_a_disk_that_fills_up_leaves_nothing(checkpoint: str, tmp_path: Path, mo
         subprocess.run(["umount", "-l", mount], check=True)
 
 
-def test_a_row_larger_than_a_window_is_not_read_for_each_part_of_it(
+def test_row_larger_than_a_window_is_read_once(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[float] = []

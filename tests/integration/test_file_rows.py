@@ -1,4 +1,4 @@
-"""The bars of a transfer on a terminal: the whole, and the files in flight, in a bounded number of rows."""
+"""Progress bars of a transfer on a terminal: the total and the files in flight, in a bounded number of rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def on_terminal(arguments: list[str], environment: Mapping[str, str], tmp_path: 
 
 
 @pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow)])
-def test_the_files_in_flight_and_the_whole_move(columns: int, tmp_path: Path) -> None:
+def test_file_bars_and_total_progress(columns: int, tmp_path: Path) -> None:
     files = {f"model-{number}-of-3.safetensors": os.urandom(1 << 20) for number in range(1, 4)}
     with hub_of(files) as hub:
         hub.bytes_per_second = 1 << 20
@@ -76,7 +76,7 @@ def test_the_files_in_flight_and_the_whole_move(columns: int, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_thousand_files_are_a_few_rows(tmp_path: Path) -> None:
+def test_thousand_files_need_few_rows(tmp_path: Path) -> None:
     with hub_of({f"part-{number:04d}.json": b"{}" * 50 for number in range(1000)}) as hub:
         environment = {"HF_ENDPOINT": hub.endpoint, "TIERCKPT_CONCURRENCY": "32"}
         text = on_terminal(["prefetch", "hf://org/model", "--to", str(tmp_path / "to")], environment, tmp_path)
@@ -86,7 +86,7 @@ def test_a_thousand_files_are_a_few_rows(tmp_path: Path) -> None:
     assert "more files" in text
 
 
-def test_every_verb_that_moves_files_names_them(
+def test_every_transfer_verb_names_its_files(
     s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = f"{s3_uri}/step-1"
@@ -114,7 +114,7 @@ def test_every_verb_that_moves_files_names_them(
         "restore": [step, "--to=restored"],
         "export": [step, "--to=model"],
         "drill": [step],
-        "prefetch": [step, "--to=fetched", "--local-root=elsewhere"],  # what this node holds is copied, not fetched
+        "prefetch": [step, "--to=fetched", "--local-root=elsewhere"],  # an empty local root, so that files are fetched
     }
     for verb, arguments in verbs.items():
         monkeypatch.setattr(f"tierckpt.cli.{verb}.progress_bar", collect)

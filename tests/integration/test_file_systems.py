@@ -1,6 +1,6 @@
-"""Saves, drains, restores, prefetches and loads on file systems that lack something, and on some that fail midway.
+"""Saves, drains, restores, prefetches and loads on file systems with missing features or failures.
 
-The file systems are real: FUSE (tests/fuse_mount.py), tmpfs, overlayfs.
+Real file systems: FUSE (tests/fuse_mount.py), tmpfs, overlayfs.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ LACKS: dict[str, dict[str, Any]] = {
     "coarse times, folded names": {"step_ns": 2_000_000_000, "fold": True},
 }
 ONE_BY_ONE: dict[str, dict[str, Any]] = {call: {"no": [call]} for call in EVERYTHING}
-NUMBERS = {
+ERRNOS = {
     "symlink": (errno.EPERM, errno.ENOSYS, errno.EINVAL, errno.EACCES),
     "link": (errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS),
     "flock": (errno.ENOSYS, errno.EOPNOTSUPP),
     "fsyncdir": (errno.EBADF, errno.EPERM),
 }
-OTHERWISE = {
+OTHER_ERRNOS = {
     f"{call}: {errno.errorcode[number]}": {"no": [call], "numbers": {call: number}}
-    for call, numbers in NUMBERS.items()
+    for call, numbers in ERRNOS.items()
     for number in numbers
 }
 
@@ -60,7 +60,7 @@ def on_fuse(base: Path, **control: Any) -> Iterator[FuseMount]:
         try:
             yield mount
         finally:
-            close_all()  # drains go on in the background, and hold files open
+            close_all()  # background drains hold files open
 
 
 def state(value: float) -> dict[str, Any]:
@@ -80,14 +80,14 @@ def prefetch_to(place: Path, plain: Path) -> None:
         tierckpt.prefetch(source, place / "to")
         assert float(tierckpt.load_safetensors(place / "to")["w"][7]) == 7.0, is_here
     assert sorted(path.name for path in (place / "to").iterdir()) == [".tierckpt", "config.json", "model.safetensors"]
-    assert [path.name for path in place.iterdir()] == ["to"], "what is filled is removed"
+    assert [path.name for path in place.iterdir()] == ["to"], "temporary files must be removed"
 
 
 def prefetch_from(place: Path, plain: Path) -> None:
     source = write_model(place / "source")
     assert float(tierckpt.load_safetensors(source)["w"][7]) == 7.0
     entries = {tierckpt.prefetch(source) for _ in range(2)}
-    assert len(entries) == 1, "the second prefetch finds it"
+    assert len(entries) == 1, "the second prefetch must use the first one's entry"
     assert float(tierckpt.load_safetensors(entries.pop())["w"][7]) == 7.0
 
 
@@ -123,7 +123,7 @@ def has_locks(control: dict[str, Any]) -> bool:
 
 
 def run(verb: str, place: Path, plain: Path, control: dict[str, Any]) -> None:
-    """``verb`` goes well. A local root without flock is refused, in one sentence that says so."""
+    """Run ``verb``, which must succeed. A local root without flock is refused with a clear error."""
     plain.mkdir()
     if verb != "local tier" or has_locks(control):
         VERBS[verb](place, plain)
@@ -135,12 +135,12 @@ def run(verb: str, place: Path, plain: Path, control: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("lack", ["everything", "changing inodes", "zeros"])
-def test_verbs_where_the_file_system_lacks_something(lack: str, verb: str, tmp_path: Path) -> None:
+def test_verbs_on_file_systems_with_missing_features(lack: str, verb: str, tmp_path: Path) -> None:
     with on_fuse(tmp_path, **LACKS[lack]) as mount:
         run(verb, mount.path, tmp_path / "plain", LACKS[lack])
 
 
-def test_the_local_tier_without_anything_but_locks(tmp_path: Path) -> None:
+def test_local_tier_with_locks_only(tmp_path: Path) -> None:
     control = {"no": [call for call in EVERYTHING if call != "flock"]}
     with on_fuse(tmp_path, **control) as mount:
         run("local tier", mount.path, tmp_path / "plain", control)
@@ -148,17 +148,17 @@ def test_the_local_tier_without_anything_but_locks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("lack", [*LACKS, *ONE_BY_ONE, *OTHERWISE])
-def test_each_verb_where_the_file_system_lacks_one_thing(lack: str, verb: str, tmp_path: Path) -> None:
-    control = {**LACKS, **ONE_BY_ONE, **OTHERWISE}[lack]
+@pytest.mark.parametrize("lack", [*LACKS, *ONE_BY_ONE, *OTHER_ERRNOS])
+def test_each_verb_with_one_missing_feature(lack: str, verb: str, tmp_path: Path) -> None:
+    control = {**LACKS, **ONE_BY_ONE, **OTHER_ERRNOS}[lack]
     with on_fuse(tmp_path, **control) as mount:
         run(verb, mount.path, tmp_path / "plain", control)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lack", ["everything", "changing inodes"])
-def test_the_command_line_where_the_file_system_lacks_something(lack: str, tmp_path: Path) -> None:
-    """Several rounds of saves to one id before, so that there is something to prune."""
+def test_command_line_with_missing_features(lack: str, tmp_path: Path) -> None:
+    """After several saves to one id, so that there is something to prune."""
     with on_fuse(tmp_path, **LACKS[lack]) as mount:
         shared(mount.path, tmp_path)
         uri = f"file://{mount.path}/run"
@@ -204,7 +204,7 @@ def of_the_kernel(kind: str, base: Path) -> Iterator[Path]:
                 pytest.skip(f"no {kind} here: {error}")
         yield mount
     finally:
-        close_all()  # drains go on in the background, and hold files open
+        close_all()  # background drains hold files open
         for path in (mount, base / "disk"):
             subprocess.run(["umount", "-l", str(path)], check=False, capture_output=True)
 
@@ -212,18 +212,18 @@ def of_the_kernel(kind: str, base: Path) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("kind", ["tmpfs", "overlay", "vfat"])
-def test_each_verb_on_file_systems_of_the_kernel(kind: str, verb: str, tmp_path: Path) -> None:
+def test_each_verb_on_kernel_file_systems(kind: str, verb: str, tmp_path: Path) -> None:
     with of_the_kernel(kind, tmp_path) as mount:
         run(verb, mount, tmp_path / "plain", {})
 
 
-# --- what fails midway ------------------------------------------------------------------------------------------------
+# --- failures midway --------------------------------------------------------------------------------------------------
 
 FULL = [(errno.ENOSPC, "no room"), (errno.EDQUOT, "quota"), (errno.EFBIG, "larger than a file can be")]
 
 
 @pytest.mark.parametrize(("number", "said"), FULL)
-def test_a_local_tier_that_fills_up_midway_fails_one_save(
+def test_local_tier_that_fills_up_fails_one_save(
     number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with on_fuse(tmp_path, no=["fallocate"]) as mount:
@@ -266,7 +266,7 @@ def test_a_local_tier_that_becomes_read_only_fails_one_save(tmp_path: Path, monk
         ({"read_only": True}, PermissionDeniedError, "read-only mount"),
     ],
 )
-def test_a_shared_tier_that_fails_midway_keeps_the_checkpoint_to_drain(
+def test_failing_shared_tier_keeps_the_checkpoint_for_a_later_drain(
     control: dict[str, Any], kind: type[TierckptError], said: str, tmp_path: Path
 ) -> None:
     with on_fuse(tmp_path, no=["link"]) as mount:
@@ -275,7 +275,7 @@ def test_a_shared_tier_that_fails_midway_keeps_the_checkpoint_to_drain(
             checkpointer.save(1, state(1.0)).result(SECONDS)
             tierckpt.wait(f"{uri}/step-1", tier="shared", timeout_seconds=SECONDS)
             mount.set(**control)
-            checkpointer.save(2, state(2.0)).result(SECONDS)  # acknowledged: it is on the local tier
+            checkpointer.save(2, state(2.0)).result(SECONDS)  # acknowledged by the local tier
             with pytest.raises(kind) as caught:
                 tierckpt.wait(f"{uri}/step-2", tier="shared", timeout_seconds=SECONDS)
             check_said(caught.value, said, mount.path)
@@ -302,7 +302,7 @@ def check_kept(uri: str, newest: int) -> None:
         assert tierckpt.Checkpointer(uri).restore(again, step=step) == step and float(again["w"][7]) == step
 
 
-def test_a_prefetch_that_fills_the_disk_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_prefetch_resumes_after_a_full_disk(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source")
     with on_fuse(tmp_path, no=["fallocate"], room=500_000) as mount:
         with pytest.raises(CapacityError, match="no room") as caught:
@@ -313,7 +313,7 @@ def test_a_prefetch_that_fills_the_disk_goes_on_where_it_was(tmp_path: Path) -> 
         assert float(tierckpt.load_safetensors(mount.path / "to")["w"][7]) == 7.0
 
 
-def test_a_mount_whose_server_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_mount_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERCKPT_STORE_WAIT_SECONDS", "0")
     with on_fuse(tmp_path) as mount:
         mount.kill()
@@ -328,7 +328,7 @@ def test_a_mount_whose_server_is_gone_is_named(tmp_path: Path, monkeypatch: pyte
             assert str(mount.path) in caught.value.message and caught.value.hint
 
 
-def test_a_rewrite_within_one_tick_of_a_coarse_clock_is_not_served_from_the_cache(tmp_path: Path) -> None:
+def test_rewrite_within_one_coarse_mtime_tick_is_fetched(tmp_path: Path) -> None:
     with on_fuse(tmp_path, step_ns=2_000_000_000) as mount:
         path = mount.path / "model" / "weights.bin"
         path.parent.mkdir()
@@ -339,7 +339,7 @@ def test_a_rewrite_within_one_tick_of_a_coarse_clock_is_not_served_from_the_cach
                 assert view.read("weights.bin") == data
 
 
-def test_two_names_that_the_file_system_takes_for_one(tmp_path: Path) -> None:
+def test_names_that_collide_on_the_file_system(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for name, data in (("README", b"upper"), ("readme", b"lower")):

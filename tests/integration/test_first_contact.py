@@ -1,4 +1,4 @@
-"""What somebody meets in the first hour: no alarm where nothing is wrong, and errors that fit on a screen."""
+"""First hour of use: no false warnings, and errors that fit on a screen."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ SELF = "tests.integration.test_first_contact"
 
 
 def save_three_steps(uri: str) -> list[Any]:
-    """Save with two ranks to a directory beside the local tier. Returns what either rank's log warns of, and where the
-    last step is."""
+    """Save with two ranks to a directory on the local tier's disk. Returns all warnings and the last step's place."""
     warnings: list[str] = []
     own = torch.distributed.get_rank()
 
@@ -96,7 +95,7 @@ MISTAKES = {
     "no file": ("fsspec.open('tierckpt://s3/no-such-bucket/x').open()", "no-such-bucket"),
     "wait for what": ("tierckpt.wait('run/step-1', tier='remote')", "'local' or 'shared'"),
 }
-OF_DCP = {
+DCP_MISTAKES = {
     "dcp it exists": (
         "dcp.save({'w': torch.ones(3)}, storage_writer=TierStorageWriter('dcp/step-1', overwrite=False))",
         "Checkpoint already exists: ",
@@ -107,7 +106,7 @@ OF_DCP = {
         "local_root /proc/tierckpt",
     ),
 }
-TRY = """
+RUN_MISTAKES = """
 told = {}
 for name, mistake in json.load(sys.stdin).items():
     try:
@@ -121,13 +120,13 @@ print("TOLD" + json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told(moto: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each mistake prints, tried in one process."""
+    """Return what each mistake prints, all tried in one process."""
     work = tmp_path_factory.mktemp("work")
     environment = os.environ | moto.environment() | {"TIERCKPT_MOVER": "inline"}
     environment |= {"TIERCKPT_LOCAL_ROOT": str(work / "ssd"), "PYTHONPATH": str(Path.cwd())}
-    mistakes = json.dumps({name: code for name, (code, _) in (MISTAKES | OF_DCP).items()})
+    mistakes = json.dumps({name: code for name, (code, _) in (MISTAKES | DCP_MISTAKES).items()})
     done = subprocess.run(
-        [sys.executable, "-c", SETUP + TRY],
+        [sys.executable, "-c", SETUP + RUN_MISTAKES],
         input=mistakes,
         capture_output=True,
         text=True,
@@ -143,7 +142,7 @@ def told(moto: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.server
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_in_a_few_lines(name: str, told: dict[str, str]) -> None:
+def test_mistake_prints_a_short_error(name: str, told: dict[str, str]) -> None:
     text = told[name]
     assert all(part in text.splitlines()[-1] for part in MISTAKES[name][1].split("|")), text
     assert len(text.splitlines()) < 20, text
@@ -152,30 +151,30 @@ def test_a_mistake_is_told_in_a_few_lines(name: str, told: dict[str, str]) -> No
 @pytest.mark.slow
 @pytest.mark.server
 @pytest.mark.parametrize("name", ["unknown scheme", "one slash", "misspelt", "of a framework", "no bucket"])
-def test_the_traceback_of_a_mistake_has_no_frames_of_ours_but_one(name: str, told: dict[str, str]) -> None:
+def test_traceback_of_a_mistake_has_one_tierckpt_frame(name: str, told: dict[str, str]) -> None:
     assert re.findall(r'File ".*/tierckpt/(.+)", line', told[name]) == ["tracebacks.py"]
 
 
 @pytest.mark.slow
 @pytest.mark.server
-@pytest.mark.parametrize("name", OF_DCP)
-def test_through_dcp_what_is_long_is_not_ours(name: str, told: dict[str, str]) -> None:
-    """DCP prints its own frames twice; of ours there are as many as there are tracebacks."""
+@pytest.mark.parametrize("name", DCP_MISTAKES)
+def test_dcp_traceback_has_one_tierckpt_frame_each(name: str, told: dict[str, str]) -> None:
+    """DCP prints its own frames twice. Each traceback has only one frame of tierckpt."""
     text = told[name]
-    assert OF_DCP[name][1] in text
+    assert DCP_MISTAKES[name][1] in text
     assert text.count("/tierckpt/") - text.count("/proc/tierckpt") <= 3 and len(text.splitlines()) < 45, text
     assert "direct cause" not in text and "another exception" not in text
 
 
 @pytest.mark.slow
-def test_all_of_it_is_shown_to_who_asks() -> None:
+def test_full_traceback_on_request() -> None:
     code = "import tierckpt; tierckpt.load_safetensors('/nothing/at/all')"
     environment = os.environ | {"TIERCKPT_TRACEBACK": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert "find_model" in done.stderr
 
 
-def test_without_torch_the_error_says_what_to_install() -> None:
+def test_without_torch_the_error_names_the_package() -> None:
     code = "import sys; sys.modules['torch'] = None; import tierckpt; tierckpt.Checkpointer"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     last = done.stderr.splitlines()[-1]
@@ -205,7 +204,7 @@ def test_the_command_prints_an_error_and_a_hint(arguments: tuple[str, ...], word
     assert len(done.stderr.splitlines()) <= 4
 
 
-def test_a_place_that_cannot_be_is_named_with_what_to_do(
+def test_invalid_location_error_names_it_with_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TIERCKPT_STORE_TIMEOUT_SECONDS", "1")
@@ -232,7 +231,7 @@ def test_a_place_that_cannot_be_is_named_with_what_to_do(
     fails(6, "AWS_SKIP_SIGNATURE to true", "ls", "s3://bucket/run")
 
 
-def test_of_what_a_backend_says_a_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_error_is_cut_to_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: str) -> None:
         raise OSError("Unable to load libjvm\\ndlopen(/usr/lib/jvm) failed" * 100)
 
@@ -242,7 +241,7 @@ def test_of_what_a_backend_says_a_line_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert len(str(caught.value)) < 500
 
 
-def test_what_is_no_step_no_state_and_no_directory_is_said(file_uri: str, tmp_path: Path) -> None:
+def test_invalid_step_state_and_directory_raise(file_uri: str, tmp_path: Path) -> None:
     module: Any = torch.nn.Linear(2, 2)
     with tierckpt.Checkpointer(file_uri) as checkpointer:
         for step in ("one", -1, 1.5, None):
@@ -264,20 +263,20 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return code, capsys.readouterr().out
 
 
-def test_verify_takes_a_run_and_means_its_newest_step(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_of_a_run_checks_its_newest_step(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     with tierckpt.Checkpointer(file_uri) as checkpointer:
         for step in (9, 10):
             checkpointer.save(step, {"weights": torch.ones(1000)})
     code, text = command(capsys, "verify", file_uri, "--read-data")
     assert (code, "step-10" in text) == (0, True)
     [shard] = Path(file_uri, "step-10").glob("*.distcp")
-    with shard.open("r+b") as stream:  # one file behind both names: damaged on both tiers
+    with shard.open("r+b") as stream:  # one inode, so damaged on both tiers
         stream.seek(8000)
         stream.write(b"damage")
     assert command(capsys, "verify", file_uri, "--read-data")[0] == 5
 
 
-def test_restore_export_and_verify_name_themselves_and_move(
+def test_restore_export_and_verify_show_progress(
     file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tierckpt.Checkpointer(file_uri, chunk_size_bytes=65536) as checkpointer:
@@ -297,7 +296,7 @@ def test_restore_export_and_verify_name_themselves_and_move(
     assert not seen
 
 
-def test_a_simulation_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulation_shows_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: dict[str, set[int]] = {}
 
     @contextlib.contextmanager
@@ -310,16 +309,14 @@ def test_a_simulation_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.slow
-def test_a_hundred_shards_of_a_data_set_are_one_line_of_status(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hundred_data_set_shards_are_one_status_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data"
     data.mkdir()
     for number in range(100):
         (data / f"{number:06d}.tar").write_bytes(b"x" * 1000)
         with fsspec.open(f"tierckpt://file{data}/{number:06d}.tar") as stream:
             stream.read()
-    for _ in range(100):  # the last one may be on its way into the cache
+    for _ in range(100):  # wait until the last one has arrived in the cache
         code, text = command(capsys, "status")
         assert code == 0
         if f"{data}/ (100 objects)" in text:

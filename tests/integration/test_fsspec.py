@@ -1,4 +1,4 @@
-"""tierckpt:// as programs use it: honest about checkpoints, one version while open, bytes fetched once for the node."""
+"""tierckpt:// through fsspec: only committed checkpoints, one version per open file, one fetch per node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MiB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def settings_of_this_test() -> None:
-    """fsspec keeps file systems, and each keeps the settings it was made with."""
+    """Clear fsspec's instance cache, whose file systems keep their original settings."""
     fsspec.get_filesystem_class("tierckpt").clear_instance_cache()
 
 
@@ -51,16 +51,16 @@ def place(tmp_path: Path) -> Path:
 
 
 def url_of(uri: str) -> str:
-    """The tierckpt URL of a native one."""
+    """Return the tierckpt URL of a native one."""
     scheme, separator, rest = uri.partition("://")
     return f"tierckpt://{scheme}/{rest}" if separator else f"tierckpt://file{uri}"
 
 
-# --- what is shown of checkpoints ---------------------------------------------------------------------------------
+# --- visibility of checkpoints ------------------------------------------------------------------------------------
 
 
 def newest_by_listing(fs: Any, run: str) -> int | None:
-    """As torchtitan finds where to go on: directories ``step-N`` that hold ``.metadata``."""
+    """Return the newest step as torchtitan finds it: directories ``step-N`` that hold ``.metadata``."""
     steps = [re.search(r"step-(\d+)$", name) for name in fs.ls(run, detail=False)]
     found = [int(step[1]) for step in steps if step and fs.exists(f"{run}/step-{step[1]}/.metadata")]
     return max(found, default=None)
@@ -74,7 +74,7 @@ def save_step(uri: str, step: int, **options: Any) -> None:
 
 
 def leave_unfinished(fs: Any, run: str, step: int, *, metadata: bool) -> None:
-    """What a save that has not committed leaves on the shared tier; with ``metadata``: just before its manifest."""
+    """Leave an uncommitted save on the shared tier; with ``metadata``, one that lacks only its manifest."""
     store, _ = fsspec.core.url_to_fs(native_of(run))
     folder = native_of(run).partition("://")[2] or native_of(run)
     names = ["__0_0-00aa.distcp", ".tierckpt/pending/00aa.json"]
@@ -98,10 +98,10 @@ def run_uri(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.slow
-def test_a_client_that_lists_finds_the_newest_committed_checkpoint_and_no_other(run_uri: str, fs: Any) -> None:
+def test_listing_shows_the_newest_committed_checkpoint_only(run_uri: str, fs: Any) -> None:
     run = url_of(run_uri)
     save_step(run_uri, 1)
-    save_step(run_uri, 2, drain=False)  # on the local tier only, as while it drains
+    save_step(run_uri, 2, drain=False)  # local tier only, as before a drain
     leave_unfinished(fs, run, 3, metadata=False)
     leave_unfinished(fs, run, 4, metadata=True)
     fs.pipe_file(f"{run}/notes.txt", b"mine")
@@ -126,7 +126,7 @@ def _token(files: Any) -> str:
     return next(one for one in files if one.endswith(".distcp")).rpartition("-")[2]
 
 
-def test_the_same_is_seen_before_and_after_the_drain(file_uri: str, fs: Any, tmp_path: Path) -> None:
+def test_listing_is_the_same_before_and_after_the_drain(file_uri: str, fs: Any, tmp_path: Path) -> None:
     run = url_of(file_uri)
     save_step(file_uri, 1)
     seen = fs.find(run, detail=True)
@@ -142,14 +142,14 @@ def test_stock_pytorch_reads_a_checkpoint_from_the_local_tier_and_through_the_ca
         save_step(run_uri, step, **options)
         for where in ({}, {"local_root": str(tmp_path / "elsewhere")}):
             if where and step == 2:
-                continue  # the other node cannot know of it
+                continue  # unknown to the other node
             loaded = zeros_like(small_state(step))
             reader = FsspecReader(f"{url_of(run_uri)}/step-{step}", **where)
             dcp.load(loaded, storage_reader=reader, no_dist=True)
             assert same(loaded, small_state(step))
 
 
-def test_a_checkpoint_cannot_be_changed_file_by_file(file_uri: str, fs: Any) -> None:
+def test_files_of_a_checkpoint_cannot_be_changed(file_uri: str, fs: Any) -> None:
     step = f"{url_of(file_uri)}/step-1"
     save_step(file_uri, 1)
     for change in (
@@ -185,7 +185,7 @@ def test_stock_pytorch_saves_and_loads_through_it(file_uri: str, fs: Any, monkey
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_reads_anywhere_are_right(place: Path, fs: Any) -> None:
+def test_random_reads(place: Path, fs: Any) -> None:
     data = random.Random(1).randbytes(3 * MiB + 5)
     (place / "data").write_bytes(data)
     small = fsspec.filesystem("tierckpt", chunk_size_bytes="256KiB", skip_instance_cache=True)
@@ -204,7 +204,7 @@ def test_reads_anywhere_are_right(place: Path, fs: Any) -> None:
     assert fs.tail(path, 9) == data[-9:]
 
 
-def test_a_file_that_is_open_stays_in_its_version(place: Path, fs: Any) -> None:
+def test_open_file_keeps_its_version(place: Path, fs: Any) -> None:
     old, new = random.Random(1).randbytes(MiB), random.Random(2).randbytes(MiB)
     (place / "data").write_bytes(old)
     small = fsspec.filesystem("tierckpt", chunk_size_bytes="64KiB", write_back=False, skip_instance_cache=True)
@@ -212,7 +212,7 @@ def test_a_file_that_is_open_stays_in_its_version(place: Path, fs: Any) -> None:
         assert file.read(300 << 10) == old[: 300 << 10]
         small.pipe_file(f"file{place}/data", new)
         file.seek(0)
-        assert file.read(300 << 10) == old[: 300 << 10]  # of the cache
+        assert file.read(300 << 10) == old[: 300 << 10]  # from the cache
         with pytest.raises(IntegrityError):
             file.seek(900 << 10)
             file.read()
@@ -220,7 +220,7 @@ def test_a_file_that_is_open_stays_in_its_version(place: Path, fs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["a?", "a*", "a[1]"])
-def test_a_name_with_wildcards_means_itself_where_it_exists(name: str, place: Path, fs: Any) -> None:
+def test_existing_name_with_wildcards_is_taken_literally(name: str, place: Path, fs: Any) -> None:
     root = f"file{place}"
     for one in (name, "a1"):
         fs.pipe_file(f"{root}/{one}", one.encode())
@@ -251,7 +251,7 @@ def test_stock_pytorch_saves_to_a_name_with_wildcards(place: Path, fs: Any) -> N
     assert same(into, state)
 
 
-def test_a_file_appears_when_it_is_closed_and_whole(place: Path, fs: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_appears_complete_on_close(place: Path, fs: Any, caplog: pytest.LogCaptureFixture) -> None:
     path = f"tierckpt://file{place}/new"
     with fs.open(path, "wb") as file:
         file.write(b"all ")
@@ -289,8 +289,8 @@ WAYS: dict[str, Any] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("opens", ["file system", "fsspec"])
-def test_text_and_what_is_compressed_appear_whole_or_not_at_all(way: str, opens: str, place: Path, fs: Any) -> None:
-    """``fsspec.open`` closes its files whatever happens, and few compressors close theirs."""
+def test_text_and_compressed_files_appear_complete_or_not_at_all(way: str, opens: str, place: Path, fs: Any) -> None:
+    """``fsspec.open`` closes files even after errors, and few compressors close theirs."""
     (how, data), path = WAYS[way], f"tierckpt://file{place}/new.gz"
     files = {"file system": partial(fs.open, path, **how), "fsspec": partial(fsspec.open, path, **how)}
     open_file = files[opens]
@@ -300,14 +300,14 @@ def test_text_and_what_is_compressed_appear_whole_or_not_at_all(way: str, opens:
     assert not fs.exists(path)
     try:
         raise ZeroDivisionError  # noqa: TRY301
-    except ZeroDivisionError:  # it leaves nothing of what is written here
+    except ZeroDivisionError:  # no partial file may remain
         with open_file() as file:
             file.write(data)
     with fs.open(path, **how | {"mode": how["mode"].replace("w", "r")}) as file:
         assert file.read() == data
 
 
-def test_what_pandas_cannot_write_does_not_appear(place: Path, fs: Any) -> None:
+def test_failed_pandas_write_leaves_no_file(place: Path, fs: Any) -> None:
     pandas = pytest.importorskip("pandas")
     path = f"tierckpt://file{place}/table.csv"
     with pytest.raises(UnicodeEncodeError):
@@ -315,7 +315,7 @@ def test_what_pandas_cannot_write_does_not_appear(place: Path, fs: Any) -> None:
     assert not fs.exists(path)
 
 
-def test_a_transaction_holds_all_that_is_written_in_it(place: Path, fs: Any, tmp_path: Path) -> None:
+def test_transaction_publishes_all_its_files(place: Path, fs: Any, tmp_path: Path) -> None:
     top = f"tierckpt://file{place}/in"
     (tmp_path / "put").write_bytes(b"put")
 
@@ -340,8 +340,8 @@ def test_a_transaction_holds_all_that_is_written_in_it(place: Path, fs: Any, tmp
     }
 
 
-def test_a_forked_child_reads_on(place: Path, fs: Any) -> None:
-    """As the workers of a DataLoader do."""
+def test_forked_child_can_read(place: Path, fs: Any) -> None:
+    """DataLoader workers do this."""
     data = random.Random(3).randbytes(MiB)
     (place / "data").write_bytes(data)
     small = fsspec.filesystem("tierckpt", chunk_size_bytes="64KiB", skip_instance_cache=True)
@@ -367,14 +367,14 @@ def test_a_forked_child_reads_on(place: Path, fs: Any) -> None:
         ("tierckpt://s3/bucket/../other", "tierckpt://s3/BUCKET/KEY"),
     ],
 )
-def test_a_url_that_cannot_be_says_how_to_write_it(url: str, hint: str, fs: Any) -> None:
+def test_invalid_url_error_shows_the_correct_form(url: str, hint: str, fs: Any) -> None:
     for verb in (fs.exists, fs.ls, fs.info, fs.cat_file, fs.find, lambda path: fs.pipe_file(path, b"x")):
         with pytest.raises(ConfigError) as caught:
             verb(url)
         assert hint in str(caught.value)
 
 
-def test_a_store_that_does_not_answer_is_no_empty_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_store_is_not_an_empty_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
@@ -385,7 +385,7 @@ def test_a_store_that_does_not_answer_is_no_empty_directory(monkeypatch: pytest.
         assert not isinstance(caught.value, ObjectNotFoundError)
 
 
-# --- who else uses it ------------------------------------------------------------------------------------------------
+# --- other libraries -------------------------------------------------------------------------------------------------
 
 
 def test_pandas_reads_and_writes_through_it(place: Path) -> None:
@@ -402,7 +402,7 @@ def test_pandas_reads_and_writes_through_it(place: Path) -> None:
 
 @pytest.mark.slow
 def test_datasets_and_webdataset_read_through_it(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own: ``datasets`` takes its settings when it is imported."""
+    """In a separate process: ``datasets`` reads its settings on import."""
     import tarfile
 
     (place / "rows.jsonl").write_text("".join(json.dumps({"n": number}) + "\n" for number in range(50)))
@@ -437,13 +437,13 @@ print(",".join(sample["txt"] for sample in samples))
     ], done.stderr[-3000:]
 
 
-# --- once for the node -----------------------------------------------------------------------------------------------
+# --- one fetch per node ----------------------------------------------------------------------------------------------
 
 BODY = random.Random(9).randbytes(4 * MiB + 321)
 
 
 class Counting(BaseHTTPRequestHandler):
-    """One object of an S3 server, and the bytes of it that were asked for."""
+    """One object of an S3 server; counts the bytes requested."""
 
     protocol_version = "HTTP/1.1"
     ranges: list[tuple[int, int]] = []
@@ -517,16 +517,16 @@ def test_two_processes_fetch_cold_bytes_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(fetched) == -(-len(BODY) // (256 << 10))
 
 
-def test_what_the_files_hold_is_not_torch() -> None:
-    """Looking at data must not cost an import of torch."""
+def test_reading_files_does_not_import_torch() -> None:
+    """Reading data must not import torch."""
     program = "import sys, fsspec; fsspec.filesystem('tierckpt'); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
     assert torch.__version__
 
 
-def test_an_open_file_is_read_on_where_it_is_unpickled(fs: Any, place: Path) -> None:
-    """As PyTorch's DataLoader sends a dataset to workers that it spawns."""
+def test_unpickled_file_continues_at_its_position(fs: Any, place: Path) -> None:
+    """PyTorch's DataLoader pickles datasets to spawned workers."""
     (place / "data.bin").write_bytes(bytes(range(256)) * 4)
     with fs.open(url_of(str(place / "data.bin")), "rb") as file:
         file.read(100)

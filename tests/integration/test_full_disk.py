@@ -1,4 +1,4 @@
-"""Room on the local tier, on a real file system of 40 MiB: what is evicted, who waits for what, and who is refused."""
+"""Space on the local tier, with a real file system of 40 MiB: evictions, waits and refusals."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def uri(tmp_path: Path) -> str:
-    """The shared tier, on another file system: nothing is linked."""
+    """The shared tier on another file system, so that nothing is hard-linked."""
     return str(tmp_path / "shared/run")
 
 
@@ -91,18 +91,18 @@ def used_share(disk: Path) -> float:
 
 
 @pytest.mark.slow
-def test_above_the_high_water_mark_the_oldest_drained_ones_go(disk: Path, uri: str) -> None:
+def test_above_the_high_water_mark_the_oldest_drained_are_evicted(disk: Path, uri: str) -> None:
     for step in range(1, 9):
         save_step(uri, step, disk, local_high_water=0.7)
         assert used_share(disk) <= 0.71
-    assert on_local(uri, disk) == [6, 7, 8]  # 28 MiB hold three
+    assert on_local(uri, disk) == [6, 7, 8]  # three fit in 28 MiB
     close_all()
     for step in (1, 7):
         assert intact(uri, step, disk)
 
 
 @pytest.mark.slow
-def test_a_limit_in_bytes_counts_checkpoints_and_nothing_else(disk: Path, uri: str) -> None:
+def test_byte_limit_counts_checkpoints_only(disk: Path, uri: str) -> None:
     (disk / "datasets").write_bytes(bytes(8 * MiB))
     for step in range(1, 6):
         save_step(uri, step, disk, local_bytes_max="18MiB", local_high_water=1.0)
@@ -112,10 +112,10 @@ def test_a_limit_in_bytes_counts_checkpoints_and_nothing_else(disk: Path, uri: s
 
 
 @pytest.mark.slow
-def test_the_oldest_step_goes_first_whatever_the_clock_said(
+def test_oldest_step_is_evicted_first_after_a_clock_change(
     disk: Path, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock of this node is set back by a year between two saves."""
+    """The node's clock is set back by a year between two saves."""
     save_step(uri, 1, disk)
     set_back = SimpleNamespace(time=lambda: time.time() - 3e7, monotonic=time.monotonic)
     monkeypatch.setattr("tierckpt.dcp.save_session.time", set_back)
@@ -126,7 +126,7 @@ def test_the_oldest_step_goes_first_whatever_the_clock_said(
 
 
 @pytest.mark.slow
-def test_what_is_read_and_what_is_newest_stays(disk: Path, uri: str) -> None:
+def test_checkpoints_being_read_and_the_newest_stay(disk: Path, uri: str) -> None:
     for step in (1, 2, 3):
         save_step(uri, step, disk)
     with read_lease.reading(disk, local_dir(disk, parse_uri(f"{uri}/step-1"))):
@@ -134,7 +134,7 @@ def test_what_is_read_and_what_is_newest_stays(disk: Path, uri: str) -> None:
     assert on_local(uri, disk) == [1, 3, 4]
 
 
-def test_nothing_is_evicted_that_is_not_drained(disk: Path, uri: str) -> None:
+def test_undrained_checkpoints_are_not_evicted(disk: Path, uri: str) -> None:
     for step in (1, 2, 3, 4):
         save_step(uri, step, disk, drained=False, drain=False, local_high_water=1.0)
     with pytest.raises(CapacityError) as caught:
@@ -146,7 +146,7 @@ def test_nothing_is_evicted_that_is_not_drained(disk: Path, uri: str) -> None:
     assert not list(disk.rglob("step-5/*.distcp"))
 
 
-def test_the_newest_one_is_not_given_up_for_the_next(disk: Path, uri: str) -> None:
+def test_newest_checkpoint_is_not_evicted_for_the_next(disk: Path, uri: str) -> None:
     save_step(uri, 1, disk)
     with pytest.raises(CapacityError, match="two checkpoints"):
         save_step(uri, 2, disk, local_bytes_max="12MiB")
@@ -154,7 +154,7 @@ def test_the_newest_one_is_not_given_up_for_the_next(disk: Path, uri: str) -> No
 
 
 @pytest.mark.slow
-def test_linked_copies_are_not_removed_because_that_would_free_nothing(disk: Path) -> None:
+def test_hard_linked_copies_are_not_evicted(disk: Path) -> None:
     uri, root = str(disk / "shared"), disk / "local"
     for step in (1, 2, 3, 4):
         save_step(uri, step, root, local_high_water=1.0)
@@ -163,7 +163,7 @@ def test_linked_copies_are_not_removed_because_that_would_free_nothing(disk: Pat
     assert on_local(uri, root) == [1, 2, 3, 4]
 
 
-def test_a_disk_that_others_fill_above_the_mark_is_still_used(
+def test_disk_filled_by_others_above_the_mark_is_still_used(
     disk: Path, uri: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (disk / "datasets").write_bytes(bytes(16 * MiB))
@@ -178,11 +178,11 @@ def test_a_disk_that_others_fill_above_the_mark_is_still_used(
 
 @pytest.fixture
 def held_drains(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Drains begin when this event is set."""
+    """Drains wait for this event."""
     go, real = threading.Event(), Drainer.send_files
 
     async def late(self: Drainer, *arguments: Any) -> Any:
-        while not go.is_set():  # noqa: ASYNC110  # an event of another thread
+        while not go.is_set():  # noqa: ASYNC110  # set by another thread
             await asyncio.sleep(0.02)
         return await real(self, *arguments)
 
@@ -196,7 +196,7 @@ def held_drains(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
-def test_a_save_waits_until_a_drain_has_ended_and_then_goes_on(
+def test_save_waits_for_a_drain_to_free_space(
     disk: Path, uri: str, held_drains: threading.Event, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -220,10 +220,10 @@ def test_a_save_waits_until_a_drain_has_ended_and_then_goes_on(
 @pytest.mark.slow
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
 @pytest.mark.parametrize(("policy", "seconds"), [("error", 1000.0), ("wait", 0.5)])
-def test_a_save_that_finds_no_room_is_refused_by_policy(
+def test_save_without_space_is_refused_by_policy(
     disk: Path, uri: str, held_drains: threading.Event, policy: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ``error`` at once: one that waited would not be back before the test's deadline."""
+    """With ``error`` the save fails at once, within the test's deadline."""
     monkeypatch.setattr(space, "ROOM_SECONDS", seconds)
     options: dict[str, Any] = {"local_high_water": 0.75, "exit_timeout_seconds": 0, "local_full_policy": policy}
     for step in (1, 2, 3):
@@ -232,17 +232,17 @@ def test_a_save_that_finds_no_room_is_refused_by_policy(
     with pytest.raises(CapacityError) as caught:
         save_step(uri, 4, disk, drained=False, **options)
     assert policy == "error" or time.monotonic() - begun >= seconds
-    assert caught.value.context["draining"] == 2  # the newest would stay anyway
+    assert caught.value.context["draining"] == 2  # the newest stays in any case
     assert caught.value.context["needed_bytes"] >= STEP_BYTES - 100_000
     held_drains.set()
     for step in (1, 2, 3):
         tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60, local_root=disk, **options)
         assert intact(uri, step, disk)
-    save_step(uri, 4, disk, **options)  # and now there is
+    save_step(uri, 4, disk, **options)  # now there is space
 
 
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
-def test_a_save_does_not_wait_for_what_cannot_be_enough(disk: Path, uri: str, held_drains: threading.Event) -> None:
+def test_save_larger_than_the_disk_fails_at_once(disk: Path, uri: str, held_drains: threading.Event) -> None:
     options: dict[str, Any] = {"exit_timeout_seconds": 0}
     for step in (1, 2):
         save_step(uri, step, disk, drained=False, **options)
@@ -254,7 +254,7 @@ def test_a_save_does_not_wait_for_what_cannot_be_enough(disk: Path, uri: str, he
 
 
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
-def test_a_drain_that_has_failed_for_good_is_not_waited_for(disk: Path, uri: str) -> None:
+def test_save_does_not_wait_for_a_failed_drain(disk: Path, uri: str) -> None:
     options: dict[str, Any] = {"local_bytes_max": "18MiB"}
     for step in (1, 2):
         save_step(uri, step, disk, drained=False, drain=False, **options)
@@ -267,7 +267,7 @@ def test_a_drain_that_has_failed_for_good_is_not_waited_for(disk: Path, uri: str
     assert caught.value.context["last_error"].startswith("PermissionDeniedError")
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------
+# --- cost -------------------------------------------------------------------------------------------------------
 
 
 def best_seconds(work: Callable[[], object], tries: int = 200) -> float:
@@ -280,8 +280,8 @@ def best_seconds(work: Callable[[], object], tries: int = 200) -> float:
 
 
 @pytest.mark.parametrize("limit", [None, "1TiB"])
-def test_with_room_a_save_pays_next_to_nothing(limit: str | None, tmp_path: Path) -> None:
-    """Twenty checkpoints of eight shards: less than looking at the files takes. The best of many tries of both."""
+def test_space_check_is_cheap_when_there_is_space(limit: str | None, tmp_path: Path) -> None:
+    """Twenty checkpoints of eight shards: cheaper than a stat of all files. Best of many tries of both."""
     settings = Settings.load(local_root=tmp_path, local_bytes_max=limit, local_high_water=1.0)
     run = tmp_path / "checkpoints/file/_/run"
     for step in range(20):
@@ -298,7 +298,7 @@ def test_with_room_a_save_pays_next_to_nothing(limit: str | None, tmp_path: Path
     assert seconds < looking / 4
 
 
-def test_the_count_of_bytes_follows_what_happens(tmp_path: Path) -> None:
+def test_byte_counter_follows_file_changes(tmp_path: Path) -> None:
     top = tmp_path / "checkpoints"
     counter = space.SpaceCounter(top)
     assert counter.total(exact=False) == 0
@@ -307,7 +307,7 @@ def test_the_count_of_bytes_follows_what_happens(tmp_path: Path) -> None:
     shard.write_bytes(bytes(8192))
     assert counter.total(exact=False) == 8192
     with shard.open("ab") as file:
-        file.write(bytes(8192))  # a file that grows changes no directory
+        file.write(bytes(8192))  # a growing file does not change its directory
     assert counter.total(exact=False) == 16384
     old = time.time() - 100
     for path in (shard, shard.parent, shard.parent.parent, top):
@@ -316,6 +316,6 @@ def test_the_count_of_bytes_follows_what_happens(tmp_path: Path) -> None:
     (shard.parent / "another").write_bytes(bytes(4096))
     assert counter.total(exact=False) == 20480
     os.link(shard, tmp_path / "shared")
-    assert counter.total(exact=True) == 4096  # what the shared tier holds too is no room to win
+    assert counter.total(exact=True) == 4096  # a file linked to the shared tier frees nothing
     shard.unlink()
     assert counter.total(exact=False) == 4096

@@ -1,7 +1,7 @@
-"""A local commit that was made, could not be made durable, and could not be taken back either: two errors in a row.
+"""A local commit that cannot be made durable and cannot be undone either: two consecutive errors.
 
-The save is told as failed. What stands is whole all the same: no shard that a commit names is ever deleted, here or on
-the shared tier, and it is drained like any other.
+The save reports a failure. The commit that remains is complete: shards it names are never deleted on either tier, and
+it drains like any other.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tierckpt.format.layout import MANIFEST, local_dir, parse_uri
 
 
 @pytest.fixture
-def cannot_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The directory's fsync fails after the rename, and so does what would undo it. Once."""
+def fail_commit_and_undo(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fail the directory's fsync after the rename, and the undo, once."""
     fired: list[str] = []
 
     def durable_write(path: Path, data: bytes) -> None:
@@ -44,7 +44,7 @@ def cannot_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return fired
 
 
-def go_straight(monkeypatch: pytest.MonkeyPatch) -> None:
+def put_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     describe = functools.partial(SaveDescription, route="direct put")
     monkeypatch.setattr(writer, "SaveDescription", describe)
 
@@ -52,7 +52,7 @@ def go_straight(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["by the SSD", "straight"])
 @pytest.mark.parametrize("before", [False, True], ids=["new", "replaces another"])
-def test_it_stands_whole_and_is_drained(
+def test_commit_that_cannot_be_undone_is_complete_and_drains(
     way: str,
     before: bool,
     s3_uri: str,
@@ -65,8 +65,8 @@ def test_it_stands_whole_and_is_drained(
         save(uri, small_state(1))
         tierckpt.wait(uri, timeout_seconds=60)
     if way == "straight":
-        go_straight(monkeypatch)
-    fired = request.getfixturevalue("cannot_be_taken_back")
+        put_directly(monkeypatch)
+    fired = request.getfixturevalue("fail_commit_and_undo")
     with pytest.raises(StoreError, match="no fsync"):
         save(uri, small_state(2))
     assert fired == ["commit", "take back"]
@@ -81,10 +81,8 @@ def test_it_stands_whole_and_is_drained(
     assert Journal(local_root).entries() == []
 
 
-def test_a_commit_that_was_taken_back_leaves_nothing(
-    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control: with one error there is nothing of it, and the same save works after it."""
+def test_undone_commit_leaves_nothing(file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a single error leaves nothing of the save, and the same save then succeeds."""
     fired: list[str] = []
 
     def durable_write(path: Path, data: bytes) -> None:

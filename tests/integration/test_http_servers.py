@@ -1,4 +1,4 @@
-"""Servers as they are, plain HTTP and S3: what they say of ranges, versions, sizes and directories."""
+"""HTTP and S3 servers with different behaviour for ranges, versions, sizes and directories."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHUNK = 64 * KIB
 
 @dataclass
 class Server:
-    """One server, and how it behaves."""
+    """A server and its behaviour."""
 
     files: dict[str, bytes]
     ranges: str = "given"  # or "ignored", "chunked" (200, of no length), "refused" (501)
@@ -152,7 +152,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def listing(told: Server) -> str:
-    """Of a bucket."""
+    """Return the listing of a bucket."""
     objects = "".join(
         f"<Contents><Key>m/{escape(name)}</Key><LastModified>2023-01-01T00:00:00.000Z</LastModified>"
         f"<ETag>{escape(told.listed or str(told.etag(name)))}</ETag><Size>{len(data)}</Size></Contents>"
@@ -169,7 +169,7 @@ class FileServer(ThreadingHTTPServer):
 
 
 def index_page(path: str, names: list[str]) -> str:
-    """As Apache shows it, with links to sort it and to the directory above."""
+    """Return a page as Apache's, with links for sorting and to the parent directory."""
     links = "".join(f'<tr><td><a href="{quote(name)}">{name}</a></td><td>12K</td></tr>' for name in names)
     return f'<html><h1>Index of {path}</h1><a href="?C=N;O=D">Name</a> <a href="/m/../">Parent</a>{links}</html>'
 
@@ -202,7 +202,7 @@ def fetch(told: Server, to: Path, **options: object) -> dict[str, bytes]:
 
 
 def by_curl(told: Server, to: Path) -> dict[str, bytes]:
-    """As ``curl`` has them, which retries a connection that breaks off."""
+    """Fetch with ``curl``, which retries broken connections."""
     if shutil.which("curl") is None:
         pytest.skip("no curl here")
     for name in told.files:
@@ -254,15 +254,15 @@ BEHAVIOURS = [
 
 
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
-def test_curl_takes_the_same_files(behaviour: dict[str, object], served: Server, tmp_path: Path) -> None:
-    """So that no behaviour is one that no client could live with."""
+def test_curl_fetches_the_same_files(behaviour: dict[str, object], served: Server, tmp_path: Path) -> None:
+    """Each behaviour is one that another client accepts."""
     for name, value in behaviour.items():
         setattr(served, name, value)
     assert by_curl(served, tmp_path / "to") == served.files
 
 
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
-def test_each_file_arrives_whole_and_is_sent_once(behaviour: dict[str, object], served: Server, tmp_path: Path) -> None:
+def test_each_file_is_sent_once(behaviour: dict[str, object], served: Server, tmp_path: Path) -> None:
     for name, value in behaviour.items():
         setattr(served, name, value)
     assert fetch(served, tmp_path / "to") == served.files
@@ -271,8 +271,8 @@ def test_each_file_arrives_whole_and_is_sent_once(behaviour: dict[str, object], 
     assert served.sent["weights.bin"] >= len(served.files["weights.bin"])
 
 
-def test_a_whole_answer_is_asked_for_once_a_file(served: Server, tmp_path: Path) -> None:
-    """One request finds out that the server ignores ranges; the files after it are asked for whole at once."""
+def test_server_without_ranges_gets_one_request_per_file(served: Server, tmp_path: Path) -> None:
+    """One request detects that the server ignores ranges; later files are requested whole."""
     served.ranges = "ignored"
     fetch(served, tmp_path / "to")
     asked = sum(count for what, count in served.asked.items() if what.startswith("GET") and what.endswith(".bin"))
@@ -302,7 +302,7 @@ def test_a_chunk_is_read_past_a_cache_without_room(served: Server, tmp_path: Pat
 
 
 @pytest.mark.parametrize("ranges", ["given", "ignored"])
-def test_a_file_that_changes_while_it_is_fetched_is_an_error(
+def test_file_changed_during_a_fetch_is_an_error(
     ranges: str, served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.ranges, begun = ranges, int(ranges == "given")
@@ -319,14 +319,16 @@ def test_a_file_that_changes_while_it_is_fetched_is_an_error(
         fetch(served, tmp_path / "to")
 
 
-def test_another_file_of_the_same_second_is_not_taken_for_the_one_before(served: Server, tmp_path: Path) -> None:
-    """``Last-Modified`` counts seconds: a file that was written just now may be another with the same."""
+def test_file_rewritten_in_the_same_second_is_fetched(served: Server, tmp_path: Path) -> None:
+    """``Last-Modified`` has a resolution of one second, so a file modified in this second may change again."""
     served.etags, served.changed = "disagreeing", time.time()
     with pytest.raises(IntegrityError, match="changed in the store"):
         fetch(served, tmp_path / "to")
 
 
-def test_a_server_that_drips_is_given_up(served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_drip_answer_of_a_server_times_out(
+    served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", 1 << 30)
     monkeypatch.setattr("tierckpt.stores.http_reader.ANSWER_SECONDS_MAX", 1.0)
     served.drips, served.ranges = True, "ignored"
@@ -337,7 +339,7 @@ def test_a_server_that_drips_is_given_up(served: Server, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("what", ["no page", "a link to nothing", "no sizes"])
-def test_a_directory_that_cannot_be_read_is_an_error_that_says_why(what: str, served: Server, tmp_path: Path) -> None:
+def test_unlistable_directory_error_gives_the_reason(what: str, served: Server, tmp_path: Path) -> None:
     if what == "no page":
         served.page, match = None, "index page"
     elif what == "a link to nothing":
@@ -349,15 +351,13 @@ def test_a_directory_that_cannot_be_read_is_an_error_that_says_why(what: str, se
     assert not (tmp_path / "to").exists()
 
 
-def test_a_server_that_refuses_ranges_is_an_error_with_its_status(served: Server, tmp_path: Path) -> None:
+def test_refused_range_error_gives_the_status(served: Server, tmp_path: Path) -> None:
     served.ranges = "refused"
     with pytest.raises(PartialTransferError, match="501"):
         fetch(served, tmp_path / "to")
 
 
-def test_a_stream_that_breaks_off_keeps_what_has_landed(
-    served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_stream_keeps_complete_chunks(served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     landed: list[int] = []
     real = FileStream.take
 
@@ -369,12 +369,12 @@ def test_a_stream_that_breaks_off_keeps_what_has_landed(
     served.ranges, served.resets = "ignored", 2
     served.files = {"weights.bin": served.files["weights.bin"]}
     assert fetch(served, tmp_path / "to") == served.files
-    assert sorted(landed) == list(range(11)), "each chunk was written once"
+    assert sorted(landed) == list(range(11)), "each chunk must be written once"
 
 
 @pytest.fixture
 def bucket(served: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """The same files, as objects of ``s3://m/m``."""
+    """Serve the same files as objects of ``s3://m/m``."""
     for name, value in {
         "AWS_ENDPOINT_URL": served.uri.removesuffix("/m"),
         "AWS_ACCESS_KEY_ID": "testing",
@@ -400,14 +400,14 @@ BUCKETS = [
 
 
 @pytest.mark.parametrize("behaviour", BUCKETS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
-def test_boto3_takes_the_same_objects(behaviour: dict[str, object], bucket: Server) -> None:
+def test_boto3_fetches_the_same_objects(behaviour: dict[str, object], bucket: Server) -> None:
     for name, value in behaviour.items():
         setattr(bucket, name, value)
     assert by_boto3(bucket) == bucket.files
 
 
 @pytest.mark.parametrize("behaviour", BUCKETS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
-def test_each_object_of_a_bucket_arrives(behaviour: dict[str, object], bucket: Server, tmp_path: Path) -> None:
+def test_each_object_of_a_bucket_is_fetched(behaviour: dict[str, object], bucket: Server, tmp_path: Path) -> None:
     for name, value in behaviour.items():
         setattr(bucket, name, value)
     assert fetch(bucket, tmp_path / "to") == bucket.files

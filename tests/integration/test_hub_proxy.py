@@ -1,4 +1,4 @@
-"""The agent as a Hub: unmodified clients get what the Hub has, and the Hub sends each byte of it once."""
+"""The agent as a Hub: unmodified clients get the Hub's files, and the Hub sends each byte once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 @pytest.fixture
 def endpoint(hub: FakeHub, tmp_path: Path) -> Iterator[str]:
     settings = Settings.load(local_root=tmp_path / "root", chunk_size_bytes=64 * KIB, local_high_water=1.0)
-    proxy = HubProxy(settings)  # how full the disk of a test machine is must not matter: the cache keeps what came
+    proxy = HubProxy(settings)  # the cache must keep fetched chunks, however full the test machine's disk is
     port = loop_thread.run(proxy.start(0))
     yield f"http://127.0.0.1:{port}"
     loop_thread.run(proxy.close())
@@ -71,7 +71,7 @@ def published(hub: FakeHub, files: int = 3, size_bytes: int = 300 * KIB, gated: 
 
 
 def downloading(endpoint: str, into: Path, *more: str) -> subprocess.Popen[str]:
-    """``hf download``, unmodified, of a user who has nothing yet."""
+    """Start an unmodified ``hf download`` with an empty Hugging Face cache."""
     pytest.importorskip("huggingface_hub")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TIERCKPT_"))}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(into.with_name(f"{into.name}-home"))}
@@ -79,9 +79,9 @@ def downloading(endpoint: str, into: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def assert_came(download: subprocess.Popen[str], into: Path, files: dict[str, bytes]) -> None:
-    said = download.communicate(timeout=150)[0]
-    assert download.returncode == 0, said
+def assert_downloaded(download: subprocess.Popen[str], into: Path, files: dict[str, bytes]) -> None:
+    output = download.communicate(timeout=150)[0]
+    assert download.returncode == 0, output
     paths = [path for path in into.rglob("*") if path.is_file() and ".cache" not in path.parts]
     assert {str(path.relative_to(into)): path.read_bytes() for path in paths} == files
 
@@ -96,16 +96,16 @@ def ask(endpoint: str, path: str, method: str = "GET", **headers: str) -> tuple[
         connection.close()
 
 
-def test_unmodified_downloads_get_it_and_the_hub_sends_it_once(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+def test_concurrent_hf_downloads_cost_one_copy_from_the_hub(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
     files = published(hub)
     for name in ("first", "second"):
-        assert_came(downloading(endpoint, tmp_path / name), tmp_path / name, files)
+        assert_downloaded(downloading(endpoint, tmp_path / name), tmp_path / name, files)
     assert dict(hub.sent) == sizes(files)
     assert hub.requests <= len(files) + 3, hub.calls
 
 
-def test_a_prefetch_takes_it_from_such_a_hub_too(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
-    """One that sends ranges itself, as mirrors do, and redirects nowhere."""
+def test_prefetch_from_a_mirror(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+    """A Hub that sends ranges itself and never redirects, as mirrors do."""
     files = published(hub)
     environment = os.environ | {"HF_ENDPOINT": endpoint, "TIERCKPT_LOCAL_ROOT": str(tmp_path / "other")}
     command = [sys.executable, "-m", "tierckpt", "prefetch", f"hf://{REPO}", "--to", str(tmp_path / "here")]
@@ -116,8 +116,8 @@ def test_a_prefetch_takes_it_from_such_a_hub_too(hub: FakeHub, endpoint: str, tm
     assert hub.sent.total() == sum(map(len, files.values()))
 
 
-def test_a_hub_is_not_its_own_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ``HF_ENDPOINT`` is set for all of a node, the agent must not be."""
+def test_hub_proxy_is_not_its_own_upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``HF_ENDPOINT`` set for the whole node must not apply to the agent."""
     port = free_port()
     monkeypatch.setenv("HF_ENDPOINT", f"http://localhost:{port}/")
     proxy = HubProxy(Settings.load(local_root=tmp_path / "root"))
@@ -126,14 +126,14 @@ def test_a_hub_is_not_its_own_origin(tmp_path: Path, monkeypatch: pytest.MonkeyP
     loop_thread.run(proxy.close())
 
 
-def test_some_files_only_and_nothing_else_is_fetched(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+def test_only_requested_files_are_fetched(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
     files = published(hub)
     wanted = {name: data for name, data in files.items() if name in ("config.json", "model-00001.safetensors")}
-    assert_came(downloading(endpoint, tmp_path / "some", *wanted), tmp_path / "some", wanted)
+    assert_downloaded(downloading(endpoint, tmp_path / "some", *wanted), tmp_path / "some", wanted)
     assert hub.sent.total() == sum(map(len, wanted.values()))
 
 
-def test_ranges_and_what_a_client_is_told_before(hub: FakeHub, endpoint: str) -> None:
+def test_range_requests_and_their_headers(hub: FakeHub, endpoint: str) -> None:
     files, path = published(hub), f"/{REPO}/resolve/main/model-00001.safetensors"
     data = files["model-00001.safetensors"]
     status, headers, body = ask(endpoint, path, "HEAD")
@@ -142,21 +142,21 @@ def test_ranges_and_what_a_client_is_told_before(hub: FakeHub, endpoint: str) ->
     assert headers["x-linked-size"] == str(len(data)) and len(headers["x-linked-etag"].strip('"')) == 64
     status, headers, body = ask(endpoint, path, Range="bytes=70000-200000")
     assert (status, body) == (206, data[70000:200001])
-    assert hub.sent.total() == 3 * 64 * KIB, "the chunks that it touches, and no others"
+    assert hub.sent.total() == 3 * 64 * KIB, "only the chunks that the range touches"
     assert headers["content-range"] == f"bytes 70000-200000/{len(data)}"
     assert ask(endpoint, path, Range=f"bytes={len(data) - 5}-")[::2] == (206, data[-5:])
     assert ask(endpoint, path, Range=f"bytes={len(data)}-")[0] == 416
     assert ask(endpoint, f"/{REPO}/resolve/main/empty")[::2] == (200, b"")
     assert ask(endpoint, f"/{REPO}/resolve/main/sub%20dir/vocab.txt")[::2] == (200, b"a b c")
-    assert hub.calls["tree"] == 1, "for all directories"
+    assert hub.calls["tree"] == 1, "one listing for all directories"
 
 
-def test_what_is_refused(hub: FakeHub, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_proxy_refusals(hub: FakeHub, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     published(hub, gated=True)
     config = f"/{REPO}/resolve/main/config.json"
     assert ask(endpoint, config)[0] == 403
     assert ask(endpoint, config, Authorization=f"Bearer {TOKEN}")[0] == 403, (
-        "the agent's token counts, not the client's"
+        "the agent's token applies, not the client's"
     )
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert ask(endpoint, config)[0] == 200
@@ -164,17 +164,17 @@ def test_what_is_refused(hub: FakeHub, endpoint: str, monkeypatch: pytest.Monkey
     assert (status, headers["x-error-code"]) == (404, "EntryNotFound")
     assert ask(endpoint, "/api/models/org/none/revision/main")[:2][0] == 404
     for path, code in (("org/none/resolve/main", "RepoNotFound"), (f"{REPO}/resolve/none", "RevisionNotFound")):
-        status, headers, _ = ask(endpoint, f"/{path}/config.json")  # from_pretrained tells them apart
+        status, headers, _ = ask(endpoint, f"/{path}/config.json")  # from_pretrained distinguishes these errors
         assert (status, headers["x-error-code"]) == (404, code)
     assert ask(endpoint, config, Range=f"bytes={'9' * 5000}-")[::2] == (200, b'{"a": 1}')
     assert ask(endpoint, config, Host="evil.example")[0] == 403
     assert ask(endpoint, config, "POST")[0] == 404
 
 
-def test_who_waits_for_a_piece_gets_a_byte_meanwhile(
+def test_waiting_client_receives_a_byte_before_its_timeout(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a client gives up, and asks for the rest again, while nodes wait for a slow Hub."""
+    """Otherwise a client times out and requests the rest again while nodes wait for a slow Hub."""
     monkeypatch.setattr(hub_proxy, "TURN_SECONDS", 0.05)
     files, path = published(hub), f"/{REPO}/resolve/main/model-00001.safetensors"
     hub.seconds_per_answer = 0.3
@@ -193,7 +193,7 @@ def test_who_waits_for_a_piece_gets_a_byte_meanwhile(
     assert hub.sent.total() == len(files["model-00001.safetensors"])
 
 
-def test_what_was_prefetched_as_a_whole_is_not_fetched_again(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+def test_prefetched_model_is_not_fetched_again(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
     files = published(hub)
     tierckpt.prefetch(f"hf://{REPO}@{hub.repositories[REPO].revisions['main']}", local_root=tmp_path / "root")
     before = hub.sent.total()
@@ -202,7 +202,7 @@ def test_what_was_prefetched_as_a_whole_is_not_fetched_again(hub: FakeHub, endpo
     assert hub.sent.total() == before
 
 
-NOT_FOR_READERS = (
+OUTSIDE_READ_API = (
     f"/api/models/{REPO}/xet-write-token/main",
     f"/api/models/{REPO}/jwt",
     "/api/whoami-v2",
@@ -216,17 +216,17 @@ NOT_FOR_READERS = (
 )
 
 
-@pytest.mark.parametrize("path", NOT_FOR_READERS)
-def test_what_readers_do_not_ask_never_reaches_the_hub(path: str, hub: FakeHub, endpoint: str) -> None:
-    """A Hub answers some with tokens of the agent's, and others lead elsewhere than they seem to."""
+@pytest.mark.parametrize("path", OUTSIDE_READ_API)
+def test_paths_outside_the_read_api_never_reach_the_hub(path: str, hub: FakeHub, endpoint: str) -> None:
+    """A Hub answers some of these with the agent's tokens; others resolve to another path than they show."""
     published(hub)
     assert ask(endpoint, path)[0] in (400, 404)
     assert not hub.requests
     assert ask(endpoint, f"/api/models/{REPO}/tree/main?recursive=true")[0] == 200
 
 
-def test_wrong_bytes_are_cut_short_and_never_whole(hub: FakeHub, endpoint: str) -> None:
-    """The last bytes of a file are wrong: who downloads it sees an error, and the next one gets the right ones."""
+def test_damaged_file_is_never_sent_in_full(hub: FakeHub, endpoint: str) -> None:
+    """The last bytes of a file are wrong: the download fails, and the next one gets the correct bytes."""
     files, path = published(hub), f"/{REPO}/resolve/main/model-00001.safetensors"
     hub.damaged = {"model-00001.safetensors"}
     for _ in range(2):
@@ -238,8 +238,8 @@ def test_wrong_bytes_are_cut_short_and_never_whole(hub: FakeHub, endpoint: str) 
     assert ask(endpoint, path)[::2] == (200, files["model-00001.safetensors"])
 
 
-def test_a_client_that_goes_and_comes_again_costs_nothing(hub: FakeHub, endpoint: str) -> None:
-    """What was on its way for it is waited for and kept."""
+def test_client_that_reconnects_causes_no_second_fetch(hub: FakeHub, endpoint: str) -> None:
+    """The fetch it started completes and is cached."""
     files, path = published(hub), f"/{REPO}/resolve/main/model-00001.safetensors"
     hub.seconds_per_answer = 0.05
     for _ in range(3):
@@ -254,8 +254,8 @@ def test_a_client_that_goes_and_comes_again_costs_nothing(hub: FakeHub, endpoint
 # --- several nodes ---------------------------------------------------------------------------------------------------
 
 
-class Hubs:
-    """Nodes of this process, each a Hub and a peer server. They agree on who they are; no clock decides who reads."""
+class ProxyNodes:
+    """Nodes in this process, each a Hub proxy and a peer server. Membership is fixed and no timeout picks a reader."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.nodes: list[Node] = []
@@ -282,7 +282,7 @@ class Hubs:
         return data
 
     def all_get(self, numbers: Sequence[int], files: Mapping[str, bytes], seed: int = 0) -> None:
-        """Two clients on each node download all files at once, each in an order of its own."""
+        """Download all files through two clients on each node at once, each in its own order."""
 
         def download(number: int, client: int) -> dict[str, bytes]:
             names = random.Random(f"{seed} {number} {client}").sample(sorted(files), len(files))
@@ -300,8 +300,8 @@ class Hubs:
 
 
 @contextmanager
-def several(folder: Path, count: int) -> Iterator[Hubs]:
-    hubs = Hubs(folder, count)
+def several(folder: Path, count: int) -> Iterator[ProxyNodes]:
+    hubs = ProxyNodes(folder, count)
     try:
         yield hubs
     finally:
@@ -309,37 +309,37 @@ def several(folder: Path, count: int) -> Iterator[Hubs]:
 
 
 def sizes(files: Mapping[str, bytes], *names: str) -> dict[str, int]:
-    """What the Hub sends when it sends each byte once."""
+    """Return the bytes the Hub sends if it sends each byte once."""
     return {name: len(data) for name, data in files.items() if data and (not names or name in names)}
 
 
 def owner(hub: FakeHub, name: str, start: int, nodes: int) -> int:
-    """Who owns a chunk."""
+    """Return the node that owns a chunk."""
     data = next(iter(hub.repositories[REPO].commits.values()))[name]
     key = f"{'sha256' if len(data) >= 1000 else 'git'}:{oid(data)}/{start}"
     return min(range(nodes), key=lambda number: chunk_owners.fraction(f"{key}/node-{number}"))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_the_hub_sends_each_byte_to_one_node_once(seed: int, hub: FakeHub, tmp_path: Path) -> None:
-    """Small files too, whoever begins when, and with two clients on each node."""
+def test_hub_sends_each_byte_once_to_one_of_several_nodes(seed: int, hub: FakeHub, tmp_path: Path) -> None:
+    """Small files too, in any start order, with two clients on each node."""
     files = published(hub)
     with several(tmp_path, 4) as hubs:
         if seed == 1:
             hub.seconds_per_answer = 0.02
             assert hubs.get(3, "config.json") == files["config.json"]
-            assert hub.calls["tree"] <= 2, "this node and the owner, and none that has nothing of it"
+            assert hub.calls["tree"] <= 2, "requested by this node and the owner, not by members without data"
             assert hubs.get(3, "model-00000.safetensors") == files["model-00000.safetensors"]
         hubs.all_get(range(4), files, seed)
         assert dict(hub.sent) == sizes(files)
         starts = {name: range(0, len(data), 64 * KIB) for name, data in files.items()}
-        asking = sum(len({owner(hub, name, start, 4) for start in starts[name]}) for name in files)
+        owners_of_chunks = sum(len({owner(hub, name, start, 4) for start in starts[name]}) for name in files)
         assert hub.calls["tree"] == 4
-        assert hub.calls["resolve"] <= asking, "each owner of a chunk asks for its URL once"
+        assert hub.calls["resolve"] <= owners_of_chunks, "each chunk owner resolves the URL once"
 
 
-def test_nodes_that_come_later_have_it_from_those_that_are_there(hub: FakeHub, tmp_path: Path) -> None:
-    """They own chunks by then, which others have."""
+def test_late_nodes_fetch_from_nodes_that_hold_the_model(hub: FakeHub, tmp_path: Path) -> None:
+    """The late nodes own chunks that other nodes already hold."""
     files = published(hub)
     with several(tmp_path, 4) as hubs:
         hubs.come = 2
@@ -349,18 +349,18 @@ def test_nodes_that_come_later_have_it_from_those_that_are_there(hub: FakeHub, t
     assert dict(hub.sent) == sizes(files)
 
 
-def nobody_owns(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     async def receive(*_: object) -> None: ...
 
     monkeypatch.setattr(hub_owners.HubOwners, "receive", receive)
 
 
-def nobody_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     take = Claims.take
     monkeypatch.setattr(Claims, "take", lambda self, at: at != PUBLISHES or take(self, at))
 
 
-@pytest.mark.parametrize("bug", [nobody_owns, nobody_claims])
+@pytest.mark.parametrize("bug", [no_owners, no_claims])
 def test_a_seeded_bug_is_found(
     bug: Callable[[pytest.MonkeyPatch], None], hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,11 +373,11 @@ def test_a_seeded_bug_is_found(
 
 
 @pytest.mark.parametrize("is_silent", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_an_owner_that_is_gone_costs_what_it_took_with_it(
+def test_lost_owner_costs_only_the_chunks_it_alone_held(
     is_silent: bool, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks that it has read and that no other node has are read once more, by the next in rank, and no others."""
-    monkeypatch.setattr(hub_owners, "SILENT_SECONDS", 6.0)  # longer than a healthy one takes on a busy machine
+    """The next node in rank re-reads the chunks that only the lost owner held, and no others."""
+    monkeypatch.setattr(hub_owners, "SILENT_SECONDS", 6.0)  # longer than a healthy node takes on a busy machine
     files, first = published(hub), "model-00000.safetensors"
     with several(tmp_path, 4) as hubs:
         assert hubs.get(0, first) == files[first]
@@ -393,8 +393,8 @@ def test_an_owner_that_is_gone_costs_what_it_took_with_it(
     assert dict(hub.sent) == sizes(files) | {first: len(files[first]) + again}
 
 
-def test_what_an_owner_keeps_damaged_is_read_from_the_hub(hub: FakeHub, tmp_path: Path) -> None:
-    """An owner that has some chunks of a file does not know that the Hub sent one of them wrong."""
+def test_chunk_damaged_at_its_owner_is_read_from_the_hub(hub: FakeHub, tmp_path: Path) -> None:
+    """An owner with some chunks of a file does not know that the Hub sent one of them damaged."""
     files, name = published(hub), "model-00001.safetensors"
     hub.damaged = {name}
     with several(tmp_path, 3) as hubs:
@@ -409,10 +409,10 @@ def test_what_an_owner_keeps_damaged_is_read_from_the_hub(hub: FakeHub, tmp_path
         assert failed
 
 
-NOT_OF_A_COMMIT = ("file:///etc/passwd", f"hf://{REPO}/config.json", "hf://org", f"hf://{REPO}@{'0' * 40}/x")
+NOT_COMMIT_FILES = ("file:///etc/passwd", f"hf://{REPO}/config.json", "hf://org", f"hf://{REPO}@{'0' * 40}/x")
 
 
-@pytest.mark.parametrize("uri", NOT_OF_A_COMMIT)
+@pytest.mark.parametrize("uri", NOT_COMMIT_FILES)
 async def test_a_member_gets_files_of_commits_and_nothing_else(uri: str, hub: FakeHub, tmp_path: Path) -> None:
     published(hub)
     proxy = HubProxy(settings_of(tmp_path / "proxied"))
@@ -425,14 +425,14 @@ async def test_a_member_gets_files_of_commits_and_nothing_else(uri: str, hub: Fa
             await node.client().hub_range(node.member, f"hf://{REPO}@{commit}/config.json", 0, into)
             assert into == b'{"a": 1}'
         async with serving(tmp_path / "other") as node:
-            with pytest.raises(PeerError, match="HTTP 405"):  # it serves no Hub
+            with pytest.raises(PeerError, match="HTTP 405"):  # not a Hub
                 await node.client().hub_range(node.member, f"hf://{REPO}@{commit}/config.json", 0, into)
     finally:
         await proxy.close()
 
 
 @pytest.mark.slow
-def test_three_nodes_download_at_once_and_the_hub_sends_it_once(hub: FakeHub, tmp_path: Path) -> None:
+def test_three_nodes_download_with_one_copy_from_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub, files=2, size_bytes=16 * MIB)
     hub.seconds_per_answer = 0.05
     (tmp_path / "store").mkdir()
@@ -450,7 +450,7 @@ def test_three_nodes_download_at_once_and_the_hub_sends_it_once(hub: FakeHub, tm
                 downloading(f"http://127.0.0.1:{port}", into) for port, into in zip(ports, places, strict=True)
             ]
             for download, into in zip(downloads, places, strict=True):
-                assert_came(download, into, files)
+                assert_downloaded(download, into, files)
         finally:
             cluster.close()
     assert dict(hub.sent) == sizes(files)
@@ -483,8 +483,8 @@ elif what == "dataset":
 """
 
 
-def as_client(endpoint: str, home: Path, what: str, token: str = "None", **environment: str) -> Any:
-    """What an unmodified client finds, in a process of its own."""
+def run_client(endpoint: str, home: Path, what: str, token: str = "None", **environment: str) -> Any:
+    """Return what an unmodified client finds, run in its own process."""
     pytest.importorskip("huggingface_hub")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TIERCKPT_"))}
     clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), **environment}
@@ -496,9 +496,9 @@ def as_client(endpoint: str, home: Path, what: str, token: str = "None", **envir
 
 
 @pytest.mark.parametrize("token", ["None", "False", "hf_of_the_client"])
-def test_a_client_asks_what_some_paths_are(token: str, hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+def test_client_get_paths_info(token: str, hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
     files = published(hub)
-    found = as_client(endpoint, tmp_path / "home", "paths", token)
+    found = run_client(endpoint, tmp_path / "home", "paths", token)
     assert sorted(found) == [
         ["RepoFile", "config.json", len(files["config.json"])],
         ["RepoFile", "model-00000.safetensors", len(files["model-00000.safetensors"])],
@@ -506,9 +506,9 @@ def test_a_client_asks_what_some_paths_are(token: str, hub: FakeHub, endpoint: s
     ]
 
 
-def test_the_file_system_of_the_client(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+def test_client_file_system(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
     files = published(hub)
-    names, size, is_dir, exists, data = as_client(endpoint, tmp_path / "home", "file system")
+    names, size, is_dir, exists, data = run_client(endpoint, tmp_path / "home", "file system")
     assert f"{REPO}/config.json" in names and is_dir and not exists
     assert (size, data) == (len(files["sub dir/vocab.txt"]), files["model-00000.safetensors"][100:110].hex())
 
@@ -517,15 +517,15 @@ def test_the_file_system_of_the_client(hub: FakeHub, endpoint: str, tmp_path: Pa
 def test_downloads_with_tokens_of_any_kind(token: str, hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
     files = published(hub)
     home = tmp_path / "home"
-    assert as_client(endpoint, home, "one", token, HF_TOKEN="hf_of_the_client") == files["config.json"].decode()
-    assert as_client(endpoint, home, "snapshot", token, HF_TOKEN="hf_of_the_client") == ["config.json", "sub dir"]
+    assert run_client(endpoint, home, "one", token, HF_TOKEN="hf_of_the_client") == files["config.json"].decode()
+    assert run_client(endpoint, home, "snapshot", token, HF_TOKEN="hf_of_the_client") == ["config.json", "sub dir"]
 
 
 def test_a_dataset_is_loaded(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     hub.repositories[REPO] = Repository()
     hub.repositories[REPO].commit({"train.csv": b"a,b\n1,2\n3,4\n", "README.md": b"# data\n"})
-    assert as_client(endpoint, tmp_path / "home", "dataset") == [1, 3]
+    assert run_client(endpoint, tmp_path / "home", "dataset") == [1, 3]
 
 
 def test_other_posts_never_reach_the_hub(hub: FakeHub, endpoint: str) -> None:
@@ -534,6 +534,6 @@ def test_other_posts_never_reach_the_hub(hub: FakeHub, endpoint: str) -> None:
     api = f"/api/models/{REPO}"
     for path in (f"{api}/commit/main", f"{api}/tree/main", f"/{REPO}/resolve/main/config.json"):
         assert ask(endpoint, path, "POST", Content_Length="0", **form)[0] == 404
-    assert ask(endpoint, f"{api}/paths-info/main")[0] == 404  # by GET
+    assert ask(endpoint, f"{api}/paths-info/main")[0] == 404  # GET
     assert ask(endpoint, f"{api}/paths-info/main", "POST", Content_Length=str(1 << 40), **form)[0] == 404
     assert not hub.requests

@@ -1,4 +1,4 @@
-"""``hf://`` against a Hub of our own that counts: one commit, few calls, checked content, and every refusal typed."""
+"""``hf://`` against a fake Hub that counts requests: one commit, few calls, checked content, typed errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def content(size_bytes: int, seed: int = 0) -> bytes:
 
 
 def model(files: int = 4, size_bytes: int = 200 * KIB, seed: int = 0) -> dict[str, bytes]:
-    """Weights, of which LFS has the bytes, and small files, which git has."""
+    """Return a model of weights, stored by LFS, and small files, stored by git."""
     weights = {f"model-{index:05d}.safetensors": content(size_bytes, seed + index) for index in range(files)}
     return weights | {"config.json": b"{}", "sub/vocab.txt": b"a b c", "empty": b""}
 
@@ -91,20 +91,20 @@ def holds(directory: Path, files: dict[str, bytes]) -> bool:
 def test_a_mirror_or_cdn_sends_each_file_once(
     is_mirror: bool, ignores_ranges: bool, hub: FakeHub, tmp_path: Path
 ) -> None:
-    """A request for a range gets the range, or the whole file, from the Hub or from where it leads."""
+    """A range request is answered with the range or the whole file, directly or after a redirect."""
     files = published(hub, model(files=3, size_bytes=3 << 20))
     hub.is_mirror, hub.ignores_ranges = is_mirror, ignores_ranges
     assert holds(fetch(tmp_path), files)
     sent = sum(hub.sent.values())
-    # What is in the buffers of a socket has left a mirror before it hears that the range was wanted only.
+    # A mirror has filled the socket buffers before it learns that the client closes.
     assert sent <= sum(map(len, files.values())) + (is_mirror and ignores_ranges) * (5 << 20)
 
 
-# --- what it is for ------------------------------------------------------------------------------------------------
+# --- downloads -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("revision", ["", "@refs/pr/1", "@refs%2Fpr%2F1", "@a%231%2520b"])
-def test_names_and_revisions_keep_each_character(revision: str, hub: FakeHub, tmp_path: Path) -> None:
+def test_names_and_revisions_are_url_encoded(revision: str, hub: FakeHub, tmp_path: Path) -> None:
     names = ("a#1", "a?x=2", "a%20b", "a[1]", "a@b", "%2F", "é", "d@x/y#z?")
     files = published(hub, {f"{size}/{name}": name.encode() * size for name in names for size in (1, 500)})
     repository = hub.repositories[REPO]
@@ -112,55 +112,55 @@ def test_names_and_revisions_keep_each_character(revision: str, hub: FakeHub, tm
     assert holds(fetch(tmp_path, f"hf://{REPO}{revision}"), files)
 
 
-def test_a_model_of_64_files_costs_few_calls(hub: FakeHub, tmp_path: Path) -> None:
+def test_model_of_64_files_needs_few_calls(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub, {f"model-{index:05d}.safetensors": content(150 * KIB, index) for index in range(64)})
     assert holds(fetch(tmp_path), files)
     assert hub.requests <= 64 + 3, hub.calls
     assert hub.sent.total() == sum(map(len, files.values()))
 
 
-def test_small_files_are_sent_by_the_resolver_itself(hub: FakeHub, tmp_path: Path) -> None:
+def test_small_files_come_from_the_resolve_endpoint(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     hub.page = 3  # and the tree has pages
     assert holds(fetch(tmp_path), files)
     assert hub.calls == {"revision": 1, "tree": 3, "resolve": 6}
 
 
-def test_a_file_that_xet_keeps_is_read_by_its_bridge(hub: FakeHub, tmp_path: Path) -> None:
-    """By the URL to which the resolver redirects, exactly as it is signed, renewed when it has expired."""
+def test_xet_file_is_read_through_its_http_bridge(hub: FakeHub, tmp_path: Path) -> None:
+    """Through the redirect's signed URL, unchanged and renewed when it expires."""
     hub.xet, hub.expires_after = True, 3
     files = published(hub)
     assert holds(fetch(tmp_path), files)
-    assert hub.calls.keys() == {"revision", "tree", "resolve"}  # and no token for the protocol of Xet
+    assert hub.calls.keys() == {"revision", "tree", "resolve"}  # no token request for the Xet protocol
     assert hub.bridged and hub.cdn_authorizations == {""}
     assert hub.sent.total() == sum(map(len, files.values()))
 
 
-def test_it_goes_through_the_node_cache(hub: FakeHub, tmp_path: Path) -> None:
+def test_hf_uri_uses_the_node_cache(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     assert holds(tierckpt.prefetch(f"hf://{REPO}"), files)
     before = hub.sent.total()
-    assert holds(tierckpt.prefetch(f"hf://{REPO}@main"), files)  # another URI, so another entry
+    assert holds(tierckpt.prefetch(f"hf://{REPO}@main"), files)  # another URI, so a separate entry
     assert holds(tierckpt.prefetch(f"hf://{REPO}"), files)
     assert hub.sent.total() == 2 * before
 
 
 @pytest.mark.parametrize("revision", ["v1.0", "refs/pr/1", "feature%2Fx"])
-def test_a_revision_may_be_named(revision: str, hub: FakeHub, tmp_path: Path) -> None:
+def test_revision_in_the_uri(revision: str, hub: FakeHub, tmp_path: Path) -> None:
     published(hub)
     other = model(seed=9)
     hub.repositories[REPO].commit(other, revision.replace("%2F", "/"))
     assert holds(fetch(tmp_path, f"hf://{REPO}@{revision}"), other)
 
 
-def test_a_commit_is_not_resolved_and_a_directory_may_be_meant(hub: FakeHub, tmp_path: Path) -> None:
+def test_commit_is_not_resolved_and_a_subdirectory_may_be_named(hub: FakeHub, tmp_path: Path) -> None:
     published(hub)
     commit = hub.repositories[REPO].revisions["main"]
     assert holds(fetch(tmp_path, f"hf://{REPO}@{commit}/sub"), {"vocab.txt": b"a b c"})
     assert hub.calls["revision"] == 0
 
 
-def test_a_dataset_and_a_url_of_fsspec(hub: FakeHub, tmp_path: Path) -> None:
+def test_dataset_and_fsspec_url(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     assert holds(fetch(tmp_path, f"hf://datasets/{REPO}"), files)
     place = f"tierckpt://hf/{REPO}"
@@ -170,7 +170,7 @@ def test_a_dataset_and_a_url_of_fsspec(hub: FakeHub, tmp_path: Path) -> None:
     assert not fsspec.filesystem("tierckpt").exists("tierckpt://hf/org")
 
 
-def test_a_revision_that_moves_meanwhile_changes_nothing(hub: FakeHub, tmp_path: Path) -> None:
+def test_branch_that_moves_during_a_prefetch_changes_nothing(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     newer = model(seed=7)
 
@@ -184,17 +184,17 @@ def test_a_revision_that_moves_meanwhile_changes_nothing(hub: FakeHub, tmp_path:
     assert holds(fetch(tmp_path / "later", local_root=tmp_path / "later-root"), newer)
 
 
-def test_an_url_that_expires_is_renewed(hub: FakeHub, tmp_path: Path) -> None:
+def test_expired_url_is_renewed(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub, model(files=1, size_bytes=2 * MIB))
     hub.expires_after = 5
     assert holds(fetch(tmp_path), files)
-    assert hub.calls["resolve"] > 3  # of three files with bytes
+    assert hub.calls["resolve"] > 3  # three files with data
 
 
 # --- secrets and places --------------------------------------------------------------------------------------------
 
 
-def test_the_token_goes_to_the_hub_and_to_no_other_host(
+def test_token_is_sent_only_to_the_hub(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = published(hub, gated=True)
@@ -214,7 +214,7 @@ def test_the_token_goes_to_the_hub_and_to_no_other_host(
 
 @pytest.mark.parametrize("token", [TOKEN, f" {TOKEN[:9]}\r\n{TOKEN[9:]}\n"])
 @pytest.mark.parametrize("name", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "file"])
-def test_a_token_is_found_where_their_libraries_find_it(
+def test_token_is_found_where_huggingface_hub_finds_it(
     name: str, token: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = published(hub, {"config.json": b"{}"}, gated=True)
@@ -228,7 +228,9 @@ def test_a_token_is_found_where_their_libraries_find_it(
 
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_offline_nothing_is_asked(name: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_sends_no_request(
+    name: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     published(hub)
     monkeypatch.setenv(name, "1")
     with pytest.raises(StoreUnavailableError, match=name):
@@ -236,7 +238,7 @@ def test_offline_nothing_is_asked(name: str, hub: FakeHub, tmp_path: Path, monke
     assert not hub.requests
 
 
-# --- what cannot be ------------------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------------------------
 
 MISSING = {
     "hf://org/nothing-here": "no repository org/nothing-here",
@@ -249,17 +251,15 @@ MISSING = {
 
 
 @pytest.mark.parametrize("uri", MISSING)
-def test_what_is_not_there_is_said(uri: str, hub: FakeHub, tmp_path: Path) -> None:
+def test_missing_repository_revision_or_file_raises(uri: str, hub: FakeHub, tmp_path: Path) -> None:
     published(hub)
     with pytest.raises(ObjectNotFoundError, match=MISSING[uri]):
         fetch(tmp_path, uri)
-    assert hub.requests <= (4 if uri.endswith("/none") else 2)  # it is said at the first refusal
+    assert hub.requests <= (4 if uri.endswith("/none") else 2)  # raised at the first refusal
 
 
 @pytest.mark.parametrize("endpoint", ["huggingface.co", "http://[", "https://user:hunter22@127.0.0.1:1"])
-def test_an_endpoint_that_is_none_is_a_config_error(
-    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_endpoint_is_a_config_error(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     with pytest.raises(ConfigError, match="HF_ENDPOINT") as refusal:
         fetch(tmp_path, local_root=tmp_path / "root")
@@ -267,7 +267,7 @@ def test_an_endpoint_that_is_none_is_a_config_error(
 
 
 @pytest.mark.parametrize("header", [{"Retry-After": "1.5"}, {"Retry-After": "0"}, {"RateLimit": '"api";r=0;t=1'}])
-def test_a_rate_limit_is_waited_for(header: dict[str, str], hub: FakeHub, tmp_path: Path) -> None:
+def test_rate_limit_is_retried_after_its_delay(header: dict[str, str], hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     hub.limited = [header] * 2
     begun = time.monotonic()
@@ -275,7 +275,7 @@ def test_a_rate_limit_is_waited_for(header: dict[str, str], hub: FakeHub, tmp_pa
     assert time.monotonic() - begun >= 1
 
 
-def test_a_refusal_says_of_whom_it_is(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_server_that_refused(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     published(hub, gated=True)
     for token, what in (("", "without HF_TOKEN"), ("hf_another", "this token may not")):
         monkeypatch.setenv("HF_TOKEN", token)
@@ -283,7 +283,7 @@ def test_a_refusal_says_of_whom_it_is(hub: FakeHub, tmp_path: Path, monkeypatch:
             fetch(tmp_path)
 
 
-def test_a_rate_limit_beyond_the_deadline_is_said(hub: FakeHub, tmp_path: Path) -> None:
+def test_rate_limit_beyond_the_deadline_raises(hub: FakeHub, tmp_path: Path) -> None:
     published(hub)
     hub.limited = [{"Retry-After": "100000"}]
     with pytest.raises(StoreUnavailableError, match="takes no more requests for 100000 s") as error:
@@ -292,28 +292,28 @@ def test_a_rate_limit_beyond_the_deadline_is_said(hub: FakeHub, tmp_path: Path) 
     assert hub.requests == 1
 
 
-def test_a_hub_that_stumbles_is_asked_again(hub: FakeHub, tmp_path: Path) -> None:
+def test_transient_hub_errors_are_retried(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     hub.refused = [503, 500]
     assert holds(fetch(tmp_path), files)
 
 
 @pytest.mark.parametrize("is_proxied", [False, True])
-def test_a_host_of_bytes_that_stumbles_is_asked_again(
+def test_transient_cdn_errors_are_retried(
     is_proxied: bool, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_proxied:
-        monkeypatch.setenv("http_proxy", hub.cdn)  # asked as a proxy, it answers in the same way
+        monkeypatch.setenv("http_proxy", hub.cdn)  # the same host, used as a proxy
         monkeypatch.setenv("no_proxy", hub.endpoint.removeprefix("http://"))
     files = published(hub, model(files=1))
     hub.cdn_refused = [503, 429, 503, 503]
     assert holds(fetch(tmp_path), files)
-    assert not hub.cdn_refused and hub.calls["resolve"] == 3  # its URL was good all the time
+    assert not hub.cdn_refused and hub.calls["resolve"] == 3  # the URL stayed valid
 
 
 @pytest.mark.parametrize("begins", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"])
-def test_a_hub_that_drips_holds_no_thread(begins: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte now and then is no answer, be it of a head or of a body, however soon each comes after the last."""
+def test_slow_drip_answer_times_out(begins: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single bytes with pauses between them do not count as an answer, in a head or in a body."""
     monkeypatch.setattr(http_reader, "time", SimpleNamespace(monotonic=lambda: 10.0 * len(dripped)))
     ended = b"HTTP/1.1 200 OK\r\nX: " + b"x" * 200 + b"\r\n\r\n" if not begins else b"x" * 200
 
@@ -338,7 +338,7 @@ def test_a_hub_that_drips_holds_no_thread(begins: bytes, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("pointers", [False, True])
-def test_a_pointer_without_object_is_said(pointers: bool, hub: FakeHub, tmp_path: Path) -> None:
+def test_lfs_pointer_without_object_raises(pointers: bool, hub: FakeHub, tmp_path: Path) -> None:
     published(hub)
     hub.lost, hub.pointers = {"model-00001.safetensors"}, pointers
     with pytest.raises(TierckptError, match=r"pointer without its object|no object for it") as error:
@@ -358,7 +358,7 @@ LISTINGS = {
 
 
 @pytest.mark.parametrize("listing", LISTINGS)
-def test_a_listing_that_cannot_be_is_refused(listing: str, hub: FakeHub, tmp_path: Path) -> None:
+def test_invalid_listing_is_refused(listing: str, hub: FakeHub, tmp_path: Path) -> None:
     published(hub)
     hub.listing = LISTINGS[listing]
     with pytest.raises(StoreError, match=r"as a Hub does|lists no files|lists a file that cannot be"):
@@ -367,14 +367,14 @@ def test_a_listing_that_cannot_be_is_refused(listing: str, hub: FakeHub, tmp_pat
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/file"])
-def test_a_hub_that_leads_elsewhere_than_to_http_is_refused(url: str, hub: FakeHub, tmp_path: Path) -> None:
+def test_redirect_to_another_scheme_than_http_is_refused(url: str, hub: FakeHub, tmp_path: Path) -> None:
     published(hub)
     hub.leads_to = url
     with pytest.raises(TierckptError, match="no URL of HTTP"):
         fetch(tmp_path)
 
 
-def test_wrong_bytes_are_refused_and_fetched_anew(hub: FakeHub, tmp_path: Path) -> None:
+def test_damaged_bytes_are_refused_and_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     hub.damaged = {"model-00002.safetensors"}
     with pytest.raises(IntegrityError, match="sha256") as error:
@@ -382,10 +382,10 @@ def test_wrong_bytes_are_refused_and_fetched_anew(hub: FakeHub, tmp_path: Path) 
     assert "model-00002" in str(error.value) and not (tmp_path / "here").exists()
     hub.damaged, before = set(), hub.sent["model-00000.safetensors"]
     assert holds(fetch(tmp_path), files)
-    assert hub.sent["model-00000.safetensors"] <= max(before, 200 * KIB)  # what was good is not fetched again
+    assert hub.sent["model-00000.safetensors"] <= max(before, 200 * KIB)  # good chunks are not fetched again
 
 
-async def test_it_is_read_only(hub: FakeHub) -> None:
+async def test_hf_store_is_read_only(hub: FakeHub) -> None:
     published(hub)
     store = open_store(parse_uri(f"hf://{REPO}"), Settings.load())
     for refused in (store.put("key", b"data"), store.delete("config.json"), store.delete_dir("sub")):
@@ -396,7 +396,7 @@ async def test_it_is_read_only(hub: FakeHub) -> None:
 
 # --- the cache of Hugging Face libraries -----------------------------------------------------------------------------
 
-THEIRS = """
+HUB_CLIENT = """
 import sys, huggingface_hub as hub
 local = sys.argv[1] == "offline"
 directory = hub.snapshot_download("org/model-1.5B", local_files_only=local)
@@ -407,10 +407,10 @@ print(len(info.warnings), [len(repo.revisions) for repo in info.repos], info.siz
 """
 
 
-def theirs(how: str, **environment: str) -> list[str]:
-    """What huggingface_hub, unmodified, finds."""
+def run_hub_client(how: str, **environment: str) -> list[str]:
+    """Return what an unmodified huggingface_hub finds."""
     pytest.importorskip("huggingface_hub")
-    command = [sys.executable, "-c", THEIRS, how]
+    command = [sys.executable, "-c", HUB_CLIENT, how]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -422,7 +422,7 @@ def snapshot_holds(snapshot: Path, files: dict[str, bytes]) -> bool:
     return {str(path.relative_to(snapshot)): path.read_bytes() for path in paths} == files
 
 
-def test_their_libraries_find_it_offline(hub: FakeHub, tmp_path: Path) -> None:
+def test_huggingface_hub_finds_the_snapshot_offline(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     commit = hub.repositories[REPO].revisions["main"]
     snapshot = tierckpt.prefetch(f"hf://{REPO}", hf_cache=True)
@@ -431,17 +431,17 @@ def test_their_libraries_find_it_offline(hub: FakeHub, tmp_path: Path) -> None:
     assert (root / "refs/main").read_text() == commit
     assert {path.name for path in (root / "blobs").iterdir()} == {oid(data) for data in files.values()}
     assert {path.name for path in root.iterdir()} == {"blobs", "refs", "snapshots"}
-    found = theirs("offline", HF_HUB_OFFLINE="1")
+    found = run_hub_client("offline", HF_HUB_OFFLINE="1")
     assert found[:2] == [str(snapshot), str(snapshot / "sub/vocab.txt")]
     assert found[2] == f"0 [1] {sum(len(data) for data in files.values())}"
 
 
-def test_their_libraries_fetch_nothing_again(hub: FakeHub, tmp_path: Path) -> None:
-    """Asked with the Hub in reach, they compare etags with the names of blobs."""
+def test_huggingface_hub_fetches_nothing_again(hub: FakeHub, tmp_path: Path) -> None:
+    """With the Hub reachable, the libraries compare etags with blob names."""
     published(hub)
     snapshot = tierckpt.prefetch(f"hf://{REPO}", hf_cache=True)
     before = hub.sent.total()
-    assert theirs("online")[0] == str(snapshot)
+    assert run_hub_client("online")[0] == str(snapshot)
     assert hub.sent.total() == before
 
 
@@ -462,8 +462,8 @@ assert not any(name.startswith("tierckpt") for name in sys.modules)
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-def test_a_load_from_that_cache_is_a_load_from_a_plain_directory(hub: FakeHub, tmp_path: Path) -> None:
-    """The same calls, with the same sizes, on regular files of one file system: nothing of ours is on the way."""
+def test_load_from_the_hf_cache_makes_the_calls_of_a_plain_directory(hub: FakeHub, tmp_path: Path) -> None:
+    """The same system calls with the same sizes on regular files of one file system: tierckpt is not involved."""
     numpy, save = pytest.importorskip("numpy"), pytest.importorskip("safetensors.numpy").save
     weights = save({f"layer.{number}": numpy.ones(64 * KIB, "float32") for number in range(4)})
     files = published(hub, {"model.safetensors": weights, "config.json": b"{}", "sub/vocab.txt": b"a b c"})
@@ -486,7 +486,7 @@ def test_a_load_from_that_cache_is_a_load_from_a_plain_directory(hub: FakeHub, t
     assert made[plain] == made[blobs] and len(made[plain]) >= 9, made
 
 
-def test_only_blobs_that_are_not_there_are_fetched(hub: FakeHub, tmp_path: Path) -> None:
+def test_only_missing_blobs_are_fetched(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     first = tierckpt.prefetch(f"hf://{REPO}", tmp_path / "cache", hf_cache=True)
     newer = files | {"config.json": b'{"newer": true}', "model-00001.safetensors": content(300 * KIB, 77)}
@@ -499,7 +499,7 @@ def test_only_blobs_that_are_not_there_are_fetched(hub: FakeHub, tmp_path: Path)
     assert hub.sent.total() - before == len(newer["config.json"]) + len(newer["model-00001.safetensors"])
 
 
-def test_what_was_fetched_and_not_published_is_published_by_the_next(hub: FakeHub, tmp_path: Path) -> None:
+def test_interrupted_publication_is_completed_by_the_next_prefetch(hub: FakeHub, tmp_path: Path) -> None:
     """Killed between the last byte and the last link."""
     files = published(hub)
     commit, root = hub.repositories[REPO].revisions["main"], tmp_path / "cache/models--org--model-1.5B"
@@ -512,8 +512,8 @@ def test_what_was_fetched_and_not_published_is_published_by_the_next(hub: FakeHu
 
 
 @pytest.mark.parametrize("no", [["link"], ["symlink"], ["symlink", "link"]])
-def test_that_cache_where_the_file_system_has_no_links(hub: FakeHub, tmp_path: Path, no: list[str]) -> None:
-    """SMB, exFAT: a snapshot holds the files themselves, as those libraries write it there; nothing is kept twice."""
+def test_hf_cache_on_a_file_system_without_links(hub: FakeHub, tmp_path: Path, no: list[str]) -> None:
+    """SMB, exFAT: the snapshot holds the files themselves, as huggingface_hub writes them; nothing is stored twice."""
     files = published(hub)
     (tmp_path / "fuse").mkdir()
     with mounted(tmp_path / "fuse", no=no) as mount:
@@ -523,14 +523,14 @@ def test_that_cache_where_the_file_system_has_no_links(hub: FakeHub, tmp_path: P
         assert {str(path.relative_to(snapshot)): path.read_bytes() for path in paths} == files
         assert any(path.is_symlink() for path in paths) == ("symlink" not in no)
         assert tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True) == snapshot
-        assert hub.sent.total() == before, "it is all there"
+        assert hub.sent.total() == before, "a complete snapshot must not be fetched again"
         root = cache / "models--org--model-1.5B"
         assert any((root / "blobs").iterdir()) == (len(no) < 2)
         assert {path.name for path in root.iterdir()} == {"blobs", "refs", "snapshots"}
         close_all()
 
 
-def test_a_part_of_a_repository_and_only_some_files(hub: FakeHub, tmp_path: Path) -> None:
+def test_hf_cache_of_a_subdirectory_or_some_files(hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)
     found = tierckpt.prefetch(f"hf://{REPO}/sub", tmp_path / "cache", hf_cache=True)
     assert snapshot_holds(found, {"sub/vocab.txt": files["sub/vocab.txt"]})
@@ -538,7 +538,7 @@ def test_a_part_of_a_repository_and_only_some_files(hub: FakeHub, tmp_path: Path
     assert snapshot_holds(found, {name: files[name] for name in ("sub/vocab.txt", "config.json")})
 
 
-def test_wrong_bytes_never_reach_that_cache(hub: FakeHub, tmp_path: Path) -> None:
+def test_damaged_bytes_never_reach_the_hf_cache(hub: FakeHub, tmp_path: Path) -> None:
     published(hub)
     hub.damaged = {"model-00002.safetensors"}
     with pytest.raises(IntegrityError, match="sha256"):
@@ -548,7 +548,7 @@ def test_wrong_bytes_never_reach_that_cache(hub: FakeHub, tmp_path: Path) -> Non
 
 
 def test_a_snapshot_appears_with_all_its_links(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who knows the commit looks for its directory, not for a ref."""
+    """A client that knows the commit opens the snapshot directory without reading a ref."""
     files, symlink_to, made = published(hub), Path.symlink_to, []
     commit, root = hub.repositories[REPO].revisions["main"], tmp_path / "cache/models--org--model-1.5B"
 
@@ -565,14 +565,14 @@ def test_a_snapshot_appears_with_all_its_links(hub: FakeHub, tmp_path: Path, mon
     assert not (root / "snapshots" / commit).exists()
     monkeypatch.setattr(
         "tierckpt.cache.hub_layout.is_abandoned", lambda name: name.startswith(".")
-    )  # its process ended
+    )  # the process ended
     before = hub.sent.total()
     snapshot = tierckpt.prefetch(f"hf://{REPO}@{commit}", tmp_path / "cache", hf_cache=True)
     assert snapshot_holds(snapshot, files) and hub.sent.total() == before
     assert {path.name for path in root.iterdir()} == {"blobs", "snapshots"}
 
 
-def test_that_cache_takes_repositories_only(hub: FakeHub, tmp_path: Path) -> None:
+def test_hf_cache_accepts_only_repositories(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     with pytest.raises(ConfigError, match="hf://"):
@@ -585,9 +585,7 @@ def checked(cache: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tupl
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_check_of_that_cache_digests_every_file(
-    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hf_cache_check_digests_every_file(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files, cache = published(hub), tmp_path / "cache"
     code, found = checked(cache, capsys)
     assert (code, found["state"], found["missing"].keys()) == (3, "absent", files.keys())
@@ -598,7 +596,7 @@ def test_a_check_of_that_cache_digests_every_file(
     assert found["here_bytes"] == found["size_bytes"] == sum(map(len, files.values()))
     assert checked(cache, capsys, "--include", "*.json")[1]["files"] == 1
     assert run(["cache", "check", f"hf://{REPO}", "--hf-cache", "--to", str(cache)]) == 0
-    assert hub.sent.total() == sent, "a check fetches nothing"
+    assert hub.sent.total() == sent, "a check must not fetch"
 
 
 def flip(path: Path) -> None:
@@ -621,7 +619,7 @@ def lose_link(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model-00001.safetensors", "config.json", "sub/vocab.txt"])
 @pytest.mark.parametrize(("harm", "code"), [(flip, 5), (truncate, 5), (lose_link, 3), (lose_blob, 3)])
-def test_a_check_of_that_cache_names_the_file(
+def test_hf_cache_check_names_the_damaged_file(
     name: str, harm: Any, code: int, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files, cache = published(hub), tmp_path / "cache"
@@ -645,26 +643,24 @@ def test_a_check_of_that_cache_names_the_file(
     assert checked(cache, capsys)[0] == 0
 
 
-def test_a_check_of_that_cache_knows_older_snapshots(
-    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hf_cache_check_of_older_snapshots(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files, cache = published(hub), tmp_path / "cache"
     old = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
     hub.repositories[REPO].commit(files | {"config.json": b'{"newer": true}'})
     code, found = checked(cache, capsys)
     assert (code, found["state"], found["directory"]) == (3, "outdated", None)
-    assert found["missing"]["model-00000.safetensors"] == 0, "its blob is there"
+    assert found["missing"]["model-00000.safetensors"] == 0, "its blob exists"
     new = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
     ref = new.parent.parent / "refs/main"
     assert checked(cache, capsys)[0] == 0
     ref.write_text(old.name)
     code, found = checked(cache, capsys)
-    assert (code, found["missing"]) == (3, {"refs/main": 0}), "by name the older one is loaded"
+    assert (code, found["missing"]) == (3, {"refs/main": 0}), "offline, the branch name loads the older snapshot"
     ref.unlink()
     assert checked(cache, capsys)[0] == 3
 
 
-def test_a_check_of_that_cache_needs_a_repository(hub: FakeHub, tmp_path: Path) -> None:
+def test_hf_cache_check_needs_a_repository(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert run(["prefetch", str(tmp_path), "--hf-cache", "--check"]) == 2
     assert run(["prefetch", "--hf-cache", "--check"]) == 2
@@ -676,7 +672,7 @@ def test_a_check_of_that_cache_needs_a_repository(hub: FakeHub, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["directory", "cache"])
-def test_a_killed_prefetch_goes_on_where_it_stopped(target: str, hub: FakeHub, tmp_path: Path) -> None:
+def test_killed_prefetch_resumes(target: str, hub: FakeHub, tmp_path: Path) -> None:
     chunk, workers = 64 * KIB, 8
     files = published(hub, {f"model-{index:05d}.safetensors": content(256 * KIB, index) for index in range(64)})
     hub.seconds_per_answer = 0.05
@@ -684,7 +680,7 @@ def test_a_killed_prefetch_goes_on_where_it_stopped(target: str, hub: FakeHub, t
     command += ["--hf-cache"] * (target == "cache")
     environment = os.environ | {
         "TIERCKPT_CHUNK_SIZE_BYTES": str(chunk),
-        "TIERCKPT_CONCURRENCY": str(workers // 2),  # a prefetch takes twice as many
+        "TIERCKPT_CONCURRENCY": str(workers // 2),  # prefetch doubles it
     }
     killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     total = sum(map(len, files.values()))

@@ -1,4 +1,4 @@
-"""Several checkpoints in flight: what the Checkpointer does when saves come faster than the disk takes them."""
+"""Checkpointer with several saves in flight: saves faster than the disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierckpt.save import flush
 
 
 class Gate(threading.Event):
-    """Set when the disk takes writes. ``reached`` is set when the first of them has come."""
+    """Set when the disk accepts writes. ``reached`` is set on the first write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,12 +29,12 @@ class Gate(threading.Event):
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A disk that takes nothing until the gate is open."""
+    """A disk that blocks writes until the gate opens."""
     opened, real = Gate(), flush.ShardFile.write
 
     def slow(self: flush.ShardFile, view: memoryview, offset: int) -> None:
         opened.reached.set()
-        assert opened.wait(60), "the test has forgotten to open the gate"
+        assert opened.wait(60), "the test did not open the gate"
         real(self, view, offset)
 
     monkeypatch.setattr(flush.ShardFile, "write", slow)
@@ -53,16 +53,16 @@ def restored(uri: str, step: int | None = None) -> float:
     return float(target["w"][0].item())
 
 
-def test_a_save_does_not_wait_for_the_one_before(file_uri: str, gate: Gate) -> None:
+def test_save_does_not_wait_for_the_previous_one(file_uri: str, gate: Gate) -> None:
     with Checkpointer(file_uri, checkpoints_in_flight_max=2) as checkpointer:
         first, second = checkpointer.save(1, state(1.0)), checkpointer.save(2, state(2.0))
-        assert not first.done(), "the gate is closed: whoever waited for the first would wait still"
+        assert not first.done(), "the first save must still wait at the gate"
         gate.set()
         second.result(timeout=60)
     assert (restored(file_uri, 1), restored(file_uri, 2)) == (1.0, 2.0)
 
 
-def test_when_all_slots_are_taken_it_waits_for_the_oldest(file_uri: str, gate: Gate) -> None:
+def test_save_waits_for_the_oldest_when_all_slots_are_in_use(file_uri: str, gate: Gate) -> None:
     with Checkpointer(file_uri, checkpoints_in_flight_max=1) as checkpointer:
         first = checkpointer.save(1, state(1.0))
         threading.Timer(0.5, gate.set).start()
@@ -71,7 +71,7 @@ def test_when_all_slots_are_taken_it_waits_for_the_oldest(file_uri: str, gate: G
     assert restored(file_uri) == 2.0
 
 
-def test_the_policy_skip_leaves_one_out_and_says_so(file_uri: str, gate: Gate) -> None:
+def test_skip_policy_returns_a_skipped_future(file_uri: str, gate: Gate) -> None:
     options: dict[str, Any] = {"checkpoints_in_flight_max": 1, "staging_policy": "skip"}
     with Checkpointer(file_uri, **options) as checkpointer:
         checkpointer.save(1, state(1.0))
@@ -86,21 +86,21 @@ def test_the_policy_skip_leaves_one_out_and_says_so(file_uri: str, gate: Gate) -
     assert restored(file_uri) == 3.0
 
 
-def test_the_policy_drop_gives_the_slot_of_the_oldest_not_begun_to_the_newest(file_uri: str, gate: Gate) -> None:
+def test_drop_policy_replaces_the_oldest_save_not_started(file_uri: str, gate: Gate) -> None:
     options: dict[str, Any] = {"checkpoints_in_flight_max": 2, "staging_policy": "drop_oldest_unflushed"}
     checkpointer = Checkpointer(file_uri, **options)
     futures = [checkpointer.save(1, state(1.0))]
     assert gate.reached.wait(60)
     futures += [checkpointer.save(step, state(float(step))) for step in (2, 3)]
     gate.set()
-    checkpointer.wait("local")  # what was dropped as declared is no failure
+    checkpointer.wait("local")  # a dropped save is not a failure
     checkpointer.close()
     assert [future.exception(timeout=60) is None for future in futures] == [True, False, True]
     assert isinstance(futures[1].exception(), CheckpointSkippedError)
     assert (restored(file_uri, 1), restored(file_uri)) == (1.0, 3.0)
 
 
-def test_one_id_twice_in_flight_ends_with_the_later_one(file_uri: str, gate: Gate) -> None:
+def test_later_of_two_saves_of_one_id_wins(file_uri: str, gate: Gate) -> None:
     threading.Timer(0.3, gate.set).start()
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, state(1.0))
@@ -108,7 +108,7 @@ def test_one_id_twice_in_flight_ends_with_the_later_one(file_uri: str, gate: Gat
     assert restored(file_uri) == 2.0
 
 
-def test_a_save_that_has_failed_is_told_by_the_next(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_is_raised_by_the_next(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer = Checkpointer(file_uri)
 
     def full(*_: Any, **__: Any) -> None:
@@ -121,12 +121,12 @@ def test_a_save_that_has_failed_is_told_by_the_next(file_uri: str, monkeypatch: 
         with pytest.raises(CapacityError, match="seeded") as caught:
             checkpointer.save(2, state(2.0))
     assert caught.value.context["checkpoint"] == f"{file_uri}/step-1"
-    checkpointer.save(3, state(3.0))  # said once
+    checkpointer.save(3, state(3.0))  # raised once only
     checkpointer.close()
     assert restored(file_uri) == 3.0
 
 
-def test_training_may_change_the_state_while_it_is_written(file_uri: str, gate: Gate) -> None:
+def test_state_may_change_while_it_is_written(file_uri: str, gate: Gate) -> None:
     live = state(1.0)
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, live)
@@ -135,8 +135,8 @@ def test_training_may_change_the_state_while_it_is_written(file_uri: str, gate: 
     assert restored(file_uri) == 1.0
 
 
-def test_lazy_staging_saves_what_was_there_before_the_step(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copies are held up until the step: it must wait for them, and buffers must not have waited at all."""
+def test_lazy_staging_saves_the_state_before_the_step(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are held until the optimizer step, which must wait for them; buffers must not need to wait."""
     from tierckpt.dcp import staging_copy
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
@@ -168,7 +168,7 @@ def test_lazy_staging_saves_what_was_there_before_the_step(file_uri: str, monkey
 
 
 def staged_bytes(uri: str, rows: int) -> list[dict[str, int]]:
-    """On every rank: save what all ranks hold, twice, and tell how much was staged and written."""
+    """On every rank: save replicated tensors twice and return the bytes staged and written."""
     import torch.distributed as dist
 
     replica = {"w": torch.arange(rows * 1024, dtype=torch.float32).reshape(rows, 1024), "step": 1}
@@ -188,7 +188,7 @@ def staged_bytes(uri: str, rows: int) -> list[dict[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_replicas_are_neither_staged_nor_written_more_than_once(file_uri: str, tmp_path: Path) -> None:
+def test_replicas_are_staged_and_written_once(file_uri: str, tmp_path: Path) -> None:
     rows, whole = 8192, 8192 * 1024 * 4
     told = launch("tests.integration.test_in_flight:staged_bytes", 2, uri=file_uri, rows=rows)
     for rank in told:
@@ -197,10 +197,8 @@ def test_replicas_are_neither_staged_nor_written_more_than_once(file_uri: str, t
 
 
 @pytest.mark.slow
-def test_a_save_that_hangs_is_waited_for_once_and_named(
-    file_uri: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither ``wait`` nor ``close`` waits without end, however many saves stand behind the one that hangs."""
+def test_hung_save_times_out_once_and_is_named(file_uri: str, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``wait`` and ``close`` end at their timeout, however many saves are queued after the hung one."""
     monkeypatch.setattr("tierckpt.training.saves.EXTRA_SECONDS", 0.0)
     checkpointer = Checkpointer(file_uri, timeout_seconds=3.0, checkpoints_in_flight_max=2)
     checkpointer.save(1, state(1.0))

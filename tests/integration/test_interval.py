@@ -1,4 +1,4 @@
-"""``Checkpointer(interval=...)``: real saves, at intervals that it finds itself, on all ranks alike, on two levels."""
+"""``Checkpointer(interval=...)``: saves at measured intervals, equal on all ranks, on one or two levels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train(checkpointer: Checkpointer, steps: int, seconds: float = 0.004, first:
 
 
 def train_until_saved(checkpointer: Checkpointer, count: int) -> int:
-    """Train until there are ``count`` saves, however many steps they are apart here. Returns the last step."""
+    """Train until ``count`` saves exist, at any interval. Returns the last step."""
     steps = 0
     while len(checkpointer.stats) < count:
         train(checkpointer, 1, first=(steps := steps + 1))
@@ -50,9 +50,7 @@ def committed(local_root: Path, uri: str) -> list[int]:
     return sorted(int(path.parent.parent.name[5:]) for path in run.glob("*/.tierckpt/manifest.json"))
 
 
-def test_auto_saves_after_profiling_and_says_in_one_line_what_it_decided(
-    file_uri: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_saves_after_profiling_and_logs_its_decision_once(file_uri: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tierckpt.interval")
     with Checkpointer(file_uri, interval="auto") as checkpointer:
         train_until_saved(checkpointer, 2)
@@ -65,22 +63,22 @@ def test_auto_saves_after_profiling_and_says_in_one_line_what_it_decided(
     assert {"step_seconds", "durable_seconds", "overhead", "overhead_max", "shared_every"} <= facts.keys()
 
 
-def test_a_number_of_steps_saves_at_its_multiples_and_the_future_tells(file_uri: str, local_root: Path) -> None:
+def test_step_interval_saves_at_its_multiples_and_returns_futures(file_uri: str, local_root: Path) -> None:
     with Checkpointer(file_uri, interval=5) as checkpointer:
         futures = [checkpointer.step(step, {"w": torch.zeros(10)}) for step in range(1, 12)]
         assert [step for step, future in enumerate(futures, 1) if future is not None] == [5, 10]
     assert committed(local_root, file_uri) == [5, 10, 11]
 
 
-def test_an_error_saves_no_last_step_and_lets_go_of_the_state(file_uri: str, local_root: Path) -> None:
+def test_error_skips_the_final_save_and_releases_the_state(file_uri: str, local_root: Path) -> None:
     with pytest.raises(KeyError), Checkpointer(file_uri, interval=5) as checkpointer:
         state = train(checkpointer, 7)
         raise KeyError("data")
     assert committed(local_root, file_uri) == [5]
-    assert sys.getrefcount(state) == 2  # this name, and the argument
+    assert sys.getrefcount(state) == 2  # this variable and the argument
 
 
-def test_a_last_step_that_was_saved_is_not_saved_again(file_uri: str) -> None:
+def test_saved_last_step_is_not_saved_again(file_uri: str) -> None:
     with Checkpointer(file_uri, interval=5) as checkpointer:
         train(checkpointer, 5)
         checkpointer.save(6, {"w": torch.zeros(10)})
@@ -97,7 +95,7 @@ def test_a_last_step_that_was_saved_is_not_saved_again(file_uri: str) -> None:
     ],
     ids=str,
 )
-def test_a_state_that_an_optimizer_has_changed_since_is_not_saved_as_the_step_before(
+def test_state_changed_after_its_step_is_not_saved_as_that_step(
     options: dict[str, Any], as_dicts: bool, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, stranger = torch.nn.Linear(4, 4), torch.nn.Linear(2, 2)
@@ -111,14 +109,14 @@ def test_a_state_that_an_optimizer_has_changed_since_is_not_saved_as_the_step_be
         for step in range(1, 9):
             update(model, optimizer)
             if step == 8:
-                break  # a stop that is asked for between the two
+                break  # a stop requested between the two
             live = {"model": model, "optimizer": optimizer}
             checkpointer.step(step, {"model": model.state_dict()} if as_dicts else live)
     assert 7 not in committed(local_root, file_uri)
     assert any("step 7 is not saved" in line for line in caplog.messages)
     with Checkpointer(f"{file_uri}-2", interval=5) as checkpointer:
         checkpointer.step(7, {"model": model})
-        update(stranger, torch.optim.SGD(stranger.parameters(), lr=0.1))  # nothing of the state is in it
+        update(stranger, torch.optim.SGD(stranger.parameters(), lr=0.1))  # shares nothing with the state
     assert committed(local_root, f"{file_uri}-2") == [7]
 
 
@@ -138,7 +136,7 @@ def test_all_ranks_save_the_last_step(file_uri: str) -> None:
 
 
 def slow_storage(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Shared storage on another device, which has nothing before what is returned is set."""
+    """Block uploads to shared storage until the returned event is set."""
     import asyncio
 
     from tierckpt.drain.drainer import Drainer
@@ -146,7 +144,7 @@ def slow_storage(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     real, is_there = Drainer.send_files, threading.Event()
 
     async def late(self: Drainer, entry: Any) -> None:
-        while not is_there.is_set():  # noqa: ASYNC110  # an event of another thread
+        while not is_there.is_set():  # noqa: ASYNC110  # set by another thread
             await asyncio.sleep(0.02)
         await real(self, entry)
 
@@ -159,7 +157,7 @@ def slow_storage(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.mark.slow
-def test_two_levels_every_nth_goes_to_shared_storage_and_the_last_one_does(
+def test_two_levels_send_every_nth_and_the_last_checkpoint(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_there = slow_storage(monkeypatch)
@@ -171,21 +169,21 @@ def test_two_levels_every_nth_goes_to_shared_storage_and_the_last_one_does(
         kept = [entry for entry in Journal(local_root).entries() if entry.state == LOCAL_ONLY]
         is_there.set()
         assert sum(sent) < len(sent) / 2, sent
-        assert len(kept) <= 2, "what stands behind two newer ones is no longer in the journal"
+        assert len(kept) <= 2, "an entry older than two newer ones must leave the journal"
     newest = checkpointer.stats[-1].step
     assert newest == last
     assert not Journal(local_root).entries()
-    shutil.rmtree(local_root)  # the node is lost after the job has ended
+    shutil.rmtree(local_root)  # lose the node after the job
     state = {"w": torch.zeros(1000)}
     assert Checkpointer(file_uri).restore(state) == newest
     assert state["w"].unique().tolist() == [newest]
 
 
 @pytest.mark.slow
-def test_what_was_passed_over_may_be_evicted_and_can_be_restored_until_then(
+def test_skipped_checkpoint_is_restorable_until_evicted(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_storage(monkeypatch)  # the first one is on its way throughout
+    slow_storage(monkeypatch)  # the first upload never completes
     checkpointer = Checkpointer(file_uri, interval=1, exposure_seconds_max=math.inf, exit_timeout_seconds=0)
     train(checkpointer, 6)
     checkpointer.wait("local")
@@ -198,11 +196,11 @@ def test_what_was_passed_over_may_be_evicted_and_can_be_restored_until_then(
     small = Checkpointer(file_uri, local_bytes_max=60_000, local_full_policy="error", drain=False)
     small.save(7, {"w": torch.zeros(1000)}).result(60)
     left = committed(local_root, file_uri)
-    assert {1, 5, 6, 7} <= set(left), "never what is being sent, nor the newest"
+    assert {1, 5, 6, 7} <= set(left), "neither the upload in progress nor the newest is evicted"
     assert len(left) < 7
 
 
-def test_tierckpt_drain_sends_the_newest_that_a_dead_job_has_kept(
+def test_tierckpt_drain_sends_the_newest_checkpoint_of_a_dead_job(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as slow:
@@ -210,7 +208,7 @@ def test_tierckpt_drain_sends_the_newest_that_a_dead_job_has_kept(
         checkpointer = Checkpointer(file_uri, interval=1, exposure_seconds_max=math.inf, exit_timeout_seconds=0)
         train(checkpointer, 4)
         checkpointer.wait("local")
-        tierckpt.client.close_all()  # the process ends
+        tierckpt.client.close_all()  # as at process exit
     assert cli(["drain", "--wait", "--json"]) == 0
     outcomes = {row["uri"]: row["outcome"] for row in json.loads(capsys.readouterr().out)["entries"]}
     assert outcomes[f"{file_uri}/step-4"] == "committed"
@@ -223,7 +221,7 @@ def test_tierckpt_drain_sends_the_newest_that_a_dead_job_has_kept(
 
 
 def decide_together(uri: str, interval: Any, **options: Any) -> dict[str, Any]:
-    """Ranks of which one is slow: what each decided."""
+    """Return the decisions of each rank, one of which is slow."""
     rank = dist.get_rank()
     with Checkpointer(uri, interval=interval, **options) as checkpointer:
         state = {f"own-{rank}": torch.zeros(1000), "both": torch.zeros(10)}
@@ -233,7 +231,7 @@ def decide_together(uri: str, interval: Any, **options: Any) -> dict[str, Any]:
             checkpointer.step(step, state)
             if step >= 60 and len(checkpointer.stats) >= 2:
                 break
-        pace = checkpointer._pacer.pace  # private: a Checkpointer's attributes are its users'
+        pace = checkpointer._pacer.pace  # private attribute
         told = [(record.step, record.is_sent) for record in checkpointer.stats], (pace.steps, pace.every)
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, told)
@@ -241,17 +239,19 @@ def decide_together(uri: str, interval: Any, **options: Any) -> dict[str, Any]:
 
 
 def decide_apart() -> None:
-    """Seeded bug: each rank decides by what it measured itself."""
+    """Seeded bug: each rank decides from its own measurements."""
     from tierckpt.training import interval
 
     interval.all_gather = lambda value: [value]  # type: ignore[assignment]
     interval.broadcast = lambda work: work()  # type: ignore[assignment]
-    interval.optimal_interval.choose = lambda *_, **__: interval.optimal_interval.Choice(3 + dist.get_rank(), 1, "")  # type: ignore[assignment]
+    interval.optimal_interval.choose = lambda *_, **__: interval.optimal_interval.IntervalChoice(
+        3 + dist.get_rank(), 1, ""
+    )  # type: ignore[assignment]
 
 
-def decide_apart_and_tell(uri: str) -> list[Any]:
+def decide_apart_and_compare(uri: str) -> list[Any]:
     decide_apart()
-    pacer = Checkpointer(uri, interval="auto")._pacer  # private: as above
+    pacer = Checkpointer(uri, interval="auto")._pacer  # private attribute
     pacer.step_seconds = 0.1
     record = tierckpt.training.SaveRecord(1, "", 10, 0.1, 0.2)
     pacer.before_save(2, [record])
@@ -266,11 +266,11 @@ def test_all_ranks_decide_the_same(file_uri: str) -> None:
     found = launch(f"{HERE}:decide_together", 2, uri=file_uri, interval="auto")
     assert found["same"]
     assert found["saves"] >= 2
-    assert launch(f"{HERE}:decide_apart_and_tell", 2, uri=f"{file_uri}-2") == [3, 4]  # the comparison can fail
+    assert launch(f"{HERE}:decide_apart_and_compare", 2, uri=f"{file_uri}-2") == [3, 4]  # the check detects the bug
 
 
-def keep_on_two_nodes(uri: str, roots: str) -> dict[str, Any]:
-    """Two nodes; shared storage takes nothing while six saves are made. Then both nodes are lost."""
+def save_and_lose_two_nodes(uri: str, roots: str) -> dict[str, Any]:
+    """Make six saves on two nodes while shared storage accepts nothing, then lose both nodes."""
     import asyncio
     import threading
 
@@ -313,11 +313,11 @@ def keep_on_two_nodes(uri: str, roots: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_nodes_keep_the_same_checkpoints_and_send_the_last(tmp_path: Path, file_uri: str) -> None:
-    found = launch(f"{HERE}:keep_on_two_nodes", 2, uri=file_uri, roots=str(tmp_path))
+def test_two_nodes_keep_the_same_checkpoints_and_send_the_newest(tmp_path: Path, file_uri: str) -> None:
+    found = launch(f"{HERE}:save_and_lose_two_nodes", 2, uri=file_uri, roots=str(tmp_path))
     assert found["sent"] == [[1], [1]]
     assert found["entries"] == [[[1, "ready"], [5, "local-only"], [6, "local-only"]]] * 2
-    # The node of the coordinator can still restore what was passed; the other one could not name its files.
+    # The coordinator's node can still restore skipped checkpoints; the other node lacks the file names.
     assert found["shards"] == [[1, 2, 3, 4, 5, 6], [1, 5, 6]]
     assert found["left"] == [0, 0]
     assert found["restored"] == [6, 6]

@@ -1,4 +1,4 @@
-"""Only the model: a rollout or an evaluation reads no optimizer state."""
+"""Loading only the model, as for a rollout or evaluation: optimizer state is not read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def module(seed: int) -> nn.Module:
 
 
 def trained(seed: int) -> dict[str, Any]:
-    """A module with an Adam state three times its size, and a master copy beside it."""
+    """A module, its Adam state of three times its size, and a master copy."""
     model = module(seed)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, WIDTH)).sum().backward()
@@ -39,7 +39,7 @@ def size_of(model: nn.Module) -> int:
 
 @pytest.fixture
 def run(file_uri: str) -> tuple[str, dict[str, Any]]:
-    """A run with two steps, of which the second is the one to be had."""
+    """A run with two steps, of which the second is expected."""
     with tierckpt.Checkpointer(file_uri) as checkpointer:
         for step in (1, 2):
             state = trained(step)
@@ -49,11 +49,11 @@ def run(file_uri: str) -> tuple[str, dict[str, Any]]:
 
 
 def most(model: nn.Module) -> int:
-    """What reading the model may cost: its bytes, a tenth, and the edges and heads of its few tensors."""
+    """Return the maximum bytes to read: the model plus a tenth, and headers and block edges of its tensors."""
     return int(1.1 * size_of(model)) + (1 << 20)
 
 
-def test_restore_only_the_model_reads_its_bytes_alone(
+def test_restore_of_only_the_model_reads_only_its_bytes(
     run: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri, saved = run
@@ -70,7 +70,7 @@ def test_restore_only_the_model_reads_its_bytes_alone(
         assert size_of(fresh["model"]) <= count <= most(fresh["model"]) < total / 4
 
 
-def test_several_names_and_the_order_of_the_state_do_not_matter(run: tuple[str, dict[str, Any]]) -> None:
+def test_restore_of_several_names_in_any_order(run: tuple[str, dict[str, Any]]) -> None:
     uri, saved = run
     fresh = trained(9)
     ballast = fresh["ballast"]
@@ -109,7 +109,7 @@ def test_load_model_fills_a_module_in_place(run: tuple[str, dict[str, Any]]) -> 
     assert found.keys() == fresh.state_dict().keys()
 
 
-def test_a_store_is_asked_for_the_model_only(s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_model_is_read_from_a_store(s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = trained(4)
     with tierckpt.Checkpointer(s3_uri) as checkpointer:
         checkpointer.save(1, state)
@@ -132,7 +132,7 @@ def test_checkpoints_of_stock_dcp_and_of_bare_state_dicts(file_uri: str) -> None
     assert same(dict(fresh.state_dict()), dict(model.state_dict()))
 
 
-def test_an_error_names_what_there_is_instead(run: tuple[str, dict[str, Any]], file_uri: str) -> None:
+def test_error_lists_the_existing_entries(run: tuple[str, dict[str, Any]], file_uri: str) -> None:
     uri, _ = run
     with pytest.raises(StateMismatchError, match=r"is under 'net'; its entries: ballast, model, optimizer, step"):
         tierckpt.load_model(uri, prefix="net")

@@ -1,4 +1,4 @@
-"""Each event has one log record, of one severity, in its process."""
+"""Each event has one log record, with one severity, in its process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tierckpt.client import close_all
 from tierckpt.ipc.agent_client import LOG
 from tierckpt.stores import retry
 
-SEEN_SECONDS = 10.0
+DETECTION_SECONDS = 10.0
 WAIT_SECONDS = 90.0
 BEGIN = {
     reset: (logging.WARNING, r"^{bucket} does not answer: .* cannot be reached"),
@@ -36,7 +36,7 @@ DETAILS = r"\(since [\d:]{8}, (next attempt in [\d.]+ s|requests are under way),
 
 
 class Records(logging.Handler):
-    """The records of tierckpt in this process."""
+    """Collects the records of tierckpt in this process."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -82,7 +82,7 @@ Fault = Callable[[FaultProxy, str], None]
 def outage(
     fault: Fault, uri: str, records: Records, moto: S3Server, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> None:
-    """A run whose store breaks after its first checkpoint, for two more saves, and is mended."""
+    """Run a job whose store fails after its first checkpoint, for two more saves, and recovers."""
     monkeypatch.setattr(retry, "PAUSE_SECONDS_MAX", 1.0)
     bucket, proxy = uri.removesuffix("/run"), FaultProxy(moto.endpoint)
     level, text = BEGIN[fault]
@@ -96,10 +96,10 @@ def outage(
         begun = time.time()
         save(checkpointer, 2)
         until(lambda: bool(records.of(text.format(bucket=bucket), level)), WAIT_SECONDS, "the record")
-        assert records.of(text.format(bucket=bucket), level)[0].created - begun <= SEEN_SECONDS
+        assert records.of(text.format(bucket=bucket), level)[0].created - begun <= DETECTION_SECONDS
         save(checkpointer, 3)
         if fault is not silent:
-            time.sleep(3.0)  # for tries again
+            time.sleep(3.0)  # time for retries
         proxy.plans.clear()
         proxy.answer = None
         save(checkpointer, 4)
@@ -127,10 +127,10 @@ def assert_one_record_each(fault: Fault, uri: str, records: Records) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("keep_last", [None, 2])
 @pytest.mark.parametrize("fault", BEGIN, ids=lambda fault: fault.__name__)
-def test_a_store_that_fails_and_is_mended_has_two_records(
+def test_outage_and_recovery_have_one_record_each(
     fault: Fault, keep_last: int | None, moto: S3Server, s3_uri: str, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without an agent, in the log of the trainer, within ten seconds."""
+    """Without an agent: in the trainer's log, within ten seconds."""
     outage(fault, s3_uri, records, moto, monkeypatch, mover="inline", keep_last=keep_last)
     assert_one_record_each(fault, s3_uri, records)
 
@@ -151,14 +151,14 @@ def twice(log: logging.Logger, error: BaseException, message: str, *arguments: o
 @pytest.mark.parametrize(
     ("layer", "fault"), [("retention", reset), ("breaker", reset), ("drains", forbidden), ("saves", forbidden)]
 )
-def test_a_second_record_is_found_here(
+def test_control_duplicate_record_is_detected(
     layer: str, fault: Fault, moto: S3Server, s3_uri: str, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seeded: a layer logs an outage that another has logged."""
+    """Seeded bug: a layer logs an outage that another layer has logged."""
     place, seeded = SEEDED[layer]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(place, seeded or twice)
-        with contextlib.suppress(AssertionError):  # the end is not logged by a breaker that forgets the begin
+        with contextlib.suppress(AssertionError):  # a breaker that forgets the start does not log the end
             outage(fault, s3_uri, records, moto, monkeypatch, mover="inline", keep_last=2)
     assert len(records.lines()) > 1
     with pytest.raises((AssertionError, ValueError)):
@@ -167,10 +167,10 @@ def test_a_second_record_is_found_here(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [reset, silent, forbidden], ids=lambda fault: fault.__name__)
-def test_with_an_agent_each_process_has_the_two_records(
+def test_agent_and_trainer_have_one_record_each(
     fault: Fault, moto: S3Server, s3_uri: str, local_root: Path, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent, which drains; and the trainer, which asks the store before each save."""
+    """The agent drains; the trainer contacts the store before each save."""
     outage(fault, s3_uri, records, moto, monkeypatch, mover="agent", keep_last=2)
     bucket, (level, text) = s3_uri.removesuffix("/run"), BEGIN[fault]
     [begin] = records.of("", logging.WARNING)
@@ -184,7 +184,7 @@ def test_with_an_agent_each_process_has_the_two_records(
     bad = [words for head, words in said if " WARNING " in head or " ERROR " in head]
     assert len(bad) == 1 and re.search(text.format(bucket=bucket), bad[0]), lines
     assert sum(bool(re.search(END.format(bucket=bucket), words)) for _, words in said) == 1
-    for step in (2, 3, 4):  # retention keeps the last two; a trainer that waits drains one that the agent has put off
+    for step in (2, 3, 4):  # retention keeps the last two; a waiting trainer drains one that the agent has delayed
         drained = f"drained {s3_uri}/step-{step} "
         count = sum(words.startswith(drained) for _, words in said) + len(records.of(f"^{drained}"))
         assert count == 1 or (count == 0 and step == 2)

@@ -1,4 +1,4 @@
-"""Names as long as the file system takes work in every verb; longer ones are refused before anything is written."""
+"""Names of the file system's maximum length work in every verb; longer names are refused before any write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def save_and_load(uri: Path) -> None:
 
 
 @LONGEST
-def test_a_run_a_checkpoint_and_targets_of_the_longest_name(tmp_path: Path, name: str) -> None:
+def test_run_checkpoint_and_targets_of_the_longest_name(tmp_path: Path, name: str) -> None:
     with Checkpointer(str(tmp_path / "runs" / name)) as checkpointer:
         checkpointer.save(1, {"x": torch.ones(4)})
     assert tierckpt.latest(str(tmp_path / "runs" / name))
@@ -41,7 +41,7 @@ def test_a_run_a_checkpoint_and_targets_of_the_longest_name(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("below", ["n" * 256, "é" * 128, "/".join(["d" * 200] * 22)], ids=["name", "bytes", "path"])
-def test_what_is_too_long_is_refused_with_its_length(tmp_path: Path, below: str) -> None:
+def test_too_long_name_is_refused_with_its_length(tmp_path: Path, below: str) -> None:
     for work in (
         lambda: Checkpointer(str(tmp_path / below)),
         lambda: TierStorageWriter(str(tmp_path / below)),
@@ -52,7 +52,7 @@ def test_what_is_too_long_is_refused_with_its_length(tmp_path: Path, below: str)
             work()
 
 
-def test_a_key_that_no_file_can_have_gets_a_name_and_can_be_left_out(s3_uri: str, tmp_path: Path) -> None:
+def test_key_too_long_for_a_file_gets_another_name_or_is_excluded(s3_uri: str, tmp_path: Path) -> None:
     import fsspec
 
     for key, data in {"good.bin": b"good", "k" * 300: b"long", "k" * 299: b"shorter"}.items():

@@ -1,4 +1,4 @@
-"""``tierckpt ls`` of a bucket, or of a directory above runs: it lists the runs, and asks for no more than it may."""
+"""``tierckpt ls`` of a bucket or a directory above runs: lists the runs with a bounded number of requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tierckpt.stores.local import LocalStore
 
 
 def put(uri: str, *names: str) -> None:
-    """Files of a byte. With a ``.metadata`` a directory is a checkpoint of stock PyTorch."""
+    """Create one-byte files. With ``.metadata`` a directory is a checkpoint of stock PyTorch."""
     client = get_client(Settings.load())
     for name in names:
         place = parse_uri(f"{uri}/{name}")
@@ -37,7 +37,7 @@ def ls(uri: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any
 
 
 def named(document: dict[str, Any]) -> dict[str, tuple[int, str]]:
-    """Of each run below the place: how many steps, and the newest."""
+    """Map each run below the place to its number of steps and newest step."""
     return {
         item["uri"].removeprefix(document["uri"]).strip("/"): (item["steps"], item["newest"]["name"])
         for item in document["runs"]
@@ -59,13 +59,13 @@ def test_the_runs_of_a_bucket_are_listed(shared_uri: str, capsys: pytest.Capture
     assert "lab/run-a" in capsys.readouterr().out
 
 
-def test_a_checkpoint_beside_runs_hides_none(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_among_runs_hides_no_run(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     put(file_uri, f"step-3/{METADATA}", f"step-4/{METADATA}", f"eval/step-1/{METADATA}", "logs/1/events")
     code, document = ls(file_uri, capsys)
     assert code == 0 and [row["name"] for row in document["checkpoints"]] == ["step-3", "step-4"]
     assert named(document) == {"eval": (1, "step-1")}
     put(file_uri, *(f"logs/{number}/events" for number in range(LOOK_MAX)))
-    code, document = ls(file_uri, capsys)  # of a run the checkpoints are all that is promised
+    code, document = ls(file_uri, capsys)  # for a run only its checkpoints are guaranteed
     assert (code, document["runs_complete"]) == (0, False)
 
 
@@ -80,7 +80,7 @@ def test_a_run_that_is_only_on_this_node_is_listed(
     assert document["runs"][0]["newest"]["local"] == "uncommitted"
 
 
-def test_a_large_tree_is_looked_into_as_far_as_a_bound(
+def test_scan_of_a_large_tree_is_bounded(
     file_uri: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(file_uri, f"a/run/step-1/{METADATA}")
@@ -106,7 +106,7 @@ def test_a_large_tree_is_looked_into_as_far_as_a_bound(
     assert "Name one of them" in capsys.readouterr().err and asked <= 12 * LOOK_MAX
 
 
-def test_what_may_not_be_read_is_passed_over(
+def test_unreadable_directories_are_skipped(
     file_uri: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(file_uri, f"run/step-1/{METADATA}", "lost+found/x")
@@ -123,7 +123,7 @@ def test_what_may_not_be_read_is_passed_over(
     assert "lost+found is passed over" in document["warnings"][0]
 
 
-def test_where_there_is_nothing_it_says_so(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_place_is_reported(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     put(file_uri, "data/a.bin")
     assert run(["ls", file_uri]) == 4
     assert "no checkpoint at or under" in capsys.readouterr().err
@@ -165,7 +165,7 @@ def test_the_newest_step_of_a_run_has_age_size_and_origin(
     assert [(row["name"], row["adopted"]) for row in document["checkpoints"]] == [("step-1", True), ("step-2", True)]
 
 
-def test_the_cost_of_a_bucket_is_that_of_its_directories(
+def test_bucket_listing_cost_depends_on_directories(
     s3_uri: str, moto: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket, client = s3_uri.rpartition("/")[0], moto.client()
@@ -175,12 +175,12 @@ def test_the_cost_of_a_bucket_is_that_of_its_directories(
             for file in (METADATA, "__0_0.distcp", "__1_0.distcp"):
                 client.put_object(Bucket=name, Key=f"lab/run-{number}/step-{step}/{file}", Body=b"x")
     proxy = FaultProxy(moto.endpoint)
-    plan = proxy.plans[name] = Plan(Kind.RESET)  # it counts, and breaks nothing
+    plan = proxy.plans[name] = Plan(Kind.RESET)  # counts without faults
     with proxy.running() as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         code, document = ls(bucket, capsys)
         close_all()
     assert (code, {steps for steps, _ in named(document).values()}, len(document["runs"])) == (0, {40}, 5)
-    assert plan.requests <= 23 + 5 * len(document["runs"]), plan.after  # of 600 objects in 200 steps
+    assert plan.requests <= 23 + 5 * len(document["runs"]), plan.after  # for 600 objects in 200 steps
     listings = [path for verb, path in plan.after if "list-type=2" in path and "delimiter" not in path]
-    assert len(listings) <= 1 + 5 and all("step-39" in path for path in listings[1:]), "no other objects are listed"
+    assert len(listings) <= 1 + 5 and all("step-39" in path for path in listings[1:]), "other objects were listed"

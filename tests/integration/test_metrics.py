@@ -1,4 +1,4 @@
-"""What Prometheus is told of a node, over HTTP, while real checkpoints are saved, drained and go wrong."""
+"""Prometheus metrics of a node over HTTP, while real checkpoints are saved, drained and fail."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Page:
-    """The metrics of this node, served and scraped."""
+    """Serves and scrapes the metrics of this node."""
 
     def __init__(self, local_root: Path, client: Client | None = None) -> None:
         self.metrics = Metrics(Settings.load(local_root=local_root), client.mover.limiter if client else None)
@@ -65,7 +65,7 @@ def page(local_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_a_checkpoint_is_seen_waiting_then_on_its_way_then_committed(page: Page, s3_uri: str, local_root: Path) -> None:
+def test_checkpoint_is_exported_as_pending_draining_and_committed(page: Page, s3_uri: str, local_root: Path) -> None:
     change_control(local_root, paused=True)
     with flushing(local_root, 5):
         pass
@@ -98,7 +98,7 @@ def test_a_checkpoint_is_seen_waiting_then_on_its_way_then_committed(page: Page,
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_a_drain_that_cannot_succeed_is_counted_by_its_error(page: Page, s3_uri: str, local_root: Path) -> None:
+def test_failing_drain_is_counted_by_error(page: Page, s3_uri: str, local_root: Path) -> None:
     change_control(local_root, paused=True)
     client = Client(Settings.load())
     try:
@@ -117,9 +117,7 @@ def test_a_drain_that_cannot_succeed_is_counted_by_its_error(page: Page, s3_uri:
     assert page.get("tierckpt_queue_entries", state="ready") == 0
 
 
-def test_the_budget_of_the_agents_mover_is_shown_as_it_is_now(
-    local_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_current_rate_limit_is_exported(local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "STATE_SECONDS", 0.0)
     client = Client(Settings.load(drain_bytes_per_second="5MiB"))
     page = Page(local_root, client)
@@ -133,7 +131,7 @@ def test_the_budget_of_the_agents_mover_is_shown_as_it_is_now(
         client.close()
 
 
-def test_what_a_trainer_measured_arrives_through_its_tally(page: Page) -> None:
+def test_trainer_measurements_are_exported(page: Page) -> None:
     tally = MetricsRelay()
     stop = telemetry.listen(tally)
     BLOCKED_SECONDS.emit(0.2)
@@ -151,9 +149,7 @@ def test_what_a_trainer_measured_arrives_through_its_tally(page: Page) -> None:
     assert after[1] - (before[1] or 0) == 3  # type: ignore[operator]
 
 
-def test_a_damaged_manifest_and_a_damaged_journal_do_not_take_the_page_down(
-    page: Page, file_uri: str, local_root: Path
-) -> None:
+def test_metrics_page_survives_a_damaged_manifest_and_journal(page: Page, file_uri: str, local_root: Path) -> None:
     for step in (1, 2):
         save(f"{file_uri}/step-{step}", {"w": torch.randn(4)})
         tierckpt.wait(f"{file_uri}/step-{step}", timeout_seconds=60)
@@ -170,12 +166,12 @@ def test_metrics_are_not_served_to_the_network(page: Page, host: str) -> None:
         loop_thread.run(page.metrics.serve(0, host))
 
 
-def test_a_port_that_is_taken_is_named(page: Page, local_root: Path) -> None:
+def test_port_in_use_error_names_it(page: Page, local_root: Path) -> None:
     with pytest.raises(ConfigError, match=str(page.port)):
         loop_thread.run(Metrics(Settings.load()).serve(page.port))
 
 
-def test_after_close_nothing_is_measured_and_nothing_is_served(local_root: Path) -> None:
+def test_close_stops_measurements_and_server(local_root: Path) -> None:
     listeners = telemetry.listeners
     page = Page(local_root)
     page.close()
@@ -192,7 +188,7 @@ _USE = re.compile(r"(tierckpt_[a-z_]+)(?:\{([^}]*)\})?")
 
 
 def exposed(page: Page) -> dict[str, set[str]]:
-    """Every sample name there can be, with the labels it carries."""
+    """Return every possible sample name with its labels."""
     names: dict[str, set[str]] = {}
     for metric in METRICS.values():
         endings = ("_bucket", "_sum", "_count") if metric.kind == "histogram" else ("",)
@@ -204,14 +200,14 @@ def exposed(page: Page) -> dict[str, set[str]]:
     labels |= {name: {"store"} for name in GAUGES if name.startswith("tierckpt_store_")}
     labels |= {name: {"run"} for name in GAUGES if name.startswith("tierckpt_run_")}
     names |= {name: labels.get(name, set()) for name in GAUGES}
-    for name, present in page.samples():  # the page itself agrees with what was just claimed
+    for name, present in page.samples():  # consistent with the page
         if name.startswith("tierckpt_") and not name.endswith("_created"):
             assert {key for key, _ in present} <= names[name], name
     return names
 
 
 def problems(expressions: list[str], known: dict[str, set[str]]) -> list[str]:
-    """What of ``expressions`` no page can answer."""
+    """Return the parts of ``expressions`` that match no metric."""
     found = []
     for expression in expressions:
         for name, selector in _USE.findall(expression):
@@ -234,7 +230,7 @@ def alert_expressions() -> list[str]:
     return [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
 
 
-def test_the_dashboard_and_the_alerts_ask_only_for_what_there_is(page: Page) -> None:
+def test_dashboard_and_alerts_use_existing_metrics(page: Page) -> None:
     for metric in (ERRORS, QUARANTINES, RETRIES):
         metric.emit(0, **dict.fromkeys(metric.labels, "x"))
     known = exposed(page)
@@ -250,7 +246,7 @@ def test_the_dashboard_and_the_alerts_ask_only_for_what_there_is(page: Page) -> 
     assert [name for name in GAUGES if name not in everything] == []
 
 
-def test_no_label_has_values_without_bound() -> None:
+def test_label_values_are_bounded() -> None:
     labels = {label for metric in METRICS.values() for label in metric.labels}
     assert labels <= {"tier", "direction", "operation", "error", "state", "reason", "outcome", "kind"}
     assert all(name == name.lower() and name.startswith("tierckpt_") for name in METRICS)

@@ -1,4 +1,4 @@
-"""``EveryStep(window_steps=...)``: what is saved over several steps is the state of the step that is named."""
+"""``EveryStep(window_steps=...)``: a save spread over several steps holds the state of the step it names."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def train(uri: str, steps: int, window_steps: Any = "auto", **options: Any) -> t
 
 
 @pytest.mark.parametrize("window_steps", [1, 2, 4, 8])
-def test_a_checkpoint_is_of_the_last_step_of_its_window(window_steps: int, file_uri: str) -> None:
+def test_checkpoint_holds_the_last_step_of_its_window(window_steps: int, file_uri: str) -> None:
     job, stats = train(file_uri, 20, interval=8, window_steps=window_steps)
     ends = [8 + window_steps - 1, 16 + window_steps - 1]
     named = [record.step for record in stats]
@@ -96,16 +96,16 @@ def test_a_checkpoint_is_of_the_last_step_of_its_window(window_steps: int, file_
         assert record.uri.endswith(f"/step-{record.step}")
         check_restored(file_uri, record.step, job.kept[record.step])
     assert stats[0].window_steps == window_steps and stats[0].moved_bytes > 0 and not stats[0].fallback
-    assert bool(stats[-1].fallback) == (ends[-1] > 20), "the last window is cut off by the end of the loop"
+    assert bool(stats[-1].fallback) == (ends[-1] > 20), "the loop ends within the last window"
 
 
-def test_the_future_names_the_step_and_is_done_when_it_is_committed(file_uri: str) -> None:
+def test_future_names_the_step_and_completes_at_its_commit(file_uri: str) -> None:
     job = Job()
     with Checkpointer(file_uri, every_step=EveryStep(window_steps=3)) as checkpointer:
         job.train()
         saved = checkpointer.save(1, job.state)
         assert isinstance(saved, MultiStepSave) and saved.record.step == 3
-        assert not saved.cancel(), "other ranks copy too"
+        assert not saved.cancel(), "cancelled although other ranks copy too"
         while not saved.done():
             job.train()
             checkpointer.step(job.number, job.state)
@@ -115,7 +115,7 @@ def test_the_future_names_the_step_and_is_done_when_it_is_committed(file_uri: st
 
 
 @pytest.mark.parametrize("end", ["close", "wait", "the with block", "restore", "result"])
-def test_what_ends_a_window_early_saves_the_state_of_now(end: str, file_uri: str) -> None:
+def test_ending_a_window_early_saves_the_current_state(end: str, file_uri: str) -> None:
     job = Job()
     with Checkpointer(file_uri, every_step=EveryStep(window_steps=7)) as checkpointer:
         job.train()
@@ -135,7 +135,7 @@ def test_what_ends_a_window_early_saves_the_state_of_now(end: str, file_uri: str
     check_restored(file_uri, 4, job.kept[4])
 
 
-def test_a_window_that_ends_within_a_step_is_of_no_step(file_uri: str) -> None:
+def test_window_ended_within_a_step_saves_nothing(file_uri: str) -> None:
     job = Job()
     with Checkpointer(file_uri, every_step=EveryStep(window_steps=7)) as checkpointer:
         job.train()
@@ -149,10 +149,8 @@ def test_a_window_that_ends_within_a_step_is_of_no_step(file_uri: str) -> None:
 
 
 @pytest.mark.parametrize("memory", ["is there", "runs out"])
-def test_a_loop_that_ends_with_its_window_has_the_result(
-    memory: str, file_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No step follows, and nobody calls ``wait``."""
+def test_loop_that_ends_with_its_window_saves_it(memory: str, file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step follows, and the loop does not call ``wait``."""
     job = Job()
     checkpointer = Checkpointer(file_uri, every_step=EveryStep(window_steps=3))
     job.train()
@@ -164,7 +162,7 @@ def test_a_loop_that_ends_with_its_window_has_the_result(
             def refuses(*_: Any) -> Any:
                 raise MemoryError
 
-            monkeypatch.setattr(multi_step.MultiStepStager, "_begin_part", refuses)  # private: where memory is taken
+            monkeypatch.setattr(multi_step.MultiStepStager, "_begin_part", refuses)  # private: allocates memory
         checkpointer.step(job.number, job.state)
     saved.result(SECONDS)
     assert checkpointer.stats[0].step == 3
@@ -172,7 +170,7 @@ def test_a_loop_that_ends_with_its_window_has_the_result(
     checkpointer.close()
 
 
-def test_a_window_that_is_given_up_is_copied_whole_and_the_record_says_why(file_uri: str) -> None:
+def test_abandoned_window_is_copied_at_once_and_recorded(file_uri: str) -> None:
     job = Job()
     with Checkpointer(file_uri, every_step=EveryStep(window_steps=4)) as checkpointer:
         job.train()
@@ -187,8 +185,8 @@ def test_a_window_that_is_given_up_is_copied_whole_and_the_record_says_why(file_
     check_restored(file_uri, 4, job.kept[4])
 
 
-def test_steps_that_pass_the_hooks_have_the_state_copied_whole(file_uri: str) -> None:
-    """An optimizer fused into the backward pass: the one in the state is never stepped, others move its parameters."""
+def test_steps_that_bypass_hooks_copy_the_whole_state(file_uri: str) -> None:
+    """An optimizer fused into backward: the saved one never steps, others update its parameters."""
     job = Job()
     fused = {p: torch.optim.SGD([p], lr=0.1) for p in job.model.parameters()}
     with Checkpointer(file_uri, every_step=EveryStep(window_steps=3)) as checkpointer:
@@ -219,7 +217,7 @@ def test_several_steps_of_an_optimizer_between_two_calls(file_uri: str) -> None:
     check_restored(file_uri, 6, job.kept[-6])
 
 
-def test_auto_is_no_longer_than_the_interval_and_no_window_overlaps(file_uri: str) -> None:
+def test_auto_windows_fit_the_interval_without_overlap(file_uri: str) -> None:
     job, stats = train(file_uri, 14, interval=3)
     assert not any(record.fallback for record in stats[:-1])
     assert all(1 <= record.window_steps <= 3 for record in stats[:-1])
@@ -228,7 +226,7 @@ def test_auto_is_no_longer_than_the_interval_and_no_window_overlaps(file_uri: st
     check_restored(file_uri, stats[1].step, job.kept[stats[1].step])
 
 
-def test_a_preempted_job_saves_the_step_it_is_at(file_uri: str) -> None:
+def test_preempted_job_saves_its_current_step(file_uri: str) -> None:
     job = Job()
     with Checkpointer(file_uri, every_step=EveryStep(window_steps="auto"), interval=7) as checkpointer:
         while not checkpointer.preempted:
@@ -241,7 +239,7 @@ def test_a_preempted_job_saves_the_step_it_is_at(file_uri: str) -> None:
     check_restored(file_uri, 9, job.kept[9])
 
 
-def test_a_loop_that_fails_gives_the_window_up(file_uri: str) -> None:
+def test_failing_loop_abandons_the_window(file_uri: str) -> None:
     job = Job()
     with (
         pytest.raises(ZeroDivisionError),
@@ -256,7 +254,7 @@ def test_a_loop_that_fails_gives_the_window_up(file_uri: str) -> None:
     assert checkpointer.stats == []
 
 
-def test_a_window_has_as_many_steps_as_were_asked_for(file_uri: str) -> None:
+def test_window_has_the_requested_number_of_steps(file_uri: str) -> None:
     model = nn.Linear(2, 2)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
     with Checkpointer(file_uri, every_step=EveryStep(window_steps=40)) as checkpointer:
@@ -269,7 +267,7 @@ def test_a_window_has_as_many_steps_as_were_asked_for(file_uri: str) -> None:
 
 
 def test_two_windows_at_once_are_refused(file_uri: str) -> None:
-    """That is also what a loop hears that never calls step."""
+    """A loop that never calls step gets this error too."""
     job = Job()
     with (
         pytest.raises(CheckpointError, match="within the step after 1"),
@@ -298,7 +296,7 @@ def test_two_windows_at_once_are_refused(file_uri: str) -> None:
         ),
     ],
 )
-def test_arguments_that_cannot_work(options: Callable[[], dict[str, Any]], words: str, file_uri: str) -> None:
+def test_invalid_arguments(options: Callable[[], dict[str, Any]], words: str, file_uri: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Checkpointer(file_uri, **options())
 
@@ -314,7 +312,7 @@ def states_that_cannot_be_followed() -> dict[str, tuple[dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize("name", states_that_cannot_be_followed())
-def test_a_state_that_cannot_be_followed_is_refused(name: str, file_uri: str) -> None:
+def test_untrackable_state_is_refused(name: str, file_uri: str) -> None:
     state, words = states_that_cannot_be_followed()[name]
     with (
         Checkpointer(file_uri, every_step=EveryStep(window_steps="auto")) as checkpointer,

@@ -1,4 +1,4 @@
-"""A store behind a narrow link: many GETs at a time each get less than what counts as moving, and all must arrive."""
+"""A store on a narrow link: many concurrent GETs each fall below the minimum rate, and all must arrive."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tierckpt.types import ByteRange
 
 RATE = 500_000
 """Bytes per second of the link."""
-LEAST = 90_000
-"""What one GET must get of that: half of the GETs can, all of them cannot."""
+MIN_RATE = 90_000
+"""Minimum rate of one GET: half of the GETs can reach it, all together cannot."""
 SIZE = 256 * 1024
 GETS = 8
 DATA = os.urandom(SIZE)
 
 
 class Narrow(HttpServer):
-    """Answers share one link evenly, a slice each in turn. ``most`` is how many there were at a time."""
+    """Answers share one link in equal slices. ``most``: maximum number of concurrent answers."""
 
     def __init__(self) -> None:
         self._link = threading.Condition()
@@ -62,7 +62,7 @@ class Narrow(HttpServer):
             for at in range(0, len(body), 4096):
                 with self._link:
                     self._link.wait_for(lambda: self._line[0] is me, 60)
-                    # Late for a slice, on a busy machine, the next one comes the sooner.
+                    # After a late slice on a busy machine the next one follows sooner.
                     self._due = max(self._due, time.monotonic() - 0.5) + 4096 / self.rate
                     time.sleep(max(0.0, self._due - time.monotonic()))
                     self._line.append(self._line.pop(0))
@@ -84,7 +84,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Narrow]:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setattr(get_concurrency, "WINDOW_SECONDS", 2.0)
-    monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", LEAST)
+    monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", MIN_RATE)
     monkeypatch.setattr(retry, "RETRIES_MAX", 1)
     yield made
     made.close()
@@ -109,8 +109,8 @@ async def get_all(*, into: bool) -> list[BaseException | None]:
 
 
 @pytest.mark.slow
-async def test_gets_become_fewer_and_all_arrive(server: Narrow) -> None:
-    for _ in range(5):  # on a busy machine the last may begin when the first has ended
+async def test_gets_are_reduced_until_all_arrive(server: Narrow) -> None:
+    for _ in range(5):  # on a busy machine the GETs may not overlap
         assert await get_all(into=True) == [None] * GETS
         if server.most >= GETS:
             return
@@ -118,16 +118,16 @@ async def test_gets_become_fewer_and_all_arrive(server: Narrow) -> None:
 
 
 @pytest.mark.slow
-async def test_gets_by_the_library_too(server: Narrow, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first time that one of those does not end in time, nobody knows whether it crept: that takes a retry more."""
+async def test_gets_of_the_client_library_are_reduced_too(server: Narrow, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first timeout does not show whether the GET was making progress: one more retry."""
     monkeypatch.setattr(retry, "RETRIES_MAX", 2)
     assert await get_all(into=False) == [None] * GETS
 
 
 @pytest.mark.slow
-async def test_otherwise_they_would_be_broken_off_again(server: Narrow, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a link that one GET at a time could use, and no two."""
-    server.rate = 3 * LEAST // 2
+async def test_control_unreduced_gets_fail_again(server: Narrow, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: on a link for a single GET, concurrent GETs fail again."""
+    server.rate = 3 * MIN_RATE // 2
     monkeypatch.setattr(GetConcurrency, "reduce", lambda *_: None)
     failed = [error for error in await get_all(into=True) if error is not None]
     assert failed

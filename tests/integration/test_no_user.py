@@ -1,5 +1,4 @@
-"""A container's random user, without an entry in the user database and without HOME: every verb works, or names
-TIERCKPT_LOCAL_ROOT."""
+"""A container's random user, without passwd entry and HOME: each verb works, or its error names TIERCKPT_LOCAL_ROOT."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from tierckpt.loading.export import export_safetensors
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
 UID, ROOT_GROUP = 54321, 0
-# The interpreter may lie where only root can read: that capability is kept, and no other.
+# The interpreter may be readable by root only, so the capability to read is kept.
 CAPABILITIES = [f"--{kind}=-all,+dac_read_search" for kind in ("inh-caps", "ambient-caps", "bounding-set")]
 AS_USER = ["setpriv", f"--reuid={UID}", f"--regid={ROOT_GROUP}", "--clear-groups", *CAPABILITIES]
 UNSET = ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "TIERCKPT_LOCAL_ROOT")
@@ -62,7 +61,7 @@ def run(shared_tmp: Path, tmp_path: Path) -> Path:
     return shared_tmp / "run"
 
 
-def tried(command: list[str], **variables: str) -> tuple[int, str]:
+def run_as_user(command: list[str], **variables: str) -> tuple[int, str]:
     env = {name: value for name, value in os.environ.items() if name not in UNSET}
     done = subprocess.run(
         [*AS_USER, sys.executable, *command], env={**env, **variables}, cwd="/", capture_output=True, text=True
@@ -73,18 +72,18 @@ def tried(command: list[str], **variables: str) -> tuple[int, str]:
 def check(lines: list[str], run: Path, *, works: bool, **variables: str) -> None:
     for number, line in enumerate(lines):
         words = line.format(run=run, to=run.parent / f"{number}-{len(variables)}").split()
-        code, said = tried(["-m", "tierckpt", *words], **variables)
+        code, said = run_as_user(["-m", "tierckpt", *words], **variables)
         assert "Traceback" not in said, said
         assert code == 0 if works else (code in (2, 6) and "TIERCKPT_LOCAL_ROOT" in said), (line, code, said)
 
 
 @pytest.mark.slow
-def test_every_verb_works_with_a_local_root_alone(run: Path) -> None:
+def test_every_verb_works_with_only_a_local_root(run: Path) -> None:
     check(NEED_NO_LOCAL_ROOT + NEED_LOCAL_ROOT, run, works=True, TIERCKPT_LOCAL_ROOT=str(run.parent / "local"))
 
 
 @pytest.mark.slow
-def test_without_it_a_verb_works_or_says_that_it_must_be_set(run: Path) -> None:
+def test_without_local_root_a_verb_works_or_names_the_variable(run: Path) -> None:
     check(NEED_NO_LOCAL_ROOT, run, works=True)
     check(NEED_LOCAL_ROOT, run, works=False)
 
@@ -95,16 +94,16 @@ def test_one_verb_of_each_kind(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_and_the_agent_that_it_starts(shared_tmp: Path) -> None:
+def test_trainer_and_its_agent_without_user(shared_tmp: Path) -> None:
     for mover in ("agent", "inline"):
         run, root = str(shared_tmp / mover), str(shared_tmp / "local" / mover)
-        code, said = tried(["-c", TRAINER, run], TIERCKPT_LOCAL_ROOT=root, TIERCKPT_MOVER=mover)
+        code, said = run_as_user(["-c", TRAINER, run], TIERCKPT_LOCAL_ROOT=root, TIERCKPT_MOVER=mover)
         assert code == 0, said
 
 
 @needs_namespaces
-def test_a_container_whose_root_cannot_be_written(run: Path) -> None:
-    """``readOnlyRootFilesystem``, and a volume for the local root."""
+def test_container_with_a_read_only_root(run: Path) -> None:
+    """``readOnlyRootFilesystem`` with a volume for the local root."""
     volume = run.parent / "volume"
     volume.mkdir()
     script = 'mount -t tmpfs -o mode=1777 tmpfs "$0" && mount -o remount,ro,bind / && exec "$@"'
@@ -124,7 +123,7 @@ def test_a_local_root_that_is_a_file_is_named(tmp_path: Path, below: str) -> Non
         make_local_root(Settings.load(local_root=tmp_path / "file" / below))
 
 
-def test_a_local_root_that_this_user_may_not_reach_is_named(shared_tmp: Path) -> None:
+def test_inaccessible_local_root_error_names_it(shared_tmp: Path) -> None:
     (shared_tmp / "closed").mkdir(0o700)
 
     def work() -> None:
@@ -134,10 +133,10 @@ def test_a_local_root_that_this_user_may_not_reach_is_named(shared_tmp: Path) ->
     assert said.startswith("PermissionDeniedError") and "TIERCKPT_LOCAL_ROOT" in said
 
 
-def test_what_this_user_may_not_reach_is_refused_by_name(run: Path, tmp_path: Path) -> None:
+def test_inaccessible_path_error_names_it(run: Path, tmp_path: Path) -> None:
     closed, root = run.parent / "closed", run.parent / "local"
     closed.mkdir(0o700)
-    tierckpt.prefetch(str(run / "step-1"), to=tmp_path / "warm")  # the modules are imported: the user cannot
+    tierckpt.prefetch(str(run / "step-1"), to=tmp_path / "warm")  # import modules that the user cannot read
     export_safetensors(str(run / "step-1"), tmp_path / "warm-export")
     tierckpt.adopt(tmp_path / "warm", str(tmp_path / "warm-run" / "step-1")).wait(timeout_seconds=60)
     close_all()

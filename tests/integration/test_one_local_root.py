@@ -1,4 +1,4 @@
-"""Two jobs on one local root: what one removes while the other looks at it is no error of either.
+"""Two jobs on one local root: removals by one job during a scan of the other cause no error in either.
 
 TIERCKPT_TEST_TWO_JOBS sets how many steps each job saves.
 """
@@ -66,7 +66,7 @@ def run_of(settings: Settings) -> Path:
 
 
 def superseded(settings: Settings) -> None:
-    """Which drained step is the newest decides whether a local-only one stays."""
+    """Add drained steps: the newest of them decides whether a local-only step stays."""
     journal = Journal(settings.local_root)
     journal.write(JournalEntry("ef56", "file:///elsewhere/run/step-99", 0, LOCAL_ONLY))
     drop_superseded(settings.local_root, journal)
@@ -95,8 +95,8 @@ LOOKS: dict[str, Callable[[Settings], object]] = {
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_directories_come_and_go_while_they_are_looked_at(name: str, settings: Settings) -> None:
-    """The other job, as fast as it can: each instant between a look at a name and its use comes up."""
+def test_scans_tolerate_directories_that_appear_and_vanish(name: str, settings: Settings) -> None:
+    """The other job changes names as fast as it can, to hit each moment between a scan and the use of a name."""
     stop = threading.Event()
 
     def comes_and_goes() -> None:
@@ -110,7 +110,7 @@ def test_directories_come_and_go_while_they_are_looked_at(name: str, settings: S
                 (directory / "__0_0-ab12.distcp").write_bytes(bytes(100))
                 (directory / DRAINED).write_bytes(b"cd34")
             except OSError:
-                pass  # somebody has removed what was empty
+                pass  # an empty directory was removed by the other side
             shutil.rmtree(run_of(settings) / f"step-{(number + 4) % 8}", ignore_errors=True)
             if stop.is_set():
                 return
@@ -130,7 +130,7 @@ def test_directories_come_and_go_while_they_are_looked_at(name: str, settings: S
 
 @pytest.mark.slow
 @pytest.mark.timeout(60 + 10 * STEPS)
-def test_two_jobs_that_save_and_remove_on_one_local_root_both_end_well(tmp_path: Path) -> None:
+def test_two_jobs_save_and_prune_on_one_local_root(tmp_path: Path) -> None:
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", JOB, str(tmp_path / "shared" / f"run-{number}"), str(STEPS)],
@@ -152,9 +152,7 @@ def test_two_jobs_that_save_and_remove_on_one_local_root_both_end_well(tmp_path:
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("x"), RuntimeError("x"), TierckptError("x")])
-def test_retention_that_fails_in_whatever_way_fails_no_save(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retention_errors_do_not_fail_saves(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(*_: object, **__: object) -> None:
         raise error
 

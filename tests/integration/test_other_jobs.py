@@ -1,4 +1,4 @@
-"""Two jobs in one run, by mistake or because a node comes back: each knows it within one save, and says so."""
+"""Two jobs in one run, by mistake or after a node's return: each detects the other within one save and reports it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["file", pytest.param("s3", marks=pytest.mark.server)])
-def test_each_knows_within_one_save_and_removes_nothing_of_the_other(
+def test_two_jobs_detect_each_other_within_one_save_and_stop_removals(
     where: str, folder: Path, request: pytest.FixtureRequest
 ) -> None:
     uri = request.getfixturevalue(f"{where}_uri")
@@ -96,7 +96,7 @@ def test_each_knows_within_one_save_and_removes_nothing_of_the_other(
         assert one.save(5) == "saved 5"
         for job, other in ((one, two), (two, one)):
             assert job.knows, job.said
-            assert job.said.count("another job saves there") == 1, "once for each other"
+            assert job.said.count("another job saves there") == 1, "one warning for each other job"
             assert f"process {other._process.pid}" in job.said
     finally:
         one.kill()
@@ -105,11 +105,11 @@ def test_each_knows_within_one_save_and_removes_nothing_of_the_other(
     for step, value in ((3, 1), (4, 2), (5, 1)):
         state: dict[str, Any] = {"w": torch.zeros(1000)}
         assert Checkpointer(uri).restore(state, step) == step
-        assert state["w"][0] == value, "since they know, nobody removes anything"
+        assert state["w"][0] == value, "no job may remove checkpoints after the detection"
 
 
 @pytest.mark.slow
-def test_a_job_that_is_started_again_is_alone(file_uri: str, folder: Path) -> None:
+def test_restarted_job_detects_no_other_job(file_uri: str, folder: Path) -> None:
     first = Process(file_uri, folder, 1, keep=1)
     assert first.save(1) == "saved 1"
     first.kill()
@@ -122,7 +122,7 @@ def test_a_job_that_is_started_again_is_alone(file_uri: str, folder: Path) -> No
     assert [path.name for path in Path(file_uri).glob("step-*") if (path / MANIFEST).exists()] == ["step-3"]
 
 
-def test_a_run_that_ends_in_order_and_goes_on_elsewhere_is_alone(
+def test_run_continued_elsewhere_detects_no_other_job(
     file_uri: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for node in ("one", "two"):
@@ -133,7 +133,7 @@ def test_a_run_that_ends_in_order_and_goes_on_elsewhere_is_alone(
     assert "another job saves there" not in caplog.text
 
 
-def test_a_store_without_conditional_puts_is_said_at_the_first_save(caplog: pytest.LogCaptureFixture) -> None:
+def test_store_without_conditional_puts_warns_at_the_first_save(caplog: pytest.LogCaptureFixture) -> None:
     with Checkpointer("memory://two-jobs/run") as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"w": torch.zeros(10)}).result(60)
@@ -148,20 +148,20 @@ print(has_ended_here(json.loads(sys.argv[1])))
 """
 
 
-def test_of_this_process_and_of_a_former_one_with_its_pid() -> None:
+def test_record_of_a_former_process_with_the_same_pid() -> None:
     mine = identity()
     namespace, began = mine["process"].split("-")
     assert not has_ended_here(mine)
     assert has_ended_here({**mine, "process": f"{namespace}-{int(began) - 1}"})
 
 
-def test_a_record_that_names_no_process_says_nothing() -> None:
+def test_record_without_process_is_ignored() -> None:
     for process in (None, "", "1", "a-b", "0-0", "1-1-1"):
         assert not has_ended_here({**identity(), "process": process})
 
 
 @needs_namespaces
-def test_a_container_with_the_name_of_this_host_says_nothing_of_its_pids() -> None:
+def test_pids_of_a_container_with_the_same_host_name_are_ignored() -> None:
     wrap = [word for word in container() if word != "--uts"]
     done = subprocess.run(
         [*wrap, sys.executable, "-c", ASKED, json.dumps(identity())], capture_output=True, text=True, check=True

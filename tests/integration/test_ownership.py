@@ -1,6 +1,6 @@
-"""A shared machine: what another user has made, can write to or has linked is refused, whoever the victim is.
+"""A shared machine: directories and links that another user created or can write are refused.
 
-The users are real: each part runs in a child with a uid of its own. Needs root, as the CI has it.
+The users are real: each part runs in a child process with its own uid. Needs root, as in CI.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def machine(shared_tmp: Path) -> Path:
 
 @pytest.fixture
 def warm(tmp_path: Path) -> None:
-    """All modules that a save needs are imported: the users of these tests may not read ours."""
+    """Import all modules that a save needs, as the users of these tests may not read them."""
     run = str(tmp_path / "warm")
     _save(run, tmp_path / "warm-root")
     assert latest(run, local_root=tmp_path / "warm-root")
@@ -62,7 +62,7 @@ def make(path: Path, mode: int = 0o755) -> Path:
 
 @VICTIMS
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o777, 0o1777])
-def test_a_local_root_that_another_user_made_is_refused(machine: Path, victim: int, mode: int) -> None:
+def test_local_root_created_by_another_user_is_refused(machine: Path, victim: int, mode: int) -> None:
     root = machine / "root"
     assert not as_user(ATTACKER, lambda: make(root, mode))
     said = as_user(victim, use(root))
@@ -80,7 +80,7 @@ def test_a_local_root_that_others_can_write_to_is_refused(machine: Path, victim:
 
 @VICTIMS
 @pytest.mark.parametrize("below", ["cache", "checkpoints", "cache/.state/x"])
-def test_a_directory_below_the_local_root_that_another_user_made_is_refused(
+def test_directory_below_the_local_root_created_by_another_user_is_refused(
     machine: Path, victim: int, below: str
 ) -> None:
     root = machine / "root"
@@ -110,7 +110,7 @@ def test_a_directory_below_the_local_root_that_others_can_write_to_is_refused(ma
 
 
 @VICTIMS
-def test_a_file_that_another_user_put_where_all_could_write_once_is_refused(machine: Path, victim: int) -> None:
+def test_file_planted_while_the_root_was_writable_is_refused(machine: Path, victim: int) -> None:
     root = machine / "root"
     assert not as_user(victim, lambda: make(make(root, 0o700) / "journal", 0o777) and root.chmod(0o777))
     assert not as_user(ATTACKER, lambda: (root / "journal" / "planted.json").write_text("{}"))
@@ -125,9 +125,7 @@ def test_a_file_that_another_user_put_where_all_could_write_once_is_refused(mach
 
 @VICTIMS
 @pytest.mark.parametrize("where", ["root", "above", "below"])
-def test_a_link_of_another_user_is_refused_and_one_of_our_own_is_followed(
-    machine: Path, victim: int, where: str
-) -> None:
+def test_link_of_another_user_is_refused_and_own_link_followed(machine: Path, victim: int, where: str) -> None:
     home = machine / "home"
     assert not as_user(victim, lambda: (make(home, 0o755), make(home / "own", 0o700), make(home / "own" / "x", 0o700)))
     link, root = {
@@ -145,7 +143,7 @@ def test_a_link_of_another_user_is_refused_and_one_of_our_own_is_followed(
     assert not as_user(victim, use(root))
 
 
-def test_a_link_of_our_own_where_others_can_replace_it_is_refused(machine: Path) -> None:
+def test_own_link_that_others_can_replace_is_refused(machine: Path) -> None:
     machine.chmod(0o777)  # not sticky
 
     def work() -> None:
@@ -156,21 +154,21 @@ def test_a_link_of_our_own_where_others_can_replace_it_is_refused(machine: Path)
     assert "which another user controls" in as_user(VICTIM, work)
 
 
-def test_a_root_that_is_put_in_the_place_of_ours_while_we_run_is_refused(machine: Path) -> None:
+def test_root_replaced_while_running_is_refused(machine: Path) -> None:
     root = machine / "root"
 
     def work() -> None:
         make(root, 0o700)
         use(root)()
         ownership.check(root)
-        root.chmod(0o777)  # as another's directory might be, at the worst with the inode of the one that was checked
+        root.chmod(0o777)  # as another user's directory, in the worst case with the inode of the checked one
         ownership.check(root)
 
     assert "can be written by other users" in as_user(VICTIM, work)
 
 
 @VICTIMS
-def test_what_is_made_is_for_its_user_alone_whatever_the_umask(machine: Path, warm: None, victim: int) -> None:
+def test_files_are_private_with_any_umask(machine: Path, warm: None, victim: int) -> None:
     root = machine / "deep" / "root"
 
     def work() -> None:
@@ -186,10 +184,10 @@ def test_what_is_made_is_for_its_user_alone_whatever_the_umask(machine: Path, wa
     assert not as_user(victim, lambda: _save(str(machine / "shared" / "run"), root, step=2))
 
 
-def test_a_new_root_is_made_for_its_user_alone_without_a_warning(
+def test_new_root_is_private_without_a_warning(
     file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whichever thread of a Checkpointer is the first to write below it."""
+    """By any thread of a Checkpointer that writes first."""
     with Checkpointer(file_uri, interval=1) as checkpointer:
         checkpointer.step(1, {"w": torch.zeros(10)})
         checkpointer.save(2, {"w": torch.zeros(10)}).result(60)
@@ -197,9 +195,7 @@ def test_a_new_root_is_made_for_its_user_alone_without_a_warning(
     assert {path.stat().st_mode & 0o777 for path in (local_root, local_root / "checkpoints")} == {0o700}
 
 
-def test_checkpoints_in_an_older_root_that_others_read_are_closed_and_a_setting_opens_them(
-    machine: Path, warm: None
-) -> None:
+def test_older_readable_root_gets_private_checkpoints_unless_configured(machine: Path, warm: None) -> None:
     root = machine / "root"
 
     def older() -> None:
@@ -208,7 +204,7 @@ def test_checkpoints_in_an_older_root_that_others_read_are_closed_and_a_setting_
 
     assert not as_user(VICTIM, older)
     assert not as_user(VICTIM, lambda: _save(str(machine / "shared" / "run"), root))
-    assert stat.S_IMODE(root.stat().st_mode) == 0o755, "a root of before is left"
+    assert stat.S_IMODE(root.stat().st_mode) == 0o755, "an existing root must keep its mode"
     shard = next(root.rglob("*.distcp"))
     assert "PermissionError" in as_user(ATTACKER, shard.read_bytes)
     assert not as_user(VICTIM, lambda: _save(str(machine / "shared" / "run"), root, step=2, local_readable_by="all"))
@@ -217,8 +213,8 @@ def test_checkpoints_in_an_older_root_that_others_read_are_closed_and_a_setting_
 
 
 @VICTIMS
-def test_a_planted_checkpoint_and_a_planted_cache_are_not_believed(machine: Path, warm: None, victim: int) -> None:
-    """The attacker guesses the local root, makes it first, and saves a newer step of the victim's run."""
+def test_planted_checkpoint_and_cache_are_not_used(machine: Path, warm: None, victim: int) -> None:
+    """The attacker guesses and creates the local root, and saves a newer step of the victim's run."""
     root, run = machine / "guess", str(make(machine / "shared" / "run", 0o1777))
     assert not as_user(victim, lambda: _save(run, machine / "victims-own", step=1))
 
@@ -237,7 +233,7 @@ def test_a_planted_checkpoint_and_a_planted_cache_are_not_believed(machine: Path
 
 
 @pytest.mark.slow
-def test_the_command_line_says_it_and_ends_with_its_code(machine: Path) -> None:
+def test_cli_exit_code_of_a_permission_error(machine: Path) -> None:
     root = machine / "root"
     assert not as_user(ATTACKER, lambda: make(root, 0o777))
     for verb in (["drain", "--pause"], ["agent"]):

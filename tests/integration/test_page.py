@@ -1,4 +1,4 @@
-"""``tierckpt status --web``: what a node's documents say of real runs, and what people see of them in a browser."""
+"""``tierckpt status --web``: documents of a node about real runs, and the page in a browser."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def read_attempt(directory: Path) -> str:
 
 
 def training(uri: object, steps: range, **options: Any) -> None:
-    """Some steps, each saved; what became of the time is recorded."""
+    """Train and save each of ``steps``, with time records."""
     state = {"w": torch.ones(1 << 16)}
     with tierckpt.Checkpointer(uri, **options) as checkpointer:  # type: ignore[arg-type]
         for step in steps:
@@ -60,7 +60,7 @@ def training(uri: object, steps: range, **options: Any) -> None:
 
 
 def waiting(uri: str, local_root: Path, error: str = "") -> JournalEntry:
-    """A step that is on this node, with a journal entry that no mover here drains."""
+    """A step on this node with a journal entry that no mover drains here."""
     save(uri, {"w": torch.ones(64)}, drain=False)
     close_all()
     journal, location = Journal(local_root), parse_uri(uri)
@@ -68,7 +68,7 @@ def waiting(uri: str, local_root: Path, error: str = "") -> JournalEntry:
     return journal.write(entry)
 
 
-def test_steps_are_told_by_tier_the_newest_first(file_uri: str, local_root: Path) -> None:
+def test_steps_are_listed_by_tier_newest_first(file_uri: str, local_root: Path) -> None:
     save(f"{file_uri}/step-1", {"w": torch.ones(64)})
     tierckpt.wait(f"{file_uri}/step-1", timeout_seconds=60)
     entry = waiting(f"{file_uri}/step-2", local_root)
@@ -96,7 +96,7 @@ def test_steps_are_told_by_tier_the_newest_first(file_uri: str, local_root: Path
     assert node_document(Settings.load())["steps"][0]["local"] == "committed"
 
 
-def test_what_was_read_of_a_checkpoint_is_read_again_when_it_changes(file_uri: str, local_root: Path) -> None:
+def test_changed_checkpoint_is_read_again(file_uri: str, local_root: Path) -> None:
     known: Any = {}
     save(f"{file_uri}/step-1", {"w": torch.ones(64)}, drain=False)
     close_all()
@@ -112,7 +112,7 @@ def test_what_was_read_of_a_checkpoint_is_read_again_when_it_changes(file_uri: s
     assert damaged == node_document(Settings.load())["local"][0]
 
 
-def test_stalls_are_those_of_the_newest_run(file_uri: str, local_root: Path) -> None:
+def test_stalls_of_the_newest_run(file_uri: str, local_root: Path) -> None:
     training(f"{file_uri}/old", range(1, 3))
     training(f"{file_uri}/new", range(7, 11))
     document = node_document(Settings.load())
@@ -129,7 +129,7 @@ def test_stalls_are_those_of_the_newest_run(file_uri: str, local_root: Path) -> 
     assert stalls_of(newest_lines(history.parent.parent)) == stalls_of(lines)
 
 
-def test_a_save_waited_until_the_next_one_began_and_those_whose_lines_are_gone_share_it() -> None:
+def test_stall_of_saves_with_missing_records_is_shared() -> None:
     lines = [
         {"what": "step", "at": 1, "step": 1, "saves": 0, "blocked_seconds": 0.0},
         {"what": "save", "at": 2, "step": 2, "saves": 1, "blocked_seconds": 0.0},
@@ -143,7 +143,7 @@ def test_a_save_waited_until_the_next_one_began_and_those_whose_lines_are_gone_s
     assert stalls_of([]) == stalls_of(lines[:1]) == []
 
 
-def test_the_last_verify_and_drill_are_noted(file_uri: str, local_root: Path) -> None:
+def test_last_verify_and_drill_are_recorded(file_uri: str, local_root: Path) -> None:
     assert node_document(Settings.load())["checks"] == {"verify": None, "drill": None}
     save(f"{file_uri}/step-3", {"w": torch.ones(64)})
     tierckpt.wait(f"{file_uri}/step-3", timeout_seconds=60)
@@ -171,7 +171,9 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
 
 
-def test_progress_is_one_object_a_line(file_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_one_json_object_per_line(
+    file_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(f"{file_uri}/step-1", {"w": torch.ones(1 << 16)})
     tierckpt.wait(f"{file_uri}/step-1", timeout_seconds=60)
     close_all()
@@ -190,7 +192,7 @@ def test_progress_is_one_object_a_line(file_uri: str, tmp_path: Path, capsys: py
         assert all({"what", "done_bytes", "total_bytes", "note", "at_unix_seconds"} == row.keys() for row in told)
         assert told[-1]["done_bytes"] >= told[-1]["total_bytes"] > 0
         assert verb in told[-1]["what"] or verb == "prefetch"
-        assert verb != "restore" or "shared" not in told[-1]["note"]  # from this node
+        assert verb != "restore" or "shared" not in told[-1]["note"]  # read from this node
     assert run(["restore", f"{file_uri}/step-9", "--to", str(tmp_path / "x"), "--json", "--progress=json"]) == 4
     assert lines(capsys)[-1]["error"] == "CheckpointNotFoundError"
 
@@ -200,7 +202,7 @@ def test_progress_is_one_object_a_line(file_uri: str, tmp_path: Path, capsys: py
 
 @pytest.fixture
 def agent(local_root: Path) -> Iterator[str]:
-    """The address of the page of a real agent."""
+    """The URL of a real agent's page."""
     command = [sys.executable, "-m", "tierckpt", "agent", "--metrics-port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
@@ -212,8 +214,8 @@ def agent(local_root: Path) -> Iterator[str]:
         process.wait(PATIENCE_SECONDS)
 
 
-def test_the_agents_page_is_named_and_serves_the_metrics_too(agent: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in range(100):  # the page is there before the agent answers
+def test_agent_page_url_and_metrics(agent: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(100):  # the page may start before the agent answers
         code = run(["status", "--web", "--json"])
         out = capsys.readouterr().out
         if code == 0:
@@ -229,7 +231,7 @@ def test_the_agents_page_is_named_and_serves_the_metrics_too(agent: str, capsys:
 
 
 def get(url: str, path: str, **asked: str) -> Any:
-    """The document at ``path``; the status of an error."""
+    """Return the document at ``path``, or the HTTP status of an error."""
     try:
         with urllib.request.urlopen(f"{url}{path}?{urlencode(asked)}", timeout=PATIENCE_SECONDS) as answer:
             return json.load(answer)
@@ -238,14 +240,14 @@ def get(url: str, path: str, **asked: str) -> Any:
 
 
 def until(holds: Callable[[], Any], what: str) -> Any:
-    """Wait until ``holds`` returns something true, and return it."""
+    """Wait until ``holds`` returns a true value and return it."""
     for _ in Poll(PATIENCE_SECONDS):
         if found := holds():
             return found
     raise AssertionError(f"not in {PATIENCE_SECONDS} s: {what}")
 
 
-def test_the_page_of_a_run_has_what_info_and_report_say(
+def test_run_page_matches_info_and_report(
     agent: str, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_uri = parse_uri(f"{file_uri}/run").uri
@@ -304,7 +306,7 @@ def test_abandoned_steps_and_pins_are_marked(moto: S3Server, s3_uri: str, agent:
     assert [item["uri"] for item in found["pins"]] == [f"{run_uri}/export"]
 
 
-def test_large_lists_are_cut_and_counted(agent: str, file_uri: str) -> None:
+def test_large_lists_are_truncated_with_a_count(agent: str, file_uri: str) -> None:
     uri = parse_uri(f"{file_uri}/step-1").uri
     save(uri, {f"layer.{n:04}": torch.ones(1) for n in range(300)})
     tierckpt.wait(uri, timeout_seconds=60)
@@ -314,8 +316,8 @@ def test_large_lists_are_cut_and_counted(agent: str, file_uri: str) -> None:
     assert get(agent, "checkpoint.json", uri=uri, filter="layer.029")["tensors_found"] == 10
 
 
-def test_no_path_and_no_bucket_can_be_chosen_by_a_url(agent: str, file_uri: str, tmp_path: Path) -> None:
-    """D1: a checkpoint that is there, but that this node's document does not name, is not read."""
+def test_url_cannot_select_a_path_or_bucket(agent: str, file_uri: str, tmp_path: Path) -> None:
+    """D1: an existing checkpoint that the node document does not name is not read."""
     run_uri = parse_uri(f"{file_uri}/run").uri
     training(f"{file_uri}/run", range(1, 3))
     elsewhere = tmp_path / "elsewhere" / "step-1"
@@ -341,7 +343,7 @@ def test_a_run_is_not_listed_again_for_each_reload(agent: str, file_uri: str) ->
     assert {get(agent, "run.json", uri=run_uri)["at_unix_seconds"] for _ in range(5)} == {first["at_unix_seconds"]}
 
 
-def test_the_history_is_the_agents_and_outlives_it(s3_uri: str, agent: str, local_root: Path) -> None:
+def test_history_outlives_the_agent(s3_uri: str, agent: str, local_root: Path) -> None:
     run_uri = f"{s3_uri}/run"
     change_control(local_root, paused=True)
     save(f"{run_uri}/step-3", {"w": torch.ones(1 << 16)})
@@ -360,7 +362,7 @@ def test_the_history_is_the_agents_and_outlives_it(s3_uri: str, agent: str, loca
     rates = samples()["bytes_per_second"]
     assert 2 * sum(rates) == pytest.approx(waiting["size_bytes"], rel=0.2)
     assert run(["agent", "--stop"]) == 0
-    after = History.read(local_root).to_json(run_uri)["recent"]  # no agent runs: its last words
+    after = History.read(local_root).to_json(run_uri)["recent"]  # written by the agent before its end
     assert [value for value in after["bytes_per_second"] if value is not None][: len(rates)] == rates
 
 
@@ -373,7 +375,7 @@ def test_the_history_is_the_agents_and_outlives_it(s3_uri: str, agent: str, loca
         (["--web", "--json"], "serves no page"),
     ],
 )
-def test_what_the_page_cannot_be_is_refused(
+def test_invalid_page_options_are_refused(
     arguments: list[str], says: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["status", *arguments]) == 2
@@ -381,7 +383,7 @@ def test_what_the_page_cannot_be_is_refused(
 
 
 @pytest.mark.slow
-def test_without_an_agent_the_command_serves_it_until_it_is_interrupted(local_root: Path) -> None:
+def test_without_an_agent_the_command_serves_the_page(local_root: Path) -> None:
     command = [sys.executable, "-u", "-m", "tierckpt", "status", "--web"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -396,8 +398,8 @@ def test_without_an_agent_the_command_serves_it_until_it_is_interrupted(local_ro
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
-async def test_people_see_a_run_as_it_goes(agent: str, file_uri: str, local_root: Path, tmp_path: Path) -> None:
-    """A picture of it is left in SCREENSHOTS, when that is set, for people to look at."""
+async def test_browser_shows_a_run_in_progress(agent: str, file_uri: str, local_root: Path, tmp_path: Path) -> None:
+    """Saves a screenshot to the directory SCREENSHOTS, if set."""
     training(f"{file_uri}/run", range(1, 4), keep_last=8)
     record_check(local_root, "drill", {"uri": f"{file_uri}/run/step-3", "good": True})
     async with Browser() as browser:
@@ -430,10 +432,10 @@ HOSTILE = "run-<img src=x onerror=document.title=1>&\"'" + "very-long-" * 18
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 @pytest.mark.parametrize("width", [1400, 420])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_people_open_a_run_and_a_reload_keeps_the_charts(
+async def test_browser_run_page_keeps_charts_on_reload(
     agent: str, file_uri: str, local_root: Path, width: int, theme: str
 ) -> None:
-    """Names of strangers stay text, in the address of the page too. Pictures are left in SCREENSHOTS."""
+    """Hostile names stay text, also in the page's URL. Saves screenshots to the directory SCREENSHOTS, if set."""
     run_uri = parse_uri(f"{file_uri}/{HOSTILE}").uri
     await asyncio.to_thread(training, run_uri, range(1, 4))
     async with Browser(width=width) as browser:

@@ -1,4 +1,4 @@
-"""The page of the cluster: three real agents and their drains, and a stopped one; and a rollout above the fold."""
+"""The cluster page: drains of three real agents, a stopped agent, and a rollout at the top."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierckpt.client import close_all
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.poll import Poll
 
-SEEN_SECONDS = 10.0
+DETECTION_SECONDS = 10.0
 
 
 @dataclass
@@ -38,14 +38,14 @@ class Node:
     url: str
 
     def cluster(self) -> dict[str, Any]:
-        """The nodes, by address."""
+        """Return the nodes by address."""
         with urllib.request.urlopen(f"{self.url}cluster.json", timeout=PATIENCE_SECONDS) as answer:
             return {row["address"]: row for row in json.load(answer)["nodes"]}
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[dict[str, Node]]:
-    """Three agents, each with a page, by the address of its peer server."""
+    """Three agents with pages, by the address of their peer server."""
     addresses = [address() for _ in range(3)]
     secret = secret_file(tmp_path, "canary-of-the-cluster-page-63f1")
     started: dict[str, Node] = {}
@@ -77,7 +77,7 @@ def until(holds: Callable[[], Any], what: str) -> Any:
 
 
 def waiting_step(root: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of the node at ``root`` that its agent is not let drain."""
+    """A step of the node at ``root`` that its agent may not drain."""
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(root))
     change_control(root, paused=True)
     save(uri, {"w": torch.ones(1 << 16)})
@@ -85,7 +85,7 @@ def waiting_step(root: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prefetch(uri: str, nodes: dict[str, Node], place: str) -> subprocess.Popen[bytes]:
-    """Begin to fetch ``uri`` to the node at ``place``, in small chunks and one at a time."""
+    """Start to fetch ``uri`` to the node at ``place``, in small chunks without concurrency."""
     root = nodes[place].root
     own = {
         "LOCAL_ROOT": root, "PEERS": ",".join(nodes), "PEER_LISTEN": place, "CHUNK_SIZE_BYTES": "1MiB",
@@ -97,17 +97,17 @@ def prefetch(uri: str, nodes: dict[str, Node], place: str) -> subprocess.Popen[b
 
 
 @pytest.mark.slow
-def test_each_node_tells_its_drains_and_a_stopped_one_is_silent(
+def test_cluster_page_shows_drains_and_a_silent_node(
     nodes: dict[str, Node], s3_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (first, asked), (second, _), (third, stopped) = nodes.items()
     waiting_step(nodes[second].root, f"{s3_uri}/run/step-7", monkeypatch)
 
-    def is_told() -> Any:
+    def is_reported() -> Any:
         found = asked.cluster()
         return found if len(found) == 3 and (found[second]["drains"] or {}).get("entries") else None
 
-    found = until(is_told, "the backlog of the second node")
+    found = until(is_reported, "the backlog of the second node")
     drains = found[second]["drains"]
     assert (drains["state"], drains["entries"]) == ("paused", 1) and drains["lag_bytes"] > 1 << 18
     (run,) = drains["runs"]
@@ -118,10 +118,10 @@ def test_each_node_tells_its_drains_and_a_stopped_one_is_silent(
     stopped.process.send_signal(signal.SIGSTOP)
     begun = time.time()
     row = until(lambda: row if not (row := asked.cluster()[third])["answers"] else None, "the stopped node")
-    assert time.time() - begun <= SEEN_SECONDS
-    assert begun - SEEN_SECONDS <= row["silent_since_unix_seconds"] <= time.time()
-    assert row["drains"]["state"] == "nothing to drain"  # its last answer
-    assert next(iter(asked.cluster())) == third  # before the others
+    assert time.time() - begun <= DETECTION_SECONDS
+    assert begun - DETECTION_SECONDS <= row["silent_since_unix_seconds"] <= time.time()
+    assert row["drains"]["state"] == "nothing to drain"  # from its last answer
+    assert next(iter(asked.cluster())) == third  # sorted first
     stopped.process.send_signal(signal.SIGCONT)
     until(lambda: asked.cluster()[third]["answers"], "its return")
     stopped.process.terminate()
@@ -132,8 +132,8 @@ def test_each_node_tells_its_drains_and_a_stopped_one_is_silent(
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 @pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (420, "dark")])
-async def test_people_see_a_stopped_node_first(nodes: dict[str, Node], width: int, theme: str) -> None:
-    """Pictures are left in SCREENSHOTS, when that is set, for people to look at."""
+async def test_browser_shows_a_stopped_node_first(nodes: dict[str, Node], width: int, theme: str) -> None:
+    """Saves screenshots to the directory SCREENSHOTS, if set."""
     asked, _, stopped = nodes.values()
     async with Browser(width=width) as browser:
         await browser.emulate_theme(theme)
@@ -153,10 +153,10 @@ async def test_people_see_a_stopped_node_first(nodes: dict[str, Node], width: in
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
-async def test_a_rollout_is_above_the_fold_while_it_goes(
+async def test_running_rollout_is_at_the_top_of_the_page(
     nodes: dict[str, Node], s3_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At its end it moves below the runs."""
+    """After its end it moves below the runs."""
     asked = next(iter(nodes.values()))
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(asked.root))
     model = f"{s3_uri}/model"

@@ -1,4 +1,4 @@
-"""A load that wants a part reads that part, from whichever tier has it, every byte of it verified."""
+"""A load of part of a tensor reads that part, from whichever tier has it, and verifies every byte."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIRST, COUNT = 7, 8
 NEEDED = len(NAMES) * COUNT * ROW_BYTES
 
 
-class Into:
+class TensorPlanner:
     """A planner that reads into given tensors."""
 
     def __init__(self, targets: dict[str, torch.Tensor]) -> None:
@@ -41,7 +41,7 @@ class Into:
         return self.targets[item.storage_index.fqn]
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 def rows_of(name: str, first: int, count: int) -> ReadItem:
@@ -56,7 +56,7 @@ def read_rows(uri: str, first: int = FIRST, count: int = COUNT) -> dict[str, tor
     with raises_ours():
         reader = tierckpt.TierStorageReader(uri)
         reader.set_up_storage_reader(reader.read_metadata(), True)
-        reader.read_data(LoadPlan([rows_of(name, first, count) for name in NAMES]), Into(targets))  # type: ignore[arg-type]
+        reader.read_data(LoadPlan([rows_of(name, first, count) for name in NAMES]), TensorPlanner(targets))  # type: ignore[arg-type]
     return targets
 
 
@@ -71,7 +71,7 @@ def is_right(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor], fir
 
 
 def lose_local(uri: str) -> None:
-    """This node has never seen the checkpoint."""
+    """Remove the node's local copy."""
     close_all()
     shutil.rmtree(Path(os.environ["TIERCKPT_LOCAL_ROOT"]))
 
@@ -81,7 +81,7 @@ def local(uri: str) -> Path:
 
 
 @pytest.mark.parametrize("place", ["ssd", "mount"])
-def test_a_dim_0_shard_costs_a_tenth_more_than_its_bytes_at_most(
+def test_dim_0_shard_reads_at_most_a_tenth_more_than_its_bytes(
     place: str, file_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"{file_uri}/step-1"
@@ -95,11 +95,11 @@ def test_a_dim_0_shard_costs_a_tenth_more_than_its_bytes_at_most(
     tier = "local" if place == "ssd" else "shared"
     assert NEEDED <= read[tier] <= 1.1 * NEEDED
     assert read.total() == read[tier]
-    assert abs(got["files"] - read.total()) < 100_000  # the manifest and the like are not in the telemetry
+    assert abs(got["files"] - read.total()) < 100_000  # small metadata reads are not in the telemetry
     assert list(local(uri).glob("*.distcp")) == [] or place == "ssd"
 
 
-def test_from_a_store_only_what_is_wanted_comes_in_few_requests(
+def test_store_reads_only_the_part_in_few_requests(
     s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"{s3_uri}/step-1"
@@ -111,12 +111,12 @@ def test_from_a_store_only_what_is_wanted_comes_in_few_requests(
     assert NEEDED <= got["stores"] <= 1.1 * NEEDED
     assert NEEDED <= read["shared"] <= 1.1 * NEEDED
     chunks = len(NAMES) * (COUNT * ROW_BYTES // (8 * MiB) + 1)
-    assert got["requests"] <= chunks + len(NAMES) + 3  # and the heads, the block digests, the metadata
+    assert got["requests"] <= chunks + len(NAMES) + 3  # plus heads, block digests and metadata
     assert not list(local(uri).glob("*.distcp"))
 
 
 @pytest.mark.slow
-def test_a_load_that_wants_most_of_a_file_keeps_the_file_for_the_next(
+def test_load_of_most_of_a_file_caches_the_file(
     s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"{s3_uri}/step-1"
@@ -132,9 +132,7 @@ def test_a_load_that_wants_most_of_a_file_keeps_the_file_for_the_next(
 
 
 @pytest.mark.parametrize("harm", ["lost", "damaged"])
-def test_without_block_digests_the_load_is_the_same_and_reads_more(
-    harm: str, file_uri: str, state: dict[str, torch.Tensor]
-) -> None:
+def test_without_block_digests_a_load_reads_more(harm: str, file_uri: str, state: dict[str, torch.Tensor]) -> None:
     uri = f"{file_uri}/step-1"
     save(uri, state, drain=False)
     [kept] = local(uri).glob(".tierckpt/blocks/*")
@@ -148,12 +146,12 @@ def test_without_block_digests_the_load_is_the_same_and_reads_more(
 
 
 def test_a_damaged_block_is_found_by_a_partial_read(file_uri: str, state: dict[str, torch.Tensor]) -> None:
-    """The control of what counts bytes: fewer are read, and none of them unverified."""
+    """Control of the byte counts: fewer bytes are read, and all of them are verified."""
     uri = f"{file_uri}/step-1"
     save(uri, state, drain=False)
     [shard] = local(uri).glob("*.distcp")
     content = bytearray(shard.read_bytes())
-    content[(FIRST + 1) * ROW_BYTES] ^= 1  # in the rows of the first tensor
+    content[(FIRST + 1) * ROW_BYTES] ^= 1  # in the first tensor's rows
     shard.write_bytes(content)
     with pytest.raises(IntegrityError) as caught:
         read_rows(uri)
@@ -161,8 +159,8 @@ def test_a_damaged_block_is_found_by_a_partial_read(file_uri: str, state: dict[s
     assert shard.with_name(f"{shard.name}.bad").exists()
 
 
-def test_manifests_of_the_first_release_load_as_they_did(file_uri: str, state: dict[str, torch.Tensor]) -> None:
-    """One digest of each whole chunk, and nothing beside the shards."""
+def test_manifests_without_block_digests_load(file_uri: str, state: dict[str, torch.Tensor]) -> None:
+    """They have one digest for each whole chunk and no file of block digests."""
     uri = f"{file_uri}/step-1"
     save(uri, state, drain=False)
     directory = local(uri)
@@ -181,19 +179,17 @@ def test_manifests_of_the_first_release_load_as_they_did(file_uri: str, state: d
     assert is_right(loaded, state, 0)
 
 
-def test_what_stock_dcp_saved_is_read_in_parts_too(
+def test_stock_dcp_checkpoint_is_read_in_parts(
     file_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has no digests, so a page is the least that is read."""
+    """Without digests, the smallest read is a page."""
     dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
     with asked(monkeypatch) as got:
         assert is_right(read_rows(f"{file_uri}/stock"), state)
     assert NEEDED <= got["files"] <= NEEDED + 200_000
 
 
-def test_the_block_digests_are_a_file_of_the_checkpoint_on_every_tier(
-    file_uri: str, state: dict[str, torch.Tensor]
-) -> None:
+def test_block_digests_are_a_file_on_every_tier(file_uri: str, state: dict[str, torch.Tensor]) -> None:
     uri = f"{file_uri}/step-1"
     save(uri, state)
     tierckpt.wait(uri)

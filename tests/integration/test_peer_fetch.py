@@ -1,4 +1,4 @@
-"""Filling together: real agents, real prefetches, one store that counts; and what a session makes of peers that lie.
+"""Shared prefetches: real agents and one counting store; and single sessions with simulated faulty peers.
 
 Faults of nodes and networks are in tests/fault/test_fanout.py.
 """
@@ -54,7 +54,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-def test_three_nodes_read_a_model_once_and_say_where_it_came_from(cluster: Cluster) -> None:
+def test_three_nodes_read_a_model_once_and_report_its_sources(cluster: Cluster) -> None:
     cluster.origin.reset()
     cluster.fetch()
     results = cluster.results()
@@ -70,28 +70,28 @@ def test_three_nodes_read_a_model_once_and_say_where_it_came_from(cluster: Clust
 
 
 @pytest.mark.slow
-def test_a_directory_is_filled_from_peers_as_the_cache_is(cluster: Cluster, tmp_path: Path) -> None:
+def test_directory_is_filled_from_peers(cluster: Cluster, tmp_path: Path) -> None:
     cluster.fetch()
     cluster.results()
     cluster.origin.reset()
-    for entry in (cluster.nodes[0].local_root / "cache").glob("one-*"):  # else the node copies its own
+    for entry in (cluster.nodes[0].local_root / "cache").glob("one-*"):  # or the node would copy its own
         shutil.rmtree(entry)
     target = tmp_path / "copy"
     cluster.fetch(cluster.nodes[:1], more=["--to", str(target)])
     [result] = cluster.results(cluster.nodes[:1])
     assert result.is_right, dumped([result])
     assert cluster.model.problems(target) == []
-    assert result.source("peer") == cluster.model.size_bytes, "the others have all of it"
+    assert result.source("peer") == cluster.model.size_bytes, "the other nodes hold the whole model"
     assert cluster.origin.sent_bytes() == 0
 
 
-def test_without_an_agent_that_takes_part_everything_comes_from_the_store(cluster: Cluster, tmp_path: Path) -> None:
+def test_without_an_agent_everything_comes_from_the_store(cluster: Cluster, tmp_path: Path) -> None:
     node = cluster.nodes[0]
     lonely = type(node)(
         "lonely", tmp_path / "lonely", "", {**node.env, "TIERCKPT_LOCAL_ROOT": str(tmp_path / "lonely")}
     )
     cluster.origin.reset()
-    lonely.env["TIERCKPT_PEER_LISTEN"] = cluster.nodes[1].address  # which is taken
+    lonely.env["TIERCKPT_PEER_LISTEN"] = cluster.nodes[1].address  # in use
     cluster.log_level = "info"
     cluster.fetch([lonely])
     [result] = cluster.results([lonely])
@@ -101,16 +101,16 @@ def test_without_an_agent_that_takes_part_everything_comes_from_the_store(cluste
     assert lonely.fetch.log().count("without peers") == 1
 
 
-# --- one session among peers that the test plays ----------------------------------------------------------------------
+# --- one session with simulated peers ---------------------------------------------------------------------------------
 
 CHUNK = 1000
 COUNT = 12
-QUICK = Tuning(settle_seconds=0.1, wait_seconds=0.2, stall_seconds=0.3, hedge_seconds_min=0.2)
+SHORT_TIMEOUTS = Tuning(settle_seconds=0.1, wait_seconds=0.2, stall_seconds=0.3, hedge_seconds_min=0.2)
 
 
 @dataclass
-class Played:
-    """A cluster of which only one node is real. ``give`` decides what a peer answers."""
+class SimulatedCluster:
+    """A cluster with one real node. ``give`` decides the answers of the peers."""
 
     has_digests: bool = True
     holders: dict[str, set[int]] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Played:
         self.frozen = FileSet("s3://bucket/model", (FileSpec("m", "m", len(data), "e", digests),), CHUNK)
         self.landed: dict[int, bytes] = {}
 
-    # the node's own part
+    # the node itself
 
     def has(self, index: int, chunk: int) -> bool:
         return chunk in self.landed
@@ -199,10 +199,10 @@ class Played:
         pass
 
     async def begin(self) -> FetchSession:
-        return FetchSession(self, self, self, await self.view(False), self, tuning=QUICK)
+        return FetchSession(self, self, self, await self.view(False), self, tuning=SHORT_TIMEOUTS)
 
     async def fill(self) -> FetchSession:
-        """Fetch all as a fill does, with two workers."""
+        """Fetch everything with two workers, as a prefetch does."""
         session = await self.begin()
 
         async def work() -> None:
@@ -231,122 +231,122 @@ class Played:
         return hashlib.sha256(ours).digest() == hashlib.sha256(b"".join(self.chunks)).digest()
 
 
-EVERY = set(range(COUNT))
+ALL_CHUNKS = set(range(COUNT))
 
 
-async def test_what_peers_hold_is_not_read_from_the_store() -> None:
-    played = Played(holders={"b": EVERY, "c": set(range(6))})
-    session = await played.fill()
-    assert played.is_right
-    assert played.from_store_ordinals == []
+async def test_chunks_of_peers_are_not_read_from_the_store() -> None:
+    peers_cluster = SimulatedCluster(holders={"b": ALL_CHUNKS, "c": set(range(6))})
+    session = await peers_cluster.fill()
+    assert peers_cluster.is_right
+    assert peers_cluster.from_store_ordinals == []
     assert sum(session.sources.peer_bytes.values()) == CHUNK * COUNT
-    assert played.reports
+    assert peers_cluster.reports
 
 
-async def test_who_is_slow_is_told_and_who_is_told_by_all_steps_back() -> None:
-    played, told = Played(holders={"b": EVERY, "c": EVERY}), asyncio.Queue[tuple[str, str]]()
+async def test_slow_node_is_notified_and_steps_back() -> None:
+    peers_cluster, told = SimulatedCluster(holders={"b": ALL_CHUNKS, "c": ALL_CHUNKS}), asyncio.Queue[tuple[str, str]]()
 
     async def report_slow(member: Member, version: str) -> None:
         told.put_nowait((member.name, version))
 
-    played.report_slow = report_slow  # type: ignore[method-assign]
+    peers_cluster.report_slow = report_slow  # type: ignore[method-assign]
 
     async def view(is_fetching: bool) -> ClusterView:
-        found = await Played.view(played, is_fetching)
+        found = await SimulatedCluster.view(peers_cluster, is_fetching)
         return dataclasses.replace(found, interested=frozenset("bc"), slow_to=frozenset("bc"))
 
-    played.view = view  # type: ignore[method-assign]
-    session = await played.begin()
+    peers_cluster.view = view  # type: ignore[method-assign]
+    session = await peers_cluster.begin()
     try:
         assert session.scheduler.is_slow
         session.table.slow = frozenset("b")
         async with asyncio.timeout(60):
-            assert await told.get() == ("b", played.frozen.version)
+            assert await told.get() == ("b", peers_cluster.frozen.version)
     finally:
         await session.close()
 
 
-async def test_what_nobody_holds_is_read_from_the_store_and_marked_meanwhile() -> None:
-    played = Played(holders={"b": set(), "c": set()})
-    await played.fill()
-    assert played.is_right
-    assert sorted(played.from_store_ordinals) == sorted(EVERY)
-    assert sorted(chunk for chunk, begun in played.marks if begun) == sorted(EVERY)
-    assert sorted(chunk for chunk, begun in played.marks if not begun) == sorted(EVERY)
-    assert played.nowhere == []
+async def test_chunks_without_holder_are_marked_and_read_from_the_store() -> None:
+    peers_cluster = SimulatedCluster(holders={"b": set(), "c": set()})
+    await peers_cluster.fill()
+    assert peers_cluster.is_right
+    assert sorted(peers_cluster.from_store_ordinals) == sorted(ALL_CHUNKS)
+    assert sorted(chunk for chunk, begun in peers_cluster.marks if begun) == sorted(ALL_CHUNKS)
+    assert sorted(chunk for chunk, begun in peers_cluster.marks if not begun) == sorted(ALL_CHUNKS)
+    assert peers_cluster.nowhere == []
 
 
-async def test_what_does_not_come_from_the_store_is_not_said_to_be_on_its_way_any_more() -> None:
-    played = Played(holders={"b": set()})
+async def test_failed_store_read_removes_its_mark() -> None:
+    peers_cluster = SimulatedCluster(holders={"b": set()})
 
     async def refuse(index: int, chunk: int, into: memoryview) -> str:
         raise StoreUnavailableError("no")
 
-    played.read = refuse  # type: ignore[method-assign]
+    peers_cluster.read = refuse  # type: ignore[method-assign]
     with pytest.raises(StoreUnavailableError):
-        await played.fill()
-    begun = [chunk for chunk, is_fetched in played.marks if is_fetched]
-    assert begun and sorted(begun) == sorted(chunk for chunk, is_fetched in played.marks if not is_fetched)
+        await peers_cluster.fill()
+    begun = [chunk for chunk, is_fetched in peers_cluster.marks if is_fetched]
+    assert begun and sorted(begun) == sorted(chunk for chunk, is_fetched in peers_cluster.marks if not is_fetched)
 
 
-async def test_a_peer_with_wrong_bytes_is_found_out_and_not_asked_again() -> None:
-    played = Played(holders={"evil": EVERY, "good": EVERY})
-    played.give = lambda name, ordinal, data: data[::-1] if name == "evil" else data
-    session = await played.fill()
-    assert played.is_right
+async def test_peer_with_wrong_bytes_is_banned() -> None:
+    peers_cluster = SimulatedCluster(holders={"evil": ALL_CHUNKS, "good": ALL_CHUNKS})
+    peers_cluster.give = lambda name, ordinal, data: data[::-1] if name == "evil" else data
+    session = await peers_cluster.fill()
+    assert peers_cluster.is_right
     assert session.sources.banned == {"evil"}
-    assert sum(name == "evil" for name, _ in played.asked) <= QUICK.slots
+    assert sum(name == "evil" for name, _ in peers_cluster.asked) <= SHORT_TIMEOUTS.slots
     assert "evil" not in session.sources.peer_bytes
-    assert [peer["bytes"] for peer in session.sources.peers() if peer["banned"]] == [0], "it is told of all the same"
+    assert [peer["bytes"] for peer in session.sources.peers() if peer["banned"]] == [0], "banned peers are reported too"
 
 
-async def test_without_digests_peers_that_disagree_are_not_believed_and_the_store_decides() -> None:
-    played = Played(has_digests=False, holders={"evil": EVERY, "good": EVERY})
-    played.give = lambda name, ordinal, data: data[::-1] if name == "evil" and ordinal == 3 else data
-    session = await played.fill()
-    assert played.is_right
-    assert 3 in played.from_store_ordinals
+async def test_without_digests_the_store_decides_between_peers() -> None:
+    peers_cluster = SimulatedCluster(has_digests=False, holders={"evil": ALL_CHUNKS, "good": ALL_CHUNKS})
+    peers_cluster.give = lambda name, ordinal, data: data[::-1] if name == "evil" and ordinal == 3 else data
+    session = await peers_cluster.fill()
+    assert peers_cluster.is_right
+    assert 3 in peers_cluster.from_store_ordinals
     assert session.sources.banned == {"evil"}
     assert session.sources.fallbacks["digest conflict"] >= 1
 
 
 async def test_a_peer_that_claims_another_digest_than_its_bytes_have_is_banned() -> None:
-    played = Played(has_digests=False, holders={"evil": EVERY})
-    played.claim = lambda name, ordinal, digest: "t" + "0" * 32
-    session = await played.fill()
-    assert played.is_right
+    peers_cluster = SimulatedCluster(has_digests=False, holders={"evil": ALL_CHUNKS})
+    peers_cluster.claim = lambda name, ordinal, digest: "t" + "0" * 32
+    session = await peers_cluster.fill()
+    assert peers_cluster.is_right
     assert session.sources.banned == {"evil"}
 
 
-async def test_a_peer_that_was_right_about_one_chunk_stays_banned_for_the_bytes_of_another() -> None:
-    played = Played(has_digests=False, holders={"evil": EVERY})
-    played.give = lambda name, ordinal, data: data[::-1]
-    played.claim = lambda name, ordinal, digest: digest_of(played.chunks[ordinal])
-    session = await played.fill()
-    assert played.is_right
+async def test_ban_outlasts_a_correct_chunk() -> None:
+    peers_cluster = SimulatedCluster(has_digests=False, holders={"evil": ALL_CHUNKS})
+    peers_cluster.give = lambda name, ordinal, data: data[::-1]
+    peers_cluster.claim = lambda name, ordinal, digest: digest_of(peers_cluster.chunks[ordinal])
+    session = await peers_cluster.fill()
+    assert peers_cluster.is_right
     assert session.sources.banned == {"evil"}
     assert session.table.peers["evil"].is_banned
-    assert session.table.peers["evil"].failures == 0, "it can be reached"
+    assert session.table.peers["evil"].failures == 0, "a wrong digest is not a connection failure"
 
 
-async def test_peers_that_cannot_be_reached_cost_time_and_nothing_else() -> None:
-    played = Played(holders={"b": EVERY})
+async def test_unreachable_peers_only_cost_time() -> None:
+    peers_cluster = SimulatedCluster(holders={"b": ALL_CHUNKS})
 
     def refuse(name: str, ordinal: int, data: bytes) -> bytes:
         raise PeerError("no connection")
 
-    played.give = refuse
-    await played.fill()
-    assert played.is_right
-    assert sorted(played.from_store_ordinals) == sorted(EVERY)
+    peers_cluster.give = refuse
+    await peers_cluster.fill()
+    assert peers_cluster.is_right
+    assert sorted(peers_cluster.from_store_ordinals) == sorted(ALL_CHUNKS)
 
 
-async def test_an_error_of_the_store_is_the_error_of_the_fill() -> None:
-    played = Played(holders={"b": set()})
+async def test_store_error_fails_the_fetch() -> None:
+    peers_cluster = SimulatedCluster(holders={"b": set()})
 
     async def away(index: int, chunk: int, into: memoryview) -> str:
         raise StoreUnavailableError("the store is away")
 
-    played.read = away  # type: ignore[method-assign]
+    peers_cluster.read = away  # type: ignore[method-assign]
     with pytest.raises(StoreUnavailableError):
-        await played.fill()
+        await peers_cluster.fill()

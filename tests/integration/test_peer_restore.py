@@ -1,7 +1,7 @@
-"""A checkpoint is a source from the moment some node has committed it: found, read and prefetched from there.
+"""Peers as a source: a checkpoint is found, read and prefetched from a node as soon as that node has committed it.
 
-Agents are real processes with local roots of their own. Nothing is drained here: shared storage is empty, or holds
-what a test has put there, so that what is read can only have come from peers.
+Agents are real processes with separate local roots. Nothing is drained here: shared storage is empty or holds other
+data of the test, so only peers can have served the reads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Three nodes that drain nothing; each test has a run of its own."""
+    """Three nodes that drain nothing; each test uses its own run."""
     with (
         Fleet.running(tmp_path_factory.mktemp("agents"), "tests.servers.nodes") as fleet,
         cluster(fleet, tmp_path_factory.mktemp("nodes"), 3, drain=False, chunk_size_bytes=65536) as running,
@@ -61,20 +61,20 @@ def uri(tmp_path: Path) -> str:
 
 
 def local_files(node: Node, uri: str) -> dict[str, str]:
-    """Every file of the node's own copy that stock PyTorch would see, with the digest of its bytes."""
+    """Map each file of the node's copy that stock PyTorch would see to its digest."""
     directory = node.directory(uri)
     files = [path for path in directory.iterdir() if path.is_file()] if directory.exists() else []
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def save_on(nodes: Nodes, index: int, uri: str, state: dict[str, Any]) -> None:
-    """Save on one node, and wait until another finds it there."""
+    """Save on one node and wait until another node finds the step."""
     save(uri, state, settings=nodes[index].settings)
     await_holders(nodes, index, uri, 1, nodes[(index + 1) % 3])
 
 
 def await_holders(nodes: Nodes, index: int, uri: str, count: int, by: Node) -> None:
-    """Until a node finds what node ``index`` has on so many others: agents look at their disks twice a second."""
+    """Wait until a node finds ``count`` holders of node ``index``'s data. Agents scan their disks twice a second."""
     location, manifest = parse_uri(uri), read_local_manifest(nodes[index].directory(uri))
     assert manifest is not None
     client = Client(by.settings)
@@ -92,20 +92,20 @@ def await_holders(nodes: Nodes, index: int, uri: str, count: int, by: Node) -> N
 
 
 @pytest.mark.slow
-def test_a_rollout_node_prefetches_a_step_that_only_the_training_node_has(nodes: Nodes, uri: str) -> None:
+def test_rollout_node_prefetches_a_step_from_the_training_node(nodes: Nodes, uri: str) -> None:
     trainer, rollout = nodes[0], nodes[2]
     step = f"{uri}/step-1"
     save_on(nodes, 0, step, small_state(1))
     directory = tierckpt.prefetch(step, settings=rollout.settings)
     assert directory == rollout.directory(step)
     assert local_files(rollout, step) == local_files(trainer, step)
-    assert not Path(step).exists(), "nothing was on shared storage"
+    assert not Path(step).exists(), "shared storage must be empty"
     stock = zeros_like(small_state(1))
     dcp.load(stock, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
     assert same(stock, small_state(1))
     manifest = read_local_manifest(directory)
     assert manifest is not None
-    assert not is_drained(directory, manifest.attempt), "nobody may evict it for being on shared storage: it is not"
+    assert not is_drained(directory, manifest.attempt), "the copy must not count as drained, or it may be evicted"
     trainer.kill()
     try:
         assert same(load(step, zeros_like(small_state(1)), settings=rollout.settings), small_state(1))
@@ -115,8 +115,8 @@ def test_a_rollout_node_prefetches_a_step_that_only_the_training_node_has(nodes:
 
 
 @pytest.mark.slow
-def test_two_rollout_nodes_at_once_have_a_large_step_from_the_trainer_and_each_other(nodes: Nodes, uri: str) -> None:
-    """Large enough for chunks to be shared while they come; nothing is on shared storage all the time."""
+def test_two_rollout_nodes_share_the_chunks_of_a_large_step(nodes: Nodes, uri: str) -> None:
+    """Large enough for nodes to exchange chunks during the fetch; shared storage stays empty."""
     step = f"{uri}/step-1"
     state = {f"t{index}": torch.randn(200_000, generator=torch.Generator().manual_seed(index)) for index in range(6)}
     save_on(nodes, 0, step, state)
@@ -127,7 +127,7 @@ def test_two_rollout_nodes_at_once_have_a_large_step_from_the_trainer_and_each_o
     assert not Path(step).exists()
 
 
-def test_the_command_line_restores_what_only_a_peer_has(
+def test_cli_restores_a_step_from_a_peer(
     nodes: Nodes, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_on(nodes, 0, f"{uri}/step-3", small_state(3))
@@ -142,7 +142,7 @@ def test_the_command_line_restores_what_only_a_peer_has(
     assert same(state, small_state(3))
 
 
-def test_the_command_line_verifies_what_peers_have(
+def test_cli_verifies_copies_on_peers(
     nodes: Nodes, uri: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = f"{uri}/step-4"
@@ -168,11 +168,11 @@ def test_the_command_line_verifies_what_peers_have(
         shard.unlink()
     found = verify(nodes[0])
     assert (found["code"], found["tiers"], found["problems"]) == (0, ["local", "peer"], [])
-    assert found["absent"], "its shards are on the other node only"
+    assert found["absent"], "its shards are only on the other node"
 
 
-def test_the_newest_step_is_found_over_own_ssd_peers_and_shared_storage(nodes: Nodes, uri: str) -> None:
-    """Never assume that local is newer, nor that shared storage is."""
+def test_newest_step_of_ssd_peers_and_shared_storage_wins(nodes: Nodes, uri: str) -> None:
+    """Neither the local tier nor shared storage is assumed to be newer."""
     here = nodes[0].settings
     save_on(nodes, 0, f"{uri}/step-1", small_state(1))
     assert tierckpt.latest(uri, settings=here) == f"{uri}/step-1"
@@ -186,9 +186,7 @@ def test_the_newest_step_is_found_over_own_ssd_peers_and_shared_storage(nodes: N
     assert found.tiers == {Tier.SHARED}
 
 
-def test_of_two_saves_under_one_name_the_newest_that_is_whole_wins(
-    nodes: Nodes, uri: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_newest_complete_save_of_one_name_wins(nodes: Nodes, uri: str, caplog: pytest.LogCaptureFixture) -> None:
     step = f"{uri}/step-1"
     save_on(nodes, 0, step, small_state(1))
     save_on(nodes, 1, step, small_state(2))
@@ -210,7 +208,7 @@ def test_of_two_saves_under_one_name_the_newest_that_is_whole_wins(
     assert found.manifest == read_local_manifest(nodes[0].directory(step))
 
 
-def test_a_load_of_a_few_rows_asks_peers_for_those_and_brings_no_file(nodes: Nodes, uri: str) -> None:
+def test_load_of_a_few_rows_fetches_only_their_bytes_from_peers(nodes: Nodes, uri: str) -> None:
     rows = torch.arange(400_000, dtype=torch.float32).reshape(1000, 400)
     save_on(nodes, 0, uri, {"wanted": rows[:10].clone(), "other": rows})
     state: dict[str, Any] = {"wanted": torch.zeros(10, 400)}
@@ -218,16 +216,16 @@ def test_a_load_of_a_few_rows_asks_peers_for_those_and_brings_no_file(nodes: Nod
     assert local_files(nodes[2], uri) == {}
 
 
-def test_what_nobody_has_is_said_to_be_missing(nodes: Nodes, uri: str) -> None:
+def test_step_that_no_node_has_is_reported_missing(nodes: Nodes, uri: str) -> None:
     with pytest.raises(CheckpointNotFoundError):
         load(f"{uri}/step-9", zeros_like(small_state(1)), settings=nodes[1].settings)
     assert tierckpt.latest(uri, settings=nodes[1].settings) is None
 
 
-def test_a_peer_that_goes_away_in_the_middle_costs_nothing_where_another_copy_is(
+def test_peer_lost_during_a_read_is_replaced_by_another_holder(
     nodes: Nodes, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first chunk comes, then its agent is killed: the rest is read from the other holder."""
+    """After the first chunk its agent is killed: the other holder serves the rest."""
     step = f"{uri}/step-5"
     save_on(nodes, 1, step, small_state(5))
     tierckpt.prefetch(step, settings=nodes[2].settings)
@@ -244,10 +242,10 @@ def test_a_peer_that_goes_away_in_the_middle_costs_nothing_where_another_copy_is
         return data
 
     monkeypatch.setattr(PeerReplicas, "chunk", chunk)
-    monkeypatch.setattr(cluster_module, "LIVE_SECONDS", 3600.0)  # nobody tells it that the peer has gone
+    monkeypatch.setattr(cluster_module, "LIVE_SECONDS", 3600.0)  # the reader does not learn that the peer is down
     try:
         assert same(load(step, zeros_like(small_state(5)), settings=nodes[0].settings), small_state(5))
-        assert killed, "no peer was ever asked"
+        assert killed, "no peer received a request"
     finally:
         close_all()
         for node in nodes:

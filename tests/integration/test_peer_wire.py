@@ -1,4 +1,4 @@
-"""A node asks another one: server, client and files are real (K1 to K3 in tierckpt/agent/peer_server.py)."""
+"""One node requests data of another, with real server, client and files (K1 to K3 in tierckpt/agent/peer_server.py)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def same(one: bytes, other: bytes) -> bool:
 
 
 @pytest.mark.parametrize("known", [True, False])
-async def test_every_chunk_arrives_in_the_memory_of_who_asks(tmp_path: Path, known: bool) -> None:
+async def test_chunks_arrive_in_the_callers_memory(tmp_path: Path, known: bool) -> None:
     frozen = publish(tmp_path, DATA, known=known)
     async with serving(tmp_path) as node:
         client = node.client()
@@ -84,7 +84,7 @@ async def test_every_chunk_arrives_in_the_memory_of_who_asks(tmp_path: Path, kno
         assert node.server.served == {"client": sum(map(len, DATA.values()))}
 
 
-async def test_a_connection_is_used_again_and_again(tmp_path: Path) -> None:
+async def test_connection_is_reused(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path) as node:
         client = node.client()
@@ -94,7 +94,7 @@ async def test_a_connection_is_used_again_and_again(tmp_path: Path) -> None:
         assert len(node.server.http.connections) == 1
 
 
-async def test_a_connection_that_the_peer_has_closed_meanwhile_is_no_failure(tmp_path: Path) -> None:
+async def test_idle_connection_closed_by_the_peer_is_no_failure(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path) as node:
         client = node.client()
@@ -105,7 +105,7 @@ async def test_a_connection_that_the_peer_has_closed_meanwhile_is_no_failure(tmp
         assert same(await get(client, node.member, frozen, 1), bytes_of(frozen, DATA, 1))
 
 
-async def test_what_lands_while_somebody_waits_is_given_at_once(tmp_path: Path) -> None:
+async def test_waiting_request_gets_a_new_chunk_at_once(tmp_path: Path) -> None:
     frozen = freeze(DATA)
     async with serving(tmp_path) as node:
         waiting = [asyncio.ensure_future(get(node.client(), node.member, frozen, 7, wait_seconds=10)) for _ in range(8)]
@@ -117,7 +117,7 @@ async def test_what_lands_while_somebody_waits_is_given_at_once(tmp_path: Path) 
         filling.close()
 
 
-async def test_who_waits_in_vain_is_told_so_in_time(tmp_path: Path) -> None:
+async def test_waiting_request_times_out(tmp_path: Path) -> None:
     frozen = freeze(DATA)
     filling = begin(tmp_path, frozen)
     land(filling, DATA, [0])
@@ -130,9 +130,7 @@ async def test_who_waits_in_vain_is_told_so_in_time(tmp_path: Path) -> None:
     filling.close()
 
 
-async def test_the_longer_it_takes_the_less_often_is_looked_and_all_who_wait_share_each_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_polling_slows_down_and_is_shared_by_waiters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = freeze(DATA)
     filling = begin(tmp_path, frozen)
     land(filling, DATA, [0])
@@ -142,11 +140,11 @@ async def test_the_longer_it_takes_the_less_often_is_looked_and_all_who_wait_sha
         waiting = [get(node.client(), node.member, frozen, 7, wait_seconds=1) for _ in range(4)]
         for outcome in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(outcome, ObjectNotFoundError)
-        assert 2 <= len(looks) <= 40  # every 10 ms they would be nearly 100
+        assert 2 <= len(looks) <= 40  # nearly 100 with a constant period of 10 ms
     filling.close()
 
 
-async def test_an_answer_tells_what_else_has_landed(tmp_path: Path) -> None:
+async def test_answer_lists_other_new_chunks(tmp_path: Path) -> None:
     frozen = freeze(DATA)
     filling = begin(tmp_path, frozen)
     land(filling, DATA, [3])
@@ -160,11 +158,11 @@ async def test_an_answer_tells_what_else_has_landed(tmp_path: Path) -> None:
         assert [at for at, _ in answer.held.new] == [5]
         held = await client.chunk_report(node.member, frozen.version, CHUNK, after=2, interested=True)
         assert [at for at, _ in held.new] == [5]
-        assert held.interested == {"client", "server"}, "the node itself fills it"
+        assert held.interested == {"client", "server"}, "the node itself fetches it"
     filling.close()
 
 
-async def test_interest_ends_when_nobody_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_interest_expires_without_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen = freeze(DATA)
     async with serving(tmp_path) as node:
         one, two = node.client("one"), node.client("two")
@@ -175,7 +173,7 @@ async def test_interest_ends_when_nobody_asks(tmp_path: Path, monkeypatch: pytes
         assert await asyncio.to_thread(node.server.interested, frozen.version) == set()
 
 
-async def test_bytes_that_are_not_what_the_manifest_says_are_refused_and_nobody_else_gets_them(tmp_path: Path) -> None:
+async def test_bytes_with_another_digest_are_refused_and_not_served(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path) as node:
         client, into = node.client(), memoryview(bytearray(CHUNK))
@@ -186,7 +184,7 @@ async def test_bytes_that_are_not_what_the_manifest_says_are_refused_and_nobody_
             await client.chunk(node.member, frozen.version, CHUNK, 0, memoryview(bytearray(CHUNK - 1)))
 
 
-async def test_a_chunk_that_has_rotted_on_the_disk_is_not_there(tmp_path: Path) -> None:
+async def test_damaged_chunk_is_reported_missing(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     with (tmp_path / "cache" / frozen.name / frozen.files[0].path).open("r+b") as stream:
         stream.write(b"rotten")
@@ -196,7 +194,7 @@ async def test_a_chunk_that_has_rotted_on_the_disk_is_not_there(tmp_path: Path) 
         assert (await node.client().status(node.member))["bad_chunks"] == 1
 
 
-async def test_a_file_system_without_sendfile_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_file_system_without_sendfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen, tried = publish(tmp_path, DATA), []
 
     async def none(*asked: object, **how: object) -> int:
@@ -209,7 +207,7 @@ async def test_a_file_system_without_sendfile_is_read(tmp_path: Path, monkeypatc
         assert tried == [1]
 
 
-async def test_after_a_request_was_given_up_nothing_is_written_to_its_memory(tmp_path: Path) -> None:
+async def test_cancelled_request_writes_nothing_to_its_memory(tmp_path: Path) -> None:
     big = {"big": os.urandom(64 * CHUNK)}
     frozen = publish(tmp_path, big, chunk_size_bytes=64 * CHUNK)
     async with serving(tmp_path, bytes_per_second=16 * CHUNK) as node:
@@ -224,7 +222,7 @@ async def test_after_a_request_was_given_up_nothing_is_written_to_its_memory(tmp
         assert same(into, bytes(len(into)))
 
 
-# --- the rest of what can be asked ---------------------------------------------------------------------------------
+# --- other requests ------------------------------------------------------------------------------------------------
 
 
 async def test_peers_speak_ipv6(tmp_path: Path) -> None:
@@ -257,7 +255,7 @@ async def test_members_manifests_steps_and_status(tmp_path: Path) -> None:
         assert node.members.heard == [row, None]
 
 
-async def test_a_node_with_nothing_says_so(tmp_path: Path) -> None:
+async def test_empty_node_answers(tmp_path: Path) -> None:
     async with serving(tmp_path) as node:
         held = await node.client().chunk_report(node.member, "0" * 32, CHUNK)
         assert (held.total, held.landed, held.whole) == (0, 0, False)
@@ -266,7 +264,7 @@ async def test_a_node_with_nothing_says_so(tmp_path: Path) -> None:
 # --- bounds --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_peer_gets_a_quarter_of_what_is_served_at_a_time_and_is_told_to_come_again(
+async def test_peer_gets_a_quarter_of_the_slots_and_then_retry_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SERVES_MAX", 8)
@@ -288,7 +286,7 @@ async def test_a_peer_gets_a_quarter_of_what_is_served_at_a_time_and_is_told_to_
         assert node.server.counts["busy"] == 2
 
 
-async def test_the_rate_of_all_together_is_bounded(tmp_path: Path) -> None:
+async def test_total_rate_is_bounded(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     rate = 16 * CHUNK
     async with serving(tmp_path, bytes_per_second=rate) as node:
@@ -298,7 +296,7 @@ async def test_the_rate_of_all_together_is_bounded(tmp_path: Path) -> None:
         assert sum(map(len, DATA.values())) / took <= rate * 1.3
 
 
-async def test_a_bucket_lets_through_what_it_may() -> None:
+async def test_token_bucket_rate() -> None:
     bucket, begun = TokenBucket(1000), time.monotonic()
     for _ in range(10):
         await bucket.take(50)
@@ -323,10 +321,8 @@ async def test_256_clients_get_every_chunk_and_no_error(tmp_path: Path) -> None:
         assert node.server.counts["chunks"] == 512
 
 
-async def test_too_many_connections_are_closed_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 16)  # eight from one address
+async def test_excess_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 16)  # eight for one address
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path) as node:
         good = node.client()
@@ -346,10 +342,10 @@ async def test_too_many_connections_are_closed_and_the_others_go_on(
         assert await get(node.client(), node.member, frozen, 2)
 
 
-# --- who may ask ---------------------------------------------------------------------------------------------------
+# --- authentication ------------------------------------------------------------------------------------------------
 
 
-async def test_no_byte_of_a_request_can_be_changed(tmp_path: Path) -> None:
+async def test_changed_request_is_rejected(tmp_path: Path) -> None:
     target = chunk_target(publish(tmp_path, DATA).version, CHUNK, 1, 0, 0.0)
     async with serving(tmp_path) as node:
         host, _, port = node.member.address.rpartition(":")
@@ -379,7 +375,7 @@ async def test_no_byte_of_a_request_can_be_changed(tmp_path: Path) -> None:
         assert tried > 250
 
 
-async def test_another_secret_is_no_member(tmp_path: Path) -> None:
+async def test_request_with_another_secret_is_rejected(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path) as node:
         with pytest.raises(PermissionDeniedError):
@@ -392,35 +388,35 @@ async def test_another_secret_is_no_member(tmp_path: Path) -> None:
         assert node.server.counts["refused"] == 1
 
 
-async def test_who_has_taken_the_place_of_a_node_without_the_secret_is_not_believed(tmp_path: Path) -> None:
+async def test_impostor_without_the_secret_is_rejected(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path, peer_secret_file=None) as impostor:
         with pytest.raises(PermissionDeniedError, match="not proven"):
             await get(impostor.client(peer_secret_file=secret_file(tmp_path / "secrets")), impostor.member, frozen, 0)
 
 
-async def test_a_request_for_another_node_is_not_answered(tmp_path: Path) -> None:
+async def test_request_for_another_node_is_rejected(tmp_path: Path) -> None:
     async with serving(tmp_path) as node:
         with pytest.raises(PermissionDeniedError):
             await node.client().status(Member("somebody else", node.server.address))
 
 
 @pytest.mark.parametrize("address", ["node-1:7117", "169.254.169.254:80", "[fe80::1]:80", "0.0.0.0:1", "127.0.0.1"])
-async def test_nothing_is_sent_to_an_address_that_no_peer_can_have(tmp_path: Path, address: str) -> None:
+async def test_invalid_peer_address_gets_no_request(tmp_path: Path, address: str) -> None:
     node = Node(tmp_path)
     with pytest.raises(PeerError, match="no address"):
         await node.client().status(Member("x", address))
     await node.client().close()
 
 
-async def test_a_port_that_is_taken_is_a_configuration_error(tmp_path: Path) -> None:
+async def test_port_in_use_is_a_configuration_error(tmp_path: Path) -> None:
     async with serving(tmp_path) as node:
         again = Node(tmp_path, peer_listen=node.server.address)
         with pytest.raises(ConfigError, match="cannot serve"):
             await again.server.start()
 
 
-async def test_a_server_that_is_closed_is_gone_at_once(tmp_path: Path) -> None:
+async def test_closed_server_refuses_connections(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path) as node:
         client, member = node.client(), node.member
@@ -458,11 +454,11 @@ async def test_peers_with_certificates_of_one_authority_need_no_secret(tmp_path:
 
 
 @pytest.mark.parametrize("wrong", ["authority of the client", "authority of the server", "name", "plain"])
-async def test_nobody_else_gets_or_gives_anything(tmp_path: Path, wrong: str) -> None:
+async def test_peer_with_an_invalid_certificate_is_rejected(tmp_path: Path, wrong: str) -> None:
     frozen: FileSet = publish(tmp_path, DATA)
     ours, other = Authority(tmp_path), Authority(tmp_path, "other")
     good = certified(ours, tmp_path / "good")
-    believing = certified(other, tmp_path / "believing")  # their certificate, our authority
+    believing = certified(other, tmp_path / "believing")  # their certificate, this node's authority
     shutil.copy(ours.path, tmp_path / "believing" / "ca.crt")
     named = certified(ours, tmp_path / "named", "127.0.0.2")
     served = {
@@ -480,7 +476,7 @@ async def test_nobody_else_gets_or_gives_anything(tmp_path: Path, wrong: str) ->
         assert node.server.counts["chunks"] == 0
 
 
-async def test_the_server_is_what_the_agent_says_it_is(tmp_path: Path) -> None:
+async def test_address_of_a_server_that_does_not_listen_raises(tmp_path: Path) -> None:
     node = Node(tmp_path)
     assert isinstance(node.server, PeerServer)
     with pytest.raises(ConfigError, match="is not listening"):
@@ -491,7 +487,7 @@ async def test_the_server_is_what_the_agent_says_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hours", [-30, -1, 1, 9000])
-async def test_nodes_whose_clocks_are_hours_apart_talk_after_one_more_request(tmp_path: Path, hours: float) -> None:
+async def test_clock_skew_costs_one_more_request(tmp_path: Path, hours: float) -> None:
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path) as node:
         node.server.verifier.clock = lambda: time.time() + 3600 * hours
@@ -500,12 +496,12 @@ async def test_nodes_whose_clocks_are_hours_apart_talk_after_one_more_request(tm
             await client.chunk(node.member, frozen.version, CHUNK, ordinal, into)
             assert same(into, bytes_of(frozen, DATA, ordinal))
         assert node.server.counts["other_time"] == 1
-        node.server.verifier.clock = lambda: time.time() - 3600 * hours  # another process answers there now
+        node.server.verifier.clock = lambda: time.time() - 3600 * hours  # as another process there would have
         await client.members(node.member)
         assert node.server.counts["other_time"] == 2
 
 
-async def test_who_is_no_member_learns_no_time_and_teaches_none(tmp_path: Path) -> None:
+async def test_non_member_neither_learns_nor_sets_the_time(tmp_path: Path) -> None:
     async with serving(tmp_path) as node:
         node.server.verifier.clock = lambda: time.time() + 3600
         stranger = node.client(
@@ -519,7 +515,7 @@ async def test_who_is_no_member_learns_no_time_and_teaches_none(tmp_path: Path) 
             await node.client().members(node.member)
 
 
-async def test_who_is_no_member_fills_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_non_member_cannot_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(tmp_path) as node:
         host, _, port = node.member.address.rpartition(":")
         for number in range(200):

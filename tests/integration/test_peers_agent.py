@@ -1,4 +1,4 @@
-"""Agents that know each other: real processes at loopback addresses, joined, left, killed, stopped and healed."""
+"""Peer agents as real processes at loopback addresses: join, leave, kill, stop and recovery."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from tierckpt.peer.peer_client import PeerClient
 from tierckpt.types import Json
 
 SECRET = "canary-4cf1a9d2-known-to-all-nodes"
-PATIENCE_SECONDS = 90.0
+WAIT_SECONDS = 90.0
 CHUNK = 64 << 10
 
 _hosts = itertools.count(random.randrange(1 << 20))
 
 
 def address() -> str:
-    """An address that nobody else has: a loopback host of its own."""
+    """Return a loopback address that no other test uses."""
     rest, last = divmod(next(_hosts), 254)
     return f"127.{64 + rest // 256 % 64}.{rest % 256}.{last + 1}:7117"
 
 
 @dataclass
 class Node:
-    """One node: its settings, its agent's process, and what can be asked of it."""
+    """One node: its settings, its agent process and queries to it."""
 
     fleet: Fleet
     root: Path
@@ -86,7 +86,7 @@ class Node:
         return str(self.ask("peers")["me"]["name"])
 
     def live(self) -> set[str]:
-        """Addresses of those who are there, as this node sees it; none while it cannot be asked."""
+        """Return the addresses of the live nodes as this node sees them; empty while its agent does not answer."""
         try:
             return {row["address"] for row in self.ask("peers")["live"]}
         except TierckptError:
@@ -112,7 +112,7 @@ def nodes(fleet: Fleet, tmp_path: Path) -> Iterator[Callable[..., list[Node]]]:
 
     def make(count: int, peers: str = "", **more: str) -> list[Node]:
         addresses = [address() for _ in range(count)]
-        listed = peers or ",".join(addresses[:2])  # two places to ask are enough to find everybody
+        listed = peers or ",".join(addresses[:2])  # two seeds are enough to find all nodes
         first = len(made)
         made.extend(Node(fleet, tmp_path / f"n{first + at}", it, listed, more) for at, it in enumerate(addresses))
         return made[first:]
@@ -123,11 +123,11 @@ def nodes(fleet: Fleet, tmp_path: Path) -> Iterator[Callable[..., list[Node]]]:
             node.agent.kill()
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> float:
-    """Wait for ``condition``; return how long that took."""
+def until(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> float:
+    """Wait for ``condition``. Returns the seconds it took."""
     begun = time.monotonic()
     while not condition():
-        assert time.monotonic() - begun < seconds, f"{what} did not happen in {seconds:g} s"
+        assert time.monotonic() - begun < seconds, f"not within {seconds:g} s: {what}"
         time.sleep(0.1)
     return time.monotonic() - begun
 
@@ -142,16 +142,16 @@ def model(uri: str = "s3://models/tiny", chunks: int = 6) -> tuple[FileSet, byte
     return FileSet(uri, (FileSpec("model.bin", "model.bin", len(data), '"etag"'),), CHUNK), data
 
 
-def land(filling: PartialEntry, data: bytes, chunks: Sequence[int]) -> None:
+def write_chunks(filling: PartialEntry, data: bytes, chunks: Sequence[int]) -> None:
     for chunk in chunks:
         filling.land(0, chunk, data[chunk * CHUNK : (chunk + 1) * CHUNK])
 
 
-# --- who is there -------------------------------------------------------------------------------------------------
+# --- membership ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_eight_agents_find_each_other_and_notice_death_goodbye_and_return(nodes: Callable[..., list[Node]]) -> None:
+def test_eight_agents_join_and_detect_kill_leave_and_return(nodes: Callable[..., list[Node]]) -> None:
     cluster = [node.start() for node in nodes(8)]
     until(lambda: agree(cluster), "eight agents that know each other")
     *rest, killed, leaving = cluster
@@ -159,7 +159,7 @@ def test_eight_agents_find_each_other_and_notice_death_goodbye_and_return(nodes:
     killed.signal(signal.SIGKILL)
     until(lambda: agree([*rest, leaving]), "the end of one that was killed")
     leaving.signal(signal.SIGTERM)
-    until(lambda: agree(rest), "the goodbye of one that was told to end")
+    until(lambda: agree(rest), "a stopped agent announces that it leaves")
     until(lambda: rest[0].states() == {"live", "dead", "left"}, "the killed one to be held for dead, not the other")
     killed.address = address()
     killed.start()
@@ -168,7 +168,7 @@ def test_eight_agents_find_each_other_and_notice_death_goodbye_and_return(nodes:
 
 
 @pytest.mark.slow
-def test_a_stopped_agent_is_left_out_and_taken_back_when_it_goes_on(nodes: Callable[..., list[Node]]) -> None:
+def test_stopped_agent_is_dropped_and_readmitted_when_it_continues(nodes: Callable[..., list[Node]]) -> None:
     cluster = [node.start() for node in nodes(3)]
     until(lambda: agree(cluster), "three agents that know each other")
     *rest, stopped = cluster
@@ -178,7 +178,7 @@ def test_a_stopped_agent_is_left_out_and_taken_back_when_it_goes_on(nodes: Calla
     until(lambda: agree(cluster), "three that are together again")
 
 
-def test_who_does_not_know_the_secret_is_no_member_and_is_told_why(nodes: Callable[..., list[Node]]) -> None:
+def test_node_with_another_secret_is_refused_with_the_reason(nodes: Callable[..., list[Node]]) -> None:
     one, other = (node.start() for node in nodes(2))
     (stranger,) = nodes(1, peers=one.peers)
     another = secret_file(stranger.root.parent, "another-secret-of-enough-bytes")
@@ -191,7 +191,7 @@ def test_who_does_not_know_the_secret_is_no_member_and_is_told_why(nodes: Callab
 
 
 @pytest.mark.slow
-def test_a_copied_local_root_gets_a_name_of_its_own(nodes: Callable[..., list[Node]]) -> None:
+def test_copied_local_root_gets_a_new_node_name(nodes: Callable[..., list[Node]]) -> None:
     cluster = nodes(3)
     for node in cluster[1:]:
         (node.root / "agent").mkdir(parents=True, mode=0o700)
@@ -202,11 +202,11 @@ def test_a_copied_local_root_gets_a_name_of_its_own(nodes: Callable[..., list[No
     assert len({node.name for node in cluster}) == 3
 
 
-# --- an agent whose peers cannot be served works without ---------------------------------------------------------
+# --- an agent that cannot serve peers continues without them --------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_taken_port_is_told_and_taken_up_when_it_is_free(nodes: Callable[..., list[Node]]) -> None:
+def test_port_in_use_is_reported_and_bound_when_free(nodes: Callable[..., list[Node]]) -> None:
     (node,) = nodes(1)
     host, port = node.address.split(":")
     with socket.create_server((host, int(port))):
@@ -228,7 +228,7 @@ def test_a_taken_port_is_told_and_taken_up_when_it_is_free(nodes: Callable[..., 
         ("127.0.0.1", "0.0.0.0:0", "to whoever asks"),
     ],
 )
-def test_settings_that_cannot_work_are_told_and_the_agent_goes_on(
+def test_unusable_peer_settings_are_reported_and_the_agent_continues(
     nodes: Callable[..., list[Node]], peers: str, listen: str, reason: str
 ) -> None:
     (node,) = nodes(1, peers=peers)
@@ -239,7 +239,7 @@ def test_settings_that_cannot_work_are_told_and_the_agent_goes_on(
     until(lambda: runs(node) and reason in node.ask("peer_status")["problem"], "the reason")
 
 
-def test_an_agent_tells_the_others_the_address_that_it_is_given(nodes: Callable[..., list[Node]]) -> None:
+def test_agent_announces_its_advertised_address(nodes: Callable[..., list[Node]]) -> None:
     (node,) = nodes(1)
     node.start("--advertise", "localhost:9")
     until(lambda: node.live() == {"127.0.0.1:9"}, "the address it was given")
@@ -252,18 +252,18 @@ def runs(node: Node) -> bool:
         return False
 
 
-# --- what processes of the node tell and ask ----------------------------------------------------------------------
+# --- requests of local processes ----------------------------------------------------------------------------------
 
 
-def test_what_a_process_fills_is_served_for_as_long_as_it_is_connected(
+def test_partial_entry_is_served_while_its_process_is_connected(
     nodes: Callable[..., list[Node]], tmp_path: Path
 ) -> None:
-    """The directory lies outside the local root: only the process knows of it."""
+    """The directory is outside the local root, so only the process knows it."""
     (node,) = (one.start() for one in nodes(1))
     until(lambda: node.live() == {node.address}, "the agent")
     frozen, data = model()
     filling = PartialEntry(tmp_path / "elsewhere" / "model", frozen, preallocate=False)
-    land(filling, data, [2])
+    write_chunks(filling, data, [2])
     settings = Settings.load(peer_secret_file=secret_file(tmp_path, SECRET))
     member = member_of(node.ask("peers")["me"])
 
@@ -294,7 +294,7 @@ def test_what_a_process_fills_is_served_for_as_long_as_it_is_connected(
 
 
 @pytest.mark.slow
-def test_that_others_find_this_node_slow_is_told_to_who_fills_here_for_a_while(
+def test_slow_node_report_reaches_local_fetches_and_expires(
     nodes: Callable[..., list[Node]],
 ) -> None:
     (node,) = (one.start() for one in nodes(1))
@@ -316,7 +316,7 @@ def test_that_others_find_this_node_slow_is_told_to_who_fills_here_for_a_while(
 
 
 @pytest.mark.slow
-def test_an_agent_leaves_though_others_ask_for_members_and_stays_while_somebody_fills(
+def test_heartbeats_do_not_keep_an_idle_agent_but_a_fetch_does(
     nodes: Callable[..., list[Node]], tmp_path: Path
 ) -> None:
     (staying,) = (node.start() for node in nodes(1))
@@ -325,16 +325,16 @@ def test_an_agent_leaves_though_others_ask_for_members_and_stays_while_somebody_
     until(lambda: agree([staying, leaving]), "two that know each other")
     with leaving.contact() as contact:
         contact.ask({"op": "peers", "version": "0" * 32, "directory": str(tmp_path / "model")}, start=False)
-        time.sleep(4.5)  # longer than it would stay for its own sake
+        time.sleep(4.5)  # longer than its own idle time
         assert runs(leaving)
     assert leaving.agent is not None
-    ended = leaving.agent.wait(PATIENCE_SECONDS)
-    assert ended is not None, "a heartbeat is no reason to stay"
+    ended = leaving.agent.wait(WAIT_SECONDS)
+    assert ended is not None, "a heartbeat must not keep the agent running"
     assert ended.code == 0
     until(lambda: agree([staying]), "the goodbye of one that left when idle")
 
 
-def test_the_jobs_own_store_tells_where_the_agents_are(nodes: Callable[..., list[Node]]) -> None:
+def test_agents_are_found_through_the_jobs_store(nodes: Callable[..., list[Node]]) -> None:
     cluster = [node.start() for node in nodes(3, peers="torchrun")]
     until(lambda: all(node.live() == {node.address} for node in cluster), "three agents, each alone")
     for node in cluster[1:]:
@@ -344,7 +344,7 @@ def test_the_jobs_own_store_tells_where_the_agents_are(nodes: Callable[..., list
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_job_under_torchrun_introduces_its_nodes_agents(nodes: Callable[..., list[Node]]) -> None:
+def test_torchrun_job_introduces_the_agents_of_its_nodes(nodes: Callable[..., list[Node]]) -> None:
     cluster = [node.start() for node in nodes(3, peers="torchrun")]
     until(lambda: all(node.live() == {node.address} for node in cluster), "three agents, each alone")
     launch("tests.integration.peer_ranks:meet", 3, roots=[str(node.root) for node in cluster])
@@ -366,26 +366,30 @@ def test_a_secret_reaches_an_agent_started_on_demand_and_is_shown_nowhere(
     try:
         until(lambda: len(contact.ask({"op": "peers"})["live"]) == 2, "two that know each other")
         pid = contact.ask({"op": "status"})["pid"]
-        told = [json.dumps(contact.ask({"op": op})) for op in ("status", "peers", "peer_status")]
-        told += [Path(f"/proc/{pid}/{name}").read_text() for name in ("cmdline", "environ")]
-        told += [(tmp_path / "demand" / "agent" / "agent.log").read_text(), repr(settings), settings.model_dump_json()]
-        assert all(SECRET not in text for text in told)
+        outputs = [json.dumps(contact.ask({"op": op})) for op in ("status", "peers", "peer_status")]
+        outputs += [Path(f"/proc/{pid}/{name}").read_text() for name in ("cmdline", "environ")]
+        outputs += [
+            (tmp_path / "demand" / "agent" / "agent.log").read_text(),
+            repr(settings),
+            settings.model_dump_json(),
+        ]
+        assert all(SECRET not in text for text in outputs)
     finally:
         contact.ask({"op": "stop"})
         contact.close()
 
 
-# --- what people see ----------------------------------------------------------------------------------------------
+# --- output for people --------------------------------------------------------------------------------------------
 
 
-def said(process: Process) -> Json:
-    ended = process.wait(PATIENCE_SECONDS)
+def output_of(process: Process) -> Json:
+    ended = process.wait(WAIT_SECONDS)
     assert ended is not None, process.log()
     assert ended.code == 0, process.log()
     return process.answer()
 
 
-def test_status_shows_members_and_what_would_survive(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
+def test_status_shows_members_and_survivable_losses(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
     cluster = [node.start("--network-bytes-per-second", "25MB") for node in nodes(4, TIERCKPT_REPLICAS="2")]
     until(lambda: agree(cluster), "four agents that know each other")
     node, version = cluster[0], "ab" * 16
@@ -395,69 +399,69 @@ def test_status_shows_members_and_what_would_survive(nodes: Callable[..., list[N
             "by_peer": {cluster[1].name: 3000},
             "slowest": {"what": "chunk 7", "seconds": 1.5, "from": cluster[1].name},
         }
-        for _ in range(2):  # each replaces the one before
+        for _ in range(2):  # each replaces the previous one
             contact.ask({"op": "fetched", "version": version, "report": report}, start=False)
-    document = said(fleet.start(["status", "--peers", "--json"], node.environment()))
+    document = output_of(fleet.start(["status", "--peers", "--json"], node.environment()))
     assert {row["address"] for row in document["members"]} == {other.address for other in cluster[1:]}
     assert {row["state"] for row in document["members"]} == {"live"}
     assert {row["weight"] for row in document["members"]} == {25e6}
     assert document["fetched_bytes_by_source"] == {"peer": 3000, "shared": 1000}
     assert sum(row["fetched_bytes"] for row in document["members"]) == 3000
     assert document["slowest_chunk"]["what"] == "chunk 7"
-    # Two of four lost, in groups of two: 6 pairs, 2 of them groups. Three lost: always a group among them.
+    # Two of four lost, in groups of two: 2 of 6 pairs are groups. Three lost: they always include a group.
     assert document["survival"] == {"1": 1.0, "2": pytest.approx(4 / 6), "3": 0.0}
     people = fleet.start(["status", "--peers"], node.environment())
-    assert people.wait(PATIENCE_SECONDS)
+    assert people.wait(WAIT_SECONDS)
     text = people.out.read_text()
     for word in ("3 live", "2.9 KiB from peer", "chunk 7", "2 at once: 66.67 %", cluster[1].address):
         assert word in text
 
 
 @pytest.mark.slow
-def test_the_agents_page_tells_prometheus_who_is_there(nodes: Callable[..., list[Node]]) -> None:
+def test_metrics_page_reports_members(nodes: Callable[..., list[Node]]) -> None:
     port = free_port()
     (one,) = nodes(1)
     (other,) = nodes(1, peers=one.address)
     cluster = [one.start("--metrics-port", str(port)), other.start()]
     until(lambda: agree(cluster), "two that know each other")
 
-    def told() -> bool:
+    def members_are_exported() -> bool:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
             return 'tierckpt_peer_members{state="live"} 1.0' in page.read().decode()
 
-    until(told, "the gauge")
+    until(members_are_exported, "the gauge")
 
 
 def test_status_without_an_agent_says_so(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
     (node,) = nodes(1)
-    assert "no agent runs" in said(fleet.start(["status", "--peers", "--json"], node.environment()))["problem"]
+    assert "no agent runs" in output_of(fleet.start(["status", "--peers", "--json"], node.environment()))["problem"]
 
 
 @pytest.mark.slow
-def test_a_rollout_is_watched_until_it_is_whole_everywhere(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
+def test_rollout_is_watched_until_all_nodes_are_complete(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
     one, other = cluster = [node.start() for node in nodes(2)]
     until(lambda: agree(cluster), "two that know each other")
     frozen, data = model()
     fillings = [PartialEntry(node.root / "cache" / frozen.name, frozen, preallocate=False) for node in cluster]
-    land(fillings[0], data, [0, 1, 2])
+    write_chunks(fillings[0], data, [0, 1, 2])
     watching = fleet.start(["prefetch", "--watch"], one.environment())
     counting = fleet.start(["prefetch", "--watch", "--json"], other.environment())
     until(lambda: "25 % on 2 nodes" in watching.log(), "a line that tells how far it is")
     for filling, chunks in zip(fillings, ([3, 4, 5], range(6)), strict=True):
-        land(filling, data, chunks)
+        write_chunks(filling, data, chunks)
         assert filling.publish()
         filling.close()
-    document = said(counting)
+    document = output_of(counting)
     assert (document["done"], document["uri"], document["share"]) == (True, frozen.uri, 1.0)
     assert {row["name"]: row["chunks"] for row in document["nodes"]} == {one.name: 6, other.name: 6}
-    ended = watching.wait(PATIENCE_SECONDS)
+    ended = watching.wait(WAIT_SECONDS)
     assert ended is not None
     assert ended.code == 0
     assert "100 % on 2 nodes" in watching.out.read_text()
 
 
 @pytest.mark.slow
-def test_the_page_has_a_rollout_by_nodes_and_chunks_and_who_is_there(nodes: Callable[..., list[Node]]) -> None:
+def test_page_shows_a_rollout_by_nodes_and_chunks_and_members(nodes: Callable[..., list[Node]]) -> None:
     port = free_port()
     (one,) = nodes(1)
     (other,) = nodes(1, peers=one.address)
@@ -465,8 +469,8 @@ def test_the_page_has_a_rollout_by_nodes_and_chunks_and_who_is_there(nodes: Call
     until(lambda: agree(cluster), "two that know each other")
     frozen, data = model()
     fillings = [PartialEntry(node.root / "cache" / frozen.name, frozen, preallocate=False) for node in cluster]
-    land(fillings[0], data, [0, 1, 2])
-    land(fillings[1], data, [5])
+    write_chunks(fillings[0], data, [0, 1, 2])
+    write_chunks(fillings[1], data, [5])
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/events", timeout=60) as events:
         for line in events:
             document = json.loads(line[6:]) if line.startswith(b"data: ") else {}
@@ -484,7 +488,7 @@ def test_the_page_has_a_rollout_by_nodes_and_chunks_and_who_is_there(nodes: Call
 def test_watch_on_every_node_fetches_and_ends_when_all_nodes_have_it(
     nodes: Callable[..., list[Node]], fleet: Fleet, tmp_path: Path
 ) -> None:
-    """The lines of the README: the same command on each node."""
+    """The README's commands, the same one on each node."""
     cluster = [node.start() for node in nodes(2)]
     until(lambda: agree(cluster), "two that know each other")
     store = tmp_path / "store"
@@ -494,7 +498,7 @@ def test_watch_on_every_node_fetches_and_ends_when_all_nodes_have_it(
         fleet.start(["prefetch", f"file://{store}", "--watch", "--json"], node.environment()) for node in cluster
     ]
     for command in commands:
-        document = said(command)
+        document = output_of(command)
         assert document["done"] is True
         fetched = Path(document["fetched"]["directory"])
         assert (fetched / "model.safetensors").read_bytes() == (store / "model.safetensors").read_bytes()
@@ -502,7 +506,7 @@ def test_watch_on_every_node_fetches_and_ends_when_all_nodes_have_it(
 
 def test_watch_ends_with_the_error_of_the_fetch(nodes: Callable[..., list[Node]], fleet: Fleet, tmp_path: Path) -> None:
     (node,) = [node.start() for node in nodes(1)]
-    ended = fleet.start(["prefetch", f"file://{tmp_path}/none", "--watch"], node.environment()).wait(PATIENCE_SECONDS)
+    ended = fleet.start(["prefetch", f"file://{tmp_path}/none", "--watch"], node.environment()).wait(WAIT_SECONDS)
     assert ended is not None
     assert ended.code == 4
 
@@ -516,6 +520,6 @@ def test_a_node_keeps_its_name(nodes: Callable[..., list[Node]]) -> None:
         names.add(node.name)
         node.signal(signal.SIGTERM)
         assert node.agent is not None
-        assert node.agent.wait(PATIENCE_SECONDS)
+        assert node.agent.wait(WAIT_SECONDS)
     assert len(names) == 1
     assert os.stat(node.root / "agent" / "node-name").st_size  # noqa: PTH116

@@ -1,4 +1,4 @@
-"""What a load reads, and how: the rows that are asked for, straight to where they belong, without parsing items."""
+"""Reads of a load: only the requested rows, directly to their destination, without parsing items."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CHUNK = 64 * 1024
 ROWS, COLUMNS = 1000, 250
 
 
-class Rows:
-    """A planner that wants parts of tensors."""
+class PartPlanner:
+    """A planner that requests parts of tensors."""
 
     def __init__(self, **targets: torch.Tensor) -> None:
         self.targets, self.committed = targets, []  # type: ignore[var-annotated]
@@ -52,14 +52,14 @@ def part(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> ReadI
 def read(uri: str, items: list[ReadItem], **targets: torch.Tensor) -> None:
     reader = tierckpt.TierStorageReader(uri)
     reader.set_up_storage_reader(reader.read_metadata(), True)
-    planner = Rows(**targets)
+    planner = PartPlanner(**targets)
     reader.read_data(LoadPlan(items), planner)  # type: ignore[arg-type]
     assert sorted(planner.committed) == sorted(item.storage_index.fqn for item in items)
 
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of tensors that torch has parsed."""
+    """Record the names of tensors that torch parses."""
     names: list[str] = []
     real = readers.load_tensor
 
@@ -73,7 +73,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def chunks_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The chunks that were read of files on the SSD, but for the metadata."""
+    """Record the chunks read from files on the SSD, except metadata."""
     indices: list[int] = []
     real = LocalCopy.read
 
@@ -88,13 +88,13 @@ def chunks_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def matrix(file_uri: str) -> tuple[str, torch.Tensor]:
-    """A tensor of a million bytes, sixteen chunks."""
+    """A tensor of a million bytes in sixteen chunks."""
     tensor = torch.randn(ROWS, COLUMNS)
     save(f"{file_uri}/step-1", {"matrix": tensor}, chunk_size_bytes=CHUNK)
     return f"{file_uri}/step-1", tensor
 
 
-def test_rows_are_read_and_nothing_more(
+def test_only_requested_rows_are_read(
     matrix: tuple[str, torch.Tensor], parsed: list[str], chunks_read: list[int]
 ) -> None:
     uri, tensor = matrix
@@ -102,7 +102,7 @@ def test_rows_are_read_and_nothing_more(
     read(uri, [part("matrix", (500, 0), (300, COLUMNS))], matrix=target)
     assert torch.equal(target, tensor[500:800])
     first, last = 500 * COLUMNS * 4 // CHUNK, (800 * COLUMNS * 4 + 4096) // CHUNK
-    assert sorted(chunks_read) == [0, *range(first, last + 1)]  # the head of the item is in the first
+    assert sorted(chunks_read) == [0, *range(first, last + 1)]  # chunk 0 holds the item's head
     assert parsed == []
 
 
@@ -117,14 +117,16 @@ def test_rows_are_read_and_nothing_more(
     ],
     ids=["contiguous", "transposed", "wider", "complex", "strided"],
 )
-def test_columns_come_through_rows(matrix: tuple[str, torch.Tensor], target: torch.Tensor, parsed: list[str]) -> None:
+def test_columns_are_read_through_rows(
+    matrix: tuple[str, torch.Tensor], target: torch.Tensor, parsed: list[str]
+) -> None:
     uri, tensor = matrix
     read(uri, [part("matrix", (600, 50), (300, 100))], matrix=target)
     assert torch.equal(target, tensor[600:900, 50:150].to(target.dtype))
     assert parsed == []
 
 
-def test_items_of_stock_dcp_are_read_without_parsing_too(file_uri: str, parsed: list[str]) -> None:
+def test_items_of_stock_dcp_are_read_without_parsing(file_uri: str, parsed: list[str]) -> None:
     state = {"w": torch.randn(100, 10), "b": torch.randn(7).bfloat16(), "n": torch.tensor(3), "e": torch.empty(0, 4)}
     dcp.save(state, storage_writer=FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
     loaded = {name: torch.ones_like(value) for name, value in state.items()}
@@ -134,8 +136,8 @@ def test_items_of_stock_dcp_are_read_without_parsing_too(file_uri: str, parsed: 
     assert parsed == []
 
 
-def test_what_has_not_the_frame_of_its_metadata_is_parsed(file_uri: str, parsed: list[str]) -> None:
-    """Stock DCP stores a conjugate view as one: the raw bytes are not its values."""
+def test_item_that_does_not_match_its_metadata_is_parsed(file_uri: str, parsed: list[str]) -> None:
+    """Stock DCP stores a conjugate view as such: its raw bytes are not its values."""
     state = {"plain": torch.randn(10), "view": torch.randn(50, dtype=torch.complex64).conj()}
     dcp.save(state, storage_writer=FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
     loaded = {name: torch.ones_like(value) for name, value in state.items()}
@@ -147,7 +149,7 @@ def test_what_has_not_the_frame_of_its_metadata_is_parsed(file_uri: str, parsed:
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
-    """What a load asked of files."""
+    """Record the pieces that a load requests of files."""
     asked: list[Piece] = []
     real = reader.pull
 
@@ -160,7 +162,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
 
 
 def small_tensors(count: int) -> dict[str, torch.Tensor]:
-    """All that a group can have in it: shapes, dtypes and sizes in turn, the empty one among them."""
+    """Return tensors of alternating shapes, dtypes and sizes, including an empty one."""
     kinds = [((5,), torch.float32), ((), torch.int64), ((3, 7), torch.bfloat16), ((0, 4), torch.int8)]
     return {f"t.{n}": torch.full(*kinds[n % 4][:1], n % 100, dtype=kinds[n % 4][1]) for n in range(count)}
 
@@ -170,7 +172,7 @@ def load_into(uri: str, into: dict[str, Any], **planner: Any) -> None:
         dcp.load(into, storage_reader=tierckpt.TierStorageReader(uri), no_dist=True, **planner)
 
 
-def test_small_tensors_side_by_side_are_one_piece(file_uri: str, pieces: list[Piece], parsed: list[str]) -> None:
+def test_adjacent_small_tensors_are_one_read(file_uri: str, pieces: list[Piece], parsed: list[str]) -> None:
     state = small_tensors(1000)
     save(f"{file_uri}/step-1", state)
     loaded = {name: torch.ones_like(value) for name, value in state.items()}
@@ -181,7 +183,7 @@ def test_small_tensors_side_by_side_are_one_piece(file_uri: str, pieces: list[Pi
     assert parsed == []
 
 
-def test_a_group_ends_where_a_chunk_does(file_uri: str, pieces: list[Piece]) -> None:
+def test_group_ends_at_a_chunk_boundary(file_uri: str, pieces: list[Piece]) -> None:
     state = small_tensors(1000)
     save(f"{file_uri}/step-1", state, chunk_size_bytes=CHUNK)
     load_into(f"{file_uri}/step-1", state)
@@ -190,7 +192,7 @@ def test_a_group_ends_where_a_chunk_does(file_uri: str, pieces: list[Piece]) -> 
     assert all(piece.start // CHUNK == (piece.stop - 1) // CHUNK for piece in groups)
 
 
-def test_small_tensors_that_are_not_wanted_are_not_read(file_uri: str, pieces: list[Piece]) -> None:
+def test_unrequested_small_tensors_are_not_read(file_uri: str, pieces: list[Piece]) -> None:
     state = {f"t.{n}": torch.full((2048,), n) for n in range(100)}
     save(f"{file_uri}/step-1", state)
     loaded = {name: torch.zeros_like(value) for name, value in list(state.items())[:50:10]}
@@ -199,7 +201,7 @@ def test_small_tensors_that_are_not_wanted_are_not_read(file_uri: str, pieces: l
     assert len(pieces) == 5
 
 
-def test_small_tensors_that_go_elsewhere_than_into_plain_memory(file_uri: str) -> None:
+def test_small_tensors_into_other_memory_layouts(file_uri: str) -> None:
     state = {f"t.{n}": torch.randn(6, 4) for n in range(8)}
     save(f"{file_uri}/step-1", state)
     into: dict[str, Any] = {
@@ -219,8 +221,8 @@ def test_small_tensors_that_go_elsewhere_than_into_plain_memory(file_uri: str) -
 
 
 @pytest.mark.parametrize("by", ["its class", "an attribute"])
-def test_a_planner_of_ones_own_is_asked_for_small_tensors_too(file_uri: str, by: str) -> None:
-    """It may put them elsewhere than into the state dict."""
+def test_custom_planner_resolves_small_tensors(file_uri: str, by: str) -> None:
+    """It may store them outside the state dict."""
     elsewhere = torch.zeros(3)
 
     class Elsewhere(DefaultLoadPlanner):
@@ -238,7 +240,7 @@ def test_a_planner_of_ones_own_is_asked_for_small_tensors_too(file_uri: str, by:
     assert elsewhere.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_of_a_group_only_what_has_another_frame_is_parsed(file_uri: str, parsed: list[str]) -> None:
+def test_only_mismatched_items_of_a_group_are_parsed(file_uri: str, parsed: list[str]) -> None:
     state = {f"t.{n}": torch.randn(40, dtype=torch.complex64) for n in range(9)}
     state["t.4"] = state["t.4"].conj()
     dcp.save(state, storage_writer=FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
@@ -248,7 +250,7 @@ def test_of_a_group_only_what_has_another_frame_is_parsed(file_uri: str, parsed:
     assert parsed == ["t.4"]
 
 
-def test_a_bad_chunk_of_small_tensors_names_one_that_is_in_it(file_uri: str) -> None:
+def test_bad_chunk_error_names_a_small_tensor_in_it(file_uri: str) -> None:
     state = {f"t.{n}": torch.full((512,), n) for n in range(100)}
     save(f"{file_uri}/step-1", state, chunk_size_bytes=CHUNK)
     [shard] = Path(file_uri).rglob("*.distcp")
@@ -263,7 +265,7 @@ def test_a_bad_chunk_of_small_tensors_names_one_that_is_in_it(file_uri: str) -> 
     assert place.offset + place.length > 5 * CHUNK
 
 
-def test_what_needs_memory_of_its_own_is_read_in_windows(
+def test_reads_that_need_a_buffer_use_windows(
     matrix: tuple[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri, tensor = matrix
@@ -278,7 +280,7 @@ def test_what_needs_memory_of_its_own_is_read_in_windows(
     monkeypatch.setattr(readers, "WINDOW_BYTES", 2 * 100 * COLUMNS * 4)
     monkeypatch.setattr(readers, "windows", counted)
     loaded = {f"part-{at}": torch.empty(100, 10) for at in range(0, ROWS, 100)}
-    planner = Rows(**loaded)
+    planner = PartPlanner(**loaded)
 
     def resolve(item: ReadItem) -> torch.Tensor:
         return loaded[f"part-{item.storage_offsets[0]}"]
@@ -298,10 +300,10 @@ def test_a_part_beyond_the_tensor_is_refused(matrix: tuple[str, torch.Tensor]) -
         read(uri, [part("matrix", (900, 0), (200, COLUMNS))], matrix=torch.empty(200, COLUMNS))
 
 
-def test_a_bad_chunk_names_the_tensor_and_the_checkpoint(file_uri: str) -> None:
+def test_bad_chunk_error_names_tensor_and_checkpoint(file_uri: str) -> None:
     state = {"first": torch.randn(100_000), "second": torch.randn(100_000)}
     save(f"{file_uri}/step-1", state, chunk_size_bytes=CHUNK)
-    [shard] = Path(file_uri).rglob("*.distcp")  # a link to the one on the SSD: both copies are bad
+    [shard] = Path(file_uri).rglob("*.distcp")  # a hard link to the SSD's file, so both copies are bad
     data = bytearray(shard.read_bytes())
     data[-3 * CHUNK] ^= 1
     shard.write_bytes(data)

@@ -1,4 +1,4 @@
-"""``tierckpt prefetch`` into the node cache, as processes: what is there, what goes, what is fetched once."""
+"""``tierckpt prefetch`` into the node cache, by several processes: hits, evictions and shared fetches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHUNKS = sum(-(-len(data) // CHUNK) for data in FILES.values())
 
 
 class Bucket(HttpServer):
-    """A server that speaks as much S3 as a reader needs, counts every range it gives, and can be slow or change."""
+    """A minimal S3 server that counts ranges and can be slow or change objects."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -119,7 +119,7 @@ class Bucket(HttpServer):
             try:
                 request.wfile.write(body)
             except OSError:
-                pass  # the client was killed
+                pass  # a killed client
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ MODEL = "s3://bucket/run/model"
 
 @pytest.fixture
 def tierckpt_(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Run ``tierckpt ARGUMENTS --json`` in this process: what a process of its own adds, other tests see."""
+    """Run ``tierckpt ARGUMENTS --json`` in this process; other tests cover separate processes."""
 
     def verb(*arguments: object) -> Done:
         capsys.readouterr()
@@ -162,9 +162,7 @@ def same(directory: str | Path, files: dict[str, bytes] = FILES) -> bool:
     return whole and found - {".tierckpt/prefetched.json"} == set(files)
 
 
-def test_a_model_lands_in_the_cache_once_and_the_document_says_where_its_bytes_came_from(
-    tierckpt_: Callable[..., Done], bucket: Bucket
-) -> None:
+def test_model_is_cached_once_and_sources_are_reported(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
     first = tierckpt_("prefetch", MODEL)
     assert first.code == 0, first.err
     document = first.document
@@ -179,7 +177,7 @@ def test_a_model_lands_in_the_cache_once_and_the_document_says_where_its_bytes_c
 
 
 @pytest.mark.slow
-def test_killed_and_run_again_at_most_one_chunk_a_worker_is_fetched_twice(
+def test_killed_prefetch_refetches_at_most_one_chunk_per_worker(
     tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path
 ) -> None:
     kills = 0
@@ -219,14 +217,14 @@ def test_two_processes_that_prefetch_one_uri_share_the_work(bucket: Bucket, tmp_
 
 
 @pytest.mark.slow
-def test_a_model_that_changes_in_the_middle_of_a_pull_is_an_error_and_nothing_is_published(
+def test_model_changed_during_a_fetch_is_an_error_and_not_published(
     tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path
 ) -> None:
     bucket.changes_after = 3
     done = tierckpt_("prefetch", MODEL)
     assert done.code == 5
     assert "changed in the store" in done.error["message"]
-    assert bucket.changes_after is None, "the change did not happen"
+    assert bucket.changes_after is None, "the object did not change"
     assert [path for path in (local_root / "cache").iterdir() if path.is_dir() and path.name[0] != "."] == []
     files = {name.removeprefix("run/model/"): data for name, data in bucket.objects.items()}
     done = tierckpt_("prefetch", MODEL)
@@ -235,7 +233,7 @@ def test_a_model_that_changes_in_the_middle_of_a_pull_is_an_error_and_nothing_is
 
 
 @pytest.mark.slow
-def test_globs_choose_files_and_what_holds_them_all_is_used(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
+def test_globs_select_files_and_reuse_complete_entries(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
     chosen = tierckpt_("prefetch", MODEL, "--include", "*.safetensors", "--include", "*.json", "--exclude", "*00002*")
     names = ["config.json", "model-00001.safetensors"]
     assert same(chosen.document["directory"], {name: FILES[name] for name in names})
@@ -247,9 +245,7 @@ def test_globs_choose_files_and_what_holds_them_all_is_used(tierckpt_: Callable[
 
 
 @pytest.mark.slow
-def test_check_lists_what_is_missing_and_read_data_finds_what_has_rotted(
-    tierckpt_: Callable[..., Done], bucket: Bucket
-) -> None:
+def test_check_finds_missing_files_and_read_data_damaged_ones(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
     absent = tierckpt_("prefetch", MODEL, "--check")
     assert (absent.code, absent.document["state"]) == (3, "absent")
     assert absent.document["missing"] == {name: len(data) for name, data in FILES.items()}
@@ -275,7 +271,7 @@ def test_check_lists_what_is_missing_and_read_data_finds_what_has_rotted(
 
 
 @pytest.mark.slow
-def test_pinned_is_kept_and_evict_says_what_went_and_what_stayed(
+def test_evict_keeps_pins_and_lists_evicted_and_kept(
     tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.objects["run/other/weights.bin"] = os.urandom(8 * CHUNK)
@@ -294,7 +290,7 @@ def test_pinned_is_kept_and_evict_says_what_went_and_what_stayed(
     plan = tierckpt_("prefetch", "s3://bucket/run/other", "--dry-run").document
     assert (plan["would_fetch_bytes"], plan["fits"]) == (8 * CHUNK, True)
     assert plan["would_evict"] == [{"uri": MODEL, "size_bytes": TOTAL}]
-    assert same(directory), "planning does nothing"
+    assert same(directory), "a dry run must not evict"
     assert tierckpt_("prefetch", "s3://bucket/run/other").code == 0
     assert not Path(directory).exists()
     assert tierckpt_("prefetch", "s3://bucket/run/other", "--evict").document["freed_bytes"] == 8 * CHUNK
@@ -302,7 +298,7 @@ def test_pinned_is_kept_and_evict_says_what_went_and_what_stayed(
     assert tierckpt_("prefetch", "--check").document["entries"] == []
 
 
-def test_what_a_process_was_given_is_not_evicted_while_it_lives(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
+def test_entry_in_use_by_a_process_is_not_evicted(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
     directory = tierckpt.prefetch(MODEL)
     kept = tierckpt_("prefetch", MODEL, "--evict")
     assert (kept.code, kept.document["kept"][0]["uri"]) == (3, MODEL)
@@ -310,9 +306,7 @@ def test_what_a_process_was_given_is_not_evicted_while_it_lives(tierckpt_: Calla
 
 
 @pytest.mark.slow
-def test_several_uris_in_one_command_and_one_that_fails_does_not_keep_the_others(
-    tierckpt_: Callable[..., Done], bucket: Bucket
-) -> None:
+def test_several_uris_and_one_failure(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
     bucket.objects["run/other/weights.bin"] = b"weights"
     done = tierckpt_("prefetch", MODEL, "s3://bucket/run/nothing", "s3://bucket/run/other")
     assert done.code == 3
@@ -321,7 +315,7 @@ def test_several_uris_in_one_command_and_one_that_fails_does_not_keep_the_others
     assert [one["fetched_bytes"] for one in both] == [0, 0]
 
 
-def test_one_object_is_an_entry_of_its_own_unless_its_directory_is_here(
+def test_single_object_is_a_separate_entry_unless_its_directory_is_cached(
     tierckpt_: Callable[..., Done], bucket: Bucket
 ) -> None:
     uri = f"{MODEL}/model-00001.safetensors"
@@ -337,7 +331,7 @@ def test_one_object_is_an_entry_of_its_own_unless_its_directory_is_here(
 
 
 @pytest.mark.slow
-def test_wait_waits_for_what_is_not_there_yet_and_for_no_longer_than_it_is_told(
+def test_wait_option_waits_up_to_its_timeout(
     tmp_path: Path, tierckpt_: Callable[..., Done], bucket: Bucket, file_uri: str
 ) -> None:
     late = tierckpt_("prefetch", "s3://bucket/run/later", "--wait", "--timeout", "1")
@@ -356,8 +350,8 @@ def test_wait_waits_for_what_is_not_there_yet_and_for_no_longer_than_it_is_told(
         tierckpt.prefetch("s3://bucket/run/later", wait_seconds=0.2)
 
 
-def test_shards_that_nothing_claims_yet_are_no_directory_of_files(tmp_path: Path, file_uri: str) -> None:
-    """A save is putting them there: they come before its claim, and its metadata last."""
+def test_unclaimed_shards_of_a_save_are_not_a_model(tmp_path: Path, file_uri: str) -> None:
+    """A save in progress: shards precede its claim, and metadata comes last."""
     saved(f"{file_uri}/step-1")
     place = Path(file_uri, "step-1")
     metadata = (place / ".metadata").read_bytes()
@@ -366,7 +360,7 @@ def test_shards_that_nothing_claims_yet_are_no_directory_of_files(tmp_path: Path
     shutil.rmtree(os.environ["TIERCKPT_LOCAL_ROOT"])
     with pytest.raises(UncommittedCheckpointError, match="not committed"):
         tierckpt.prefetch(f"{file_uri}/step-1", to=tmp_path / "served")
-    (place / ".metadata").write_bytes(metadata)  # a copy that somebody made of all that plain PyTorch needs is one
+    (place / ".metadata").write_bytes(metadata)  # a manual copy of all files that plain PyTorch needs
     served = tierckpt.prefetch(f"{file_uri}/step-1", to=tmp_path / "served")
     assert (served / ".metadata").read_bytes() == metadata
 
@@ -375,7 +369,7 @@ def test_shards_that_nothing_claims_yet_are_no_directory_of_files(tmp_path: Path
     "arguments",
     [(), (MODEL, "--check", "--evict"), (MODEL, "--evict", "--pin"), (MODEL, MODEL, "--to", "/tmp/nowhere")],
 )
-def test_what_cannot_be_meant_is_a_usage_error(
+def test_invalid_option_combinations_are_a_usage_error(
     tierckpt_: Callable[..., Done], arguments: tuple[str, ...], bucket: Bucket
 ) -> None:
     assert tierckpt_("prefetch", *arguments).code == 2
@@ -385,7 +379,7 @@ def test_what_cannot_be_meant_is_a_usage_error(
 # --- reading through -------------------------------------------------------------------------------------------------
 
 
-def test_a_range_costs_its_chunks_once_and_the_file_fills_up(bucket: Bucket) -> None:
+def test_range_reads_fetch_each_chunk_once(bucket: Bucket) -> None:
     name, data = "model-00001.safetensors", FILES["model-00001.safetensors"]
     with open_cached(MODEL) as view:
         assert view.files.keys() == FILES.keys()
@@ -412,7 +406,7 @@ def test_a_range_costs_its_chunks_once_and_the_file_fills_up(bucket: Bucket) -> 
     assert max(bucket.ranges.values()) == 1
 
 
-def test_a_reader_takes_chunks_that_still_arrive(bucket: Bucket) -> None:
+def test_reader_uses_chunks_of_a_running_fetch(bucket: Bucket) -> None:
     bucket.request_seconds = 0.02
     with open_cached(MODEL) as view:
         view.fill_in_background()
@@ -425,7 +419,7 @@ def test_a_reader_takes_chunks_that_still_arrive(bucket: Bucket) -> None:
     assert max(bucket.ranges.values()) == 1
 
 
-def test_without_room_a_read_still_gets_its_bytes(bucket: Bucket, local_root: Path) -> None:
+def test_read_without_cache_space_succeeds(bucket: Bucket, local_root: Path) -> None:
     data = FILES["model-00001.safetensors"]
     with open_cached(MODEL, cache_bytes_max=1) as view:
         assert digest_of(view.read("model-00001.safetensors", 3, 3 * CHUNK)) == digest_of(data[3 : 3 * CHUNK])
@@ -445,9 +439,9 @@ def test_a_version_that_has_gone_is_an_error_and_never_other_bytes(bucket: Bucke
 def test_a_holder_that_does_not_get_on_is_overtaken(bucket: Bucket) -> None:
     name = "model-00001.safetensors"
     with open_cached(MODEL) as view:
-        view._cached.stall_seconds = 0.3  # private: a user has a minute at least
+        view._cached.stall_seconds = 0.3  # private: the setting's minimum is a minute
         incoming = view.path(name).parent
-        stuck = Claims(incoming / CLAIMS)  # of a process that is stopped, say
+        stuck = Claims(incoming / CLAIMS)  # as of a stopped process
         frozen = read_entry(incoming)
         assert frozen is not None
         assert stuck.take(FETCHES + frozen.first_ordinals[frozen.index_of(name)])
@@ -455,7 +449,7 @@ def test_a_holder_that_does_not_get_on_is_overtaken(bucket: Bucket) -> None:
         stuck.close()
 
 
-def test_a_checkpoint_of_ours_still_goes_where_restore_finds_it(
+def test_prefetched_checkpoint_is_found_by_restore(
     tierckpt_: Callable[..., Done], file_uri: str, local_root: Path
 ) -> None:
     saved(f"{file_uri}/step-1")

@@ -1,4 +1,4 @@
-"""``tierckpt prefetch --to DIR`` copies the chunks that this node holds, and fetches only the rest."""
+"""``tierckpt prefetch --to DIR`` copies chunks that this node holds and fetches only the rest."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def source(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The URI of a model, a function that replaces one of its files, and a counter of the bytes read from it."""
+    """Yield a model's URI, a function that replaces one file, and a counter of bytes read from the source."""
     if request.param == "file":
 
         def write(name: str, data: bytes) -> None:
@@ -80,7 +80,7 @@ def holds(directory: Path, files: dict[str, bytes]) -> bool:
     return all((directory / name).read_bytes() == data for name, data in files.items())
 
 
-def test_a_model_in_the_cache_is_copied_and_nothing_is_read_of_the_store(
+def test_cached_model_is_copied_without_store_reads(
     source: tuple[str, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     uri, _, count = source
@@ -93,7 +93,7 @@ def test_a_model_in_the_cache_is_copied_and_nothing_is_read_of_the_store(
     assert document["bytes_by_source"] == {"here": 0, "cache": TOTAL, "peer": 0, "shared": 0, "other_processes": 0}
     assert holds(tmp_path / "to", FILES)
     assert run(["cache", "check", uri, "--to", str(tmp_path / "to"), "--read-data"]) == 0
-    (tmp_path / "to" / FIRST).write_bytes(b"mine")  # a program of the user's writes in place
+    (tmp_path / "to" / FIRST).write_bytes(b"mine")  # as a user's program writing in place
     assert holds(cached, FILES)
     capsys.readouterr()
     assert run(["prefetch", uri, "--to", str(tmp_path / "other")]) == 0
@@ -101,17 +101,17 @@ def test_a_model_in_the_cache_is_copied_and_nothing_is_read_of_the_store(
     assert re.search(r"0 B from the store, [\d.]+ KiB from the node cache", shown), shown
 
 
-def test_a_cache_that_is_linked_and_not_copied_is_found_here(
+def test_control_linked_cache_is_detected(
     monkeypatch: pytest.MonkeyPatch, bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Seeded: the directory shares its inodes with the cache."""
+    """Seeded bug: the directory shares its inodes with the cache."""
 
     def linked(filling: Any, index: int, chunk: int, place: Path, expected: str) -> bool:
         path = filling.prepare(index)
         temporary = path.with_name(f"{path.name}.{chunk}")
         hard_link(place, temporary)
         temporary.replace(path)
-        temporary.unlink(missing_ok=True)  # rename does nothing between two names of one file
+        temporary.unlink(missing_ok=True)  # rename of one hard link to another does nothing
         filling.append_line(f"{index} {chunk} {expected}")
         filling.keep(index)
         return True
@@ -119,19 +119,19 @@ def test_a_cache_that_is_linked_and_not_copied_is_found_here(
     monkeypatch.setattr("tierckpt.cache.entry.copy_chunk", linked)
     bucket.files = dict(FILES)
     with pytest.raises(AssertionError, match="holds"):
-        test_a_model_in_the_cache_is_copied_and_nothing_is_read_of_the_store(
+        test_cached_model_is_copied_without_store_reads(
             (bucket.uri, None, lambda: sum(bucket.sent.values())), tmp_path, capsys
         )
 
 
 @pytest.mark.parametrize("where", ["chosen", "killed"])
-def test_of_what_is_cached_in_part_the_rest_is_fetched(
+def test_rest_of_a_partly_cached_model_is_fetched(
     where: str, bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bucket.files = dict(FILES)
     if where == "chosen":
         prefetched(capsys, bucket.uri, "--include", "*-0.*", "--include", "*-1.*")
-    else:  # half of the files have landed when it ends
+    else:  # stop after half of the files
         bucket.files[FIRST] = bucket.files[FIRST][:-1]
         with pytest.raises(OSError, match="stop"), pytest.MonkeyPatch.context() as patch:
             patch.setattr("tierckpt.cache.entry.CacheEntry.fill", _first_two)
@@ -154,7 +154,7 @@ async def _first_two(self: Any, **_: Any) -> None:
 
 
 @pytest.mark.parametrize("fault", ["bit flip", "cut off", "gone", "a link to another"])
-def test_what_is_damaged_in_the_cache_is_fetched(
+def test_chunks_damaged_in_the_cache_are_fetched(
     fault: str,
     source: tuple[str, Any, Any],
     tmp_path: Path,
@@ -170,7 +170,7 @@ def test_what_is_damaged_in_the_cache_is_fetched(
             byte = file.read(1)[0]
             file.seek(CHUNK + 3)
             file.write(bytes([byte ^ 4]))
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a disk does it
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as disk corruption would
     elif fault == "cut off":
         os.truncate(path, CHUNK + 1)
     else:
@@ -187,23 +187,23 @@ def test_what_is_damaged_in_the_cache_is_fetched(
         assert sum("not copied from the node cache" in line for line in caplog.messages) == 1
 
 
-def test_copies_that_are_not_compared_are_found_here(
+def test_control_unverified_copies_are_detected(
     monkeypatch: pytest.MonkeyPatch,
     bucket: Server,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Seeded: no chunk is compared with its digest."""
+    """Seeded bug: chunks are not compared with their digests."""
     monkeypatch.setattr(reuse, "same_digest", lambda *_: True)
     bucket.files = dict(FILES)
     with pytest.raises(AssertionError, match="holds"):
-        test_what_is_damaged_in_the_cache_is_fetched(
+        test_chunks_damaged_in_the_cache_are_fetched(
             "bit flip", (bucket.uri, None, lambda: sum(bucket.sent.values())), tmp_path, capsys, caplog
         )
 
 
-def test_what_has_changed_in_the_store_is_fetched(
+def test_files_changed_in_the_store_are_fetched(
     source: tuple[str, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     uri, write, count = source
@@ -216,7 +216,7 @@ def test_what_has_changed_in_the_store_is_fetched(
     assert count() - before == document["fetched_bytes"] == len(changed)
 
 
-def test_chunks_of_another_size_are_taken_over(
+def test_chunks_of_another_size_are_copied(
     bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.files = dict(FILES)
@@ -250,7 +250,7 @@ def test_a_checkpoint_on_the_local_tier_is_copied(
 
 @contextmanager
 def other_file_system(kind: str, folder: Path) -> Iterator[Path]:
-    """A file system of its own, which this process may mount; skips where it may not."""
+    """Mount a separate file system of this kind, or skip the test."""
     image, mount = folder / f"{kind}.img", folder / kind
     mount.mkdir()
     if kind == "tmpfs":
@@ -282,9 +282,7 @@ def test_a_directory_on_another_file_system_gets_a_copy(
         assert holds(mount / "to", FILES) and not bucket.sent
 
 
-def test_a_file_system_that_shares_blocks_takes_no_room_for_the_copy(
-    bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reflink_copy_needs_no_space(bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with other_file_system("xfs", tmp_path) as mount:
         bucket.files = {name: data * 100 for name, data in MODEL.items()}
         root = ("--local-root", mount / "root")

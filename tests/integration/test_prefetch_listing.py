@@ -1,4 +1,4 @@
-"""Every listed file is fetched, or an error names it: links and pipes of a mount, markers and odd keys of a bucket."""
+"""Every listed file is fetched or named by an error: links and pipes on a mount, markers and odd keys in a bucket."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_what_is_no_file_is_named_and_may_be_left_out(odd: str, source: Path, tmp_path: Path, local_root: Path) -> None:
+def test_entry_that_is_no_file_is_named_or_excluded(odd: str, source: Path, tmp_path: Path, local_root: Path) -> None:
     name, make, said = ODD[odd]
     make(source / name)
     with pytest.raises(ConfigError, match="--exclude") as caught:
@@ -136,9 +136,9 @@ def odd_bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
         close_all()
 
 
-def test_keys_that_are_no_paths_are_fetched_under_legal_names(odd_bucket: tuple[str, Any], tmp_path: Path) -> None:
+def test_keys_that_are_no_paths_get_legal_names(odd_bucket: tuple[str, Any], tmp_path: Path) -> None:
     uri, _ = odd_bucket
-    for _ in range(2):  # the second finds all of it there
+    for _ in range(2):  # the second run fetches nothing
         tierckpt.prefetch(uri, to=tmp_path / "target")
     wanted = {"x": "/x", "sub/deep": "sub//deep", "y": "./y", "%2E%2E/z": "../z", "big/w.bin": "big//w.bin"}
     assert files_in(tmp_path / "target") == sorted([*wanted, "config.json", "x.json"])
@@ -161,7 +161,7 @@ def test_keys_that_are_no_paths_need_fsspec(
         tierckpt.prefetch(uri, to=tmp_path / "target")
 
 
-def test_a_run_is_listed_and_pruned_beside_them(odd_bucket: tuple[str, Any]) -> None:
+def test_run_among_odd_keys_is_listed_and_pruned(odd_bucket: tuple[str, Any]) -> None:
     uri, client = odd_bucket
     for step in (1, 2):
         save(f"{uri}/step-{step}", small_state())
@@ -173,12 +173,12 @@ def test_a_run_is_listed_and_pruned_beside_them(odd_bucket: tuple[str, Any]) -> 
     assert run_cli(["prune", uri, "--keep-last", "1", "--yes"]) == 0
     left = {one["Key"] for one in client.list_objects_v2(Bucket=bucket)["Contents"]}
     assert {"m/config.json", "m//step-2/config.json", "m/sub//deep"} <= left
-    assert [key for key in left if key.startswith("m/step-1/")] == ["m/step-1//config.json"], "it is another tool's"
+    assert [key for key in left if key.startswith("m/step-1/")] == ["m/step-1//config.json"], "a foreign key must stay"
     assert [key for key in left if key.startswith("m/step-2/")]
 
 
 @pytest.mark.server
-def test_azure_says_by_metadata_that_an_empty_blob_is_a_folder(
+def test_azure_folder_markers_are_recognized_by_metadata(
     azurite: AzureServer, az_uri: str, tmp_path: Path, local_root: Path
 ) -> None:
     container = az_uri.removeprefix("az://").partition("/")[0]

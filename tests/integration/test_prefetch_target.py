@@ -1,4 +1,4 @@
-"""``tierckpt prefetch --to DIR`` of a model that is published anew, into a directory that is in use."""
+"""``tierckpt prefetch --to DIR`` of a new version of a model, into a directory in use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def same(target: Path, source: Path) -> bool:
 
 
 @pytest.mark.parametrize("order", [(OLD, NEW), (NEW, OLD)])
-def test_a_new_version_leaves_nothing_of_the_one_before(
+def test_new_version_removes_files_of_the_old_one(
     order: tuple[Layout, Layout], tmp_path: Path, local_root: Path
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
@@ -52,7 +52,7 @@ def test_a_new_version_leaves_nothing_of_the_one_before(
     assert names_in(target) == names_in(source) and same(target, source)
 
 
-def test_files_of_the_user_stay_and_weights_among_them_are_named(
+def test_user_files_stay_and_weights_among_them_raise_a_warning(
     tmp_path: Path, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, target = publish(OLD, tmp_path / "source"), tmp_path / "target"
@@ -66,9 +66,7 @@ def test_files_of_the_user_stay_and_weights_among_them_are_named(
     assert not any("notes.txt" in line for line in caplog.messages)
 
 
-def test_what_a_filter_leaves_out_stays_and_goes_when_a_later_prefetch_has_no_filter(
-    tmp_path: Path, local_root: Path
-) -> None:
+def test_filtered_prefetch_keeps_other_files_until_a_full_one(tmp_path: Path, local_root: Path) -> None:
     source, target = publish(OLD, tmp_path / "source", tokenizer="{}"), tmp_path / "target"
     tierckpt.prefetch(source, to=target, include=["*.json"])
     tierckpt.prefetch(source, to=target, include=["*.safetensors"])
@@ -80,7 +78,7 @@ def test_what_a_filter_leaves_out_stays_and_goes_when_a_later_prefetch_has_no_fi
     assert names_in(target) == names_in(source) and same(target, source)
 
 
-def test_what_lies_behind_a_link_of_the_user_is_not_removed(tmp_path: Path, local_root: Path) -> None:
+def test_files_behind_a_user_link_are_not_removed(tmp_path: Path, local_root: Path) -> None:
     source, target, own = publish(NEW, tmp_path / "source"), tmp_path / "target", tmp_path / "own"
     (source / "tokenizer").mkdir()
     (source / "tokenizer" / "vocab.txt").write_text("a")
@@ -92,9 +90,7 @@ def test_what_lies_behind_a_link_of_the_user_is_not_removed(tmp_path: Path, loca
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_a_directory_that_exists_keeps_its_inode_mode_and_group(
-    is_empty: bool, tmp_path: Path, local_root: Path
-) -> None:
+def test_existing_directory_keeps_its_inode_mode_and_group(is_empty: bool, tmp_path: Path, local_root: Path) -> None:
     source, target = publish(NEW, tmp_path / "source"), tmp_path / "target"
     target.mkdir()
     if not is_empty:
@@ -109,7 +105,7 @@ def test_a_directory_that_exists_keeps_its_inode_mode_and_group(
     assert (after.st_ino, after.st_mode, after.st_uid, after.st_gid) == (
         *(before.st_ino, before.st_mode, before.st_uid, before.st_gid),
     )
-    assert (target / "model.safetensors").stat().st_gid == before.st_gid, "setgid"
+    assert (target / "model.safetensors").stat().st_gid == before.st_gid, "setgid is lost"
     assert same(target, source)
 
 
@@ -118,10 +114,10 @@ class _KilledError(Exception):
 
 
 @pytest.mark.parametrize("moves", range(4))
-def test_a_prefetch_that_ends_between_two_files_is_seen_and_completed(
+def test_prefetch_interrupted_between_two_files_is_completed(
     moves: int, tmp_path: Path, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files of both versions are known until the new ones are whole: none of the old stays."""
+    """The receipt names the files of both versions until the new one is complete, so no old file stays."""
     source, target = publish(NEW, tmp_path / "source", old="{}"), tmp_path / "target"
     tierckpt.prefetch(source, to=target)
     publish(OLD, source)
@@ -143,7 +139,7 @@ def test_a_prefetch_that_ends_between_two_files_is_seen_and_completed(
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_of_two_versions_at_once_one_wins_and_the_other_says_so(
+def test_one_of_two_concurrent_versions_wins_and_the_other_raises(
     exists: bool, tmp_path: Path, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources, target = [publish(OLD, tmp_path / "one"), publish(NEW, tmp_path / "two")], tmp_path / "target"
@@ -152,7 +148,7 @@ def test_of_two_versions_at_once_one_wins_and_the_other_says_so(
     both, real = threading.Barrier(2, timeout=60), PartialEntry.publish
 
     def together(self: PartialEntry) -> bool:
-        both.wait()  # each has fetched all, and seen nothing of the other
+        both.wait()  # both have fetched everything without seeing the other
         return real(self)
 
     failures: list[TierckptError | None] = [None, None]
@@ -165,7 +161,7 @@ def test_of_two_versions_at_once_one_wins_and_the_other_says_so(
 
     threads = [threading.Thread(target=fetch, args=(number,)) for number in range(2)]
     with monkeypatch.context() as patched:
-        patched.setattr(PartialEntry, "publish", _once_each(together, real))
+        patched.setattr(PartialEntry, "publish", _first_call(together, real))
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -174,14 +170,14 @@ def test_of_two_versions_at_once_one_wins_and_the_other_says_so(
     assert isinstance(failures[lost], CheckpointError) and str(sources[lost]) in str(failures[lost])
     won = sources[1 - lost]
     assert names_in(target) >= names_in(won) and same(target, won)
-    tierckpt.prefetch(sources[lost], to=target)  # as the error says
+    tierckpt.prefetch(sources[lost], to=target)  # the retry that the error suggests
     assert names_in(target) == names_in(sources[lost]) and same(target, sources[lost])
 
 
-def _once_each(
+def _first_call(
     first: Callable[[PartialEntry], bool], later: Callable[[PartialEntry], bool]
 ) -> Callable[[PartialEntry], bool]:
-    """``first`` at the first call of each object."""
+    """Call ``first`` for the first call of each object, then ``later``."""
     seen: set[int] = set()
 
     def call(self: PartialEntry) -> bool:

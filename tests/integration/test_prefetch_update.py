@@ -1,4 +1,4 @@
-"""What an update of a model costs: a listing, and the files that have changed."""
+"""Cost of a model update: one listing and the changed files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cached(model: Server, root: Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in model.files}
 
 
-def asked_again(model: Server) -> None:
+def reset_requests(model: Server) -> None:
     model.asked.clear()
     model.sent.clear()
 
@@ -40,7 +40,7 @@ def asked_again(model: Server) -> None:
 @pytest.mark.parametrize("into", ["cache", "directory"])
 def test_an_unchanged_model_costs_one_listing(into: str, model: Server, tmp_path: Path) -> None:
     for _ in range(2):
-        asked_again(model)
+        reset_requests(model)
         found = cached(model, tmp_path) if into == "cache" else fetch(model, tmp_path / "to")
         assert found == model.files
     assert dict(model.asked) == {"GET /m": 1}
@@ -54,18 +54,18 @@ def test_an_update_fetches_the_shard_that_changed(into: str, model: Server, tmp_
 
     fetched()
     model.files[SHARDS[3]] = shard(99)
-    asked_again(model)
+    reset_requests(model)
     assert fetched() == model.files
     assert sum(model.sent.values()) <= 1.05 * len(shard(99))
     assert sum(model.asked.values()) <= 2 + 4
     model.files.pop(SHARDS[4])
-    asked_again(model)
+    reset_requests(model)
     assert fetched() == model.files
     assert not model.sent
 
 
-def test_bytes_of_a_version_before_pass_their_digests(model: Server, tmp_path: Path) -> None:
-    """A shard that was damaged on this node after it landed is found by a load, and read from the store."""
+def test_reused_bytes_are_verified(model: Server, tmp_path: Path) -> None:
+    """A load detects a shard damaged on this node after the fetch and reads it from the store."""
     before = Path(tierckpt.prefetch(model.uri, local_root=tmp_path, chunk_size_bytes=CHUNK))
     model.files[SHARDS[3]] = shard(99)
     after = Path(tierckpt.prefetch(model.uri, local_root=tmp_path, chunk_size_bytes=CHUNK))
@@ -76,17 +76,17 @@ def test_bytes_of_a_version_before_pass_their_digests(model: Server, tmp_path: P
         assert bytes(view.read(SHARDS[5], 0, 100)) == shard(5)[:100]
 
 
-def test_files_are_copied_where_there_are_no_links(model: Server, tmp_path: Path) -> None:
+def test_files_are_copied_without_hard_links(model: Server, tmp_path: Path) -> None:
     with mounted(tmp_path, no=("link", "symlink")) as mount:
         fetch(model, mount.path / "to")
         model.files[SHARDS[3]] = shard(99)
-        asked_again(model)
+        reset_requests(model)
         assert fetch(model, mount.path / "to") == model.files
     assert sum(model.sent.values()) <= 1.05 * len(shard(99))
 
 
 @pytest.mark.parametrize("what", ["another size", "written since", "no receipt", "a link"])
-def test_what_may_be_another_file_is_fetched(what: str, model: Server, tmp_path: Path) -> None:
+def test_file_that_may_have_changed_is_fetched(what: str, model: Server, tmp_path: Path) -> None:
     fetch(model, tmp_path / "to")
     path = tmp_path / "to" / SHARDS[5]
     if what == "another size":
@@ -99,15 +99,15 @@ def test_what_may_be_another_file_is_fetched(what: str, model: Server, tmp_path:
         path.unlink()
         path.symlink_to(tmp_path / "to" / SHARDS[6])
     model.files[SHARDS[3]] = shard(99)
-    asked_again(model)
+    reset_requests(model)
     assert fetch(model, tmp_path / "to") == model.files
     assert {SHARDS[3], SHARDS[5]} <= model.sent.keys()
 
 
-def test_weak_etags_say_nothing_of_bytes(model: Server, tmp_path: Path) -> None:
+def test_weak_etags_do_not_identify_bytes(model: Server, tmp_path: Path) -> None:
     model.etags = "weak"
     fetch(model, tmp_path / "to")
     model.files[SHARDS[3]] = shard(99)
-    asked_again(model)
+    reset_requests(model)
     assert fetch(model, tmp_path / "to") == model.files
     assert sum(model.sent.values()) >= 29 * len(shard(0))

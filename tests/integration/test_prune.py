@@ -1,4 +1,4 @@
-"""``tierckpt prune`` as a process of its own, and leases between processes: what goes, what stays, and why."""
+"""``tierckpt prune`` as a separate process, and leases between processes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def directory_of(uri: str) -> Path:
 
 
 def on_shared(uri: str) -> list[int]:
-    """Steps that are committed on the shared tier, as a node that has nothing of its own sees them."""
+    """Return the steps committed on the shared tier, as seen from a node with an empty local tier."""
     mover = Mover(Settings.load(local_root=os.environ["TIERCKPT_LOCAL_ROOT"] + "-elsewhere"))
 
     async def steps() -> list[int]:
@@ -83,8 +83,8 @@ def outcomes(done: Done) -> dict[tuple[str, str], tuple[str, str]]:
 
 
 @pytest.mark.server
-def test_two_movers_that_prune_one_run_leave_nothing_of_what_they_remove(s3_uri: str, moto: S3Server) -> None:
-    """As an agent and a trainer do, or the nodes of the coordinator and of the commit."""
+def test_concurrent_prunes_leave_no_remains(s3_uri: str, moto: S3Server) -> None:
+    """As an agent and a trainer do, or the coordinator's node and the committing node."""
     save_steps(s3_uri, *range(1, 7))
     movers = [Mover(Settings.load(local_root=f"{os.environ['TIERCKPT_LOCAL_ROOT']}-{n}")) for n in range(2)]
 
@@ -102,10 +102,10 @@ def test_two_movers_that_prune_one_run_leave_nothing_of_what_they_remove(s3_uri:
 
 
 @pytest.mark.server
-def test_a_mover_that_comes_late_ends_the_removal_of_one_that_was_killed(
+def test_late_prune_completes_the_removal_of_a_killed_one(
     s3_uri: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both have read the manifest. The one that was killed has deleted that, and the note of both is one."""
+    """Both have read the manifest; the killed one deleted it. Both write the same removal note."""
     save_steps(s3_uri, 1, 2)
     mover = Mover(Settings.load(local_root=f"{os.environ['TIERCKPT_LOCAL_ROOT']}-elsewhere"))
     store = mover.store(parse_uri(f"{s3_uri}/step-1"))
@@ -128,11 +128,11 @@ def test_a_mover_that_comes_late_ends_the_removal_of_one_that_was_killed(
     assert {item["Key"].split("/")[1] for item in listed} == {"step-2"}
 
 
-# --- looking and removing ---------------------------------------------------------------------------------------
+# --- dry run and removal ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_dry_run_says_what_would_go_and_removes_nothing(run_uri: str) -> None:
+def test_dry_run_lists_removals_and_removes_nothing(run_uri: str) -> None:
     save_steps(run_uri, 10, 20, 25, 30)
     done = tierckpt_("prune", run_uri, "--keep-last", 1, "--keep-every", 20)
     assert done.code == 0
@@ -156,7 +156,7 @@ def test_a_dry_run_says_what_would_go_and_removes_nothing(run_uri: str) -> None:
 
 
 @pytest.mark.slow
-def test_yes_removes_and_leaves_no_trace(run_uri: str) -> None:
+def test_yes_removes_all_files(run_uri: str) -> None:
     save_steps(run_uri, 1, 2, 3)
     done = tierckpt_("prune", run_uri, "--keep-last", 2, "--yes")
     assert done.code == 0
@@ -172,7 +172,7 @@ def test_yes_removes_and_leaves_no_trace(run_uri: str) -> None:
     assert not again.document["leftovers"]
 
 
-def test_an_object_store_holds_nothing_of_a_removed_step(s3_uri: str, moto: Any) -> None:
+def test_object_store_keeps_no_object_of_a_removed_step(s3_uri: str, moto: Any) -> None:
     save_steps(s3_uri, 1, 2)
     assert tierckpt_("prune", s3_uri, "--keep-last", 1, "--yes").code == 0
     listed = moto.client().list_objects_v2(Bucket=parse_uri(s3_uri).authority)["Contents"]
@@ -180,13 +180,13 @@ def test_an_object_store_holds_nothing_of_a_removed_step(s3_uri: str, moto: Any)
 
 
 @pytest.mark.parametrize(("tier", "local", "shared"), [("local", [3], [1, 2, 3]), ("shared", [1, 2, 3], [3])])
-def test_one_tier_alone(tier: str, local: list[int], shared: list[int], file_uri: str) -> None:
+def test_prune_of_one_tier(tier: str, local: list[int], shared: list[int], file_uri: str) -> None:
     save_steps(file_uri, 1, 2, 3)
     assert tierckpt_("prune", file_uri, "--keep-last", 1, "--tier", tier, "--yes").code == 0
     assert (on_local(file_uri), on_shared(file_uri)) == (local, shared)
 
 
-def test_without_a_rule_nothing_goes(file_uri: str) -> None:
+def test_without_a_rule_nothing_is_removed(file_uri: str) -> None:
     save_steps(file_uri, 1, 2)
     done = tierckpt_("prune", file_uri, "--yes")
     assert done.code == 0
@@ -196,16 +196,16 @@ def test_without_a_rule_nothing_goes(file_uri: str) -> None:
 
 
 @pytest.mark.parametrize("option", [("--keep-last", 0), ("--keep-every", -5), ("--tier", "attic")])
-def test_a_rule_that_makes_no_sense_is_exit_2(option: tuple[str, Any], file_uri: str) -> None:
+def test_invalid_rule_is_exit_2(option: tuple[str, Any], file_uri: str) -> None:
     save_steps(file_uri, 1)
     assert tierckpt_("prune", file_uri, *option, "--yes").code == 2
 
 
-# --- what is not ours -------------------------------------------------------------------------------------------
+# --- foreign files ----------------------------------------------------------------------------------------------
 
 
-def test_a_place_without_our_marks_is_exit_4_and_untouched(tmp_path: Path) -> None:
-    """A directory as Orbax, or anybody, leaves it: numbers for names, files in it, no manifest of ours."""
+def test_directory_without_tierckpt_files_is_exit_4_and_untouched(tmp_path: Path) -> None:
+    """A directory as Orbax writes it: numbered directories with files, without a tierckpt manifest."""
     root = tmp_path / "orbax"
     for step in (1, 2, 3):
         (root / f"{step}/default").mkdir(parents=True)
@@ -220,7 +220,7 @@ def test_a_place_without_our_marks_is_exit_4_and_untouched(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_beside_ours_the_things_of_others_stay_and_are_named(file_uri: str) -> None:
+def test_foreign_entries_of_a_run_stay_and_are_listed(file_uri: str) -> None:
     save_steps(file_uri, 1, 2, 3)
     dcp.save(small_state(0), checkpoint_id=f"{file_uri}/step-0", no_dist=True)
     (Path(file_uri) / "export-0").mkdir()
@@ -249,7 +249,7 @@ def test_a_checkpoint_is_not_a_run(file_uri: str) -> None:
     assert file_uri in done.error["hint"]
 
 
-def test_storage_that_does_not_answer_is_exit_7_and_nothing_goes(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_storage_is_exit_7_and_nothing_is_removed(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(s3_uri, 1, 2)
     monkeypatch.setattr(retry, "RETRIES_MAX", 0)
     monkeypatch.setenv("TIERCKPT_STORE_TIMEOUT_SECONDS", "2")
@@ -259,11 +259,11 @@ def test_storage_that_does_not_answer_is_exit_7_and_nothing_goes(s3_uri: str, mo
     assert on_local(s3_uri) == on_shared(s3_uri) == [1, 2]
 
 
-# --- what may not go --------------------------------------------------------------------------------------------
+# --- protected checkpoints --------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_damaged_newest_one_keeps_the_newest_good_one(run_uri: str) -> None:
+def test_damaged_newest_checkpoint_keeps_the_newest_good_one(run_uri: str) -> None:
     save_steps(run_uri, 1, 2, 3)
     client = get_client(Settings.load())
     store = client.mover.store(parse_uri(f"{run_uri}/step-3"))
@@ -283,7 +283,7 @@ def test_a_damaged_newest_one_keeps_the_newest_good_one(run_uri: str) -> None:
     assert same(load(f"{run_uri}/step-2", small_state(2)), small_state(2))
 
 
-def test_what_is_not_drained_stays_until_it_is(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undrained_checkpoint_stays_until_it_is_drained(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "0")
     save_steps(s3_uri, 1)
     with monkeypatch.context() as stuck:
@@ -295,13 +295,13 @@ def test_what_is_not_drained_stays_until_it_is(s3_uri: str, monkeypatch: pytest.
     assert outcomes(done)["step-2", "local"] == ("kept", "being saved or drained")
     assert on_local(s3_uri) == [2, 3]
     for entry in Journal(Settings.load().local_root).entries():
-        Journal(Settings.load().local_root).remove(entry.token)  # a journal that was lost is no reason to remove
+        Journal(Settings.load().local_root).remove(entry.token)  # a lost journal does not permit a removal
     done = tierckpt_("prune", s3_uri, "--keep-last", 1, "--yes")
     assert outcomes(done)["step-2", "local"] == ("kept", "not on the shared tier yet")
     assert on_local(s3_uri) == [2, 3]
 
 
-def test_without_a_drain_the_local_tier_is_pruned_by_itself(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_drains_the_local_tier_is_pruned_independently(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(file_uri, 1, 2, 3, drain=False)
     assert tierckpt_("prune", file_uri, "--keep-last", 1, "--yes").document["going"] == 0
     monkeypatch.setenv("TIERCKPT_DRAIN", "false")
@@ -318,7 +318,7 @@ def test_the_last_copies_stay_when_the_shared_tier_is_lost(file_uri: str) -> Non
     assert on_local(file_uri) == [1, 2, 3]
 
 
-def test_a_save_that_has_claimed_the_id_again_keeps_what_it_is_to_replace(file_uri: str) -> None:
+def test_new_save_of_the_same_id_keeps_the_checkpoint_it_replaces(file_uri: str) -> None:
     save_steps(file_uri, 1, 2)
     claim = Path(file_uri) / "step-1/.tierckpt/claim.json"
     client = get_client(Settings.load())
@@ -338,7 +338,7 @@ def test_a_save_that_has_claimed_the_id_again_keeps_what_it_is_to_replace(file_u
     )
 
 
-def test_a_copy_that_cannot_be_removed_does_not_keep_the_others_and_is_exit_3(file_uri: str) -> None:
+def test_one_failed_removal_is_exit_3_and_the_others_proceed(file_uri: str) -> None:
     save_steps(file_uri, 1, 2, 3)
     (Path(file_uri) / "step-1/.tierckpt/removed").write_text("in the way")
     done = tierckpt_("prune", file_uri, "--keep-last", 1, "--yes")
@@ -366,7 +366,7 @@ with leases.reading(root, local_dir(root, parse_uri(sys.argv[2]))):
 
 @contextmanager
 def reader(uri: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the checkpoint at ``uri`` as a restore does."""
+    """Run a process that holds a lease on the checkpoint at ``uri``, as a restore does."""
     process = subprocess.Popen(
         [sys.executable, "-c", READER, os.environ["TIERCKPT_LOCAL_ROOT"], uri], stdout=subprocess.PIPE, text=True
     )
@@ -380,21 +380,21 @@ def reader(uri: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_being_read_stays_until_its_reader_is_gone(run_uri: str) -> None:
+def test_checkpoint_being_read_stays_until_its_reader_ends(run_uri: str) -> None:
     save_steps(run_uri, 1, 2, 3)
     with reader(f"{run_uri}/step-1") as process:
         done = tierckpt_("prune", run_uri, "--keep-last", 1, "--yes")
         assert outcomes(done)["step-1", "local"] == outcomes(done)["step-1", "shared"] == ("kept", "being read")
         assert on_local(run_uri) == on_shared(run_uri) == [1, 3]
-        process.send_signal(signal.SIGKILL)  # no chance to give the lease up
+        process.send_signal(signal.SIGKILL)  # no chance to release the lease
         process.wait()
         assert tierckpt_("prune", run_uri, "--keep-last", 1, "--yes").code == 0
     assert on_local(run_uri) == on_shared(run_uri) == [3]
     assert not list((Path(os.environ["TIERCKPT_LOCAL_ROOT"]) / "leases").iterdir())
 
 
-def test_a_restore_holds_what_it_reads(s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retention comes in the middle of a restore, of the only copies there are."""
+def test_restore_holds_a_lease(s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention runs during a restore from the only copies."""
     save_steps(s3_uri, 1, 2)
     shutil.rmtree(os.environ["TIERCKPT_LOCAL_ROOT"])
     client, location, seen = get_client(Settings.load()), parse_uri(s3_uri), []
@@ -416,7 +416,7 @@ def test_a_restore_holds_what_it_reads(s3_uri: str, tmp_path: Path, monkeypatch:
     assert [one.copy.step for one in result.only("removed")] == [1]
 
 
-def test_what_was_removed_before_it_was_held_is_looked_for_again(
+def test_removal_before_the_lease_restarts_the_selection(
     file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_steps(file_uri, 1, 2)
@@ -425,7 +425,7 @@ def test_what_was_removed_before_it_was_held_is_looked_for_again(
 
     def late(root: Path, directory: Path) -> Any:
         calls.append(directory.name)
-        if len(calls) == 1:  # between the choice and the lease
+        if len(calls) == 1:  # between selection and lease
             shutil.rmtree(directory)
             shutil.rmtree(Path(file_uri) / "step-2")
         return real(root, directory)
@@ -438,10 +438,10 @@ def test_what_was_removed_before_it_was_held_is_looked_for_again(
     assert same(target, small_state(1))
 
 
-def test_many_readers_share_and_a_removal_waits_for_none(tmp_path: Path) -> None:
+def test_readers_share_a_lease_and_a_removal_does_not_wait(tmp_path: Path) -> None:
     directory = tmp_path / "step-1"
     with read_lease.reading(tmp_path, directory), read_lease.reading(tmp_path, directory):
-        with read_lease.removing(tmp_path, directory) as free:  # the readers are this very thread
+        with read_lease.removing(tmp_path, directory) as free:  # this thread holds the read leases
             assert not free
         assert read_lease.is_read(tmp_path, directory)
     assert not read_lease.is_read(tmp_path, directory)
@@ -449,7 +449,7 @@ def test_many_readers_share_and_a_removal_waits_for_none(tmp_path: Path) -> None
         assert free
 
 
-def test_a_reader_waits_for_a_removal_that_is_under_way(tmp_path: Path) -> None:
+def test_reader_waits_for_a_removal_in_progress(tmp_path: Path) -> None:
     directory, order = tmp_path / "step-1", []
 
     async def read() -> None:
@@ -468,7 +468,7 @@ def test_a_reader_waits_for_a_removal_that_is_under_way(tmp_path: Path) -> None:
     assert order == ["removed", "read"]
 
 
-def test_a_read_only_local_root_is_no_obstacle_to_reading(tmp_path: Path) -> None:
+def test_read_only_local_root_permits_reads(tmp_path: Path) -> None:
     (tmp_path / "leases").write_text("no directory can be made here")
     with read_lease.reading(tmp_path, tmp_path / "step-1"):
         pass
@@ -486,7 +486,7 @@ def test_a_read_only_local_root_is_no_obstacle_to_reading(tmp_path: Path) -> Non
         (None, {"shared": 2}, [1, 2, 3, 4, 5, 6], [2, 4, 6]),
     ],
 )
-def test_checkpointer_keeps_by_both_rules(
+def test_checkpointer_retention_by_last_and_every(
     last: Any, every: Any, local: list[int], shared: list[int], run_uri: str
 ) -> None:
     with Checkpointer(run_uri, keep_last=last, keep_every=every) as checkpointer:
@@ -497,7 +497,7 @@ def test_checkpointer_keeps_by_both_rules(
     assert on_shared(run_uri) == shared
 
 
-def test_a_bad_copy_that_was_put_aside_goes_with_its_checkpoint(s3_uri: str) -> None:
+def test_quarantined_copy_is_removed_with_its_checkpoint(s3_uri: str) -> None:
     save_steps(s3_uri, 1, 2)
     directory = directory_of(f"{s3_uri}/step-1")
     shard = next(directory.glob("*.distcp"))

@@ -1,4 +1,4 @@
-"""A multi-step save whose steps are made again by the restore: right, or the checkpoint before it; nothing between."""
+"""Restores that replay a multi-step save: the exact state, or the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def run(tmp_path: Path) -> Iterator[Path]:
 def trained(
     uri: Path, windows: int = 1, plain: int = 0, exact: Any = "required", **options: Any
 ) -> tuple[Job, list[int]]:
-    """Saves a plain checkpoint at each of the first ``plain`` steps, then ``windows`` windows of three steps. The loop
-    dies: nothing is saved at its end. Returns the steps of the windows."""
+    """Save a checkpoint at each of the first ``plain`` steps, then ``windows`` windows of three steps. Stop without a
+    final save. Returns the job and the steps of the windows."""
     job, steps = Job(), []
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -72,12 +72,12 @@ def restored(uri: Path, step: int | None = None, **options: Any) -> tuple[int | 
     return found, job, state
 
 
-def test_a_redo_log_is_restored_bit_for_bit_and_is_a_checkpoint_then(run: Path) -> None:
+def test_replayed_save_is_exact_and_becomes_a_checkpoint(run: Path) -> None:
     job, (step,) = trained(run)
     assert (run / WINDOWS_DIR / f"step-{step}" / ".metadata").is_file() and not (run / f"step-{step}").exists()
     with Checkpointer(run) as checkpointer:
         assert checkpointer.latest_step() == step
-    assert tierckpt.latest(run) is None  # for who reads checkpoints, and replays nothing
+    assert tierckpt.latest(run) is None  # readers without replay ignore redo logs
     found, again, state = restored(run)
     assert found == step and state["data"]["at"] == step
     check(again.values(), job.kept[step])
@@ -87,7 +87,7 @@ def test_a_redo_log_is_restored_bit_for_bit_and_is_a_checkpoint_then(run: Path) 
     check(again.values(), job.kept[step])
 
 
-def test_stock_pytorch_finds_no_checkpoint_before_and_a_plain_one_after(run: Path) -> None:
+def test_stock_pytorch_reads_the_checkpoint_only_after_the_replay(run: Path) -> None:
     job, (step,) = trained(run)
     target = {"model": Job().model.state_dict()}
     for uri in (run / f"step-{step}", run / WINDOWS_DIR / f"step-{step}"):
@@ -98,7 +98,7 @@ def test_stock_pytorch_finds_no_checkpoint_before_and_a_plain_one_after(run: Pat
     check(target["model"], job.kept[step]["model"])
 
 
-def test_the_next_save_and_the_model_alone(run: Path) -> None:
+def test_next_save_and_model_only_restore(run: Path) -> None:
     job, (step,) = trained(run)
     again = Job()
     with Checkpointer(run) as checkpointer:
@@ -110,7 +110,7 @@ def test_the_next_save_and_the_model_alone(run: Path) -> None:
     assert tierckpt.latest(run) == str(run / f"step-{step + 1}")
 
 
-def test_a_step_that_is_asked_for_by_number(run: Path) -> None:
+def test_restore_by_step_number(run: Path) -> None:
     job, steps = trained(run, windows=2)
     found, again, _ = restored(run, steps[0])
     assert found == steps[0]
@@ -131,11 +131,11 @@ def damage(path: Path) -> None:
 def copies(run: Path, step: int, local: Path) -> list[Path]:
     found = [*run.glob(f"{WINDOWS_DIR}/step-{step}/*.distcp"), *local.glob(f"**/{WINDOWS_DIR}/step-{step}/*.distcp")]
     assert found
-    return list({path.stat().st_ino: path for path in found}.values())  # hard links, where both tiers are one disk
+    return list({path.stat().st_ino: path for path in found}.values())  # one path for each inode
 
 
 @pytest.mark.parametrize("piece", ["all", "first", "last"])
-def test_damage_to_a_redo_log_is_found_and_the_checkpoint_before_it_is_restored(
+def test_damaged_redo_log_restores_the_previous_checkpoint(
     piece: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     local = tmp_path / "local"
@@ -155,7 +155,7 @@ def test_damage_to_a_redo_log_is_found_and_the_checkpoint_before_it_is_restored(
     assert "was not replayed" in caplog.text and not (run / f"step-{step}").exists()
 
 
-def test_another_device_falls_back_and_says_why_or_is_accepted(
+def test_other_device_falls_back_with_a_reason_or_is_accepted(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as elsewhere:
@@ -176,24 +176,24 @@ def test_another_device_falls_back_and_says_why_or_is_accepted(
     assert notes["exact"] is False and notes["replay"] == "replayed" and "x 2**-24" in notes["tolerance"]
 
 
-def test_without_anything_before_it_the_error_is_raised(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_earlier_checkpoint_the_error_is_raised(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(run)
     flipped(monkeypatch, 1)
     with pytest.raises(IntegrityError, match="other bits than in training"):
         restored(run)
 
 
-def test_other_parameters_are_refused_before_anything_is_changed(run: Path) -> None:
+def test_mismatched_parameters_are_refused_before_any_change(run: Path) -> None:
     job, _ = trained(run, plain=1)
     other = Job()
     other.first.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
     with Checkpointer(run) as checkpointer:
         state: dict[str, Any] = {"model": other.model, "second": other.second}
-        assert checkpointer.restore(state, only="model") == 1  # there is no telling what its optimizers are
+        assert checkpointer.restore(state, only="model") == 1  # without optimizers there is no replay
     check(other.model.state_dict(), job.kept[1]["model"])
 
 
-def test_retention_ls_verify_and_info_know_redo_logs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_retention_ls_verify_and_info_of_redo_logs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, steps = trained(run, windows=4, keep_last=2)
     kept = {path.name for path in (run / WINDOWS_DIR).iterdir()}
     assert kept == {f"step-{step}" for step in steps[-2:]}
@@ -211,8 +211,8 @@ def test_retention_ls_verify_and_info_know_redo_logs(run: Path, capsys: pytest.C
     assert run_cli(["verify", str(run), "--read-data"]) != 0
 
 
-def test_a_redo_log_goes_when_newer_checkpoints_are_enough(run: Path) -> None:
-    """It never is what a checkpoint is removed for: that may be all that can be read somewhere else."""
+def test_retention_removes_a_redo_log_older_than_enough_checkpoints(run: Path) -> None:
+    """No checkpoint is removed because of a redo log, which other readers cannot use."""
     _, (step,) = trained(run, plain=1, keep_last=1)
     assert (run / "step-1").exists() and (run / WINDOWS_DIR / f"step-{step}").exists()
     found, again, _ = restored(run)
@@ -232,7 +232,7 @@ def notes_at(uri: Path) -> Any:
     return checkpoint.manifest.notes
 
 
-def test_an_approximate_save_is_a_checkpoint_at_once_and_says_so(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_approximate_save_is_a_checkpoint_at_once_with_a_note(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     current = Conditions.current
 
     def of_training(device: torch.device, implementation: str) -> Conditions:
@@ -253,7 +253,7 @@ def test_an_approximate_save_is_a_checkpoint_at_once_and_says_so(run: Path, monk
     assert "another device in training" in notes["other than in training"]
 
 
-def test_a_save_that_is_exact_at_once_says_so_too(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_save_is_a_checkpoint_at_once_with_a_note(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "MultiStepStager", MultiStepStager)
     _, (step,) = trained(run)
     notes = notes_at(run / f"step-{step}")

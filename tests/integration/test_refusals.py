@@ -1,6 +1,6 @@
-"""A store that refuses: at first contact a save says so, in the middle of a run it goes on to the SSD and drains later.
+"""A store that refuses: the first save raises; later saves stay on the SSD and drain after recovery.
 
-Closing while the store is away ends when ``exit_timeout_seconds`` says; ranks with different URIs are told.
+Closing during an outage ends after ``exit_timeout_seconds``. Ranks with different URIs raise.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ def refuse(proxy: FaultProxy, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["403", "404"])
-def test_at_first_contact_a_refusal_is_said_at_the_first_save(how: str, run: str, proxy: FaultProxy) -> None:
+def test_refusal_at_first_contact_fails_the_first_save(how: str, run: str, proxy: FaultProxy) -> None:
     refuse(proxy, how)
-    with pytest.raises(StoreError):  # by its future, should the store take long to say so
+    with pytest.raises(StoreError):  # from the future, if the store answers late
         Checkpointer(run, exit_timeout_seconds=0).save(1, {"value": 1}).result(timeout=60)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", REFUSALS)
-def test_credentials_that_expire_in_the_middle_of_a_run_cost_no_save(
+def test_expired_credentials_fail_no_save(
     how: str, run: str, proxy: FaultProxy, local_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each save reaches the SSD; when the store takes us again, all of it is drained."""
+    """Each save reaches the SSD and drains when the store accepts requests again."""
     checkpointer = Checkpointer(run)
     checkpointer.save(1, {"value": 1}).result(timeout=60)
     checkpointer.wait()
@@ -102,7 +102,7 @@ def test_credentials_that_expire_in_the_middle_of_a_run_cost_no_save(
     assert Checkpointer(run, local_root=tmp_path / "fresh").restore({"value": 0}) == 4
 
 
-def test_plain_dcp_saves_go_on_too(run: str, proxy: FaultProxy, tmp_path: Path) -> None:
+def test_plain_dcp_saves_continue(run: str, proxy: FaultProxy, tmp_path: Path) -> None:
     for step in (1, 2):
         if step == 2:
             refuse(proxy, "403")
@@ -115,7 +115,7 @@ def test_plain_dcp_saves_go_on_too(run: str, proxy: FaultProxy, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("how", REFUSALS)
-def test_one_passing_refusal_at_the_start_of_a_save(how: str, run: str, proxy: FaultProxy, tmp_path: Path) -> None:
+def test_transient_refusal_at_the_start_of_a_save(how: str, run: str, proxy: FaultProxy, tmp_path: Path) -> None:
     checkpointer = Checkpointer(run)
     checkpointer.save(1, {"value": 1}).result(timeout=60)
     left = [1]
@@ -128,13 +128,13 @@ def test_one_passing_refusal_at_the_start_of_a_save(how: str, run: str, proxy: F
 
     proxy.answer = once
     checkpointer.save(2, {"value": 2}).result(timeout=60)
-    assert left[0] <= 0, "it was refused once"
+    assert left[0] <= 0, "the request was not refused"
     checkpointer.close()
     close_all()
     assert Checkpointer(run, local_root=tmp_path / "fresh").restore({"value": 0}) == 2
 
 
-def test_adaptive_saves_that_were_to_go_straight_stay_here(
+def test_direct_puts_stay_on_the_ssd_during_refusals(
     run: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer = Checkpointer(run, interval=1, exposure_seconds_max=math.inf, exit_timeout_seconds=0)
@@ -163,10 +163,10 @@ with tierckpt.Checkpointer(sys.argv[1], keep_last=2) as checkpointer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mover"), [("refused", "agent"), ("hanging", "inline")])
-def test_leaving_while_the_store_is_away_ends_when_it_was_said(
+def test_exit_during_an_outage_ends_at_its_timeout(
     kind: str, mover: str, run: str, proxy: FaultProxy, local_root: Path, tmp_path: Path
 ) -> None:
-    """One timeout for all of it: the saves, the drains, retention, the records, and the end of the process."""
+    """One timeout covers saves, drains, retention, records and process exit."""
     endpoint = os.environ["AWS_ENDPOINT_URL"] if kind == "hanging" else f"http://127.0.0.1:{free_port()}"
     env = {**os.environ, "AWS_ENDPOINT_URL": endpoint, "TIERCKPT_EXIT_TIMEOUT_SECONDS": "2", "TIERCKPT_MOVER": mover}
     env["TIERCKPT_LOCAL_ROOT"] = str(tmp_path / "l")
@@ -186,12 +186,12 @@ def test_leaving_while_the_store_is_away_ends_when_it_was_said(
     assert process.returncode == 1 and "OperationTimeoutError" in told, told
     assert "closing: waiting for" in told and "of 2 s left" in told and "Ctrl-C" in told, told
     assert seconds < 60, f"{seconds:.1f} s\n{told}"
-    assert len(Journal(tmp_path / "l").entries()) == 3, "what was saved is still to be drained"
-    for entry in Journal(tmp_path / "l").entries():  # so that its agent leaves
+    assert len(Journal(tmp_path / "l").entries()) == 3, "all saves must stay in the journal"
+    for entry in Journal(tmp_path / "l").entries():  # lets its agent exit
         Journal(tmp_path / "l").remove(entry.token)
 
 
-def test_a_close_that_has_nothing_to_wait_for_says_nothing(run: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_without_pending_work_logs_nothing(run: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), Checkpointer(run) as checkpointer:
         checkpointer.save(1, {"value": 1}).result(timeout=60)
         checkpointer.wait()
@@ -199,7 +199,7 @@ def test_a_close_that_has_nothing_to_wait_for_says_nothing(run: str, caplog: pyt
 
 
 @pytest.mark.slow
-def test_the_end_of_the_process_does_not_wait_again(run: str, proxy: FaultProxy) -> None:
+def test_process_exit_does_not_wait_again(run: str, proxy: FaultProxy) -> None:
     proxy.plans[run.split("/")[2]] = Plan(Kind.SLOW_DOWN, share=1.0)
     checkpointer = Checkpointer(run, exit_timeout_seconds=3)
     checkpointer.save(1, {"value": 1}).result(timeout=60)
@@ -215,7 +215,7 @@ def test_the_end_of_the_process_does_not_wait_again(run: str, proxy: FaultProxy)
 
 
 def differ(uris: list[str]) -> dict[str, Any]:
-    """Every rank has its own URI: what a Checkpointer and a plain ``dcp.save`` say."""
+    """Return the errors of Checkpointer and plain ``dcp.save`` if each rank has its own URI."""
     rank = dist.get_rank()
     mine: dict[str, str] = {}
     try:
@@ -232,7 +232,7 @@ def differ(uris: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_ranks_with_different_uris_are_told(file_uri: str) -> None:
+def test_ranks_with_different_uris_raise(file_uri: str) -> None:
     uris = [f"{file_uri}/a", f"{file_uri}/a", f"{file_uri}/b"]
     told = launch("tests.integration.test_refusals:differ", 3, timeout_seconds=90, uris=uris)["told"]
     for rank in told:

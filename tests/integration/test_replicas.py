@@ -1,6 +1,6 @@
-"""Replicas at save: with ``replicas=2`` a checkpoint survives its node, from the moment it was committed there.
+"""Replicas at save: with ``replicas=2`` a checkpoint survives the loss of its node from its local commit on.
 
-Agents here are real processes with local roots of their own; nothing is on shared storage unless a test says so.
+Agents are real processes, each with its own local root. Unless a test says so, shared storage is empty.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCENARIOS = "tests.integration.peer_scenarios"
 
 
 class EmptyBucket(HttpServer):
-    """An object store that holds nothing and takes nothing, and remembers what it was asked for."""
+    """An object store that is empty, refuses writes and records requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmptyBucket]:
 
 
 def shards(node: Node) -> dict[str, str]:
-    """Every shard of the node's local tier by name, with the digest of its bytes."""
+    """Map each shard of the node's local tier to the digest of its bytes."""
     found = (node.root / "checkpoints").rglob("*.distcp")
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
 
@@ -84,10 +84,10 @@ def all_copied(nodes: Nodes, uri: str, *of: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_lost_right_after_its_local_commit_costs_nothing(
+def test_checkpoint_survives_a_node_lost_right_after_its_local_commit(
     bucket: EmptyBucket, fleet: Fleet, tmp_path: Path
 ) -> None:
-    """A replaced, empty node restores the newest step; of shared storage it asks what is committed, and no data."""
+    """A replaced, empty node restores the newest step and reads only commit records from shared storage."""
     uri = "s3://bucket/run"
     with cluster(fleet, tmp_path, 2, replicas=2) as nodes:
         save(f"{uri}/step-7", small_state(7), settings=nodes[0].settings)
@@ -102,12 +102,12 @@ def test_a_node_lost_right_after_its_local_commit_costs_nothing(
         assert bucket.asked, "the tiers were not compared"
         data = [line for line in bucket.asked if ".distcp" in line or (line.endswith("/.metadata") and "GET" in line)]
         assert data == []
-        assert shards(nodes[0]) == shards(nodes[1]), "what was read is here again, for the next restart"
+        assert shards(nodes[0]) == shards(nodes[1]), "a restore must leave local copies for the next restart"
 
 
 @pytest.mark.slow
 def test_all_ranks_of_a_job_restore_when_any_of_its_nodes_is_lost(fleet: Fleet, tmp_path: Path) -> None:
-    """Each rank saved its part on its own node; only the coordinator's had the manifest."""
+    """Each rank saved on its own node; only the coordinator's node had the manifest."""
     uri = str(tmp_path / "shared" / "run")
     with cluster(fleet, tmp_path, 3, replicas=2, drain=False, domains=("a", "a", "b")) as nodes:
         ranks = [node.settings.model_dump_json() for node in nodes][:2]
@@ -122,15 +122,15 @@ def test_all_ranks_of_a_job_restore_when_any_of_its_nodes_is_lost(fleet: Fleet, 
 
 
 @pytest.mark.slow
-def test_a_copy_makes_room_for_a_newer_one_only_when_that_is_on_all_its_holders(fleet: Fleet, tmp_path: Path) -> None:
-    """Three copies: while one holder is away, the other keeps both steps."""
+def test_old_copy_is_removed_only_when_all_holders_have_the_new_one(fleet: Fleet, tmp_path: Path) -> None:
+    """Three copies: while one holder is down, the other keeps both steps."""
     uri = str(tmp_path / "shared" / "run")
     with cluster(fleet, tmp_path, 3, replicas=3, drain=False) as nodes:
         save(f"{uri}/step-1", small_state(1), settings=nodes[0].settings)
         all_copied(nodes, f"{uri}/step-1", 0)
         full = nodes[2].directory(f"{uri}/step-2")
         full.mkdir(parents=True)
-        full.chmod(0o777)  # others can write there: no copy can be made
+        full.chmod(0o777)  # writable by others, so it takes no copy
         save(f"{uri}/step-2", small_state(2), settings=nodes[0].settings)
         nodes.until(lambda: len(shards(nodes[1])) == 2, "the second step on the holder that works")
         nodes.until(lambda: nodes[2].replicas()["failed"] >= 2, "two tries on the holder that does not")
@@ -141,11 +141,11 @@ def test_a_copy_makes_room_for_a_newer_one_only_when_that_is_on_all_its_holders(
         all_copied(nodes, f"{uri}/step-2", 0)
         nodes.until(lambda: all(len(shards(node)) == 1 for node in (nodes[1], nodes[2])), "the old copies to go")
         assert local_commit.read_local_manifest(nodes[1].directory(f"{uri}/step-1")) is None
-        assert len(shards(nodes[0])) == 2, "what the node itself has saved is for retention, not for this"
+        assert len(shards(nodes[0])) == 2, "a node's own saves are subject to retention only"
 
 
 @pytest.mark.slow
-def test_a_full_ssd_holds_no_copy_and_loses_nothing_of_its_own(fleet: Fleet, tmp_path: Path) -> None:
+def test_full_ssd_takes_no_copies_and_keeps_its_own_checkpoints(fleet: Fleet, tmp_path: Path) -> None:
     uri = str(tmp_path / "shared" / "run")
     other = str(tmp_path / "shared" / "other")
     with cluster(fleet, tmp_path, 2, replicas=2, drain=False, local_bytes_max=400_000) as nodes:
@@ -161,8 +161,8 @@ def test_a_full_ssd_holds_no_copy_and_loses_nothing_of_its_own(fleet: Fleet, tmp
 
 
 @pytest.mark.slow
-def test_a_damaged_copy_is_never_read_as_if_it_were_good(fleet: Fleet, tmp_path: Path) -> None:
-    """The one copy on a peer is damaged: the load ends with an error that says so, and with no wrong byte."""
+def test_damaged_peer_copy_is_never_returned(fleet: Fleet, tmp_path: Path) -> None:
+    """The only peer copy is damaged: the load fails with a clear error and returns no wrong byte."""
     uri = str(tmp_path / "shared" / "run" / "step-1")
     with cluster(fleet, tmp_path, 2, replicas=2, drain=False) as nodes:
         save(uri, small_state(1), settings=nodes[0].settings)
@@ -186,8 +186,8 @@ def test_a_damaged_copy_is_never_read_as_if_it_were_good(fleet: Fleet, tmp_path:
 
 
 @pytest.mark.slow
-def test_retention_keeps_the_newest_step_that_a_peer_has_whole(fleet: Fleet, tmp_path: Path) -> None:
-    """A node that is lost while its newest step is still being copied must not cost the step before too."""
+def test_retention_keeps_the_newest_step_complete_on_a_peer(fleet: Fleet, tmp_path: Path) -> None:
+    """Losing a node while its newest step is being copied must leave the previous step."""
     uri = str(tmp_path / "shared" / "run")
 
     def steps_after_prune(node: Node) -> list[str]:
@@ -202,13 +202,13 @@ def test_retention_keeps_the_newest_step_that_a_peer_has_whole(fleet: Fleet, tmp
         assert steps_after_prune(nodes[0]) == ["step-1", "step-2"]
         nodes[1].start()
         all_copied(nodes, f"{uri}/step-2", 0)
-        nodes.until(lambda: steps_after_prune(nodes[0]) == ["step-2"], "the older step to be let go")
+        nodes.until(lambda: steps_after_prune(nodes[0]) == ["step-2"], "removal of the older step")
 
 
-def test_the_report_has_the_time_at_which_a_step_was_on_all_its_holders(
+def test_report_has_the_time_when_all_holders_had_a_step(
     fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A save while no other node is there is on none until it comes back; the older of two is passed over."""
+    """A save without other nodes gets its copies when one returns; the older of two saves is skipped."""
     uri, away_seconds = str(tmp_path / "shared" / "run"), 4.0
 
     def report(node: Node) -> dict[str, Any]:
@@ -233,5 +233,5 @@ def test_the_report_has_the_time_at_which_a_step_was_on_all_its_holders(
         found = report(nodes[0])
         assert (found["saves"], found["skipped_steps"], found["waiting_steps"]) == (2, [1], [])
         assert away_seconds <= found["maximum_seconds"] <= took + 1
-        shutil.rmtree(nodes[0].directory(f"{uri}/step-2"))  # evicted, with its mark
+        shutil.rmtree(nodes[0].directory(f"{uri}/step-2"))  # evicted, including its marker
         assert report(nodes[0]) == found

@@ -1,4 +1,4 @@
-"""``tierckpt report``: what a real run that was killed says of its own time, to people and to programs."""
+"""``tierckpt report`` on runs that were killed: text and JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tierckpt.format.layout import HISTORY_DIR, local_dir, parse_uri
 from tierckpt.training import run_log
 
 STEP_SECONDS = 0.04
-"""Long beside what a step waits for a processor of a busy machine."""
+"""Long compared with scheduling delays on a busy machine."""
 PHASES = {"kept", "unsaved", "lost", "blocked", "down", "starting", "loading", "warming", "other"}
 
 
@@ -43,7 +43,7 @@ def report(capsys: pytest.CaptureFixture[str], uri: str, *more: str) -> dict[str
 
 
 def killed_once(nursery: Nursery, folder: Path, uri: str) -> tuple[float, float]:
-    """Train, be killed some steps after a save, come back, finish. Returns the seconds of the whole, and between."""
+    """Train, kill the job some steps after a save, restart and finish. Returns total and down seconds."""
     begun = time.monotonic()
     options: dict[str, Any] = {"uri": uri, "step_seconds": STEP_SECONDS, "interval": 20, "line_seconds": 0.05}
     job = nursery.start("train", folder, start=0, hold_at=55, **options)
@@ -62,7 +62,7 @@ def killed_once(nursery: Nursery, folder: Path, uri: str) -> tuple[float, float]
 
 
 @pytest.mark.slow
-def test_a_killed_run_tells_where_its_time_went(
+def test_report_of_a_killed_run_accounts_for_its_time(
     nursery: Nursery, tmp_path: Path, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wall, away = killed_once(nursery, tmp_path / "job", file_uri)
@@ -85,8 +85,8 @@ def test_a_killed_run_tells_where_its_time_went(
     assert found["ettr"] == pytest.approx(found["kept_seconds"] / found["wall_seconds"])
     assert found["ettr"] < found["goodput"] < 1
     assert [start["end"] for start in found["starts"]] == ["", "closed"]
-    people_get_a_timeline_and_a_picture(capsys, file_uri, tmp_path / "run.svg")
-    shutil.rmtree(local_root)  # the node is lost: the records are beside the checkpoints too
+    check_text_timeline_and_picture(capsys, file_uri, tmp_path / "run.svg")
+    shutil.rmtree(local_root)  # lose the node: the records are also next to the checkpoints
     after = report(capsys, file_uri)
     assert len(after["starts"]) == 2
     assert after["starts"][1] == found["starts"][1]
@@ -94,10 +94,10 @@ def test_a_killed_run_tells_where_its_time_went(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_lost_steps_are_those_that_are_repeated_whatever_the_number_of_ranks(
+def test_lost_steps_equal_repeated_steps_for_any_number_of_ranks(
     nursery: Nursery, tmp_path: Path, file_uri: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Killed twice at the same step with two ranks, then finished by one."""
+    """Two ranks are killed twice at the same step, then one rank finishes."""
     folder, options = tmp_path / "job", {"uri": file_uri, "interval": 10, "step_seconds": 0.01}
 
     def killed_at_25(start: int) -> dict[str, Any]:
@@ -125,11 +125,11 @@ def test_lost_steps_are_those_that_are_repeated_whatever_the_number_of_ranks(
     assert [found[f"{what}_steps"] for what in ("kept", "unsaved", "lost", "trained")] == [43, 0, 10, 53]
     assert [start["world_size"] for start in found["starts"]] == [2, 2, 1]
     assert [failure["lost_steps"] for failure in found["failures"]] == [5, 5]
-    assert (found["tiers"]["local"]["reached"], found["tiers"]["shared"]["reached"]) == (5, 5)  # the last on leaving
+    assert (found["tiers"]["local"]["reached"], found["tiers"]["shared"]["reached"]) == (5, 5)  # the last on exit
     assert (found["tiers"]["shared"]["waiting_steps"], found["tiers"]["shared"]["untimed"]) == ([], 0)
 
 
-def test_a_loop_that_calls_save_alone_keeps_all_of_its_steps(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loop_that_only_calls_save_loses_no_steps(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Checkpointer(file_uri) as checkpointer:
         for step in range(10, 101, 10):
             checkpointer.save(step, {"w": torch.zeros(3)})
@@ -139,14 +139,14 @@ def test_a_loop_that_calls_save_alone_keeps_all_of_its_steps(file_uri: str, caps
     shown = capsys.readouterr().out
     assert "100 of 100 steps" in shown
     tiers, cells = found["tiers"], [line.split() for line in shown.splitlines()]
-    for name, tier in (("local SSD", "local"), ("shared storage", "shared")):  # the text has what --json has
+    for name, tier in (("local SSD", "local"), ("shared storage", "shared")):  # the text agrees with --json
         row = next(cell for cell in cells if cell[:2] == name.split())
         assert row[2:5] == ["10", "of", "10"] and row[-2:] == ["0", "-"]
         values = [tiers[tier][f"{what}_seconds"] for what in ("median", "p90", "maximum")]
         assert row[5:-2] == [word for value in values for word in output.short(value).split()]
 
 
-def people_get_a_timeline_and_a_picture(capsys: pytest.CaptureFixture[str], uri: str, picture: Path) -> None:
+def check_text_timeline_and_picture(capsys: pytest.CaptureFixture[str], uri: str, picture: Path) -> None:
     assert run(["report", uri, "--plot", str(picture)]) == 0
     shown = capsys.readouterr().out
     for words in ("ETTR", "lost by a failure", "training, lost by a failure", "where the time went"):
@@ -157,14 +157,14 @@ def people_get_a_timeline_and_a_picture(capsys: pytest.CaptureFixture[str], uri:
     assert tree.parse(picture).getroot().tag.endswith("svg")
 
 
-def test_a_run_without_records_is_a_sentence(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_records_prints_one_sentence(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, {"w": torch.zeros(3)})
     assert run(["report", f"{file_uri}/step-1"]) == 4
     assert "has no records of training" in capsys.readouterr().err
 
 
-def test_who_only_reads_a_run_leaves_no_record(file_uri: str, local_root: Path) -> None:
+def test_reading_a_run_writes_no_record(file_uri: str, local_root: Path) -> None:
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, {"w": torch.zeros(3)})
     before = sorted(Path(file_uri, HISTORY_DIR).glob("*.jsonl"))
@@ -174,7 +174,7 @@ def test_who_only_reads_a_run_leaves_no_record(file_uri: str, local_root: Path) 
     assert len(list((local_dir(local_root, parse_uri(file_uri)) / HISTORY_DIR).glob("*.jsonl"))) == 1
 
 
-def test_records_change_nothing_about_the_checkpoints(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_do_not_affect_checkpoints(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, {"w": torch.zeros(3)})
     assert run(["ls", file_uri, "--json"]) == 0
@@ -192,13 +192,13 @@ def test_records_are_bounded_and_lose_only_their_detail(
     with Checkpointer(file_uri) as checkpointer:
         for step in range(1, 500):
             checkpointer.step(step, {})
-        assert checkpointer._ledger._flush(60)  # private: a thread writes it
+        assert checkpointer._ledger._flush(60)  # private: a thread does it
         [path] = (local_dir(local_root, parse_uri(file_uri)) / HISTORY_DIR).glob("*.jsonl")
         assert len(path.read_text().splitlines()) <= 41
     assert report(capsys, file_uri)["kept_steps"] == 499
 
 
-def test_a_torn_line_and_a_full_disk_cost_nothing_but_their_news(
+def test_torn_line_and_full_disk_lose_only_their_records(
     file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Checkpointer(file_uri) as checkpointer:
@@ -211,9 +211,9 @@ def test_a_torn_line_and_a_full_disk_cost_nothing_but_their_news(
                 raise OSError(28, "No space left on device")
 
             full.setattr(os, "pwrite", no_room)
-            checkpointer._ledger.saved(20, 0.0)  # private: the disk is full for this line of the log alone
-            checkpointer._ledger._flush(60)  # private: a thread writes it
-        checkpointer.save(21, {"w": torch.zeros(3)}).result(60)  # training has not noticed
+            checkpointer._ledger.saved(20, 0.0)  # private: the disk is full for this log line only
+            checkpointer._ledger._flush(60)  # private: a thread does it
+        checkpointer.save(21, {"w": torch.zeros(3)}).result(60)  # saves continue
     for path in [*local_dir(local_root, parse_uri(file_uri)).rglob("*.jsonl"), *Path(file_uri).rglob("*.jsonl")]:
         with path.open("a") as stream:
             stream.write('{"what": "step", "at": 179')
@@ -237,10 +237,8 @@ checkpointer.close()
 
 
 @pytest.mark.slow
-def test_the_steps_of_the_last_second_before_a_kill_are_known(
-    file_uri: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ten steps of microseconds after the save, then kill -9: ten are lost, though no line of progress was due."""
+def test_steps_in_the_last_second_before_a_kill_are_counted(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten steps of microseconds after the save, then kill -9: all ten count as lost."""
     for code in (-9, 0):
         done = subprocess.run([sys.executable, "-c", KILLED, file_uri], timeout=120, capture_output=True, text=True)
         assert done.returncode == code, done.stderr

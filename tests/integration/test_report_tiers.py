@@ -1,4 +1,4 @@
-"""``tierckpt report`` of real runs: when saves reached each tier, also after the end of the trainer."""
+"""``tierckpt report`` of real runs: times at which saves reached each tier, also after the trainer's end."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tierckpt.config import Settings
 from tierckpt.format.layout import HISTORY_DIR, MANIFEST, local_dir, parse_uri
 from tierckpt.poll import Poll
 
-PATIENCE_SECONDS = 60.0
-CUT_SECONDS = 6.0
+WAIT_SECONDS = 60.0
+OUTAGE_SECONDS = 6.0
 
 TRAINER = """
 import json, os, sys, time, torch, tierckpt
@@ -46,7 +46,7 @@ if ends == "close":
 os.kill(os.getpid(), 9)
 """
 
-DIES = """
+DIE_AFTER_COMMIT = """
 import os, sys, torch, tierckpt
 from tierckpt.drain.drainer import Drainer
 
@@ -69,11 +69,11 @@ def agent(endpoint: str) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(PATIENCE_SECONDS)
+        process.wait(WAIT_SECONDS)
 
 
 def train(uri: str, steps: list[int], endpoint: str, *, waits: bool, ends: str = "kill") -> dict[int, float]:
-    """Save ``steps`` in a process of its own, which is killed then. Returns when ``save`` was called for each."""
+    """Save ``steps`` in a process that is then killed. Returns the time of each ``save`` call."""
     environment = os.environ | {"AWS_ENDPOINT_URL": endpoint, "TIERCKPT_MOVER": "agent"}
     command = [sys.executable, "-c", TRAINER, uri, json.dumps(steps), "waits" if waits else "", ends]
     done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
@@ -94,14 +94,14 @@ def text(capsys: pytest.CaptureFixture[str], uri: str) -> str:
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
-    for _ in Poll(PATIENCE_SECONDS):
+    for _ in Poll(WAIT_SECONDS):
         if holds():
             return
-    raise AssertionError(f"waited {PATIENCE_SECONDS} s for {what}")
+    raise AssertionError(f"waited {WAIT_SECONDS} s for {what}")
 
 
 def written_at(uri: str) -> float:
-    """When the store says that the checkpoint was committed."""
+    """Return the commit time of the checkpoint at the store."""
     store = get_client(Settings.load()).mover.store(parse_uri(uri))
     at = get_client(Settings.load()).run(store.head(MANIFEST))
     assert at.modified_unix_seconds is not None
@@ -109,7 +109,7 @@ def written_at(uri: str) -> float:
 
 
 @pytest.mark.slow
-def test_a_store_that_was_cut_off_and_a_trainer_that_was_killed(
+def test_report_after_an_outage_and_a_killed_trainer(
     moto: S3Server, s3_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bucket, proxy = s3_uri.split("/")[2], FaultProxy(moto.endpoint)
@@ -118,7 +118,7 @@ def test_a_store_that_was_cut_off_and_a_trainer_that_was_killed(
         began = train(s3_uri, [10, 20], endpoint, waits=True)
         proxy.plans[bucket] = Plan(Kind.RESET, 1.0)
         began |= train(s3_uri, [30, 40], endpoint, waits=False)
-        time.sleep(CUT_SECONDS)
+        time.sleep(OUTAGE_SECONDS)
 
         found = report(capsys, s3_uri)["tiers"]
         assert (found["local"]["reached"], found["shared"]["reached"]) == (4, 2)
@@ -132,12 +132,12 @@ def test_a_store_that_was_cut_off_and_a_trainer_that_was_killed(
         proxy.plans.clear()
         until(lambda: not journal.entries(), "the agent to drain")
     truth = {step: written_at(f"{s3_uri}/step-{step}") - at for step, at in began.items()}
-    assert truth[30] > CUT_SECONDS
+    assert truth[30] > OUTAGE_SECONDS
 
     def check(found: dict[str, Any]) -> None:
         assert (found["reached"], found["untimed"], found["waiting_steps"], found["unknown_steps"]) == (4, 0, [], [])
         seconds = sorted(truth.values())
-        assert found["maximum_seconds"] == pytest.approx(seconds[-1], abs=1.1)  # a store has whole seconds
+        assert found["maximum_seconds"] == pytest.approx(seconds[-1], abs=1.1)  # store times are whole seconds
         assert found["p90_seconds"] == found["maximum_seconds"]
         assert found["median_seconds"] == pytest.approx((seconds[1] + seconds[2]) / 2, abs=1.1)
 
@@ -153,10 +153,10 @@ def test_a_store_that_was_cut_off_and_a_trainer_that_was_killed(
     check(report(capsys, s3_uri)["tiers"]["shared"])
 
 
-def test_records_of_an_older_release_and_a_store_that_tells(
+def test_times_from_the_store_without_commit_records(
     file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without lines of commits the store has the times of its checkpoints; the rest is unknown, and no time is 0."""
+    """Without commit records, times come from the store. Missing times are unknown, not 0."""
     with tierckpt.Checkpointer(file_uri) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, {"w": torch.full((1000,), step)})
@@ -187,7 +187,7 @@ def test_records_of_an_older_release_and_a_store_that_tells(
     assert "shared storage not recorded" in " ".join(text(capsys, file_uri).split())
 
 
-def test_a_run_that_does_not_drain_says_so(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_run_without_drains(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     with tierckpt.Checkpointer(file_uri, drain=False) as checkpointer:
         checkpointer.save(1, {"w": torch.full((1000,), 1)})
     found = report(capsys, file_uri)["tiers"]
@@ -195,11 +195,13 @@ def test_a_run_that_does_not_drain_says_so(file_uri: str, capsys: pytest.Capture
     assert "shared storage not set up" in " ".join(text(capsys, file_uri).split())
 
 
-def test_a_mover_that_was_killed_behind_its_commit_records_the_time_of_the_store(
+def test_commit_of_a_killed_mover_is_recorded_with_the_store_time(
     file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The next mover finds the commit, much later."""
-    done = subprocess.run([sys.executable, "-c", DIES, file_uri], timeout=120, capture_output=True, text=True)
+    """The next mover finds the commit much later."""
+    done = subprocess.run(
+        [sys.executable, "-c", DIE_AFTER_COMMIT, file_uri], timeout=120, capture_output=True, text=True
+    )
     assert done.returncode == -9, done.stderr[-3000:]
     assert Path(file_uri, "step-1", MANIFEST).exists()
     time.sleep(3)
@@ -210,7 +212,7 @@ def test_a_mover_that_was_killed_behind_its_commit_records_the_time_of_the_store
     assert len(lines) == 1
 
 
-def test_the_records_of_commits_are_bounded_and_a_torn_line_costs_itself_alone(
+def test_commit_records_are_bounded_and_tolerate_a_torn_line(
     file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit_times, "LINES_MAX", 20)
@@ -230,11 +232,11 @@ def test_the_records_of_commits_are_bounded_and_a_torn_line_costs_itself_alone(
 
 def test_plain_saves_leave_no_records(file_uri: str) -> None:
     save(f"{file_uri}/step-1", {"w": torch.full((1000,), 1)})
-    tierckpt.wait(f"{file_uri}/step-1", timeout_seconds=PATIENCE_SECONDS)
+    tierckpt.wait(f"{file_uri}/step-1", timeout_seconds=WAIT_SECONDS)
     assert not Path(file_uri, HISTORY_DIR).exists()
 
 
-def test_two_saves_of_a_step_are_told_apart(
+def test_two_saves_of_a_step_are_distinguished(
     file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with tierckpt.Checkpointer(file_uri) as checkpointer:

@@ -1,7 +1,7 @@
-"""What a job resumes from while the shared tier cannot be asked (N1 to N3 of checkpoint/select.py).
+"""Resume while the shared tier cannot be reached (N1 to N3 of checkpoint/select.py).
 
-"There is none" is an answer of the store, and of nobody else: a store that refuses, fails, hangs, denies or breaks off
-a listing is waited for and then is an error, on every rank.
+Only a store that answers can say that there is no checkpoint. If it refuses, fails, hangs, denies or truncates a
+listing, tierckpt retries and then raises on every rank.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def proxy(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProx
 
 @dataclass
 class Made:
-    """Two runs whose steps 1 to 3 are on the shared tier and on this node; of the second, another has made step 4."""
+    """Two runs with steps 1 to 3 on the shared tier and this node. Another node has saved step 4 of the second."""
 
     run: str
     advanced: str
@@ -135,7 +135,7 @@ def listing_fails(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> Non
 
 
 def half_listed(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
-    """The first page names one old step and says that there is more; the second page never comes."""
+    """The first page lists one old step and announces a second page, which never arrives."""
     run = parse_uri(uri)
     page = (
         f"<ListBucketResult><Name>{run.authority}</Name><Prefix>{run.path}/</Prefix><KeyCount>1</KeyCount>"
@@ -161,7 +161,17 @@ def newest_denied(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> Non
     _answer(proxy, uri, "403 Forbidden", "AccessDenied", lambda _, path: "/step-3/" in path)
 
 
-BLIND = [refused, unknown_host, unavailable, denied, hanging, listing_fails, half_listed, newest_fails, newest_denied]
+STORE_FAILURES = [
+    refused,
+    unknown_host,
+    unavailable,
+    denied,
+    hanging,
+    listing_fails,
+    half_listed,
+    newest_fails,
+    newest_denied,
+]
 
 
 def is_denial(breaks: Breaks) -> bool:
@@ -169,18 +179,18 @@ def is_denial(breaks: Breaks) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("breaks", BLIND)
-def test_nobody_could_look_is_an_error_and_never_none(
+@pytest.mark.parametrize("breaks", STORE_FAILURES)
+def test_unreachable_store_raises_and_never_returns_none(
     breaks: Breaks, run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a fresh node, for every verb that looks for the newest."""
+    """On a new node, for every verb that looks for the newest step."""
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
     breaks(proxy, run, monkeypatch)
     state = {"value": 0}
     checkpointer = Checkpointer(run)
     kind: Any = PermissionDeniedError if is_denial(breaks) else StoreUnavailableError
     if breaks is unknown_host:
-        kind = StoreUnavailableError, EndpointError  # final, where the resolver knows that there is no such name
+        kind = StoreUnavailableError, EndpointError  # the latter if the resolver rejects the name
     with pytest.raises(kind) as caught:
         checkpointer.restore(state)
     assert state == {"value": 0}
@@ -192,7 +202,9 @@ def test_nobody_could_look_is_an_error_and_never_none(
 
 
 @pytest.mark.slow
-def test_every_verb_says_so(run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_verb_reports_the_unreachable_store(
+    run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
     listing_fails(proxy, run, monkeypatch)
     client = get_client(Settings.load())
@@ -212,10 +224,10 @@ def test_every_verb_says_so(run: str, proxy: FaultProxy, tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("breaks", [refused, unavailable, denied, half_listed, newest_fails])
-def test_a_drained_step_on_the_ssd_is_not_taken_for_the_newest(
+def test_drained_local_step_is_not_assumed_to_be_the_newest(
     breaks: Breaks, advanced: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another node has gone on from it. Asked for by number it is restored, without the store."""
+    """Another node has saved a later step. Restoring it by number needs no store."""
     run = advanced
     if breaks is newest_fails:
         proxy.answer = lambda verb, path, _: scripted("503 X", "SlowDown", verb) if "/step-4/" in path else None
@@ -236,7 +248,7 @@ def test_a_drained_step_on_the_ssd_is_not_taken_for_the_newest(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("breaks", [refused, unavailable, denied, hanging])
-def test_a_step_that_is_still_to_be_drained_is_taken_with_a_warning(
+def test_undrained_local_step_is_resumed_with_a_warning(
     breaks: Breaks, run: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     breaks(proxy, run, monkeypatch)
@@ -259,7 +271,7 @@ async def _never(self: Drainer, token: str, *, patient: bool = True) -> None:
     raise PermissionDeniedError("seeded")
 
 
-def test_what_is_never_drained_is_this_nodes_own(
+def test_step_of_a_run_without_drains_is_resumed(
     moto: S3Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with moto.bucket() as bucket:
@@ -276,7 +288,7 @@ def test_what_is_never_drained_is_this_nodes_own(
 def test_a_newer_drained_step_hides_an_older_pending_one(
     run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 2 is pending again, step 3 was drained and is damaged here: going back to 2 would lose 3."""
+    """Step 2 is pending again, step 3 was drained and is damaged here: resuming at 2 would lose 3."""
     directory = local_dir(tmp_path / "local", parse_uri(run))
     (directory / "step-2" / ".tierckpt" / "drained.json").unlink()
     next((directory / "step-3").glob("*.distcp")).unlink()
@@ -286,7 +298,7 @@ def test_a_newer_drained_step_hides_an_older_pending_one(
 
 
 @pytest.mark.slow
-def test_a_store_that_comes_back_within_the_wait_is_believed(
+def test_store_that_recovers_within_the_wait_is_used(
     run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
@@ -302,7 +314,7 @@ def test_a_store_that_comes_back_within_the_wait_is_believed(
 
 
 @pytest.mark.slow
-def test_a_passing_denial_is_no_error(
+def test_transient_denial_is_retried(
     run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
@@ -318,17 +330,17 @@ def test_a_passing_denial_is_no_error(
     assert tierckpt.latest(run) == f"{run}/step-3"
 
 
-def test_a_store_that_was_listed_and_has_nothing_is_none(moto: S3Server, proxy: FaultProxy) -> None:
+def test_listed_empty_store_returns_none(moto: S3Server, proxy: FaultProxy) -> None:
     with moto.bucket() as bucket:
         assert Checkpointer(f"s3://{bucket}/run").restore({"value": 0}) is None
         assert tierckpt.latest(f"s3://{bucket}/run") is None
         close_all()
 
 
-def test_a_file_whose_shared_copy_could_not_be_asked_for_is_not_lost(
+def test_file_with_an_unreachable_shared_copy_is_not_lost(
     run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy here is damaged, the other one is away: no reason to go back to an older step."""
+    """The local copy is damaged and the other one unreachable: not a reason to fall back to an older step."""
     directory = local_dir(tmp_path / "local", parse_uri(run)) / "step-3"
     shard = next(directory.glob("*.distcp"))
     data = bytearray(shard.read_bytes())
@@ -347,10 +359,10 @@ def test_a_file_whose_shared_copy_could_not_be_asked_for_is_not_lost(
 
 
 @pytest.mark.slow
-def test_what_could_not_be_looked_at_is_not_replaced(
+def test_save_does_not_replace_steps_that_could_not_be_listed(
     proxy: FaultProxy, moto: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that catches the error and begins anew must not save over the steps of the old run."""
+    """A loop that catches the error and starts from scratch must not overwrite the old run's steps."""
     with moto.bucket() as bucket:
         _begin_anew(f"s3://{bucket}/run", proxy, tmp_path, monkeypatch)
         close_all()
@@ -369,11 +381,11 @@ def _begin_anew(run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(AlreadyCommittedError):
         checkpointer.save(3, {"value": -3})
     checkpointer.save(9, {"value": 9}).result(timeout=60)
-    checkpointer.save(9, {"value": 10}).result(timeout=60)  # its own it may replace
+    checkpointer.save(9, {"value": 10}).result(timeout=60)  # it may replace its own step
     state = {"value": 0}
     assert checkpointer.restore(state, step=3) == 3
     assert state == {"value": 3}
-    checkpointer.save(3, {"value": 33}).result(timeout=60)  # now it has seen what it replaces
+    checkpointer.save(3, {"value": 33}).result(timeout=60)  # now the listing showed the replaced step
 
 
 def _steps(entries: list[dict[str, Any]]) -> int:
@@ -381,10 +393,10 @@ def _steps(entries: list[dict[str, Any]]) -> int:
 
 
 @pytest.mark.slow
-def test_a_listing_shows_no_old_step_as_the_newest(
+def test_fsspec_listing_raises_instead_of_showing_an_old_step(
     run: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, local_root: Path
 ) -> None:
-    """Frameworks list the directory of a run through fsspec and take the newest."""
+    """Frameworks list a run's directory through fsspec and take the newest."""
     url = run.replace("s3://", "tierckpt://s3/")
     filesystem = fsspec.filesystem("tierckpt", skip_instance_cache=True)
     assert _steps(filesystem.ls(url)) == 3
@@ -402,7 +414,7 @@ def test_a_listing_shows_no_old_step_as_the_newest(
 
 
 def resume(uri: str, roots: list[str], endpoints: list[str]) -> dict[str, Any]:
-    """Each rank is a node, with a local root and an endpoint of its own."""
+    """Resume on ranks that are nodes with separate local roots and endpoints."""
     import os
 
     rank = dist.get_rank()
@@ -430,7 +442,7 @@ def _resumed(uri: str, roots: list[Path], endpoints: list[str], **settings: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("has_old_steps", [False, True])
-def test_one_blind_rank_of_four_does_not_decide_for_all(
+def test_one_rank_without_the_store_does_not_decide_for_all(
     has_old_steps: bool, advanced: str, proxy: FaultProxy, moto: S3Server, tmp_path: Path
 ) -> None:
     roots = [tmp_path / f"node-{rank}" for rank in range(4)]
@@ -444,10 +456,10 @@ def test_one_blind_rank_of_four_does_not_decide_for_all(
 
 
 @pytest.mark.slow
-def test_a_pending_step_of_a_blind_rank_does_not_set_back_the_others(
+def test_pending_step_of_a_rank_without_the_store_does_not_hold_back_others(
     run: str, proxy: FaultProxy, moto: S3Server, tmp_path: Path
 ) -> None:
-    """Rank 1 has an undrained step 2 of before; the others see step 3 on the shared tier."""
+    """Rank 1 has an old undrained step 2; the others see step 3 on the shared tier."""
     roots = [tmp_path / f"node-{rank}" for rank in range(2)]
     with Checkpointer(run, local_root=roots[1], drain=False) as old:
         old.save(2, {"value": -2})
@@ -457,7 +469,7 @@ def test_a_pending_step_of_a_blind_rank_does_not_set_back_the_others(
     assert all("rank=1" in rank["told"] for rank in ranks)
 
 
-def test_ranks_of_one_node_go_on_from_its_pending_step(
+def test_ranks_of_one_node_resume_at_its_pending_step(
     moto: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with moto.bucket() as bucket:
@@ -469,7 +481,7 @@ def test_ranks_of_one_node_go_on_from_its_pending_step(
         assert [(rank.get("step"), rank["value"]) for rank in ranks] == [(6, 6)] * 2
 
 
-def test_a_step_that_only_some_ranks_see_is_no_fresh_start(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
+def test_step_seen_by_some_ranks_only_is_an_error(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     with moto.bucket() as bucket:
         uri = f"s3://{bucket}/run"
         roots = [tmp_path / f"node-{rank}" for rank in range(2)]
@@ -481,8 +493,8 @@ def test_a_step_that_only_some_ranks_see_is_no_fresh_start(moto: S3Server, proxy
         assert all("rank 0 sees step 8; rank 1 sees none" in rank["told"] for rank in ranks)
 
 
-def test_a_checkpoint_is_prefetched_where_nothing_may_be_listed(run: str, proxy: FaultProxy, tmp_path: Path) -> None:
-    """Its manifest names the files."""
+def test_prefetch_of_a_checkpoint_without_list_permission(run: str, proxy: FaultProxy, tmp_path: Path) -> None:
+    """The manifest names the files."""
     _answer(proxy, run, "403 Forbidden", "AccessDenied", lambda _, path: "list-type=2" in path)
     directory = tierckpt.prefetch(f"{run}/step-{STEPS[-1]}", to=tmp_path / "to")
     assert (directory / ".metadata").exists()

@@ -1,4 +1,4 @@
-"""Retention goes on after the trainer: the mover that ends a drain applies the rule of the run, exactly."""
+"""Retention after the trainer's end: the mover that completes a drain applies the run's rule."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_uri(s3_uri: str) -> str:
 
 @pytest.fixture
 def paused(local_root: Path) -> None:
-    """Nothing drains before the trainer has gone."""
+    """No drain before the trainer has exited."""
     change_control(local_root, paused=True)
 
 
@@ -62,7 +62,7 @@ def train(uri: str, steps: list[int], ranks: int = 1, *, mover: str = "agent", *
 
 
 def let_drain(local_root: Path) -> None:
-    """Return when the journal is empty and no run is due."""
+    """Return when the journal is empty and no run needs pruning."""
     change_control(local_root, paused=False)
     for _ in Poll(SECONDS):
         if not Journal(local_root).entries() and not has_due(local_root):
@@ -85,7 +85,7 @@ def let_drain(local_root: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("paused")
-def test_the_agent_keeps_what_the_rule_keeps(
+def test_agent_applies_the_retention_rule(
     options: dict[str, Any], local: list[int], shared: list[int], run_uri: str, local_root: Path
 ) -> None:
     train(run_uri, [*range(1, 10)], **options)
@@ -96,7 +96,7 @@ def test_the_agent_keeps_what_the_rule_keeps(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("paused")
-def test_a_checkpoint_of_several_ranks_goes_when_the_last_rank_has_drained(run_uri: str, local_root: Path) -> None:
+def test_checkpoint_is_pruned_after_its_last_rank_has_drained(run_uri: str, local_root: Path) -> None:
     train(run_uri, [1, 2, 3, 4, 5], ranks=2, keep_last=2)
     let_drain(local_root)
     assert on_local(run_uri) == on_shared(run_uri) == [4, 5]
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_several_ranks_goes_when_the_last_rank_has_drained(run_u
 @pytest.mark.slow
 @pytest.mark.usefixtures("paused")
 def test_a_killed_agent_loses_no_pruning(run_uri: str, local_root: Path) -> None:
-    """Killed again and again while it drains and prunes; another one goes on each time."""
+    """It is killed repeatedly while draining and pruning; a new one continues each time."""
     train(run_uri, [*range(1, 13)], keep_last=2)
     change_control(local_root, paused=False)
     for kill in range(6):
@@ -132,7 +132,7 @@ def _agent_of(local_root: Path) -> int | None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("paused")
-def test_drain_as_a_command_prunes_too(run_uri: str, local_root: Path) -> None:
+def test_drain_command_prunes(run_uri: str, local_root: Path) -> None:
     train(run_uri, [1, 2, 3, 4], keep_last=1, mover="inline")
     change_control(local_root, paused=False)
     assert run(["drain", "--wait"]) == 0
@@ -142,9 +142,9 @@ def test_drain_as_a_command_prunes_too(run_uri: str, local_root: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("paused")
-def test_the_latest_start_of_the_job_decides(run_uri: str, local_root: Path) -> None:
+def test_rule_of_the_latest_job_start_applies(run_uri: str, local_root: Path) -> None:
     train(run_uri, [1, 2, 3], keep_last=1, mover="inline")
-    train(run_uri, [4, 5], mover="inline")  # this one keeps everything
+    train(run_uri, [4, 5], mover="inline")  # keeps everything
     change_control(local_root, paused=False)
     assert run(["drain", "--wait"]) == 0
     close_all()
@@ -153,7 +153,7 @@ def test_the_latest_start_of_the_job_decides(run_uri: str, local_root: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("paused")
-def test_a_job_that_is_not_alone_leaves_no_rule(file_uri: str, local_root: Path) -> None:
+def test_job_that_shares_its_run_records_no_rule(file_uri: str, local_root: Path) -> None:
     uri, other = f"{file_uri}/run", {"what": "start", "host": "elsewhere", "pid": 1, "process": "1-1"}
     records = Path(uri, HISTORY_DIR)
     records.mkdir(parents=True)
@@ -166,10 +166,10 @@ def test_a_job_that_is_not_alone_leaves_no_rule(file_uri: str, local_root: Path)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("paused")
-def test_a_mover_that_forgets_the_rule_is_found(
+def test_control_mover_without_pruning_is_detected(
     run_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The seeded bug of this file."""
+    """Seeded bug of this file."""
 
     async def nothing(self: Pruner) -> bool:
         return False

@@ -1,6 +1,6 @@
-"""What a load of safetensors takes: memory for the tensors and little else, given back when they go; and who sees it.
+"""Memory of safetensors loads: little beside the tensors, returned to the system after them; sharing with children.
 
-Memory is measured in processes of their own, by the kernel's account of them.
+The kernel's counters are read in a separate process for each case.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key + ":"))
 
 torch.ones(2, 2) @ torch.ones(2, 2)
-list(tierckpt.stream_safetensors(sys.argv[2]))  # what is imported on first use is there now
+list(tierckpt.stream_safetensors(sys.argv[2]))  # imports everything that is imported lazily
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
 """
@@ -68,7 +68,7 @@ def measured(script: str, model: Path, small: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_a_load_takes_the_tensors_and_no_second_copy_and_gives_all_of_it_back(model: Path, small: Path) -> None:
+def test_load_needs_one_copy_and_returns_all_memory(model: Path, small: Path) -> None:
     found = measured(
         """
 tensors = tierckpt.load_safetensors(sys.argv[1])
@@ -77,7 +77,7 @@ peak, present = status("VmHWM") - before, status("VmRSS") - before
 one = tensors["f1.large"]
 tensors.clear()
 gc.collect()
-half = status("VmRSS") - before  # the other file's memory has gone
+half = status("VmRSS") - before  # without the other file's memory
 right = bool((one == 7.0).all())
 del one
 gc.collect()
@@ -95,7 +95,7 @@ print(json.dumps(dict(size=size, peak=peak, present=present, half=half, left=sta
 
 
 @pytest.mark.slow
-def test_a_stream_takes_what_may_be_in_flight_however_large_the_model_is(model: Path, small: Path) -> None:
+def test_stream_memory_is_bounded_for_any_model_size(model: Path, small: Path) -> None:
     found = measured(
         """
 total = 0
@@ -108,11 +108,11 @@ print(json.dumps(dict(total=total, peak=status("VmHWM") - before)))
         small,
     )
     assert found["total"] > 150 * MIB
-    assert found["peak"] <= 48 * MIB + 32 * MIB + 24 * MIB  # the largest tensor, what is read meanwhile, and change
+    assert found["peak"] <= 48 * MIB + 32 * MIB + 24 * MIB  # the largest tensor, reads in flight, and slack
 
 
 @pytest.mark.slow
-def test_the_control_a_load_of_the_whole_is_seen_by_the_same_measure(model: Path, small: Path) -> None:
+def test_control_full_load_exceeds_the_stream_bound(model: Path, small: Path) -> None:
     found = measured(
         """
 whole = tierckpt.load_safetensors(sys.argv[1])
@@ -132,17 +132,17 @@ def test_tensors_are_writable_and_each_has_its_own_storage(model: Path, tmp_path
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in tensors.values())
     tensors["f0.w1"].add_(1)
     tensors["f0.w1"][0] = -1
-    assert same(tierckpt.load_safetensors(model), expected), "the file was written to"
+    assert same(tierckpt.load_safetensors(model), expected), "writing to a tensor changed the file"
     torch.save(tensors["f0.b3"], tmp_path / "one.pt")
     assert (tmp_path / "one.pt").stat().st_size < 100_000
     save_file(tensors, tmp_path / "again.safetensors")
     assert same(load_file(tmp_path / "again.safetensors"), tensors)
 
 
-def test_a_forked_child_sees_the_tensors_and_its_writes_are_its_own(model: Path) -> None:
-    """Staging memory reads as zeros in a child; a model must not."""
+def test_forked_child_has_a_private_copy_of_the_tensors(model: Path) -> None:
+    """Unlike staging memory, a model must not read as zeros in a child."""
     tensors = tierckpt.load_safetensors(model)
-    large, small = tensors["f1.large"].numpy(), tensors["f0.b3"].numpy()  # torch has threads, which no child has
+    large, small = tensors["f1.large"].numpy(), tensors["f0.b3"].numpy()  # torch's threads do not survive a fork
     child = os.fork()
     if child == 0:
         right = bool((large == 7.0).all()) and bool((small == 3.0).all())
@@ -152,7 +152,7 @@ def test_a_forked_child_sees_the_tensors_and_its_writes_are_its_own(model: Path)
     assert bool((tensors["f1.large"] == 7.0).all())
 
 
-def test_many_threads_may_ask_a_lazy_mapping(model: Path) -> None:
+def test_lazy_mapping_is_thread_safe(model: Path) -> None:
     lazy = tierckpt.load_safetensors(model, lazy=True)
     expected = tierckpt.load_safetensors(model)
     wrong: list[str] = []
@@ -173,7 +173,7 @@ def test_many_threads_may_ask_a_lazy_mapping(model: Path) -> None:
         lazy["nothing"]
 
 
-def test_nothing_stays_open(model: Path) -> None:
+def test_no_file_stays_open(model: Path) -> None:
     lazy = tierckpt.load_safetensors(model, lazy=True)
     assert lazy["f0.b1"].numel() == 8
     stream = tierckpt.stream_safetensors(model, bytes_in_flight_max=MIB)
@@ -183,7 +183,7 @@ def test_nothing_stays_open(model: Path) -> None:
     assert open_files(model) == {}
 
 
-def test_a_stream_is_in_file_order_and_keeps_its_bound(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_is_in_file_order_and_bounded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     real = fill.fill
 
@@ -209,7 +209,7 @@ def _offsets(path: Path) -> Iterator[tuple[str, int]]:
     return ((name, said["data_offsets"][0]) for name, said in header.items() if name != "__metadata__")
 
 
-def test_a_stream_finds_what_is_wrong_before_it_yields_and_stops_where_it_breaks(model: Path, tmp_path: Path) -> None:
+def test_stream_checks_headers_first_and_stops_at_an_error(model: Path, tmp_path: Path) -> None:
     for path in model.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     damaged = tmp_path / "model-1.safetensors"
@@ -232,7 +232,7 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_read(model: Path, mo
         tierckpt.load_safetensors(model)
 
 
-def test_what_torch_keeps_by_thread_changes_nothing(model: Path) -> None:
+def test_torch_thread_local_modes_do_not_change_a_load(model: Path) -> None:
     plan = {"f0.w1": slice(5, 9), "f0.large": (0, 2, 0)}
     with torch.inference_mode(), torch.device("meta"):
         tensors = tierckpt.load_safetensors(model, plan=plan)
@@ -247,9 +247,7 @@ def test_what_torch_keeps_by_thread_changes_nothing(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_direct_reads_are_refused_and_where_the_page_cache_has_it_the_bytes_are_the_same(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_bytes_without_o_direct_and_from_the_page_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tierckpt.load_safetensors(model)
     for path in model.iterdir():
         path.read_bytes()
@@ -260,5 +258,5 @@ def test_where_direct_reads_are_refused_and_where_the_page_cache_has_it_the_byte
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     assert same(tierckpt.load_safetensors(model), expected)
     monkeypatch.delattr(os, "O_DIRECT")
-    monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY, raising=False)  # refused for a file
+    monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY, raising=False)  # fails on a regular file
     assert same(tierckpt.load_safetensors(model), expected)

@@ -1,4 +1,4 @@
-"""Safetensors from a URI: through the node cache, each byte from the store once, beginning while they still arrive."""
+"""Safetensors from a URI through the node cache: each byte is fetched once, and loads start before the fetch ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILES = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
 
 @pytest.fixture
 def fetched() -> Iterator[list[float]]:
-    """What comes from the store."""
+    """Record the bytes read from the store."""
     counted: list[float] = []
 
     def count(metric: Metric, value: float, labels: Any) -> None:
@@ -80,11 +80,11 @@ def needed_bytes(directory: Path) -> int:
 
 
 @pytest.mark.slow
-def test_each_byte_that_is_needed_is_fetched_once(
+def test_each_needed_byte_is_fetched_once(
     uri: str, tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float]
 ) -> None:
     assert same(tierckpt.load_safetensors(uri), tensors)
-    assert sum(fetched) == needed_bytes(tmp_path / "model")  # and nothing of the files that no tensor is in
+    assert sum(fetched) == needed_bytes(tmp_path / "model")  # no bytes of files without tensors
     assert same(tierckpt.load_safetensors(uri), tensors)
     close_all()
     assert same(dict(tierckpt.stream_safetensors(uri, bytes_in_flight_max=400 * KIB)), tensors)
@@ -92,9 +92,9 @@ def test_each_byte_that_is_needed_is_fetched_once(
     assert sum(fetched) == needed_bytes(tmp_path / "model")
 
 
-def test_of_one_tensor_its_chunks_are_fetched(uri: str, tensors: dict[str, torch.Tensor], fetched: list[float]) -> None:
+def test_one_tensor_fetches_only_its_chunks(uri: str, tensors: dict[str, torch.Tensor], fetched: list[float]) -> None:
     assert same(tierckpt.load_safetensors(f"{uri}/{FILES[1]}", names=["w6"])["w6"], tensors["w6"])
-    assert sum(fetched) <= tensors["w6"].nbytes + 3 * 64 * KIB  # a chunk more at either end, and the header
+    assert sum(fetched) <= tensors["w6"].nbytes + 3 * 64 * KIB  # one more chunk at each end, and the header
     with tierckpt.load_safetensors(uri, lazy=True) as lazy:
         assert lazy.keys() == tensors.keys()
         before = sum(fetched)
@@ -103,7 +103,7 @@ def test_of_one_tensor_its_chunks_are_fetched(uri: str, tensors: dict[str, torch
 
 
 @pytest.mark.slow
-def test_a_model_that_was_prefetched_is_read_from_its_files(
+def test_prefetched_model_is_read_from_its_files(
     uri: str, tensors: dict[str, torch.Tensor], fetched: list[float]
 ) -> None:
     directory = tierckpt.prefetch(uri)
@@ -113,10 +113,10 @@ def test_a_model_that_was_prefetched_is_read_from_its_files(
     assert same(
         tierckpt.load_safetensors(f"{uri}/{FILES[0]}"), {name: tensors[name] for name in ("w0", "w1", "w2", "w3")}
     )
-    assert sum(fetched) == before, "bytes came from the store again"
+    assert sum(fetched) == before, "bytes were fetched again"
 
 
-def test_loads_at_a_time_share_what_they_fetch(
+def test_concurrent_loads_share_fetched_chunks(
     uri: str, tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float]
 ) -> None:
     right: list[bool] = []
@@ -131,7 +131,7 @@ def test_loads_at_a_time_share_what_they_fetch(
     assert sum(fetched) == needed_bytes(tmp_path / "model")
 
 
-def test_what_was_published_while_a_load_was_joining_is_not_fetched_again(
+def test_entry_published_while_a_load_joins_is_reused(
     uri: str,
     tensors: dict[str, torch.Tensor],
     tmp_path: Path,
@@ -146,7 +146,7 @@ def test_what_was_published_while_a_load_was_joining_is_not_fetched_again(
         other = threading.Thread(target=lambda: others.append(tierckpt.prefetch(uri)))
         other.start()
         other.join(60)
-        assert others, "nobody published anything in between, so this proves nothing"
+        assert others, "no other load published meanwhile, so the test shows nothing"
         return join(*args, **options)
 
     monkeypatch.setattr(entry, "PartialEntry", late)
@@ -154,7 +154,7 @@ def test_what_was_published_while_a_load_was_joining_is_not_fetched_again(
     assert sum(fetched) == sum(path.stat().st_size for path in model.iterdir())
 
 
-def test_a_stream_begins_while_chunks_still_arrive(
+def test_stream_starts_before_the_fetch_ends(
     uri: str, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = threading.Event()
@@ -174,15 +174,13 @@ def test_a_stream_begins_while_chunks_still_arrive(
     found = {}
     for name, tensor in tierckpt.stream_safetensors(uri, bytes_in_flight_max=400 * KIB):
         found[name] = tensor
-        seen.set()  # the first tensor is here
-    assert held, "nothing was held back, so this proves nothing"
-    assert not late, "the first tensor came only when the last chunk was let go"
+        seen.set()  # the first tensor has arrived
+    assert held, "no chunk was delayed, so the test shows nothing"
+    assert not late, "the first tensor arrived only after the last chunk"
     assert same(found, tensors)
 
 
-def test_a_model_that_changes_in_the_store_is_never_mixed(
-    tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float]
-) -> None:
+def test_changed_model_is_never_mixed(tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float]) -> None:
     directory = tmp_path / "model"
     lazy = tierckpt.load_safetensors(directory.as_uri(), lazy=True)
     assert same(lazy["w0"], tensors["w0"])

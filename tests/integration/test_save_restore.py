@@ -1,4 +1,4 @@
-"""The main job on each kind of shared storage: save, drain, lose the node, restore."""
+"""The main path on each kind of shared storage: save, drain, lose the node, restore."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.format.layout import local_dir, parse_uri
 
 
-def test_what_was_saved_is_restored_from_either_tier(shared_uri: str, local_root: Path) -> None:
+def test_checkpoint_is_restored_from_either_tier(shared_uri: str, local_root: Path) -> None:
     uri, state = f"{shared_uri}/step-1", small_state(1)
     save(uri, state)
     assert same(load(uri, state), state)  # from the local tier
     tierckpt.wait(uri, tier="shared", timeout_seconds=60)
     assert Journal(local_root).entries() == []
-    shutil.rmtree(local_root)  # the node is lost
+    shutil.rmtree(local_root)  # lose the node
     assert same(load(uri, state), state)
 
 
@@ -77,7 +77,7 @@ def test_saving_again_replaces_the_checkpoint_and_its_files(shared_uri: str, loc
     assert same(load(uri, small_state(3)), small_state(3))
 
 
-def test_drain_false_keeps_it_on_the_local_tier(shared_uri: str, local_root: Path) -> None:
+def test_drain_false_keeps_the_checkpoint_on_the_local_tier(shared_uri: str, local_root: Path) -> None:
     uri, state = f"{shared_uri}/step-1", small_state(1)
     save(uri, state, drain=False)
     assert same(load(uri, state), state)
@@ -97,7 +97,7 @@ def test_any_fsspec_url_is_a_shared_tier(local_root: Path) -> None:
     assert same(load(uri, state), state)
 
 
-def test_files_of_other_people_are_left_alone(shared_uri: str, tmp_path: Path, file_uri: str) -> None:
+def test_foreign_files_are_left_alone(shared_uri: str, tmp_path: Path, file_uri: str) -> None:
     directory = Path(file_uri, "step-1")
     directory.mkdir(parents=True)
     for name in ("meta.pt", "train_state.json", "sub/x"):
@@ -115,15 +115,13 @@ def test_on_one_filesystem_a_link_replaces_the_copy(file_uri: str, local_root: P
     save(uri, small_state(1))
     shard = next(local_dir(local_root, parse_uri(uri)).glob("*.distcp"))
     assert Path(uri, shard.name).samefile(shard)
-    assert Path(uri, ".metadata").exists()  # the shared commit is done when save returns
+    assert Path(uri, ".metadata").exists()  # save returns after the shared commit
     assert Journal(local_root).entries() == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["shared", "local"])
-def test_plain_pytorch_reads_both_tiers_where_tierckpt_is_not_installed(
-    where: str, file_uri: str, local_root: Path
-) -> None:  # P1
+def test_plain_pytorch_reads_both_tiers_without_tierckpt(where: str, file_uri: str, local_root: Path) -> None:  # P1
     uri, state = f"{file_uri}/step-1", small_state(5)
     save(uri, state)
     directory = uri if where == "shared" else str(local_dir(local_root, parse_uri(uri)))
@@ -164,12 +162,12 @@ def test_async_save_owns_its_copy(shared_uri: str) -> None:
     state = small_state(7)
     expected = pickle.loads(pickle.dumps(state))
     future = dcp.async_save(state, storage_writer=tierckpt.TierStorageWriter(f"{shared_uri}/step-1"), no_dist=True)
-    state["model"]["weight"].zero_()  # training goes on
+    state["model"]["weight"].zero_()  # as training would
     future.result(timeout=60)  # type: ignore[union-attr]
     assert same(load(f"{shared_uri}/step-1", expected), expected)
 
 
-def test_a_reused_stager_saves_each_step_and_not_the_first_again(file_uri: str) -> None:
+def test_reused_stager_saves_each_step(file_uri: str) -> None:
     stager, state = tierckpt.TierStager(), small_state(0)
     for step in (1, 2, 3):
         state["model"]["weight"].fill_(step)
@@ -181,8 +179,8 @@ def test_a_reused_stager_saves_each_step_and_not_the_first_again(file_uri: str) 
 
 
 @pytest.mark.slow
-def test_a_drain_goes_on_in_the_next_process(s3_uri: str, local_root: Path) -> None:
-    """The trainer saves and is killed before the drain; the next process finds the work in the journal."""
+def test_drain_resumes_in_the_next_process(s3_uri: str, local_root: Path) -> None:
+    """The trainer is killed after the save, before the drain; the next process finds the journal entry."""
     code = (
         "import os, sys, torch, torch.distributed.checkpoint as dcp\n"
         "import tierckpt\n"
@@ -214,8 +212,8 @@ def test_exit_waits_for_the_drain(s3_uri: str, local_root: Path) -> None:
     assert tierckpt.latest(s3_uri) == f"{s3_uri}/step-1"
 
 
-def test_stock_reader_of_stock_checkpoint_with_our_files_beside(file_uri: str) -> None:
-    """Our files beside DCP's do not disturb the stock reader."""
+def test_stock_reader_ignores_tierckpt_files(file_uri: str) -> None:
+    """tierckpt's files next to DCP's do not disturb the stock reader."""
     state = small_state(8)
     save(f"{file_uri}/step-1", state)
     target = zeros_like(state)
@@ -223,7 +221,7 @@ def test_stock_reader_of_stock_checkpoint_with_our_files_beside(file_uri: str) -
     assert same(target, state)
 
 
-def test_saving_twice_while_the_store_is_away_drains_the_newer_one(
+def test_saving_twice_during_an_outage_drains_the_newer_one(
     s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"{s3_uri}/step-1"
@@ -250,7 +248,7 @@ def test_wait_is_for_the_newest_save_of_an_id(s3_uri: str, local_root: Path) -> 
 def test_an_outage_after_the_local_commit_loses_nothing(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shared tier fails between the local commit and the links: the save stands, the mover tries again."""
+    """The shared tier fails after the local commit: the save succeeds, and the mover retries."""
     from tierckpt.errors import StoreUnavailableError
     from tierckpt.stores.local import LocalStore
 
@@ -268,8 +266,8 @@ def test_an_outage_after_the_local_commit_loses_nothing(
     assert Path(uri, ".metadata").exists()
 
 
-def test_settings_of_other_jobs_in_the_journal_do_not_disturb(s3_uri: str, file_uri: str, local_root: Path) -> None:
-    """A leftover whose bucket is gone must not make another run's save fail."""
+def test_journal_entries_of_other_jobs_do_not_fail_a_save(s3_uri: str, file_uri: str, local_root: Path) -> None:
+    """A journal entry for a deleted bucket must not fail another run's save."""
     from tierckpt.checkpoint.journal import READY, JournalEntry
     from tierckpt.format.layout import parse_uri as parse
 

@@ -1,7 +1,7 @@
-"""No secret is ever printed, logged or written down: canaries in every credential, everything at DEBUG, grep it all.
+"""No secret is printed, logged or written: canaries in every credential, logging at DEBUG, and all output searched.
 
-The server of ``echo`` answers as the worst ones do: it refuses, and repeats the credentials it was sent in its answer
-(S3 does so with an expired session token).
+The server of ``echo`` refuses every request and repeats the credentials it received, as S3 does with an expired session
+token.
 """
 
 from __future__ import annotations
@@ -29,17 +29,24 @@ CANARIES = {
     "AZURE_STORAGE_TOKEN": "canaryBearer.0123456789-abcdef",
     "GOOGLE_BEARER_TOKEN": "canaryGoogleBearer.0123456789",
 }
-IN_A_URL = "canaryPresigned0123456789abcdef"
-IN_VARIABLES = ("AKIACANARY", "canarySecret", "canarySessionToken", "canarySignature", "canaryBearer", "canaryGoogle")
-MARKS = (*IN_VARIABLES, IN_A_URL)
+URL_CANARY = "canaryPresigned0123456789abcdef"
+VARIABLE_CANARIES = (
+    "AKIACANARY",
+    "canarySecret",
+    "canarySessionToken",
+    "canarySignature",
+    "canaryBearer",
+    "canaryGoogle",
+)
+ALL_CANARIES = (*VARIABLE_CANARIES, URL_CANARY)
 
-# All of every library's own logging too, to stderr and, as any user's handler would get it, to a file.
-AT_DEBUG = """
+# Logs of all libraries at DEBUG: to stderr, and through a user's handler to a file.
+DEBUG_LOGGING = """
 import logging, sys, time
 logging.basicConfig(level=logging.DEBUG, handlers=[logging.StreamHandler(), logging.FileHandler(sys.argv[1])])
 """
 SAVE = (
-    AT_DEBUG
+    DEBUG_LOGGING
     + """
 import torch, torch.distributed.checkpoint as dcp, tierckpt
 from tierckpt.config import Settings
@@ -54,7 +61,7 @@ for step in (1, 2):
 """
 )
 SAVE_BADLY = (
-    AT_DEBUG
+    DEBUG_LOGGING
     + """
 import torch, torch.distributed.checkpoint as dcp, tierckpt
 from tierckpt.errors import TierckptError
@@ -78,12 +85,12 @@ VERBS = (
     ("status",),
     ("doctor", "{run}"),
 )
-FOR_PEOPLE = ("ls", "verify", "status", "prefetch", "drill")
+TEXT_VERBS = ("ls", "verify", "status", "prefetch", "drill")
 """These are also run without ``--json``."""
 
 
 class Runs:
-    """Processes with canaries in their environment, and all that they said."""
+    """Processes with canaries in their environment, and all their output."""
 
     def __init__(self, directory: Path, environment: dict[str, str]) -> None:
         self.directory = directory
@@ -104,7 +111,7 @@ class Runs:
             "LOGS = ['--log-format', 'json', '--log-level', 'debug']\n"
             "for line in json.loads(sys.argv[1]):\n    print('##', line[0], run([*LOGS, *line]), flush=True)"
         )
-        every = [[*line, "--json"] for line in lines] + [line for line in lines if line[0] in FOR_PEOPLE]
+        every = [[*line, "--json"] for line in lines] + [line for line in lines if line[0] in TEXT_VERBS]
         self._run("verbs", [sys.executable, "-c", code, json.dumps(every)])
 
     def _run(self, name: str, command: list[str]) -> None:
@@ -113,24 +120,24 @@ class Runs:
         self.said |= {f"{name} stdout": done.stdout, f"{name} stderr": done.stderr}
 
     def everything(self) -> dict[str, str]:
-        """What was printed, and every file that was written."""
+        """Return all printed output and every written file."""
         files = {str(path): path.read_bytes().decode("latin-1") for path in self.directory.rglob("*") if path.is_file()}
         names = {"names of files": "\n".join(str(path) for path in self.directory.rglob("*"))}
         return {**self.said, **files, **names}
 
 
 def leaks(texts: dict[str, str]) -> list[str]:
-    """Where a canary is, in any of its spellings."""
+    """Return the places that hold a canary, in any encoding."""
     found = []
     for where, text in texts.items():
-        for mark in MARKS:
+        for mark in ALL_CANARIES:
             forms = {mark, quote(mark, safe=""), base64.b64encode(mark.encode()).decode().rstrip("=")[:-1]}
             found += [f"{where}: {mark}" for form in forms if form in text or form in unquote(text)]
     return sorted(set(found))
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Refuses everything, and says in the refusal what it was told in confidence."""
+    """Refuses every request and repeats its credentials in the answer."""
 
     requests = 0
 
@@ -156,7 +163,7 @@ class Echo(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_DELETE = do_GET
 
     def log_message(self, *_: object) -> None:
-        """Tell nobody."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -181,7 +188,7 @@ def settings(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.server
-def test_the_whole_path_to_s3_at_debug_tells_no_secret(tmp_path: Path, moto: S3Server) -> None:
+def test_no_secret_in_output_at_debug(tmp_path: Path, moto: S3Server) -> None:
     with moto.bucket() as bucket:
         runs = Runs(tmp_path, {**settings(tmp_path), "AWS_ENDPOINT_URL": moto.endpoint})
         runs.python("save", SAVE, f"s3://{bucket}/run")
@@ -192,7 +199,7 @@ def test_the_whole_path_to_s3_at_debug_tells_no_secret(tmp_path: Path, moto: S3S
         }
     texts = {**runs.everything(), **objects}
     assert leaks(texts) == []
-    assert runs.said["verbs stdout"].count("## ") == len(VERBS) + sum(verb[0] in FOR_PEOPLE for verb in VERBS)
+    assert runs.said["verbs stdout"].count("## ") == len(VERBS) + sum(verb[0] in TEXT_VERBS for verb in VERBS)
     assert "## drain 0" in runs.said["verbs stdout"]
     assert "## verify 0" in runs.said["verbs stdout"]
     assert "## drill 0" in runs.said["verbs stdout"]
@@ -205,41 +212,41 @@ def test_the_whole_path_to_s3_at_debug_tells_no_secret(tmp_path: Path, moto: S3S
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["s3", "az"])
-def test_a_server_that_repeats_our_credentials_is_not_repeated_by_us(scheme: str, tmp_path: Path, echo: str) -> None:
+def test_credentials_repeated_by_a_server_are_redacted(scheme: str, tmp_path: Path, echo: str) -> None:
     runs = Runs(tmp_path, {**settings(tmp_path), **cloud(scheme, echo)})
     runs.python("save", SAVE_BADLY, f"{scheme}://bucket/run")
     runs.verbs(f"{scheme}://bucket/run")
     assert Echo.requests > 10
-    assert "## verify 1" in runs.said["verbs stdout"]  # it did fail, and said so
+    assert "## verify 1" in runs.said["verbs stdout"]  # the verb did fail
     assert "InvalidArgument" in runs.said["verbs stderr"]
     assert leaks(runs.everything()) == []
 
 
 @pytest.mark.slow
-def test_control_without_redaction_that_server_makes_us_tell(tmp_path: Path, echo: str) -> None:
-    """What the last test found to be 0 is not 0 by itself."""
+def test_control_without_redaction_the_credentials_leak(tmp_path: Path, echo: str) -> None:
+    """The previous test can fail."""
     runs = Runs(tmp_path, {**settings(tmp_path), **cloud("s3", echo)})
     blind = "import tierckpt.redaction as r; r._pattern, r._SHAPES = lambda values: None, ()"
     runs.verbs("s3://bucket/run", before=blind)
     assert any("canarySessionToken" in leak for leak in leaks(runs.everything()))
 
 
-def test_control_a_log_of_the_credentials_is_found(tmp_path: Path) -> None:
+def test_control_logged_credentials_are_detected(tmp_path: Path) -> None:
     leak = (
-        AT_DEBUG + "import os; logging.getLogger('elsewhere').info('%s', "
+        DEBUG_LOGGING + "import os; logging.getLogger('elsewhere').info('%s', "
         "{k: v for k, v in os.environ.items() if k.startswith(('AWS_', 'AZURE_', 'GOOGLE_'))})"
     )
     runs = Runs(tmp_path, settings(tmp_path))
     runs.python("leak", leak)
     found = leaks(runs.everything())
-    assert {leak.rpartition(" ")[2] for leak in found} == {*IN_VARIABLES}
+    assert {leak.rpartition(" ")[2] for leak in found} == {*VARIABLE_CANARIES}
     assert any("debug.log" in leak for leak in found)
     assert any("stderr" in leak for leak in found)
 
 
-def test_the_same_log_by_a_logger_of_ours_tells_nothing(tmp_path: Path) -> None:
-    """T1: whatever handler it meets."""
-    leak = AT_DEBUG + (
+def test_tierckpt_loggers_redact_credentials(tmp_path: Path) -> None:
+    """T1: with any handler."""
+    leak = DEBUG_LOGGING + (
         "import os; from tierckpt.telemetry import logger\n"
         "secrets = {k: v for k, v in os.environ.items() if k.startswith(('AWS_', 'AZURE_', 'GOOGLE_'))}\n"
         "logger('test').info('%s', secrets)\n"
@@ -254,12 +261,12 @@ def test_the_same_log_by_a_logger_of_ours_tells_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_uri_that_carries_a_credential_is_refused_and_not_repeated(tmp_path: Path) -> None:
+def test_uri_with_a_credential_is_refused_without_repeating_it(tmp_path: Path) -> None:
     uris = (
-        f"https://bucket.s3.amazonaws.com/run?X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Signature={IN_A_URL}",
-        f"https://account.blob.core.windows.net/box/run?sv=2022&sig={IN_A_URL}",
-        f"sftp://somebody:{IN_A_URL}@host/run",
-        f"s3://somebody:{IN_A_URL}@bucket/run",
+        f"https://bucket.s3.amazonaws.com/run?X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Signature={URL_CANARY}",
+        f"https://account.blob.core.windows.net/box/run?sv=2022&sig={URL_CANARY}",
+        f"sftp://somebody:{URL_CANARY}@host/run",
+        f"s3://somebody:{URL_CANARY}@bucket/run",
     )
     runs = Runs(tmp_path, settings(tmp_path))
     runs.verbs(*uris, verbs=(("ls", "{run}"), ("prefetch", "{run}", "--to", "{to}"), ("drill", "{run}")))

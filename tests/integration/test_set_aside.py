@@ -1,4 +1,4 @@
-"""What can never be drained is set aside after a bounded time: said, kept on the SSD, put back or given up."""
+"""An entry that cannot drain within its time limit is set aside: reported, kept on the SSD, retried or given up."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AGENT = (
 
 @pytest.fixture
 def saved(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A step that is committed on this node and whose drain has not begun."""
+    """A step committed on this node, whose drain has not started."""
     uri = f"{file_uri}/step-1"
     with monkeypatch.context() as patch:
         patch.setattr(Client, "drain_in_background", lambda *_: None)
@@ -61,14 +61,14 @@ def only_entry(local_root: Path) -> JournalEntry:
     return entry
 
 
-def another_save_owns(uri: str) -> None:
+def claim_by_another_save(uri: str) -> None:
     claim = Path(uri) / CLAIM
     claim.parent.mkdir(parents=True, exist_ok=True)
     claim.write_bytes(seal({"attempt": "rival", "replaces": []}))
 
 
-def a_rank_that_will_not_come(uri: str, local_root: Path) -> None:
-    """The journal of a node whose rank 1 of 2 has written nothing here: its part never comes to the shared tier."""
+def missing_rank(uri: str, local_root: Path) -> None:
+    """A journal entry of 2 ranks, of which rank 1 never delivers its part."""
     entry = only_entry(local_root)
     assert entry.manifest is not None
     alien = replace(entry.manifest.files[0], path="__1_0-0123456789abcdef.distcp", token="0123456789abcdef", rank=1)
@@ -87,7 +87,7 @@ def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int,
 
 
 def drained_by(local_root: Path, **settings: Any) -> TierckptError | None:
-    """One patient drain of the only entry."""
+    """Drain the only entry once, with retries."""
 
     async def work() -> TierckptError | None:
         mover = Mover(Settings.load(local_root=local_root, **settings))
@@ -102,34 +102,34 @@ def drained_by(local_root: Path, **settings: Any) -> TierckptError | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cause", ["another save", "a rank"])
-def test_the_agent_sets_it_aside_and_leaves(
+def test_agent_sets_the_entry_aside_and_exits(
     cause: str, saved: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    another_save_owns(saved) if cause == "another save" else a_rank_that_will_not_come(saved, local_root)
-    assert run_agent(local_root) == 0, "it has left by itself"
+    claim_by_another_save(saved) if cause == "another save" else missing_rank(saved, local_root)
+    assert run_agent(local_root) == 0, "the agent must exit by itself"
     entry = only_entry(local_root)
     assert entry.state == SET_ASIDE
     reason = "belongs to another save" if cause == "another save" else "other ranks' parts"
     assert reason in entry.error
     begun = time.monotonic()
-    assert run_agent(local_root) == 0 and time.monotonic() - begun < 60, "the next one has nothing to do"
+    assert run_agent(local_root) == 0 and time.monotonic() - begun < 60, "the next agent must exit at once"
 
     code, document = told(["status"], capsys)
     assert code == 0 and document["set_aside"] == 1 and document["lag_seconds"] == 0.0
     assert document["journal"][0]["state"] == SET_ASIDE and reason in document["journal"][0]["last_error"]
     assert cli(["status"]) == 0 and "--forget" in capsys.readouterr().out
     assert told(["drain", "--wait"], capsys)[0] == CommitAbandonedError.exit_code, (
-        "it ends, and says that all is not there"
+        "`drain --wait` must end with an error"
     )
-    assert same(load(saved, small_state(1)), small_state(1)), "what was acknowledged is there"
+    assert same(load(saved, small_state(1)), small_state(1)), "the acknowledged save must be restorable"
     with pytest.raises(CommitAbandonedError, match="set aside"):
         wait(saved, timeout_seconds=60)
 
 
-def test_it_is_put_back_when_the_cause_is_mended(
+def test_entry_is_retried_when_the_cause_is_fixed(
     saved: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    another_save_owns(saved)
+    claim_by_another_save(saved)
     set_aside(local_root)
     (Path(saved) / CLAIM).unlink()
     code, document = told(["drain", "--retry", "--wait"], capsys)
@@ -137,10 +137,8 @@ def test_it_is_put_back_when_the_cause_is_mended(
     assert not Journal(local_root).entries()
 
 
-def test_it_is_given_up_and_the_local_copy_stays(
-    saved: str, local_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    another_save_owns(saved)
+def test_give_up_keeps_the_local_copy(saved: str, local_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    claim_by_another_save(saved)
     set_aside(local_root)
     assert told(["drain", "--forget", f"{saved}9"], capsys)[0] == 4
     code, document = told(["drain", "--forget", saved], capsys)
@@ -156,8 +154,8 @@ def set_aside(local_root: Path) -> None:
     assert only_entry(local_root).state == SET_ASIDE
 
 
-def test_the_time_counts_over_restarts_of_the_mover(saved: str, local_root: Path) -> None:
-    another_save_owns(saved)
+def test_time_limit_spans_mover_restarts(saved: str, local_root: Path) -> None:
+    claim_by_another_save(saved)
     assert drained_by(local_root, commit_timeout_seconds=1000) is not None
     entry = only_entry(local_root)
     assert entry.state == READY and entry.failing_since_unix_seconds > 0
@@ -171,7 +169,7 @@ def test_the_time_counts_over_restarts_of_the_mover(saved: str, local_root: Path
 
 @pytest.mark.parametrize("error", [PermissionDeniedError, StoreUnavailableError])
 @pytest.mark.parametrize(("days", "state"), [(6.9, READY), (7.1, SET_ASIDE)])
-def test_what_may_pass_gets_a_week(
+def test_transient_errors_have_a_week(
     error: Callable[[str], TierckptError],
     days: float,
     state: str,
@@ -197,7 +195,7 @@ def test_what_may_pass_gets_a_week(
     entry = only_entry(local_root)
     assert entry.state == READY and entry.failing_since_unix_seconds > 0
     if error is StoreUnavailableError:
-        assert entry.error == "", "whoever waits for room still waits for it"
+        assert entry.error == "", "an entry waiting for space must keep waiting"
     tries = 0
     Journal(local_root).write(replace(entry, failing_since_unix_seconds=time.time() - days * 86400))
     waits = error is StoreUnavailableError and state == READY
@@ -212,8 +210,8 @@ class _nothing:
     def __exit__(self, *_: object) -> None: ...
 
 
-def test_nothing_evicts_it(saved: str, local_root: Path) -> None:
-    another_save_owns(saved)
+def test_set_aside_checkpoint_is_not_evicted(saved: str, local_root: Path) -> None:
+    claim_by_another_save(saved)
     set_aside(local_root)
     settings = Settings.load(local_root=local_root, local_bytes_max=1, local_full_policy="error")
     directory = local_dir(local_root, parse_uri(saved))

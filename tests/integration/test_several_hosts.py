@@ -1,4 +1,4 @@
-"""Several hosts, or containers of one host, prefetch into one directory that all of them have mounted."""
+"""Several hosts, or containers of one host, prefetch into one shared directory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model(tmp_path: Path) -> Path:
 
 
 class Node:
-    """A prefetch on a host or in a container of its own."""
+    """A prefetch on a separate host or in a separate container."""
 
     def __init__(self, kind: str, number: int, model: Path, to: Path) -> None:
         there = model.parent / f"node-{number}"
@@ -65,18 +65,18 @@ def check_whole(model: Path, to: Path) -> None:
 
 
 @KINDS
-def test_two_at_once_fetch_each_byte_once(model: Path, kind: str) -> None:
+def test_two_concurrent_prefetches_fetch_each_byte_once(model: Path, kind: str) -> None:
     to = model.parent / "to"
     nodes = [Node(kind, number, model, to) for number in range(2)]
     fetched = [node.result()["fetched_bytes"] for node in nodes]
     check_whole(model, to)
     assert sum(fetched) == FILES * FILE_BYTES
-    assert kind == "container" or 0 in fetched, "one host fills it, the other waits"
+    assert kind == "container" or 0 in fetched, "one host must fetch while the other waits"
 
 
 @pytest.mark.parametrize("no", [(), ("flock",), ("flock", "link", "symlink")], ids=lambda no: "no " + ", ".join(no))
-def test_four_hosts_with_a_mount_each_fetch_each_byte_once(model: Path, no: tuple[str, ...]) -> None:
-    """No lock reaches another mount, and a file that another has removed is gone: as on NFS without locks."""
+def test_four_hosts_with_separate_mounts_fetch_each_byte_once(model: Path, no: tuple[str, ...]) -> None:
+    """Locks do not reach other mounts, and files removed by others disappear: as on NFS without locks."""
     shared = model.parent / "shared"
     shared.mkdir()
     with contextlib.ExitStack() as stack:
@@ -91,8 +91,8 @@ def test_four_hosts_with_a_mount_each_fetch_each_byte_once(model: Path, no: tupl
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-def test_on_a_mount_without_locks_each_process_is_a_host_of_its_own(model: Path, has_locks: bool) -> None:
-    """Claims keep processes apart where there are locks; elsewhere one fills, and the others wait."""
+def test_processes_on_a_mount_without_locks_act_as_hosts(model: Path, has_locks: bool) -> None:
+    """With locks, claims divide the work between processes; without, one fetches and the others wait."""
     store = LocalStore(model)
     frozen = FileSet(store.uri, tuple(asyncio.run(from_listing(store))), FILE_BYTES)
     with mounted(model.parent, no=() if has_locks else ("flock", "lock", "link", "symlink")) as mount:
@@ -104,8 +104,8 @@ def test_on_a_mount_without_locks_each_process_is_a_host_of_its_own(model: Path,
         assert not (second.incoming / HOST).exists()
 
 
-def test_who_waits_is_told_by_the_receipt_when_the_list_is_gone(model: Path) -> None:
-    """The other host has published, and removed what this one has open."""
+def test_waiting_host_reads_the_receipt_of_the_published_directory(model: Path) -> None:
+    """The other host has published and removed the list that this one has open."""
     shared, to = model.parent / "shared", "to"
     shared.mkdir()
     (base := model.parent / "mount").mkdir()
@@ -121,7 +121,7 @@ def test_who_waits_is_told_by_the_receipt_when_the_list_is_gone(model: Path) -> 
 
 @KINDS
 @pytest.mark.slow
-def test_another_goes_on_when_the_one_that_fills_is_killed(model: Path, kind: str) -> None:
+def test_other_host_continues_after_a_kill(model: Path, kind: str) -> None:
     to = model.parent / "to"
     first = Node(kind, 0, model, to)
     for _ in Poll(60, LOCAL):

@@ -1,4 +1,4 @@
-"""The SGLang plugin against the Python of a released SGLang: its hooks, its connectors, its remote loader's order."""
+"""The SGLang plugin with a released SGLang: hooks, connectors and the call order of its remote loader."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.states import same
 from tierckpt.errors import ObjectNotFoundError
 
 REPOSITORY = Path(__file__).parents[2]
-REAL = ("sglang.srt.connector", "sglang.srt.plugins", "sglang.srt.configs.load_config")
-VALUES = {
+REAL_MODULES = ("sglang.srt.connector", "sglang.srt.plugins", "sglang.srt.configs.load_config")
+STUBBED_VALUES = {
     "sglang.srt.utils.parse_connector_type": lambda url: url.partition("://")[0],
     "sglang.srt.environ.envs": SimpleNamespace(SGLANG_PLUGINS=SimpleNamespace(get=lambda: "tierckpt")),
 }
@@ -31,10 +31,10 @@ VALUES = {
 
 @pytest.fixture
 def sglang() -> Iterator[Any]:
-    """Its connectors, after it has loaded plugins as it does."""
-    with imported(wheel_python("sglang"), REAL, ("orjson", "redis", "msgspec"), VALUES):
+    """SGLang's connectors after it has loaded its plugins."""
+    with imported(wheel_python("sglang"), REAL_MODULES, ("orjson", "redis", "msgspec"), STUBBED_VALUES):
         connector = import_module("sglang.srt.connector")
-        importer = SimpleNamespace()  # a module that has taken the name before, as its loaders do
+        importer = SimpleNamespace()  # a module that imported the name earlier, as SGLang's loaders do
         module = type(sys)("sglang.importer")
         module.create_remote_connector = connector.create_remote_connector  # type: ignore[attr-defined]
         sys.modules["sglang.importer"] = module
@@ -64,10 +64,10 @@ def url(tmp_path: Path) -> str:
     return f"tierckpt://file{tmp_path}/model"
 
 
-def test_configuration_tokenizer_and_weights_come_from_the_url(
+def test_configuration_tokenizer_and_weights_are_read_from_the_url(
     sglang: Any, model: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    """In the order of SGLang: configuration files, tokenizer files, then the weights by another connector."""
+    """In SGLang's order: configuration files, tokenizer files, then weights through another connector."""
     client = sglang.connect(url(tmp_path))
     client.pull_files(allow_pattern=["*config.json"])
     assert [path.name for path in Path(client.get_local_dir()).iterdir()] == ["config.json"]
@@ -92,7 +92,7 @@ def test_a_second_engine_of_the_node_reads_nothing_from_the_store(
         assert bool(read["shared"]) == expected
 
 
-def test_what_is_not_there_is_said(sglang: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_model_raises(sglang: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "root"))
     with sglang.connect(url(tmp_path)) as client, pytest.raises(ObjectNotFoundError, match="has no files"):
         client.pull_files()

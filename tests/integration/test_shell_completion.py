@@ -1,4 +1,4 @@
-"""Completion in the real shells: ``--install-completion``, then Tab on a terminal."""
+"""Completion in real shells: ``--install-completion``, then Tab on a terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LINES = {
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """The environment of a user, with a ``tierckpt`` that completes, or logs its arguments."""
+    """A user's environment with a ``tierckpt`` that completes, or logs its arguments."""
     for name in ("bin", "base/alpha/beta", "base/alpha/gamma"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "base/other").touch()
@@ -51,7 +51,7 @@ def home(tmp_path: Path) -> dict[str, str]:
 
 
 def take_terminal() -> None:
-    """Have standard input control this process: a shell without one has no job control, and fish does not begin."""
+    """Make standard input the controlling terminal, without which shells have no job control and fish fails."""
     fcntl.ioctl(0, termios.TIOCSCTTY)
 
 
@@ -71,7 +71,7 @@ def test_tab_completes_verbs_options_choices_and_paths(shell: str, home: dict[st
     with subprocess.Popen(["cat"], stdin=ours, stdout=seen.open("wb"), stderr=subprocess.DEVNULL):
         try:
             os.write(ours, b"tierckpt ready")
-            for _ in Poll(60, Pauses(1.0, 5.0)):  # the first Tab in a zsh only loads the function
+            for _ in Poll(60, Pauses(1.0, 5.0)):  # in zsh the first Tab only loads the function
                 if asked.exists():
                     break
                 os.write(ours, TAB.encode())
@@ -89,7 +89,7 @@ def test_tab_completes_verbs_options_choices_and_paths(shell: str, home: dict[st
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_script_of_any_shell_is_printed(shell: str, home: dict[str, str]) -> None:
+def test_completion_script_is_printed(shell: str, home: dict[str, str]) -> None:
     command = [sys.executable, "-m", "tierckpt"]
     environment = {**home, "_TIERCKPT_COMPLETE": f"source_{shell}"}
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -1,6 +1,6 @@
-"""A node that may have the newest checkpoint and does not say so: it is waited for, named, or refused (N4).
+"""A silent node that may have the newest checkpoint: wait for it, name it, or raise (N4).
 
-Agents are real processes. Step 1 is on shared storage; step 2 is on node 1 alone, which does not drain.
+Agents are real processes. Step 1 is on shared storage; step 2 only on node 1, which does not drain.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def restored(uri: str, node: Node, **changed: Any) -> tuple[int | None, float]:
 
 
 @pytest.mark.parametrize("how", ["stopped", "starts late"])
-def test_a_peer_that_answers_later_is_waited_for(
-    how: str, nodes: Nodes, uri: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_late_peer_is_waited_for(how: str, nodes: Nodes, uri: str, caplog: pytest.LogCaptureFixture) -> None:
     back: Callable[[], None]
     if how == "stopped":
         signal_to(nodes[1], signal.SIGSTOP)
@@ -90,9 +88,7 @@ def test_a_peer_that_answers_later_is_waited_for(
         later.join()
 
 
-def test_a_peer_that_does_not_answer_is_named_with_the_step_that_was_taken(
-    nodes: Nodes, uri: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_silent_peer_is_named_with_the_restored_step(nodes: Nodes, uri: str, caplog: pytest.LogCaptureFixture) -> None:
     nodes[1].kill()
     assert restored(uri, nodes[0]) == (1, 1.0)
     told = [line for line in caplog.messages if "a newer one may be on" in line]
@@ -105,15 +101,15 @@ def test_a_peer_that_does_not_answer_is_named_with_the_step_that_was_taken(
     assert nodes[1].settings.peer_listen in str(caught.value.context["not_heard"])
 
 
-def test_peers_that_all_answer_are_not_waited_for(nodes: Nodes, uri: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_wait_if_all_peers_answer(nodes: Nodes, uri: str, caplog: pytest.LogCaptureFixture) -> None:
     assert restored(uri, nodes[0]) == (2, 2.0)
     assert "may be on" not in caplog.text
 
 
-def test_a_step_that_a_peer_has_replaced_since_it_was_listed(
+def test_step_replaced_by_a_peer_after_the_listing(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its agent lists what it has removed for a moment more, and the next step not yet."""
+    """Its agent still lists a removed step for a moment, and not yet the next one."""
     uri = str(tmp_path / "shared" / "peers alone")
 
     def save(step: int) -> None:
@@ -134,7 +130,7 @@ def test_a_step_that_a_peer_has_replaced_since_it_was_listed(
     assert not left
 
 
-def test_a_node_with_another_secret_is_an_error_that_names_the_peer_and_the_setting(
+def test_other_secret_error_names_the_peer_and_the_setting(
     nodes: Nodes, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(peer_copies, "DENIED_SECONDS", 1.0)
@@ -152,10 +148,10 @@ def test_a_node_with_another_secret_is_an_error_that_names_the_peer_and_the_sett
         tierckpt.latest(uri, settings=new.settings)
 
 
-def test_while_shared_storage_is_away_the_error_names_the_step_of_the_peers_and_the_call_that_takes_it(
+def test_outage_error_names_the_peers_step_and_the_call_to_restore_it(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others may have gone on from it: only the user knows that they have not."""
+    """Other nodes may have continued from it; only the user can exclude that."""
     monkeypatch.setattr(retry, "RETRIES_MAX", 1)
     away = {"ENDPOINT_URL": f"http://127.0.0.1:{free_port()}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
     for name, value in away.items():

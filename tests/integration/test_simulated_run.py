@@ -1,6 +1,6 @@
-"""The simulator against a real run: a small job is killed again and again, and then simulated with what it measured.
+"""The simulator and a real run: a small job is killed repeatedly, then simulated with the measured parameters.
 
-``TIERCKPT_TEST_SWEEP=full`` kills it 25 times; the normal suite three times. The agreement is printed (``pytest -s``).
+``TIERCKPT_TEST_SWEEP=full`` kills it 25 times; the normal suite three times. ``pytest -s`` shows the agreement.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def killed_at_random(folder: Path, uri: str) -> None:
 
 
 def as_simulated(found: Goodput, *, fails: bool = True) -> tuple[SimulationResult, float]:
-    """Simulate the same failures with the measured means. Returns it, and what was measured over the same time."""
+    """Simulate the same failures with the measured means. Returns the result, and the measured value."""
     first = found.starts[0]
     origin = first.began_at + first.spent["starting"] + first.spent["loading"]
     wall = first.began_at + found.wall_seconds - origin
@@ -72,9 +72,7 @@ def as_simulated(found: Goodput, *, fails: bool = True) -> tuple[SimulationResul
 
 
 @pytest.mark.slow
-def test_a_simulated_run_has_the_ettr_of_the_real_one(
-    tmp_path: Path, file_uri: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulated_ettr_matches_the_real_run(tmp_path: Path, file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
     killed_at_random(tmp_path / "job", file_uri)
     capsys.readouterr()
     assert cli(["report", file_uri, "--json"]) == 0
@@ -89,7 +87,7 @@ def test_a_simulated_run_has_the_ettr_of_the_real_one(
     assert run.ettr == pytest.approx(measured, abs=AGREEMENT)
     assert run.lost_seconds == pytest.approx(found.spent["lost"], abs=max(0.5, 0.1 * KILLS))
     without, _ = as_simulated(found, fails=False)
-    assert without.ettr > measured + AGREEMENT, "the comparison can fail"
+    assert without.ettr > measured + AGREEMENT, "the comparison cannot fail"
 
 
 def histories(uri: str) -> list[list[dict[str, Any]]]:
@@ -100,7 +98,7 @@ def histories(uri: str) -> list[list[dict[str, Any]]]:
     return [[json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] for path in paths]
 
 
-def test_strikes_at_given_times_are_those_failures() -> None:
+def test_failures_at_given_times() -> None:
     plan = Configuration("plain", 10.0, checkpoint_bytes=1.0, restart_seconds=5.0, local=True)
     run = simulate(Cluster(1, RATES, (), strikes_at=(25.0, 60.0)), plan, days=100 / 86400)
     assert (run.failures, run.restarting_seconds) == ({"seen": 2}, 10.0)

@@ -1,4 +1,4 @@
-"""The documentation site in a browser: no page is cut off in a window of 1280 pixels."""
+"""The documentation site in a browser: no page is cut off at a width of 1280 pixels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.browser import CHROMIUM, MISSING, Browser
 ROOT = Path(__file__).parents[2]
 HAS_MKDOCS = all(importlib.util.find_spec(name) for name in ("mkdocs", "material", "mkdocstrings"))
 
-CUT_OFF = """(() => {
+FIND_CUT_OFF = """(() => {
   const article = document.querySelector("article"), right = article.getBoundingClientRect().right + 1, found = [];
   for (const one of article.querySelectorAll("*")) {
     const box = one.getBoundingClientRect(), scrolls = getComputedStyle(one).overflowX !== "visible";
@@ -33,7 +33,7 @@ PAGE_SCROLLS = "document.documentElement.scrollWidth > innerWidth"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The pages of the site, built as ``make docs`` does."""
+    """The pages of the site, built as by ``make docs``."""
     directory = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", directory],
@@ -52,14 +52,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.skipif(not HAS_MKDOCS, reason="no MkDocs in this environment (`make docs` installs it)")
 @pytest.mark.parametrize("width", [1280, 420])
 async def test_no_page_is_cut_off(site: list[Path], width: int) -> None:
-    """At 1280 pixels no table, signature or code scrolls; at 420 those may, and the page does not."""
+    """At 1280 pixels no table, signature or code block scrolls; at 420 those may, but the page does not."""
     front, cut_off = site[0], {}
     assert len(site) > 50
     async with Browser(width, 900) as browser:
         for page in site:
             await browser.open(page.as_uri())
             await browser.until("document.querySelectorAll('table:not(.md-typeset__table > table)').length === 0")
-            found = [*await browser.value(CUT_OFF)] if width == 1280 else []
+            found = [*await browser.value(FIND_CUT_OFF)] if width == 1280 else []
             if found or await browser.value(PAGE_SCROLLS):
                 cut_off[page.relative_to(front.parent).as_posix()] = found
         assert cut_off == {}
@@ -67,4 +67,4 @@ async def test_no_page_is_cut_off(site: list[Path], width: int) -> None:
         await browser.open(front.as_uri())
         assert await browser.value("document.querySelector('img[src=\"tiers.svg\"]').naturalWidth") > 0
         await browser.value(WIDE)
-        assert await browser.value(CUT_OFF), "a table that is too wide is not found"
+        assert await browser.value(FIND_CUT_OFF), "the check does not find a wide table"

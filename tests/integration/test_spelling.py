@@ -1,4 +1,4 @@
-"""A place is what its spelling says, everywhere: ``tierckpt://`` is the store behind it, and a typing error is said."""
+"""Spelling of URIs and paths: ``tierckpt://`` is the store it wraps, and misspelt URIs are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tierckpt.loading.export import export_safetensors
     ],
 )
 @pytest.mark.parametrize("prefix", ["tierckpt://", "TIERCKPT://"])
-def test_tierckpt_is_the_store_behind_it(prefix: str, behind: str, uri: str) -> None:
+def test_tierckpt_url_is_the_wrapped_store(prefix: str, behind: str, uri: str) -> None:
     assert parse_uri(prefix + behind) == parse_uri(uri)
     assert parse_uri(prefix + behind).uri == uri
 
@@ -66,25 +66,23 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_url_that_is_misspelt_is_refused_with_the_right_spelling(text: str) -> None:
+def test_misspelt_url_is_refused_with_the_correct_one(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_uri(text)
     assert BAD[text] in str(caught.value)
 
 
-def test_a_path_that_has_folded_the_slashes_of_a_url_is_refused() -> None:
+def test_url_with_collapsed_slashes_is_refused() -> None:
     with pytest.raises(ConfigError, match="as text"):
         parse_uri(Path("s3://bucket/run"))
 
 
 @pytest.mark.parametrize("text", ["run", "./s3:/bucket", "/mnt/s3:/x", "a:b/c", "C:/run", "s3/bucket", "my s3", " run"])
-def test_what_is_a_path_stays_one(text: str) -> None:
+def test_paths_remain_paths(text: str) -> None:
     assert parse_uri(text) == Location("file", "", str(Path(text).absolute()))
 
 
-def test_a_path_in_the_home_directory_is_one_also_where_no_shell_has_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tilde_is_expanded_without_a_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert parse_uri("~/run") == parse_uri(Path("~/run")) == parse_uri(tmp_path / "home/run")
@@ -93,7 +91,7 @@ def test_a_path_in_the_home_directory_is_one_also_where_no_shell_has_read_it(
     assert parse_uri("~nobody-of-that-name/run").path == f"{tmp_path}/~nobody-of-that-name/run"
 
 
-def test_schemes_are_known_in_capitals_and_a_file_url_may_name_this_host() -> None:
+def test_upper_case_schemes_and_file_urls_with_a_host() -> None:
     assert parse_uri("S3://bucket/Run").uri == "s3://bucket/Run"
     assert parse_uri("file://localhost/mnt/run").uri == "/mnt/run"
 
@@ -112,7 +110,7 @@ EVERYWHERE: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("verb", EVERYWHERE)
-def test_every_verb_refuses_what_is_misspelt_and_makes_nothing(
+def test_every_verb_refuses_a_misspelt_url_and_creates_nothing(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -122,13 +120,13 @@ def test_every_verb_refuses_what_is_misspelt_and_makes_nothing(
 
 
 @pytest.mark.parametrize("kind", [TierStorageWriter, Checkpointer])
-def test_nothing_is_saved_over_http(kind: Callable[[str], Any]) -> None:
+def test_saving_over_http_is_refused(kind: Callable[[str], Any]) -> None:
     with pytest.raises(ConfigError, match="HTTP"):
         kind("https://host/run/step-1")
 
 
 @pytest.mark.slow
-def test_what_is_saved_through_tierckpt_is_in_the_store_and_every_verb_finds_it(
+def test_checkpoint_saved_through_a_tierckpt_url_is_found_by_every_verb(
     s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = s3_uri.replace("s3://", "tierckpt://s3/")
@@ -156,7 +154,7 @@ NAMES = ["a#1", "a?x=1", "a?x=2", "a%20b", "a b"]
 
 
 @pytest.mark.parametrize("kind", ["path", "file", pytest.param("s3", marks=[pytest.mark.server, pytest.mark.slow])])
-def test_runs_whose_names_urls_would_give_a_meaning_are_runs_of_their_own(
+def test_run_names_with_url_syntax_are_distinct(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = request.getfixturevalue("s3_uri") if kind == "s3" else tmp_path / "shared"
@@ -177,7 +175,7 @@ def test_runs_whose_names_urls_would_give_a_meaning_are_runs_of_their_own(
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/dir", "s3:/bucket/dir", "file:///mnt/dir", "tierckpt://s3/bucket/dir"])
-def test_a_url_where_a_directory_is_wanted_is_said(
+def test_url_instead_of_a_directory_is_refused(
     place: str, file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -198,7 +196,7 @@ def test_a_url_where_a_directory_is_wanted_is_said(
     assert not [path for path in tmp_path.iterdir() if ":" in path.name]
 
 
-def test_dcp_is_told_what_is_misspelt_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_misspelt_url_through_dcp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, CheckpointException), match="s3://bucket/run"):
         dcp.save({}, checkpoint_id="s3:/bucket/run", storage_writer=TierStorageWriter(tmp_path / "run"), no_dist=True)

@@ -1,4 +1,4 @@
-"""TierStager in DCP's hands: what is staged is the state of that moment, whoever changes what afterwards."""
+"""TierStager with DCP: the staged copy is the state at that moment, whatever changes later."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def start(uri: str, state: dict[str, Any], stager: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_copy_is_the_state_in_the_same_shape_and_nothing_of_it_is_shared(shared: bool) -> None:
+def test_copy_has_the_same_structure_and_shares_no_memory(shared: bool) -> None:
     state = everything(4)
     staged = tierckpt.TierStager(shared=shared).stage(state)
     assert differences(staged, everything(4)) == []
@@ -72,7 +72,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(item)
 
 
-def test_containers_come_back_as_they_were() -> None:
+def test_containers_keep_their_types() -> None:
     one, two = torch.ones(3), torch.full((2,), 2.0)
     state = {"tuple": (one, (two, "x"), [one]), "ordered": OrderedDict(b=two, a=one), 3: {"int key": one}, "empty": {}}
     staged = tierckpt.TierStager().stage(state)
@@ -82,12 +82,12 @@ def test_containers_come_back_as_they_were() -> None:
     assert torch.equal(staged[3]["int key"], one) and staged["empty"] == {}
 
 
-def test_a_meta_tensor_is_named() -> None:
+def test_meta_tensor_error_names_it() -> None:
     with pytest.raises(StateMismatchError, match=r"model\.w"):
         tierckpt.TierStager().stage({"model": {"w": torch.ones(3, device="meta")}})
 
 
-def test_memory_comes_from_the_numa_nodes_that_are_named() -> None:
+def test_memory_comes_from_the_given_numa_nodes() -> None:
     if not Path("/sys/devices/system/node").exists():
         unavailable("/sys is not mounted, where the kernel says which nodes have memory")
     state = {"w": torch.ones(1000)}
@@ -102,13 +102,13 @@ def test_an_unknown_mode_is_refused() -> None:
         tierckpt.TierStager(mode="later")  # type: ignore[arg-type]
 
 
-# --- slots, as seen from outside ------------------------------------------------------------------------------------
+# --- slots ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
-def test_memory_is_free_again_when_nothing_refers_to_the_copy(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not before: one view of one tensor keeps it. And not later: one slot is enough for any number of copies."""
+def test_slot_is_freed_with_the_last_reference(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view of one tensor keeps the slot; without references one slot serves any number of copies."""
     monkeypatch.setattr(slots, "SLOT_SECONDS", 0.1)
     stager = tierckpt.TierStager(shared=shared, checkpoints_in_flight_max=1)
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_memory_is_free_again_when_nothing_refers_to_the_copy(shared: bool, monk
         del part
 
 
-def test_skip_is_an_error_that_says_so(file_uri: str) -> None:
+def test_skip_policy_raises_skipped(file_uri: str) -> None:
     stager = tierckpt.TierStager(checkpoints_in_flight_max=1, staging_policy="skip")
     kept = stager.stage({"w": torch.ones(100_000)})
     with pytest.raises(CheckpointSkippedError, match="nothing was staged"):
@@ -131,7 +131,7 @@ def test_skip_is_an_error_that_says_so(file_uri: str) -> None:
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-3"
 
 
-def test_a_copy_whose_memory_went_to_newer_ones_cannot_be_saved_again(file_uri: str) -> None:
+def test_copy_with_reused_memory_cannot_be_saved_again(file_uri: str) -> None:
     stager = tierckpt.TierStager()
     old = stager.stage({"w": torch.full((50_000,), 1.0)})
     save(f"{file_uri}/step-1", old)
@@ -154,7 +154,7 @@ def test_a_dropped_copy_is_never_saved_with_the_bytes_of_a_newer_one(file_uri: s
     assert load(f"{file_uri}/step-2", new)["w"].unique().tolist() == [2.0]
 
 
-def test_what_another_process_may_be_reading_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_shared_with_another_process_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"checkpoints_in_flight_max": 1, "staging_policy": "drop_oldest_unflushed"}
     monkeypatch.setattr(slots, "SLOT_SECONDS", 0.1)
     stager = tierckpt.TierStager(shared=True, **options)
@@ -165,9 +165,7 @@ def test_what_another_process_may_be_reading_is_not_dropped(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_copy_that_is_being_written_is_not_dropped(
-    shared: bool, file_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copy_being_written_is_not_dropped(shared: bool, file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     come, go, real = threading.Event(), threading.Event(), os.pwrite
 
     def hangs(fd: int, data: Any, offset: int) -> int:
@@ -195,7 +193,7 @@ def test_a_copy_that_is_being_written_is_not_dropped(
 
 
 class Job:
-    """A small model with parameters, buffers that change in forward, and an optimizer with state."""
+    """A small model with parameters, buffers that forward changes, and a stateful optimizer."""
 
     def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW) -> None:
         torch.manual_seed(7)
@@ -219,7 +217,7 @@ class Job:
 
 
 class HeldCopies(threading.Event):
-    """Copies in the background stop half way until this is set. ``counts``: how many tensors each had to copy."""
+    """Blocks background copies half way until set. ``counts``: tensors of each copy."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -237,7 +235,7 @@ class HeldCopies(threading.Event):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-def test_the_step_waits_for_the_copy_and_nothing_else_does(
+def test_only_the_optimizer_step_waits_for_a_lazy_copy(
     optimizer: type[torch.optim.Optimizer], file_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(optimizer)
@@ -245,14 +243,14 @@ def test_the_step_waits_for_the_copy_and_nothing_else_does(
     stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
     response = start(f"{file_uri}/step-1", job.state(), stager)
     job.forward_backward()
-    assert not response.staging_completion.done(), "neither the save nor forward and backward wait"
+    assert not response.staging_completion.done(), "save, forward and backward must not wait for the copy"
     threading.Timer(0.3, copies.set).start()
     job.optimizer.step()
-    assert copies.is_set(), "the step does"
+    assert copies.is_set(), "optimizer.step must wait for the copy"
     response.upload_completion.result(60)
     assert copies.counts == [len(list(job.model.parameters())) * (4 if optimizer is torch.optim.AdamW else 1)]
     assert differences(read(f"{file_uri}/step-1", before), before) == []
-    assert differences(job.copy(), before) != [], "the step and the forward pass changed nearly everything"
+    assert differences(job.copy(), before) != [], "the step and the forward pass must change the state"
 
 
 def read(uri: str, like: dict[str, Any]) -> dict[str, Any]:
@@ -262,8 +260,8 @@ def read(uri: str, like: dict[str, Any]) -> dict[str, Any]:
     return target
 
 
-def test_without_the_fence_the_step_reaches_the_file(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above."""
+def test_control_without_the_fence_the_step_changes_the_file(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control of the previous test."""
     job = Job()
     before, copies = job.copy(), HeldCopies(monkeypatch)
     monkeypatch.setattr(tierckpt.TierStager, "wait_before_step", lambda *_: None)
@@ -297,7 +295,7 @@ def test_lazy_without_optimizers_copies_all_at_once(monkeypatch: pytest.MonkeyPa
     assert copies.counts == [0]
 
 
-def test_a_copy_that_fails_is_raised_and_is_no_checkpoint(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_raises_and_makes_no_checkpoint(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job()
     monkeypatch.setattr(slots, "SLOT_SECONDS", 10)
     stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
@@ -323,8 +321,8 @@ def test_a_copy_that_fails_is_raised_and_is_no_checkpoint(file_uri: str, monkeyp
     assert differences(read(f"{file_uri}/step-3", before), before) == []
 
 
-def test_who_stops_waiting_for_a_copy_makes_it_worthless(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step gives up after a deadline; training may go on and change the parameters under the copy."""
+def test_copy_the_step_stopped_waiting_for_is_discarded(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step continues after a deadline and may change parameters that are still being copied."""
     job = Job()
     copies = HeldCopies(monkeypatch)
     monkeypatch.setattr(slots, "SLOT_SECONDS", 0.1)
@@ -341,7 +339,7 @@ def test_who_stops_waiting_for_a_copy_makes_it_worthless(file_uri: str, monkeypa
 
 @pytest.mark.slow
 def test_twenty_lazy_saves_in_a_row(file_uri: str) -> None:
-    """Without waiting for any: two slots, a step after each; every file holds the state of its moment."""
+    """Two slots and a step after each save, without waiting: every file holds the state of its moment."""
     job, expected = Job(), []
     stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
     responses = []
@@ -363,7 +361,7 @@ def clone(value: Any) -> Any:
     return [clone(item) for item in value] if isinstance(value, list) else value
 
 
-def test_close_lets_go_of_the_optimizers() -> None:
+def test_close_removes_the_optimizer_hooks() -> None:
     job = Job()
     hooks = len(job.optimizer._optimizer_step_pre_hooks)
     stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
@@ -379,7 +377,7 @@ def test_close_lets_go_of_the_optimizers() -> None:
 
 @pytest.mark.slow
 def test_process_mode(tmp_path: Path) -> None:
-    """AsyncCheckpointerType.PROCESS: the state crosses to another process, which writes it while training goes on."""
+    """AsyncCheckpointerType.PROCESS: another process receives and writes the state during training."""
     before = set(os.listdir("/dev/shm"))  # noqa: PTH208
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.process_save", str(tmp_path)],
@@ -428,7 +426,7 @@ def test_workers_that_fork_while_a_save_is_in_flight(file_uri: str, monkeypatch:
 
 @pytest.mark.slow
 def test_a_forked_child_saves_too(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both at the same time, each from its own arena; the child's end takes nothing from the parent."""
+    """Both save at the same time from separate arenas; the child's exit leaves the parent's intact."""
     come, go, real = threading.Event(), threading.Event(), os.pwrite
 
     def hangs(fd: int, data: Any, offset: int) -> int:
@@ -448,7 +446,7 @@ def test_a_forked_child_saves_too(file_uri: str, monkeypatch: pytest.MonkeyPatch
             try:
                 signal.alarm(60)
                 os.pwrite = real
-                torch.set_num_threads(1)  # as a DataLoader worker does: OpenMP's threads stay with the parent
+                torch.set_num_threads(1)  # as a DataLoader worker does: OpenMP threads do not survive a fork
                 for step in (2, 3):
                     start(f"{file_uri}/step-{step}", other, stager).result(60)
                 code = 0
@@ -464,8 +462,8 @@ def test_a_forked_child_saves_too(file_uri: str, monkeypatch: pytest.MonkeyPatch
         assert same(load(f"{file_uri}/step-{step}", other), other)
 
 
-def test_all_sources_are_released_though_one_has_changed() -> None:
-    """The process behind each of them waits for that."""
+def test_all_sources_are_released_although_one_has_changed() -> None:
+    """The process behind each source waits for its release."""
     released: list[int] = []
 
     class Changed:

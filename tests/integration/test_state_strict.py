@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit raises before anything changes, or the rest is loaded under ``strict=False``."""
+"""A checkpoint that does not fit raises before any change; with ``strict=False`` the fitting part is loaded."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ NEW: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_a_new_entry_is_an_error_and_keeps_its_value_without_strict(name: str, file_uri: str) -> None:
+def test_new_entry_raises_or_keeps_its_value_without_strict(name: str, file_uri: str) -> None:
     save(file_uri, **trained(1).state, epoch=3)
     state = trained(2).state | {"epoch": 0, "new": NEW[name]()}
     before, value = frozen(_state_of(state["new"])), state["new"]
@@ -95,8 +95,8 @@ def _state_of(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_dict_that_is_a_plain_value_is_the_one_of_the_checkpoint(strict: bool, file_uri: str) -> None:
-    """``state`` says where it is, and not which keys it has."""
+def test_plain_dict_is_replaced_by_the_checkpoints(strict: bool, file_uri: str) -> None:
+    """``state`` selects the entry, not its keys."""
     notes = {"a": 1, "deep": {"x": torch.ones(2), "z": (None,)}}
     save(file_uri, notes=copy.deepcopy(notes))
     options = {} if strict else {"strict": False}
@@ -105,7 +105,7 @@ def test_a_dict_that_is_a_plain_value_is_the_one_of_the_checkpoint(strict: bool,
     assert frozen(state["notes"]) == frozen(notes)
 
 
-def test_a_smaller_and_a_larger_model_without_strict(file_uri: str) -> None:
+def test_smaller_and_larger_model_without_strict(file_uri: str) -> None:
     saved = save(file_uri, model=mlp(1, layers=3), epoch=3)
     weights = saved["model"].state_dict()
     for layers in (2, 4):
@@ -133,7 +133,7 @@ def test_nothing_is_skipped_when_all_fits(file_uri: str) -> None:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_tensor_of_another_shape_is_an_error_with_and_without_strict(strict: bool, file_uri: str) -> None:
+def test_tensor_of_another_shape_raises_with_and_without_strict(strict: bool, file_uri: str) -> None:
     save(file_uri, model=mlp(1))
     made = Job({"model": mlp(2, width=8)}, lambda _: None)
     with unchanged(made), pytest.raises(StateMismatchError, match=r"model\.0\.weight"):
@@ -144,14 +144,14 @@ def test_a_tensor_of_another_shape_is_an_error_with_and_without_strict(strict: b
 
 
 class Refuses(Loader):
-    """Takes a part of its state, and then raises."""
+    """Loads part of its state, then raises."""
 
     def load_state_dict(self, state: Any) -> None:
         raise RuntimeError("no such shard")
 
 
 class Strange(nn.Linear):
-    """Raises after its parameters were loaded."""
+    """Raises after its parameters are loaded."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -164,7 +164,7 @@ class Strange(nn.Linear):
 
 @pytest.mark.parametrize("place", ["first", "last"])
 @pytest.mark.parametrize("kind", ["object", "module", "optimizer"])
-def test_an_object_that_raises_leaves_the_others_or_the_error_names_them(kind: str, place: str, file_uri: str) -> None:
+def test_object_that_raises_leaves_others_unchanged_or_named(kind: str, place: str, file_uri: str) -> None:
     def build(seed: int, is_restored: bool) -> dict[str, Any]:
         state = trained(seed).state | {"loader": Loader({"at": seed}), "epoch": seed}
         extra: Any = Loader({"x": seed})
@@ -262,8 +262,8 @@ def test_a_state_dict_of_a_model_is_filled_in_place_or_refused(file_uri: str) ->
     assert all(map(torch.equal, moments[:4], moments[4:]))
 
 
-def test_a_state_dict_that_was_saved_as_one(file_uri: str) -> None:
-    """``save`` and ``restore`` with ``model.state_dict()``, as users of DCP write them."""
+def test_bare_state_dict(file_uri: str) -> None:
+    """``save`` and ``restore`` with ``model.state_dict()``, as DCP users write them."""
     saved, model = mlp(1), mlp(2)
     save(file_uri, model=saved.state_dict(), epoch=3)
     state = {"model": model.state_dict(), "epoch": 0}
@@ -273,7 +273,7 @@ def test_a_state_dict_that_was_saved_as_one(file_uri: str) -> None:
 
 
 @pytest.mark.parametrize("back", ["into a module", "into a state dict"])
-def test_a_module_and_its_state_dict_take_each_others_checkpoints(back: str, file_uri: str) -> None:
+def test_module_and_state_dict_load_each_others_checkpoints(back: str, file_uri: str) -> None:
     saved, model = mlp(1), mlp(2)
     save(file_uri, model=saved.state_dict() if back == "into a module" else saved)
     restore(file_uri, {"model": model if back == "into a module" else model.state_dict()})
@@ -297,7 +297,7 @@ def test_load_model_is_strict_too(layers: int, file_uri: str) -> None:
     assert {key.removeprefix("model.") for key in loaded.skipped_keys} == found.keys() ^ saved.keys()
 
 
-def test_load_model_gives_extra_state_and_resized_buffers_back(file_uri: str) -> None:
+def test_load_model_restores_extra_state_and_resized_buffers(file_uri: str) -> None:
     from tests.integration.state_modules import Extra, Queue
 
     def build() -> nn.Module:
@@ -314,7 +314,7 @@ def test_load_model_gives_extra_state_and_resized_buffers_back(file_uri: str) ->
 # --- refused at save --------------------------------------------------------------------------------------------------
 
 
-def test_an_unconsolidated_zero_redundancy_optimizer_is_refused_by_name_or_saved(file_uri: str) -> None:
+def test_unconsolidated_zero_redundancy_optimizer_is_refused_or_saved(file_uri: str) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -360,7 +360,7 @@ PLACES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_cannot_be_restored_is_refused_at_save_with_its_key(place: str, file_uri: str) -> None:
+def test_unrestorable_value_is_refused_at_save_with_its_key(place: str, file_uri: str) -> None:
     state = trained(1).state
     PLACES[place](state)
     with Checkpointer(file_uri) as checkpointer:
@@ -373,7 +373,7 @@ def test_what_cannot_be_restored_is_refused_at_save_with_its_key(place: str, fil
 
 
 @pytest.mark.parametrize("saved_in, restored_in", [(0, 1), (1, 0), (2, 1)])
-def test_a_wrapped_optimizer_takes_the_checkpoint_of_a_bare_one(saved_in: int, restored_in: int, file_uri: str) -> None:
+def test_wrapped_and_bare_optimizer_share_checkpoints(saved_in: int, restored_in: int, file_uri: str) -> None:
     made = []
     for seed, depth in ((1, saved_in), (2, restored_in)):
         model = mlp(seed)
@@ -392,7 +392,7 @@ def test_a_wrapped_optimizer_takes_the_checkpoint_of_a_bare_one(saved_in: int, r
             one.step(step)
 
 
-def test_an_object_that_holds_an_optimizer_saves_what_it_says(file_uri: str) -> None:
+def test_object_holding_an_optimizer_saves_its_own_state(file_uri: str) -> None:
     made = []
     for seed in (1, 2):
         model = mlp(seed)
@@ -416,8 +416,8 @@ def test_only_one_entry_leaves_the_other_untouched(only: str, file_uri: str) -> 
     assert states_of(made)[only] == states_of(saved)[only]
 
 
-def test_tied_weights_get_the_last_of_several(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``load_state_dict`` has it; one call for all copies them in any order on a GPU."""
+def test_tied_weights_take_the_last_value(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``load_state_dict`` does; one call for all tensors copies in any order on a GPU."""
 
     def in_any_order(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         for target, source in reversed([*zip(targets, sources, strict=True)]):
@@ -434,7 +434,7 @@ def test_tied_weights_get_the_last_of_several(file_uri: str, monkeypatch: pytest
     assert frozen(tied.state_dict()) == frozen(reference.state_dict())
 
 
-def test_a_generator_in_the_state_of_a_module_is_set(file_uri: str) -> None:
+def test_generator_in_module_state_is_restored(file_uri: str) -> None:
     class Sampler(nn.Module):
         def __init__(self, seed: int) -> None:
             super().__init__()

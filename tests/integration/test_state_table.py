@@ -27,7 +27,7 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_the_table_has_every_optimizer_and_scheduler_of_torch() -> None:
+def test_table_has_every_torch_optimizer_and_scheduler() -> None:
     def names(module: object, base: type) -> set[str]:
         found = inspect.getmembers(module, inspect.isclass)
         return {name for name, kind in found if issubclass(kind, base) and kind is not base and name[0] != "_"}
@@ -38,7 +38,7 @@ def test_the_table_has_every_optimizer_and_scheduler_of_torch() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_a_restore_equals_load_state_dict(shape: Shape, file_uri: str, request: pytest.FixtureRequest) -> None:
+def test_restore_equals_load_state_dict(shape: Shape, file_uri: str, request: pytest.FixtureRequest) -> None:
     if shape.needs == "process group":
         request.getfixturevalue("process_group")
     elif shape.needs and not hasattr(torch.optim, shape.needs):

@@ -1,4 +1,4 @@
-"""``EveryStep(gradient_log=...)``: what is logged, what a restore makes of it, and when it says no."""
+"""``EveryStep(gradient_log=...)``: logged steps, restores from the log, and errors."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def run(file_uri: str, local_root: Path, request: pytest.FixtureRequest) -> Runs
     def opened(gradient_log: bool | str = True, window_steps: int | None = None, **options: Any) -> Checkpointer:
         every_step = EveryStep(gradient_log=gradient_log, window_steps=window_steps)
         options = {"drain": False, "local_root": local_root, "every_step": every_step} | options
-        made = Checkpointer(file_uri, **options)
-        request.addfinalizer(made.close)
-        return made
+        checkpointer_of_run = Checkpointer(file_uri, **options)
+        request.addfinalizer(checkpointer_of_run.close)
+        return checkpointer_of_run
 
     return opened
 
@@ -51,7 +51,7 @@ def directory(local_root: Path, uri: str, rank: int = 0) -> Path:
 
 
 def train(checkpointer: Checkpointer, job: Job, steps: int) -> str:
-    """Train to step ``steps``, have all of it on the disk, and return what it came to."""
+    """Train to step ``steps``, flush the log and return the digest of the state."""
     while job.state["step"] < steps:
         number = job.train()
         saved = checkpointer.step(number, job.state)
@@ -66,22 +66,22 @@ def resumed(checkpointer: Checkpointer) -> tuple[Job, int | None]:
     return job, checkpointer.restore(job.state)
 
 
-@pytest.mark.parametrize("asked", [True, "3 steps", "20 ms"])
-def test_a_job_goes_on_where_it_was_cut_off(run: Runs, asked: bool | str) -> None:
-    wanted = train(run(gradient_log=asked), Job(), 7)
-    checkpointer = run(gradient_log=asked)
+@pytest.mark.parametrize("setting", [True, "3 steps", "20 ms"])
+def test_killed_job_resumes_at_its_last_logged_step(run: Runs, setting: bool | str) -> None:
+    expected = train(run(gradient_log=setting), Job(), 7)
+    checkpointer = run(gradient_log=setting)
     job, step = resumed(checkpointer)
-    assert (step, job.state["step"], job.digest()) == (7, 7, wanted)
-    wanted = train(checkpointer, job, 12)
+    assert (step, job.state["step"], job.digest()) == (7, 7, expected)
+    expected = train(checkpointer, job, 12)
     job, step = resumed(run())
-    assert (step, job.digest()) == (12, wanted)
+    assert (step, job.digest()) == (12, expected)
     reference = Job()
     while reference.state["step"] < 12:
         reference.train()
-    assert reference.digest() == wanted
+    assert reference.digest() == expected
 
 
-def test_status_and_report_tell_of_it(
+def test_status_and_report_show_the_log(
     run: Runs, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(run(interval=5), Job(), 8)
@@ -89,38 +89,38 @@ def test_status_and_report_tell_of_it(
     job, _ = resumed(checkpointer)
     train(checkpointer, job, 9)
 
-    def told(*arguments: str) -> Any:
+    def cli(*arguments: str) -> Any:
         capsys.readouterr()
         assert main([*arguments, "--json", "--local-root", str(local_root)]) == 0
         return json.loads(capsys.readouterr().out)
 
-    [log] = told("status")["gradient_logs"]
+    [log] = cli("status")["gradient_logs"]
     assert (log["uri"], log["rank"], log["newest_step"]) == (file_uri, 0, 9) and log["size_bytes"] > 4096
-    assert told("report", file_uri)["replayed_steps"] == 3
+    assert cli("report", file_uri)["replayed_steps"] == 3
     assert main(["report", file_uri, "--local-root", str(local_root)]) == 0
     assert "3 steps that no checkpoint had" in capsys.readouterr().out
 
 
-def windowed(made: Checkpointer, job: Job, steps: int) -> dict[int, str]:
-    """Go on from where the run is to step ``steps``, and die. Returns what each step came to."""
+def train_with_window(checkpointer_of_run: Checkpointer, job: Job, steps: int) -> dict[int, str]:
+    """Resume, train to step ``steps`` and stop without a final save. Returns the digest after each step."""
     digests: dict[int, str] = {}
-    with contextlib.suppress(KeyboardInterrupt), made as checkpointer:
+    with contextlib.suppress(KeyboardInterrupt), checkpointer_of_run as checkpointer:
         checkpointer.restore(job.state)
         while job.state["step"] < steps:
             number = job.train()
             digests[number] = job.digest()
             checkpointer.step(number, job.state)
-            if number == 6:  # the first window is whole
+            if number == 6:  # the first window is complete
                 checkpointer.wait("local")
         raise KeyboardInterrupt
     return digests
 
 
 @pytest.mark.parametrize("is_deferred", [False, True], ids=["on the CPU", "as on an accelerator"])
-def test_steps_behind_windows_are_logged_and_the_gradients_copied_once(
+def test_steps_after_a_window_are_logged_with_one_gradient_copy(
     run: Runs, monkeypatch: pytest.MonkeyPatch, file_uri: str, local_root: Path, is_deferred: bool
 ) -> None:
-    """Frames lead on from the last step of a window; while the next is open, from that of the one before."""
+    """Frames start at the last step of a complete window; while a window is open, at the previous window's."""
     if is_deferred:
         monkeypatch.setattr(window, "MultiStepStager", Deferring)
     copied: list[int] = []
@@ -132,53 +132,53 @@ def test_steps_behind_windows_are_logged_and_the_gradients_copied_once(
     original = Link.copy
     monkeypatch.setattr(Link, "copy", copy)
     options: dict[str, Any] = {"window_steps": 4, "interval": 10}
-    digests = windowed(run(**options), Job(), 12)  # the first window is of steps 1 to 4, the second begins at 10
-    assert copied.count(GRADIENTS) == 3 + 8, "three steps of the first window, and each step behind it once"
+    digests = train_with_window(run(**options), Job(), 12)  # windows: steps 1 to 4, then from step 10
+    assert copied.count(GRADIENTS) == 3 + 8, "three steps in the first window, and each later step once"
     job, step = resumed(run(**options))
     assert step == 12 and job.digest() == digests[12]
-    digests |= windowed(run(**options), Job(), 25)
+    digests |= train_with_window(run(**options), Job(), 25)
     job, step = resumed(run(**options))
     assert step == 25 and job.digest() == digests[25]
 
 
-def test_info_shows_the_logs_of_a_run_and_those_behind_a_checkpoint(
+def test_info_shows_the_logs_of_a_run_and_of_a_checkpoint(
     run: Runs, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(run(interval=5), Job(), 8)
     checkpointer = run()
-    assert checkpointer.restore(Job().state, step=5) == 5  # another history begins here
+    assert checkpointer.restore(Job().state, step=5) == 5  # a new history begins here
     again = Job()
     checkpointer.restore(again.state, step=5)
     train(checkpointer, again, 7)
 
-    def told(*arguments: str) -> Any:
+    def cli(*arguments: str) -> Any:
         capsys.readouterr()
         assert main(["info", *arguments, "--json", "--local-root", str(local_root)]) == 0
         return json.loads(capsys.readouterr().out)
 
-    document = told(file_uri)
+    document = cli(file_uri)
     assert document["kind"] == "run" and document["checkpoints"] >= 2
-    [log] = document["gradient_logs"]  # the first step saved, and no checkpoint that counts needs what was given up
+    [log] = document["gradient_logs"]  # from the first saved step; no valid checkpoint needs the abandoned log
     assert (log["rank"], log["base_step"], log["newest_step"], log["steps"], log["ended"]) == (0, 5, 7, 2, "")
     assert log["verified_step"] >= 6 and log["size_bytes"] > 4096
-    assert [one["base_step"] for one in told(f"{file_uri}/step-5")["gradient_logs"]] == [5]
+    assert [one["base_step"] for one in cli(f"{file_uri}/step-5")["gradient_logs"]] == [5]
     [*_, newest] = log_segments.paths_in(directory(local_root, file_uri))
     data = newest.read_bytes()
     newest.write_bytes(data[:-4096])
     for step in (5, 6):
         shutil.rmtree(local_dir(local_root, parse_uri(file_uri)) / f"step-{step}")
-    document = told(file_uri)
+    document = cli(file_uri)
     log, *_ = document["gradient_logs"]
     assert log["newest_step"] == 6 and "cut short" in log["ended"] and "is missing" in log["ended"]
     assert main(["info", file_uri, "--local-root", str(local_root)]) == 0
     assert "is missing" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_is_asked_for_is_a_number_of_steps_or_a_time(run: Runs) -> None:
-    asked: Any
-    for asked in ("often", "0 steps", "5 s", "steps", 5, None):
+def test_gradient_log_accepts_only_a_step_count_or_a_duration(run: Runs) -> None:
+    setting: Any
+    for setting in ("often", "0 steps", "5 s", "steps", 5, None):
         with pytest.raises(ConfigError, match="gradient_log is"):
-            run(gradient_log=asked)
+            run(gradient_log=setting)
 
 
 def test_an_optimizer_that_cannot_be_replayed_is_refused_at_the_first_step(run: Runs) -> None:
@@ -189,13 +189,11 @@ def test_an_optimizer_that_cannot_be_replayed_is_refused_at_the_first_step(run: 
         run().step(1, {"model": model})
 
 
-def test_a_checkpoint_that_is_lost_leaves_the_one_before_and_all_steps(
-    run: Runs, file_uri: str, local_root: Path
-) -> None:
-    wanted = train(run(interval=5), Job(), 13)
+def test_lost_checkpoint_falls_back_to_the_previous_one_and_its_log(run: Runs, file_uri: str, local_root: Path) -> None:
+    expected = train(run(interval=5), Job(), 13)
     shutil.rmtree(local_dir(local_root, parse_uri(file_uri)) / "step-10")
     job, step = resumed(run())
-    assert (step, job.digest()) == (13, wanted)
+    assert (step, job.digest()) == (13, expected)
 
 
 def test_segments_that_no_checkpoint_needs_are_removed(run: Runs, file_uri: str, local_root: Path) -> None:
@@ -204,20 +202,20 @@ def test_segments_that_no_checkpoint_needs_are_removed(run: Runs, file_uri: str,
     assert begins == [12, 16]
 
 
-def test_a_step_is_of_one_checkpoint_and_not_of_another_with_its_number(
+def test_log_is_not_replayed_on_another_checkpoint_of_the_same_step(
     run: Runs, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another job has saved the same step: its log would lead from a state that is not there."""
+    """Another job saved the same step: this log must not be replayed on it."""
     train(run(interval=5), Job(), 8)
     logs = directory(local_root, file_uri)
     kept = shutil.copytree(logs, logs.with_name("kept"))
     job = Job()
     torch.manual_seed(77)
-    wanted = train(run(interval=5), job, 5)
+    expected = train(run(interval=5), job, 5)
     shutil.rmtree(logs)
     kept.rename(logs)
     job, step = resumed(run())
-    assert (step, job.digest()) == (5, wanted)
+    assert (step, job.digest()) == (5, expected)
 
 
 def test_a_checkpoint_that_is_newer_than_the_log_is_restored_alone(run: Runs, file_uri: str, local_root: Path) -> None:
@@ -229,13 +227,13 @@ def test_a_checkpoint_that_is_newer_than_the_log_is_restored_alone(run: Runs, fi
     assert step == 5 == job.state["step"]
 
 
-def test_a_log_without_its_checkpoint_is_of_no_use(run: Runs, file_uri: str, local_root: Path) -> None:
+def test_log_without_its_checkpoint_is_ignored(run: Runs, file_uri: str, local_root: Path) -> None:
     train(run(), Job(), 4)
     shutil.rmtree(local_dir(local_root, parse_uri(file_uri)) / "step-1")
     assert resumed(run())[1] is None
 
 
-def test_damage_to_any_frame_leads_to_the_step_before_and_is_said(
+def test_damaged_frame_restores_the_previous_step_with_a_warning(
     run: Runs, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reference = Job()
@@ -249,7 +247,7 @@ def test_damage_to_any_frame_leads_to_the_step_before_and_is_said(
         shutil.copytree(kept, run_directory)
         [path] = log_segments.paths_in(directory(local_root, file_uri))
         data = bytearray(path.read_bytes())
-        places = [at for at in range(4096, len(data)) if data[at]]  # not what fills the last block of a frame
+        places = [at for at in range(4096, len(data)) if data[at]]  # skip the padding of a frame's last block
         data[chosen.choice(places)] ^= 1 << chosen.randrange(8)
         path.write_bytes(data)
         caplog.clear()
@@ -259,12 +257,12 @@ def test_damage_to_any_frame_leads_to_the_step_before_and_is_said(
         assert step is not None and job.digest() == digests[step]
         assert "cannot be used" in caplog.text
         ended += step < 8
-        assert train(checkpointer, job, 8) == digests[8]  # and the log goes on from there
+        assert train(checkpointer, job, 8) == digests[8]  # and logging resumes there
         assert resumed(run())[1] == 8
     assert ended == 12
 
 
-def test_a_full_disk_ends_the_log_and_the_next_checkpoint_begins_another(
+def test_full_disk_ends_the_log_and_the_next_checkpoint_starts_a_new_one(
     run: Runs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpointer, job = run(), Job()
@@ -278,9 +276,9 @@ def test_a_full_disk_ends_the_log_and_the_next_checkpoint_begins_another(
             checkpointer.step(job.train(), job.state)
         assert "has no room for a frame" in caplog.text and "until the next checkpoint" in caplog.text
     checkpointer.save(6, job.state).result(60)
-    wanted = train(checkpointer, job, 9)
+    expected = train(checkpointer, job, 9)
     again, step = resumed(run())
-    assert (step, again.digest()) == (9, wanted)
+    assert (step, again.digest()) == (9, expected)
 
 
 def clamp(job: Job) -> None:
@@ -297,14 +295,14 @@ def clamp_numpy(job: Job) -> None:
 
 
 def step_fused(job: Job) -> None:
-    """By an optimizer that the state does not have, and which has no state of its own."""
+    """By an optimizer outside the state, without state of its own."""
     for one in job.model.parameters():
         one.grad = torch.ones_like(one)
     torch.optim.SGD(job.model.parameters(), lr=0.1, fused=True).step()
 
 
 def reset_momentum(job: Job) -> None:
-    """Another tensor, of the same version."""
+    """Replace the tensor by one with the same version counter."""
     state = job.optimizer.state[job.model[0].weight]
     state["exp_avg"] = torch.zeros_like(state["exp_avg"])
 
@@ -324,7 +322,7 @@ EDITS = {
 
 
 class Fused(Job):
-    """The update leaves no trace in version counters."""
+    """The fused update does not change version counters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -335,15 +333,15 @@ class Fused(Job):
 
 @pytest.mark.parametrize("where", ["before the end of the step", "before the next update"])
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-def test_an_edit_beside_the_optimizer_ends_the_log_and_the_next_step_is_saved(
+def test_edit_outside_the_optimizer_ends_the_log_and_saves_the_next_step(
     run: Runs,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     edit: Callable[[Job], None],
     where: str,
 ) -> None:
-    """With the reason in a warning, at the step before the edit. Each step that was logged or saved has its bits."""
-    monkeypatch.setattr(guard, "CHECK_SHARE", 1e9)  # however slow the machine is
+    """A warning gives the reason. Each step logged or saved before the edit restores bit for bit."""
+    monkeypatch.setattr(guard, "CHECK_SHARE", 1e9)  # on machines of any speed
     checkpointer, job, digests = run(), Fused(), dict[int, str]()
     with caplog.at_level(logging.WARNING):
         for number in range(1, 8):
@@ -358,23 +356,23 @@ def test_an_edit_beside_the_optimizer_ends_the_log_and_the_next_step_is_saved(
     [ended] = [record.getMessage() for record in caplog.records if "is logged until" in record.getMessage()]
     assert re.search(EDITS[edit], ended)
     [_, saved] = [record.step for record in checkpointer.stats]
-    assert saved in ([5] if "next" in where else [4, 5])  # the digest thread sees it in time, or at the next step
+    assert saved in ([5] if "next" in where else [4, 5])  # the digest thread detects it in time, or at the next step
     checkpointer.close()
     again = Fused()
     assert run().restore(again.state) == 7 and again.digest() == digests[7]
 
 
 @pytest.mark.parametrize("edit", [clamp_data, reset_momentum_data], ids=lambda edit: edit.__name__)
-def test_an_edit_that_leaves_no_trace_takes_a_restore_to_the_step_before_it(
+def test_undetected_edit_restores_the_step_before_it(
     run: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Job], None]
 ) -> None:
-    """Where digests on the thread that trains cost too much, the digest of the frame sees it."""
+    """If digests on the training thread cost too much, the frame's digest detects the edit."""
     monkeypatch.setattr(guard, "CHECK_SHARE", 0.0)
     monkeypatch.setattr(guard, "FREE_SECONDS", -1.0)
     checkpointer, job = run(), Fused()
-    wanted = {}
+    expected = {}
     for number in range(1, 9):
-        wanted[number - 1] = job.digest()
+        expected[number - 1] = job.digest()
         if number == 6:
             edit(job)
         checkpointer.step(job.train(), job.state)
@@ -382,8 +380,8 @@ def test_an_edit_that_leaves_no_trace_takes_a_restore_to_the_step_before_it(
     with caplog.at_level(logging.WARNING):
         again = Fused()
         step = run().restore(again.state)
-    # The edit may come before the digest of step 5, which is taken beside what follows the step.
-    assert step in (4, 5) and (again.state["step"], again.digest()) == (step, wanted[step])
+    # The edit may come before the digest of step 5, which is taken while the step's follow-up code runs.
+    assert step in (4, 5) and (again.state["step"], again.digest()) == (step, expected[step])
     assert f"after step {step + 1}" in caplog.text and f"verified at step {step}" in caplog.text
 
 
@@ -395,9 +393,9 @@ def jobs_in(directory: Path) -> set[str]:
     return {tail.segment.owner["job"] for tail in found if tail.segment}
 
 
-def test_a_loop_that_goes_back_logs_another_history(run: Runs, file_uri: str, local_root: Path) -> None:
-    """In one process, and with other data from there on. By its name nobody takes a rank that has not logged a step
-    since for one that has. A node that was cut off has what was given up, which leads further (G4)."""
+def test_loop_that_rewinds_logs_a_new_history(run: Runs, file_uri: str, local_root: Path) -> None:
+    """In one process, with other data from that step on. A rank without log frames since is not mistaken for one
+    that has them. A node that was disconnected still has the abandoned history, which is longer (G4)."""
     checkpointer, job = run(interval=5), Job()
     for at in (9, 7):
         while job.state["step"] < at:
@@ -416,7 +414,7 @@ def test_a_loop_that_goes_back_logs_another_history(run: Runs, file_uri: str, lo
     assert (step, again.digest()) == (7, job.digest())
 
 
-def test_steps_without_an_update_are_made_again(run: Runs) -> None:
+def test_steps_without_an_update_are_replayed(run: Runs) -> None:
     """Gradients are accumulated over two steps."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -427,19 +425,17 @@ def test_steps_without_an_update_are_made_again(run: Runs) -> None:
         if number % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
-            wanted = model.weight.detach().clone()
+            expected = model.weight.detach().clone()
         state["step"] = number
         checkpointer.step(number, state)
     checkpointer.close()
     torch.nn.init.zeros_(model.weight)
     assert run().restore(state) == 6 == state["step"]
-    assert torch.equal(model.weight, wanted)
+    assert torch.equal(model.weight, expected)
 
 
-def test_a_checkpoint_before_any_update_leads_on_when_the_one_after_it_is_lost(
-    run: Runs, file_uri: str, local_root: Path
-) -> None:
-    """Gradients are accumulated, and two checkpoints have the same parameters: no frame lies between them."""
+def test_checkpoint_before_any_update_serves_when_the_next_is_lost(run: Runs, file_uri: str, local_root: Path) -> None:
+    """Gradients accumulate, so two checkpoints hold the same parameters with no frame between them."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
@@ -450,12 +446,12 @@ def test_a_checkpoint_before_any_update_leads_on_when_the_one_after_it_is_lost(
             optimizer.step()
         state["step"] = number
         checkpointer.step(number, state)
-    wanted = model.weight.detach().clone()
+    expected = model.weight.detach().clone()
     checkpointer.close()
     shutil.rmtree(local_dir(local_root, parse_uri(file_uri)) / "step-2")
     torch.nn.init.zeros_(model.weight)
     assert run().restore(state) == 3 == state["step"]
-    assert torch.equal(model.weight, wanted)
+    assert torch.equal(model.weight, expected)
 
 
 def scaled(run: Runs, *, fused: bool) -> None:
@@ -472,22 +468,26 @@ def scaled(run: Runs, *, fused: bool) -> None:
         scaler.step(optimizer)
         scaler.update()
         checkpointer.step(number, state)
-    wanted = (model.weight.detach().clone(), scaler.state_dict(), optimizer.state_dict()["state"][0]["exp_avg"].clone())
+    expected = (
+        model.weight.detach().clone(),
+        scaler.state_dict(),
+        optimizer.state_dict()["state"][0]["exp_avg"].clone(),
+    )
     checkpointer.close()
     torch.nn.init.zeros_(model.weight)
     scaler.load_state_dict(scaler.state_dict() | {"scale": 1.0})
     assert run().restore(state) == 6
-    assert torch.equal(model.weight, wanted[0]) and scaler.state_dict() == wanted[1] and scaler.get_scale() == 4.0
-    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], wanted[2])
+    assert torch.equal(model.weight, expected[0]) and scaler.state_dict() == expected[1] and scaler.get_scale() == 4.0
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], expected[2])
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_a_scaler_skips_changes_the_scaler_alone(run: Runs, fused: bool) -> None:
+def test_step_skipped_by_grad_scaler_changes_only_the_scaler(run: Runs, fused: bool) -> None:
     scaled(run, fused=fused)
 
 
-def test_two_optimizers_that_take_turns_and_a_copy_that_follows(run: Runs) -> None:
-    """An optimizer is stepped in each step, or both; averages of the weights are no optimizer's; frozen ones rest."""
+def test_alternating_optimizers_and_an_averaged_model(run: Runs) -> None:
+    """Each step runs one optimizer or both; averaged weights have none; frozen parameters stay."""
     torch.manual_seed(2)
     one, two, frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
     average = torch.optim.swa_utils.AveragedModel(one, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
@@ -513,19 +513,19 @@ def test_two_optimizers_that_take_turns_and_a_copy_that_follows(run: Runs) -> No
         checkpointer.step(number, state)
     checkpointer.close()
     modules = [one, two, frozen, average, untraced]
-    wanted = [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
+    expected = [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
     for module in modules:
         for value in module.state_dict().values():
             value.zero_()
     assert run().restore(state) == 7
-    for module, values in zip(modules, wanted, strict=True):
+    for module, values in zip(modules, expected, strict=True):
         assert all(torch.equal(value, values[name]) for name, value in module.state_dict().items())
 
 
-def test_a_parameter_of_no_optimizer_that_is_edited_unseen_ends_the_log_once(
+def test_undetected_edit_of_a_parameter_without_optimizer_ends_the_log_once(
     run: Runs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of 64 sampled elements none changes. From the next checkpoint on the log has it with each step."""
+    """None of its 64 sampled elements changes. From the next checkpoint on, each frame logs the parameter."""
     torch.manual_seed(2)
     model, copy = nn.Linear(64, 64), nn.Linear(64, 64).requires_grad_(False)
     state: dict[str, Any] = {"model": model, "copy": copy, "optimizer": torch.optim.AdamW(model.parameters())}
@@ -544,14 +544,14 @@ def test_a_parameter_of_no_optimizer_that_is_edited_unseen_ends_the_log_once(
     [_, saved] = [record.step for record in checkpointer.stats]
     assert saved in (4, 5)
     checkpointer.close()
-    wanted = [one.clone() for one in (model.weight, copy.weight)]
+    expected = [one.clone() for one in (model.weight, copy.weight)]
     for one in (model.weight, copy.weight):
         one.data.zero_()
     assert run().restore(state) == 9
-    assert torch.equal(model.weight, wanted[0]) and torch.equal(copy.weight, wanted[1])
+    assert torch.equal(model.weight, expected[0]) and torch.equal(copy.weight, expected[1])
 
 
-def test_logs_that_end_as_soon_as_they_begin_are_followed_by_fewer_and_fewer_checkpoints(run: Runs) -> None:
+def test_repeatedly_ending_logs_lead_to_fewer_checkpoints(run: Runs) -> None:
     checkpointer, job = run(), Job()
     for number in range(1, 40):
         job.train()
@@ -561,18 +561,18 @@ def test_logs_that_end_as_soon_as_they_begin_are_followed_by_fewer_and_fewer_che
     assert [record.step for record in checkpointer.stats] == [1, 2, 4, 8, 16, 32]
 
 
-def test_a_certain_checkpoint_can_be_gone_back_to(run: Runs) -> None:
+def test_restore_of_an_earlier_step(run: Runs) -> None:
     train(run(interval=4), Job(), 10)
     reference = Job()
     while reference.state["step"] < 6:
         reference.train()
     job = Job()
     assert run().restore(job.state, step=4) == 4
-    assert resumed(run())[1] == 10  # a look at it costs nothing
+    assert resumed(run())[1] == 10  # restoring without training changes nothing
     checkpointer = run()
     assert checkpointer.restore(job.state, step=4) == 4
     assert train(checkpointer, job, 6) == reference.digest()
-    assert resumed(run())[1] == 6  # the checkpoint of step 8 is still there, and abandoned
+    assert resumed(run())[1] == 6  # the checkpoint of step 8 exists, but is abandoned
 
 
 def test_an_abandoned_base_of_a_log_is_listed_and_pruned(
@@ -597,22 +597,22 @@ def test_an_abandoned_base_of_a_log_is_listed_and_pruned(
 
 
 @pytest.mark.parametrize(
-    ("chains", "wanted"),
+    ("chains", "expected"),
     [
         ([[], []], None),
         ([[("a", 0, 5)], []], None),
         ([[("a", 0, 5)], [("a", 0, 4)]], 4),
         ([[("a", 0, 5), ("a", 5, 9)], [("a", 0, 5), ("a", 5, 8)]], 8),
-        ([[("a", 0, 5), ("b", 5, 9)], [("a", 0, 6)]], 5),  # the job b has gone on at step 5
+        ([[("a", 0, 5), ("b", 5, 9)], [("a", 0, 6)]], 5),  # job b resumed at step 5
         ([[("a", 0, 5), ("b", 5, 9)], [("a", 0, 5), ("c", 5, 9)]], 5),
         ([[("b", 0, 9)], [("a", 0, 9)]], None),
     ],
 )
-def test_ranks_agree_on_a_step_of_one_history(chains: list[list[tuple[str, int, int]]], wanted: int | None) -> None:
-    assert agreed_step(chains) == wanted
+def test_ranks_agree_on_a_step_of_one_history(chains: list[list[tuple[str, int, int]]], expected: int | None) -> None:
+    assert agreed_step(chains) == expected
 
 
-def test_values_of_many_kinds_come_back(run: Runs) -> None:
+def test_values_of_many_types_are_restored(run: Runs) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "rng": tierckpt.RngState(), "seen": {}}
@@ -634,12 +634,12 @@ def test_values_of_many_kinds_come_back(run: Runs) -> None:
 
 
 def end_log(checkpointer: Checkpointer) -> None:
-    """As if the job were killed here: what it logged is on the disk, and it saves nothing at its end."""
+    """Close the log without a final save, as if the job were killed after flushing it."""
     checkpointer._step_log.close()  # private: close() saves
 
 
 def save_beside(how: str, job: Job, step: int, uri: str, folder: Path, **options: Any) -> None:
-    """Save ``job`` as another writer of the run does."""
+    """Save ``job`` through another writer of the same run."""
     if how == "Checkpointer":
         with Checkpointer(uri, **options) as other:
             other.save(step, job.state).result(60)
@@ -652,10 +652,10 @@ def save_beside(how: str, job: Job, step: int, uri: str, folder: Path, **options
 
 
 @pytest.mark.parametrize("how", ["Checkpointer", "dcp.save", "adopt"])
-def test_a_save_of_another_writer_hides_no_step_of_the_log(
+def test_save_by_another_writer_hides_no_logged_step(
     how: str, run: Runs, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    """Of another Checkpointer, which removes all but its newest, too."""
+    """A save by another Checkpointer that prunes all but its newest, too."""
     folder, job, options = tmp_path / "files", Job(), {"drain": False, "local_root": local_root}
     folder.mkdir()
     checkpointer = run()
@@ -675,7 +675,7 @@ def test_a_save_of_another_writer_hides_no_step_of_the_log(
     assert again.digest() == digests[20]
     again.train()
     saved = resumed.step(21, again.state)
-    assert saved is None, "the log goes on"
+    assert saved is None, "the log must continue"
     digests[21] = again.digest()
     end_log(resumed)
     last = Job()
@@ -683,7 +683,7 @@ def test_a_save_of_another_writer_hides_no_step_of_the_log(
 
 
 def killed_beside(run: Runs, file_uri: str, steps: int, **options: Any) -> dict[int, str]:
-    """Log ``steps``, of which another Checkpointer saves the eighth."""
+    """Log ``steps`` while another Checkpointer saves the eighth, then stop."""
     job, digests, checkpointer = Job(), {}, run()
     for number in range(1, steps + 1):
         job.train()
@@ -701,7 +701,7 @@ def killed_beside(run: Runs, file_uri: str, steps: int, **options: Any) -> dict[
     ("damage", "reached"),
     [("a frame behind the save", 11), ("a frame before the save", 8), ("the base", 8), ("the log is older", 8)],
 )
-def test_where_the_log_does_not_lead_beyond_a_save_that_is_restored(
+def test_save_is_restored_when_the_log_ends_before_it(
     damage: str, reached: int, run: Runs, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     steps = 8 if "older" in damage else 14

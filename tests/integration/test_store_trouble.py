@@ -1,4 +1,4 @@
-"""A store that is away, silent or refuses: every surface says so within ten seconds, with the cause and what waits."""
+"""A store that is down, silent or refusing shows within ten seconds everywhere, with cause and pending work."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tierckpt.drain.rate_limiter import change_control
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.poll import Poll
 
-SEEN_SECONDS = 10.0
+DETECTION_SECONDS = 10.0
 REASON = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access Denied here</Message></Error>"
 FORBIDDEN = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%s" % (len(REASON), REASON)
 QUOTA = b"<?xml version='1.0'?><Error><Code>QuotaExceeded</Code></Error>"  # as Ceph answers a PUT
@@ -41,7 +41,7 @@ FULL = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%s" % (len(QUOTA), 
 
 @contextlib.contextmanager
 def agent_with_page(endpoint: str) -> Iterator[str]:
-    """The address of the page of a real agent, which asks the store at ``endpoint``."""
+    """Run an agent with the store at ``endpoint``; yield the URL of its page."""
     command = [sys.executable, "-m", "tierckpt", "agent", "--metrics-port", "0"]
     environment = os.environ | {"AWS_ENDPOINT_URL": endpoint}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
@@ -80,11 +80,11 @@ CASES: dict[Callable[[FaultProxy, str], None], tuple[str, str]] = {
     forbidden: ("refused", "was refused"),
     full: ("refused", "full"),
 }
-"""Fault: the state of the drains, and what the cause says."""
+"""Fault: the expected state of the drains, and words of the cause."""
 
 
 def waiting_step(uri: str, local_root: Path) -> None:
-    """Two steps, the first of them on shared storage, the other still to be drained."""
+    """Save two steps: one drained, one pending."""
     save(f"{uri}/step-1", {"w": torch.ones(1 << 16)})
     tierckpt.wait(f"{uri}/step-1", timeout_seconds=PATIENCE_SECONDS)
     change_control(local_root, paused=True)
@@ -100,14 +100,14 @@ def until(holds: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 def until_seen(find: Callable[[], Any]) -> tuple[Any, float]:
-    """What ``find`` returns as soon as it is true, and after how many seconds."""
+    """Poll ``find`` until it returns a true value. Returns the value and the seconds taken."""
     begun = time.monotonic()
     until(lambda: bool(find()), PATIENCE_SECONDS, "the trouble to be seen")
     return find(), time.monotonic() - begun
 
 
 @pytest.mark.parametrize("fault", CASES, ids=lambda fault: fault.__name__)
-def test_trouble_with_a_store_is_seen_everywhere(
+def test_store_failure_is_shown_everywhere(
     fault: Callable[[FaultProxy, str], None],
     moto: S3Server,
     s3_uri: str,
@@ -123,7 +123,7 @@ def test_trouble_with_a_store_is_seen_everywhere(
         (row,), seconds = until_seen(lambda: [
             row for row in node_document(Settings.load())["stores"] if says in row["cause"]
         ])  # fmt: skip
-        assert seconds <= SEEN_SECONDS
+        assert seconds <= DETECTION_SECONDS
         assert (row["store"], row["state"], row["entries"]) == (f"s3://{bucket}", state, 1)
         assert 0 <= time.time() - row["since_unix_seconds"] < 60 and row["size_bytes"] > 0 and row["runs"] == [s3_uri]
 
@@ -145,7 +145,7 @@ def test_trouble_with_a_store_is_seen_everywhere(
         can_read = fault is full
         assert bool(of_run["problem"]) is not can_read
         tiers = {row["step"]: (row["local"], row["shared"]) for row in of_run["checkpoints"]}
-        not_there = None if can_read else "unknown"  # as far as this node knows
+        not_there = None if can_read else "unknown"  # to this node
         assert tiers == {2: ("committed", not_there), 1: ("committed", "committed")}
         until(lambda: f'tierckpt_store_waiting_bytes{{store="s3://{bucket}"}}' in metrics(url), 20, "the metrics")
         assert 'tierckpt_queue_entries{state="failed"} 1.0' in metrics(url)
@@ -160,10 +160,8 @@ def test_trouble_with_a_store_is_seen_everywhere(
         assert of_run["if_this_node_dies"] == "nothing is lost: step 2 is on shared storage"
 
 
-def test_a_drained_step_that_left_this_node_is_still_the_safe_one(
-    moto: S3Server, s3_uri: str, local_root: Path
-) -> None:
-    """Retention and eviction remove the local copy of the newest step on shared storage before newer ones drain."""
+def test_evicted_drained_step_is_still_the_safe_step(moto: S3Server, s3_uri: str, local_root: Path) -> None:
+    """Retention and eviction may remove the newest shared step's local copy before newer steps drain."""
     with tierckpt.Checkpointer(s3_uri, keep_last=2) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(10)}).result()
         checkpointer.wait()
@@ -184,10 +182,10 @@ def metrics(url: str) -> str:
         return str(answer.read().decode())
 
 
-def test_a_drain_that_is_held_back_here_does_not_wait_for_its_store(
+def test_paused_or_throttled_drain_does_not_count_as_waiting_for_its_store(
     moto: S3Server, s3_uri: str, local_root: Path
 ) -> None:
-    """Paused, or as slow as it may be: nothing is sent for longer than a silent store is given."""
+    """Paused or rate-limited: the pause in sending exceeds the timeout of a silent store."""
     waiting_step(s3_uri, local_root)
     with agent_with_page(moto.endpoint):
         until(lambda: bool(node_document(Settings.load())["journal"][0]["drain"]["bytes_per_second"] == 0), 20, "it")
@@ -200,23 +198,25 @@ def test_a_drain_that_is_held_back_here_does_not_wait_for_its_store(
         assert document["stores"] == [] and document["journal"][0]["drain"]["state"] in ("queued", "sending")
 
 
-def test_what_is_not_looked_for_is_found_here(monkeypatch: pytest.MonkeyPatch, local_root: Path, s3_uri: str) -> None:
-    """Seeded: a silent store is taken for one that is being sent to."""
+def test_control_silent_store_mistaken_for_busy_is_detected(
+    monkeypatch: pytest.MonkeyPatch, local_root: Path, s3_uri: str
+) -> None:
+    """Seeded bug: a silent store counts as one in use."""
     monkeypatch.setattr(documents, "IDLE_SECONDS", 1e9)
     waiting_step(s3_uri, local_root)
     bucket, proxy = s3_uri.split("/")[2], FaultProxy(os.environ["AWS_ENDPOINT_URL"])
     with proxy.running() as endpoint, agent_with_page(endpoint):
         silent(proxy, bucket)
         change_control(local_root, paused=False)
-        time.sleep(SEEN_SECONDS - 2)
+        time.sleep(DETECTION_SECONDS - 2)
         assert node_document(Settings.load())["stores"] == []
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 @pytest.mark.parametrize("width", [1400, 420])
-async def test_the_page_says_it_first(width: int, moto: S3Server, s3_uri: str, local_root: Path) -> None:
-    """Pictures are left in SCREENSHOTS, when that is set, for people to look at."""
+async def test_page_shows_the_failure_at_the_top(width: int, moto: S3Server, s3_uri: str, local_root: Path) -> None:
+    """Saves screenshots to the directory SCREENSHOTS, if set."""
     await asyncio.to_thread(waiting_step, s3_uri, local_root)
     proxy = FaultProxy(moto.endpoint)
     with proxy.running() as endpoint, agent_with_page(endpoint) as url:
@@ -228,7 +228,7 @@ async def test_the_page_says_it_first(width: int, moto: S3Server, s3_uri: str, l
             text = await browser.value("document.querySelector('#stores').innerText")
             assert "does not answer" in text and "step 2 is lost" in text and "cannot be reached" in text
             top = await browser.value("document.querySelector('#stores').getBoundingClientRect().top")
-            assert top < 200  # before anything else
+            assert top < 200  # above everything else
             assert await browser.value("document.documentElement.scrollWidth") <= width
             await browser.until("document.querySelector('#steps .chip.fail')?.textContent === 'waiting for the store'")
             picture = await browser.screenshot()

@@ -1,4 +1,4 @@
-"""Saves that go straight to shared storage: when the SSD is full or no faster; whole there, or on the SSD, or an error.
+"""Direct puts to shared storage, used if the SSD is full or no faster: complete there, on the SSD, or an error.
 
 T1 and T2 are in ``tierckpt/save/direct_put.py``, D5 and D7 in ``tierckpt/planning/drain_policy.py``.
 """
@@ -55,7 +55,7 @@ def shared_shards(uri: str) -> list[str]:
 
 
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policy says at each save: straight."""
+    """Make the policy choose a direct put for every save."""
     monkeypatch.setattr(DrainDecider, "decide", lambda *_, **__: SaveDirective(is_direct_put=True))
 
 
@@ -64,14 +64,14 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [64 * KiB, 8 * MiB])
-def test_it_comes_back_bit_for_bit_from_every_kind_of_storage(
+def test_direct_put_is_restored_bit_for_bit_from_every_kind_of_storage(
     shared_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     always(monkeypatch)
     with Checkpointer(shared_uri, exposure_seconds_max=math.inf, chunk_size_bytes=chunk) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state_of(step, 3)).result(60)
-            assert tierckpt.latest(shared_uri) == f"{shared_uri}/step-{step}", "done means that it can be restored"
+            assert tierckpt.latest(shared_uri) == f"{shared_uri}/step-{step}", "a completed save must be restorable"
         assert [record.is_direct_put for record in checkpointer.stats] == [True, True]
         assert all(record.shared_commit_seconds is not None for record in checkpointer.stats)
     assert local_shards(local_root, shared_uri) == [] and not Journal(local_root).entries()
@@ -81,7 +81,7 @@ def test_it_comes_back_bit_for_bit_from_every_kind_of_storage(
         assert same(state, state_of(step, 3))
 
 
-def test_plain_pytorch_reads_it(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_pytorch_reads_a_direct_put(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     always(monkeypatch)
     with Checkpointer(file_uri, exposure_seconds_max=math.inf) as checkpointer:
         checkpointer.save(1, state_of(1))
@@ -91,7 +91,7 @@ def test_plain_pytorch_reads_it(file_uri: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_many_small_tensors_and_one_that_spans_chunks(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_tensors_and_one_over_several_chunks(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     always(monkeypatch)
     state = {f"t{n}": torch.full((n % 37,), float(n)) for n in range(3000)} | {"wide": torch.arange(300_000)}
     with Checkpointer(file_uri, exposure_seconds_max=math.inf, chunk_size_bytes=64 * KiB) as checkpointer:
@@ -99,12 +99,10 @@ def test_many_small_tensors_and_one_that_spans_chunks(file_uri: str, monkeypatch
     target = zeros_like(state)
     assert Checkpointer(file_uri).restore(target) == 1
     assert same(target, state)
-    assert cli(["verify", f"{file_uri}/step-1"]) == 0, "digests, read again"
+    assert cli(["verify", f"{file_uri}/step-1"]) == 0, "digests do not match"
 
 
-def test_a_request_that_fails_once_is_made_again_with_the_same_bytes(
-    s3_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_request_is_retried_with_the_same_bytes(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     always(monkeypatch)
     real, tries = straight.Stream.pieces, 0
 
@@ -125,7 +123,7 @@ def test_a_request_that_fails_once_is_made_again_with_the_same_bytes(
     assert Checkpointer(s3_uri).restore(state) == 1 and same(state, state_of(1, 4))
 
 
-def test_a_step_that_stands_on_the_ssd_is_replaced(
+def test_direct_put_replaces_the_same_step_on_the_ssd(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Checkpointer(file_uri) as checkpointer:
@@ -137,13 +135,13 @@ def test_a_step_that_stands_on_the_ssd_is_replaced(
     assert local_shards(local_root, file_uri) == []
     state = zeros_like(state_of(7))
     assert Checkpointer(file_uri).restore(state) == 1 and same(state, state_of(7))
-    assert len(shared_shards(f"{file_uri}/step-1")) == 1, "what was replaced is removed"
+    assert len(shared_shards(f"{file_uri}/step-1")) == 1, "the replaced shard must be removed"
 
 
-def test_it_makes_nothing_on_the_ssd_superfluous_before_shared_storage_has_it(
+def test_direct_put_supersedes_nothing_on_the_ssd_before_its_commit(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K1: what is kept is passed by newer ones on the same SSD, and this one is not there."""
+    """K1: kept checkpoints are superseded only by newer ones on the same SSD, and this one is not there."""
     orders = {
         1: SaveDirective(),
         2: SaveDirective(is_sent=False),
@@ -176,8 +174,8 @@ def test_it_makes_nothing_on_the_ssd_superfluous_before_shared_storage_has_it(
 
 
 @pytest.mark.slow
-def test_a_full_ssd_does_not_end_the_saves(file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first save finds out by itself, the later ones are told by the policy."""
+def test_saves_continue_on_a_full_ssd(file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first save detects the full SSD; the policy sends later ones directly."""
     caplog.set_level(logging.INFO)
     with Checkpointer(file_uri, interval=1, **FULL) as checkpointer:
         for step in range(1, 5):
@@ -197,7 +195,7 @@ def test_a_full_ssd_does_not_end_the_saves(file_uri: str, local_root: Path, capl
 def test_saves_back_to_back_on_a_full_ssd(
     full_policy: str, mib: int, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The policy decides on the second when it knows nothing yet of the first: that it was too large for this SSD."""
+    """The policy decides the second save before it knows that the first was too large for the SSD."""
     caplog.set_level(logging.INFO)
     limits = {**FULL, "local_bytes_max": mib * MiB + 64 * KiB, "local_full_policy": full_policy}
     with Checkpointer(file_uri, **limits) as checkpointer:
@@ -209,23 +207,23 @@ def test_saves_back_to_back_on_a_full_ssd(
     state = zeros_like(state_of(4, 2))
     assert Checkpointer(file_uri).restore(state) == 4 and same(state, state_of(4, 2))
     if mib < 2:
-        assert "on the local tier (" not in caplog.text, "nothing lies there"
+        assert "on the local tier (" not in caplog.text, "the local tier is empty"
         assert caplog.text.count("is on the shared tier") == 4
     assert not Journal(local_root).entries()
 
 
 def test_without_the_policy_a_full_ssd_is_an_error(file_uri: str) -> None:
-    """The control."""
+    """Control."""
     checkpointer = Checkpointer(file_uri, local_bytes_max=64 * KiB, local_full_policy="error")
     with pytest.raises(CapacityError):
         checkpointer.save(1, state_of(1)).result(60)
 
 
 @pytest.mark.slow
-def test_it_comes_back_to_the_ssd_when_there_is_room_again(
+def test_saves_return_to_the_ssd_when_it_has_space(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tierckpt.planning.drain_policy.vote", lambda state, *_: state)  # here both are the same disk
+    monkeypatch.setattr("tierckpt.planning.drain_policy.vote", lambda state, *_: state)  # both tiers are one disk here
     other = local_root / "checkpoints" / "somebody" / "else"
     other.mkdir(parents=True)
     (other / "large.bin").write_bytes(bytes(12 * MiB))
@@ -243,7 +241,7 @@ def test_it_comes_back_to_the_ssd_when_there_is_room_again(
 
 
 @pytest.mark.slow
-def test_storage_that_does_not_answer_leaves_it_to_the_ssd(
+def test_unreachable_storage_falls_back_to_the_ssd(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     always(monkeypatch)
@@ -260,7 +258,9 @@ def test_storage_that_does_not_answer_leaves_it_to_the_ssd(
     assert Checkpointer(file_uri).restore(state) == 1 and same(state, state_of(1))
 
 
-def test_neither_takes_it_and_nothing_is_left(file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_refused_by_both_tiers_leaves_no_files(
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first of two shards arrives, the second does not, and the SSD is full."""
     always(monkeypatch)
     real = straight.send_shard
@@ -279,7 +279,7 @@ def test_neither_takes_it_and_nothing_is_left(file_uri: str, local_root: Path, m
 
 
 def digests_fail_once(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """All shards are there, and their block digests cannot be written on this node."""
+    """Fail once to write the block digests on this node, after all shards are stored."""
     real, errors = block_digests.keep, [error]
 
     def keep(*arguments: Any) -> Any:
@@ -291,7 +291,7 @@ def digests_fail_once(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> 
 
 
 @pytest.mark.slow
-def test_an_error_after_the_last_shard_leaves_it_to_the_ssd(
+def test_error_after_the_last_shard_falls_back_to_the_ssd(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     always(monkeypatch)
@@ -306,10 +306,10 @@ def test_an_error_after_the_last_shard_leaves_it_to_the_ssd(
 
 
 class Interrupted(BaseException):
-    """As KeyboardInterrupt, which would end the tests."""
+    """Stands for KeyboardInterrupt, which would end pytest."""
 
 
-def test_an_interrupt_after_the_last_shard_leaves_nothing_there(
+def test_interrupt_after_the_last_shard_leaves_no_files(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     always(monkeypatch)
@@ -352,12 +352,12 @@ checkpointer.save(2, {f"t{n}": torch.full((100_000,), float(n)) for n in range(8
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["between two shards", "before the commit", "before the drain"])
-def test_killed_on_the_way(when: str, file_uri: str, local_root: Path) -> None:
+def test_kill_during_a_direct_put(when: str, file_uri: str, local_root: Path) -> None:
     environment = {**os.environ, "TIERCKPT_LOCAL_ROOT": str(local_root), "TIERCKPT_MOVER": "inline"}
     command = [sys.executable, "-c", KILLED, file_uri, when]
     child = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120)
     assert child.returncode == -signal.SIGKILL, child.stderr
-    assert shared_shards(f"{file_uri}/step-2"), "it was on its way"
+    assert shared_shards(f"{file_uri}/step-2"), "no shard was sent before the kill"
     state = (
         {f"t{n}": torch.zeros(100_000) for n in range(8)} if when == "before the drain" else {"w": torch.zeros(1000)}
     )
@@ -366,7 +366,7 @@ def test_killed_on_the_way(when: str, file_uri: str, local_root: Path) -> None:
     assert step == (2 if when == "before the drain" else 1)
     assert all(value.unique().tolist() == [float(key[1:] or 1)] for key, value in state.items())
     left = shared_shards(f"{file_uri}/step-2")
-    assert bool(left) == (when == "before the drain"), "what no commit names is removed"
+    assert bool(left) == (when == "before the drain"), "shards without a commit must be removed"
     assert not Journal(local_root).entries()
 
 
@@ -374,7 +374,7 @@ def test_killed_on_the_way(when: str, file_uri: str, local_root: Path) -> None:
 
 
 def one_full_node(uri: str, roots: str) -> dict[str, Any]:
-    """Two nodes; the SSD of one is full from the start."""
+    """Two nodes, one of which starts with a full SSD."""
     rank = dist.get_rank()
     root = Path(roots, f"node-{rank}")
     full = {"local_bytes_max": 64 * KiB, "local_full_policy": "error"} if rank == 1 else {}
@@ -398,13 +398,13 @@ def one_full_node(uri: str, roots: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_one_full_node_goes_straight_and_then_all_do(tmp_path: Path, file_uri: str) -> None:
+def test_one_full_node_makes_all_ranks_put_directly(tmp_path: Path, file_uri: str) -> None:
     found = launch(f"{HERE}:one_full_node", 2, uri=file_uri, roots=str(tmp_path))
-    assert found["first"] == [f"{file_uri}/step-1"] * 2, "done means that it can be restored, on every rank"
-    assert found["shards"][0] >= 1 and found["shards"][1] == 0, "the first one: each rank as its SSD allows"
+    assert found["first"] == [f"{file_uri}/step-1"] * 2, "a completed save must be restorable on every rank"
+    assert found["shards"][0] >= 1 and found["shards"][1] == 0, "first save: each rank decides by its own SSD"
     assert found["straight"] == [[True, True]] * 2
     assert found["restored"] == [2, 2] and found["value"] == [[1.0], [2.0]]
 
 
-def test_the_fullest_ssd_and_the_slowest_step_count() -> None:
+def test_policy_uses_the_fullest_ssd_and_the_slowest_step() -> None:
     assert RankView.of_all([RankView(3.5, 0.01), RankView(0.5), RankView(drain_slowdown=0.2)]) == RankView(0.5, 0.2)

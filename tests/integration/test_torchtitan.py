@@ -1,4 +1,4 @@
-"""The checkpoint manager of a released torchtitan, with ``tierckpt://`` as its folder and nothing else of tierckpt."""
+"""The checkpoint manager of a released torchtitan with only ``tierckpt://`` as its folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from tests.engine_wheels import imported, wheel_python
 from tierckpt.client import close_all
 
-REAL = ("torchtitan.components.checkpointer", "torchtitan.tools.filesystem")
+REAL_MODULES = ("torchtitan.components.checkpointer", "torchtitan.tools.filesystem")
 
 
 class Configurable:
@@ -24,8 +24,8 @@ class Configurable:
 
 @pytest.fixture
 def manager_class() -> Iterator[Any]:
-    with imported(wheel_python("torchtitan"), REAL, (), {"torchtitan.config.Configurable": Configurable}):
-        import_module("torchtitan.tools.filesystem")  # or its stand-in would have a name for it
+    with imported(wheel_python("torchtitan"), REAL_MODULES, (), {"torchtitan.config.Configurable": Configurable}):
+        import_module("torchtitan.tools.filesystem")  # before its stand-in takes the name
         yield import_module("torchtitan.components.checkpointer.dcp").CheckpointManager
 
 
@@ -46,22 +46,22 @@ def run_of(manager_class: Any, folder: str, value: float) -> tuple[Any, torch.nn
     return manager, model
 
 
-def test_a_lost_node_resumes_at_the_newest_step_and_keep_latest_k_holds(
+def test_torchtitan_resumes_after_a_lost_node_with_keep_latest_k(
     manager_class: Any, s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
-    fsspec.get_filesystem_class("tierckpt").clear_instance_cache()  # it would have another test's settings
+    fsspec.get_filesystem_class("tierckpt").clear_instance_cache()  # instances keep another test's settings
     folder = f"tierckpt://s3/{s3_uri.removeprefix('s3://')}/run"
     manager, model = run_of(manager_class, folder, 1.0)
     assert not manager.load()
     for step in (1, 2, 3):
         torch.nn.init.constant_(model.weight, float(step))
         manager.save(step)
-    manager.close()  # what it removes is removed by then
+    manager.close()  # completes its removals
     fs, name = fsspec.core.url_to_fs(folder)
     fs.wait(name, timeout_seconds=60)
     close_all()
-    shutil.rmtree(local_root)  # the node is lost
+    shutil.rmtree(local_root)  # lose the node
     assert sorted(path.rpartition("/")[2] for path in fs.ls(name, detail=False)) == ["step-2", "step-3"]
     manager, model = run_of(manager_class, folder, 0.0)
     assert manager.load()

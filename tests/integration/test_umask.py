@@ -1,4 +1,4 @@
-"""Files and directories outside of the local root have the mode, and the group, that ``open`` and ``mkdir`` give."""
+"""Files and directories outside the local root get the mode and group that ``open`` and ``mkdir`` give."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def restore(run: Path, root: Path) -> int | None:
 
 
 def unlike_new(base: Path, umask: int) -> dict[str, str]:
-    """What below ``base`` has another mode or group than a new file or directory would have."""
+    """Return entries below ``base`` whose mode or group differs from that of a new one."""
     found = {}
     for path in base.rglob("*"):
         status = path.lstat()
@@ -54,7 +54,7 @@ def unlike_new(base: Path, umask: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("umask", [0o002, 0o007, 0o077, 0o000], ids=oct)
-def test_what_each_verb_writes_looks_new(shared_tmp: Path, umask: int) -> None:
+def test_files_of_each_verb_have_default_mode_and_group(shared_tmp: Path, umask: int) -> None:
     team, root, source = team_directory(shared_tmp / "team"), shared_tmp / "root", shared_tmp / "source"
     before = os.umask(umask)
     try:
@@ -73,9 +73,9 @@ def test_what_each_verb_writes_looks_new(shared_tmp: Path, umask: int) -> None:
         os.umask(before)
 
 
-def test_users_of_a_group_go_on_in_one_run(shared_tmp: Path, tmp_path: Path) -> None:
+def test_users_of_a_group_share_a_run(shared_tmp: Path, tmp_path: Path) -> None:
     team = team_directory(shared_tmp / "team")
-    save(shared_tmp / "warm", tmp_path / "warm-root", range(1, 2))  # the modules are imported: the users cannot
+    save(shared_tmp / "warm", tmp_path / "warm-root", range(1, 2))  # import modules that the users cannot read
     assert restore(shared_tmp / "warm", tmp_path / "warm-root") == 1
     close_all()
     for first, user in ((1, ALICE), (3, BOB), (5, ALICE)):
@@ -91,7 +91,7 @@ def test_users_of_a_group_go_on_in_one_run(shared_tmp: Path, tmp_path: Path) -> 
     assert not unlike_new(team, 0o007)
 
 
-def test_a_run_that_another_user_alone_may_write_is_refused_with_the_remedy(shared_tmp: Path, tmp_path: Path) -> None:
+def test_unwritable_run_of_another_user_is_refused_with_a_hint(shared_tmp: Path, tmp_path: Path) -> None:
     team = team_directory(shared_tmp / "team")
     save(team / "run", tmp_path / "root", range(1, 2))  # umask 022
     assert restore(team / "run", tmp_path / "root") == 1

@@ -1,6 +1,6 @@
-"""The adapter of verl against the Python of a released verl: callback, handler, and its PPO trainer's save and load.
+"""The verl adapter with a released verl: callback, handler, and save and load of its PPO trainer.
 
-Two nodes, each with a directory and a local tier of its own, stand for the cluster: work on a node runs in its place.
+Two nodes with separate directories and local tiers stand for the cluster; work on a node runs in its directory.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tierckpt.client import close_all
 from tierckpt.errors import ConfigError
 from tierckpt.integrations.directories import Directories
 
-REAL = (
+REAL_MODULES = (
     "verl.trainer.ppo.checkpoint_callback",
     "verl.trainer.ppo.v1.trainer_base",
     "verl.utils.checkpoint",
     "verl.utils.import_utils",
     "verl.utils.fs",
 )
-LACKED = ("ray", "omegaconf", "transformers", "tensordict", "transfer_queue", "torchdata", "filelock", "hydra")
+STUBBED_MODULES = ("ray", "omegaconf", "transformers", "tensordict", "transfer_queue", "torchdata", "filelock", "hydra")
 NODES = ("node-a", "node-b")
 
 
 class Config(dict[str, Any]):
-    """As OmegaConf's: attributes and ``get``."""
+    """Like OmegaConf: attributes and ``get``."""
 
     __getattr__ = dict.__getitem__
 
@@ -55,14 +55,14 @@ class Cluster:
             here.setenv("TIERCKPT_LOCAL_ROOT", str(self.place / node / "local"))
             return call()
 
-    # What verl calls on its group of workers: each node's writes and reads its own.
+    # Calls of verl on its worker group; each node writes and reads its own files.
 
     def save_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
         for rank, node in enumerate(NODES):
             self.on(node, lambda rank=rank: write(Path(local_path, f"model_rank_{rank}.pt"), f"{rank} {local_path}"))
 
     def load_checkpoint(self, local_path: str, **_: Any) -> None:
-        place = os.path.relpath(local_path)  # verl's driver says it from the root; these nodes have different ones
+        place = os.path.relpath(local_path)  # verl's driver passes an absolute path; these nodes differ in theirs
         self.loaded = [
             self.on(node, lambda rank=rank: Path(place, f"model_rank_{rank}.pt").read_text())
             for rank, node in enumerate(NODES)
@@ -84,14 +84,14 @@ def verl(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNa
     wheel = wheel_python("verl")
     if not Path(wheel, "verl/trainer/ppo/checkpoint_callback.py").exists():
         unavailable(f"{wheel.name}, the newest verl for this Python, has no checkpoint callbacks")
-    with imported(wheel, REAL, LACKED, {}):
+    with imported(wheel, REAL_MODULES, STUBBED_MODULES, {}):
         adapter = import_module("tierckpt.integrations.verl")
         monkeypatch.setattr(adapter, "alive_nodes", lambda: NODES)
         monkeypatch.setattr(adapter, "on_nodes", cluster.on_nodes)
         build = import_module("verl.trainer.ppo.checkpoint_callback").build_checkpoint_callback
         trainer = import_module("verl.trainer.ppo.v1.trainer_base").PPOTrainer
         yield SimpleNamespace(adapter=adapter, build=build, trainer=trainer)
-    for name in ("tierckpt.integrations.verl", "tierckpt.integrations.ray"):  # they hold what was imported here
+    for name in ("tierckpt.integrations.verl", "tierckpt.integrations.ray"):  # they hold stand-ins
         sys.modules.pop(name, None)
 
 
@@ -124,7 +124,7 @@ def trainer_of(verl: SimpleNamespace, cluster: Cluster, config: Config) -> Any:
     )
 
 
-def test_ppo_saves_from_every_node_and_resumes_on_new_ones(
+def test_ppo_saves_from_every_node_and_resumes_on_new_nodes(
     verl: SimpleNamespace, cluster: Cluster, s3_uri: str, tmp_path: Path
 ) -> None:
     def save() -> None:
@@ -139,7 +139,7 @@ def test_ppo_saves_from_every_node_and_resumes_on_new_ones(
         verl.trainer._load_checkpoint(trainer)
         assert trainer.global_steps == 2
 
-    cluster.on("node-a", save)  # verl's driver runs on some node
+    cluster.on("node-a", save)  # verl's driver runs on one of the nodes
     for node in NODES:
         cluster.on(node, lambda: tierckpt.wait(f"{s3_uri}/run/global_step_2", timeout_seconds=60))
     close_all()
@@ -149,7 +149,7 @@ def test_ppo_saves_from_every_node_and_resumes_on_new_ones(
     assert cluster.loaded == ["0 out/global_step_2/actor", "1 out/global_step_2/actor"]
 
 
-def test_one_directory_that_every_node_sees_is_adopted_once(
+def test_directory_shared_by_all_nodes_is_adopted_once(
     verl: SimpleNamespace, cluster: Cluster, s3_uri: str, tmp_path: Path
 ) -> None:
     shared = tmp_path / "nfs"
@@ -160,7 +160,7 @@ def test_one_directory_that_every_node_sees_is_adopted_once(
     assert not list((tmp_path / "node-b/local").glob("journal/*"))
 
 
-def test_a_handler_of_sft_saves_keeps_and_resumes(
+def test_sft_handler_saves_prunes_and_resumes(
     verl: SimpleNamespace, s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
@@ -194,7 +194,7 @@ def test_a_handler_of_sft_saves_keeps_and_resumes(
 
 
 @pytest.mark.parametrize("trainer", ["ppo", "sft"])
-def test_a_step_that_is_written_again_in_place_leaves_what_was_adopted(
+def test_step_rewritten_in_place_leaves_the_adopted_copy(
     trainer: str,
     verl: SimpleNamespace,
     cluster: Cluster,
@@ -202,7 +202,7 @@ def test_a_step_that_is_written_again_in_place_leaves_what_was_adopted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A run that goes back to an earlier step, and is killed while it writes."""
+    """A run returns to an earlier step and is killed while writing it."""
     monkeypatch.setenv("TIERCKPT_DRAIN", "false")
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
@@ -243,7 +243,7 @@ def killed(*_: Any, **__: Any) -> Any:
     raise InterruptedError
 
 
-def test_what_cannot_be_adopted_is_refused_before_the_training(verl: SimpleNamespace) -> None:
+def test_unsupported_configuration_is_refused_before_training(verl: SimpleNamespace) -> None:
     with pytest.raises(ConfigError, match=r"\+trainer.checkpoint_uri is not set"):
         verl.build(configured(None))
     with pytest.raises(ConfigError, match="async_save calls before"):

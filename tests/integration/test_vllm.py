@@ -1,4 +1,4 @@
-"""The vLLM plugin against the Python of a released vLLM: its registry, its default loader and its checks are real."""
+"""The vLLM plugin with a released vLLM: its own registry, default loader and checks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.states import same
 from tierckpt.errors import ConfigError, ObjectNotFoundError
 
 REPOSITORY = Path(__file__).parents[2]
-REAL = (
+REAL_MODULES = (
     "vllm.model_executor.model_loader", "vllm.model_executor.parameter", "vllm.config.load", "vllm.config.utils",
 )  # fmt: skip
-LACKED = ("transformers", "regex", "huggingface_hub", "filelock", "tqdm", "psutil")
-VALUES = {
+STUBBED_MODULES = ("transformers", "regex", "huggingface_hub", "filelock", "tqdm", "psutil")
+STUBBED_VALUES = {
     "transformers.utils.SAFE_WEIGHTS_INDEX_NAME": "model.safetensors.index.json",
     "vllm.utils.cpu_resource_utils.get_cgroup_memory_limit": lambda: None,
     "psutil.virtual_memory": lambda: SimpleNamespace(available=1 << 40),
@@ -43,7 +43,7 @@ KIB = 1024
 
 
 class Model(torch.nn.Module):
-    """A model that takes its rows of whole tensors, skips what it does not know, and says what it loaded: as vLLM's."""
+    """A model as vLLM's: takes its rows of whole tensors, skips unknown names, returns the names it loaded."""
 
     def __init__(self, shapes: dict[str, torch.Size], rank: int = 0, world: int = 1) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Model(torch.nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded = set()
         for name, value in weights:
-            assert name not in self.seen, "a weight came twice"
+            assert name not in self.seen, "weight yielded twice"
             self.seen.append(name)
             if (own := name.replace(".", "_")) in dict(self.named_parameters()):
                 self.get_parameter(own).data.copy_(value.chunk(self.world)[self.rank])
@@ -69,7 +69,7 @@ class Model(torch.nn.Module):
 
 
 class VLLM:
-    """A released vLLM in this process, with our plugin loaded as it loads it: by what pyproject.toml declares."""
+    """A released vLLM in this process, with the plugin loaded through its pyproject.toml entry point."""
 
     def __init__(self) -> None:
         self.loaders = import_module("vllm.model_executor.model_loader")
@@ -78,11 +78,11 @@ class VLLM:
         config.get_current_vllm_config = config.get_current_vllm_config_or_none = lambda: self.current
         declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
         module, _, function = declared["vllm.general_plugins"]["tierckpt"].partition(":")
-        for _ in range(2):  # vLLM calls plugins again in processes that have them already
+        for _ in range(2):  # vLLM may call a plugin again in the same process
             getattr(import_module(module), function)()
 
     def loader(self, model: str | Path, load_format: str = "tierckpt", **extra: Any) -> tuple[Any, Any]:
-        """Return a loader and the model's configuration, as an engine that serves ``model`` makes them."""
+        """Return a loader and model configuration as an engine serving ``model`` builds them."""
         model_config = SimpleNamespace(
             model=str(model), revision=None, quantization=None, is_moe=True, multimodal_config=None,
             get_num_experts=lambda: 4,
@@ -106,7 +106,7 @@ class VLLM:
 
 @pytest.fixture(scope="module")
 def released() -> Iterator[None]:
-    with imported(wheel_python("vllm"), REAL, LACKED, VALUES):
+    with imported(wheel_python("vllm"), REAL_MODULES, STUBBED_MODULES, STUBBED_VALUES):
         yield
 
 
@@ -134,29 +134,29 @@ def rows(tensors: dict[str, torch.Tensor], rank: int = 0, world: int = 1) -> dic
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_every_weight_arrives_and_the_ranks_take_their_part(
+def test_all_weights_arrive_and_each_rank_takes_its_part(
     rank: int, vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     model = vllm.load(Model(shapes(tensors), rank, 2), tmp_path / "model")
     assert same(model.state(), rows(tensors, rank, 2))
 
 
-def test_a_missing_parameter_is_the_error_of_the_default_loader(
+def test_missing_parameter_raises_the_default_loaders_error(
     vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    """What must never be: a model that is served with memory that nobody wrote."""
+    """Never serve a model with uninitialized memory."""
     (tmp_path / "model/model-00003.safetensors").unlink()
-    said = []
+    outputs = []
     for load_format in ("auto", "tierckpt"):
         with pytest.raises(ValueError, match="not initialized from checkpoint") as error:
             vllm.load(Model(shapes(tensors)), tmp_path / "model", load_format)
-        said.append(str(error.value))
-    assert said[0] == said[1]
-    assert "layers_3_weight" in said[1]
+        outputs.append(str(error.value))
+    assert outputs[0] == outputs[1]
+    assert "layers_3_weight" in outputs[1]
     vllm.load(Model(shapes(tensors)), tmp_path / "model", enable_weights_track=False)
 
 
-def test_weights_may_be_elsewhere_than_the_configuration(
+def test_weights_and_configuration_may_be_in_different_places(
     vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     uri = (tmp_path / "model").as_uri()
@@ -164,9 +164,7 @@ def test_weights_may_be_elsewhere_than_the_configuration(
     assert same(model.state(), rows(tensors))
 
 
-def test_a_uri_stands_for_the_model_that_is_served_and_for_no_other(
-    vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_uri_applies_only_to_the_served_model(vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """A draft model, and a reload from another path, take the same options."""
     (tmp_path / "draft").mkdir()
     draft = {"draft.weight": torch.ones(8, 4)}
@@ -178,17 +176,15 @@ def test_a_uri_stands_for_the_model_that_is_served_and_for_no_other(
     assert same(model.state(), rows(draft))
 
 
-def test_weights_are_loaded_again_bit_for_bit(vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    """``reload_weights`` and sleep level 2 ask a loader for all weights."""
+def test_reload_returns_the_same_bits(vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """``reload_weights`` and sleep level 2 request all weights from a loader."""
     loader, model_config = vllm.loader(tmp_path / "model")
     loader.download_model(model_config)
     assert same(dict(loader.get_all_weights(model_config, Model(shapes(tensors)))), tensors)
 
 
-def test_their_reload_is_given_the_weights_of_its_path(
-    vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    """By vLLM's own ``reload_weights``: from where they came, and from another path in spite of a URI."""
+def test_vllm_reload_weights_reads_the_given_path(vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """vLLM's own ``reload_weights``: from the original source, and from another path although a URI is set."""
     given: dict[str, torch.Tensor] = {}
 
     class Recorded(Model):
@@ -225,7 +221,7 @@ def test_a_hugging_face_id_is_fetched_by_vllm(
     assert same(vllm.load(Model(shapes(tensors)), "meta/model").state(), rows(tensors))
 
 
-def test_files_that_are_no_safetensors_are_left_to_vllm(vllm: VLLM, tmp_path: Path) -> None:
+def test_files_other_than_safetensors_are_left_to_vllm(vllm: VLLM, tmp_path: Path) -> None:
     tensors = {"a.weight": torch.randn(4, 4)}
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     torch.save({"optimizer": torch.zeros(4)}, tmp_path / "optimizer.bin")
@@ -266,7 +262,7 @@ FILTERS: dict[str, tuple[Callable[[VLLM, Model], None], Callable[[str], bool]]] 
 
 @pytest.mark.parametrize("filtered", FILTERS)
 @pytest.mark.parametrize("place", ["directory", "uri"])
-def test_what_a_rank_does_not_load_is_not_read(
+def test_weights_a_rank_filters_out_are_not_read(
     filtered: str, place: str, vllm: VLLM, tmp_path: Path, s3_uri: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = experts()
@@ -286,7 +282,7 @@ def test_what_a_rank_does_not_load_is_not_read(
     assert sorted(model.seen) == sorted(wanted)
     assert same(model.state(), rows(wanted))
     size_bytes = sum(value.nbytes for value in wanted.values())
-    assert read["stores" if extra else "files"] <= 1.05 * size_bytes + 128 * KIB  # and the header
+    assert read["stores" if extra else "files"] <= 1.05 * size_bytes + 128 * KIB  # the header too
 
 
 COLUMNS, ROWS = (512, 1024), (32, 8192)
@@ -294,9 +290,9 @@ COLUMNS, ROWS = (512, 1024), (32, 8192)
 
 
 class Parallel(torch.nn.Module):
-    """A rank of parallel layers, made of vLLM's own parameters, which cut their part out of what they are given.
+    """One rank of parallel layers built of vLLM's own parameters, which slice the tensors they are given.
 
-    It has one stage of a pipeline, too: layers of other stages it drops.
+    It is also one pipeline stage: it drops the layers of other stages.
     """
 
     def __init__(self, rank: int, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,13 +336,13 @@ class Parallel(torch.nn.Module):
                     self.norm.data.copy_(value)
                     kind = "norm"
                 case _:
-                    continue  # of another stage
+                    continue  # another stage's
             loaded.add(kind)
         return loaded
 
 
 def parallel_model(path: Path) -> dict[str, torch.Tensor]:
-    """Layers for ``Parallel``, and between them those of another stage: large ones, and a small one."""
+    """Write layers for ``Parallel``, interleaved with those of another stage: large ones and a small one."""
     kinds = ("column", "gate", "up", "qkv", "other_stage", "other_stage_too")
     tensors = {f"model.{kind}.weight": torch.randn(COLUMNS) for kind in kinds}
     tensors |= {"model.row.weight": torch.randn(ROWS), "model.z_norm.weight": torch.randn(1, 8)}
@@ -355,7 +351,7 @@ def parallel_model(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def check_cut(model: Parallel, tensors: dict[str, torch.Tensor], rank: int, world: int) -> None:
+def check_slices(model: Parallel, tensors: dict[str, torch.Tensor], rank: int, world: int) -> None:
     cut = {name: value.chunk(world)[rank] for name, value in tensors.items() if value.shape == COLUMNS}
     assert torch.equal(model.column, cut["model.column.weight"])
     assert torch.equal(model.merged, torch.cat([cut["model.gate.weight"], cut["model.up.weight"]]))
@@ -364,30 +360,30 @@ def check_cut(model: Parallel, tensors: dict[str, torch.Tensor], rank: int, worl
     assert torch.equal(model.norm, tensors["model.z_norm.weight"])
 
 
-def world_of(monkeypatch: pytest.MonkeyPatch, ranks: int, nodes: int = 1) -> None:
+def set_world_size(monkeypatch: pytest.MonkeyPatch, ranks: int, nodes: int = 1) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
     monkeypatch.setattr(import_module("vllm.distributed.parallel_state"), "get_node_count", lambda: nodes)
 
 
-def test_of_each_tensor_a_rank_reads_the_part_that_their_parameters_cut_out(
+def test_rank_reads_only_the_slices_its_parameters_take(
     vllm: VLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world_of(monkeypatch, 4)
+    set_world_size(monkeypatch, 4)
     tensors = parallel_model(tmp_path / "model.safetensors")
     model = Parallel(2, 4, monkeypatch)
     with asked(monkeypatch) as read:
         vllm.load(model, tmp_path, local_root=str(tmp_path / "root"))  # type: ignore[arg-type]
-    check_cut(model, tensors, 2, 4)
+    check_slices(model, tensors, 2, 4)
     wanted = (4 * tensors["model.column.weight"].nbytes + tensors["model.row.weight"].nbytes) // 4
-    assert wanted <= read["files"] <= 1.05 * wanted + 128 * KIB  # and the header
+    assert wanted <= read["files"] <= 1.05 * wanted + 128 * KIB  # the header too
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_node_fetches_once_the_chunks_that_its_ranks_use(
+def test_node_fetches_the_chunks_of_its_ranks_once(
     nodes: int, vllm: VLLM, tmp_path: Path, s3_uri: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One node alone has all ranks, and fetches all. Of two, a later load of all fetches what the first left."""
+    """A node with all ranks fetches everything; of two nodes, a later full load fetches the rest."""
     assert "def get_node_count() -> int:" in (wheel_python("vllm") / "vllm/distributed/parallel_state.py").read_text()
     path, bucket = tmp_path / "model.safetensors", s3_uri.split("/")[2]
     tensors = parallel_model(path)
@@ -395,21 +391,21 @@ def test_a_node_fetches_once_the_chunks_that_its_ranks_use(
     extra = {
         "uri": f"s3://{bucket}/parallel", "chunk_size_bytes": 64 * KIB, "local_root": str(tmp_path / "root"),
     }  # fmt: skip
-    world_of(monkeypatch, 4, nodes)
+    set_world_size(monkeypatch, 4, nodes)
     ranks = range(4 // nodes)
     with asked(monkeypatch) as read:
         for rank in ranks:
             model = Parallel(rank, 4, monkeypatch)
             vllm.load(model, "meta/llama", **extra)  # type: ignore[arg-type]
-            check_cut(model, tensors, rank, 4)
+            check_slices(model, tensors, rank, 4)
     size_bytes = path.stat().st_size
-    if nodes == 1:  # a load that ends leaves what was under way to the next
+    if nodes == 1:  # a finished load leaves its pending fetches to the next one
         assert read["stores"] <= 1.05 * size_bytes + 128 * KIB
         return
     used = set(chunks_of(0, 128 * KIB))  # the header
     for name, value in tensors.items():
         if "other_stage" not in name:
-            used |= set(chunks_of(*at_of(path, name, 1 / 2 if value.shape == COLUMNS else 1)))
+            used |= set(chunks_of(*byte_range_of(path, name, 1 / 2 if value.shape == COLUMNS else 1)))
     wanted = sum(min(64 * KIB, size_bytes - chunk * 64 * KIB) for chunk in used)
     assert read["stores"] == wanted < size_bytes / 2
     with asked(monkeypatch) as later:
@@ -418,8 +414,8 @@ def test_a_node_fetches_once_the_chunks_that_its_ranks_use(
     assert later["stores"] == size_bytes - wanted
 
 
-def at_of(path: Path, name: str, share: float) -> tuple[int, int]:
-    """Where the first part of a tensor lies in its file."""
+def byte_range_of(path: Path, name: str, share: float) -> tuple[int, int]:
+    """Return the byte range of the first part of a tensor in its file."""
     data = path.read_bytes()
     header_bytes = 8 + int.from_bytes(data[:8], "little")
     start, stop = json.loads(data[8:header_bytes])[name]["data_offsets"]
@@ -430,11 +426,11 @@ def chunks_of(start: int, stop: int) -> range:
     return range(start // (64 * KIB), -(-stop // (64 * KIB)))
 
 
-def test_what_is_counted_before_a_reload_is_not_read(
+def test_counting_pass_before_a_reload_reads_nothing(
     vllm: VLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM runs a layer's loader on parameters without memory first, to learn how much is to come."""
-    world_of(monkeypatch, 2)
+    """vLLM first runs a layer's loader on meta parameters, to count its weights."""
+    set_world_size(monkeypatch, 2)
     save_file({"w": torch.ones(COLUMNS)}, tmp_path / "model.safetensors")
     loader, model_config = vllm.loader(tmp_path, local_root=str(tmp_path / "root"))
     meta = import_module("vllm.model_executor.model_loader.reload.meta")
@@ -470,7 +466,7 @@ print(read() - before, size)
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["disk", "store"])
 def test_the_ranks_of_a_node_read_each_byte_once(place: str, tmp_path: Path) -> None:
-    """Columns, between the other's: from the disk as the kernel counts it, from the store as the store does."""
+    """Interleaved columns. The kernel counts the bytes read from disk, the store those it sent."""
     path = tmp_path / "origin/bucket/model.safetensors"
     path.parent.mkdir(parents=True)
     save_file({f"w{index}": torch.randn(64, 16384) for index in range(8)}, path)  # 32 MiB
@@ -487,21 +483,21 @@ def test_the_ranks_of_a_node_read_each_byte_once(place: str, tmp_path: Path) -> 
             )
             for rank in range(2)
         ]  # fmt: skip
-        said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+        outputs = [rank.communicate(timeout=120)[0].split() for rank in ranks]
         sent_bytes = origin.sent_bytes()
-    read_bytes, size_bytes = (sum(int(words[column]) for words in said) for column in (0, 1))
+    read_bytes, size_bytes = (sum(int(words[column]) for words in outputs) for column in (0, 1))
     assert size_bytes == 32 << 20
     assert 0 < (read_bytes if place == "disk" else sent_bytes) <= 1.05 * (32 << 20)
 
 
-# --- what cannot be --------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "extra",
     [{"urii": "x"}, {"uri": 3}, {"bytes_in_flight_max": True}, {"bytes_in_flight_max": 0}, {"chunk_size_bytes": 7}],
 )
-def test_an_option_that_cannot_be_is_refused_before_anything_is_loaded(extra: dict[str, Any], vllm: VLLM) -> None:
+def test_invalid_option_is_refused_before_loading(extra: dict[str, Any], vllm: VLLM) -> None:
     with pytest.raises(ConfigError):
         vllm.loader("model", **extra)
 
@@ -514,14 +510,12 @@ def test_torchao_weights_at_a_uri_are_refused_with_the_form_that_works(vllm: VLL
     assert "tierckpt prefetch s3://models/llama --to" in str(error.value)
 
 
-def test_a_model_that_is_not_there_is_said(vllm: VLLM, tmp_path: Path) -> None:
+def test_missing_model_raises(vllm: VLLM, tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFoundError, match="nowhere"):
         vllm.load(Model({}), "meta/llama", uri=(tmp_path / "nowhere").as_uri())
 
 
-def test_a_model_that_takes_no_more_ends_the_stream(
-    vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
+def test_error_in_load_weights_ends_the_stream(vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     taken = []
 
     class Refuses(Model):
@@ -543,7 +537,7 @@ def test_importing_tierckpt_never_imports_vllm(tensors: dict[str, torch.Tensor],
 
 
 def files_of_vllm(vllm: VLLM, directory: Path, load_format: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The files that vLLM's own loader reads."""
+    """Return the files that vLLM's own loader reads."""
     read: list[str] = []
     default = import_module("vllm.model_executor.model_loader.default_loader")
     monkeypatch.setattr(default, "safetensors_weights_iterator", lambda files, *_, **__: read.extend(files) or iter(()))
@@ -552,23 +546,23 @@ def files_of_vllm(vllm: VLLM, directory: Path, load_format: str, monkeypatch: py
     return {str(Path(file).relative_to(directory)) for file in read}
 
 
-VLLM_TAKES_MORE = {
+VLLM_READS_MORE = {
     "Mistral: one file of each naming",
     "an adapter beside its model",
     "a variant beside the model",
     "a model beside a file of another name",
 }
-"""Layouts without an index for them, of which vLLM reads each file, and the last file that has a tensor decides."""
+"""Layouts without an index covering these files: vLLM reads all of them, and the last file with a tensor wins."""
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.loaded])
-def test_it_takes_the_files_that_we_do(name: str, vllm: VLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_selects_the_same_files(name: str, vllm: VLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, directory = LAYOUTS[name], write(LAYOUTS[name], tmp_path / "model")
     load_format = "mistral" if "index" in layout.asked else "hf"
     if layout.asked.keys() - {"index"}:
         pytest.skip("vLLM is not asked for a variant or a subfolder here")
     files, ours = files_of_vllm(vllm, directory, load_format, monkeypatch), set(layout.loaded or ())
-    if name == "one file beside shards of the version before":  # vLLM goes by the index, transformers by the file
+    if name == "one file beside shards of the version before":  # vLLM follows the index, transformers the file
         assert (files, ours) == (set(SHARDS), {"model.safetensors"})
         return
-    assert files > ours if name in VLLM_TAKES_MORE else files == ours
+    assert files > ours if name in VLLM_READS_MORE else files == ours

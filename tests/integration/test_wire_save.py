@@ -1,4 +1,4 @@
-"""What dcp.save and dcp.async_save leave on the SSD: stock FileSystemReader and ours read every kind of state back."""
+"""Files of dcp.save and dcp.async_save on the SSD: stock FileSystemReader and ours restore every kind of state."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def shards(local_root: Path, uri: str) -> list[Path]:
 
 
 def read_back(uri: str, state: dict[str, Any]) -> list[str]:
-    """What differs after loading by each reader: the local tier through ours, the shared one through torch's."""
+    """Return the differences after loading with each reader: the local tier with ours, the shared tier with torch's."""
     wrong = []
     for reader in (tierckpt.TierStorageReader(uri), FileSystemReader(uri)):
         target = blank(state)
@@ -75,7 +75,7 @@ def read_back(uri: str, state: dict[str, Any]) -> list[str]:
 
 
 def check_files(local_root: Path, uri: str) -> None:
-    """The digests of the manifest are those of the files, and every tensor item is a valid archive."""
+    """Manifest digests match the files, and every tensor item is a valid archive."""
     directory = local_dir(local_root, parse_uri(uri))
     manifest = read_local_manifest(directory)
     assert manifest is not None
@@ -106,7 +106,9 @@ def check_files(local_root: Path, uri: str) -> None:
     ],
     ids=["defaults", "tiny chunks", "many shards", "a file per item"],
 )
-def test_everything_comes_back_bit_for_bit(save: Save, options: dict[str, Any], uri: str, local_root: Path) -> None:
+def test_every_kind_of_state_is_restored_bit_for_bit(
+    save: Save, options: dict[str, Any], uri: str, local_root: Path
+) -> None:
     state = everything(1)
     save(uri, state, **options)
     assert read_back(uri, state) == []
@@ -123,7 +125,7 @@ def test_the_comparison_finds_one_wrong_bit(uri: str) -> None:
 
 
 def test_two_passes_over_the_same_state_give_the_same_bytes(file_uri: str, local_root: Path) -> None:
-    """However a save gets its bytes (copied, or in place from the arena), the file is the same."""
+    """A copied save and one in place from the arena write the same file."""
     state = {"small": torch.randn(300), "big": torch.randn(300_000), "odd": torch.randn(7, 77_777)}
     for step, way in enumerate((save_at_once, save_in_background, save_staged_shared)):
         way(f"{file_uri}/step-{step}", state, chunk_size_bytes=1 * MiB)
@@ -132,7 +134,7 @@ def test_two_passes_over_the_same_state_give_the_same_bytes(file_uri: str, local
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_no_data_at_all_in_every_dtype_and_disguise(save: Save, dtype: torch.dtype, uri: str) -> None:
+def test_empty_tensors_of_every_dtype_and_kind(save: Save, dtype: torch.dtype, uri: str) -> None:
     empty = torch.empty(0, 3, dtype=dtype)
     state = {"empty": empty, "other": random_bits(dtype, 3)}
     if dtype.is_complex:
@@ -141,7 +143,7 @@ def test_no_data_at_all_in_every_dtype_and_disguise(save: Save, dtype: torch.dty
     assert read_back(uri, state) == []
 
 
-def test_a_view_takes_nothing_else_of_its_storage_along(save: Save, uri: str, local_root: Path) -> None:
+def test_view_saves_only_its_own_bytes(save: Save, uri: str, local_root: Path) -> None:
     secret = torch.full((200_000,), 0x5EC2E7, dtype=torch.int32)
     secret[5000:5010] = torch.arange(10, dtype=torch.int32)
     state = {"view": secret[5000:5010], "rows": secret[5000:5010].reshape(2, 5).t()}
@@ -153,7 +155,7 @@ def test_a_view_takes_nothing_else_of_its_storage_along(save: Save, uri: str, lo
 
 
 def test_gaps_hold_no_bytes_of_earlier_checkpoints(file_uri: str, local_root: Path) -> None:
-    """The arena is used again: between the items of a smaller state nothing of the larger one before is left."""
+    """The arena is reused: no bytes of an earlier, larger state remain between the items of a smaller one."""
     mark = b"\xde\xad\xbe\xef"
     full = {"all": torch.frombuffer(bytearray(mark * (1 * MiB)), dtype=torch.uint8)}
     for step in range(3):
@@ -173,13 +175,13 @@ def test_tied_weights_and_parameters(save: Save, uri: str) -> None:
 
 
 class Scaled(torch.Tensor):
-    """A tensor whose bytes do not say everything: torch.save keeps its class and its attributes."""
+    """A tensor subclass with attributes, which torch.save keeps."""
 
     scale: float
 
 
-def test_a_subclass_that_torch_can_store(save: Save, uri: str) -> None:
-    """Like stock: the bits are there, in an item that torch.save wrote."""
+def test_tensor_subclass_saved_by_torch(save: Save, uri: str) -> None:
+    """As with stock DCP, torch.save writes the item."""
     scaled = torch.randn(50, 40).as_subclass(Scaled)
     state: dict[str, Any] = {"scaled": scaled, "plain": torch.randn(100_000)}
     save(uri, state)
@@ -200,7 +202,7 @@ def test_objects_larger_than_a_chunk(save: Save, uri: str, local_root: Path) -> 
     check_files(local_root, uri)
 
 
-def test_items_are_where_the_metadata_says_and_large_data_is_on_blocks(uri: str, local_root: Path) -> None:
+def test_items_match_the_metadata_offsets_and_large_data_is_block_aligned(uri: str, local_root: Path) -> None:
     state = {"small": torch.randn(9), "big": torch.randn(40_000)}
     save_at_once(uri, state)
     (path,) = shards(local_root, uri)
@@ -212,17 +214,17 @@ def test_items_are_where_the_metadata_says_and_large_data_is_on_blocks(uri: str,
         assert content[info.offset : info.offset + 4] == b"PK\3\4"
 
 
-def test_a_state_with_nothing_in_it(save: Save, uri: str) -> None:
+def test_empty_state(save: Save, uri: str) -> None:
     save(uri, {})
     assert tierckpt.latest(uri) == uri
 
 
-# --- staged bytes belong to the arena -----------------------------------------------------------------------------
+# --- the arena owns staged bytes ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Writes of shards wait for the second event; the first is set when one has come."""
+    """Shard writes wait for the second event. The first is set when a write arrives."""
     come, go, real = threading.Event(), threading.Event(), os.pwrite
 
     def pwrite(fd: int, data: Any, offset: int) -> int:
@@ -263,7 +265,7 @@ def test_changes_after_async_save_cannot_reach_the_file(
 def test_a_second_checkpoint_is_staged_while_the_first_is_written(
     file_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``checkpoints_in_flight_max=2``: the disk hangs, training goes on twice; the third stage is what waits."""
+    """``checkpoints_in_flight_max=2`` with a blocked disk: training continues twice, the third stage waits."""
     monkeypatch.setattr(slots, "SLOT_SECONDS", 0.3)
     stager = tierckpt.TierStager(checkpoints_in_flight_max=2)
     values = torch.zeros(300_000)
@@ -277,7 +279,7 @@ def test_a_second_checkpoint_is_staged_while_the_first_is_written(
         first = start(1)
         assert come.wait(60)
         second = start(2)
-        assert not first.done() and not second.done(), "nothing is written before it may: it waited for nobody"
+        assert not first.done() and not second.done(), "the disk is blocked: no save can be complete"
         with pytest.raises(tierckpt.errors.OperationTimeoutError, match="checkpoint 1 is flushing"):
             start(3)
         go.set()
@@ -287,8 +289,8 @@ def test_a_second_checkpoint_is_staged_while_the_first_is_written(
         assert read_back(f"{file_uri}/step-{step}", {"w": torch.full((300_000,), float(step))}) == []
 
 
-def test_staged_memory_is_written_from_where_it_lies(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No second copy in an async save where the arena has huge pages; an empty tensor among them changes nothing."""
+def test_staged_memory_is_written_in_place(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An async save makes no second copy if the arena has huge pages, even with an empty tensor in the state."""
     seen: list[Shard] = []
     real = flush_module.flush
 
@@ -307,7 +309,7 @@ def test_staged_memory_is_written_from_where_it_lies(uri: str, monkeypatch: pyte
 
 
 def test_one_staged_copy_saved_in_two_parts(file_uri: str) -> None:
-    """Writing one part in place must not touch the other, which lies next to it."""
+    """Writing one part in place must not change the adjacent part."""
     state = {
         part: {f"{part}{index}": random_bits(torch.float32, 37) for index in range(5)} for part in ("model", "optim")
     }
@@ -352,7 +354,7 @@ def minor_faults() -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [save_at_once, save_in_background], ids=["sync", "async"])
 def test_fifty_saves_leave_memory_flat(way: Save, file_uri: str) -> None:
-    """Steady state: no slot is leaked (16 MiB each, of 4096 faults), nothing is faulted in anew."""
+    """Steady state: no leaked slot (16 MiB each, 4096 faults), no new page faults."""
     state = {f"w{index}": torch.randn(1 * MiB) for index in range(4)}
     options = {"drain": False, "sync_files": False}
     both_slots = [tierckpt.TierStager().stage(state) for _ in range(2)]

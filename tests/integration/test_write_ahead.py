@@ -1,4 +1,4 @@
-"""Saves whose data goes to the SSD before they are planned: when, and that nobody can tell by what is there."""
+"""Writing data to the SSD before the save is planned: conditions, and identical results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LARGE = 150_000
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is worth it from 64 MiB on is tried here with less than one."""
+    """Lower the 64 MiB threshold to less than 1 MiB."""
     monkeypatch.setattr(write_ahead, "BYTES_MIN", 128 * KiB)
     monkeypatch.setattr(write_ahead, "WRITE_BYTES", 64 * KiB)
     write_ahead.last_of.clear()
@@ -40,7 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Seen:
-    """What was begun ahead, and what came of it."""
+    """Counts write-ahead files that were started and used."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = 0
@@ -106,14 +106,14 @@ def stock_reads(uri: str, state: dict[str, Any], local_root: Path) -> bool:
     return same(target, state)
 
 
-def given_up(root: Path) -> bool:
-    """No descriptor of a file without a name under ``root`` is left open."""
+def is_discarded(root: Path) -> bool:
+    """Return whether no descriptor of an unlinked file under ``root`` is open."""
     return not any(name.endswith("(deleted)") for name in open_files(root).values())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [by_stager, by_writer, by_checkpointer])
-def test_from_the_second_save_of_a_layout_on_and_bit_for_bit(
+def test_write_ahead_starts_at_the_second_save_of_a_layout(
     way: Callable[[str], Callable[[int], None]], file_uri: str, local_root: Path, seen: Seen
 ) -> None:
     save = way(file_uri)
@@ -122,11 +122,11 @@ def test_from_the_second_save_of_a_layout_on_and_bit_for_bit(
         assert (seen.begun, seen.taken) == (step - 1, step - 1)
     for step in range(1, 5):
         assert stock_reads(f"{file_uri}/step-{step}", state_of(step), local_root)
-        assert same(load(f"{file_uri}/step-{step}", state_of(step)), state_of(step)), "and every digest is right"
-    assert given_up(local_root)
+        assert same(load(f"{file_uri}/step-{step}", state_of(step)), state_of(step)), "digests or data are wrong"
+    assert is_discarded(local_root)
 
 
-def test_another_layout_begins_anew(file_uri: str, local_root: Path, seen: Seen) -> None:
+def test_changed_layout_restarts_write_ahead(file_uri: str, local_root: Path, seen: Seen) -> None:
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
     sizes = [LARGE, LARGE, 2 * LARGE, 2 * LARGE, LARGE]
     begun = []
@@ -138,45 +138,41 @@ def test_another_layout_begins_anew(file_uri: str, local_root: Path, seen: Seen)
         assert stock_reads(f"{file_uri}/step-{step}", state_of(step, size), local_root)
 
 
-def test_a_save_of_a_part_of_what_was_staged_takes_nothing_and_is_no_example(
-    file_uri: str, local_root: Path, seen: Seen
-) -> None:
+def test_partial_save_neither_uses_nor_sets_the_layout(file_uri: str, local_root: Path, seen: Seen) -> None:
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
     start(f"{file_uri}/step-1", state_of(1), stager).result(60)
     staged = stager.stage(state_of(2))
     save_at_once(f"{file_uri}/step-2", {"w": staged["w"]}, chunk_size_bytes=64 * KiB, drain=False)
     assert (seen.begun, seen.taken) == (1, 0)
     assert stock_reads(f"{file_uri}/step-2", {"w": state_of(2)["w"]}, local_root)
-    assert given_up(local_root)
+    assert is_discarded(local_root)
     start(f"{file_uri}/step-3", state_of(3), stager).result(60)
     assert seen.begun == 1, "the last save of this layout was not written from where it was staged"
 
 
-def test_what_is_staged_and_never_saved_is_given_up_with_its_memory(
-    file_uri: str, local_root: Path, seen: Seen
-) -> None:
+def test_staged_data_that_is_never_saved_is_discarded(file_uri: str, local_root: Path, seen: Seen) -> None:
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
     start(f"{file_uri}/step-1", state_of(1), stager).result(60)
     staged = stager.stage(state_of(2))
     assert seen.begun == 1
-    assert any(not given_up(local_root) for _ in Poll(60, LOCAL))  # a thread opens the file
+    assert any(not is_discarded(local_root) for _ in Poll(60, LOCAL))  # a background thread opens the file
     del staged
     start(f"{file_uri}/step-3", state_of(3), stager).result(60)
     assert seen.taken == 0
     slots.close_arenas()
-    assert given_up(local_root)
+    assert is_discarded(local_root)
     assert stock_reads(f"{file_uri}/step-3", state_of(3), local_root)
 
 
 def test_lazy_copies_are_not_written_ahead(file_uri: str, local_root: Path, seen: Seen) -> None:
-    """They are made beside training, which comes first."""
+    """Lazy copies run during training, which has priority."""
     stager = tierckpt.TierStager(mode="lazy", chunk_size_bytes=64 * KiB)
     for step in (1, 2):
         start(f"{file_uri}/step-{step}", state_of(step), stager).upload_completion.result(60)
     assert seen.begun == 0
 
 
-def test_a_copy_that_fails_is_not_written(
+def test_failed_copy_is_not_written(
     file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
@@ -192,10 +188,10 @@ def test_a_copy_that_fails_is_not_written(
     start(f"{file_uri}/step-3", state_of(3), stager).result(60)
     assert stock_reads(f"{file_uri}/step-3", state_of(3), local_root)
     slots.close_arenas()
-    assert seen.begun == 0 and given_up(local_root), "A1: nothing is begun before all is copied"
+    assert seen.begun == 0 and is_discarded(local_root), "A1: writing must not start before the copy is complete"
 
 
-def test_nothing_is_written_ahead_where_something_would_have_to_go(
+def test_no_write_ahead_when_it_would_need_an_eviction(
     file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
@@ -205,10 +201,10 @@ def test_nothing_is_written_ahead_where_something_would_have_to_go(
     assert seen.taken == 0
 
 
-def test_what_the_disk_has_given_already_is_not_asked_for_again(
+def test_space_of_a_write_ahead_file_is_not_reserved_twice(
     file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last checkpoint that fits: once its file is there, no room for another is left."""
+    """The last checkpoint that fits: once its file exists, there is no room for another."""
     asked: list[tuple[int, int]] = []
     real = space.make_room
 
@@ -232,8 +228,8 @@ def test_what_the_disk_has_given_already_is_not_asked_for_again(
 
 
 @pytest.mark.slow
-def test_data_of_the_past_never_gets_into_a_newer_checkpoint(file_uri: str, local_root: Path, seen: Seen) -> None:
-    """Many saves in a row through the same memory, each read back."""
+def test_earlier_data_never_enters_a_newer_checkpoint(file_uri: str, local_root: Path, seen: Seen) -> None:
+    """Many consecutive saves through the same memory, each read back."""
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
     for step in range(20):
         start(f"{file_uri}/step-{step}", state_of(step), stager).result(60)

@@ -1,4 +1,4 @@
-"""What is written through ``tierckpt://`` is on this node when it is closed, and drains: nothing lost, nothing back."""
+"""``tierckpt://`` write-back: a closed file is durable on the node and drains; no write is lost, no removal undone."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def top(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def held() -> Iterator[None]:
-    """Drains wait."""
+    """Pause drains."""
     assert run_cli(["drain", "--pause"]) == 0
     yield
     run_cli(["drain", "--resume"])
 
 
 def stored(top: str) -> dict[str, bytes]:
-    """What the store itself has: seen from a node that has written nothing."""
+    """Return the files of the store, as seen from a node with an empty cache."""
     other = fsspec.filesystem(
         "tierckpt", local_root=Path(os.environ["TIERCKPT_LOCAL_ROOT"], "../other"), skip_instance_cache=True
     )
@@ -66,7 +66,7 @@ def stored(top: str) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("held")
-def test_until_it_drains_this_node_sees_what_it_wrote_renamed_and_removed(top: str, fs: Any) -> None:
+def test_node_sees_its_writes_renames_and_removals_before_they_drain(top: str, fs: Any) -> None:
     large = os.urandom((17 << 20) + 5)
     for name, data in (("a/one", b"1"), ("a/two", b"22"), ("a/b/large", large), ("a/gone", b"x"), ("empty", b"")):
         fs.pipe_file(f"{top}/{name}", data)
@@ -93,7 +93,7 @@ def test_until_it_drains_this_node_sees_what_it_wrote_renamed_and_removed(top: s
 
 
 def write_and_die_in(name: str, url: str) -> None:
-    """Write b"kept" to ``url`` in a process that is killed when it calls ``name``."""
+    """Write b"kept" to ``url`` in a process that is killed on its call of ``name``."""
     module, _, attribute = name.partition(":")
     code = (
         "import importlib, os, signal, sys, fsspec\n"
@@ -105,14 +105,14 @@ def write_and_die_in(name: str, url: str) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
-def test_killed_right_after_close_the_file_is_not_lost(top: str, fs: Any) -> None:
+def test_closed_file_survives_a_kill_right_after_close(top: str, fs: Any) -> None:
     write_and_die_in("client:Client.drain_in_background", f"tierckpt://{top}/kept")
     assert fs.cat_file(f"{top}/kept") == b"kept" * 5_000_000
     assert run_cli(["drain", "--wait"]) == 0
     assert stored(top) == {"kept": b"kept" * 5_000_000}
 
 
-def test_killed_before_close_returns_nothing_is_there_and_nothing_is_left(top: str, fs: Any, tmp_path: Path) -> None:
+def test_kill_before_close_leaves_no_file_and_no_leftovers(top: str, fs: Any, tmp_path: Path) -> None:
     write_and_die_in("drain.write_back:publish", f"tierckpt://{top}/half")
     assert not fs.exists(f"{top}/half")
     fs.pipe_file(f"{top}/next", b"next")
@@ -123,7 +123,7 @@ def test_killed_before_close_returns_nothing_is_there_and_nothing_is_left(top: s
     assert not Journal(tmp_path / "local").entries()
 
 
-def test_what_is_removed_while_it_drains_does_not_come_back(top: str, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_removed_during_its_drain_stays_removed(top: str, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fs.pipe_file(f"{top}/data", b"old")
     fs.wait(top)
     send, begun, written = write_back.send, [], threading.Event()
@@ -132,7 +132,7 @@ def test_what_is_removed_while_it_drains_does_not_come_back(top: str, fs: Any, m
         await asyncio.to_thread(written.wait, SECONDS)
         if not begun:
             begun.append(True)
-            for path in ("data", "dir/below"):  # while it is on its way
+            for path in ("data", "dir/below"):  # during the upload
                 fs_remove(path)
         await send(*arguments, **options)
 
@@ -160,7 +160,7 @@ def test_what_is_removed_while_it_drains_does_not_come_back(top: str, fs: Any, m
     assert not fs.exists(f"{top}/data")
 
 
-def test_of_many_writes_the_last_one_stays(top: str, fs: Any) -> None:
+def test_last_of_many_writes_wins(top: str, fs: Any) -> None:
     for number in range(20):
         fs.pipe_file(f"{top}/data", b"%d" % number)
         assert fs.cat_file(f"{top}/data") == b"%d" % number
@@ -168,16 +168,16 @@ def test_of_many_writes_the_last_one_stays(top: str, fs: Any) -> None:
     assert stored(top) == {"data": b"19"}
 
 
-def test_the_metadata_of_a_stock_checkpoint_reaches_the_store_after_its_shards(
+def test_stock_dcp_metadata_reaches_the_store_after_its_shards(
     top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send, order = write_back.send, []
 
-    async def noted(store: Any, place: Path, entry: Any, *arguments: Any, **options: Any) -> None:
+    async def recorded(store: Any, place: Path, entry: Any, *arguments: Any, **options: Any) -> None:
         await send(store, place, entry, *arguments, **options)
         order.append(entry.path.rpartition("/")[2])
 
-    monkeypatch.setattr(write_back, "send", noted)
+    monkeypatch.setattr(write_back, "send", recorded)
     state = {"weight": torch.randn(1000)}
     url = f"tierckpt://{top}/step-1"
     run_cli(["drain", "--pause"])
@@ -191,8 +191,8 @@ def test_the_metadata_of_a_stock_checkpoint_reaches_the_store_after_its_shards(
     assert any(name.endswith(".distcp") for name in order)
 
 
-class Held:
-    """``write_back.send`` of files of one name waits."""
+class BlockedUploads:
+    """Blocks ``write_back.send`` for files of one name until ``released``."""
 
     def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.released = threading.Event(), threading.Event()
@@ -207,10 +207,8 @@ class Held:
         monkeypatch.setattr(write_back, "send", held)
 
 
-def test_shards_that_are_drained_before_their_metadata_stay_in_sight(
-    top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, held = f"{top}/step-1", Held(".metadata", monkeypatch)
+def test_shards_drained_before_their_metadata_stay_visible(top: str, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, held = f"{top}/step-1", BlockedUploads(".metadata", monkeypatch)
     fs.pipe_file(f"{step}/__0_0.distcp", b"shard")
     fs.pipe_file(f"{step}/.metadata", b"... __0_0.distcp ...")
     try:
@@ -227,10 +225,10 @@ def test_shards_that_are_drained_before_their_metadata_stay_in_sight(
     assert fs.find(top) == both
 
 
-def test_a_directory_that_is_removed_while_a_file_drains_into_it_does_not_come_back(
+def test_directory_removed_during_a_drain_into_it_stays_removed(
     top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = Held("data", monkeypatch)
+    held = BlockedUploads("data", monkeypatch)
     fs.makedirs(f"{top}/dir")
     fs.pipe_file(f"{top}/dir/data", b"data")
     assert held.begun.wait(SECONDS)
@@ -245,7 +243,7 @@ def test_a_directory_that_is_removed_while_a_file_drains_into_it_does_not_come_b
 
 
 @pytest.mark.usefixtures("held")
-def test_a_removal_and_a_newer_write_cancel_what_has_not_begun(
+def test_removal_or_newer_write_cancels_an_upload_that_has_not_started(
     top: str, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tierckpt.integrations.fsspec.ARRIVE_SECONDS", 120.0)
@@ -257,7 +255,7 @@ def test_a_removal_and_a_newer_write_cancel_what_has_not_begun(
     fs.pipe_file(f"{top}/dir/other", b"other")
     begun = time.monotonic()
     fs.rm(f"{top}/dir", recursive=True)
-    assert time.monotonic() - begun < 60, "it waits for what has not begun"
+    assert time.monotonic() - begun < 60, "waited for an upload that had not started"
     assert not [*written.iterdir()]
     assert not fs.exists(f"{top}/dir/data")
     fs.makedirs(f"{top}/dir", exist_ok=True)
@@ -269,7 +267,7 @@ def test_a_removal_and_a_newer_write_cancel_what_has_not_begun(
 
 
 def set_aside(top: str, fs: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """``top/dir/data``, which was damaged on this node, after its drain has failed for too long. Returns its bytes."""
+    """Damage ``top/dir/data`` on this node and let its drain give up. Returns the path of its bytes."""
     fs.makedirs(f"{top}/dir")
     fs.pipe_file(f"{top}/dir/data", b"good")
     (entry,) = Journal(root).files()
@@ -287,11 +285,11 @@ def set_aside(top: str, fs: Any, root: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("held")
-def test_a_file_that_can_never_be_drained_is_set_aside_and_said(
+def test_undrainable_file_is_set_aside_and_reported(
     top: str, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = set_aside(top, fs, tmp_path / "local", monkeypatch)
-    fs.pipe_file(f"{top}/dir/index", b"names data")  # W2: not before it
+    fs.pipe_file(f"{top}/dir/index", b"names data")  # W2: must not precede data
     with pytest.raises(CommitAbandonedError, match="set aside"):
         fs.wait(f"{top}/dir/data")
     assert run_cli(["drain", "--wait"]) == CommitAbandonedError.exit_code
@@ -311,7 +309,7 @@ def test_a_file_that_can_never_be_drained_is_set_aside_and_said(
 
 @pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("end", ["forget", "write", "remove"])
-def test_what_was_set_aside_ends_when_it_is_given_up_or_written_anew(
+def test_set_aside_file_is_released_by_give_up_or_rewrite(
     end: str, top: str, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = set_aside(top, fs, tmp_path / "local", monkeypatch)
@@ -329,14 +327,14 @@ def test_what_was_set_aside_ends_when_it_is_given_up_or_written_anew(
     assert not Journal(tmp_path / "local").entries()
 
 
-def test_a_step_leaves_the_store_after_what_was_saved_beside_it_has_come(
+def test_step_is_removed_from_the_store_only_after_later_saves_arrive(
     top: str, fs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     old, new = ([f"{top}/step-{step}/{name}" for name in (".metadata", "__0_0.distcp")] for step in (1, 2))
     for name in old:
         fs.pipe_file(name, b"old")
     fs.wait(top)
-    held = Held("__0_0.distcp", monkeypatch)
+    held = BlockedUploads("__0_0.distcp", monkeypatch)
     for name in reversed(new):
         fs.pipe_file(name, b"new")
     try:
@@ -346,11 +344,11 @@ def test_a_step_leaves_the_store_after_what_was_saved_beside_it_has_come(
         assert fs.ls(top, detail=False) == [f"{top}/step-2"]
         assert not fs.exists(f"{top}/step-1")
         assert fs.find(top) == new
-        time.sleep(0.3)  # a removal that waits for nothing has gone through by then
+        time.sleep(0.3)  # long enough for a removal that does not wait
         assert stored(top).keys() >= {
             "step-1/.metadata",
             "step-1/__0_0.distcp",
-        }  # if this node is lost now
+        }  # a lost node must leave these
     finally:
         held.released.set()
     fs.wait(top)
@@ -359,8 +357,8 @@ def test_a_step_leaves_the_store_after_what_was_saved_beside_it_has_come(
     assert fs.ls(top, detail=False) == [f"{top}/step-2"]
 
 
-class Order:
-    """What the store is told to put and to delete, in this order. The first ``put`` waits until ``go`` is set."""
+class StoreOperations:
+    """Records the order of puts and deletes at the store. The first ``put`` waits until ``go`` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.done = threading.Event(), list[str]()
@@ -383,11 +381,11 @@ class Order:
         return counted
 
 
-def test_a_removal_after_its_file_leaves_the_store_never_without_a_file(
+def test_store_always_has_a_file_while_a_job_replaces_the_newest(
     top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W6, for a job that keeps the newest file on a store that is slower than the job."""
-    order = Order(monkeypatch)
+    """W6: a job that keeps only the newest file, on a store slower than the job."""
+    order = StoreOperations(monkeypatch)
     for step in range(1, 5):
         fs.pipe_file(f"{top}/step={step}", b"%d" % step)
         if step > 1:
@@ -400,7 +398,7 @@ def test_a_removal_after_its_file_leaves_the_store_never_without_a_file(
 
 
 @pytest.mark.usefixtures("held")
-def test_a_file_that_is_written_again_before_its_removal_drains_stays(top: str, fs: Any) -> None:
+def test_file_rewritten_before_its_removal_drains_is_kept(top: str, fs: Any) -> None:
     for step in (1, 2):
         fs.pipe_file(f"{top}/step={step}", b"%d" % step)
     fs.rm_behind(f"{top}/step=1")
@@ -411,28 +409,28 @@ def test_a_file_that_is_written_again_before_its_removal_drains_stays(top: str, 
 
 
 @pytest.mark.parametrize("seconds", [-60, -(10**9), 10**9])
-def test_no_removal_or_marker_overtakes_a_write_when_the_clock_steps(
+def test_clock_steps_do_not_let_removals_or_markers_overtake_writes(
     seconds: int, top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _goes_on_to_step_2(top, fs, monkeypatch, seconds, lambda: fs.rm(f"{top}/step-1", recursive=True))
+    _resume_to_step_2(top, fs, monkeypatch, seconds, lambda: fs.rm(f"{top}/step-1", recursive=True))
 
 
 @pytest.mark.server
-def test_a_step_that_is_removed_file_by_file_does_not_overtake_the_next(
+def test_removal_file_by_file_does_not_overtake_the_next_step(
     s3_uri: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     top = f"{s3_uri.replace('://', '/')}/top"
     names = [f"{top}/step-1/data", f"{top}/step-1/more"]
-    _goes_on_to_step_2(top, fs, monkeypatch, -60, lambda: fs.rm(names))
+    _resume_to_step_2(top, fs, monkeypatch, -60, lambda: fs.rm(names))
 
 
-def _goes_on_to_step_2(
+def _resume_to_step_2(
     top: str, fs: Any, monkeypatch: pytest.MonkeyPatch, seconds: int, remove: Callable[[], None]
 ) -> None:
     for name in ("data", "more"):
         fs.pipe_file(f"{top}/step-1/{name}", b"old")
     fs.wait(top)
-    order = Order(monkeypatch)
+    order = StoreOperations(monkeypatch)
     fs.pipe_file(f"{top}/step-2/data", b"new")
     step_clock(seconds, monkeypatch)
     fs.pipe_file(f"{top}/latest", b"step-2")
@@ -452,16 +450,16 @@ def step_clock(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("held")
-def test_what_other_processes_wrote_before_a_reboot_goes_first(
+def test_writes_of_other_processes_before_a_reboot_drain_first(
     top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock of the node begins anew in 1980; nothing of the processes before is left but the journal."""
+    """The node clock restarts in 1980. Only the journal survives from the earlier processes."""
     write = "import sys, fsspec; fsspec.filesystem('tierckpt').pipe_file(sys.argv[1], b'data')"
     wait_for_nothing = {**os.environ, "TIERCKPT_EXIT_TIMEOUT_SECONDS": "0"}
     subprocess.run(
         [sys.executable, "-c", write, f"{top}/step-1/data"], env=wait_for_nothing, timeout=SECONDS, check=True
     )
-    order = Order(monkeypatch)
+    order = StoreOperations(monkeypatch)
     step_clock(-(10**9), monkeypatch)
     fs.pipe_file(f"{top}/latest", b"step-1")
     order.go.set()
@@ -471,11 +469,11 @@ def test_what_other_processes_wrote_before_a_reboot_goes_first(
 
 
 @pytest.mark.parametrize("goes", ["xb", "write_back=False"])
-def test_a_marker_that_goes_straight_to_the_store_comes_after_the_data(
+def test_marker_written_directly_to_the_store_follows_the_data(
     goes: str, top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight = fsspec.filesystem("tierckpt", write_back=goes == "xb", skip_instance_cache=True)
-    order = Order(monkeypatch)
+    order = StoreOperations(monkeypatch)
     fs.pipe_file(f"{top}/step-1/data", b"data")
     threading.Timer(0.5, order.go.set).start()
     with straight.open(f"{top}/latest", "xb" if goes == "xb" else "wb") as file:
@@ -484,7 +482,7 @@ def test_a_marker_that_goes_straight_to_the_store_comes_after_the_data(
     assert stored(top) == {"step-1/data": b"data", "latest": b"step-1"}
 
 
-def test_a_step_stays_on_the_store_while_those_after_it_are_removed_undrained(
+def test_step_stays_on_the_store_while_later_undrained_steps_are_removed(
     top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def save(step: int) -> None:
@@ -493,7 +491,7 @@ def test_a_step_stays_on_the_store_while_those_after_it_are_removed_undrained(
 
     save(1)
     fs.wait(top)
-    second, third = Held("__2_0.distcp", monkeypatch), Held("__3_0.distcp", monkeypatch)
+    second, third = BlockedUploads("__2_0.distcp", monkeypatch), BlockedUploads("__3_0.distcp", monkeypatch)
     try:
         save(2)
         assert second.begun.wait(SECONDS)
@@ -502,7 +500,7 @@ def test_a_step_stays_on_the_store_while_those_after_it_are_removed_undrained(
         fs.rm(f"{top}/step-2", recursive=True)
         second.released.set()
         assert third.begun.wait(SECONDS)
-        time.sleep(0.3)  # a removal that waits for nothing has gone through by then
+        time.sleep(0.3)  # long enough for a removal that does not wait
         assert stored(top).keys() >= {"step-1/.metadata", "step-1/__1_0.distcp"}
     finally:
         second.released.set()
@@ -511,8 +509,8 @@ def test_a_step_stays_on_the_store_while_those_after_it_are_removed_undrained(
     assert stored(top) == {"step-3/.metadata": b"3", "step-3/__3_0.distcp": b"3"}
 
 
-def test_removals_and_what_is_saved_again_do_not_wait_for_each_other(top: str, fs: Any) -> None:
-    """A job that went back: it has removed steps that were not drained, and saves one of them anew."""
+def test_removals_and_repeated_saves_do_not_deadlock(top: str, fs: Any) -> None:
+    """The job removes undrained steps, then saves one of them again."""
     assert run_cli(["drain", "--pause"]) == 0
     for step in (0, 1, 2, 9):
         fs.pipe_file(f"{top}/step-{step}/old", b"old")
@@ -526,7 +524,7 @@ def test_removals_and_what_is_saved_again_do_not_wait_for_each_other(top: str, f
 
 
 @pytest.mark.parametrize("old", ["tmp/file", "tmp"])
-def test_what_moves_elsewhere_is_on_the_store_at_every_moment(
+def test_renamed_file_is_on_the_store_at_every_moment(
     old: str, top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fs.pipe_file(f"{top}/tmp/file", b"data")
@@ -539,17 +537,17 @@ def test_what_moves_elsewhere_is_on_the_store_at_every_moment(
         await send(*arguments, **options)
 
     monkeypatch.setattr(write_back, "send", sent)
-    for new in ("a/b", "c/d"):  # twice, before anything was drained
+    for new in ("a/b", "c/d"):  # two renames before the first drain
         fs.mv(f"{top}/{old}", f"{top}/{new}", recursive=True)
         old = new
     file = f"{top}/{old}" if fs.isfile(f"{top}/{old}") else f"{top}/{old}/file"
     assert fs.find(top) == [file]
-    time.sleep(0.3)  # a removal that waits for nothing has gone through by then
+    time.sleep(0.3)  # long enough for a removal that does not wait
     assert stored(top) == {"tmp/file": b"data"}
     held.set()
     fs.wait(top, SECONDS / 4)
     assert stored(top) == {file.removeprefix(f"{top}/"): b"data"}
-    fs.mv(file, f"tierckpt://{file}/")  # another name of itself
+    fs.mv(file, f"tierckpt://{file}/")  # an alias of the same file
     assert fs.cat_file(file) == b"data"
     with pytest.raises(ConfigError, match="lies in"):
         fs.mv(top, f"{top}/below", recursive=True)
@@ -584,10 +582,10 @@ def test_a_damaged_file_is_not_sent(top: str, fs: Any, tmp_path: Path) -> None:
     assert stored(top) == {}
 
 
-def test_no_room_is_said_as_such_and_nothing_is_there(
+def test_full_disk_raises_enospc_and_leaves_no_file(
     top: str, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.save makes a RuntimeError of what a file raises; a caller may even go on after it."""
+    """``torch.save`` turns an error of the file into a RuntimeError, which the caller may ignore."""
     tight = fsspec.filesystem("tierckpt", local_bytes_max="4MiB", skip_instance_cache=True)
     with pytest.raises(CapacityError), tight.open(f"{top}/large", "wb") as file:
         torch.save({"weight": torch.zeros(1 << 22)}, file)
@@ -600,14 +598,14 @@ def test_no_room_is_said_as_such_and_nothing_is_there(
     assert not [path for path in (tmp_path / "local" / "written").rglob("*") if path.is_file()]
 
 
-def test_without_write_back_the_store_has_it_at_close(top: str) -> None:
+def test_without_write_back_the_store_has_the_file_at_close(top: str) -> None:
     straight = fsspec.filesystem("tierckpt", write_back=False, skip_instance_cache=True)
     straight.pipe_file(f"{top}/data", b"data")
     assert stored(top) == {"data": b"data"}
 
 
 @pytest.mark.parametrize("goes", ["xb", "write_back=False"])
-def test_a_write_that_goes_straight_to_the_store_comes_after_what_drains_there(top: str, fs: Any, goes: str) -> None:
+def test_direct_write_follows_pending_drains_to_the_same_store(top: str, fs: Any, goes: str) -> None:
     straight = fsspec.filesystem("tierckpt", write_back=goes == "xb", skip_instance_cache=True)
     fs.pipe_file(f"{top}/data", b"old")
     fs.rm(f"{top}/data")
@@ -617,7 +615,7 @@ def test_a_write_that_goes_straight_to_the_store_comes_after_what_drains_there(t
     assert stored(top) == {"data": b"new"}
 
 
-def test_a_file_that_the_journal_has_no_words_for_is_removed_beside_one_that_drains(top: str, fs: Any) -> None:
+def test_file_the_journal_cannot_name_is_removed_during_another_drain(top: str, fs: Any) -> None:
     fs.pipe_file(f"{top}/a\\b", b"straight")
     assert run_cli(["drain", "--pause"]) == 0
     fs.pipe_file(f"{top}/data", b"data")
@@ -629,20 +627,20 @@ def test_a_file_that_the_journal_has_no_words_for_is_removed_beside_one_that_dra
 
 
 @pytest.mark.parametrize("name", ["a\\b", "n" * 300])
-def test_a_key_that_no_file_can_have_is_read_back_through_the_cache(name: str, s3_uri: str, fs: Any) -> None:
+def test_key_that_is_no_valid_file_name_is_read_through_the_cache(name: str, s3_uri: str, fs: Any) -> None:
     path = f"s3/{s3_uri[5:]}/{name}"
     for data in (b"one", b"two"):
         fs.pipe_file(path, data)
         assert [fs.cat_file(path), fs.cat_file(path)] == [data, data]
 
 
-def test_a_bucket_alone_is_no_file(fs: Any) -> None:
+def test_bucket_without_a_key_is_refused(fs: Any) -> None:
     with pytest.raises(ConfigError, match="names no file"):
         fs.open("s3/bucket", "wb")
 
 
-def test_a_key_that_no_bucket_takes_is_refused_when_it_is_opened(s3_uri: str, fs: Any) -> None:
-    """1,024 characters, and twice as many bytes. It would hold up what is closed after it."""
+def test_key_too_long_for_s3_is_refused_on_open(s3_uri: str, fs: Any) -> None:
+    """1,024 characters but twice as many bytes. A late error would block files closed afterwards."""
     above = f"s3/{s3_uri[5:]}"
     name = f"{above}/{'/'.join(['ü' * 100] * 8)}"
     with pytest.raises(ConfigError, match=r"1024 bytes.*Shorten it"):
@@ -655,7 +653,7 @@ def test_a_key_that_no_bucket_takes_is_refused_when_it_is_opened(s3_uri: str, fs
 
 
 @pytest.mark.parametrize("drains", [True, False])
-def test_a_mount_has_no_file_below_a_file_nor_where_a_directory_is(
+def test_mount_refuses_files_below_a_file_and_over_a_directory(
     drains: bool, tmp_path: Path, fs: Any, request: pytest.FixtureRequest
 ) -> None:
     if not drains:
@@ -678,13 +676,13 @@ def test_a_mount_has_no_file_below_a_file_nor_where_a_directory_is(
     assert (tmp_path / "mount/file/below").read_bytes() == b"y"
 
 
-def test_a_mount_that_hangs_holds_up_no_write(tmp_path: Path, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_mount_does_not_block_writes(tmp_path: Path, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     is_dir = Path.is_dir
     monkeypatch.setattr(
         Path, "is_dir", lambda path: (path.name == "file" and hangs.wait(SECONDS) and False) or is_dir(path)
     )
-    for number in range(8):  # more than there are threads
+    for number in range(8):  # more writes than threads
         with fs.open(f"file{tmp_path}/mount/file", "wb") as file:
             file.write(b"%d" % number)
     assert not hangs.is_set()
