@@ -1,16 +1,15 @@
-"""Crash states: everything that a power cut may leave on a disk, at every moment of a run that was recorded.
+"""Crash states: every disk content that a power cut may leave at each point of a recorded run.
 
-``Recorder`` notes each change that this process makes below a directory: names made, moved and removed, bytes written,
-sizes changed, and what was made durable when. ``crash_states`` then yields directories that may be found after a crash:
+``Recorder`` records each change of this process below a directory: names created, renamed and removed, bytes written,
+sizes changed, and every fsync. ``crash_states`` then yields the directories that a crash may leave:
 
-    data        what was written to a file since its last fsync may be lost, there, or there in any of its blocks;
-                its size may have changed without them. ``close`` and O_DIRECT make nothing durable.
-    names       each change of a directory since its last fsync may be lost or there, independently of all others.
-                A rename is one change. fsync of a file says nothing about its name.
+    data        Each write to a file since its last fsync may be lost or present, in any subset of its blocks. The size
+                may have changed without the data. ``close`` and O_DIRECT make nothing durable.
+    names       Each change of a directory since its last fsync may be lost or present, independently of all others.
+                A rename is one change. fsync of a file does not make its name durable.
 
-That is less than any file system promises, so code that survives it does not rely on one (Pillai et al., OSDI'14, found
-that most applications do). A run that is recorded is the run that happened: whatever the recorder could not see makes
-``Recorder.differences`` name a path.
+Every file system guarantees more than this, so code that survives the model relies on no file system (Pillai et al.,
+OSDI'14: most applications do). ``Recorder.differences`` names each path whose change the recorder missed.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from typing import Any
 from tierckpt.disk import file_io
 
 BLOCK_BYTES = 512
-"""What a disk writes at once, all of it or nothing."""
+"""The unit that a disk writes atomically."""
 
-NAMES_ALL_MAX = 8
-"""With this many changes of names or fewer under way, every subset of them is a crash state."""
+EXHAUSTIVE_CHANGES_MAX = 8
+"""Up to this many pending name changes, every subset of them is a crash state."""
 
 ROOT = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """Directory entries changed at once: ``(directory, name, inode)``, inode None where the name is gone."""
+class NameChange:
+    """Directory entries changed atomically: ``(directory, name, inode)``; inode None: the name was removed."""
 
     changes: tuple[tuple[int, str, int | None], ...]
     is_directory: bool = False
@@ -68,22 +67,21 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the caller has to say about this moment: a save is acknowledged, a removal begins."""
+    """A note of the caller at this point, for example that a save was acknowledged."""
 
     note: Any
 
 
-Operation = Names | Write | Resize | Persist | Mark
-Directory = dict[str, "int | bytes"]
+Operation = NameChange | Write | Resize | Persist | Mark
 
 
 class Recorder:
-    """Records what this process, in all of its threads, changes below ``root``, while it is entered.
+    """Records the changes that all threads of this process make below ``root``, while entered.
 
-    One change at a time: calls are held apart by a lock, so the record is an order in which they happened. A call that
-    would change files in a way that is not recorded raises NotImplementedError.
+    A lock serialises the calls, so the record is the order in which they happened. A call whose changes cannot be
+    recorded raises NotImplementedError.
 
-    Replaces functions of ``os``, ``open`` and the fallocate of ``cache.writing``; for tests, one at a time.
+    Replaces functions of ``os``, ``open`` and the fallocate of ``disk.file_io``. Only one recorder at a time.
     """
 
     def __init__(self, root: Path) -> None:
@@ -94,68 +92,68 @@ class Recorder:
         self._names: dict[int, dict[str, int]] = {}
         self._sizes: dict[int, int] = {}
         self._descriptors: dict[int, tuple[int, int, int]] = {}
-        """Open descriptors: our inode, the kernel's, and the flags."""
-        self._undo: list[tuple[Any, str, Any]] = []
-        self._next = ROOT
-        self._adopt(self.start)
+        """Open descriptors: the recorder's inode, the kernel's inode, and the flags."""
+        self._originals: list[tuple[Any, str, Any]] = []
+        self._next_inode = ROOT
+        self._number_inodes(self.start)
 
-    def _adopt(self, tree: Tree) -> int:
-        inode = self._new()
+    def _number_inodes(self, tree: Tree) -> int:
+        inode = self._new_inode()
         names = self._names[inode] = {}
         for name, child in tree.items():
             if isinstance(child, dict):
-                names[name] = self._adopt(child)
+                names[name] = self._number_inodes(child)
             else:
-                names[name] = self._new()
+                names[name] = self._new_inode()
                 self._sizes[names[name]] = len(child)
         return inode
 
-    def _new(self) -> int:
-        self._next += 1
-        return self._next - 1
+    def _new_inode(self) -> int:
+        self._next_inode += 1
+        return self._next_inode - 1
 
     def mark(self, note: Any) -> None:
-        """Note something about this moment, for who checks the crash states."""
+        """Record ``note`` at this point for the checker of the crash states."""
         with self._lock:
             self.operations.append(Mark(note))
 
     def differences(self) -> list[str]:
-        """Name each path where what was recorded is not what is there: it must be empty, or the record is no good."""
+        """Return the paths whose recorded content differs from the disk. Not empty: the record is invalid."""
         model = Model(self.start)
         for operation in self.operations:
             model.apply(operation)
-        there, recorded = flat(_scan(self.root)), flat(model.now())
+        there, recorded = flatten(_scan(self.root)), flatten(model.now())
         return sorted(path for path in there.keys() | recorded.keys() if there.get(path) != recorded.get(path))
 
-    # --- standing in for the functions that change files ------------------------------------------------------------
+    # --- replacements of the functions that change files -------------------------------------------------------------
 
     def __enter__(self) -> Recorder:
         for name in ("open", "close", "write", "pwrite", "ftruncate", "posix_fallocate", "fsync", "fdatasync", "unlink",
                      "remove", "rmdir", "mkdir", "rename", "replace", "link"):  # fmt: skip
-            self._stand_in(os, name, getattr(self, f"_{name}"))
+            self._patch(os, name, getattr(self, f"_{name}"))
         for name in ("symlink", "truncate", "mkfifo", "mknod"):
-            self._stand_in(os, name, self._refusing_path)
+            self._patch(os, name, self._reject_paths)
         for name in ("writev", "pwritev", "sendfile", "copy_file_range", "splice"):
-            self._stand_in(os, name, self._refusing_descriptor)
-        self._stand_in(io, "open", self._open_file)
-        self._stand_in(builtins, "open", self._open_file)
-        self._stand_in(file_io, "libc", lambda real: _Libc(real, self))
+            self._patch(os, name, self._reject_descriptors)
+        self._patch(io, "open", self._open_file)
+        self._patch(builtins, "open", self._open_file)
+        self._patch(file_io, "libc", lambda real: _Libc(real, self))
         return self
 
-    def _stand_in(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         real = getattr(owner, name)
-        self._undo.append((owner, name, real))
+        self._originals.append((owner, name, real))
         setattr(owner, name, make(real))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for owner, name, real in reversed(self._undo):
+        for owner, name, real in reversed(self._originals):
             setattr(owner, name, real)
-        self._undo.clear()
+        self._originals.clear()
 
-    def _place(self, path: Any, descriptor: int | None = None) -> tuple[int, str] | None:
-        """Directory and name that ``path`` means below our root; None for what is elsewhere (the root itself too)."""
+    def _resolve(self, path: Any, descriptor: int | None = None) -> tuple[int, str] | None:
+        """Return the directory inode and name of ``path`` below the root; None outside of it and for the root."""
         if isinstance(path, int):
             return None
         text = os.fsdecode(path)
@@ -173,25 +171,25 @@ class Recorder:
         for name in names[:-1]:
             child = self._names.get(inode, {}).get(name)
             if child is None:
-                return None  # the call will fail, and change nothing
+                return None  # the call will fail
             inode = child
         return inode, names[-1]
 
     def _is_below(self, path: Any) -> bool:
-        return self._place(path) is not None or os.fspath(path) == str(self.root)
+        return self._resolve(path) is not None or os.fspath(path) == str(self.root)
 
     def _inode_of(self, descriptor: int) -> int | None:
-        """Our inode behind an open descriptor, None when it is not one of ours (any more)."""
+        """Return the recorder's inode of an open descriptor, None if it is not recorded."""
         known = self._descriptors.get(descriptor)
         if known is None:
             return None
-        if os.fstat(descriptor).st_ino != known[1]:  # closed behind our back, and the number was given out again
+        if os.fstat(descriptor).st_ino != known[1]:  # closed unseen, and the kernel reused the number
             del self._descriptors[descriptor]
             return None
         return known[0]
 
     def _log_name(self, *changes: tuple[int, str, int | None], is_directory: bool = False) -> None:
-        self.operations.append(Names(changes, is_directory))
+        self.operations.append(NameChange(changes, is_directory))
         for directory, name, inode in changes:
             if inode is None:
                 self._names[directory].pop(name, None)
@@ -210,29 +208,29 @@ class Recorder:
     def _open(self, real: Any) -> Any:
         def open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
             with self._lock:
-                place = self._place(path, dir_fd)
+                place = self._resolve(path, dir_fd)
                 descriptor: int = real(path, flags, mode, dir_fd=dir_fd)
                 if flags & os.O_TMPFILE == os.O_TMPFILE and self._is_below(path):
-                    inode = self._new()  # which nothing finds before a link gives it a name
+                    inode = self._new_inode()  # unreachable until a link names it
                     self._sizes[inode] = 0
                     self._descriptors[descriptor] = (inode, os.fstat(descriptor).st_ino, flags)
                     return descriptor
                 if place is None and not (isinstance(path, str | Path) and self._is_below(path)):
                     self._descriptors.pop(descriptor, None)
                     return descriptor
-                inode = ROOT if place is None else self._opened(place, flags)
+                inode = ROOT if place is None else self._open_inode(place, flags)
                 self._descriptors[descriptor] = (inode, os.fstat(descriptor).st_ino, flags)
                 return descriptor
 
         return open
 
-    def _opened(self, place: tuple[int, str], flags: int) -> int:
+    def _open_inode(self, place: tuple[int, str], flags: int) -> int:
         directory, name = place
         if name in {"", "."}:
             return directory
         inode = self._names[directory].get(name)
         if inode is None:
-            inode = self._new()
+            inode = self._new_inode()
             self._sizes[inode] = 0
             self._log_name((directory, name, inode))
         elif flags & os.O_TRUNC:
@@ -250,7 +248,7 @@ class Recorder:
     def _write(self, real: Any) -> Any:
         def write(descriptor: int, data: Any) -> int:
             if descriptor not in self._descriptors:
-                return real(descriptor, data)  # type: ignore[no-any-return]  # a pipe: it may block
+                return real(descriptor, data)  # type: ignore[no-any-return]  # a pipe may block: no lock
             with self._lock:
                 inode = self._inode_of(descriptor)
                 if inode is None:
@@ -285,7 +283,7 @@ class Recorder:
         return ftruncate
 
     def allocated(self, descriptor: int, end: int) -> None:
-        """Note that a file has at least ``end`` bytes now."""
+        """Record that a file has at least ``end`` bytes."""
         with self._lock:
             inode = self._inode_of(descriptor)
             if inode is not None:
@@ -314,7 +312,7 @@ class Recorder:
     def _unlink(self, real: Any) -> Any:
         def unlink(path: Any, *, dir_fd: int | None = None) -> None:
             with self._lock:
-                place = self._place(path, dir_fd)
+                place = self._resolve(path, dir_fd)
                 real(path, dir_fd=dir_fd)
                 if place is not None:
                     self._log_name((*place, None))
@@ -327,10 +325,10 @@ class Recorder:
     def _mkdir(self, real: Any) -> Any:
         def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
             with self._lock:
-                place = self._place(path, dir_fd)
+                place = self._resolve(path, dir_fd)
                 real(path, mode, dir_fd=dir_fd)
                 if place is not None:
-                    inode = self._new()
+                    inode = self._new_inode()
                     self._names[inode] = {}
                     self._log_name((*place, inode), is_directory=True)
 
@@ -339,13 +337,13 @@ class Recorder:
     def _rename(self, real: Any) -> Any:
         def rename(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
             with self._lock:
-                old, new = self._place(source, src_dir_fd), self._place(target, dst_dir_fd)
+                old, new = self._resolve(source, src_dir_fd), self._resolve(target, dst_dir_fd)
                 if (old is None) != (new is None):
-                    raise NotImplementedError(f"a rename across the border of {self.root}: {source} to {target}")
+                    raise NotImplementedError(f"rename into or out of {self.root}: {source} to {target}")
                 real(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
                 if old is not None and new is not None:
                     inode = self._names[old[0]][old[1]]
-                    if self._names[new[0]].get(new[1]) != inode:  # else both are one file, and nothing happens
+                    if self._names[new[0]].get(new[1]) != inode:  # both names of one file: rename does nothing
                         self._log_name((*old, None), (*new, inode), is_directory=inode in self._names)
 
         return rename
@@ -355,43 +353,43 @@ class Recorder:
     def _link(self, real: Any) -> Any:
         def link(source: Any, target: Any, **options: Any) -> None:
             with self._lock:
-                inode, new = self._linked(source), self._place(target)
+                inode, new = self._link_source(source), self._resolve(target)
                 if (inode is None) != (new is None):
-                    raise NotImplementedError(f"a link across the border of {self.root}: {source} to {target}")
+                    raise NotImplementedError(f"link into or out of {self.root}: {source} to {target}")
                 real(source, target, **options)
                 if inode is not None and new is not None:
                     self._log_name((*new, inode))
 
         return link
 
-    def _linked(self, source: Any) -> int | None:
-        """Our inode that ``source`` names, be it by an open descriptor."""
+    def _link_source(self, source: Any) -> int | None:
+        """Return the inode of ``source``, a path or ``/proc/self/fd/N``."""
         descriptor = os.fsdecode(source).removeprefix("/proc/self/fd/")
         if descriptor.isdecimal():
             return self._inode_of(int(descriptor))
-        place = self._place(source)
+        place = self._resolve(source)
         return None if place is None else self._names[place[0]].get(place[1])
 
-    def _refusing_path(self, real: Any) -> Any:
-        def refusing(*arguments: Any, **options: Any) -> Any:
-            if any(isinstance(item, str | bytes | os.PathLike) and self._place(item) for item in arguments):
+    def _reject_paths(self, real: Any) -> Any:
+        def rejecting(*arguments: Any, **options: Any) -> Any:
+            if any(isinstance(item, str | bytes | os.PathLike) and self._resolve(item) for item in arguments):
                 raise NotImplementedError(f"{real.__name__}{arguments} is not recorded")
             return real(*arguments, **options)
 
-        return refusing
+        return rejecting
 
-    def _refusing_descriptor(self, real: Any) -> Any:
-        def refusing(*arguments: Any, **options: Any) -> Any:
+    def _reject_descriptors(self, real: Any) -> Any:
+        def rejecting(*arguments: Any, **options: Any) -> Any:
             written = arguments[:2] if real.__name__ in {"copy_file_range", "splice"} else arguments[:1]
             if any(self._inode_of(item) is not None for item in written):
                 raise NotImplementedError(f"{real.__name__}{arguments} is not recorded")
             return real(*arguments, **options)
 
-        return refusing
+        return rejecting
 
     def _open_file(self, real: Any) -> Any:
         def open(file: Any, mode: str = "r", buffering: int = -1, *arguments: Any, **options: Any) -> Any:
-            if not set(mode) & set("wax+") or (self._place(file) is None and file not in self._descriptors):
+            if not set(mode) & set("wax+") or (self._resolve(file) is None and file not in self._descriptors):
                 return real(file, mode, buffering, *arguments, **options)
             raw = _Raw(file, mode)
             if buffering == 0:
@@ -403,7 +401,7 @@ class Recorder:
 
 
 class _Raw(io.RawIOBase):
-    """A file opened by ``open``, on the functions of ``os``, so that the recorder sees what it does."""
+    """A file opened by ``open``, built on the ``os`` functions that the recorder replaces."""
 
     def __init__(self, file: Any, mode: str) -> None:
         kind = next(letter for letter in mode if letter in "rwax")
@@ -447,7 +445,7 @@ class _Raw(io.RawIOBase):
 
 
 class _Libc:
-    """The C library as ``cache.writing`` uses it."""
+    """The C library for ``disk.file_io``, with a recorded fallocate."""
 
     def __init__(self, real: Any, recorder: Recorder) -> None:
         self._real, self._recorder = real, recorder
@@ -459,13 +457,13 @@ class _Libc:
         return result
 
 
-# --- what is on the disk ----------------------------------------------------------------------------------------------
+# --- trees of files ---------------------------------------------------------------------------------------------------
 
 Tree = dict[str, Any]
-"""A directory: names to bytes (files) and trees (directories)."""
+"""A directory: names to bytes (files) or trees (directories)."""
 
 Files = dict[str, bytes]
-"""Files below the root by their relative paths."""
+"""Files by their paths relative to the root."""
 
 
 def _scan(root: Path) -> Tree:
@@ -480,19 +478,19 @@ def _scan(root: Path) -> Tree:
     return tree
 
 
-def flat(tree: Tree, prefix: str = "") -> Files:
-    """The files of ``tree`` by path; an empty directory is an entry that ends in a slash."""
+def flatten(tree: Tree, prefix: str = "") -> Files:
+    """Return the files of ``tree`` by path. An empty directory is an entry that ends in a slash."""
     files: Files = {}
     for name, child in tree.items():
         if isinstance(child, dict):
-            files |= flat(child, f"{prefix}{name}/") or {f"{prefix}{name}/": b""}
+            files |= flatten(child, f"{prefix}{name}/") or {f"{prefix}{name}/": b""}
         else:
             files[f"{prefix}{name}"] = child
     return files
 
 
 def materialise(tree: Tree, root: Path) -> None:
-    """Write ``tree`` below ``root``, which is there and empty."""
+    """Write ``tree`` into the existing empty directory ``root``."""
     for name, child in tree.items():
         if isinstance(child, dict):
             (root / name).mkdir()
@@ -502,7 +500,7 @@ def materialise(tree: Tree, root: Path) -> None:
 
 
 @dataclass(slots=True)
-class ShardFile:
+class FileModel:
     durable: bytes = b""
     pending: list[Write | Resize] = field(default_factory=list)
     _now: bytes | None = None
@@ -517,26 +515,26 @@ class ShardFile:
 
     def now(self) -> bytes:
         if self._now is None:
-            self._now = _played(self.durable, self.pending)
+            self._now = _replay(self.durable, self.pending)
         return self._now
 
-    def torn(self, chance: random.Random) -> bytes:
-        """One of the things a crash may leave of what was not fsynced."""
-        kind = chance.randrange(4)
-        if kind == 0:  # any of the changes, in order
-            return _played(self.durable, [item for item in self.pending if chance.random() < 0.5])
-        if kind == 1:  # the size, and none of the data
+    def torn(self, rng: random.Random) -> bytes:
+        """Return one random content that a crash may leave before the next fsync."""
+        kind = rng.randrange(4)
+        if kind == 0:  # any subset of the changes, in order
+            return _replay(self.durable, [item for item in self.pending if rng.random() < 0.5])
+        if kind == 1:  # the new size without the data
             return self.durable[: len(self.now())].ljust(len(self.now()), b"\0")
-        if kind == 2:  # cut off
-            return self.now()[: chance.randrange(len(self.now()) + 1) // BLOCK_BYTES * BLOCK_BYTES]
+        if kind == 2:  # truncated
+            return self.now()[: rng.randrange(len(self.now()) + 1) // BLOCK_BYTES * BLOCK_BYTES]
         old, new = self.durable.ljust(len(self.now()), b"\0"), self.now()
         return b"".join(
-            (new if chance.random() < 0.5 else old)[start : start + BLOCK_BYTES]
+            (new if rng.random() < 0.5 else old)[start : start + BLOCK_BYTES]
             for start in range(0, len(new), BLOCK_BYTES)
         )
 
 
-def _played(data: bytes, operations: Sequence[Write | Resize]) -> bytes:
+def _replay(data: bytes, operations: Sequence[Write | Resize]) -> bytes:
     content = bytearray(data)
     for operation in operations:
         if isinstance(operation, Resize):
@@ -550,38 +548,38 @@ def _played(data: bytes, operations: Sequence[Write | Resize]) -> bytes:
 
 
 class Model:
-    """The disk at one moment of a recorded run: what is durable, and what may be or may not."""
+    """The disk at one point of a recorded run: durable state and pending changes."""
 
     def __init__(self, start: Tree) -> None:
         self.directories: dict[int, dict[str, int]] = {}
-        self.files: dict[int, ShardFile] = {}
-        self.pending: list[tuple[Names, set[int]]] = []
-        """Changes of names that are not durable, and the directories that have to be fsynced until they are."""
-        self._next = ROOT
-        self._adopt(start)
+        self.files: dict[int, FileModel] = {}
+        self.pending: list[tuple[NameChange, set[int]]] = []
+        """Name changes that are not durable, with the directories that still need an fsync."""
+        self._next_inode = ROOT
+        self._number_inodes(start)
 
-    def _adopt(self, tree: Tree) -> int:
-        inode, self._next = self._next, self._next + 1
+    def _number_inodes(self, tree: Tree) -> int:
+        inode, self._next_inode = self._next_inode, self._next_inode + 1
         names = self.directories[inode] = {}
         for name, child in tree.items():
             if isinstance(child, dict):
-                names[name] = self._adopt(child)
+                names[name] = self._number_inodes(child)
             else:
-                names[name], self._next = self._next, self._next + 1
-                self.files[names[name]] = ShardFile(child)
+                names[name], self._next_inode = self._next_inode, self._next_inode + 1
+                self.files[names[name]] = FileModel(child)
         return inode
 
     def apply(self, operation: Operation) -> None:
-        if isinstance(operation, Names):
+        if isinstance(operation, NameChange):
             for _, _, inode in operation.changes:
                 if inode is not None and inode not in self.files and inode not in self.directories:
                     if operation.is_directory:
                         self.directories[inode] = {}
                     else:
-                        self.files[inode] = ShardFile()
+                        self.files[inode] = FileModel()
             self.pending.append((operation, {directory for directory, _, _ in operation.changes}))
         elif isinstance(operation, Write | Resize):
-            self.files.setdefault(operation.inode, ShardFile()).apply(operation)  # it may have no name yet
+            self.files.setdefault(operation.inode, FileModel()).apply(operation)  # may have no name yet
         elif isinstance(operation, Persist):
             self._persist(operation.inode)
 
@@ -590,20 +588,20 @@ class Model:
             self.files[inode].persist()
             return
         left = []
-        for names, wanted in self.pending:
-            wanted.discard(inode)
-            if wanted:
-                left.append((names, wanted))
+        for names, unsynced in self.pending:
+            unsynced.discard(inode)
+            if unsynced:
+                left.append((names, unsynced))
             else:
                 _rename(self.directories, names)
         self.pending = left
 
     def now(self) -> Tree:
-        """What every process sees."""
+        """Return the tree that running processes see."""
         return self.after_crash(range(len(self.pending)), {})
 
     def after_crash(self, kept: Sequence[int], contents: dict[int, bytes]) -> Tree:
-        """What is there when of the pending changes of names those in ``kept`` arrived, and files have ``contents``."""
+        """Return the tree after a crash that kept the pending name changes ``kept`` and the file ``contents``."""
         directories = self.directories
         if kept:
             touched = {directory for index in kept for directory, _, _ in self.pending[index][0].changes}
@@ -626,7 +624,7 @@ class Model:
         return [inode for inode, file in self.files.items() if file.pending]
 
 
-def _rename(directories: dict[int, dict[str, int]], names: Names) -> None:
+def _rename(directories: dict[int, dict[str, int]], names: NameChange) -> None:
     for directory, name, inode in names.changes:
         if inode is None:
             directories[directory].pop(name, None)
@@ -634,12 +632,12 @@ def _rename(directories: dict[int, dict[str, int]], names: Names) -> None:
             directories[directory][name] = inode
 
 
-# --- what a crash may leave -------------------------------------------------------------------------------------------
+# --- crash states -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class CrashState:
-    """What a crash just after operation ``point`` may leave. ``number`` counts the states of one call."""
+    """A tree that a crash just after operation ``point`` may leave. ``number`` counts the states of one call."""
 
     number: int
     point: int
@@ -647,56 +645,56 @@ class CrashState:
 
 
 def crash_states(recorder: Recorder, count: int, seed: int = 0) -> Iterator[CrashState]:
-    """Yield ``count`` crash states or a few more, of all moments of the run: first each moment's own, then at random.
+    """Yield at least ``count`` crash states: first the new states of each point, then random ones.
 
-    A moment's own states are those that no earlier moment had: after a change that is not durable yet, every choice
-    with that change (every subset of the names, where they are few); after a ``Mark``, every choice there is, because
-    something else is expected of them now. Random ones have files torn in more ways. The same seed, the same states.
+    The new states of a point: after a change that is not durable, every choice that contains the change (all subsets of
+    the name changes, if there are few); after a ``Mark``, every choice, because the expectations changed. Random states
+    tear files in more ways. The result depends only on ``seed``.
 
-    Cost: about 20 microseconds a state for a tree of 50 files. Memory: what was written, once.
+    Cost: about 20 microseconds a state for a tree of 50 files. Memory: the written data, once.
     """
-    chance = random.Random(seed)
-    number, share = 0, 0
+    rng = random.Random(seed)
+    number, per_point = 0, 0
     while number < count:
         model = Model(recorder.start)
         for point, operation in enumerate(recorder.operations):
             model.apply(operation)
             if isinstance(operation, Persist):
                 continue
-            choices = _own(model, operation, chance) if not share else _random(model, share, chance)
+            choices = _new_choices(model, operation, rng) if not per_point else _random_choices(model, per_point, rng)
             for kept, contents in choices:
                 yield CrashState(number, point, model.after_crash(kept, contents))
                 number += 1
-            if share and number >= count:
+            if per_point and number >= count:
                 return
-        share = max(1, (count - number) // max(1, len(recorder.operations)) // 4)
+        per_point = max(1, (count - number) // max(1, len(recorder.operations)) // 4)
 
 
 Choice = tuple[Sequence[int], dict[int, bytes]]
 
 
-def _own(model: Model, operation: Operation, chance: random.Random) -> Iterator[Choice]:
+def _new_choices(model: Model, operation: Operation, rng: random.Random) -> Iterator[Choice]:
     names, dirty = len(model.pending), model.dirty()
-    for kept in _subsets(names, chance):
-        if isinstance(operation, Names) and names - 1 not in kept:
+    for kept in _subsets(names, rng):
+        if isinstance(operation, NameChange) and names - 1 not in kept:
             continue
         for contents in _plain_contents(model, dirty):
             yield kept, contents
         if dirty:
-            yield kept, {inode: model.files[inode].torn(chance) for inode in dirty}
+            yield kept, {inode: model.files[inode].torn(rng) for inode in dirty}
 
 
-def _random(model: Model, share: int, chance: random.Random) -> Iterator[Choice]:
+def _random_choices(model: Model, per_point: int, rng: random.Random) -> Iterator[Choice]:
     names, dirty = len(model.pending), model.dirty()
-    for _ in range(share if names > NAMES_ALL_MAX or dirty else 1):
-        odds = chance.choice((0.1, 0.5, 0.9))
-        kept = [index for index in range(names) if chance.random() < odds]
-        yield kept, {inode: model.files[inode].torn(chance) for inode in dirty}
+    for _ in range(per_point if names > EXHAUSTIVE_CHANGES_MAX or dirty else 1):
+        odds = rng.choice((0.1, 0.5, 0.9))
+        kept = [index for index in range(names) if rng.random() < odds]
+        yield kept, {inode: model.files[inode].torn(rng) for inode in dirty}
 
 
-def _subsets(count: int, chance: random.Random) -> Iterator[tuple[int, ...]]:
-    """Every subset of ``range(count)``; where that is too many: none, all, each alone, all but each, and some more."""
-    if count <= NAMES_ALL_MAX:
+def _subsets(count: int, rng: random.Random) -> Iterator[tuple[int, ...]]:
+    """Yield every subset of ``range(count)``; for many: none, all, each alone, all but each, and random ones."""
+    if count <= EXHAUSTIVE_CHANGES_MAX:
         for mask in range(1 << count):
             yield tuple(index for index in range(count) if mask >> index & 1)
         return
@@ -705,13 +703,13 @@ def _subsets(count: int, chance: random.Random) -> Iterator[tuple[int, ...]]:
     for index in everything:
         yield (index,)
         yield everything[:index] + everything[index + 1 :]
-    for _ in range(1 << (NAMES_ALL_MAX - 1)):
-        odds = chance.choice((0.1, 0.5, 0.9))
-        yield tuple(index for index in everything if chance.random() < odds)
+    for _ in range(1 << (EXHAUSTIVE_CHANGES_MAX - 1)):
+        odds = rng.choice((0.1, 0.5, 0.9))
+        yield tuple(index for index in everything if rng.random() < odds)
 
 
 def _plain_contents(model: Model, dirty: Sequence[int]) -> Iterator[dict[int, bytes]]:
-    """All of what was written is there, or nothing, or the sizes only."""
+    """Yield all of the written data, then none of it, then only the sizes."""
     yield {}
     if dirty:
         files = {inode: model.files[inode] for inode in dirty}

@@ -1,7 +1,7 @@
-"""Crash states: after a power cut at any moment of a save, drain, removal or resume, what was acknowledged is there.
+"""A power cut at any point of a save, drain, removal or resume loses nothing that was acknowledged.
 
-A run of the real code is recorded (tests/fault/crash_state_model.py), every state that a crash may leave is built, and
-each is held against what had been acknowledged at that moment. TIERCKPT_TEST_CRASH_STATES sets how many are built.
+A run of the real code is recorded (crash_state_model.py), and every state that a crash may leave is compared with the
+acknowledgements up to that point. TIERCKPT_TEST_CRASH_STATES sets the number of states.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
-from tests.fault.crash_state_model import CrashState, Files, Mark, Recorder, crash_states, flat, materialise
+from tests.fault.crash_state_model import CrashState, Files, Mark, Recorder, crash_states, flatten, materialise
 from tests.fault.sweep import saver as sweep_saver
 from tests.states import load, same, save
 from tierckpt.arena import slots
@@ -52,36 +52,36 @@ from tierckpt.types import Tier
 
 STATES = int(os.environ.get("TIERCKPT_TEST_CRASH_STATES", "3000"))
 SAMPLES = max(5, STATES // 5000)
-"""States of each run that are also written to a disk, where a new mover recovers and saves on."""
+"""States of each run that are also written to disk, where a new mover recovers and saves again."""
 
-LOCAL, SHARED, ANYTHING = "local", "shared", "*"
+LOCAL, SHARED, ANY_WHOLE = "local", "shared", "*"
 Place = tuple[str, int]
 """A tier and a step."""
 
 
 def state_of(seed: int, size: int = 700) -> dict[str, Any]:
-    """A shard of a few disk blocks: torn in many ways, and cheap to build a thousand times."""
+    """Return a state of a few disk blocks: it tears in many ways and is cheap to build."""
     return {"weight": torch.randn(size, generator=torch.Generator().manual_seed(seed)), "step": seed}
 
 
 @dataclass(frozen=True)
-class May:
-    """From now on what stands at ``place`` may change into what is acknowledged next, or ``anything`` that is whole."""
+class MayChange:
+    """From this mark, ``place`` may change to its next acknowledged attempt, or to ``anything`` that is whole."""
 
     place: Place
     anything: bool = False
 
 
 @dataclass(frozen=True)
-class Must:
-    """Acknowledged: from now on this attempt stands at ``place``; None for nothing."""
+class Acknowledged:
+    """From this mark, ``place`` holds this attempt; None: no checkpoint."""
 
     place: Place
     attempt: str | None
 
 
 class World:
-    """A node's SSD and a mounted shared tier in one directory, everything that changes there recorded."""
+    """A node's SSD and a mounted shared tier in one recorded directory."""
 
     def __init__(self, root: Path) -> None:
         for name in (LOCAL, SHARED):
@@ -91,7 +91,7 @@ class World:
         self.options = {"local_root": root / LOCAL, "chunk_size_bytes": "4KiB", "mover": "inline"}
         self.manifests: dict[str, Manifest] = {}
         self.metadata: dict[bytes, Manifest] = {}
-        """Manifest by the stock metadata that belongs to it: what plain PyTorch reads through."""
+        """Manifests by the content of their stock ``.metadata``, which plain PyTorch reads."""
 
     @property
     def settings(self) -> Settings:
@@ -104,26 +104,26 @@ class World:
         tier, step = place
         return local_dir(self.root / LOCAL, parse_uri(self.uri(step))) if tier == LOCAL else Path(self.uri(step))
 
-    def may(self, step: int, *tiers: str) -> None:
+    def allow_change(self, step: int, *tiers: str) -> None:
         for tier in tiers:
-            self.recorder.mark(May((tier, step)))
+            self.recorder.mark(MayChange((tier, step)))
 
-    def must(self, step: int, *tiers: str) -> None:
+    def acknowledge(self, step: int, *tiers: str) -> None:
         for tier in tiers:
             manifest = local_commit.read_local_manifest(self.directory((tier, step)))
             if manifest is not None:
                 self.manifests[manifest.attempt] = manifest
                 for entry in manifest.metadata:
                     self.metadata[(self.directory((tier, step)) / entry.key).read_bytes()] = manifest
-            self.recorder.mark(Must((tier, step), manifest.attempt if manifest else None))
+            self.recorder.mark(Acknowledged((tier, step), manifest.attempt if manifest else None))
 
     def save(self, step: int, seed: int, *tiers: str) -> None:
-        self.may(step, LOCAL, SHARED)
+        self.allow_change(step, LOCAL, SHARED)
         save(self.uri(step), state_of(seed), **self.options)
-        self.must(step, *tiers)
+        self.acknowledge(step, *tiers)
 
 
-# --- what is recorded -------------------------------------------------------------------------------------------------
+# --- the recorded runs ------------------------------------------------------------------------------------------------
 
 
 def save_linked(world: World) -> None:
@@ -132,41 +132,41 @@ def save_linked(world: World) -> None:
         world.save(step, seed, LOCAL, SHARED)
 
 
-def save_ahead(world: World) -> None:
-    """From the second on the data is written before the save is planned, to a file without a name (save.md)."""
+def save_written_ahead(world: World) -> None:
+    """From the second save on, the data is written to an unnamed file before the save is planned (save.md)."""
     with written_ahead() as taken:
         for step, seed in ((1, 1), (2, 2), (2, 3)):
-            world.may(step, LOCAL, SHARED)
+            world.allow_change(step, LOCAL, SHARED)
             writer = tierckpt.TierStorageWriter(world.uri(step), **world.options)
             dcp.async_save(state_of(seed, 4000), storage_writer=writer, no_dist=True).result(60)  # type: ignore[union-attr]
-            world.must(step, LOCAL, SHARED)
+            world.acknowledge(step, LOCAL, SHARED)
     assert len(taken) == 2
 
 
 def prune(world: World) -> None:
-    """Retention, on both tiers."""
+    """Retention on both tiers."""
     for step in (1, 2, 3):
         world.save(step, step, LOCAL, SHARED)
-    world.may(1, LOCAL, SHARED)
-    world.may(2, LOCAL)
+    world.allow_change(1, LOCAL, SHARED)
+    world.allow_change(2, LOCAL)
     run = parse_uri(world.root / SHARED / "run")
     policy = Policy.of(keep_last={LOCAL: 1, SHARED: 2})
     get_client(world.settings).run(get_client(world.settings).mover.pruner.prune(run, policy))
-    world.must(1, LOCAL, SHARED)
-    world.must(2, LOCAL)
+    world.acknowledge(1, LOCAL, SHARED)
+    world.acknowledge(2, LOCAL)
 
 
-def drain_copied(world: World) -> None:
-    """Other file systems: the mover copies, after the save has returned, and a new save of the same id meets it."""
+def drain_by_copying(world: World) -> None:
+    """Tiers on two file systems: the mover copies after the save returned; a new save of the same step follows."""
     with no_links():
         for step, seed in ((1, 1), (1, 2)):
             world.save(step, seed, LOCAL)
             tierckpt.wait(world.uri(step), timeout_seconds=60, **world.options)
-            world.must(step, SHARED)
+            world.acknowledge(step, SHARED)
 
 
 def resume(world: World) -> None:
-    """A trainer that died after its local commit, and one that died in the middle of a save: the next takes both up."""
+    """One trainer died after its local commit, another during a save: the next process resumes both."""
     world.save(1, 1, LOCAL, SHARED)
     with no_drain():
         world.save(1, 2, LOCAL)
@@ -179,67 +179,77 @@ def resume(world: World) -> None:
         get_client(world.settings).recover()
         for step in (1, 2):
             tierckpt.wait(world.uri(step), timeout_seconds=60, **world.options)
-            world.must(step, SHARED)
+            world.acknowledge(step, SHARED)
 
 
 def save_of_two_ranks(world: World) -> None:
-    """Two ranks, with and without collectives: part records, the manifest to be, fragments."""
+    """Two ranks, with and without collectives: part records, pending manifest, fragments."""
     client = Client(world.settings)
     saver = sweep_saver.Saver(world.settings, lambda work: client.run(work))
     saver.mover = client.mover
     try:
         for step, alone in ((1, False), (2, True)):
             for label in ("a", "b"):
-                world.may(step, LOCAL, SHARED)
+                world.allow_change(step, LOCAL, SHARED)
                 saver.save(parse_uri(world.uri(step)), label, ranks=2, alone=alone)
-                world.must(step, LOCAL)
+                world.acknowledge(step, LOCAL)
                 client.run(client.mover.drains.drain_all(patient=True))
-                world.must(step, SHARED)
+                world.acknowledge(step, SHARED)
     finally:
         client.close()
 
 
 def failing_saves(world: World) -> None:
-    """A save that fails while it writes, and one that fails when its manifest is there and cannot be made durable."""
+    """One save fails while writing, another when its manifest is renamed but not durable."""
     world.save(1, 1, LOCAL, SHARED)
-    for patch in (no_room, no_durable_manifest):
-        world.recorder.mark(May((LOCAL, 1), anything=True))
+    for patch in (disk_full, manifest_not_durable):
+        world.recorder.mark(MayChange((LOCAL, 1), anything=True))
         with pytest.raises(TierckptError, match="seeded"), patch():
             save(world.uri(1), state_of(2), **world.options)
-        world.must(1, LOCAL)
+        world.acknowledge(1, LOCAL)
 
 
 def direct_put(world: World) -> None:
-    """Shards go straight to the shared tier. What remains of them on the SSD is no checkpoint (save.md)."""
+    """Shards go directly to the shared tier. Their remains on the SSD are no checkpoint (save.md)."""
     client = Client(world.settings)
     saver = sweep_saver.Saver(world.settings, lambda work: client.run(work))
     saver.mover = client.mover
     try:
         for step, label in ((1, "a"), (2, "b"), (2, "c")):
-            world.may(step, SHARED)
+            world.allow_change(step, SHARED)
             saver.save(parse_uri(world.uri(step)), label, is_direct_put=True)
             client.run(client.mover.drains.drain_all(patient=True))
-            world.must(step, SHARED)
+            world.acknowledge(step, SHARED)
     finally:
         client.close()
 
 
 def fetch(world: World) -> None:
-    """A node fetches a checkpoint that it no longer has."""
+    """A node fetches a checkpoint that was removed from its SSD."""
     prune(world)
     client = get_client(world.settings)
-    world.may(2, LOCAL, SHARED)
+    world.allow_change(2, LOCAL, SHARED)
     client.run(prefetch.fetch(client.mover, prefetch.PrefetchRequest(parse_uri(world.uri(2)))))
-    world.must(2, LOCAL, SHARED)
+    world.acknowledge(2, LOCAL, SHARED)
     assert local_commit.read_local_manifest(world.directory((LOCAL, 2))) is not None
 
 
-RUNS = (save_linked, save_ahead, prune, drain_copied, resume, save_of_two_ranks, failing_saves, direct_put, fetch)
+RUNS = (
+    save_linked,
+    save_written_ahead,
+    prune,
+    drain_by_copying,
+    resume,
+    save_of_two_ranks,
+    failing_saves,
+    direct_put,
+    fetch,
+)
 
 
 @contextlib.contextmanager
 def written_ahead() -> Iterator[list[Path]]:
-    """What is worth it from 64 MiB on is done with these few blocks too. Yields the files that a flush has taken."""
+    """Write ahead already from 4 KiB instead of 64 MiB. Yields the unnamed files that flushes used."""
     taken: list[Path] = []
     take = write_ahead.TempFile.take
 
@@ -269,14 +279,14 @@ def no_links() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_drain() -> Iterator[None]:
-    """The process dies, as it were, right after the local commit: its entry stays in the journal."""
+    """End the save after the local commit, as if the process died: its entry stays in the journal."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_session.SaveSession, "hand_over", lambda self, **_: self.release())
         yield
 
 
 @contextlib.contextmanager
-def no_room() -> Iterator[None]:
+def disk_full() -> Iterator[None]:
     def finish(self: Any, durable: bool) -> None:
         raise CapacityError("seeded")
 
@@ -286,8 +296,8 @@ def no_room() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_durable_manifest() -> Iterator[None]:
-    """fsync of the directory fails just after the manifest was renamed, once."""
+def manifest_not_durable() -> Iterator[None]:
+    """Fail the fsync of the directory just after the manifest was renamed, once."""
     failures = [StoreError("seeded")]
 
     def durable_write(path: Path, data: bytes) -> None:
@@ -305,7 +315,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_saver, "SHARD_BYTES", (5_000, 700))
     monkeypatch.setattr(sweep_saver, "CHUNK_BYTES", 4096)
     monkeypatch.setattr(retry, "PAUSE_SECONDS_MAX", 0.05)
-    for module in (manifests, replicated_file):  # so that there are block digests beside the shards
+    for module in (manifests, replicated_file):  # so that small shards have block digests
         monkeypatch.setattr(module, "DIGEST_BLOCK_BYTES", 1024)
 
 
@@ -314,7 +324,7 @@ def record(run: Callable[[World], None], root: Path) -> World:
     write_attempt_metadata = local_commit.write_attempt_metadata
 
     def keep(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
-        """Also that of saves which fail later: plain PyTorch may read it all the same."""
+        """Keep the metadata of failed saves too: plain PyTorch may read it."""
         world.metadata.update({data: manifest for data in metadata.values() if data not in world.metadata})
         write_attempt_metadata(directory, manifest, metadata)
 
@@ -327,7 +337,7 @@ def record(run: Callable[[World], None], root: Path) -> World:
     return world
 
 
-# --- what is expected of a state --------------------------------------------------------------------------------------
+# --- expectations -----------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(4096)
@@ -339,7 +349,7 @@ def decoded(data: bytes) -> Manifest | None:
 
 
 @functools.lru_cache(4096)
-def digests_of(data: bytes, chunk_size_bytes: int) -> tuple[str, ...]:
+def cached_digests(data: bytes, chunk_size_bytes: int) -> tuple[str, ...]:
     return manifests.digests_of(data, chunk_size_bytes)
 
 
@@ -354,7 +364,7 @@ def is_readable_entry(data: bytes) -> bool:
 
 @dataclass
 class Verdicts:
-    """Counts of what was built and checked, and the first violation of each kind."""
+    """Counts of states built and checked, and the first violation of each kind."""
 
     runs: int = 0
     states: int = 0
@@ -371,7 +381,7 @@ class Verdicts:
 
 
 class Checker:
-    """Holds crash states against what had been acknowledged at their moment."""
+    """Compares crash states with the acknowledgements up to their point."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -383,17 +393,17 @@ class Checker:
         self.known = self._known()
 
     def _allowed(self) -> list[dict[Place, frozenset[str | None]]]:
-        """For each operation, what may stand at each place after it."""
+        """Return, for each operation, the attempts that each place may hold after it."""
         notes = [op.note if isinstance(op, Mark) else None for op in self.world.recorder.operations]
         now: dict[Place, frozenset[str | None]] = {place: frozenset({None}) for place in self.places}
-        whole = frozenset({ANYTHING})
+        whole = frozenset({ANY_WHOLE})
         allowed = []
         for index, note in enumerate(notes):
-            if isinstance(note, Must):
+            if isinstance(note, Acknowledged):
                 now = {**now, note.place: frozenset({note.attempt})}
-            elif isinstance(note, May):
+            elif isinstance(note, MayChange):
                 now = {**now, note.place: now[note.place] | (whole if note.anything else frozenset())}
-                later = (n for n in notes[index:] if isinstance(n, Must) and n.place == note.place)
+                later = (n for n in notes[index:] if isinstance(n, Acknowledged) and n.place == note.place)
                 following = next(later, None)
                 if following is not None:
                     now = {**now, note.place: now[note.place] | {following.attempt}}
@@ -401,56 +411,56 @@ class Checker:
         return allowed
 
     def _known(self) -> list[frozenset[str]]:
-        """For each operation, the tokens of all that was acknowledged until then: what is left of it is in order."""
+        """Return, for each operation, the tokens of all attempts acknowledged up to it."""
         tokens: frozenset[str] = frozenset()
         known = []
         for operation in self.world.recorder.operations:
             note = operation.note if isinstance(operation, Mark) else None
-            if isinstance(note, Must) and note.attempt is not None:
+            if isinstance(note, Acknowledged) and note.attempt is not None:
                 tokens |= self.world.manifests[note.attempt].tokens
             known.append(tokens)
         return known
 
     def check(self, files: Files, point: int) -> list[str]:
-        """Name everything that must not be."""
+        """Return all violations."""
         found = []
         for place, directory in self.places.items():
-            found += self._check_place(files, directory, self.allowed[point][place])
+            found += self.check_place(files, directory, self.allowed[point][place])
         found += [
-            f"journal: {path} cannot be read" for path in self._journal(files) if not is_readable_entry(files[path])
+            f"journal: {path} is unreadable" for path in self._journal(files) if not is_readable_entry(files[path])
         ]
-        return found + [f"orphan: nothing names {path}" for path in self._orphans(files, point)]
+        return found + [f"orphan: {path} is in no manifest or journal entry" for path in self._orphans(files, point)]
 
-    def _check_place(self, files: Files, directory: str, allowed: frozenset[str | None]) -> list[str]:
+    def check_place(self, files: Files, directory: str, allowed: frozenset[str | None]) -> list[str]:
         found = []
         data = files.get(f"{directory}/{MANIFEST}")
         manifest = decoded(data) if data is not None else None
         if data is not None and manifest is None:
             found.append(f"damaged: the manifest of {directory}")
-        elif not {manifest.attempt if manifest else None, manifest and ANYTHING} & allowed:
+        elif not {manifest.attempt if manifest else None, manifest and ANY_WHOLE} & allowed:
             found.append(f"lost: {directory} holds {manifest and manifest.attempt}, not one of {set(allowed)}")
         if manifest is not None:
-            found += [f"torn: {directory}/{name}" for name in _bad(files, directory, manifest)]
+            found += [f"torn: {directory}/{name}" for name in _damaged(files, directory, manifest)]
         return found + self._check_stock(files, directory)
 
     def _check_stock(self, files: Files, directory: str) -> list[str]:
-        """Plain PyTorch goes by ``.metadata`` (P1): where there is one, every shard it names is there and good."""
+        """Check invariant P1: every shard named by a ``.metadata``, which plain PyTorch reads, is intact."""
         found = []
         for path in (path for path in files if path.startswith(f"{directory}/") and path.endswith(METADATA)):
             manifest = self.world.metadata.get(files[path])
             if manifest is None:
                 found.append(f"stock: {path} is torn")
-            elif _bad(files, directory, manifest, with_metadata=False):
-                found.append(f"stock: {path} names shards that are not there")
+            elif _damaged(files, directory, manifest, with_metadata=False):
+                found.append(f"stock: {path} names missing or damaged shards")
         return found
 
     def _journal(self, files: Files) -> list[str]:
         return [path for path in files if path.startswith("local/journal/") and path.endswith(".json")
-                and not local_name(path).startswith(".")]  # fmt: skip
+                and not base_name(path).startswith(".")]  # fmt: skip
 
     def _orphans(self, files: Files, point: int) -> list[str]:
-        """Shards that no commit names or has named, and no journal entry (J1): nobody would remove them."""
-        named = self.known[point] | {local_name(path).removesuffix(".json") for path in self._journal(files)}
+        """Return the shards that no commit, past or present, and no journal entry (J1) names: they would leak."""
+        named = self.known[point] | {base_name(path).removesuffix(".json") for path in self._journal(files)}
         for directory in self.places.values():
             data = files.get(f"{directory}/{MANIFEST}")
             manifest = decoded(data) if data is not None else None
@@ -460,29 +470,29 @@ class Checker:
         return [path for path in shards if not path.endswith(endings)]
 
 
-def local_name(path: str) -> str:
+def base_name(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _bad(files: Files, directory: str, manifest: Manifest, *, with_metadata: bool = True) -> list[str]:
+def _damaged(files: Files, directory: str, manifest: Manifest, *, with_metadata: bool = True) -> list[str]:
     entries = manifest.entries if with_metadata else manifest.files
     return [
         entry.key
         for entry in entries
         if (data := files.get(f"{directory}/{entry.key}")) is None
         or len(data) != entry.size_bytes
-        or digests_of(data, manifest.chunk_size_bytes) != entry.digests
+        or cached_digests(data, manifest.chunk_size_bytes) != entry.digests
     ]
 
 
-def examine(world: World, count: int, seed: int = 0, until: Set[str] = frozenset()) -> Verdicts:
-    """Build ``count`` crash states and check each distinct one; keep some, each with the same chance.
+def check_states(world: World, count: int, seed: int = 0, stop_at: Set[str] = frozenset()) -> Verdicts:
+    """Check the distinct ones of ``count`` crash states and keep a uniform sample.
 
-    Stops at the first violation of a kind in ``until``.
+    Stops at the first violation of a kind in ``stop_at``.
     """
-    checker, verdicts, seen, chance = Checker(world), Verdicts(), set[int](), random.Random(seed)
+    checker, verdicts, seen, rng = Checker(world), Verdicts(), set[int](), random.Random(seed)
     for state in crash_states(world.recorder, count, seed):
-        files = flat(state.tree)
+        files = flatten(state.tree)
         verdicts.states += 1
         key = hash((id(checker.allowed[state.point]), frozenset(files.items())))
         if key in seen:
@@ -490,11 +500,11 @@ def examine(world: World, count: int, seed: int = 0, until: Set[str] = frozenset
         seen.add(key)
         verdicts.distinct += 1
         verdicts.add(checker.check(files, state.point), state)
-        if until & verdicts.violations.keys():
+        if stop_at & verdicts.violations.keys():
             break
         if len(verdicts.samples) < SAMPLES:
             verdicts.samples.append(state)
-        elif (place := chance.randrange(verdicts.distinct)) < SAMPLES:
+        elif (place := rng.randrange(verdicts.distinct)) < SAMPLES:
             verdicts.samples[place] = state
     return verdicts
 
@@ -512,12 +522,12 @@ def totals() -> Iterator[Verdicts]:
 
 @pytest.mark.timeout(max(180, STATES // 200))
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_what_was_acknowledged_survives_a_crash_at_any_moment(
+def test_acknowledged_saves_survive_a_crash_at_any_point(
     run: Callable[[World], None], tmp_path: Path, totals: Verdicts
 ) -> None:
     world = record(run, tmp_path / "world")
-    assert world.recorder.differences() == []  # nothing happened that was not recorded
-    verdicts = examine(world, -(-STATES // len(RUNS)))
+    assert world.recorder.differences() == []
+    verdicts = check_states(world, -(-STATES // len(RUNS)))
     totals.runs += 1
     totals.states += verdicts.states
     totals.distinct += verdicts.distinct
@@ -525,20 +535,19 @@ def test_what_was_acknowledged_survives_a_crash_at_any_moment(
     assert verdicts.states >= -(-STATES // len(RUNS))
     assert len(verdicts.samples) == SAMPLES
     for state in verdicts.samples:
-        # An entry of a rank whose coordinator never committed stays (commit.md 4), and keeps `wait` for its id from
-        # ending well.
-        recover_and_go_on(world, state, (9,) if run is save_of_two_ranks else (1, 2))
+        # A journal entry of a rank whose coordinator never committed stays (commit.md 4) and fails `wait` for its id.
+        recover_and_save_again(world, state, (9,) if run is save_of_two_ranks else (1, 2))
 
 
-def test_as_many_states_were_built_as_planned(totals: Verdicts) -> None:
-    """The states that are equal to one seen before, with equal expectations, do not count."""
+def test_enough_distinct_states_were_checked(totals: Verdicts) -> None:
+    """States with the same files and expectations count once."""
     if totals.runs < len(RUNS):
-        pytest.skip("only some of the runs were asked for")
+        pytest.skip("needs all runs in one session")
     assert totals.distinct >= min(STATES * 5 // 6, 20_000)
 
 
-def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> None:
-    """The node comes back with ``state`` on its disks: a new process drains what was ready, and saves again."""
+def recover_and_save_again(world: World, state: CrashState, steps: Sequence[int]) -> None:
+    """Restart the node from ``state``: a new process drains pending saves and saves again."""
     shutil.rmtree(world.root)
     world.root.mkdir()
     materialise(state.tree, world.root)
@@ -553,11 +562,11 @@ def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> 
         allowed = {place: set(known) for place, known in checker.allowed[state.point].items()}
         for (tier, step), known in checker.allowed[state.point].items():
             if tier == LOCAL:
-                allowed[SHARED, step] |= known  # what was committed here has been drained meanwhile
-                allowed[LOCAL, step] |= checker.allowed[state.point][SHARED, step]  # and what was there came home
-        files = flat(Recorder(world.root).start)
+                allowed[SHARED, step] |= known  # the local commit has been drained
+                allowed[LOCAL, step] |= checker.allowed[state.point][SHARED, step]  # or fetched from the shared tier
+        files = flatten(Recorder(world.root).start)
         for place, directory in checker.places.items():
-            assert checker._check_place(files, directory, frozenset(allowed[place])) == []
+            assert checker.check_place(files, directory, frozenset(allowed[place])) == []
         for step in steps:
             save(world.uri(step), state_of(99), **options)
             tierckpt.wait(world.uri(step), timeout_seconds=60, **options)
@@ -569,14 +578,14 @@ def recover_and_go_on(world: World, state: CrashState, steps: Sequence[int]) -> 
         close_all()
 
 
-# --- negative controls: the harness finds what it is for --------------------------------------------------------------
+# --- negative controls: each seeded bug is found ----------------------------------------------------------------------
 
 
-def everywhere(patch: pytest.MonkeyPatch, function: Any, finish_for_dead_rank: Any) -> None:
-    """Replace ``function`` in each module of ours that has imported it by name."""
+def patch_importers(patch: pytest.MonkeyPatch, function: Any, replacement: Any) -> None:
+    """Replace ``function`` in each tierckpt module that imported it by name."""
     for name, module in list(sys.modules.items()):
         if name.startswith("tierckpt.") and getattr(module, function.__name__, None) is function:
-            patch.setattr(module, function.__name__, finish_for_dead_rank)
+            patch.setattr(module, function.__name__, replacement)
 
 
 def no_fsync(of_what: Callable[[int], bool]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -597,11 +606,11 @@ def rename_before_fsync(patch: pytest.MonkeyPatch) -> None:
             os.fsync(file)
             os.close(file)
 
-    everywhere(patch, durable.durable_write, durable_write)
+    patch_importers(patch, durable.durable_write, durable_write)
 
 
 def fsync_before_flush(patch: pytest.MonkeyPatch) -> None:
-    """What stock DCP does with its metadata: the bytes are still in the process when it fsyncs."""
+    """The bug of stock DCP's metadata: fsync while the bytes are still in the process's buffer."""
 
     def durable_write(path: Path, data: bytes, **_: Any) -> None:
         with durable.temporary_beside(path) as temporary:
@@ -611,7 +620,7 @@ def fsync_before_flush(patch: pytest.MonkeyPatch) -> None:
             temporary.replace(path)
             durable.fsync_dir(path.parent)
 
-    everywhere(patch, durable.durable_write, durable_write)
+    patch_importers(patch, durable.durable_write, durable_write)
 
 
 def unlink_before_rename(patch: pytest.MonkeyPatch) -> None:
@@ -622,11 +631,11 @@ def unlink_before_rename(patch: pytest.MonkeyPatch) -> None:
             temporary.replace(path)
             durable.fsync_dir(path.parent)
 
-    everywhere(patch, durable.durable_write, durable_write)
+    patch_importers(patch, durable.durable_write, durable_write)
 
 
 def manifest_before_shards(patch: pytest.MonkeyPatch) -> None:
-    """The commit comes first, and the shards are made durable after it."""
+    """The commit comes first; the shards become durable after it."""
     commit_local = local_commit.commit_local
 
     def commit_first(directory: Path, *rest: Any) -> None:
@@ -643,7 +652,7 @@ def manifest_before_shards(patch: pytest.MonkeyPatch) -> None:
 
 
 def data_name_reused(patch: pytest.MonkeyPatch) -> None:
-    """Shards have DCP's own names, and a new save writes over those of the one before."""
+    """Shards have DCP's own names, and a new save overwrites those of the previous one."""
     open_file = os.open
 
     def open_over(path: Any, flags: int, *rest: Any, **options: Any) -> int:
@@ -656,7 +665,7 @@ def data_name_reused(patch: pytest.MonkeyPatch) -> None:
 
 
 def digest_of_other_bytes(patch: pytest.MonkeyPatch) -> None:
-    """The memory changes between the digest and the write."""
+    """The memory changes between digest and write."""
     write = flush.ShardFile.write
 
     def write_other(self: Any, view: memoryview, offset: int) -> None:
@@ -669,7 +678,7 @@ def digest_of_other_bytes(patch: pytest.MonkeyPatch) -> None:
 def short_write_ignored(patch: pytest.MonkeyPatch) -> None:
     def write_all(file: int, data: Any) -> int:
         view = memoryview(data).cast("B")
-        os.write(file, view[: max(1, len(view) // 2)])  # the kernel took half of it
+        os.write(file, view[: max(1, len(view) // 2)])  # a short write
         return len(view)
 
     patch.setattr(durable, "write_all", write_all)
@@ -688,12 +697,12 @@ def shards_removed_before_the_manifest(patch: pytest.MonkeyPatch) -> None:
 
 
 def removal_that_is_not_durable(patch: pytest.MonkeyPatch) -> None:
-    """The manifest is removed first, and nothing says that this reaches the disk first."""
+    """The manifest is removed first, without an fsync that orders this on disk."""
     patch.setattr(local_commit, "fsync_dir", lambda path: None)
 
 
 def unfinished_save_that_comes_back(patch: pytest.MonkeyPatch) -> None:
-    """Its shards are removed, then its entry, and nothing says that the disk does it in this order."""
+    """The shards are removed, then their journal entry, without an fsync between."""
     patch.setattr(journal.Journal, "settle_removal", lambda self, token: None)
 
 
@@ -708,11 +717,11 @@ def block_digests_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(block_digests, "durable_write", lambda path, data: path.write_bytes(data))
 
 
-SEEDED = {
+SEEDED_BUGS = {
     "block digests that are not durable": (block_digests_that_are_not_durable, save_linked, {"torn"}),
     "no file fsync": (no_fsync(stat.S_ISREG), save_linked, {"lost", "torn", "damaged"}),
-    "no file fsync, written ahead": (no_fsync(stat.S_ISREG), save_ahead, {"lost", "torn", "damaged"}),
-    "no directory fsync, written ahead": (no_fsync(stat.S_ISDIR), save_ahead, {"lost"}),
+    "no file fsync, written ahead": (no_fsync(stat.S_ISREG), save_written_ahead, {"lost", "torn", "damaged"}),
+    "no directory fsync, written ahead": (no_fsync(stat.S_ISDIR), save_written_ahead, {"lost"}),
     "no directory fsync": (no_fsync(stat.S_ISDIR), save_linked, {"lost"}),
     "no file fsync, direct put": (no_fsync(stat.S_ISREG), direct_put, {"lost", "torn", "damaged"}),
     "no file fsync, fetch": (no_fsync(stat.S_ISREG), fetch, {"lost", "torn", "damaged"}),
@@ -731,10 +740,10 @@ SEEDED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SEEDED)
-def test_a_seeded_bug_is_found(name: str, tmp_path: Path) -> None:
-    """None of these is seen by a run that is not cut off, nor, most of them, by one that is killed."""
-    seed, run, kinds = SEEDED[name]
+@pytest.mark.parametrize("name", SEEDED_BUGS)
+def test_crash_states_find_a_seeded_bug(name: str, tmp_path: Path) -> None:
+    """A run without a crash finds none of these bugs; a killed process finds few."""
+    seed, run, kinds = SEEDED_BUGS[name]
     world = World(tmp_path / "world")
     with contextlib.suppress(TierckptError), world.recorder, pytest.MonkeyPatch.context() as patch:
         seed(patch)
@@ -742,11 +751,11 @@ def test_a_seeded_bug_is_found(name: str, tmp_path: Path) -> None:
             run(world)
         finally:
             close_all()
-    verdicts = examine(world, 3000, until=kinds)
+    verdicts = check_states(world, 3000, stop_at=kinds)
     assert kinds & verdicts.violations.keys(), f"{name}: {verdicts}"
 
 
-# --- controls of the recorder -----------------------------------------------------------------------------------------
+# --- tests of the recorder --------------------------------------------------------------------------------------------
 
 
 def recorded(root: Path, run: Callable[[Path], object]) -> Recorder:
@@ -759,10 +768,10 @@ def recorded(root: Path, run: Callable[[Path], object]) -> Recorder:
 
 
 def contents(recorder: Recorder) -> set[tuple[tuple[str, bytes], ...]]:
-    return {tuple(sorted(flat(state.tree).items())) for state in crash_states(recorder, 200)}
+    return {tuple(sorted(flatten(state.tree).items())) for state in crash_states(recorder, 200)}
 
 
-def test_a_rename_without_fsync_may_leave_any_of_its_halves(tmp_path: Path) -> None:
+def test_rename_without_fsync_may_lose_the_data_or_the_name(tmp_path: Path) -> None:
     def replace(root: Path) -> None:
         with (root / "new").open("wb") as file:
             file.write(b"new")
@@ -780,12 +789,12 @@ def test_a_rename_without_fsync_may_leave_any_of_its_halves(tmp_path: Path) -> N
     }
 
 
-def test_a_durable_write_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+def test_durable_write_leaves_the_old_or_the_new_file(tmp_path: Path) -> None:
     recorder = recorded(tmp_path / "world", lambda root: durable.durable_write(root / "old", b"new"))
     assert {dict(state)["old"] for state in contents(recorder)} == {b"old", b"new"}
 
 
-def test_every_way_to_change_a_file_is_recorded(tmp_path: Path) -> None:
+def test_recorder_records_every_kind_of_change(tmp_path: Path) -> None:
     def change(root: Path) -> None:
         durable.make_dirs(root / "a/b")
         (root / "a/text").write_text("text")
@@ -814,10 +823,10 @@ def test_every_way_to_change_a_file_is_recorded(tmp_path: Path) -> None:
 
     recorder = recorded(tmp_path / "world", change)
     assert recorder.differences() == []
-    assert flat(Recorder(tmp_path / "world").start)["linked"] == b"teXtmo"
+    assert flatten(Recorder(tmp_path / "world").start)["linked"] == b"teXtmo"
 
 
-def test_a_change_that_was_not_recorded_is_named(tmp_path: Path) -> None:
+def test_differences_names_an_unrecorded_change(tmp_path: Path) -> None:
     def change(root: Path) -> None:
         subprocess.run(["sh", "-c", f"echo else > {root}/old; mkdir {root}/else"], check=True)
 
@@ -825,12 +834,12 @@ def test_a_change_that_was_not_recorded_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [lambda p: os.truncate(p / "old", 1), lambda p: (p / "link").symlink_to("x")])
-def test_what_cannot_be_recorded_is_refused(change: Callable[[Path], None], tmp_path: Path) -> None:
+def test_unsupported_call_raises_not_implemented(change: Callable[[Path], None], tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError):
         recorded(tmp_path / "world", change)
 
 
-def test_one_seed_gives_the_same_states(tmp_path: Path) -> None:
+def test_crash_states_are_deterministic_for_a_seed(tmp_path: Path) -> None:
     recorder = recorded(tmp_path / "world", lambda root: (root / "old").write_bytes(b"x" * 5000))
     first, again, other = ([state.tree for state in crash_states(recorder, 50, seed)] for seed in (1, 1, 2))
     assert first == again != other
