@@ -1,10 +1,10 @@
-"""Kill -9 before, and every error the kernel may give to, the calls of save, drain, restore, fetch, retention, resume.
+"""Kills before, and errors of, each system call of save, drain, restore, fetch, retention and resume.
 
-The sweeps are processes of their own (tests/fault/sweep), three at a time: what the n-th call is stays the same only in
-a process with one thread. ``make torture`` runs them in full; here a part of the points is taken, the same each time.
+Invariants of docs/internals/commit.md: after any fault and a restart, each checkpoint is whole or invisible, everything
+acknowledged is present, and the interrupted work can be repeated.
 
-Cites docs/internals/commit.md: whatever the fault, after a restart each checkpoint is whole or invisible, what was
-acknowledged is there, and the same work done again ends well.
+The sweeps (tests/fault/sweep) run as three processes, because only in a process with one thread the n-th call is always
+the same. ``make torture`` takes every point, this suite a fixed sample.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FULL = LENGTH == "full"
 KILLS_MIN, ANSWERS_MIN, PAIRS_MIN = {"full": (5000, 5000, 2000), "part": (45, 110, 0), "quick": (40, 60, 0)}[LENGTH]
 SECONDS_MAX = 6 * 3600 if FULL else 400
 PROCESSES = 3
-"""Half of their time they wait."""
+"""More than cores: each waits half of its time."""
 RACES = 2000 if FULL else 25
 BUG_RACES_MAX = 24
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(SECONDS_MAX + 100)
 
 
 def sweep(what: str, folder: Path) -> list[dict[str, Any]]:
-    """The outcomes of ``what``, of all processes that shared it."""
+    """Run the sweep ``what`` in several processes and return their outcomes."""
     needs("strace")
     processes = []
     for share in range(PROCESSES):
@@ -60,7 +60,7 @@ def total(outcomes: list[dict[str, Any]], key: str) -> int:
     return sum(outcome[key] for outcome in outcomes)
 
 
-def of_phases(outcomes: list[dict[str, Any]]) -> dict[str, int]:
+def fired_by_phase(outcomes: list[dict[str, Any]]) -> dict[str, int]:
     return {phase.name: sum(outcome["by_phase"].get(phase.name, 0) for outcome in outcomes) for phase in PHASES}
 
 
@@ -70,44 +70,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def judge(outcomes: list[dict[str, Any]], planned_min: int, record: Any) -> None:
-    """All that was planned came to pass, in every phase, and nothing that must not be was seen."""
+    """Check that the planned faults were injected in every phase, without violations."""
     planned, fired = total(outcomes, "planned"), total(outcomes, "fired")
     record("planned", planned)
     record("fired", fired)
     violations = [text for outcome in outcomes for text in outcome["violations"]]
     assert not violations, f"{len(violations)} of {planned}: {violations[0]}"
     assert planned >= planned_min
-    # A call that depends on the clock may not come again, in any of the runs it is waited for.
+    # A call that depends on timing may be missing from all runs.
     missed = [text for outcome in outcomes for text in outcome["missed"]]
     assert planned - fired <= max(1, planned // 100), missed
-    assert all(of_phases(outcomes).values()), of_phases(outcomes)
+    assert all(fired_by_phase(outcomes).values()), fired_by_phase(outcomes)
 
 
-def test_killed_before_any_call_nothing_is_torn_or_lost(folder: Path, record_property: Any) -> None:
+def test_kill_before_any_call_tears_and_loses_nothing(folder: Path, record_property: Any) -> None:
     outcomes = sweep("kills", folder)
     judge(outcomes, KILLS_MIN, record_property)
     assert sum(outcome["ends"].get("killed again", 0) for outcome in outcomes) >= KILLS_MIN // 6
 
 
 @pytest.mark.slow
-def test_an_error_of_any_call_is_gone_on_with_or_told_and_nothing_is_torn_or_lost(
-    folder: Path, record_property: Any
-) -> None:
+def test_error_of_any_call_is_handled_or_raised_and_loses_nothing(folder: Path, record_property: Any) -> None:
     judge(sweep("errnos", folder), ANSWERS_MIN, record_property)
 
 
-@pytest.mark.skipif(not FULL, reason="two errors in one run are tried by `make torture`")
-def test_two_errors_in_one_run(folder: Path, record_property: Any) -> None:
+@pytest.mark.skipif(not FULL, reason="only `make torture` injects two errors in one run")
+def test_two_errors_in_one_run_lose_nothing(folder: Path, record_property: Any) -> None:
     judge(sweep("pairs", folder), PAIRS_MIN, record_property)
 
 
 @pytest.mark.slow
-def test_every_seeded_bug_is_found(folder: Path) -> None:
+def test_sweeps_find_every_seeded_bug(folder: Path) -> None:
     found = {bug: is_found for outcome in sweep("bugs", folder) for bug, is_found in outcome["found"].items()}
     assert found == dict.fromkeys(BUGS, True)
 
 
-def raced(folder: Path, races: int, *bug: str) -> dict[str, Any]:
+def run_races(folder: Path, races: int, *bug: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.fault.sweep.races", str(folder), str(races), *bug]
     subprocess.run(command, check=True, timeout=SECONDS_MAX)
     outcome: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
@@ -115,10 +113,8 @@ def raced(folder: Path, races: int, *bug: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_of_two_to_32_writers_of_one_id_exactly_one_wins_and_the_others_are_told(
-    tmp_path: Path, record_property: Any
-) -> None:
-    outcome = raced(tmp_path, RACES)
+def test_exactly_one_of_2_to_32_concurrent_writers_commits(tmp_path: Path, record_property: Any) -> None:
+    outcome = run_races(tmp_path, RACES)
     record_property("races", outcome["races"])
     assert outcome["violations"] == []
     assert sum(outcome["races"].values()) == RACES
@@ -126,5 +122,5 @@ def test_of_two_to_32_writers_of_one_id_exactly_one_wins_and_the_others_are_told
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", RACE_BUGS)
-def test_a_race_that_several_win_is_found(bug: str, tmp_path: Path) -> None:
-    assert raced(tmp_path, BUG_RACES_MAX, bug)["violations"]
+def test_races_find_a_seeded_bug(bug: str, tmp_path: Path) -> None:
+    assert run_races(tmp_path, BUG_RACES_MAX, bug)["violations"]

@@ -1,43 +1,42 @@
-"""Power cuts: a virtual machine that saves and drains without a pause, and whose power goes at a random moment.
+"""Power cuts: a virtual machine saves and drains without a pause and is killed at a random moment.
 
     python -m tests.fault.powercut --cuts 100 --file-systems ext4,xfs [--replays 5] [--bug all] [--seed N] [--jobs 1]
 
-Needs root (loop mounts) and four Debian packages: ``qemu-system-x86``, ``busybox-static``, ``e2fsprogs``, ``xfsprogs``.
-The guest's kernel is another, ``linux-image-cloud-amd64``; it is unpacked and never installed. Processors are emulated
-(``tcg``), so that it runs where virtual machines cannot be nested.
+Needs root (loop mounts) and the Debian packages ``qemu-system-x86``, ``busybox-static``, ``e2fsprogs``, ``xfsprogs``.
+The guest's kernel, ``linux-image-cloud-amd64``, is unpacked, not installed. QEMU emulates the processor (``tcg``), so
+nested virtualisation is not needed.
 
-What is cut. The guest saves with the functions of ``tierckpt`` that the writer calls (``tests/fault/sweep/saver.py``),
-one rank or two, with and without collectives, drained by links and by copies, overwriting, pruning; on ext4 or xfs, on
-a disk of its own. Before and after each thing it says so twice: over a serial line, and in a few blocks behind the file
-system. It is booted once for each file system and frozen (a migration to a file) when it has saved a first checkpoint;
-each cut thaws it on a fresh copy of the disk, lets it run for a random time, and ends QEMU by SIGKILL.
+The guest saves with the functions of ``tierckpt`` that the writer calls (``tests/fault/sweep/saver.py``): one rank or
+two, with and without collectives, drained by links and by copies, overwriting, pruning; on ext4 or xfs, on a disk of
+its own. Before and after each action it records an event twice: on a serial line, and in blocks after the file system.
+It is booted once for each file system and frozen (a migration to a file) after its first checkpoint; each cut thaws it
+on a fresh copy of the disk, lets it run for a random time, and sends SIGKILL to QEMU.
 
-What a cut is, in two strengths.
+Two strengths of a cut:
 
-    kill     The guest's memory is gone, page cache included. The disk has every write that was handed to it: a disk
-             whose cache is not volatile.
-    replay   The disk's own cache is gone too. QEMU writes a log of all writes and flushes (``blklogwrites``); from a
-             random point of it the disk is built again with what was flushed, and of what was written after the last
-             flush nothing, all, some writes, or some blocks. One kill gives many replays.
+    kill     The guest's memory is lost, page cache included. Every write handed to the disk is durable: a disk
+             without a volatile cache.
+    replay   The disk's cache is lost too. QEMU logs all writes and flushes (``blklogwrites``); the disk is rebuilt from
+             a random point of the log: all flushed writes, and of the later ones none, all, some writes, or some
+             blocks. One kill gives many replays.
 
-What is judged, on the host, by loop mount (the journal is replayed) and in a process of its own: each checkpoint that
-was acknowledged is committed and equal byte for byte; nothing torn is listed as committed, on either tier, by us or by
-stock metadata; ``latest``, ``list``, ``verify`` with data and ``restore`` work; ``recover`` works, drains the rest, and
-leaves all that in place; then a new save works.
+Checks, on the host, by loop mount (the journal is replayed), in a separate process: each acknowledged checkpoint is
+committed and equal byte for byte; no torn one is listed as committed on either tier, in tierckpt's or stock metadata;
+``latest``, ``list``, ``verify`` with data and ``restore`` work; ``recover`` works, drains the rest, and keeps all
+this; then a new save works.
 
-What keeps the harness honest. Seeded bugs must be found (``--bug all``); cuts that met the guest between two saves are
-not counted, nor those from which nothing came over the serial line; a run with fewer cuts than planned fails. What the
-serial line said must be in the blocks behind the file system too.
+Controls: seeded bugs must be found (``--bug all``); cuts between two saves, and those without an event on the serial
+line, do not count; a run with fewer cuts than planned fails; every event of the serial line must also be on the disk.
 
-What it cannot show: disks that lie about a flush, and tearing below a block of 4096 bytes, which is the sector size of
-this disk. A write that was completed while a flush was under way is taken to be flushed.
+Not covered: disks that lie about a flush; writes torn within a sector of 4096 bytes. A write that completes during a
+flush counts as flushed.
 
-events     what the guest says, and what that allows (pure)
+events     the guest's events, and the disk states that they allow (pure)
 writelog   the log of writes and flushes; builds the disk after a cut (pure but for files)
-guest      what runs in the machine
-bugs       what may be wrong with it
-initrd     the kernel and the file system it starts from
+guest      the program in the machine
+bugs       seeded bugs of the guest
+initrd     kernel and initial file system
 machine    QEMU: boot, freeze, thaw, cut
-judge      what must hold on a disk after a cut
-campaign   many cuts, and the figures
+judge      the checks of a disk after a cut
+campaign   many cuts, and their figures
 """

@@ -1,4 +1,4 @@
-"""The program; see the package for what it does and what it shows."""
+"""The command line of the power-cut harness; see the package."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from typing import Any
 
 from tests.fault.powercut import initrd, machine
 from tests.fault.powercut.bugs import BUGS
-from tests.fault.powercut.campaign import BUG_KILLS, Figures, own_mounts, work
+from tests.fault.powercut.campaign import BUG_KILLS, Figures, unshare_mounts, work
 
-SLICE = 5
-"""Kills that one process makes at a time; after each the figures so far are printed."""
+KILLS_PER_TASK = 5
+"""Kills of one task; the figures are printed after each task."""
 
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if os.geteuid() != 0:
-        print("disks are mounted to look at them: this must run as root", file=sys.stderr)
+        print("mounting disks needs root: run as root", file=sys.stderr)
         return 2
-    own_mounts()
+    unshare_mounts()
     folder = Path(tempfile.mkdtemp(prefix="powercut-", dir=options.folder))
     try:
         return _run(options, folder)
-    except initrd.Missing as missing:
-        print(f"something is missing: {missing}", file=sys.stderr)
+    except initrd.MissingDependencyError as missing:
+        print(f"missing dependency: {missing}", file=sys.stderr)
         return 2
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -64,12 +64,12 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     start = initrd.build(folder, modules, mount)
     found: list[Figures] = []
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(options.jobs, context, initializer=own_mounts) as workers:
+    with concurrent.futures.ProcessPoolExecutor(options.jobs, context, initializer=unshare_mounts) as workers:
         for number, kind in enumerate(options.file_systems):
             frozen = machine.boot(folder / kind, kind, kernel, start)
             print(f"{kind}: booted and frozen", flush=True)
-            share = (options.cuts + number) // len(options.file_systems)  # the last one takes what does not divide
-            kills = [min(SLICE, share - at) for at in range(0, share, SLICE)]
+            share = (options.cuts + number) // len(options.file_systems)  # the last one gets the remainder
+            kills = [min(KILLS_PER_TASK, share - at) for at in range(0, share, KILLS_PER_TASK)]
             tasks = [(frozen, folder, mount, options, "", count, number) for number, count in enumerate(kills)]
             found.append(_collect(workers, tasks, Figures(kind)))
             bugs = list(BUGS) if "all" in options.bug else options.bug
@@ -79,7 +79,7 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
             ]
     if options.report:
         options.report.write_text(json.dumps([figures.to_json() for figures in found], indent=2))
-    return _conclude(found, options.cuts)
+    return _summarise(found, options.cuts)
 
 
 def _collect(workers: concurrent.futures.Executor, tasks: Sequence[tuple[Any, ...]], whole: Figures) -> Figures:
@@ -91,27 +91,27 @@ def _collect(workers: concurrent.futures.Executor, tasks: Sequence[tuple[Any, ..
     return whole
 
 
-def _conclude(found: Sequence[Figures], planned: int) -> int:
-    """The sum, and whether it is what was planned: 0, or 1."""
+def _summarise(found: Sequence[Figures], planned: int) -> int:
+    """Print the sum; return 0 if it is as planned, else 1."""
     real = [figures for figures in found if not figures.bug]
     kills = sum(figures.kills for figures in real)
     wrong = sum(figures.wrong.total() for figures in real)
     print(
         f"{kills} kills and {sum(figures.replays for figures in real)} replays, "
-        f"{sum(figures.acknowledged for figures in real)} acknowledged places, {wrong} cuts that left something wrong"
+        f"{sum(figures.acknowledged for figures in real)} acknowledged places, {wrong} cuts with a violation"
     )
     missed = {figures.bug for figures in found if figures.bug} - {figures.bug for figures in found if figures.wrong}
     for figures in found:
         if figures.bug:
-            print(f"seeded on {figures.file_system}: {figures.bug}: {_found(figures)}")
+            print(f"seeded on {figures.file_system}: {figures.bug}: {_bug_result(figures)}")
     if kills < planned:
-        print(f"planned were {planned} kills in the middle of something, and {kills} were")
+        print(f"only {kills} of {planned} kills interrupted an action")
     if missed:
-        print(f"seeded and not found on any file system: {', '.join(sorted(missed))}")
+        print(f"seeded bugs not found on any file system: {', '.join(sorted(missed))}")
     return int(bool(wrong or missed or kills < planned))
 
 
-def _found(figures: Figures) -> str:
+def _bug_result(figures: Figures) -> str:
     if not figures.wrong:
         return f"not found in {figures.cuts} cuts"
     kinds = ", ".join(f"{count} {name}" for name, count in figures.wrong.items())

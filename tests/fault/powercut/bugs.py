@@ -1,4 +1,4 @@
-"""Seeded bugs: each makes the guest's code less careful with the disk. A harness that finds none is blind."""
+"""Seeded bugs that make the guest's code less durable. The harness must find them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _write_new = durable.write_new
 
 
 def seed(name: str) -> None:
-    """Bring the bug ``name`` into this process; none for an empty name."""
+    """Plant the bug ``name`` in this process; none for an empty name."""
     if name:
         BUGS[name]()
 
 
 def no_fsync() -> None:
-    """As libeatmydata has it."""
+    """No fsync at all, as with libeatmydata."""
     os.fsync = lambda file: None  # type: ignore[assignment]
 
 
 def no_file_fsync() -> None:
-    os.fsync = _only(stat.S_ISDIR)  # type: ignore[assignment]
+    os.fsync = _fsync_only(stat.S_ISDIR)  # type: ignore[assignment]
 
 
 def no_directory_fsync() -> None:
-    os.fsync = _only(stat.S_ISREG)  # type: ignore[assignment]
+    os.fsync = _fsync_only(stat.S_ISREG)  # type: ignore[assignment]
 
 
-def _only(kind: Callable[[int], bool]) -> Callable[[int], None]:
+def _fsync_only(kind: Callable[[int], bool]) -> Callable[[int], None]:
     def fsync(file: int) -> None:
         if kind(os.fstat(file).st_mode):
             _fsync(file)
@@ -45,28 +45,28 @@ def _only(kind: Callable[[int], bool]) -> Callable[[int], None]:
 
 
 def rename_before_fsync() -> None:
-    """What gets its name, by rename or link, is made durable afterwards: the name before the bytes."""
+    """A file is made durable after its rename or link: the name before the bytes."""
 
-    def named(path: Path) -> None:
+    def fsync_parent_and_file(path: Path) -> None:
         durable.fsync_dir(path.parent)
         durable.fsync_file(path)
 
     def replace(self: Path, target: Any) -> Path:
         result = _replace(self, target)
-        named(Path(target))
+        fsync_parent_and_file(Path(target))
         return result
 
     def link(source: Any, target: Any) -> None:
         _link(source, target)
-        named(Path(target))
+        fsync_parent_and_file(Path(target))
 
-    durable.write_new = _unsynced
+    durable.write_new = _write_unsynced
     os.link = link  # type: ignore[assignment]
     Path.replace = replace  # type: ignore[method-assign, assignment]
 
 
 def write_after_fsync() -> None:
-    """A buffer that is flushed when the file is closed, after the fsync."""
+    """The buffer is written when the file is closed, after the fsync."""
 
     def write_new(path: Path, data: Any, mode: int = 0o666) -> None:
         file = durable.create_file(path)
@@ -79,7 +79,7 @@ def write_after_fsync() -> None:
     durable.write_new = write_new
 
 
-def _unsynced(path: Path, data: Any, mode: int = 0o666) -> None:
+def _write_unsynced(path: Path, data: Any, mode: int = 0o666) -> None:
     file = durable.create_file(path)
     try:
         durable.write_all(file, data)
@@ -88,7 +88,7 @@ def _unsynced(path: Path, data: Any, mode: int = 0o666) -> None:
 
 
 def unlink_before_rename() -> None:
-    """The standing manifest goes before the new one comes."""
+    """The existing manifest is removed before the new one is renamed."""
 
     def replace(self: Path, target: Any) -> Path:
         if Path(target).name == Path(MANIFEST).name and self.suffix == ".tmp":

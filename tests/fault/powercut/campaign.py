@@ -1,4 +1,4 @@
-"""Many cuts, and the figures."""
+"""Many cuts and their figures."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ from tests.fault.powercut.writelog import Request
 
 BUG_KILLS = 6
 BUG_REPLAYS = 30
-"""Cuts within which a seeded bug must be found: so many kills, and so many replays of each."""
-_NEW_MOUNTS = 0x00020000
+"""Limits within which a seeded bug must be found: kills, and replays of each."""
+_CLONE_NEWNS = 0x00020000
 
 SECONDS = (0.5, 9.0)
-"""How long a machine runs before its power goes, from and to."""
+"""Shortest and longest run of a machine before the cut."""
 EXAMPLES = 5
 
 
 @dataclass
 class Figures:
-    """What happened. ``kills`` and ``replays`` count cuts in the middle of something only."""
+    """Counts of one campaign. ``kills`` and ``replays`` include only cuts that interrupted an action."""
 
     file_system: str
     bug: str = ""
     kills: int = 0
     replays: int = 0
     at_rest: int = 0
-    unheard: int = 0
+    without_events: int = 0
     acknowledged: int = 0
-    """Over all cuts: places, of a checkpoint and a tier, that had to hold one certain save."""
+    """Places (checkpoint and tier) that had to hold one known save, over all cuts."""
     wrong: Counter[str] = field(default_factory=Counter)
     by_way: Counter[str] = field(default_factory=Counter)
     between: int = 0
-    """Cuts that left stock metadata of one save beside our manifest of another, both whole."""
+    """Cuts that left stock metadata of one save and tierckpt's manifest of another, both whole."""
     blocks_lost: int = 0
-    """What the disk's cache had and a replay threw away."""
+    """Blocks of the disk's cache that replays dropped."""
     first_found: dict[str, int] = field(default_factory=dict)
     examples: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -67,7 +67,16 @@ class Figures:
                 self.examples.append(f"{way}: {verdict.wrong}: {verdict.text.strip()[-1500:]}")
 
     def merge(self, other: Figures) -> None:
-        for name in ("kills", "replays", "at_rest", "unheard", "acknowledged", "between", "blocks_lost", "seconds"):
+        for name in (
+            "kills",
+            "replays",
+            "at_rest",
+            "without_events",
+            "acknowledged",
+            "between",
+            "blocks_lost",
+            "seconds",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.wrong += other.wrong
         self.by_way += other.by_way
@@ -76,12 +85,12 @@ class Figures:
             self.first_found.setdefault(way, cuts)
 
     def line(self) -> str:
-        wrong = ", ".join(f"{count} {name}" for name, count in sorted(self.wrong.items())) or "nothing wrong"
+        wrong = ", ".join(f"{count} {name}" for name, count in sorted(self.wrong.items())) or "no violation"
         return (
-            f"{self.file_system}, {self.bug or 'as it is'}: {self.kills} kills + {self.replays} replays in the middle "
-            f"of something ({self.at_rest} at rest), {self.acknowledged} acknowledged places, {wrong}, "
-            f"{self.between} between stock and our commit, "
-            f"{self.blocks_lost} blocks lost in the cache, {self.seconds:.0f} s"
+            f"{self.file_system}, {self.bug or 'no seeded bug'}: {self.kills} kills + {self.replays} replays "
+            f"during an action ({self.at_rest} at rest), {self.acknowledged} acknowledged places, {wrong}, "
+            f"{self.between} between stock metadata and manifest, "
+            f"{self.blocks_lost} cached blocks lost, {self.seconds:.0f} s"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -90,39 +99,39 @@ class Figures:
 
 @dataclass
 class Campaign:
-    """Cuts of one frozen machine. ``folder`` should be on tmpfs: each cut writes some hundred MiB."""
+    """Cuts of one frozen machine. ``folder`` should be on tmpfs: each cut writes hundreds of MiB."""
 
     frozen: Frozen
     folder: Path
     mount: Path
-    """The same path as in the guest: places on the local tier are named after it."""
+    """The same path as in the guest: names on the local tier contain it."""
     replays: int
     seed: str
 
     def run(self, kills: int, *, bug: str = "", until_found: bool = False) -> Figures:
-        """Cut until ``kills`` have met the guest in the middle of something, or, ``until_found``, until one is bad."""
+        """Cut until ``kills`` have interrupted an action or, with ``until_found``, until a violation."""
         figures = Figures(self.frozen.file_system, bug)
-        made = random.Random(f"{self.seed}/{self.frozen.file_system}/{bug}")
+        rng = random.Random(f"{self.seed}/{self.frozen.file_system}/{bug}")
         began = time.monotonic()
         for _ in range(2 * kills + 10):
             if figures.kills >= kills or (until_found and figures.wrong):
                 break
-            for _ in self.one(figures, made, bug):
+            for _ in self.cut_once(figures, rng, bug):
                 if until_found and figures.wrong:
                     break
             figures.seconds = time.monotonic() - began
         return figures
 
-    def one(self, figures: Figures, made: random.Random, bug: str) -> Iterator[None]:
-        """One kill and its replays; yields after each that was judged."""
-        order = {"seed": made.randrange(1 << 30), "bug": bug}
-        left = machine.cut(self.frozen, self.folder / "cut", made.uniform(*SECONDS), order)
-        said = events_on(left.disk)
-        if not left.heard:
-            figures.unheard += 1
+    def cut_once(self, figures: Figures, rng: random.Random, bug: str) -> Iterator[None]:
+        """One kill and its replays; yields after each verdict."""
+        instructions = {"seed": rng.randrange(1 << 30), "bug": bug}
+        left = machine.cut(self.frozen, self.folder / "cut", rng.uniform(*SECONDS), instructions)
+        recorded = events_on(left.disk)
+        if not left.received:
+            figures.without_events += 1
             return
-        self._check_line(left.heard, said)
-        if said[-1].kind == REST:
+        self._check_line(left.received, recorded)
+        if recorded[-1].kind == REST:
             figures.at_rest += 1
         else:
             figures.kills += 1
@@ -130,22 +139,22 @@ class Campaign:
             yield
         requests = writelog.read(left.log)
         for _ in range(self.replays):
-            self._replay(left, requests, figures, made)
+            self._replay(left, requests, figures, rng)
             yield
 
     @staticmethod
-    def _check_line(heard: list[Event], said: list[Event]) -> None:
-        """Two ways for an acknowledgement to come out of the machine, and they agree."""
-        if not set(heard) <= set(said):
-            raise MachineError(f"heard on the serial line and not on the disk: {set(heard) - set(said)}")
+    def _check_line(received: list[Event], recorded: list[Event]) -> None:
+        """Check that every event of the serial line is on the disk too."""
+        if not set(received) <= set(recorded):
+            raise MachineError(f"on the serial line but not on the disk: {set(received) - set(recorded)}")
 
-    def _replay(self, left: machine.Cut, requests: list[Request], figures: Figures, made: random.Random) -> None:
-        """Build the disk that a volatile cache would have left at a random point of the log, and judge it."""
-        point = made.randrange(1, len(requests) + 1)
-        way = made.choice(writelog.WAYS)
+    def _replay(self, left: machine.Cut, requests: list[Request], figures: Figures, rng: random.Random) -> None:
+        """Judge the disk that a volatile cache would leave at a random point of the log."""
+        point = rng.randrange(1, len(requests) + 1)
+        way = rng.choice(writelog.SURVIVAL_MODES)
         disk = self.folder / "replayed"
         machine.copy_disk(self.frozen.disk, disk)
-        _, lost = writelog.replay(disk, left.log, requests[:point], way, made, kept_from=FILE_SYSTEM_BYTES)
+        _, lost = writelog.replay(disk, left.log, requests[:point], way, rng, durable_from=FILE_SYSTEM_BYTES)
         if events_on(disk)[-1].kind == REST:
             figures.at_rest += 1
             return
@@ -154,9 +163,9 @@ class Campaign:
         figures.add(way, judge(disk, self.frozen.file_system, self.mount))
 
 
-def own_mounts() -> None:
-    """Mounts of this process are seen by nobody else, and gone with it however it ends."""
-    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_MOUNTS) != 0:
+def unshare_mounts() -> None:
+    """Give this process private mounts, which end with it."""
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 

@@ -1,6 +1,6 @@
-"""The guest's kernel, and the file system it starts from: busybox, some modules, Python, tierckpt, the guest's program.
+"""The guest's kernel and initial file system: busybox, kernel modules, Python, tierckpt and the guest's program.
 
-Everything lies in the guest under the path it has here, so that Python and the loader find it.
+Every file has the same path as on the host, so that Python and the loader find it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ exec {python} -m {guest} "$(/bin/busybox sed 's/.*file_system=\\([a-z0-9]*\\).*/
 """
 
 
-class Missing(Exception):
-    """Something is not installed, with the command that brings it."""
+class MissingDependencyError(Exception):
+    """A dependency is not installed; the message names the command that installs it."""
 
 
 def unpack_kernel(folder: Path) -> tuple[Path, Path]:
-    """Get Debian's cloud kernel by name, unpack it into ``folder``. Returns the kernel, and where its modules are."""
+    """Download Debian's cloud kernel and unpack it into ``folder``. Returns the kernel and its modules' directory."""
     target = folder / "kernel"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         listed = _output("apt-cache", "depends", "linux-image-cloud-amd64")
         name = re.search(r"Depends: (linux-image-\S+)", listed)
         if name is None:
-            raise Missing("apt knows no linux-image-cloud-amd64: run apt-get update")
+            raise MissingDependencyError("apt knows no linux-image-cloud-amd64: run apt-get update")
         subprocess.run(["apt-get", "download", "-q", name[1]], cwd=folder, check=True, capture_output=True)
         package = next(folder.glob("linux-image-*.deb"))
         subprocess.run(["dpkg-deb", "-x", package, folder / "unpacking"], check=True)
@@ -55,21 +55,21 @@ def unpack_kernel(folder: Path) -> tuple[Path, Path]:
 
 
 def build(folder: Path, modules: Path, mount: Path) -> Path:
-    """Make the initrd in ``folder``. What it takes along is what the guest's program imports here."""
+    """Build the initrd in ``folder`` from the modules that the guest's program imports on the host."""
     root = folder / "root"
     shutil.rmtree(root, ignore_errors=True)
     for name in ("bin", "proc", "sys", "dev", "tmp", "modules"):
         (root / name).mkdir(parents=True)
     busybox = next((path for path in BUSYBOX if path.exists()), None)
     if busybox is None:
-        raise Missing("apt-get install busybox-static")
+        raise MissingDependencyError("apt-get install busybox-static")
     shutil.copy2(busybox, root / "bin/busybox")
     (root / "bin/sh").symlink_to("busybox")
     ordered = _copy_modules(modules, root / "modules")
     _copy_python(root)
     init = INIT.format(
         modules=" ".join(ordered),
-        path=f"{_site()}:{REPOSITORY}",
+        path=f"{_site_packages()}:{REPOSITORY}",
         python=_python(),
         guest=GUEST,
         mount=mount,
@@ -85,7 +85,7 @@ def build(folder: Path, modules: Path, mount: Path) -> Path:
 
 
 def _copy_modules(source: Path, target: Path) -> list[str]:
-    """Copy MODULES and what they need; returns the names in the order in which they load."""
+    """Copy MODULES and their dependencies; return the names in load order."""
     files = {path.stem.replace("-", "_"): path for path in source.rglob("*.ko")}
     ordered: list[str] = []
 
@@ -101,7 +101,7 @@ def _copy_modules(source: Path, target: Path) -> list[str]:
 
     for name in MODULES:
         if name not in files:
-            raise Missing(f"the kernel has no module {name}")
+            raise MissingDependencyError(f"the kernel has no module {name}")
         take(name)
     return ordered
 
@@ -109,28 +109,28 @@ def _copy_modules(source: Path, target: Path) -> list[str]:
 def _copy_python(root: Path) -> None:
     ignore = shutil.ignore_patterns(*_UNUSED)
     library = Path(sysconfig.get_path("stdlib"))
-    shutil.copytree(library, _inside(root, library), ignore=ignore)
+    shutil.copytree(library, _in_guest(root, library), ignore=ignore)
     for name in _imported():
-        source = _site() / name
+        source = _site_packages() / name
         if source.is_dir():
-            shutil.copytree(source, _inside(root, source), ignore=shutil.ignore_patterns("tests"))
+            shutil.copytree(source, _in_guest(root, source), ignore=shutil.ignore_patterns("tests"))
         else:
             _copy(root, source)
     for package in ("tierckpt", "tests/fault/sweep", "tests/fault/powercut"):
-        shutil.copytree(REPOSITORY / package, _inside(root, REPOSITORY / package))
+        shutil.copytree(REPOSITORY / package, _in_guest(root, REPOSITORY / package))
     _copy(root, REPOSITORY / "tests/__init__.py")
     _copy(root, _python())
     _copy_libraries(root, [_python(), *root.rglob("*.so")])
 
 
 def _imported() -> list[str]:
-    """The top-level names in site-packages that the guest's program imports."""
+    """Return the top-level names in site-packages that the guest's program imports."""
     code = f"import {GUEST}, sys; [print(vars(module).get('__file__')) for module in [*sys.modules.values()]]"
     files = _output(sys.executable, "-c", code, cwd=REPOSITORY).splitlines()
-    inside = [Path(file).relative_to(_site()) for file in files if Path(file).is_relative_to(_site())]
+    inside = [Path(file).relative_to(_site_packages()) for file in files if Path(file).is_relative_to(_site_packages())]
     names = {path.parts[0] for path in inside}
     if "torch" in names:
-        raise Missing("the guest's program imports torch, which it must not need")
+        raise MissingDependencyError("the guest's program must not import torch")
     return sorted(names)
 
 
@@ -141,7 +141,7 @@ def _copy_libraries(root: Path, programs: Iterable[Path]) -> None:
             _copy(root, Path(name))
 
 
-def _site() -> Path:
+def _site_packages() -> Path:
     return Path(sysconfig.get_path("platlib"))
 
 
@@ -149,12 +149,12 @@ def _python() -> Path:
     return Path(sys.executable).resolve()
 
 
-def _inside(root: Path, path: Path) -> Path:
+def _in_guest(root: Path, path: Path) -> Path:
     return root / path.relative_to("/")
 
 
 def _copy(root: Path, source: Path) -> None:
-    target = _inside(root, source)
+    target = _in_guest(root, source)
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, target)

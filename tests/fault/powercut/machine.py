@@ -16,31 +16,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tests.fault.powercut.events import BLOCK_BYTES, MARKS, Event, decode
-from tests.fault.powercut.initrd import Missing
+from tests.fault.powercut.events import BLOCK_BYTES, EVENT_BLOCKS, Event, decode
+from tests.fault.powercut.initrd import MissingDependencyError
 
 QEMU = "qemu-system-x86_64"
 MEMORY_MIB = 512
 FILE_SYSTEM_BYTES = 320 << 20
-"""xfs wants 300 MiB."""
-DISK_BYTES = FILE_SYSTEM_BYTES + MARKS * BLOCK_BYTES
+"""The minimum of xfs is 300 MiB."""
+DISK_BYTES = FILE_SYSTEM_BYTES + EVENT_BLOCKS * BLOCK_BYTES
 BOOT_SECONDS = 300.0
 FREEZE_SECONDS = 120.0
 THAW_SECONDS = 120.0
 
-MAKE = {
+MKFS = {
     "ext4": ("mkfs.ext4", "-q", "-b", "4096", "{disk}", f"{FILE_SYSTEM_BYTES // 4096}"),
     "xfs": ("mkfs.xfs", "-q", "-s", "size=4096", "-d", f"size={FILE_SYSTEM_BYTES}", "{disk}"),
 }
 
 
 class MachineError(Exception):
-    """The machine did not do what the harness needs; nothing is said about the code that is tested."""
+    """The machine failed the harness; this is no verdict on the tested code."""
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """A machine that waits to be told what to do: its memory, its disk, and what it was booted with."""
+    """A machine that waits for its order: memory, disk, and boot files."""
 
     file_system: str
     kernel: Path
@@ -51,11 +51,11 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left of a machine: the disk, the log of its writes, and what arrived on the serial line."""
+    """The remains of a machine: disk, log of writes, and events received on the serial line."""
 
     disk: Path
     log: Path
-    heard: list[Event]
+    received: list[Event]
 
 
 class Machine:
@@ -63,7 +63,7 @@ class Machine:
 
     def __init__(self, folder: Path, file_system: str, kernel: Path, initrd: Path, memory: Path | None = None) -> None:
         if shutil.which(QEMU) is None:
-            raise Missing("apt-get install --no-install-recommends qemu-system-x86")
+            raise MissingDependencyError("apt-get install --no-install-recommends qemu-system-x86")
         self.folder = folder
         self.log = folder / "log"
         self.log.write_bytes(b"")
@@ -76,7 +76,7 @@ class Machine:
             stderr=(folder / "errors").open("wb"),
             start_new_session=True,
         )
-        self._heard = b""
+        self._received = b""
 
     def _command(self, file_system: str, kernel: Path, initrd: Path) -> list[str]:
         file = "driver=file,cache.direct=off,cache.no-flush=on"
@@ -87,7 +87,7 @@ class Machine:
         )
         disk = f"drive=logged,write-cache=on,logical_block_size={BLOCK_BYTES},physical_block_size={BLOCK_BYTES}"
         return [
-            *("setpriv", "--pdeathsig", "KILL"),  # it does not outlive us
+            *("setpriv", "--pdeathsig", "KILL"),  # ends with this process
             *(QEMU, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
             *("-machine", "pc", "-accel", "tcg", "-cpu", "max", "-smp", "1", "-m", f"{MEMORY_MIB}"),
             *("-kernel", str(kernel), "-initrd", str(initrd)),
@@ -101,33 +101,33 @@ class Machine:
 
     # --- the serial line ---------------------------------------------------------------------------------------
 
-    def tell(self, order: dict[str, Any]) -> None:
+    def send(self, instructions: dict[str, Any]) -> None:
         line = self._pipe(self._process.stdin)
-        line.write(json.dumps(order).encode() + b"\n")
+        line.write(json.dumps(instructions).encode() + b"\n")
         line.flush()
 
     def wait_for(self, word: str, timeout_seconds: float) -> None:
-        """Return when the guest has said ``word``. Raises MachineError when it says that it failed, or nothing."""
+        """Wait until the guest sends ``word``. Raises MachineError if it fails or times out."""
         end = time.monotonic() + timeout_seconds
-        while f"\n{word}\n".encode() not in b"\n" + self._heard:
-            if b"\nfailed " in b"\n" + self._heard:
+        while f"\n{word}\n".encode() not in b"\n" + self._received:
+            if b"\nfailed " in b"\n" + self._received:
                 raise MachineError(f"the guest failed: {self._last_line()}")
-            if time.monotonic() > end or not self._listen(end - time.monotonic()):
-                raise MachineError(f"the guest did not say {word!r}; console:\n{self.console()}")
+            if time.monotonic() > end or not self._receive(end - time.monotonic()):
+                raise MachineError(f"timeout waiting for {word!r} of the guest; console:\n{self.console()}")
 
-    def _listen(self, seconds: float) -> bool:
-        """Take in what the guest says within ``seconds``. False when it is gone."""
+    def _receive(self, seconds: float) -> bool:
+        """Read the guest's output for at most ``seconds``. False: the guest ended."""
         out = self._pipe(self._process.stdout)
         with selectors.DefaultSelector() as selector:
             selector.register(out, selectors.EVENT_READ)
             if not selector.select(max(0.0, seconds)):
                 return True
         data = os.read(out.fileno(), 1 << 16)
-        self._heard += data
+        self._received += data
         return bool(data)
 
     def _last_line(self) -> str:
-        return self._heard.decode(errors="replace").strip().rpartition("\nfailed ")[2].replace("\\n", "\n")
+        return self._received.decode(errors="replace").strip().rpartition("\nfailed ")[2].replace("\\n", "\n")
 
     def console(self) -> str:
         texts = [self.folder / name for name in ("console", "errors")]
@@ -142,13 +142,13 @@ class Machine:
     # --- the end -----------------------------------------------------------------------------------------------
 
     def freeze(self, memory: Path) -> None:
-        """Write the machine's memory to a file and end it in order; its disk then goes with that memory."""
+        """Write the machine's memory to a file and quit; memory and disk belong together."""
         with self._connect() as control:
             control.do("migrate", uri=f"exec:cat > {memory}")
             end = time.monotonic() + FREEZE_SECONDS
             while (status := control.do("query-migrate").get("status")) != "completed":
                 if status in {"failed", "cancelled"} or time.monotonic() > end:
-                    raise MachineError(f"the machine could not be frozen: {status}")
+                    raise MachineError(f"cannot freeze the machine: {status}")
                 time.sleep(0.2)
             control.do("quit")
         self._process.wait(30)
@@ -162,20 +162,20 @@ class Machine:
                 time.sleep(0.05)
 
     def run_for(self, seconds: float) -> None:
-        """Let it go on. Raises MachineError when it ends by itself."""
+        """Run for ``seconds``. Raises MachineError if the machine ends by itself."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            if not self._listen(left):
+            if not self._receive(left):
                 raise MachineError(f"the machine ended by itself: {self.console()}")
 
     def cut(self) -> list[Event]:
-        """SIGKILL. Returns what had arrived on the serial line before it."""
+        """Kill the machine. Returns the events received on the serial line."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._heard += self._pipe(self._process.stdout).read()
-        if b"\nfailed " in b"\n" + self._heard:
+        self._received += self._pipe(self._process.stdout).read()
+        if b"\nfailed " in b"\n" + self._received:
             raise MachineError(f"the guest failed before the cut: {self._last_line()}")
-        whole = self._heard[: self._heard.rfind(b"\n") + 1]  # the power may go in the middle of a line
+        whole = self._received[: self._received.rfind(b"\n") + 1]  # the cut may tear a line
         return [event for line in whole.splitlines() if (event := decode(line)) is not None]
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ class Machine:
 
 
 class _Control:
-    """QEMU's machine protocol: one JSON object a line."""
+    """QEMU's machine protocol (QMP): one JSON object a line."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -222,14 +222,14 @@ class _Control:
 
 
 def boot(folder: Path, file_system: str, kernel: Path, initrd: Path) -> Frozen:
-    """Boot a machine on a new disk with ``file_system``, and freeze it when it has saved its first checkpoint."""
+    """Boot a machine on a new disk with ``file_system``, and freeze it after its first checkpoint."""
     folder.mkdir(parents=True)
     disk = folder / "disk"
     with disk.open("wb") as file:
         file.truncate(DISK_BYTES)
-    make = [word.format(disk=disk) for word in MAKE[file_system]]
+    make = [word.format(disk=disk) for word in MKFS[file_system]]
     if shutil.which(make[0]) is None:
-        raise Missing("apt-get install e2fsprogs xfsprogs")
+        raise MissingDependencyError("apt-get install e2fsprogs xfsprogs")
     subprocess.run(make, check=True, capture_output=True)
     machine = Machine(folder, file_system, kernel, initrd)
     try:
@@ -240,14 +240,14 @@ def boot(folder: Path, file_system: str, kernel: Path, initrd: Path) -> Frozen:
     return Frozen(file_system, kernel, initrd, disk, folder / "memory")
 
 
-def cut(frozen: Frozen, folder: Path, seconds: float, order: dict[str, Any]) -> Cut:
-    """Thaw the machine on a copy of its disk, give it ``order``, and end it after ``seconds``."""
+def cut(frozen: Frozen, folder: Path, seconds: float, instructions: dict[str, Any]) -> Cut:
+    """Thaw the machine on a copy of its disk, send ``instructions``, and kill it after ``seconds``."""
     folder.mkdir(parents=True, exist_ok=True)
     copy_disk(frozen.disk, folder / "disk")
     machine = Machine(folder, frozen.file_system, frozen.kernel, frozen.initrd, frozen.memory)
     try:
         machine.wait_until_thawed()
-        machine.tell(order)
+        machine.send(instructions)
         machine.run_for(seconds)
         return Cut(folder / "disk", folder / "log", machine.cut())
     finally:
@@ -255,5 +255,5 @@ def cut(frozen: Frozen, folder: Path, seconds: float, order: dict[str, Any]) -> 
 
 
 def copy_disk(source: Path, target: Path) -> None:
-    """Copy with holes left out: a disk is mostly empty."""
+    """Copy a sparse disk image."""
     subprocess.run(["cp", "--sparse=always", source, target], check=True)

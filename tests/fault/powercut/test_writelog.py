@@ -1,6 +1,6 @@
-"""What the power-cut harness takes for granted: how a log of writes is read and replayed, what events allow.
+"""Tests of the power-cut harness: reading and replaying a log of writes, and the states that events allow.
 
-The harness itself (tests/fault/powercut) needs virtual machines and is no part of this suite.
+The harness (tests/fault/powercut) needs virtual machines and is not part of this suite.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.powercut import events, writelog
-from tests.fault.powercut.events import BEGIN, DONE, LOCAL, MAY_GO, SHARED, Event
+from tests.fault.powercut.events import BEGIN, DONE, LOCAL, REMOVABLE, SHARED, Event
 from tests.fault.powercut.writelog import DISCARD, FLUSH, SECTOR_BYTES
 
 BLOCKS = 8
@@ -25,7 +25,7 @@ def block(letter: str) -> bytes:
 
 
 def log_of(path: Path, requests: Sequence[tuple[int, bytes, int]], *, superblock: bool = True) -> Path:
-    """A log as QEMU writes it: of each request the first block, the data, and flags."""
+    """Write a log as QEMU does: for each request a header sector and the data."""
     super_data = struct.pack("<QQQI", 0x6A736677736872, 1, 0, SECTOR_BYTES) if superblock else b""
     with path.open("wb") as file:
         file.write(super_data.ljust(SECTOR_BYTES, b"\0"))
@@ -38,17 +38,17 @@ def log_of(path: Path, requests: Sequence[tuple[int, bytes, int]], *, superblock
 
 
 def after_cut(tmp_path: Path, requests: Sequence[tuple[int, bytes, int]], way: str, seed: int = 0) -> str:
-    """The first letter of each block of a disk of dots, after a cut behind the last request."""
+    """Return the first letter of each block of a disk of dots, after a cut that follows the last request."""
     disk = tmp_path / "disk"
     disk.write_bytes(block(".") * BLOCKS)
     log = log_of(tmp_path / "log", requests)
-    kept_from = (BLOCKS - 1) * SECTOR_BYTES
-    writelog.replay(disk, log, writelog.read(log), way, random.Random(seed), kept_from=kept_from)
+    durable_from = (BLOCKS - 1) * SECTOR_BYTES
+    writelog.replay(disk, log, writelog.read(log), way, random.Random(seed), durable_from=durable_from)
     data = disk.read_bytes()
     return "".join(chr(data[at]) for at in range(0, len(data), SECTOR_BYTES))
 
 
-def test_a_log_is_read_up_to_where_it_was_torn(tmp_path: Path) -> None:
+def test_read_stops_at_a_torn_request(tmp_path: Path) -> None:
     log = log_of(tmp_path / "log", [(1, block("a") * 2, 0), FLUSHED, (5, block("b"), 0)])
     whole = writelog.read(log)
     assert [(one.offset // SECTOR_BYTES, one.size_bytes // SECTOR_BYTES, one.is_flush) for one in whole] == [
@@ -60,15 +60,15 @@ def test_a_log_is_read_up_to_where_it_was_torn(tmp_path: Path) -> None:
         file.truncate(log.stat().st_size - 1)
     assert writelog.read(log) == whole[:2]
     with log.open("ab") as file:
-        file.truncate(log.stat().st_size + 3 * SECTOR_BYTES)  # room was taken for a request that was never written
+        file.truncate(log.stat().st_size + 3 * SECTOR_BYTES)  # space for a request that was never written
     assert writelog.read(log)[:2] == whole[:2]
 
 
-def test_a_log_without_a_flush_has_no_superblock(tmp_path: Path) -> None:
+def test_read_accepts_a_log_without_superblock(tmp_path: Path) -> None:
     assert len(writelog.read(log_of(tmp_path / "log", [(1, block("a"), 0)], superblock=False))) == 1
 
 
-def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
+def test_read_rejects_a_file_that_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(block("x"))
     with pytest.raises(ValueError, match="no log of writes"):
         writelog.read(tmp_path / "log")
@@ -77,11 +77,11 @@ def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
 REQUESTS = [(0, block("a"), 0), (1, block("b"), 0), FLUSHED, (1, block("c"), 0), (2, block("d") * 2, 0)]
 
 
-def test_what_was_flushed_survives_and_nothing_else(tmp_path: Path) -> None:
+def test_only_flushed_writes_survive_the_loss_of_the_cache(tmp_path: Path) -> None:
     assert after_cut(tmp_path, REQUESTS, "nothing") == "ab......"
 
 
-def test_a_disk_that_had_time_has_all(tmp_path: Path) -> None:
+def test_all_writes_survive_if_the_cache_was_written_back(tmp_path: Path) -> None:
     assert after_cut(tmp_path, REQUESTS, "all") == "acdd...."
 
 
@@ -92,34 +92,34 @@ def test_a_disk_that_had_time_has_all(tmp_path: Path) -> None:
         ("blocks", {f"a{one}{two}{three}...." for one in "bc" for two in ".d" for three in ".d"}),
     ],
 )
-def test_any_of_what_was_not_flushed_may_be_missing(tmp_path: Path, way: str, states: set[str]) -> None:
+def test_any_unflushed_write_or_block_may_be_lost(tmp_path: Path, way: str, states: set[str]) -> None:
     assert {after_cut(tmp_path, REQUESTS, way, seed) for seed in range(60)} == states
 
 
-def test_what_the_guest_says_is_kept_whatever_becomes_of_the_rest(tmp_path: Path) -> None:
+def test_event_blocks_always_survive(tmp_path: Path) -> None:
     last = BLOCKS - 1
     assert after_cut(tmp_path, [(0, block("a"), 0), (last, block("!"), 0)], "nothing") == ".......!"
 
 
-def test_a_discarded_block_is_zero(tmp_path: Path) -> None:
+def test_discarded_block_reads_as_zeros(tmp_path: Path) -> None:
     assert after_cut(tmp_path, [(0, block("a") * 2, 0), (1, block("x"), DISCARD), FLUSHED], "nothing") == "a\0......"
 
 
-def test_events_allow_the_old_and_the_new_until_the_new_is_acknowledged() -> None:
-    place, sent = ("step-1", LOCAL), ("step-1", SHARED)
-    said = [Event(0, BEGIN, "step-1", label="a")]
-    assert events.allowed(said) == {place: {None, "a"}, sent: {None, "a"}}
-    said.append(Event(1, DONE, "step-1", LOCAL, "a"))
-    said.append(Event(2, BEGIN, "step-1", label="b"))
-    assert events.allowed(said) == {place: {"a", "b"}, sent: {None, "a", "b"}}
-    said.append(Event(3, DONE, "step-1", LOCAL, "b"))
-    assert events.acknowledged(said) == {place: "b"}
-    said.append(Event(4, MAY_GO, "step-1", LOCAL))
-    assert events.allowed(said)[place] == {None, "b"}
-    assert events.acknowledged(said) == {}
+def test_events_allow_old_and_new_save_until_acknowledgement() -> None:
+    local, shared = ("step-1", LOCAL), ("step-1", SHARED)
+    recorded = [Event(0, BEGIN, "step-1", label="a")]
+    assert events.allowed(recorded) == {local: {None, "a"}, shared: {None, "a"}}
+    recorded.append(Event(1, DONE, "step-1", LOCAL, "a"))
+    recorded.append(Event(2, BEGIN, "step-1", label="b"))
+    assert events.allowed(recorded) == {local: {"a", "b"}, shared: {None, "a", "b"}}
+    recorded.append(Event(3, DONE, "step-1", LOCAL, "b"))
+    assert events.acknowledged(recorded) == {local: "b"}
+    recorded.append(Event(4, REMOVABLE, "step-1", LOCAL))
+    assert events.allowed(recorded)[local] == {None, "b"}
+    assert events.acknowledged(recorded) == {}
 
 
-def test_an_event_comes_back_from_a_line_and_from_a_block() -> None:
+def test_event_decodes_from_a_line_and_from_a_block() -> None:
     event = Event(7, DONE, "step-3", SHARED, "label")
     assert events.decode(event.encode() + b"\n") == event
     assert events.decode(event.encode().ljust(events.BLOCK_BYTES, b"\0")) == event

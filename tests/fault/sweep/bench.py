@@ -1,4 +1,4 @@
-"""Prepares phases one after another, disturbs them, and judges the result."""
+"""Prepares phases, injects a fault, and judges the result."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from tests.fault.sweep import bugs, calls, checker, child
 from tests.fault.sweep.calls import Call
 from tests.fault.sweep.child import Ended
-from tests.fault.sweep.phases import Phase, World, cannot_link
+from tests.fault.sweep.phases import Phase, World, disable_links
 
 
 @dataclass
 class Bench:
-    """Keeps a copy of each phase's start, so that all faults have the same."""
+    """Runs phases with faults, each from a copy of the same initial state."""
 
     folder: Path
     bug: str = ""
@@ -30,12 +30,12 @@ class Bench:
     def act(self, phase: Phase, *, again: bool = False) -> Callable[[], None]:
         def act() -> None:
             if not phase.links:
-                cannot_link()
+                disable_links()
             (phase.again if again else phase.act)(self.world)
 
-        return self._as_seeded(act)
+        return self._with_bug(act)
 
-    def _as_seeded(self, act: Callable[[], None]) -> Callable[[], None]:
+    def _with_bug(self, act: Callable[[], None]) -> Callable[[], None]:
         def seeded() -> None:
             bugs.seed(self.bug)
             act()
@@ -43,25 +43,25 @@ class Bench:
         return seeded
 
     def set_up(self, phase: Phase) -> None:
-        """Make the world of ``phase`` before the fault."""
+        """Create the world of ``phase`` as it is before the fault."""
         template = self.folder / f"prepared {phase.name} {self.bug}".strip()
         if not template.exists():
             shutil.rmtree(self.world.root, ignore_errors=True)
-            prepared = child.run(self._as_seeded(lambda: phase.prepare(self.world)), f"prepare {phase.name}")
+            prepared = child.run(self._with_bug(lambda: phase.prepare(self.world)), f"prepare {phase.name}")
             if prepared.code != 0:
-                raise RuntimeError(f"{phase.name} cannot be prepared: {prepared.text}")
+                raise RuntimeError(f"cannot prepare {phase.name}: {prepared.text}")
             copy_tree(self.world.root, template)
         shutil.rmtree(self.world.root, ignore_errors=True)
         copy_tree(template, self.world.root)
         self.world.acknowledgements.unlink(missing_ok=True)
 
     def record(self, phase: Phase) -> list[Call]:
-        """Return the calls of ``phase`` on our files, without a fault."""
+        """Return the calls of ``phase`` on files of the test, without a fault."""
         self.set_up(phase)
         log = self.folder / "trace"
         ended = child.trace(self.act(phase), "act", log)
         if ended.code != 0:
-            raise RuntimeError(f"{phase.name} does not work undisturbed: {ended.text}")
+            raise RuntimeError(f"{phase.name} fails without a fault: {ended.text}")
         return calls.read(log, self.world.root)
 
     def kill(self, phase: Phase, call: Call) -> Ended:
@@ -70,7 +70,7 @@ class Bench:
         return self._kill(self.act(phase), call.name, call.number)
 
     def kill_again(self, phase: Phase, call: Call) -> Ended:
-        """Kill the next process, too: before one of its first calls of that name, if it makes one."""
+        """Kill the next process too, before one of its first calls of that name, if it makes one."""
         return self._kill(self.act(phase, again=True), call.name, 1 + call.number % 5)
 
     def _kill(self, act: Callable[[], None], name: str, number: int) -> Ended:
@@ -83,24 +83,24 @@ class Bench:
         ended = child.trace(self.act(phase), "act", log, injections)
         return ended, calls.read(log, self.world.root)
 
-    def halve(self, phase: Phase, number: int) -> Ended:
-        """Run ``phase`` with only half of its ``number``-th write done. The answer is True if there was one."""
+    def short_write(self, phase: Phase, number: int) -> Ended:
+        """Run ``phase`` with a short ``number``-th write. The answer is True if there was such a write."""
         self.set_up(phase)
         act = self.act(phase)
 
-        def act_by_half() -> bool:
-            halves = half_write(number, str(self.world.root))
+        def act_with_short_write() -> bool:
+            was_short = shorten_write(number, str(self.world.root))
             act()
-            return halves()
+            return was_short()
 
-        return child.run(act_by_half, "act")
+        return child.run(act_with_short_write, "act")
 
     def judge(self, phase: Phase) -> str:
-        """Return the problem of the world as a fresh process finds it; "" if there is none."""
+        """Return the first problem that a fresh process finds, or ""."""
 
         def look() -> list[str]:
             if not phase.links:
-                cannot_link()
+                disable_links()
             checker.check_after(self.world, phase)
             return checker.check_restart(self.world, phase, self.golden.get(phase.name))
 
@@ -110,21 +110,21 @@ class Bench:
         self.golden.setdefault(phase.name, ended.answer)
         return ""
 
-    def learn(self, phase: Phase) -> list[Call]:
-        """Return the calls of ``phase``, after a check that it works without a fault and leaves no files behind."""
+    def record_checked(self, phase: Phase) -> list[Call]:
+        """Return the calls of ``phase`` after a check that it works without a fault and leaks no files."""
         bug, self.bug = self.bug, ""
         found, problem = self.record(phase), self.judge(phase)
         self.bug = bug
         if problem:
-            raise RuntimeError(f"{phase.name} goes wrong undisturbed: {problem}")
+            raise RuntimeError(f"{phase.name} leaves a problem without a fault: {problem}")
         return found
 
 
-def half_write(number: int, root: str) -> Callable[[], bool]:
+def shorten_write(number: int, root: str) -> Callable[[], bool]:
     """Make the ``number``-th write below ``root`` write half of its data."""
     count = 0
 
-    def halving(real: Callable[..., int]) -> Callable[..., int]:
+    def shortening(real: Callable[..., int]) -> Callable[..., int]:
         def write(fd: int, data: Any, *offset: int) -> int:
             nonlocal count
             if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{root}/"):  # noqa: PTH115
@@ -135,7 +135,7 @@ def half_write(number: int, root: str) -> Callable[[], bool]:
 
         return write
 
-    os.write, os.pwrite = halving(os.write), halving(os.pwrite)  # type: ignore[assignment]
+    os.write, os.pwrite = shortening(os.write), shortening(os.pwrite)  # type: ignore[assignment]
     return lambda: count >= number
 
 

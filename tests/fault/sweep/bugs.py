@@ -1,4 +1,4 @@
-"""Seeded bugs: common errors with files. ``seed`` plants one in the calling process; ``run.py bugs`` finds each."""
+"""Seeded bugs: common errors with files. ``seed`` plants one in this process; ``run.py bugs`` must find each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KILLS, ERRNOS = "kills", "errnos"
 
 
 def replace(real: Callable[..., Any], other: Callable[..., Any]) -> None:
-    """Replace ``real`` by ``other`` in every module of ours that imported it."""
+    """Replace ``real`` by ``other`` in every tierckpt module that imported it."""
     for name, module in list(sys.modules.items()):
         if name.startswith(("tierckpt", "tests.fault.sweep")):
             for attribute, value in list(vars(module).items()):
@@ -70,7 +70,7 @@ def retried_fsync() -> None:
         try:
             real(fd)
         except OSError:
-            real(fd)  # the pages that could not be written are marked clean by now
+            real(fd)  # the kernel has marked the unwritten pages clean
 
     os.fsync = fsync  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""The log of strace: system calls on our files, in order, each numbered among calls of the same name."""
+"""The log of strace: system calls on files of the test, numbered among calls of the same name."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What must hold after a fault, whatever it was, and after the next process has put things in order.
+"""Invariants that hold after any fault, and after the next process recovered.
 
-Right after it: every checkpoint that is visible anywhere is whole, byte for byte; what was acknowledged is there; what
-stood before and was not being replaced or removed still stands; ``latest`` finds the newest and it restores.
-After a restart: what was interrupted can be done again and then all is as if nothing had happened, down to the list of
-files; nothing that was on the shared tier was sent again.
+Right after the fault: every visible checkpoint is whole, byte for byte; everything acknowledged is present; checkpoints
+that were not being replaced or removed are unchanged; ``latest`` finds the newest, and it restores.
+After a restart: the interrupted phase can be repeated, and the result equals a run without a fault, down to the list of
+files; no shard on the shared tier was sent again.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SHARD = re.compile(rf"^__(\d+)_(\d+)-.*\{SHARD_SUFFIX}$")
 _TOKEN = re.compile(r"[0-9a-f]{16}")
 
 
-LEFT = {
-    re.compile(r"^shared/.*/\..+\.tmp$"): "a mount that others write to as well: whose it is cannot be known",
-    re.compile(r"^local/flush\.mark$"): "the file of a lock stays: a save that an error sent another way makes it",
+PERMITTED_LEFTOVERS = {
+    re.compile(r"^shared/.*/\..+\.tmp$"): "other nodes write to the mount too: the owner is unknown",
+    re.compile(r"^local/flush\.mark$"): "a lock file stays; a save that an error diverted creates it",
 }
-"""What a kill may leave for good, and why."""
+"""Files that a kill may leave for good, and why."""
 
 
 class Violation(Exception):
-    """Something that must never be."""
+    """An invariant does not hold."""
 
 
 def acknowledged(world: World) -> list[tuple[str, str]]:
@@ -45,25 +45,25 @@ def acknowledged(world: World) -> list[tuple[str, str]]:
     return [(name, tier) for name, _, tier in (line.partition(" ") for line in lines)]
 
 
-# --- what is there ------------------------------------------------------------------------------------------------
+# --- the current state --------------------------------------------------------------------------------------------
 
 
 def state_of(world: World, phase: Phase) -> State:
-    """What is committed under each name, every byte of it compared. Raises Violation when anything is torn."""
+    """Return the label committed at each place, after a comparison of every byte. Raises Violation if one is torn."""
     found: State = {}
     names = {"step-1", "step-2", "step-3"}
     for name in names:
         for tier in (LOCAL, SHARED):
-            label = committed_in(world.place(name, tier), may_lack=(name, tier) in phase.damaged)
+            label = committed_label(world.place(name, tier), may_lack=(name, tier) in phase.damaged)
             if label is not None:
                 found[name, tier] = label
     target = world.place("", TARGET)
     if target.exists():
-        found["step-2", TARGET] = stock_view(target, may_lack=False) or "nothing"
+        found["step-2", TARGET] = stock_label(target, may_lack=False) or "nothing"
     return found
 
 
-def committed_in(directory: Path, *, may_lack: bool) -> str | None:
+def committed_label(directory: Path, *, may_lack: bool) -> str | None:
     manifest = local_commit.read_local_manifest(directory)
     if manifest is None:
         return None
@@ -77,8 +77,8 @@ def committed_in(directory: Path, *, may_lack: bool) -> str | None:
     return label
 
 
-def stock_view(directory: Path, *, may_lack: bool) -> str | None:
-    """What PyTorch without us loads here: ``.metadata``, and each shard that it names."""
+def stock_label(directory: Path, *, may_lack: bool) -> str | None:
+    """Return the label that plain PyTorch loads from ``directory``: checks ``.metadata`` and every shard it names."""
     found = [directory / METADATA, *sorted(directory.glob(f"__*_{METADATA}")), *sorted(directory.glob("__*.metadata"))]
     metadata = [json.loads(path.read_bytes()) for path in dict.fromkeys(found) if path.exists()]
     for one in metadata:
@@ -98,7 +98,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise Violation(f"{path} is named by a commit and is not there") from None
+        raise Violation(f"a commit names {path}, which is missing") from None
 
 
 # --- right after the fault ----------------------------------------------------------------------------------------
@@ -110,44 +110,44 @@ def check_after(world: World, phase: Phase) -> State:
     for key in {*phase.before, *phase.after, *found}:
         before, after, end, now = (state.get(key) for state in (phase.before, phase.after, phase.end, found))
         if key in done and now not in (after, end):
-            raise Violation(f"{key} was acknowledged as {after!r} and is {now!r}")
+            raise Violation(f"{key} was acknowledged as {after!r} but is {now!r}")
         if now not in (before, after, end):
-            raise Violation(f"{key} was {before!r}, was to be {after!r}, and is {now!r}")
+            raise Violation(f"{key} is {now!r}: it was {before!r} and was to become {after!r}")
     _check_stock(world, phase, found)
     _check_latest(world, found)
     return found
 
 
 def _check_stock(world: World, phase: Phase, found: State) -> None:
-    """While ours is whole, so is what stock PyTorch sees in the same directory, the same save or the next."""
+    """Check that plain PyTorch, too, sees one whole save in each directory: this one or the next."""
     for name, tier in found:
         if tier != TARGET:
-            stock_view(world.place(name, tier), may_lack=(name, tier) in phase.damaged)
+            stock_label(world.place(name, tier), may_lack=(name, tier) in phase.damaged)
 
 
 def _check_latest(world: World, found: State) -> None:
-    """``latest`` is the newest that is committed anywhere, and restores to one of the saves that stand there."""
+    """Check that ``latest`` is the newest commit of any tier and restores one of its saves."""
     job = Job(world)
     newest = max(name for name, tier in found if tier != TARGET)
     checkpoint = job.wait(job.mover.selector.newest(world.run)).checkpoint
     if checkpoint is None or checkpoint.location.name != newest:
-        raise Violation(f"latest is {checkpoint and checkpoint.location.name}, {newest} is committed")
+        raise Violation(f"latest is {checkpoint and checkpoint.location.name}, but {newest} is committed")
     scratch = world.root.parent / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     job.wait(restore(job.mover, checkpoint.location, scratch))
-    if stock_view(scratch, may_lack=False) not in {found.get((newest, LOCAL)), found.get((newest, SHARED))}:
-        raise Violation(f"{newest} restores to another save than stands there")
+    if stock_label(scratch, may_lack=False) not in {found.get((newest, LOCAL)), found.get((newest, SHARED))}:
+        raise Violation(f"{newest} restores a save that is committed on no tier")
 
 
 # --- after a restart ----------------------------------------------------------------------------------------------
 
 
 def check_restart(world: World, phase: Phase, golden: Iterable[str] | None) -> list[str]:
-    """Recover, drain, do it again. Returns the names of all files, which must be ``golden`` if that is given."""
-    shards = sent(world)
-    an_hour_passes(world)
+    """Recover, drain and repeat the phase. Returns the names of all files, which must equal ``golden`` if given."""
+    shards = shard_stamps(world)
+    age_files(world)
     abandoned = recover(world)
-    again = {path: stamp for path, stamp in sent(world).items() if path in shards and stamp != shards[path]}
+    again = {path: stamp for path, stamp in shard_stamps(world).items() if path in shards and stamp != shards[path]}
     if again:
         raise Violation(f"sent again after the restart: {sorted(again)}")
     found = check_after(world, phase)
@@ -160,17 +160,17 @@ def check_restart(world: World, phase: Phase, golden: Iterable[str] | None) -> l
     abandoned |= recover(world)
     found = state_of(world, phase)
     if found != phase.end:
-        raise Violation(f"done again it is {found}, not {phase.end}")
+        raise Violation(f"the repeated phase ends with {found}, not {phase.end}")
     names = tree(world)
     if golden is not None and not abandoned:
         more, fewer = Counter(names) - Counter(golden), Counter(golden) - Counter(names)
         if more or fewer:
-            raise Violation(f"left behind: {sorted(more.elements())}; missing: {sorted(fewer.elements())}")
+            raise Violation(f"leaked: {sorted(more.elements())}; missing: {sorted(fewer.elements())}")
     return names
 
 
 def recover(world: World) -> bool:
-    """What the next process does. True when it finds a rank whose coordinator never committed: that one stays."""
+    """Recover as the next process. True: the entry of a rank whose coordinator never committed stays."""
     job = Job(world)
     try:
         job.recover()
@@ -179,21 +179,23 @@ def recover(world: World) -> bool:
     return any(entry.state in journal.ASIDE for entry in job.mover.journal.entries())
 
 
-def an_hour_passes(world: World) -> None:
-    """What is temporary is known by its age."""
+def age_files(world: World) -> None:
+    """Make all files old: leftovers are recognised by their age."""
     past = time.time() - LEFTOVER_SECONDS - 60
     for path in world.root.rglob("*"):
         if path.suffix != SHARD_SUFFIX:
             os.utime(path, (past, past), follow_symlinks=False)
 
 
-def sent(world: World) -> dict[str, tuple[int, int]]:
-    """The shards on the shared tier, each with what tells a file from a new one of the same name and bytes."""
+def shard_stamps(world: World) -> dict[str, tuple[int, int]]:
+    """Return the shards on the shared tier with inode and mtime, which identify one upload."""
     paths = Path(world.run.path).rglob(f"*{SHARD_SUFFIX}")
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths if path.name[0] != "."}
 
 
 def tree(world: World) -> list[str]:
-    """Every file, by name; random parts of names left out."""
+    """Return the names of all files, with random parts replaced."""
     paths = (str(path.relative_to(world.root)) for path in world.root.rglob("*") if path.is_file())
-    return sorted(_TOKEN.sub("TOKEN", path) for path in paths if not any(known.match(path) for known in LEFT))
+    return sorted(
+        _TOKEN.sub("TOKEN", path) for path in paths if not any(known.match(path) for known in PERMITTED_LEFTOVERS)
+    )

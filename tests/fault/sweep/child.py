@@ -1,7 +1,7 @@
-"""Forked processes that do one thing and are gone: alone, or under strace, which counts, kills, answers for the kernel.
+"""Forked processes that run one function: alone, or under strace, which counts calls, kills and injects results.
 
-Whoever imports this has one thread and forks children that have one thread: what the n-th system call of a name is
-stays the same from one child to the next.
+The importing process has one thread and forks children with one thread, so that the n-th system call of a name is the
+same in every child.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TRIES = 4
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: its exit code (below 0: the signal) and what it left, an answer or an error."""
+    """The end of a child: its exit code (negative: signal), and its answer or error."""
 
     code: int
     answer: Any
@@ -39,15 +39,15 @@ class Ended:
 
 
 class Child:
-    """A process that does ``act`` once told to go. ``role`` seeds the names it invents."""
+    """A process that runs ``act`` after ``go``. ``role`` seeds its random names."""
 
     def __init__(self, act: Callable[[], Any], role: str) -> None:
         ready, self._go = os.pipe()
         self._answer, answer = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            # The parent's ends stay open here: strace may attach before this line, and what is closed is counted.
-            _live(act, role, ready, answer)
+            # Leaves the parent's ends open: strace may attach before this line, and it counts calls of close.
+            _run_in_child(act, role, ready, answer)
         os.close(ready)
         os.close(answer)
 
@@ -64,13 +64,13 @@ class Child:
         return Ended(code, **json.loads(b"".join(pieces))) if pieces else Ended(code, None)
 
 
-def _live(act: Callable[[], Any], role: str, ready: int, answer: int) -> None:
+def _run_in_child(act: Callable[[], Any], role: str, ready: int, answer: int) -> None:
     signal.alarm(CHILD_SECONDS)
     try:
-        made = random.Random(role)
-        secrets.token_hex = lambda count=16: made.randbytes(count).hex()  # type: ignore[assignment, misc]
+        rng = random.Random(role)
+        secrets.token_hex = lambda count=16: rng.randbytes(count).hex()  # type: ignore[assignment, misc]
         asyncio.to_thread = inline  # type: ignore[assignment]
-        # No read: whether strace sees one that began before it attached depends on the clock, and reads are counted.
+        # select, not read: strace may or may not count a call that began before it attached, and reads are injected.
         select.select([ready], [], [])
         found = {"answer": act()}
         code = 0
@@ -80,20 +80,20 @@ def _live(act: Callable[[], Any], role: str, ready: int, answer: int) -> None:
         found = {"answer": None, "error": type(error).__name__, "text": _text(error)}
         found["is_typed"] = isinstance(error, TierckptError)
         code = 1
-    _tell(answer, json.dumps(found).encode())
+    _write_all(answer, json.dumps(found).encode())
     os._exit(code)
 
 
 def _text(error: BaseException) -> str:
-    """What is injected may hit this as well: it reads the sources."""
+    """Format ``error``. Retries: the injected error may also hit the reads of the source files."""
     for _ in range(TRIES):
         with contextlib.suppress(Exception):
             return "".join(traceback.format_exception(error))[-3000:]
     return repr(error)
 
 
-def _tell(answer: int, data: bytes) -> None:
-    """And this, where an earlier error has left out some of the calls that are counted."""
+def _write_all(answer: int, data: bytes) -> None:
+    """Write ``data``. Retries: the injected error may hit this write too."""
     for _ in range(TRIES):
         with contextlib.suppress(OSError):
             data = data[os.write(answer, data) :]
@@ -108,7 +108,7 @@ def run(act: Callable[[], Any], role: str) -> Ended:
 
 
 def trace(act: Callable[[], Any], role: str, log: Path, injections: Sequence[str] = (), calls: str = "all") -> Ended:
-    """``run`` under strace, attached before the child goes on. What it saw is in ``log``."""
+    """``run`` under strace, attached before the child continues. Its log goes to ``log``."""
     child = Child(act, role)
     inject = [word for injection in injections for word in ("-e", f"inject={injection}")]
     command = ["strace", "-y", "-s", "0", "-o", str(log), "-e", f"trace={calls}", *inject, "-p", str(child.pid)]

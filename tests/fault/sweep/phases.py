@@ -1,6 +1,6 @@
-"""The phases: what is done before the fault, what the fault meets, and what stands under each name before and after.
+"""The phases: preparation, the act that a fault interrupts, and the states before and after.
 
-A state maps ``(place, tier)`` to the label of the save that is committed there; what is not in it holds nothing.
+A state maps ``(place, tier)`` to the label of the save committed there; a missing key is an empty place.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tierckpt.stores import retry
 from tierckpt.stores.local import LocalStore
 
 WAIT_SECONDS = 1.5
-"""For ranks that may never come."""
+"""Commit timeout if ranks may be dead."""
 PATIENT_WAIT_SECONDS = 30.0
-"""For ranks that do come, on a machine that has much to do."""
+"""Commit timeout if all ranks live, on a loaded machine."""
 drainer.SHARED = Pauses(0.1, 2.0)
-"""Long enough for the other ranks to be done: how often a mover looks must not depend on how fast this machine is."""
+"""Longer than other ranks take: the number of polls must not depend on the speed of the machine."""
 
 LOCAL, SHARED, TARGET = "local", "shared", "target"
 State = dict[tuple[str, str], str]
@@ -39,7 +39,7 @@ State = dict[tuple[str, str], str]
 
 @dataclass(frozen=True)
 class World:
-    """One directory with all a phase needs. What a process acknowledges goes to a file outside of it."""
+    """One directory with all files of a phase. The file of acknowledgements is outside."""
 
     root: Path
 
@@ -66,13 +66,13 @@ class World:
 
 
 class Job:
-    """What a child works with: a saver, a mover, a loop, and a file to acknowledge in."""
+    """The parts of a child: saver, mover, event loop and the file of acknowledgements."""
 
     wait_seconds = WAIT_SECONDS
 
     def __init__(self, world: World, *, drain: bool = True, **overrides: Any) -> None:
         self.world = world
-        retry.PAUSE_SECONDS_MAX = 0.01  # of this child
+        retry.PAUSE_SECONDS_MAX = 0.01  # only in this child
         settings = Settings.load(
             local_root=world.local_root,
             drain=drain,
@@ -91,7 +91,7 @@ class Job:
             return self._runner.run(work)
 
     def acknowledge(self, place: str, tier: str) -> None:
-        """Say outside of the world that this has happened: from now on nothing may take it back."""
+        """Record outside of the world that ``place`` is committed on ``tier``: no fault may revert it."""
         os.write(self._file, f"{place} {tier}\n".encode())
 
     def save(self, step: int, label: str, **options: Any) -> None:
@@ -102,7 +102,7 @@ class Job:
             self.drain()
 
     def drain(self) -> None:
-        """What the journal holds, once; raises the first thing that went wrong, acknowledges what went well."""
+        """Drain the journal once: acknowledge committed checkpoints, raise the first error."""
         results, errors = self.wait(self.mover.drains.drain_all(patient=True))
         for result in results:
             if result.outcome == "committed":
@@ -111,7 +111,7 @@ class Job:
             raise errors[0]
 
     def recover(self) -> None:
-        """What the next process does first."""
+        """Recover as the next process."""
         check_local_root(self.saver.settings)
         self.saver.recover()
         self.wait(self.mover.drains.idle(10.0))
@@ -120,29 +120,29 @@ class Job:
 
 @dataclass(frozen=True)
 class Phase:
-    """What is prepared, what the fault meets, and the states before it, after it, and after a restart."""
+    """Preparation, the act that a fault interrupts, and the states before it, after it and after a restart."""
 
     name: str
     prepare: Callable[[World], None]
     act: Callable[[World], None]
     before: State
     after: State
-    settled: State = field(default_factory=dict)
-    """What another process makes of it that drains what it finds; ``after`` where that is all the same."""
+    after_restart: State = field(default_factory=dict)
+    """The state after another process drained the rest; empty: equal to ``after``."""
     links: bool = True
-    """The shared tier is on the same file system; False: it is told that it cannot link."""
+    """The shared tier is on the same file system; False: links fail, files are copied."""
     damaged: frozenset[tuple[str, str]] = frozenset()
-    """Places with files missing: prepared so, or as long as what stands there has its files on the shared tier only."""
+    """Places that may lack files: prepared so, or their files are only on the shared tier."""
     again: Callable[[World], None] = lambda world: Job(world).recover()
-    """What the next process does after a kill, and is killed in."""
+    """The recovery by the next process, which may be killed too."""
 
     @property
     def end(self) -> State:
-        return self.settled or self.after
+        return self.after_restart or self.after
 
 
-def cannot_link() -> None:
-    """The shared tier is on another file system, so that files are copied."""
+def disable_links() -> None:
+    """Make links fail, as between two file systems, so that files are copied."""
 
     async def link(self: LocalStore, key: str, source: Path) -> bool:
         return False
@@ -152,61 +152,61 @@ def cannot_link() -> None:
 
 # --- the phases ---------------------------------------------------------------------------------------------------
 
-ONE: State = {("step-1", LOCAL): "1", ("step-1", SHARED): "1"}
-TWO: State = {**ONE, ("step-2", LOCAL): "2", ("step-2", SHARED): "2"}
-OVER: State = {**ONE, ("step-2", LOCAL): "over", ("step-2", SHARED): "over"}
+STEP_1: State = {("step-1", LOCAL): "1", ("step-1", SHARED): "1"}
+STEPS_1_2: State = {**STEP_1, ("step-2", LOCAL): "2", ("step-2", SHARED): "2"}
+OVERWRITTEN: State = {**STEP_1, ("step-2", LOCAL): "over", ("step-2", SHARED): "over"}
 
 
-def save_one(world: World) -> None:
+def save_step_1(world: World) -> None:
     Job(world).save(1, "1")
 
 
-def save_two(world: World) -> None:
+def save_steps_1_2(world: World) -> None:
     job = Job(world)
     job.save(1, "1")
     job.save(2, "2", ranks=2)
 
 
-def save_three(world: World) -> None:
+def save_steps_1_to_3(world: World) -> None:
     job = Job(world)
     for step in (1, 2, 3):
         job.save(step, str(step))
 
 
-def restore_prepared(world: World) -> None:
-    """A node that has lost one of its shards."""
-    save_two(world)
+def prepare_restore(world: World) -> None:
+    """A node that lost a shard."""
+    save_steps_1_2(world)
     next(world.place("step-2", LOCAL).glob("__1_0*.distcp")).unlink()
 
 
 def restore(world: World) -> None:
-    """Of this step. Of the run it would rightly be an older one where this one cannot be read (set_cover.py)."""
+    """Restore this step: a restore of the run may rightly fall back to an older step (set_cover.py)."""
     job = Job(world)
     job.wait(restore_directory(job.mover, world.step(2), world.place("", TARGET)))
     job.acknowledge("step-2", TARGET)
 
 
-def fetch_prepared(world: World) -> None:
-    """A node that has nothing."""
-    save_two(world)
+def prepare_fetch(world: World) -> None:
+    """A node without any files."""
+    save_steps_1_2(world)
     shutil.rmtree(world.local_root)
 
 
 def fetch(world: World) -> None:
-    """What a node does before a job starts on it."""
+    """Fetch as a node does before a job starts."""
     job = Job(world)
     job.wait(prefetch.fetch(job.mover, prefetch.PrefetchRequest(world.step(2))))
 
 
-def drain_prepared(world: World) -> None:
-    """A save of two ranks that was committed here, and of which nothing has been sent."""
-    save_two(world)
+def prepare_drain(world: World) -> None:
+    """A save of two ranks with a local commit, not drained yet."""
+    save_steps_1_2(world)
     Job(world).save(2, "over", ranks=2, send=False)
 
 
-def resume_prepared(world: World) -> None:
-    """One save to drain of which a file is there already, another that was killed while it wrote shards."""
-    save_two(world)
+def prepare_resume(world: World) -> None:
+    """One partly drained save, and one that was killed while it wrote shards."""
+    save_steps_1_2(world)
     job = Job(world)
     job.save(2, "over", send=False)
     [entry] = job.mover.journal.entries()
@@ -224,65 +224,71 @@ def retain(world: World) -> None:
 PHASES = (
     Phase(
         "save",
-        save_one,
+        save_step_1,
         lambda world: Job(world).save(2, "2", send=False),
-        before=ONE,
-        after={**ONE, ("step-2", LOCAL): "2"},
-        settled=TWO,
+        before=STEP_1,
+        after={**STEP_1, ("step-2", LOCAL): "2"},
+        after_restart=STEPS_1_2,
     ),
     Phase(
         "overwrite",
-        save_two,
+        save_steps_1_2,
         lambda world: Job(world).save(2, "over", send=False),
-        before=TWO,
-        after={**TWO, ("step-2", LOCAL): "over"},
-        settled=OVER,
+        before=STEPS_1_2,
+        after={**STEPS_1_2, ("step-2", LOCAL): "over"},
+        after_restart=OVERWRITTEN,
     ),
     Phase(
         "save straight",
-        save_one,
+        save_step_1,
         lambda world: Job(world).save(2, "2", is_direct_put=True),
-        before=ONE,
-        after={**ONE, ("step-2", LOCAL): "2", ("step-2", SHARED): "2"},
-        settled={**ONE, ("step-2", SHARED): "2"},
+        before=STEP_1,
+        after={**STEP_1, ("step-2", LOCAL): "2", ("step-2", SHARED): "2"},
+        after_restart={**STEP_1, ("step-2", SHARED): "2"},
         damaged=frozenset({("step-2", LOCAL)}),
     ),
-    Phase("save and drain by links", save_two, lambda world: Job(world).save(2, "over"), before=TWO, after=OVER),
+    Phase(
+        "save and drain by links",
+        save_steps_1_2,
+        lambda world: Job(world).save(2, "over"),
+        before=STEPS_1_2,
+        after=OVERWRITTEN,
+    ),
     Phase(
         "save without collectives",
-        save_two,
+        save_steps_1_2,
         lambda world: Job(world).save(2, "over", ranks=2, alone=True),
-        before=TWO,
-        after=OVER,
+        before=STEPS_1_2,
+        after=OVERWRITTEN,
     ),
     Phase(
         "drain by copies",
-        drain_prepared,
+        prepare_drain,
         lambda world: Job(world).drain(),
-        before={**TWO, ("step-2", LOCAL): "over"},
-        after=OVER,
+        before={**STEPS_1_2, ("step-2", LOCAL): "over"},
+        after=OVERWRITTEN,
         links=False,
     ),
     Phase(
         "restore",
-        restore_prepared,
+        prepare_restore,
         restore,
-        before=TWO,
-        after={**TWO, ("step-2", TARGET): "2"},
+        before=STEPS_1_2,
+        after={**STEPS_1_2, ("step-2", TARGET): "2"},
         damaged=frozenset({("step-2", LOCAL)}),
         again=restore,
     ),
     Phase(
         "fetch",
-        fetch_prepared,
+        prepare_fetch,
         fetch,
-        before={key: label for key, label in TWO.items() if key[1] == SHARED},
-        after={key: label for key, label in TWO.items() if key != ("step-1", LOCAL)},
+        before={key: label for key, label in STEPS_1_2.items() if key[1] == SHARED},
+        after={key: label for key, label in STEPS_1_2.items() if key != ("step-1", LOCAL)},
         again=fetch,
     ),
     Phase(
         "retention",
-        save_three,
+        save_steps_1_to_3,
         retain,
         before={(f"step-{step}", tier): str(step) for step in (1, 2, 3) for tier in (LOCAL, SHARED)},
         after={("step-3", LOCAL): "3", ("step-3", SHARED): "3", ("step-2", SHARED): "2"},
@@ -290,10 +296,10 @@ PHASES = (
     ),
     Phase(
         "resume",
-        resume_prepared,
+        prepare_resume,
         lambda world: Job(world).recover(),
-        before={**TWO, ("step-2", LOCAL): "over"},
-        after=OVER,
+        before={**STEPS_1_2, ("step-2", LOCAL): "over"},
+        after=OVERWRITTEN,
         links=False,
     ),
 )

@@ -1,9 +1,9 @@
-"""Many processes that save to one id at the same moment: on one node, or each on a node of its own.
+"""Concurrent saves to one checkpoint: on one node, or each on a node of its own.
 
     python -m tests.fault.sweep.races FOLDER RACES [BUG]      writes FOLDER/outcome.json
 
-Each has learnt that nothing stands under the id, waits for the others, and goes. Exactly one must be told that it has
-committed, all others AlreadyCommittedError, and what stands on each tier is, byte for byte, one save.
+Each writer finds no checkpoint, waits for the others, and commits. Exactly one must succeed, all others must get
+AlreadyCommittedError, and each tier must hold one whole save.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tierckpt.format.layout import CLAIM, MANIFEST
 from tierckpt.stores.local import LocalStore
 
 WRITERS = (2, 3, 5, 8, 13, 32)
-ONE_NODE, NODES = "one node", "a node each"
-LATE_SECONDS = 0.3
-LOSERS_ARE_TOLD = "AlreadyCommittedError"
+ONE_NODE, NODE_PER_WRITER = "one node", "a node each"
+DELAY_SECONDS = 0.3
+LOSER_ERROR = "AlreadyCommittedError"
 
 
 @dataclass(frozen=True)
 class Node(World):
-    """A world in which each writer may have a local root of its own."""
+    """A world in which each writer may have its own local root."""
 
     name: str = "local"
 
@@ -49,7 +49,7 @@ class Node(World):
 
 
 def race(root: Path, writers: int, kind: str, turn: int, bug: str) -> list[str]:
-    """What is wrong after one race."""
+    """Run one race and return its problems."""
     shutil.rmtree(root, ignore_errors=True)
     nodes = [Node(root, "local" if kind == ONE_NODE else f"node-{writer}") for writer in range(writers)]
     with starting_gate(writers) as (wait_for_all, planned):
@@ -66,21 +66,21 @@ def race(root: Path, writers: int, kind: str, turn: int, bug: str) -> list[str]:
         wait_for_all()
     ended = [child.end() for child in children]
     if kind == ONE_NODE:
-        # A writer that lost may have taken up the winner's entry, as whoever starts does, and have ended with it.
+        # A losing writer may have resumed the winner's journal entry, as any new process does, and ended with it.
         run_child(lambda: Job(nodes[0]).recover(), f"{turn}/after")
     return list(problems(nodes, ended))
 
 
 @contextlib.contextmanager
 def starting_gate(writers: int) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
-    """``planned``, in which each writer waits, and what lets them go when all of them do."""
+    """Yield a function that releases all writers once they wait, and ``planned``, in which a writer waits."""
     here, there = os.pipe()
     gate, opener = os.pipe()
 
     def planned() -> None:
         os.close(opener)
         os.write(there, b"x")
-        os.read(gate, 1)  # ends when all that can open it have let go of it
+        os.read(gate, 1)  # returns when the last write end is closed
 
     def wait_for_all() -> None:
         os.close(there)
@@ -98,51 +98,51 @@ def starting_gate(writers: int) -> Iterator[tuple[Callable[[], None], Callable[[
 def problems(nodes: list[Node], ended: list[Ended]) -> Iterator[str]:
     winners = [writer for writer, end in enumerate(ended) if end.code == 0]
     for writer, end in enumerate(ended):
-        if end.code != 0 and end.error != LOSERS_ARE_TOLD:
+        if end.code != 0 and end.error != LOSER_ERROR:
             yield f"writer {writer} of {len(ended)} ended with {end.code} {end.error}: {end.text[-1000:]}"
     if len(winners) != 1:
-        yield f"{len(winners)} of {len(ended)} were told that they had committed"
+        yield f"{len(winners)} of {len(ended)} writers committed"
     try:
-        stands = checker.committed_in(nodes[0].place("step-1", SHARED), may_lack=False)
-        local = {checker.committed_in(node.place("step-1", LOCAL), may_lack=False) for node in nodes}
+        shared = checker.committed_label(nodes[0].place("step-1", SHARED), may_lack=False)
+        local = {checker.committed_label(node.place("step-1", LOCAL), may_lack=False) for node in nodes}
     except (checker.Violation, OSError) as violation:
         yield f"torn: {violation}"
         return
-    if [stands] != [f"writer-{winner}" for winner in winners]:
-        yield f"{stands} stands on the shared tier, told were {winners}"
-    if stands not in local:
-        yield f"{stands} stands on the shared tier and not where it was saved"
+    if [shared] != [f"writer-{winner}" for winner in winners]:
+        yield f"the shared tier holds {shared}, but {winners} committed"
+    if shared not in local:
+        yield f"{shared} is on the shared tier but on no local tier"
 
 
 def no_lock() -> None:
-    """Locks hold nobody up."""
+    """Locks have no effect."""
     fcntl.flock = lambda *_: None  # type: ignore[assignment]
 
 
 def no_precondition() -> None:
-    """A claim that is there already is taken over, whoever's it is.
+    """An existing claim of another writer is overwritten.
 
-    The writers come one after the other, each while those before it are between their last look and the commit.
+    Each writer is delayed between its last check and its commit.
     """
     real = LocalStore.put
 
     async def put(self: LocalStore, key: str, data: Any, *, if_absent: bool = False) -> None:
         if key in {CLAIM, MANIFEST}:
-            await asyncio.sleep(LATE_SECONDS * (random.random() if key == CLAIM else 1.0))
+            await asyncio.sleep(DELAY_SECONDS * (random.random() if key == CLAIM else 1.0))
         await real(self, key, data)
 
     LocalStore.put = put  # type: ignore[method-assign, assignment]
 
 
-def no_look_at_what_stands() -> None:
-    """A local commit replaces whatever stands."""
+def no_check_of_existing() -> None:
+    """A local commit replaces an existing one unchecked."""
     local_commit.read_local_manifest = lambda *_: None  # type: ignore[assignment]
 
 
 BUGS: dict[str, Callable[[], None]] = {
     "no lock": no_lock,
     "no precondition": no_precondition,
-    "no look at what stands": no_look_at_what_stands,
+    "no check of the existing commit": no_check_of_existing,
 }
 
 
@@ -154,8 +154,8 @@ def main() -> None:
     found: list[str] = []
     run: Counter[str] = Counter()
     for turn in range(races):
-        # Each number of writers on one node, then each on nodes of their own.
-        kind, writers = (ONE_NODE, NODES)[turn // len(WRITERS) % 2], WRITERS[turn % len(WRITERS)]
+        # Each number of writers on one node, then on nodes of their own.
+        kind, writers = (ONE_NODE, NODE_PER_WRITER)[turn // len(WRITERS) % 2], WRITERS[turn % len(WRITERS)]
         found += [
             f"race {turn}, {writers} writers, {kind}: {text}"
             for text in race(folder / "world", writers, kind, turn, bug)

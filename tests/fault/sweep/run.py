@@ -1,13 +1,12 @@
 """Runs the sweeps: ``python -m tests.fault.sweep.run WHAT FOLDER [SHARE OF]`` writes FOLDER/outcome.json.
 
-kills    before each call on our files, of every phase
-errnos   each call on our files answered with an error; writes done by half
+kills    a kill before each call of every phase on files of the test
+errnos   an injected error for each of these calls; short writes
 pairs    two errors in one run
-bugs     each seeded bug, and which of the harnesses finds it
+bugs     each seeded bug with its harness
 
-SHARE OF: this process takes every OF-th point, from the SHARE-th on. The environment says how much of it there is:
-TIERCKPT_TEST_SWEEP=full takes every call of every phase with every answer; otherwise a part of them is taken, the
-same each time, with each phase and each kind of call in it.
+SHARE OF: this process takes every OF-th point from SHARE on. TIERCKPT_TEST_SWEEP=full takes every call of
+every phase with every error. Otherwise a fixed sample is taken, with each phase and each kind of call in it.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from tests.fault.sweep.phases import BY_NAME, PHASES, Phase
 LENGTH = os.environ.get("TIERCKPT_TEST_SWEEP", "part")
 KILLS, ERRNOS, HALVES = (40, 60, 4) if LENGTH == "quick" else (50, 120, 20)
 TRIES = 3
-"""A call that comes with some timings only is waited for in so many runs."""
-TWICE = 3
-"""After every third kill the next process is killed, too."""
+"""Runs to wait for a call that happens only with some timings."""
+KILL_AGAIN_EVERY = 3
+"""After every third kill, the next process is killed too."""
 PAIRS = int(os.environ.get("TIERCKPT_TEST_SWEEP_PAIRS", "2500"))
-"""Of a sweep that is not full (PAIRS: of a full one). All phases together."""
+"""Points over all phases, for a sweep that is not full (PAIRS: for a full one)."""
 
 FILES = (".tmp", ".distcp", ".json", ".metadata")
 _RANDOM = re.compile(r"[0-9a-f]{8,}")
@@ -52,7 +51,7 @@ def is_full() -> bool:
 
 @dataclass
 class Outcome:
-    """What was planned, what really happened, and what must never be."""
+    """Counts of planned and injected faults, and the violations."""
 
     planned: int = 0
     fired: int = 0
@@ -73,15 +72,15 @@ class Outcome:
         self.violations += [f"{phase.name}, {kind}: {text}" for text in wrong if text]
 
 
-def thinned(items: Sequence[T], count: int) -> list[T]:
-    """``count`` of ``items``, evenly; all of them in a full sweep."""
+def sample_evenly(items: Sequence[T], count: int) -> list[T]:
+    """Return ``count`` evenly spaced ``items``; all of them in a full sweep."""
     if is_full() or len(items) <= count:
         return list(items)
     return [items[index * len(items) // count] for index in range(count)]
 
 
 def distinct(points: Sequence[tuple[Phase, Call]]) -> list[tuple[Phase, Call]]:
-    """One call of each name on each file, in one phase or another. A full sweep takes every one."""
+    """Return one point for each call name and file; all points in a full sweep."""
     if is_full():
         return list(points)
     by_site = {(call.name, call.creates, _RANDOM.sub("*", call.paths[-1])): (phase, call) for phase, call in points}
@@ -100,26 +99,26 @@ class Sweep:
         return itertools.islice(points, self.share, None, self.of)
 
     def calls(self) -> dict[str, list[Call]]:
-        """The calls of each phase; it works undisturbed, or nothing below means anything."""
-        return {phase.name: self._learned(phase) for phase in PHASES}
+        """Return the calls of each phase, after a check that it works without a fault."""
+        return {phase.name: self._stable_calls(phase) for phase in PHASES}
 
-    def _learned(self, phase: Phase) -> list[Call]:
-        """Its calls; where it waited for a lock, those that a run comes to which waits less."""
-        calls = self.bench.learn(phase)
+    def _stable_calls(self, phase: Phase) -> list[Call]:
+        """Return the calls of ``phase`` that happen in every run: waits for locks vary in number."""
+        calls = self.bench.record_checked(phase)
         if not any(call.name == "flock" and call.failed for call in calls):
             return calls
         last = {call.name: call.number for call in calls}
         for _ in range(TRIES - 1):
-            for name, number in {call.name: call.number for call in self.bench.learn(phase)}.items():
+            for name, number in {call.name: call.number for call in self.bench.record_checked(phase)}.items():
                 last[name] = min(last.get(name, number), number)
         return [call for call in calls if call.number <= last[call.name]]
 
     def kills(self) -> None:
         points = [(phase, call) for phase, call in _points(self.calls()) if call.changes or is_full()]
-        for number, (phase, call) in enumerate(self.mine(thinned(points, KILLS))):
+        for number, (phase, call) in enumerate(self.mine(sample_evenly(points, KILLS))):
             for _ in range(TRIES):
                 ended = self.bench.kill(phase, call)
-                if ended.code == -9 and number % TWICE == 0:
+                if ended.code == -9 and number % KILL_AGAIN_EVERY == 0:
                     again = self.bench.kill_again(phase, call)
                     self.outcome.ends["killed again"] += again.code == -9
                 wrong = self.bench.judge(phase)
@@ -140,25 +139,25 @@ class Sweep:
         chosen += [(phase, call, answers(call)[0]) for name, (phase, call) in rest.items() if name not in there]
         for phase, call, kind in self.mine(chosen):
             self.answer(phase, [f"{call.name}:{kind}:when={call.number}"], f"{call.name} {call.number} {kind}")
-        halves = [
+        was_short = [
             (BY_NAME[name], number + 1)
             for name, calls in recorded.items()
             for number in range(sum(call.name in ("write", "pwrite64") for call in calls))
         ]
-        for phase, number in self.mine(thinned(halves, HALVES)):
-            ended = self.bench.halve(phase, number)
-            wrong = "" if ended.code == 0 else f"a short write was not gone on with: {ended.text}"
+        for phase, number in self.mine(sample_evenly(was_short, HALVES)):
+            ended = self.bench.short_write(phase, number)
+            wrong = "" if ended.code == 0 else f"a short write was not continued: {ended.text}"
             self.outcome.note(phase, f"half of write {number}", True, str(ended.code), [wrong, self.bench.judge(phase)])
 
     def pairs(self) -> None:
-        chance = random.Random("pairs")
+        rng = random.Random("pairs")
         recorded = self.calls()
         points = []
         for _ in range(PAIRS):
-            name = chance.choice(sorted(recorded))
-            first, second = sorted(chance.sample(range(len(recorded[name])), 2))
-            pair = [(recorded[name][at], chance.choice(answers(recorded[name][at]))) for at in (first, second)]
-            if pair[0][0].name != pair[1][0].name:  # strace injects one thing into calls of one name
+            name = rng.choice(sorted(recorded))
+            first, second = sorted(rng.sample(range(len(recorded[name])), 2))
+            pair = [(recorded[name][at], rng.choice(answers(recorded[name][at]))) for at in (first, second)]
+            if pair[0][0].name != pair[1][0].name:  # strace takes one injection for each call name
                 points.append((BY_NAME[name], pair))
         for phase, pair in self.mine(points):
             injections = [f"{call.name}:{kind}:when={call.number}" for call, kind in pair]
@@ -168,15 +167,15 @@ class Sweep:
         for _ in range(TRIES):
             ended, calls = self.bench.answer(phase, injections)
             fired = any(call.is_injected for call in calls)
-            wrong = [_end(ended), fsyncs(calls), self.bench.judge(phase)]
+            wrong = [_exit_problem(ended), fsync_violation(calls), self.bench.judge(phase)]
             if fired or any(wrong):
                 break
         self.outcome.note(phase, kind, fired, ended.error or str(ended.code), wrong)
 
     def bugs(self) -> dict[str, bool]:
-        """Return whether its sweep finds each seeded bug: the same sweep, until one violation."""
+        """Return, for each seeded bug, whether its sweep finds it. Stops at the first violation."""
         for name in {bug.phase for bug in bugs.BUGS.values()}:
-            self.bench.learn(BY_NAME[name])
+            self.bench.record_checked(BY_NAME[name])
         found = {}
         for name in self.mine(bugs.BUGS):
             self.bench.bug, phase = name, BY_NAME[bugs.BUGS[name].phase]
@@ -197,12 +196,12 @@ class Sweep:
     def _errnos_find(self, phase: Phase, calls: Sequence[Call]) -> bool:
         writes = sum(call.name in ("write", "pwrite64") for call in calls)
         for number in range(1, writes + 1):
-            if self.bench.halve(phase, number).code != 0 or self.bench.judge(phase):
+            if self.bench.short_write(phase, number).code != 0 or self.bench.judge(phase):
                 return True
         for call in calls:
             if call.name in ("fsync", "write", "pwrite64"):
                 ended, seen = self.bench.answer(phase, [f"{call.name}:error=EIO:when={call.number}"])
-                if _end(ended) or fsyncs(seen) or self.bench.judge(phase):
+                if _exit_problem(ended) or fsync_violation(seen) or self.bench.judge(phase):
                     return True
         return False
 
@@ -212,28 +211,28 @@ def _points(recorded: dict[str, list[Call]]) -> list[tuple[Phase, Call]]:
 
 
 def _mostly_changing(points: list[Any], count: int) -> list[Any]:
-    """``count`` of them: four in five change something."""
+    """Return ``count`` points, four in five of them calls that change the disk."""
     changing = [point for point in points if point[1].changes]
     others = [point for point in points if not point[1].changes]
-    return thinned(changing, count * 4 // 5) + thinned(others, count // 5)
+    return sample_evenly(changing, count * 4 // 5) + sample_evenly(others, count // 5)
 
 
-def _end(ended: Ended) -> str:
-    """An error is one of ours; anything else ends well, and all of it ends."""
+def _exit_problem(ended: Ended) -> str:
+    """Return "" if the child succeeded or raised a TierckptError, else the problem."""
     if ended.code == 0 or (ended.code == 1 and ended.is_typed):
         return ""
     return f"ended with {ended.code} {ended.error}: {ended.text[-1500:]}"
 
 
-def fsyncs(calls: Sequence[Call]) -> str:
-    """After a failed fsync of a file: no other fsync of it, and it gets no other name."""
+def fsync_violation(calls: Sequence[Call]) -> str:
+    """Return the violation if a file is fsynced again or renamed after its fsync failed, else ""."""
     failed: set[str] = set()
     for call in calls:
         if call.name == "fsync" and call.path in failed:
             return f"{call.path} was fsynced again after it had failed"
         if call.name in ("rename", "link") and call.path in failed:
             return f"{call.path} became {call.paths[-1]} after its fsync had failed"
-        # EINTR is no answer about the pages: Python asks again by itself (PEP 475).
+        # EINTR says nothing about the pages; Python retries by itself (PEP 475).
         is_answer = call.is_injected and call.failed and "EINTR" not in call.result
         if call.name == "fsync" and is_answer and call.path.endswith(FILES):
             failed.add(call.path)

@@ -1,7 +1,4 @@
-"""A save as ``dcp/writer.py`` does it, without torch: the same functions, in the same order.
-
-``test_sweeps.py`` holds the system calls of this one against those of the real writer.
-"""
+"""A save as ``dcp/writer.py`` does it, but without torch: the same functions in the same order."""
 
 from __future__ import annotations
 
@@ -36,20 +33,20 @@ KiB = 1 << 10
 CHUNK_BYTES = 64 * KiB
 SHAPE = IoShape(1, CHUNK_BYTES)
 SHARD_BYTES = (150_000, 5_000)
-"""Three writes, the last one ragged; and one."""
+"""Three writes, the last one partial; and one write."""
 
 
 def content(label: str, rank: int, index: int) -> bytes:
-    """What shard ``index`` of ``rank`` holds in the save ``label``: other bytes for each."""
+    """Return the bytes of shard ``index`` of ``rank`` in save ``label``, different for each."""
     return random.Random(f"{label}/{rank}/{index}").randbytes(SHARD_BYTES[index])
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     pass
 
 
 class Saver:
-    """Saves with one mover, on one event loop, in one thread."""
+    """Saves with one mover, event loop and thread."""
 
     def __init__(self, settings: Settings, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self.settings = settings
@@ -65,17 +62,17 @@ class Saver:
         ranks: int = 1,
         alone: bool = False,
         overwrite: bool = True,
-        planned: Callable[[], None] = nothing,
-        committed: Callable[[], None] = nothing,
+        planned: Callable[[], None] = do_nothing,
+        committed: Callable[[], None] = do_nothing,
         send: bool = True,
         is_direct_put: bool = False,
     ) -> None:
-        """Save ``label`` by ``ranks`` ranks, the coordinator last; ``alone`` is a save without collectives.
+        """Save ``label`` by ``ranks`` ranks, the coordinator last; ``alone``: without collectives.
 
-        ``is_direct_put``: shards go straight to the shared tier, and to the SSD only where that fails.
+        ``is_direct_put``: shards go directly to the shared tier, and to the SSD only if that fails.
 
-        ``planned`` is called when it is known what the save replaces, ``committed`` after the local commit. Without
-        ``send`` the process ends, as it were, before anything went to the shared tier.
+        ``planned`` is called once the replaced attempts are known, ``committed`` after the local commit. Without
+        ``send``, the save ends before anything is sent to the shared tier, as if the process died.
         """
         with translated(self.settings.local_root, is_above=True):  # as the writer does
             self._save(location, label, ranks, alone, overwrite, planned, committed, send, is_direct_put)
@@ -95,7 +92,7 @@ class Saver:
         check_local_root(self.settings)
         replaces = self.run(self.mover.replaced.find(location, overwrite=overwrite))
         planned()
-        one = _OneSave(self, location, label, ranks, alone, replaces)
+        one = _Save(self, location, label, ranks, alone, replaces)
         try:
             for rank in (*range(1, ranks), 0):
                 one.begin(rank)
@@ -112,20 +109,20 @@ class Saver:
             one.release()
 
     def recover(self) -> None:
-        """As the client does it: once in the life of a process."""
+        """Recover once in the life of the process, as the client does."""
         if not self._recovered:
             self._recovered = True
             self.run(self.mover.drains.recover())
 
     def leave_unfinished(self, location: Location, label: str) -> None:
-        """What a process leaves that is killed while it writes shards."""
-        one = _OneSave(self, location, label, 1, False, ())
+        """Leave the files of a process that was killed while it wrote shards."""
+        one = _Save(self, location, label, 1, False, ())
         one.begin(0)
         one.write(0)
         one.release()
 
 
-class _OneSave:
+class _Save:
     def __init__(
         self, saver: Saver, location: Location, label: str, ranks: int, alone: bool, replaces: tuple[str, ...]
     ) -> None:
@@ -156,7 +153,7 @@ class _OneSave:
             )
             for index in range(len(SHARD_BYTES))
         ]
-        flushed = self._straight(shards) if is_direct_put else None
+        flushed = self._put_directly(shards) if is_direct_put else None
         self.is_direct_put = flushed is not None
         if flushed is None:
             space.make_room(self.settings, sum(shard.size_bytes for shard in shards), self.directory)
@@ -166,8 +163,8 @@ class _OneSave:
         self.entry = dataclasses.replace(self.entry, files=files)
         durable.fsync_dir(self.directory)
 
-    def _straight(self, shards: list[shard_plan.Shard]) -> list[Flushed] | None:
-        """None when the shared tier does not take them."""
+    def _put_directly(self, shards: list[shard_plan.Shard]) -> list[Flushed] | None:
+        """Put shards on the shared tier; None if it rejects them."""
         store, flow = self.mover.store(self.location), self.mover.limiter.flow(0.0)
         try:
             with write_buffers().take(1, CHUNK_BYTES, 30.0) as [slot]:
@@ -216,7 +213,7 @@ class _OneSave:
             local_commit.commit_local(self.directory, self.location, manifest, metadata)
 
     def hand_over(self, send: bool) -> None:
-        """To the mover, which here is whoever calls ``drain_all`` next; where links can, the shared commit is done."""
+        """Leave the entry to the mover of the next ``drain_all``. If the tiers share links, commit on shared now."""
         entry = self.entry
         assert entry is not None
         if not self.settings.drain:
@@ -228,7 +225,7 @@ class _OneSave:
         self.release()
         if not send or self.is_direct_put:
             return
-        with contextlib.suppress(TierckptError):  # as in the writer: the mover tries again
+        with contextlib.suppress(TierckptError):  # as in the writer: the mover retries
             linked = self.saver.run(self.mover.drains.send_linked(entry))
             if linked and entry.manifest is not None and not entry.is_fragment:
                 self.saver.run(self.mover.drains.drain_now(entry.token))
@@ -254,5 +251,5 @@ class _OneSave:
 
 
 async def inline(work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
-    """Stands for ``asyncio.to_thread``: one thread makes every system call, in one order, so they can be counted."""
+    """Replacement of ``asyncio.to_thread``: one thread makes all system calls in a fixed order."""
     return work(*arguments, **options)
