@@ -216,7 +216,7 @@ def _ettr_at(row: TierRow, interval_seconds: float) -> float:
 
 
 def _draw_restores(axis: Axes, sizing: Sizing) -> None:
-    """Return the same model on more GPUs: more data-parallel replicas, in whole nodes if possible."""
+    """Draw restore time for the same model on more GPUs: more data-parallel replicas, in whole nodes if possible."""
     state = TrainingState(tuple(_component(row) for row in sizing.components))
     quiet = replace(sizing.site, mtbf_seconds=1e12, load_nodes=None)
     job = sizing.mesh
