@@ -1,16 +1,15 @@
-"""Out of which memory does a checkpoint reach the disk fastest? Measures the kinds of docs/adr/0005-arena-memory.md.
+"""Disk write speed from each kind of memory of docs/adr/0005-arena-memory.md.
 
     python bench/arena.py [--directory DIR] [--size-mib 1024] [--rounds 5]
 
-Each row writes the same bytes to a new file: fallocate, O_DIRECT in pieces of 16 MiB from two threads, fsync. The rows
-differ only in the memory the bytes come from. They take turns, each round beginning with another one, so that a disk
-that gets slower gets slower for all; the first round is not counted. Two controls have 4 KiB pages by order, touched in
-random order: the worst case, which luck cannot improve. "bounced" copies each piece from such shared memory into a
-private buffer of huge pages first and writes that. "run" is how many KiB lie side by side in physical memory on
-average: what a disk really sees of 4 KiB pages (told to root only).
+Each row writes the same bytes to a new file: fallocate, O_DIRECT in pieces of 16 MiB from two threads, fsync. Only the
+source memory differs. Rows alternate, with another first row in each round, so that a disk that slows down affects all
+equally; the first round is a warm-up. Two controls consist of 4 KiB pages touched in random order: the worst case.
+"bounced" first copies each piece from such shared memory into a private huge-page buffer. "run" is the average KiB of
+contiguous physical memory, which is what the disk sees of 4 KiB pages (root only).
 
-Kinds this machine does not have are named, with the command that provides them; nothing is changed by this program.
-Prints a table and writes bench/out/arena.json.
+Missing kinds are named with the command that provides them; the program changes nothing. Prints a table and writes
+bench/out/arena.json.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ Pass = Callable[[int], None]  # writes everything to this descriptor
 
 @dataclass
 class Row:
-    """One kind of memory: whether huge pages back it, and what each round took."""
+    """One kind of memory: whether it uses huge pages, and the times of each round."""
 
     name: str
     huge: bool
@@ -63,7 +62,7 @@ class Row:
 
 
 def on_threads(count: int, size_bytes: int, work: Callable[[int, int], None]) -> None:
-    """Call ``work(offset, thread)`` for each piece, on ``count`` threads. The first error of a thread is raised."""
+    """Call ``work(offset, thread)`` for each piece on ``count`` threads. Raises the first error of a thread."""
     offsets: queue.SimpleQueue[int] = queue.SimpleQueue()
     for offset in range(0, size_bytes, PIECE_BYTES):
         offsets.put(offset)
@@ -113,7 +112,7 @@ def bounced(source: memoryview, slots: list[Memory]) -> Pass:
 
 
 def of_small_pages(size_bytes: int, *, shared: bool) -> memoryview:
-    """A control: memory that has huge pages forbidden, its pages scattered as on a node that has run for months."""
+    """Return control memory without huge pages, its pages scattered as on a node with a long uptime."""
     fd = os.memfd_create("bench") if shared else -1
     try:
         if shared:
@@ -124,27 +123,27 @@ def of_small_pages(size_bytes: int, *, shared: bool) -> memoryview:
             os.close(fd)
     mapped.madvise(MADV_NOHUGEPAGE)
     view, order = memoryview(mapped), list(range(0, size_bytes, mmap.PAGESIZE))
-    random.shuffle(order)  # the kernel hands out neighbours to whoever asks in a row
+    random.shuffle(order)  # sequential touches would get adjacent pages
     for offset in order:
         view[offset] = 1
     return view
 
 
 def physical_run_kib(view: memoryview) -> float | None:
-    """How far this memory goes on in physical memory before it jumps, on average. None where that is not told."""
+    """Return the average KiB of contiguous physical memory, or None if the kernel does not show it."""
     address, count = ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view) // mmap.PAGESIZE
     with Path("/proc/self/pagemap").open("rb") as file:
         file.seek(address // mmap.PAGESIZE * 8)
         entries: tuple[int, ...] = struct.unpack(f"{count}Q", file.read(count * 8))
     frames = [entry & ((1 << 55) - 1) for entry in entries]
     if not any(frames):
-        return None  # the kernel shows frames to root only
+        return None  # the kernel shows page frames to root only
     jumps = sum(after != before + 1 for before, after in itertools.pairwise(frames))
     return len(view) / (jumps + 1) / 1024
 
 
 def candidates(size_bytes: int, block: bytes, stack: contextlib.ExitStack) -> list[tuple[Row, Pass]]:
-    """Every row this machine can measure, its memory filled with copies of ``block``."""
+    """Return every row that this machine can measure, its memory filled with copies of ``block``."""
     found: list[tuple[Row, Pass]] = []
 
     def row(name: str, huge: bool, view: memoryview) -> Row:
@@ -185,7 +184,7 @@ def timed(write: Pass, path: Path, size_bytes: int) -> tuple[float, float]:
 
 
 def check(path: Path, size_bytes: int, block: bytes) -> None:
-    """A row that writes other bytes than the rest would be fast for nothing."""
+    """Raise if a row wrote wrong bytes."""
     with path.open("rb") as file:
         pieces = [file.read(PIECE_BYTES) == block for _ in range(0, size_bytes, PIECE_BYTES)]
         if not all(pieces) or file.read(1):

@@ -1,11 +1,11 @@
-"""Which digest can we afford? Measures the candidates of docs/adr/0006-digest-xxh3.md on this machine.
+"""Cost of the digests of docs/adr/0006-digest-xxh3.md on this machine.
 
     python bench/digest.py [--buffer-mib 256] [--passes 3]
 
-Speed is bytes per second of CPU time of the thread that hashes, so that other work on the machine matters little.
-Whether a digest releases the GIL is seen from outside: a second Python thread counts during one call over the whole
-buffer, and its speed is compared with its speed while the first one sleeps. A control that is known to hold the GIL is
-measured the same way. Prints a table and writes bench/out/digest.json.
+Speed is bytes per second of the hashing thread's CPU time, which other work on the machine affects little. To see
+whether a digest releases the GIL, a second Python thread counts during one call over the whole buffer; its speed is
+compared with its speed during a sleep. A control that holds the GIL is measured the same way. Prints a table and writes
+bench/out/digest.json.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Digest = Callable[[bytes], Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What one digest costs. Speeds are bytes per second of CPU time of one core."""
+    """Costs of one digest. Speeds are bytes per second of CPU time of one core."""
 
     name: str
     version: str
@@ -54,7 +54,7 @@ class Row:
 
 
 def candidates() -> list[tuple[str, str, int, bool, Digest]]:
-    """Name, version, bits, cryptographic, function. A package that is missing is named and left out."""
+    """Return name, version, bits, cryptographic, function. Missing packages are reported and skipped."""
     found: list[tuple[str, str, int, bool, Digest]] = []
 
     def add(package: str, name: str, bits: int, cryptographic: bool, load: Callable[[], Digest]) -> None:
@@ -86,7 +86,7 @@ def _xxh3_128() -> Digest:
 
     def digest(
         chunk: bytes,
-    ) -> bytes:  # by update, as tierckpt does: before xxhash 4 the one-shot function keeps the GIL
+    ) -> bytes:  # by update, as tierckpt does: before xxhash 4 the one-shot function holds the GIL
         state = xxh3_128()
         state.update(chunk)
         return state.digest()
@@ -136,8 +136,7 @@ def two_threads(digest: Digest, chunks: Sequence[bytes]) -> tuple[float, float]:
 def other_thread_share(digest: Digest, buffer: bytes, passes: int) -> float:
     """Share of its undisturbed speed that a second Python thread keeps during one call of ``digest``.
 
-    0 when the call holds the GIL: the counter cannot move at all. The best of ``passes``, because load from elsewhere
-    can only make it smaller.
+    0 if the call holds the GIL. The best of ``passes``, because other load can only lower it.
     """
     count, stop = 0, threading.Event()
 
@@ -210,7 +209,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     arguments = parser.parse_args()
     block = os.urandom(CHUNK_BYTES)
-    # Different chunks at different addresses: the whole buffer passes through memory, none of it stays in the cache.
+    # Different chunks at different addresses, so that the buffer does not stay in the cache.
     chunks = [bytes([index % 256]) + block[1:] for index in range(max(2, arguments.buffer_mib * MiB // CHUNK_BYTES))]
     buffer = b"".join(chunks)
     rows = [measure(*candidate, chunks, buffer, arguments.passes) for candidate in candidates()]

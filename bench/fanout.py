@@ -1,16 +1,15 @@
-"""How long until N nodes have one model, and what does it cost the store? Namespaces with links of a given rate.
+"""Time until N nodes have one model, and the bytes the store sends. Uses namespaces with rate-limited links.
 
     python bench/fanout.py [--cases shared,direct,...] [--nodes 2,4,8,16] [--origin 1,4] [--size-mb 192] [--rate-mb 4]
-    python bench/fanout.py clean        # remove what a killed run has left
+    python bench/fanout.py clean        # remove the namespaces of a killed run
 
-B is the rate of each node's link, each way; R that of the store's; S the size of the model. Every node has a namespace,
-a local root, an agent and one `tierckpt prefetch`; the store is tests/servers/origin.py. Times count from the first
-prefetch to the last (all processes have Python and tierckpt imported by then), and every file of every node is compared
-with what it should be. "direct" is the same without peers, with a quarter of the bytes. Cases other than these two are
-run with 8 nodes.
+B is the rate of each node's link, each way; R that of the store; S the size of the model. Every node has a namespace, a
+local root, an agent and one `tierckpt prefetch`; the store is tests/servers/origin.py. Times run from the first
+prefetch to the last, with Python and tierckpt already imported, and every file of every node is compared. "direct" is
+the same without peers, with a quarter of the bytes. All other cases have 8 nodes.
 
 Needs root and iproute2. Prints a table and the verdicts, writes bench/out/fanout.json and docs/fanout.svg. Progress is
-on stderr. Exit code: 0; 1 when a byte was wrong or a case failed, with --strict also when a figure is not reached.
+on stderr. Exit code: 0; 1 if a byte was wrong or a case failed, with --strict also if a figure is missed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # for the servers and the judge that the tests use too
+sys.path.insert(0, str(HERE.parent))  # for the tests' servers and checks
 
 from fanning import report  # noqa: E402
 from fanning.cases import PLAYS, Setup, run  # noqa: E402
@@ -86,8 +85,8 @@ def setups(given: argparse.Namespace) -> Iterator[Setup]:
 
 
 def rates(given: argparse.Namespace, counts: Sequence[int]) -> Iterator[tuple[int, float]]:
-    """The number of nodes of each run, and B. Many nodes would keep the processors busier than their links, so theirs
-    are slower, and those that they are compared with are run at that rate too."""
+    """Yield the number of nodes of each run, and B. Runs with many nodes would be bound by the processors, so they and
+    the runs they are compared with have slower links."""
     slow = min(given.rate_mb, given.rate_mb_of_many)
     for nodes in counts:
         yield nodes, slow if nodes > MANY else given.rate_mb
@@ -96,7 +95,7 @@ def rates(given: argparse.Namespace, counts: Sequence[int]) -> Iterator[tuple[in
 
 
 def links(rate: float, factor: float) -> dict[str, float]:
-    """What links of these rates carry, of one bare connection: the control of the network itself."""
+    """Return the rates of one bare connection over such links: the control of the network."""
     with Network.running(2, rate, rate * factor) as network:
         found = {"between nodes": network.measured(1, 2) / rate, "from the store": network.measured(ORIGIN, 1) / rate}
     for name, share in found.items():

@@ -1,11 +1,11 @@
-"""Fan-out under a virtual clock: the placement and the schedule that nodes run, between links that are simulated.
+"""Fan-out under a virtual clock: the nodes' real placement and schedule over simulated links.
 
     python bench/fanout_simulation.py                    N = 2 to 16, alike and with faults
     python bench/fanout_simulation.py --nodes 64 4096 --chunks 64
-    python bench/fanout_simulation.py --owner-only       what happens when only owners serve
+    python bench/fanout_simulation.py --owner-only       only owners serve
 
-A transfer gets its share of the sender's uplink or of the receiver's downlink, whichever is less; the unused part of a
-link is shared by its other transfers. Requests take ``LATENCY_SECONDS`` each way. tierckpt/peer/fetch/scheduler.py
+A transfer gets its share of the sender's uplink or of the receiver's downlink, whichever is less; its other transfers
+share the unused part of a link. Requests take ``LATENCY_SECONDS`` each way. tierckpt/peer/fetch/scheduler.py
 decides all else: which node requests which chunk, from which node, and when.
 """
 
@@ -133,7 +133,7 @@ class Node:
         self.next_wake = -1.0
         self.met = (-1, False)
 
-    # --- the session's part ----------------------------------------------------------------------------------------
+    # --- the session -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         self.begun = True
@@ -182,7 +182,7 @@ class Node:
             self.pump()
 
     def _polled(self, other: Node, cursor: int) -> None:
-        """At the other side."""
+        """Handle a poll on the other side."""
         world = self.world
         other.interest[self.name] = world.now
         new, whole, fetching = other.log[cursor:], len(other.has) == world.case.chunks, list(other.from_store)
@@ -306,7 +306,7 @@ class Node:
             self.busy -= 1
         self.pump()
 
-    # --- the agent's part ----------------------------------------------------------------------------------------
+    # --- the agent -------------------------------------------------------------------------------------------------
 
     def give(self, to: Node, ask: ChunkRequest) -> None:
         world = self.world
@@ -333,7 +333,7 @@ class Node:
 
 
 class World:
-    """The clock, the links, and what crosses them."""
+    """The clock, the links and their transfers."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -362,7 +362,7 @@ class World:
         self.dead_at = float("inf")
 
     def placement(self, version: str, members: Sequence[Member]) -> ChunkOwners:
-        """All nodes with the same view share the work of one."""
+        """Return one placement for all nodes with the same view."""
         key = tuple(member.name for member in members)
         if key not in self._placements:
             found = ChunkOwners(version, members)
@@ -372,7 +372,7 @@ class World:
         return self._placements[key]
 
     def members_at(self) -> tuple[int, bool]:
-        """The members of a large simulation: all are known at once, as discovery is not simulated."""
+        """Return the members of a large simulation, all known at once, as discovery is not simulated."""
         return sum(node.start <= self.now for node in self.nodes if node.late), self.now - self.dead_at > DEAD_SECONDS
 
     def many(self, seen: tuple[int, bool]) -> tuple[list[Member], list[str]]:
@@ -408,7 +408,7 @@ class World:
         for flow in sorted(node.up.flows | node.down.flows, key=lambda flow: flow.number):
             self.drop(flow)
             flow.dead = True
-        if self.case.killed:  # else those that wait for it hear nothing
+        if self.case.killed:  # or waiting nodes get no answer
             for other in self.nodes:
                 for ask in [ask for asks in other.under_way.values() for ask, _ in asks if ask.source == node.name]:
                     self.after(LATENCY_SECONDS, lambda other=other, ask=ask: other.failed(ask, "unreachable"))
@@ -459,7 +459,7 @@ class World:
             self._share(flow.down)
 
     def _share(self, link: Link) -> None:
-        """Divide a link among its transfers: each gets the same, or less where its other end gives less."""
+        """Divide a link equally among its transfers, less for those limited by their other end."""
         flows = link.flows
         if not flows:
             link.level = link.applied = link.rate
@@ -508,7 +508,7 @@ class World:
 
 
 def simulate(case: Case, most: float = 20.0) -> Outcome:
-    """Run ``case`` until every node is whole, or ``most`` times the best time."""
+    """Run ``case`` until every node is complete, or ``most`` times the best time."""
     begun = time.process_time()
     world = World(case)
     world.run(most * case.best_seconds + 60.0)

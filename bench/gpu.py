@@ -142,7 +142,7 @@ class KeptStager(DefaultStager):
 
 
 class Savers:
-    """The methods. Stagers live as long as the bench, as they live as long as a job."""
+    """The methods. Stagers live for the whole bench, as in a job."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -151,7 +151,7 @@ class Savers:
         training.optimizer.register_step_pre_hook(self._wait_for_staging)
 
     def save(self, row: str, bench: Bench, path: Path) -> Future[Any]:
-        """Begin to save. The future is done when the save is durable."""
+        """Start a save. The future completes when the save is durable."""
         if row not in self._stagers:
             self._stagers[row] = self._make(row, bench)
         writer = tier_writer(bench, path) if row in OURS_ROWS else FileSystemWriter(path)
@@ -176,7 +176,7 @@ class Savers:
         return KeptStager(StagingOptions(is_cuda, False, row == STOCK_ASYNC, is_cuda))
 
     def _wait_for_staging(self, *unused: Any) -> None:
-        """Stock PyTorch leaves the fence to the caller, so the bench is the careful caller."""
+        """The bench provides the fence that stock PyTorch leaves to the caller."""
         while self._pending:
             self._pending.pop().staging_completion.result(timeout=WAIT_SECONDS)
 
@@ -249,7 +249,7 @@ def _saving(row: str, bench: Bench, training: Training, savers: Savers, steps: i
             "durable_seconds": ended[0] - begun,
             "cpu_seconds": meter.cpu_seconds,
             "peak_extra_bytes": meter.peak_extra_bytes,
-            # The first step is in what blocked.
+            # The blocked time includes the first step.
             **_step_times(beside[1:] or beside, usual),
         }
 
@@ -275,7 +275,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_out(training: Training, state: State, target: State) -> float:
-    """Seconds of copies out of the device into pinned memory, one after another: what blocks at least."""
+    """Return the seconds of consecutive copies from the device to pinned memory: the minimum blocked time."""
     training.wait()
     begun = time.perf_counter()
     for name, tensor in state.items():
@@ -291,7 +291,7 @@ def _raw(path: Path, image: limits.Image, count: int) -> float:
         path.unlink(missing_ok=True)
 
 
-# --- what came ----------------------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------------------------
 
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {

@@ -1,4 +1,4 @@
-"""Rows of ``bench/gpu.py``: saves over several steps, a gradient log, and what their replay and checks take there."""
+"""Rows of ``bench/gpu.py``: multi-step saves, a gradient log, and the costs of their replay and checks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sample_of(row: str, training: Training, directory: Path, number: int, steps:
 
 @functools.cache
 def _link() -> Link:
-    """One for all rounds, as a job has it: its page-locked memory is made by the first."""
+    """Return one link for all rounds, as in a job: the first round allocates its page-locked memory."""
     return Link()
 
 
@@ -66,7 +66,7 @@ def _beside(taken: list[float], usual: float) -> Sample:
 
 
 def _window(training: Training) -> tuple[list[float], Snapshot]:
-    """The steps of a window and the one after, which waits for the last part. Its parts are kept, on any device."""
+    """Train a window and the next step, which waits for the last part. Returns step times and the parts."""
     with MultiStepStager(training.optimizer, STEPS, defers=True, link=_link()) as stager:
         pending, taken = stager.begin(training.optimizer.state_dict), []
         for _ in range(STEPS):
@@ -81,7 +81,7 @@ def _window(training: Training) -> tuple[list[float], Snapshot]:
 def _check(snapshot: Snapshot) -> None:
     if snapshot.redo is None:
         raise RuntimeError(f"the window was not kept: {snapshot.fallback}")
-    snapshot.redo.fold()  # raises when a bit is another than in training
+    snapshot.redo.fold()  # raises if a bit differs from training
 
 
 def _logged(training: Training, directory: Path, steps: int, usual: float) -> Sample:
@@ -104,7 +104,7 @@ def _logged(training: Training, directory: Path, steps: int, usual: float) -> Sa
 
 
 def _replayed(training: Training) -> Sample:
-    """Seconds of the replay of a window, and its rate beside that of ``optimizer.step`` alone."""
+    """Return the seconds of the replay of a window, and its rate relative to ``optimizer.step``."""
     _, snapshot = _window(training)
     redo: Any = snapshot.redo
     if redo is None:
@@ -130,7 +130,7 @@ def _replayed(training: Training) -> Sample:
 
 
 def _fingerprints(training: Training) -> Sample:
-    """Seconds until the device has them; the call is what the thread that trains gives to it."""
+    """Return the seconds until the device has the fingerprints; the call is the training thread's part."""
     states = [*training.model.parameters()]
     states += [one for state in training.optimizer.state.values() for one in state.values() if torch.is_tensor(one)]
     training.wait()

@@ -15,8 +15,8 @@ done, interleaved. Cold is without the page cache (root), warm with it. Every pa
 "hub": eight nodes, each with an agent, run an unmodified ``hf download`` through it at once. Egress is the Hub's own
 count, and every file is compared.
 
-Prints the tables, writes bench/out/hosts.json; progress is on stderr. ``pip install transformers lightning accelerate
-s3fs moto[s3,server]``; a row without its package is left out. Exit code: 0; 1 when a byte was wrong.
+Prints the tables and writes bench/out/hosts.json; progress is on stderr. ``pip install transformers lightning
+accelerate s3fs moto[s3,server]``; a row without its package is left out. Exit code: 0; 1 if a byte was wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # for the servers that the tests use too
+sys.path.insert(0, str(HERE.parent))  # for the tests' servers
 
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -70,7 +70,7 @@ Row = dict[str, Any]
 
 
 class Gaps:
-    """The seconds between the end of a step and the beginning of the next one."""
+    """The seconds between the end of a step and the start of the next one."""
 
     def __init__(self) -> None:
         self._ended_at, self.seconds = 0.0, list[float]()
@@ -421,7 +421,7 @@ def _python(source: str, *arguments: str, **environment: str) -> str:
 
 @contextmanager
 def nodes(folder: Path, hub: FakeHub, log_level: str) -> Iterator[tuple[Cluster, list[int]]]:
-    """Agents that share, each a Hub on a port of its own."""
+    """Run agents that share chunks, each a Hub on its own port."""
     ports = [free_port() for _ in range(NODES)]
     (folder / "store").mkdir()
     with Origin.running(folder / "store") as origin, Fleet.running(folder / "logs") as fleet:

@@ -1,11 +1,10 @@
-"""How fast do we load? Beside the raw reads of this disk, stock PyTorch and safetensors.
+"""Load speed of checkpoints, compared with raw reads, stock PyTorch and safetensors.
 
     python bench/load.py [--cases large,many,small,rows,columns,model] [--rounds 5] [--scale 1.0] [--dir DIR]
 
-Each sample is a process of its own: the state to load into is there and touched, the page cache is dropped (cold;
-mincore says whether it is) or filled (warm), one load is timed, and what came is compared. Rounds are interleaved.
-Prints a table for each case and which promises are kept, writes bench/out/load.json. Needs root to drop the page
-cache. Progress is on stderr.
+Each sample is a separate process: the destination is allocated and touched, the page cache is dropped (cold; mincore
+verifies it) or filled (warm), one load is timed, and its result compared. Rounds are interleaved. Prints a table for
+each case and the verdicts, and writes bench/out/load.json. Needs root to drop the page cache. Progress is on stderr.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ State = dict[str, torch.Tensor]
 
 
 class Place:
-    """Where a case's files are, and how each row left them."""
+    """Files of a case, in the format of each row."""
 
     def __init__(self, folder: Path, case: str, scale: float) -> None:
         self.folder, self.case = folder, case
@@ -76,11 +75,11 @@ class Place:
 
     @property
     def is_part(self) -> bool:
-        """True when a part of each tensor is wanted."""
+        """True if the case loads a part of each tensor."""
         return self.case in {"rows", "columns"}
 
     def wanted(self) -> State:
-        """Bytes that a load of this case returns."""
+        """Return the bytes that a load of this case returns."""
         state = self.state()
         if self.case == "model":
             return dict(list(state.items())[: self.count // 7])
@@ -100,7 +99,7 @@ class Place:
 
 
 def save_all(place: Place) -> None:
-    """Leave the state in each row's format."""
+    """Save the state in each row's format."""
     state = place.state()
     with_settings = {"local_root": place.folder / "local", "mover": "inline"}
     dcp.save(state, storage_writer=tierckpt.TierStorageWriter(place.uri, **with_settings), no_dist=True)
@@ -117,8 +116,8 @@ def save_all(place: Place) -> None:
 
 
 def raw(place: Place, _: State) -> Callable[[], State]:
-    """The limit: O_DIRECT into huge pages, two threads, 8 MiB a read; for a part, no more than that."""
-    share = {"rows": 4, "model": 7}.get(place.case, 1)  # columns lie in all rows
+    """The limit: O_DIRECT into huge pages, two threads, 8 MiB a read; for a part, only its bytes."""
+    share = {"rows": 4, "model": 7}.get(place.case, 1)  # columns are in all rows
     jobs = [
         (path, at, min(READ_BYTES, path.stat().st_size - at))
         for path in place.files("raw")
@@ -169,7 +168,7 @@ def by_reader(make: Callable[[Place], Any]) -> Callable[[Place, State], Callable
 
 
 def timed(reader: Any, place: Place) -> Any:
-    """``reader``, with its seconds summed up in ``place``, including its few calls of the planner."""
+    """Return ``reader`` with its seconds added up in ``place``, including its few calls of the planner."""
 
     def clocked(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -187,7 +186,7 @@ def timed(reader: Any, place: Place) -> Any:
 
 
 class _Into:
-    """The planner of a rank that wants some rows."""
+    """The planner of a rank that loads some rows."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -196,7 +195,7 @@ class _Into:
         return self.state[item.storage_index.fqn]
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 def _part(name: str, part: tuple[slice, slice]) -> ReadItem:
@@ -317,7 +316,7 @@ def table_of(case: str, rows: dict[str, dict[str, Any]]) -> Table:
 
 
 def verdicts(tables: dict[str, dict[str, Any]]) -> Iterator[Verdict]:
-    """The figures that tierckpt promises, of the cases that were run."""
+    """Yield the verdicts for the cases that were run."""
 
     def of(case: str, metric: str, row: str = "tierckpt") -> float:
         return float(tables[case][row][metric])

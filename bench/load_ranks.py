@@ -1,10 +1,10 @@
-"""How fast does a job of another size load? Four ranks save, two load, and the other way round.
+"""Load speed with another number of ranks: four save and two load, and the other way round.
 
     python bench/load_ranks.py [--cases "4 to 2,2 to 4"] [--rounds 5] [--scale 1.0] [--dir DIR]
 
-1 GiB in 32 tensors, each a DTensor in rows over all ranks. Each sample is a job of its own: its ranks have their
-tensors and a process group, the page cache is dropped, all load at once, and every value is compared. Seconds are those
-of the slowest rank, CPU that of all. Rounds are interleaved. Prints a table for each case, writes
+1 GiB in 32 tensors, each a DTensor in rows over all ranks. Each sample is a separate job: its ranks have their tensors
+and a process group, the page cache is dropped, all ranks load at once, and every value is compared. Seconds are those
+of the slowest rank, CPU is the sum. Rounds are interleaved. Prints a table for each case and writes
 bench/out/load_ranks.json. Needs root to drop the page cache. Progress is on stderr.
 """
 
@@ -49,7 +49,7 @@ State = dict[str, DTensor]
 
 
 def state_of(scale: float, *, filled: bool) -> State:
-    """Each value says which it is; 16,777,216 of them are told apart. Not ``filled``: ones, to be loaded into."""
+    """Return tensors whose values encode their position (16,777,216 distinct ones); ones unless ``filled``."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = scaled(32 * MiB // COLUMNS // FLOAT_BYTES // 4, scale) * 4
     mine = rows // dist.get_world_size()
@@ -65,7 +65,7 @@ def state_of(scale: float, *, filled: bool) -> State:
 
 
 def save(folder: Path, scale: float) -> None:
-    """Leave the state in each row's format."""
+    """Save the state in each row's format."""
     state, settings = state_of(scale, filled=True), {"local_root": folder / "local", "mover": "inline"}
     dcp.save(state, storage_writer=tierckpt.TierStorageWriter(uri_of(folder), **settings))
     tierckpt.wait(uri_of(folder), **settings)
@@ -80,7 +80,7 @@ def uri_of(folder: Path) -> str:
 
 
 def raw(folder: Path, _: State) -> Callable[[], None]:
-    """The limit: each rank reads its part of all bytes, O_DIRECT into huge pages; four threads in all."""
+    """The limit: each rank reads its share of all bytes with O_DIRECT into huge pages; four threads in total."""
     files = sorted((folder / "stock").glob("*.distcp"))
     jobs = [(path, at) for path in files for at in range(0, path.stat().st_size, READ_BYTES)]
     jobs = jobs[dist.get_rank() :: dist.get_world_size()]
@@ -125,7 +125,7 @@ ROWS: dict[str, Callable[[Path, State], Callable[[], None]]] = {
 
 
 def job(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run ``work`` as every rank of a job; what each returned."""
+    """Run ``work`` as every rank of a job and return the results."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as meeting:
         answers = context.SimpleQueue()
@@ -147,7 +147,7 @@ def job(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
 def _rank(
     rank: int, world: int, store: str, answers: Any, work: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = str(world)  # as a launcher says
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)  # as a launcher sets it
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     torch.set_num_threads(1)
     answers.put(work(*arguments))
@@ -156,7 +156,7 @@ def _rank(
 
 
 def sample(folder: Path, scale: float, row: str) -> dict[str, float]:
-    """What one rank says of its load."""
+    """Return the figures of one rank's load."""
     into = state_of(scale, filled=False)
     load = ROWS[row](folder, into)
     dist.barrier()

@@ -79,7 +79,7 @@ class Place:
         return [ByteRange(start, min(start + RANGE_BYTES, self.size_bytes)) for start in starts]
 
     def store(self) -> Any:
-        """The bucket, as obstore has it."""
+        """Return the bucket as an obstore object."""
         return S3Store(self.bucket, endpoint=self.endpoint, client_options={"allow_http": True})
 
 
@@ -88,7 +88,7 @@ Reads = Callable[[ByteRange, memoryview], object]
 
 
 def in_threads(place: Place, worker: Callable[[], Reads]) -> Callable[[], None]:
-    """Read all ranges on eight threads, each with a reader and a buffer of its own."""
+    """Read all ranges on eight threads, each with its own reader and buffer."""
     memories = [Memory.allocate(RANGE_BYTES) for _ in range(AT_ONCE)]
     workers = [worker() for _ in range(AT_ONCE)]
     for read, memory in zip(workers, memories, strict=True):
@@ -116,7 +116,7 @@ def in_threads(place: Place, worker: Callable[[], Reads]) -> Callable[[], None]:
 
 
 def bare_socket(place: Place) -> Callable[[], object]:
-    """The limit: a request line, and receives into one buffer."""
+    """The limit: a request line and receives into one buffer."""
     url = urlsplit(obstore.sign(place.store(), "GET", KEY, timedelta(hours=1)))
     host, port = str(url.hostname), url.port or 80
 
@@ -165,7 +165,7 @@ def ours(place: Place) -> Callable[[], object]:
 
 
 def by_obstore(place: Place) -> Callable[[], object]:
-    """It hands out new bytes."""
+    """obstore returns new bytes."""
     store = place.store()
     return in_threads(
         place, lambda: lambda wanted, _: obstore.get_range(store, KEY, start=wanted.start, end=wanted.stop)
@@ -173,7 +173,7 @@ def by_obstore(place: Place) -> Callable[[], object]:
 
 
 def by_obstore_copied(place: Place) -> Callable[[], object]:
-    """And they are copied to where they are wanted."""
+    """The same, copied to the destination."""
     store = place.store()
 
     def read(wanted: ByteRange, into: memoryview) -> None:
@@ -201,7 +201,7 @@ def by_boto3(place: Place) -> Callable[[], object]:
 
 
 def by_s3torchconnector(place: Place) -> Callable[[], object]:
-    """One stream: its client asks for the ranges."""
+    """One stream, whose client requests the ranges."""
     from s3torchconnector import S3Checkpoint, S3ClientConfig
 
     checkpoint = S3Checkpoint(
@@ -220,7 +220,7 @@ def by_s3torchconnector(place: Place) -> Callable[[], object]:
 
 
 def by_s5cmd(place: Place) -> Callable[[], object]:
-    """Into a file in memory; with its start."""
+    """Download to a file in memory, including the start of the process."""
     target = Path("/dev/shm") / f"{place.folder.name}.model"
     command = ["s5cmd", "--log", "error", "--endpoint-url", place.endpoint, "cp", "--concurrency", str(AT_ONCE)]
     command += ["--part-size", str(RANGE_BYTES // MiB), f"s3://{place.bucket}/{KEY}", str(target)]
@@ -235,7 +235,7 @@ def by_s5cmd(place: Place) -> Callable[[], object]:
 
 
 def by_multi_storage_client(place: Place) -> Callable[[], object]:
-    """NVIDIA's, by boto3; it hands out new bytes."""
+    """NVIDIA's client, over boto3; returns new bytes."""
     from multistorageclient import StorageClient, StorageClientConfig
     from multistorageclient.types import Range
 
@@ -247,7 +247,7 @@ def by_multi_storage_client(place: Place) -> Callable[[], object]:
 
 
 def by_runai(place: Place) -> Callable[[], object]:
-    """To tensors, by its own client."""
+    """Produces tensors with its own client."""
     from runai_model_streamer import SafetensorsStreamer
 
     os.environ |= {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0", "RUNAI_STREAMER_CONCURRENCY": str(AT_ONCE)}
@@ -256,13 +256,13 @@ def by_runai(place: Place) -> Callable[[], object]:
         with SafetensorsStreamer() as streamer:
             streamer.stream_file(f"s3://{place.bucket}/{KEY}")
             for _, tensor in streamer.get_tensors():
-                tensor.clone()  # its memory is used again
+                tensor.clone()  # it reuses its memory
 
     return run
 
 
 def load_model(place: Place) -> Callable[[], object]:
-    """To tensors, through a cold node cache: the data is written to the SSD, too."""
+    """Produces tensors through a cold node cache, which also writes the data to the SSD."""
     settings = {"local_root": place.folder / "root", "mover": "inline"}
     return lambda: tierckpt.load_safetensors(f"s3://{place.bucket}/{KEY}", **settings)
 
@@ -297,7 +297,7 @@ def sample(place: Place, row: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def nginx(folder: Path) -> Iterator[str]:
-    """Give ``folder``/bucket/key at the endpoint that is yielded."""
+    """Serve ``folder``/bucket/key; yields the endpoint."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

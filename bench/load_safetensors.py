@@ -1,4 +1,4 @@
-"""How fast do safetensors become tensors? Beside the raw reads of this disk, and everybody else's loaders.
+"""Load speed of safetensors files, compared with raw reads and other loaders.
 
     python bench/load_safetensors.py [--rounds 5] [--scale 1.0] [--rows "raw/2;ours;..."] [--memory new] [--dir DIR]
 
@@ -73,9 +73,9 @@ _kept: list[Any] = []
 
 
 def raw(threads_max: int, read_bytes: int = 8 * MiB, *, keeps: bool = False) -> Callable[[Path], Load]:
-    """The limit: O_DIRECT into a few buffers of huge pages, or into memory that keeps it all and has its pages already.
+    """The limit: O_DIRECT into a few huge-page buffers, or into mapped memory for the whole state.
 
-    The first is faster where a hypervisor copies disk data: the few buffers stay in the processor's caches.
+    Buffers are faster if a hypervisor copies disk data: they stay in the processor's caches.
     """
 
     def row(folder: Path) -> Load:
@@ -114,7 +114,7 @@ def ours(folder: Path) -> Load:
 
 
 def ours_in_small_pages(folder: Path) -> Load:
-    """What huge pages are worth: under a hypervisor that takes free ones back, they may cost more than they save."""
+    """The gain of huge pages, which may cost more than they save if a hypervisor reclaims free ones."""
     ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
     return ours(folder)
 
@@ -292,7 +292,7 @@ def compare(got: State, digests: dict[str, str], row: str) -> None:
 
 
 def cached_bytes(files: list[Path]) -> int:
-    """What of ``files`` is in the page cache, as fincore(1) tells it."""
+    """Return the bytes of ``files`` in the page cache, from fincore(1)."""
     command = ["fincore", "--bytes", "--noheadings", "--output", "RES", *map(str, files)]
     return sum(map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()))
 
@@ -309,7 +309,7 @@ def measured(given: argparse.Namespace, folder: Path, names: list[str]) -> dict[
             table[name] = {"missing": "not installed"}
             order = [(other, heat) for other, heat in order if other != name]
     _run(["--save", str(folder)], given)
-    _run(["--sample", str(folder), "ours", "cold", given.memory], given)  # the load that finds out how the disk is read
+    _run(["--sample", str(folder), "ours", "cold", given.memory], given)  # this load measures how to read the disk
     for number in range(given.rounds):
         this_round: dict[str, dict[str, float]] = {}
         random.shuffle(order)

@@ -46,7 +46,7 @@ def measure(mode: str, given: argparse.Namespace, directory: Path) -> dict[str, 
 
     torch.set_num_threads(given.workers)
     count = int(given.parameters_m * 1e6) // TENSORS
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8))], fused=True)  # what torch loads is nobody's parameter
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8))], fused=True)  # load libraries before the measurement
     before = memory_bytes()
     weights = [torch.nn.Parameter(torch.randn(count).bfloat16()) for _ in range(TENSORS)]
     gradients = [torch.randn(count).bfloat16() for _ in range(TENSORS)]
@@ -65,7 +65,7 @@ def measure(mode: str, given: argparse.Namespace, directory: Path) -> dict[str, 
 
     times, moved, cpu = [], [], spent()
     for number in range(given.steps):
-        if number == 2:  # the first steps make the state, and touch its mapping
+        if number == 2:  # the first steps allocate the state and touch its mapping
             cpu = spent()
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient

@@ -1,14 +1,14 @@
-"""What does planning a save cost? First and second save of one structure, by stock and by TierSavePlanner.
+"""Cost of planning a save: first and second save of one structure, with stock planners and TierSavePlanner.
 
     python bench/plan.py [--ranks 256] [--tensors 2000] [--single 50000]
 
 Many ranks are simulated: the first one plans a real state dict (three quarters FSDP shards, one quarter replicated) in
-a process group of the ``fake`` backend; the local plans of the others are made from its plan. Then the coordinator
-does all it would do: unpickle what was gathered, plan, share the replicated tensors out (TierStorageWriter does,
-whatever the planner), pickle the answers; and it pickles the metadata, as every save must, planned or remembered.
+a process group of the ``fake`` backend, and the other local plans are derived from its plan. The coordinator then does
+all its work: unpickle the gathered plans, plan, deduplicate replicated tensors (as TierStorageWriter does with any
+planner), pickle the answers, and pickle the metadata, as every save must.
 
-Seconds are CPU seconds of the one thread that works, so that other work on the machine matters little. Every row runs
-in a process of its own. Prints a table and writes bench/out/plan.json.
+Seconds are CPU seconds of the working thread, which other work on the machine affects little. Every row runs in its own
+process. Prints a table and writes bench/out/plan.json.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Clock:
 
 
 def sharded_state(rank_count: int, tensor_count: int) -> dict[str, Any]:
-    """State of one rank. No memory is touched: planning looks at shapes only."""
+    """Return the state of one rank. Its memory is untouched: planning uses only shapes."""
     mesh = init_device_mesh("cpu", (rank_count,))
     state: dict[str, Any] = {"step": 1}
     for number in range(tensor_count - 1):
@@ -80,7 +80,7 @@ def sharded_state(rank_count: int, tensor_count: int) -> dict[str, Any]:
 
 
 def plan_of_rank(plan: SavePlan, rank: int) -> SavePlan:
-    """The plan of rank 0, as ``rank`` would have made it: its shards begin further down."""
+    """Return rank 0's plan as ``rank`` would have made it: with other shard offsets."""
     return replace(plan, items=[item_of_rank(item, rank) for item in plan.items])
 
 
@@ -96,9 +96,9 @@ def item_of_rank(item: WriteItem, rank: int) -> WriteItem:
 
 
 def save_of_ranks(planner: DefaultSavePlanner, state: dict[str, Any], sent: list[bytes]) -> dict[str, Any]:
-    """One save: rank 0 and the coordinator are real. ``sent`` is what the others send when they plan in full.
+    """Run one save with a real rank 0 and coordinator. ``sent`` has the full plans of the other ranks.
 
-    After a save it is what they will send the next time: a word, when rank 0 itself has sent no more.
+    After a save it has what they send next: a short message if rank 0 sent no more.
     """
     clock = Clock()
     clock.measured("rank", lambda: planner.set_up_planner(state, None, True))
@@ -106,7 +106,7 @@ def save_of_ranks(planner: DefaultSavePlanner, state: dict[str, Any], sent: list
     if local.usable:
         sent[1:] = [pickle.dumps(split.put_aside(plan_of_rank(local, rank))) for rank in range(1, len(sent))]
     sent[0] = clock.measured("rank", lambda: pickle.dumps(local))
-    if not local.usable and local.planner_data is None:  # stock's word is the same on every rank
+    if not local.usable and local.planner_data is None:  # stock's message is the same on every rank
         sent[1:] = sent[:1] * (len(sent) - 1)
     plans = clock.measured("gather", lambda: [pickle.loads(data) for data in sent])
     plans, metadata = clock.measured("coordinator", lambda: planner.create_global_plan(plans))
@@ -139,7 +139,7 @@ def many_ranks(row: str, rank_count: int, tensor_count: int) -> dict[str, Any]:
 
 
 def small_tensors(count: int) -> dict[str, Any]:
-    """A model and its Adam state: nested, as ``get_state_dict`` gives it."""
+    """Return a model and its Adam state, nested as ``get_state_dict`` returns them."""
     quarter = count // 4
     return {
         "model": {f"layers.{number}.weight": torch.empty(4, 3) for number in range(quarter)},
@@ -177,7 +177,7 @@ def one_rank(row: str, tensor_count: int) -> dict[str, Any]:
 
 
 def summary(saves: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first save, and the one in the middle of the later ones."""
+    """Return the first save and the median of the later ones."""
     first, *later = saves
     second = sorted(later, key=lambda save: float(save["seconds"]))[len(later) // 2]
     return {

@@ -74,7 +74,7 @@ class Job:
         self.train()
 
     def train(self) -> None:
-        """One step: forward and backward passes of a fixed time, then the update."""
+        """Run forward and backward passes of a fixed time, then the update."""
         self.optimizer.zero_grad()
         ends = time.perf_counter() + self.step_seconds
         for weight, gradient in zip(self.weights, self.gradients, strict=True):
@@ -152,7 +152,7 @@ class NotedLink(Link):
 
 
 class BareLink:
-    """The link and nothing else: a thread that moves so many bytes, in pieces as large, at the same rate."""
+    """Only the link: a thread that moves as many bytes, in equal pieces, at the same rate."""
 
     def __init__(self, rate: float, size_bytes: int) -> None:
         self._memory = [torch.ones(size_bytes, dtype=torch.uint8) for _ in range(2)]
@@ -335,7 +335,7 @@ def main() -> None:
     for number in range(1 + given.rounds):
         for name, save, steps, _ in rows if number % 2 == 0 else rows[::-1]:
             sample = save(job, links[name], steps)
-            if number:  # the first one has to have its memory
+            if number:  # the first save allocates memory
                 found[name].append(sample)
             job.train()
     for link in links.values():

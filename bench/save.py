@@ -1,12 +1,12 @@
-"""How fast do we save, and what does training feel of it? Beside the machine's limits, stock PyTorch and others.
+"""Save speed and its effect on training, compared with the machine's limits, stock PyTorch and other libraries.
 
     python bench/save.py [--cases large,medium,...] [--scale 1.0] [--rounds 5] [--dir DIR]
 
-Each case runs in processes of its own. Rows are measured in interleaved rounds, forwards and backwards in turn, and
-what each row wrote is loaded back and compared before anything is measured. Prints a table for each case and the
-verdicts, writes bench/out/save.json and docs/save.svg. Progress is on stderr.
+Each case has its own processes. Rounds of rows are interleaved, alternating forwards and backwards. Before the
+measurement, each row's result is loaded back and compared. Prints a table for each case and the verdicts, writes
+bench/out/save.json and docs/save.svg. Progress is on stderr.
 
-Exit code: 0; 1 when a case or a row of tierckpt's own failed, or with --strict when a figure is not reached; 2 usage.
+Exit code: 0; 1 if a case or a row of tierckpt failed, or with --strict if a figure is missed; 2 usage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALL_CASES = [*CASES, *training.CASES]
 SPACE_BYTES = 8 * GiB
 MEMORY_BYTES = 18 * GiB
 
-# DCP's checkpoint process, which imports this file, would write several lines about each save.
+# DCP's checkpoint process imports this file, and would log several lines for each save.
 logging.disable(logging.INFO)
 
 
@@ -67,7 +67,7 @@ def arguments() -> argparse.Namespace:
 
 
 def disk(given: argparse.Namespace, parser_error: Any) -> Path:
-    """A new directory on the disk to measure. Memory is refused: nothing measured there is about a disk."""
+    """Return a new directory on the disk to measure. Raises for a memory file system."""
     parent = (
         given.dir or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tierckpt-bench"
     ).absolute()
@@ -87,7 +87,7 @@ def disk(given: argparse.Namespace, parser_error: Any) -> Path:
 
 
 def run_case(case: str, given: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """The medians of one case, ``{row: {metric: value}}``; one row named ``case`` with the error where it failed."""
+    """Return the medians of a case, ``{row: {metric: value}}``; or a row ``case`` with its error."""
     home = directory / case
     home.mkdir()
     begun, result = time.monotonic(), home / "result.json"
@@ -116,7 +116,7 @@ def _start(task: worker.Task, rank: int, world: int, port: int) -> subprocess.Po
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int | None]:
-    """Exit codes. One rank that dies takes the others with it: they would wait for it."""
+    """Return the exit codes. If a rank dies, the others are killed, as they would wait for it."""
     deadline = time.monotonic() + CASE_TIMEOUT_SECONDS
     while any(rank.poll() is None for rank in ranks):
         if any(rank.poll() for rank in ranks) or time.monotonic() > deadline:
@@ -161,7 +161,7 @@ def main() -> int:
 
     directory = disk(given, usage)
     try:
-        # Nothing is measured in a smoke test, so its cases may run beside one another.
+        # A smoke test measures nothing, so its cases may run concurrently.
         with ThreadPoolExecutor(1 if given.rounds else os.cpu_count()) as pool:
             done = pool.map(lambda case: run_case(case, given, directory), given.cases)
             tables = dict(zip(given.cases, done, strict=True))

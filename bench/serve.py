@@ -65,7 +65,7 @@ http {{ sendfile on; sendfile_max_chunk 0; tcp_nopush on; keepalive_requests 100
 
 
 class Alone:
-    """A cluster of one."""
+    """A cluster with one node."""
 
     me = Member("server", "127.0.0.1:0")
 
@@ -91,7 +91,7 @@ async def serve_tierckpt(root: Path) -> None:
 
 
 async def serve_aiohttp(folder: Path) -> None:
-    """The common framework's way to serve files."""
+    """Serve files with aiohttp."""
     from aiohttp import web
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -108,7 +108,7 @@ async def serve_aiohttp(folder: Path) -> None:
 
 
 def serve_sendfile(file: Path, chunk_bytes: int) -> None:
-    """One thread a connection: eight bytes say which chunk, sendfile sends it."""
+    """Serve each connection on one thread: eight bytes select the chunk, sendfile sends it."""
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
 
@@ -193,7 +193,7 @@ class Reading:
 
 
 def read_for(seconds: float, readings: list[Reading], chunks: int) -> tuple[int, float]:
-    """Bytes read, and how long it took."""
+    """Return the bytes read and the seconds taken."""
     selector, into = selectors.DefaultSelector(), memoryview(bytearray(MiB))
     for number, reading in enumerate(readings):
         selector.register(reading.socket, selectors.EVENT_READ, reading)
@@ -289,7 +289,7 @@ def measure(args: argparse.Namespace, root: Path) -> list[Json]:
                 connect = partial(
                     Reading, where, ask, has_head, args.chunk, 1 if reader == "each packet" else WAKE_BYTES
                 )
-                # The first pass has every chunk verified that is served for the first time: it is not counted.
+                # The server verifies every chunk on its first request, so the first pass is not counted.
                 read_for(min(1.0, args.seconds), [connect() for _ in range(args.connections)], chunks)
                 before, own = cpu_seconds(pid), resource.getrusage(resource.RUSAGE_SELF)
                 if reader == "peer client":

@@ -1,11 +1,10 @@
-"""How long does a state of many small tensors take? Beside torch.save and torch.load, and stock DCP.
+"""Save and restore of a state with many small tensors, compared with torch.save, torch.load and stock DCP.
 
     python bench/state.py [--parameters 13000] [--rounds 5] [--dir DIR] [--profile FILE]
 
-A module of so many parameters of 64 elements and its AdamW (50,000 tensors) are saved and restored into fresh objects.
-Rounds are interleaved, in one process; the medians of wall and processor time, and their ratios to torch.save and
-torch.load with load_state_dict, are printed and written to bench/out/state.json. What each way restored is compared
-before it counts.
+A module of so many parameters of 64 elements and its AdamW (50,000 tensors) are saved and restored into new objects.
+Rounds are interleaved in one process. The medians of wall and processor time, and their ratios to torch.save and
+torch.load with load_state_dict, are printed and written to bench/out/state.json. Each restored state is compared.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def since(begun: tuple[float, float]) -> tuple[float, float]:
 
 
 def measure(ways: dict[str, Any], count: int, rounds: int) -> dict[str, dict[str, tuple[float, float]]]:
-    """Medians of wall and processor seconds, by way and figure. The first round warms up and is compared."""
+    """Return the medians of wall and processor seconds by method and figure. The first round is a checked warm-up."""
     state = fresh(count, stepped=True)
     found: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for turn in range(rounds + 1):
@@ -144,7 +143,7 @@ def measure(ways: dict[str, Any], count: int, rounds: int) -> dict[str, dict[str
             ways[name].restore(target)
             figures["restore"] = since(begun)
             if not turn:
-                assert same(state, target), f"{name} has restored something else"
+                assert same(state, target), f"{name} restored another state"
                 continue
             for figure, seconds in figures.items():
                 found[name][figure].append(seconds)
@@ -159,7 +158,7 @@ def measure(ways: dict[str, Any], count: int, rounds: int) -> dict[str, dict[str
 
 
 def profile(way: Tierckpt, count: int, path: Path) -> None:
-    """Where the calling thread's time goes, by the functions' own time."""
+    """Write a profile of the calling thread, sorted by each function's own time."""
     state = fresh(count, stepped=True)
     way.save(state)
 

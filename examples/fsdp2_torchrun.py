@@ -1,10 +1,10 @@
-"""Sharded training with FSDP2: each rank writes its own shards, whichever rank drains last commits.
+"""Sharded training with FSDP2: each rank writes its own shards, and the rank that drains last commits.
 
     torchrun --nproc-per-node 2 examples/fsdp2_torchrun.py
-    torchrun --nproc-per-node 4 examples/fsdp2_torchrun.py s3://bucket/run --steps 60    # another world size will do
+    torchrun --nproc-per-node 4 examples/fsdp2_torchrun.py s3://bucket/run --steps 60    # with another world size
 
-Runs on CPUs over gloo, or on GPUs over NCCL where there are any (with gloo beside it, for the little that the ranks
-tell each other while a save is planned).
+Runs on CPUs over gloo, or on GPUs over NCCL if available, with gloo for the messages between ranks while a save is
+planned.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def start() -> torch.device:
 def train(uri: str, steps: int) -> None:
     device = start()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    torch.manual_seed(0)  # the same weights on every rank, before they are sharded
+    torch.manual_seed(0)  # the same weights on every rank before sharding
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)) for _ in range(4)]
     model = nn.Sequential(*blocks).to(device)
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.manual_seed(1 + dist.get_rank())  # other data and other dropout on each
+    torch.manual_seed(1 + dist.get_rank())  # separate data and dropout on each rank
     state = {"model": model, "optimizer": optimizer, "rng": RngState()}
 
     with Checkpointer(uri, keep_last=3) as checkpointer:

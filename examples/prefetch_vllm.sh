@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Bring a model to this node, then serve it.
+# Prefetch a model to this node, then serve it.
 #
 #   examples/prefetch_vllm.sh s3://models/llama-70b /nvme/llama-70b --tensor-parallel-size 8
 #
-# The server starts only if every file is there. Exit codes of `tierckpt prefetch` that time can mend (3 partial, 7 try
-# again later) are tried again for TIERCKPT_PREFETCH_MINUTES; what has arrived is not fetched twice.
+# The server starts only if every file is present. Exit codes 3 (partial) and 7 (try again later) of `tierckpt prefetch`
+# are retried for TIERCKPT_PREFETCH_MINUTES; fetched files are not fetched again.
 set -euo pipefail
 
 uri=${1:?usage: prefetch_vllm.sh URI DIRECTORY [vllm options]}

@@ -1,11 +1,11 @@
 """Checkpoints in one process, without torch.distributed.
 
     python examples/single_process.py                      # trains 30 steps, saving every 10
-    python examples/single_process.py --steps 60           # goes on from step 30
+    python examples/single_process.py --steps 60           # resumes at step 30
     python examples/single_process.py s3://bucket/run      # the same, on S3 (AWS_* variables as usual)
 
-Saves land on the local tier first (``TIERCKPT_LOCAL_ROOT``, default ``~/.cache/tierckpt``) and drain to the URI in the
-background. Kill it at any moment and start it again: it resumes from the newest step that was committed.
+Saves go to the local tier first (``TIERCKPT_LOCAL_ROOT``, default ``~/.cache/tierckpt``) and drain to the URI in the
+background. Kill it at any moment and start it again: it resumes from the newest committed step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
             optimizer.zero_grad()
             state["samples_seen"] += len(inputs)
             if step % 10 == 0:
-                checkpointer.save(step, state)  # blocks while the state is copied, no longer
+                checkpointer.save(step, state)  # blocks only while the state is copied
                 print(f"step {step}: loss {loss.item():.4f}")
     for record in checkpointer.stats:
         milliseconds = record.blocked_seconds * 1000

@@ -1,9 +1,9 @@
 """A data loader that resumes in the middle of an epoch: torchdata's ``StatefulDataLoader`` in a checkpoint.
 
     python examples/stateful_dataloader.py              # trains one epoch of 64 batches, saving every 8
-    python examples/stateful_dataloader.py --stop 20    # ends after step 20; started again, it goes on with batch 21
+    python examples/stateful_dataloader.py --stop 20    # ends after step 20; the next start resumes at batch 21
 
-Under torchrun each rank reads its own part (``DistributedSampler``) and restores its own place.
+Under torchrun each rank reads its own part (``DistributedSampler``) and restores its own position.
 """
 
 from __future__ import annotations

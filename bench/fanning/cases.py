@@ -41,13 +41,13 @@ class Setup:
 
     @property
     def direct_seconds(self) -> float:
-        """What nodes need that do not share."""
+        """Expected seconds without sharing."""
         return max(self.size_bytes / self.rate, self.nodes * self.size_bytes / (self.rate * self.origin_factor))
 
 
 @dataclass
 class World:
-    """All that a case can take hold of."""
+    """The objects that a case can act on."""
 
     setup: Setup
     network: Network
@@ -69,13 +69,13 @@ def shared(world: World) -> Sequence[Result]:
 
 
 def slow_uplink(world: World) -> Sequence[Result]:
-    """One node sends at a tenth of the rate; the others have no notice of it."""
+    """One node sends at a tenth of the rate, unknown to the others."""
     world.network.shape(1, world.setup.rate * SLOW, world.setup.rate)
     return shared(world)
 
 
 def slow(world: World) -> Sequence[Result]:
-    """One node is slow both ways: the others' time counts; it has ten times as long for itself."""
+    """One node is slow both ways: only the others' time counts; its own may take ten times as long."""
     world.network.shape(1, world.setup.rate * SLOW)
     world.cluster.deadline_seconds = 2 * world.setup.bound_seconds / SLOW
     world.cluster.fetch()
@@ -101,7 +101,7 @@ def stopped(world: World) -> Sequence[Result]:
 
 
 def late(world: World) -> Sequence[Result]:
-    """One node comes when the others have half of it. Its own time is noted: it counts from when it came."""
+    """One node starts when the others have half of the model. Its own time counts from its start."""
     *early, joiner = world.cluster.nodes
     world.cluster.fetch(early)
     _at(world, 0.5)
@@ -127,7 +127,7 @@ def partition(world: World) -> Sequence[Result]:
 
 
 def killed(world: World) -> Sequence[Result]:
-    """kill -9 of all of a node at 40 % of the time; it begins again a second later."""
+    """kill -9 of a node's processes at 40 % of the time; they restart a second later."""
     victim = world.cluster.nodes[0]
     world.cluster.fetch()
     _at(world, 0.4)
@@ -142,7 +142,7 @@ def killed(world: World) -> Sequence[Result]:
 
 
 def corrupt(world: World) -> Sequence[Result]:
-    """One node has all of it, every chunk damaged on its disk since. The others come."""
+    """One node has the model with every chunk damaged on its disk before the others start."""
     liar, *others = world.cluster.nodes
     world.cluster.fetch([liar])
     first = world.cluster.results([liar])[0]
@@ -210,7 +210,7 @@ def _world(setup: Setup, fleet: Fleet, model: Model, folder: Path) -> Iterator[W
 
 
 def _when(world: World, share: float) -> float:
-    """Wait until the store has sent this share of the model. Returns the share that it had sent then."""
+    """Wait until the store has sent this share of the model. Returns the share sent."""
     deadline_seconds = world.cluster.deadline_seconds
     return world.cluster.until_sent(share, deadline_seconds) / world.setup.size_bytes
 
@@ -221,7 +221,7 @@ def _at(world: World, share: float) -> None:
 
 
 def _sent_to(world: World, node: Node) -> int:
-    """Bytes that a node has asked the store for."""
+    """Return the bytes that a node has requested from the store."""
     address = world.network.address(world.number(node))
     return sum(
         stop - start for _, client, _, start, stop in world.cluster.origin.counts()["ranges"] if client == address

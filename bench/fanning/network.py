@@ -85,7 +85,7 @@ class Network:
         return f"{SUBNET}.{number}"
 
     def within(self, number: int) -> list[str]:
-        """What to put before a command that is to run there."""
+        """Return the prefix of a command that runs in a host's namespace."""
         return ["ip", "netns", "exec", self.namespace(number)]
 
     def shape(self, number: int, sends: float, receives: float | None = None) -> None:
@@ -99,7 +99,7 @@ class Network:
             )
 
     def dropped(self) -> int:
-        """Return the packets that the shapers dropped since the rates were set: their queues were too short."""
+        """Return the packets dropped by the shapers since the rates were set, because their queues were full."""
         ends = [(self.namespace(number), "eth0") for number in self.rates]
         ends += [(self._switch, f"p{number}") for number in self.rates]
         told = (json.loads(_run("tc", "-s", "-j", "-n", place, "qdisc", "show", "dev", port)) for place, port in ends)
@@ -212,7 +212,7 @@ def is_running(pid: int) -> bool:
 
 
 def remove(prefix: str) -> list[str]:
-    """End what runs in the namespaces with this prefix, and remove them. Their links go with them."""
+    """End the processes in the namespaces with this prefix and remove the namespaces with their links."""
     names = _ours(prefix)
     for name in names:
         for pid in _run("ip", "netns", "pids", name).split():

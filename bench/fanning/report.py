@@ -1,4 +1,4 @@
-"""What bench/fanout.py found: a table, verdicts and a picture."""
+"""Results of bench/fanout.py: a table, verdicts and a picture."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AIMS: tuple[tuple[str, str, float, Callable[[Row], float]], ...] = (
     ("the same, one slow uplink", "slow uplink", 1.3, lambda row: row["times_bound"]),
     ("the same, one slow node, of the others", "slow", 1.3, lambda row: row["times_bound"]),
     ("the same, a dead owner", "dead", 1.3, lambda row: row["times_bound"]),
-    ("the same, an owner that stands still", "stopped", 1.3, lambda row: row["times_bound"]),
+    ("the same, a stopped owner", "stopped", 1.3, lambda row: row["times_bound"]),
     ("bytes from shared storage, N = 8", "shared", STORE_MOST, lambda row: row["store_times_size"]),
 )
 AIM_NODES = 8
@@ -83,7 +83,7 @@ def _number(value: Any) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """Name, what must be reached, what came, and whether that is enough; for what has been measured."""
+    """Return name, limit, measured value and whether it passes, for each measured figure."""
     found: list[Verdict] = []
     good = [row for row in rows if "error" not in row]
     for name, case, most, figure in AIMS:
@@ -120,7 +120,7 @@ def _is(row: Row, case: str, factor: float, nodes: int) -> bool:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw time against N, in units of the bound: what sharing takes, beside what each node for itself does."""
+    """Draw time against N in units of the bound, with and without sharing."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")

@@ -1,11 +1,11 @@
 """The parts of ``bench/save.py``.
 
-limits    what the machine can do: raw O_DIRECT writes, warm memcpy (standard library only)
-meter     what one save costs: wall, CPU, faults, memory; interleaved rounds; medians
-states    the state dicts that are saved, and the comparison of what was loaded with them
-rows      one row of a table: how stock PyTorch, other libraries and tierckpt save a state
-training  what a training loop notices: step time while flushing, lazy staging, memory over many saves
-worker    one case in a process (or one per rank) of its own
+limits    limits of the machine: raw O_DIRECT writes, warm memcpy (standard library only)
+meter     cost of one save: wall, CPU, faults, memory; interleaved rounds; medians
+states    the saved state dicts, and their comparison with the loaded ones
+rows      one row of a table: a save by stock PyTorch, another library or tierckpt
+training  effects on a training loop: step time while flushing, lazy staging, memory over many saves
+worker    one case in its own process (or one per rank)
 report    tables and verdicts
-plot      the picture in docs/, written as SVG by hand
+plot      the SVG picture in docs/
 """

@@ -1,9 +1,9 @@
-"""What the machine can do: raw O_DIRECT writes and warm memcpy, from one huge-page buffer.
+"""Limits of the machine: raw O_DIRECT writes and warm memcpy, from one huge-page buffer.
 
     python bench/saving/limits.py PATH BYTES
 
-writes BYTES to PATH each time a line arrives on stdin and answers with the seconds it took: the disk's own load, made
-in a process of its own, beside which a training loop is timed. Needs the standard library only.
+writes BYTES to PATH each time a line arrives on stdin and answers with the seconds it took. Run as a separate process,
+it is the disk load during which a training loop is timed. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 
 
 class Image:
-    """A buffer of huge pages, touched once, so that neither a copy into it nor a write from it meets a page fault."""
+    """A huge-page buffer, touched once so that copies and writes cause no page faults."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = max(1, -(-size_bytes // WRITE_BYTES)) * WRITE_BYTES
@@ -40,23 +40,23 @@ class Image:
         try:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         except (AttributeError, OSError):
-            pass  # a kernel without huge pages: the limit is lower there, for everyone
-        # Not one byte repeated: some storage writes that faster than data.
+            pass  # without huge pages the limit is lower for all rows
+        # Random bytes: some storage writes repeated ones faster.
         noise = os.urandom(min(self.size_bytes, 4 * WRITE_BYTES))
         for begin in range(0, self.size_bytes, len(noise)):
             ctypes.memmove(self.address + begin, noise, min(len(noise), self.size_bytes - begin))
         self.view = memoryview(self._map)[offset : offset + self.size_bytes]
 
     def piece(self, offset: int, size_bytes: int) -> memoryview:
-        """Bytes for ``offset`` of a file that may be longer than the buffer: it repeats."""
+        """Return the bytes at ``offset`` of a file that may be longer than the buffer, which repeats."""
         begin = offset % self.size_bytes
         return self.view[begin : begin + size_bytes]
 
 
 def raw_write(path: Path, image: Image, size_bytes: int) -> float:
-    """Seconds to write ``size_bytes`` (rounded up to a block) and fsync: fallocate, 16 MiB requests, two threads.
+    """Write ``size_bytes``, rounded up to a block, and fsync: fallocate, 16 MiB requests, two threads. Returns seconds.
 
-    Raises OSError where the file system refuses O_DIRECT; use ``takes_direct`` first.
+    Raises OSError if the file system refuses O_DIRECT; check with ``takes_direct`` first.
     """
     size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
     begun = time.perf_counter()
@@ -81,7 +81,7 @@ def raw_write(path: Path, image: Image, size_bytes: int) -> float:
 
 
 def raw_matches(path: Path, image: Image, size_bytes: int) -> bool:
-    """True when the file holds what ``raw_write`` was given."""
+    """Return whether the file holds the bytes of ``raw_write``."""
     with path.open("rb") as file:
         for offset in range(0, size_bytes, WRITE_BYTES):
             piece = image.piece(offset, min(WRITE_BYTES, size_bytes - offset))
@@ -91,7 +91,7 @@ def raw_matches(path: Path, image: Image, size_bytes: int) -> bool:
 
 
 def memcpy(image: Image, sources: Sequence[tuple[int, int]], threads: int) -> float:
-    """Seconds to copy ``sources`` (address, size) into ``image``, one after another, by ``threads`` threads."""
+    """Copy ``sources`` (address, size) consecutively into ``image`` with ``threads`` threads. Returns seconds."""
     pieces = [
         (target + at, source + at, min(WRITE_BYTES, size_bytes - at))
         for (source, size_bytes), target in zip(sources, _targets(image, sources), strict=True)
@@ -104,7 +104,7 @@ def memcpy(image: Image, sources: Sequence[tuple[int, int]], threads: int) -> fl
             ctypes.memmove(target, source, size_bytes)  # releases the GIL
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(abs, range(threads)))  # start the threads before the clock
+        list(pool.map(abs, range(threads)))  # start the threads before the timing
         begun = time.perf_counter()
         list(pool.map(copy, shares))
         return time.perf_counter() - begun
@@ -130,7 +130,7 @@ def _shared(offsets: Iterator[int]) -> Callable[[], int | None]:
 
 
 def filesystem_type(path: Path) -> str:
-    """Type of the file system that holds ``path``, '' if unknown."""
+    """Return the type of the file system that holds ``path``, or "" if unknown."""
     best, kind = "", ""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
@@ -145,7 +145,7 @@ def is_memory(path: Path) -> bool:
 
 
 def takes_direct(directory: Path) -> bool:
-    """True when files in ``directory`` can be written with O_DIRECT."""
+    """Return whether files in ``directory`` can be written with O_DIRECT."""
     probe = directory / "probe"
     image = Image(WRITE_BYTES)
     try:

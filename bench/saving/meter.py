@@ -36,9 +36,9 @@ class Timing:
 
 
 class Meter:
-    """Costs between ``with`` and its end: CPU seconds and minor faults of this process, its threads and children; how
-    far this process's resident memory rose above where it began (page cache and children's memory do not count).
-    ``stolen_share``: of all processor time of the machine, what its host gave to others (steal, proc_stat(5))."""
+    """Costs of a ``with`` block: CPU seconds and minor faults of this process, its threads and children; the peak of
+    this process's resident memory above its start, without page cache and children. ``stolen_share``: the share of all
+    processor time that the hypervisor gave to other guests (steal, proc_stat(5))."""
 
     def __enter__(self) -> Meter:
         self._stolen, self._begun_at = _stolen_seconds(), time.perf_counter()
@@ -53,7 +53,7 @@ class Meter:
         self.stolen_share = (_stolen_seconds() - self._stolen) / (elapsed * (os.cpu_count() or 1))
         self.cpu_seconds = cpu - self._begun[0]
         self.minor_faults = faults - self._begun[1]
-        # Without clear_refs the peak is that of the whole process: it is not reported.
+        # Without clear_refs the peak covers the whole process, so it is not reported.
         self.peak_extra_bytes = status_bytes("VmHWM") - self._resident if self._peak_is_ours else float("nan")
 
     def sample(self, timing: Timing) -> Sample:
@@ -69,7 +69,7 @@ class Meter:
 
 
 def status_bytes(key: str) -> int:
-    """One of the sizes in ``/proc/self/status``."""
+    """Return one of the sizes in ``/proc/self/status``."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
@@ -96,13 +96,13 @@ def _cpu_and_faults() -> tuple[float, int]:
 
 
 def _living_descendants(pid: int) -> list[list[str]]:
-    """Fields of ``/proc/PID/stat`` of every living child, grandchild and so on, in the order of proc(5)."""
+    """Return the fields of ``/proc/PID/stat`` of every living descendant, in the order of proc(5)."""
     children: dict[int, list[list[str]]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             head, _, tail = stat.read_text().rpartition(") ")
         except OSError:
-            continue  # it ended while we looked
+            continue  # ended during the scan
         fields = [head.partition(" ")[0], head, *tail.split()]
         children[int(fields[3])].append(fields)
     found, todo = [], [pid]
@@ -114,7 +114,7 @@ def _living_descendants(pid: int) -> list[list[str]]:
 
 
 def settle(scale: float = 1.0) -> None:
-    """Let what earlier rows left reach the disk, so that a row pays for itself only."""
+    """Wait until data of earlier rows is on the disk, so that they do not affect the next row."""
     gc.collect()
     os.sync()
     drop_page_cache()
@@ -122,7 +122,7 @@ def settle(scale: float = 1.0) -> None:
 
 
 def drop_page_cache() -> bool:
-    """Drop clean page cache where that is allowed (root). Returns whether it was."""
+    """Drop clean page cache if permitted (root). Returns whether it was."""
     return _write("/proc/sys/vm/drop_caches", "1")
 
 
@@ -135,12 +135,12 @@ def _write(path: str, text: str) -> bool:
 
 
 def say(text: str) -> None:
-    """Progress, on stderr."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def combined(samples: Sequence[Sample]) -> Sample:
-    """The sample of all ranks together: as slow as the slowest, as costly as all of them."""
+    """Return the sample of all ranks: the slowest one's seconds, the sum of the costs."""
     return {
         key: max(sample[key] for sample in samples) if key in _OF_THE_WORST else sum(sample[key] for sample in samples)
         for key in samples[0]
@@ -165,8 +165,8 @@ class Results:
         self.absent[row] = {"missing": why}
 
     def medians(self, order: Sequence[str], ratios: dict[str, tuple[str, str]]) -> dict[str, dict[str, Any]]:
-        """``{row: {metric: median}}`` in the order given. ``ratios`` adds ``{name: (metric, row it is divided by)}``;
-        each is the median of the ratios taken within one round, so that a drift of the disk cancels out."""
+        """Return ``{row: {metric: median}}`` in this order. ``ratios`` adds ``{name: (metric, divisor row)}``; each is
+        the median of the ratios within rounds, which cancels a drift of the disk."""
         table: dict[str, dict[str, Any]] = {}
         for row in order:
             if row in self.absent:

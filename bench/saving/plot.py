@@ -1,4 +1,4 @@
-"""The picture of one run: bars of seconds to durable, the blocked part dark, the limit a dashed line. SVG by hand."""
+"""SVG picture of one run: bars of seconds to durable with the blocked part dark; the limit is a dashed line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ text { font: 12px system-ui, sans-serif; fill: #24292f }
 
 
 def draw(tables: dict[str, dict[str, dict[str, Any]]], machine: str, path: Path) -> bool:
-    """Write the picture of the save cases among ``tables``. Returns False where there is none to draw."""
+    """Draw the save cases among ``tables``. Returns False if there are none."""
     cases = [case for case in tables if case in CASES and _bars(tables[case])]
     if not cases:
         return False

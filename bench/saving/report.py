@@ -1,4 +1,4 @@
-"""Tables of the medians, and the verdict on each figure that tierckpt promises."""
+"""Tables of the medians, and a verdict for each promised figure."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def table_of(case: str, rows: dict[str, dict[str, Any]]) -> Table:
 
 def _cell(row: str, column: Column, metrics: dict[str, Any]) -> str:
     value = metrics.get(column.metric)
-    # Nobody is blocked by the raw writer, and memcpy is the better of two passes: its CPU is that of both.
+    # The raw writer blocks no caller, and memcpy is the better of two passes, whose CPU is that of both.
     beside_the_point = {RAW: ("blocked",), MEMCPY: ("durable", "cpu")}.get(row, ())
     if value is None or column.metric.startswith(beside_the_point) or math.isnan(value):
         return "-"
@@ -121,7 +121,7 @@ def _cell(row: str, column: Column, metrics: dict[str, Any]) -> str:
 
 
 def absences(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """A line for each row that has no figures: what failed or is missing is named."""
+    """Yield a line for each failed or missing row."""
     for row, metrics in rows.items():
         if "error" in metrics:
             yield f"{row}: failed: {metrics['error']}"
@@ -134,8 +134,7 @@ def absences(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One promised figure: ``value`` must not be above ``limit``. A value of None could not be measured, which is no
-    pass either."""
+    """One promised figure: ``value`` must not exceed ``limit``. None means not measured, which does not pass."""
 
     figure: str
     value: float | None
@@ -153,7 +152,7 @@ class Verdict:
 
 
 def verdicts(tables: Tables) -> list[Verdict]:
-    """The figures of the target table, from the medians. Only of the cases that were run."""
+    """Return the verdicts for the cases that were run."""
     found = []
     for case, judge in _JUDGES.items():
         if case in tables:
@@ -162,7 +161,7 @@ def verdicts(tables: Tables) -> list[Verdict]:
 
 
 class _Medians:
-    """Medians of one case; a figure of a row that is not there is None, and so is what is computed from it."""
+    """Medians of one case. A figure of a missing row is None, and so are the figures derived from it."""
 
     def __init__(self, rows: dict[str, dict[str, Any]]) -> None:
         self.rows = rows

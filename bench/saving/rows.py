@@ -51,7 +51,7 @@ def _nothing() -> None:
 
 @dataclass
 class Row:
-    """One row. ``save`` is timed, nothing else is; ``missing`` says why the row cannot be measured here."""
+    """One row. Only ``save`` is timed; ``missing`` is the reason if the row cannot be measured here."""
 
     name: str
     kind: str
@@ -83,7 +83,7 @@ class Bench:
 
     @cached_property
     def image(self) -> Image:
-        """This rank's part of one copy of the state: where memcpy copies to and the raw writer writes from."""
+        """This rank's part of one copy of the state: destination of memcpy and source of the raw writer."""
         return Image(self.mine_bytes // self.copies)
 
     @property
@@ -91,7 +91,7 @@ class Bench:
         return self.world == 1
 
     def local_tier(self, path: Path) -> Path:
-        """Where tierckpt put the checkpoint that was saved as ``path``."""
+        """Return the local-tier directory of the checkpoint saved as ``path``."""
         found = [each.parent for each in self.local_root.rglob(".metadata") if each.parent.name == path.name]
         if len(found) != 1:
             raise MismatchError(f"{len(found)} checkpoints named {path.name} under the local root")
@@ -112,7 +112,7 @@ class Bench:
 
 
 def raw_row(bench: Bench) -> Row:
-    """One process writes one copy of the state. Other ranks wait."""
+    """One process writes one copy of the state; other ranks wait."""
 
     def save(path: Path) -> Timing:
         seconds = raw_write(path, bench.image, bench.total_bytes) if bench.rank == 0 else 0.0
@@ -126,7 +126,7 @@ def raw_row(bench: Bench) -> Row:
 
 
 def memcpy_row(bench: Bench) -> Row:
-    """Each rank copies its part of one copy of the state into memory that is there already."""
+    """Each rank copies its part of one copy of the state into allocated memory."""
     share, image = bench.mine_bytes // bench.copies, bench.image
     sources: list[tuple[int, int]] = []
     for tensor in map(local, bench.state.values()):
@@ -191,7 +191,7 @@ def own_file(bench: Bench, path: Path) -> Path:
 
 
 def writes_own_file(bench: Bench) -> bool:
-    """With DDP the first rank saves for all, as everyone does with torch.save."""
+    """With DDP only the first rank saves, as usual with torch.save."""
     return bench.copies == 1 or bench.rank == 0
 
 
@@ -210,7 +210,7 @@ def torchsnapshot_row(bench: Bench) -> Row:
 
     def take(path: Path) -> None:
         Snapshot.take(str(path), {"state": StateDict(**bench.state)})
-        os.sync()  # it does not fsync
+        os.sync()  # torchsnapshot does not fsync
 
     def check(path: Path) -> None:
         into = StateDict(**blank(bench.state))
@@ -255,7 +255,7 @@ def cached_writer_row(bench: Bench) -> Row:
 
 
 def default_stager_row(bench: Bench) -> Row:
-    """What ``dcp.async_save(state, checkpoint_id=...)`` does: a new DefaultStager for every save."""
+    """``dcp.async_save(state, checkpoint_id=...)`` creates a new DefaultStager for every save."""
     return Row(
         "async_save, DefaultStager, new each time",
         STOCK,
@@ -284,7 +284,7 @@ def kept_stager_row(bench: Bench, options: StagingOptions, executor: AsyncCheckp
 
 
 def stock_check(bench: Bench) -> Callable[[Path], None]:
-    one_copy = bench.copies > 1  # where every rank would read the same, one does
+    one_copy = bench.copies > 1  # one rank checks, as all would read the same
 
     def check(path: Path) -> None:
         if one_copy and bench.rank:
@@ -304,7 +304,7 @@ def tier_writer(bench: Bench, path: Path) -> tierckpt.TierStorageWriter:
 
 
 def ours_check(bench: Bench) -> Callable[[Path], None]:
-    """Loads with PyTorch's own reader: shards of the local tier need no tierckpt."""
+    """Load with PyTorch's own reader: shards of the local tier need no tierckpt."""
     check = stock_check(bench)
     return lambda path: check(bench.local_tier(path))
 
@@ -355,7 +355,7 @@ def ours_stager_row(bench: Bench) -> Row:
 
 
 def ours_process_row(bench: Bench) -> Row:
-    """The checkpoint process writes from memory that the trainer has staged and both map."""
+    """The checkpoint process writes from shared memory that the trainer has staged."""
     kept: list[Any] = []
 
     def before() -> None:

@@ -18,7 +18,7 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One state dict on a number of ranks. ``copies`` is how many ranks hold the same bytes."""
+    """A state dict on a number of ranks, ``copies`` of which hold the same bytes."""
 
     title: str
     world: int
@@ -31,7 +31,7 @@ class MismatchError(Exception):
 
 
 def tensors(count: int, size_bytes: int) -> State:
-    """``count`` float32 tensors, each with memory of its own and bytes of its own; the same on every rank."""
+    """Return ``count`` float32 tensors with separate memory and distinct bytes; the same on every rank."""
     shifts = 4099
     noise = torch.randn(size_bytes // FLOAT_BYTES + shifts, generator=torch.Generator().manual_seed(1))
     state: State = {}
@@ -93,7 +93,7 @@ def blank(state: State) -> State:
 
 
 def same(loaded: Mapping[str, Any], state: State) -> None:
-    """Raises MismatchError unless every byte this rank holds of ``state`` is in ``loaded``."""
+    """Raise MismatchError unless ``loaded`` has all bytes of ``state`` on this rank."""
     for name, tensor in state.items():
         if name not in loaded:
             raise MismatchError(f"{name} is missing")

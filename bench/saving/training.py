@@ -46,7 +46,7 @@ SETTLED_AFTER = 5
 
 
 class TinyTraining:
-    """A real training step of a few milliseconds on one thread: as sensitive to the GIL and to the caches as any."""
+    """A real training step of a few milliseconds on one thread, sensitive to the GIL and to caches."""
 
     def __init__(self) -> None:
         layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU()) for _ in range(8)]
@@ -98,7 +98,7 @@ class DiskLoad:
 
 
 def steps(directory: Path, scale: float, rounds: int) -> dict[str, Any]:
-    """Step times while a save is being flushed. The call that starts it is not part of them: that is ``blocked``."""
+    """Return step times during a flush, without the call that starts it, which is ``blocked``."""
     bench = Bench("steps", tensors(32, scaled(32 * MiB // 4096, scale) * 4096), directory)
     torch.set_num_threads(1)
     training, results = TinyTraining(), Results()
@@ -177,7 +177,7 @@ class SlowTraining:
         self.model = torch.nn.Sequential(*blocks)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.batch = torch.randn(256, 1024)
-        self.step()  # the optimizer makes its state in its first step
+        self.step()  # allocates the optimizer state
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -201,7 +201,7 @@ class Fence:
         self._last = optimizer.register_step_pre_hook(self._leave)
 
     def arm(self) -> None:
-        """Register ``_leave`` again, after every hook registered so far."""
+        """Register ``_leave`` again, after every other hook."""
         self._last.remove()
         self._last = self._optimizer.register_step_pre_hook(self._leave)
 
@@ -213,7 +213,7 @@ class Fence:
 
 
 def lazy(directory: Path, scale: float, rounds: int) -> dict[str, Any]:
-    """Milliseconds that a save takes from training when its copies may overlap the step that follows."""
+    """Return the milliseconds a save takes from training if its copies may overlap the next step."""
     results = Results()
     rows = {OURS_BLOCKING: _blocking_stager, OURS_LAZY: _lazy_stager, STOCK_LAZY: _stock_async_stager}
     for row, make in rows.items():
@@ -252,7 +252,7 @@ def _lazy_stager(optimizer: torch.optim.Optimizer, pending: list[Any]) -> Any:
 
 
 def _stock_async_stager(optimizer: torch.optim.Optimizer, pending: list[Any]) -> Any:
-    """Stock PyTorch leaves the fence to the caller, so the bench is the careful caller."""
+    """The bench provides the fence that stock PyTorch leaves to the caller."""
 
     def wait(*unused: Any) -> None:
         while pending:
@@ -295,11 +295,11 @@ def _lazy_save(bench: Bench, row: str, training: SlowTraining, fence: Fence, sta
     return meter.sample(Timing(call_seconds + fence.seconds, durable_seconds, more))
 
 
-# --- memory: fifty saves in a row -------------------------------------------------------------------------------------
+# --- memory: fifty consecutive saves ----------------------------------------------------------------------------------
 
 
 def rss(directory: Path, scale: float, rounds: int) -> dict[str, Any]:
-    """Resident memory and faults of this process over 50 saves in a row (fewer in a smoke test) of one state."""
+    """Return resident memory and faults of this process over 50 saves of one state (fewer in a smoke test)."""
     bench = Bench("rss", tensors(32, scaled(16 * MiB // 4096, scale) * 4096), directory)
     stager, stock = tierckpt.TierStager(), DefaultStager(PLAIN)
     numbers, count = itertools.count(1), SAVES if scale >= SMOKE_SCALE else SAVES // 5

@@ -1,4 +1,4 @@
-"""One case, in a process of its own (or one per rank), so that no case pays for what another left in memory."""
+"""One case in its own process (or one per rank), so that memory left by other cases does not affect it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RATIOS = {
 }
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 STOLEN_MAX = 0.02
-"""Samples in which the machine's host gave more processor time than this to other guests are discarded."""
+"""Samples in which the hypervisor gave more processor time than this to other guests are discarded."""
 TRIES_MAX = 4
 
 
@@ -77,8 +77,7 @@ def _table(task: Task, rank: int, world: int) -> dict[str, Any]:
     rows = rows_of(bench)
     results = Results()
     visits = _Visits(bench, results)
-    # The first pass warms up, and loads every row's checkpoint back. It is not counted, except in a smoke test, which
-    # has no other.
+    # The first pass warms up and loads every row's checkpoint back. It counts only in a smoke test, which has no other.
     for row in {row.name: row for row in rows}.values():
         visits.verify(row, counts=task.rounds == 0)
     for number in range(task.rounds):
@@ -90,7 +89,7 @@ def _table(task: Task, rank: int, world: int) -> dict[str, Any]:
 
 
 class _Visits:
-    """Runs rows on all ranks in step. A row that fails on any rank is left out from then on, and says why."""
+    """Runs rows on all ranks in step. A row that fails on any rank is skipped from then on, with the reason."""
 
     def __init__(self, bench: Bench, results: Results) -> None:
         self.bench, self.results = bench, results
@@ -136,7 +135,7 @@ class _Visits:
             with Meter() as meter:
                 timing = row.save(path)
             sample.update(meter.sample(timing))
-            self._barrier()  # nobody looks before everybody has written
+            self._barrier()  # no rank checks before all have written
             if check:
                 row.check(path)
 
@@ -173,7 +172,7 @@ def _error_of(step: Callable[[], None]) -> str:
         step()
     except (Exception, CheckpointException) as error:
         failures = error.failures if isinstance(error, CheckpointException) else {}
-        cause = next(iter(failures.values()))[0] if failures else error  # it holds a failure for each rank
+        cause = next(iter(failures.values()))[0] if failures else error  # one failure per rank
         lines = str(cause).strip().splitlines() or [""]
         return f"{type(cause).__name__}: {lines[0]}"[:300]
     return ""

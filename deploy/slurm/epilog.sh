@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Slurm Epilog (slurm.conf: Epilog=/etc/slurm/epilog.d/tierckpt.sh), as root on each node after a job: says what is not on
-# shared storage yet. The agent that the prolog started goes on draining; the node may take its next job meanwhile.
-# An example: adapt it, it was not run on a cluster.
+# Slurm Epilog (slurm.conf: Epilog=/etc/slurm/epilog.d/tierckpt.sh), as root on each node after a job: prints undrained
+# checkpoints. The prolog's agent keeps draining; the node may take its next job.
+# An example to adapt; it was not run on a cluster.
 set -uo pipefail
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin # Slurm sets none
 
@@ -9,4 +9,4 @@ root=/local/nvme/tierckpt/${SLURM_JOB_USER:-}
 [[ -n ${SLURM_JOB_USER:-} && -d $root ]] || exit 0
 status=$(runuser --user "$SLURM_JOB_USER" -- env TIERCKPT_LOCAL_ROOT="$root" /opt/tierckpt/bin/tierckpt status --json) || exit 0
 logger --tag tierckpt "job ${SLURM_JOB_ID:-}: $status"
-exit 0 # a failed epilog would drain the node: what is left here is safe, and is sent
+exit 0 # a failed epilog would drain the node in Slurm: undrained data is safe and will be sent

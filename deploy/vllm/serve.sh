@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Serve a model while its weights still come from the store: only configuration and tokenizer are fetched first.
+# Serve a model while its weights are still being fetched: only configuration and tokenizer are prefetched.
 #
 #   deploy/vllm/serve.sh s3://models/llama-70b /nvme/llama-70b-config [vllm options]
 #
-# Needs tierckpt in vLLM's own environment (pip install 'tierckpt[cli]'), whose plugin is `--load-format tierckpt`. The
-# weights go through the node cache below TIERCKPT_LOCAL_ROOT, so the next start on this node reads its disk.
-# An example: adapt it. It was not run with vLLM.
+# Needs tierckpt in vLLM's environment (pip install 'tierckpt[cli]'), whose plugin is `--load-format tierckpt`. The weights
+# pass through the node cache below TIERCKPT_LOCAL_ROOT, so the next start on this node reads its disk.
+# An example to adapt; it was not run with vLLM.
 set -euo pipefail
 
 uri=${1:?usage: serve.sh URI DIRECTORY [vllm options]}

@@ -1,8 +1,8 @@
-"""Load a directory of ``config.json`` and safetensors files, as any engine would, and write one line of text.
+"""Load a directory of ``config.json`` and safetensors files, as an inference engine does, and write one line of text.
 
     python generate.py DIR --out generated.json
 
-It knows nothing of checkpoints or of tierckpt: the directory is plain files.
+It uses no checkpoint code and no tierckpt: the directory has plain files.
 """
 
 from __future__ import annotations

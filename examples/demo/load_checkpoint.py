@@ -2,8 +2,8 @@
 
     python load_checkpoint.py s3://bucket/run/step-60 --reader stock --out digests.json
 
-With ``--reader stock`` this process cannot import tierckpt, and checks that it cannot: what it reads, it reads as any
-machine would that has PyTorch and s3fs and has never heard of tierckpt (P1).
+With ``--reader stock`` this process verifies that it cannot import tierckpt: it reads like any machine with PyTorch and
+s3fs but without tierckpt (P1).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
 class _NotInstalled(importlib.abc.MetaPathFinder):
-    """First in line for every import, ahead of editable installs: nothing named tierckpt exists here."""
+    """An import finder, ahead of editable installs, that hides tierckpt."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         if fullname.partition(".")[0] == "tierckpt":
@@ -31,7 +31,7 @@ class _NotInstalled(importlib.abc.MetaPathFinder):
 
 
 def forget_tierckpt() -> None:
-    """Make importing tierckpt impossible in this process, and prove it."""
+    """Make importing tierckpt impossible in this process, and verify that."""
     sys.meta_path.insert(0, _NotInstalled())
     try:
         import tierckpt  # noqa: F401
@@ -54,7 +54,7 @@ def tierckpt_reader(uri: str) -> dcp.StorageReader:
 
 
 def read_all(reader: dcp.StorageReader) -> dict[str, Any]:
-    """Return every item under its flat name, tensors whole whatever their sharding was."""
+    """Return every item by its flat name, with unsharded tensors."""
     items = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {
         name: torch.empty(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else None

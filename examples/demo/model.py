@@ -1,4 +1,4 @@
-"""A small GPT: byte vocabulary, pre-norm blocks, dropout. Nothing in it knows about checkpoints."""
+"""A small GPT: byte vocabulary, pre-norm blocks, dropout. It has no checkpoint code."""
 
 from __future__ import annotations
 

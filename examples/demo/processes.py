@@ -1,4 +1,4 @@
-"""Start, follow and kill the processes of the demo. None outlives ``Processes``, and every wait has a deadline."""
+"""Start, follow and kill the demo's processes. None outlives ``Processes``, and every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PR_SET_PDEATHSIG = 1
 
 
 class DemoFailed(Exception):
-    """A claim of the demo is not true, or a part of it did not work."""
+    """A claim of the demo is false, or a part of it failed."""
 
 
 class Processes:
-    """Every process the demo starts. Leaving the ``with`` block kills what still runs, and its descendants."""
+    """The demo's processes. Leaving the ``with`` block kills those still running, and their descendants."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -37,7 +37,7 @@ class Processes:
             kill_tree(process)
 
     def start(self, name: str, *command: str | Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start ``command`` in a process group of its own, its output in ``NAME.out``, its errors in ``NAME.log``."""
+        """Start ``command`` in its own process group, with output in ``NAME.out`` and errors in ``NAME.log``."""
         with self.log(name).open("wb") as errors, self.log(name).with_suffix(".out").open("wb") as output:
             process = subprocess.Popen(
                 [str(part) for part in command],
@@ -52,7 +52,7 @@ class Processes:
         return process
 
     def run(self, name: str, *command: str | Path, environment: dict[str, str], timeout_seconds: float = 90) -> str:
-        """Run ``command`` to its end and return what it printed. Raises DemoFailed with the end of its log."""
+        """Run ``command`` to completion and return its output. Raises DemoFailed with the end of its log."""
         process = self.start(name, *command, environment=environment)
         try:
             process.wait(timeout_seconds)
@@ -77,18 +77,18 @@ class Processes:
 def follow(
     path: Path, process: subprocess.Popen[bytes], *, until: Callable[[dict[str, Any]], bool], timeout_seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Yield the JSON lines that ``process`` appends to ``path``, as they come.
+    """Yield the JSON lines that ``process`` appends to ``path`` as they arrive.
 
-    Stops after the first event for which ``until`` holds, or when the process has ended and all is read.
+    Stops after the first event for which ``until`` is true, or when the process has exited and all lines are read.
     """
     deadline = time.monotonic() + timeout_seconds
     position = 0
     while True:
-        ended = process.poll() is not None  # asked before reading, so that its last lines are not missed
+        ended = process.poll() is not None  # before the read, so that its last lines are not missed
         lines = path.read_bytes()[position:].splitlines(keepends=True) if path.exists() else []
         for line in lines:
             if not line.endswith(b"\n"):
-                break  # half a line; its end comes with the next look
+                break  # an incomplete line; the rest follows
             position += len(line)
             event = json.loads(line)
             yield event
@@ -102,9 +102,9 @@ def follow(
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
-    """SIGKILL ``process`` and all its descendants, wait until they are gone, and return the descendants' ids.
+    """SIGKILL ``process`` and all its descendants, wait for their exit, and return the descendants' ids.
 
-    torchrun gives each rank a session of its own, so killing its process group alone would leave them running.
+    torchrun starts each rank in its own session, so killing its process group would leave them running.
     """
     descendants = _descendants(process.pid)
     for pid in [process.pid, *descendants] if process.poll() is None else descendants:
@@ -120,7 +120,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether ``pid`` runs; a zombie that nobody has reaped yet does not."""
+    """Return whether ``pid`` runs; False for a zombie."""
     return pid in {child for child, _, state in _process_table() if state != "Z"}
 
 
@@ -138,7 +138,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _process_table() -> list[tuple[int, int, str]]:
-    """Return (pid, parent, state letter) of every process: from /proc, or from ps where there is no /proc."""
+    """Return (pid, parent, state letter) of every process, from /proc or else from ps."""
     if not Path("/proc/self/stat").exists():
         rows = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True).stdout
         return [(int(pid), int(parent), state[0]) for pid, parent, state in map(str.split, rows.splitlines())]
@@ -147,13 +147,13 @@ def _process_table() -> list[tuple[int, int, str]]:
         try:
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
+            continue  # ended during the scan
         table.append((int(path.parent.name), int(parent), state))
     return table
 
 
 def _die_with_parent() -> None:
-    """Linux: be killed when the demo is, even when it is killed in a way that lets it clean up nothing."""
+    """Linux: die with the demo, even if it is killed without cleaning up."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -164,7 +164,7 @@ def free_port() -> int:
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes], *, timeout_seconds: float) -> bool:
-    """Return whether something answers on ``port`` before the deadline and before ``process`` ends."""
+    """Return whether ``port`` accepts connections before the deadline and before ``process`` exits."""
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):

@@ -1,13 +1,13 @@
-"""The main job of tierckpt, end to end, on this machine: ``make demo``, or ``python examples/demo/run.py``.
+"""The main use of tierckpt, end to end, on this machine: ``make demo``, or ``python examples/demo/run.py``.
 
-A small GPT trains with FSDP2 on two ranks and saves to S3 through the local tier. All ranks are killed, the node's disk
-is lost, the job resumes from S3 and repeats an uninterrupted run bit for bit; plain PyTorch reads the checkpoint; a
-second node fetches the exported weights and writes a line of text; a job that logs its steps is killed between two
-saves, and loses one step at most.
+A small GPT trains with FSDP2 on two ranks and saves to S3 through the local tier. All ranks are killed and the node's
+disk is lost. The job resumes from S3 and equals an uninterrupted run bit for bit. Plain PyTorch reads the checkpoint. A
+second node fetches the exported weights and writes a line of text. A job that logs its steps is killed between two
+saves and loses at most one step.
 
-Every sentence with a tick was checked by code. The exit code is 0 only if all of them hold. S3 is a moto server
-started here, or the server that ``TIERCKPT_DEMO_S3_ENDPOINT`` names (with ``AWS_ACCESS_KEY_ID`` and
-``AWS_SECRET_ACCESS_KEY``), such as the MinIO of ``docker compose up``. Everything lies under ``.demo/``.
+Code checks every sentence with a tick; the exit code is 0 only if all are true. S3 is a moto server started here, or
+the server at ``TIERCKPT_DEMO_S3_ENDPOINT`` (with ``AWS_ACCESS_KEY_ID`` and ``AWS_SECRET_ACCESS_KEY``), such as the
+MinIO of ``docker compose up``. All files are under ``.demo/``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Event = dict[str, Any]
 
 @dataclass
 class Run:
-    """What one run of the training job left behind."""
+    """Results of one run of the training job."""
 
     events: list[Event] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def steps(self) -> dict[int, Event]:
-        """Each step's event, loss in hexadecimal included."""
+        """Return each step's event, with its loss in hexadecimal."""
         return {event["step"]: event for event in self.of("step")}
 
     @property
@@ -84,7 +84,7 @@ class Demo:
         self.claims += 1
         self.console.print(f"   [green]✓[/] {escape(text)}", highlight=False)
 
-    # The job: one method a stage
+    # The job, one method for each stage
 
     def start_s3(self) -> None:
         self.stage(1, "Shared storage")
@@ -151,7 +151,7 @@ class Demo:
             ours, theirs = resumed.steps[step]["loss"], reference.steps[step]["loss"]
             self.note(f"step {step}: {ours} resumed, {theirs} uninterrupted")
         different = [step for step, event in resumed.steps.items() if reference.steps[step] != event]
-        text = f"all {len(resumed.steps)} losses after the resume equal those of the uninterrupted run, every bit"
+        text = f"all {len(resumed.steps)} losses after the resume equal those of the uninterrupted run, bit for bit"
         self.claim(text, not different, f"steps {different} differ")
         weights = resumed.summary["weights"]
         same = bool(weights) and weights == reference.summary["weights"]
@@ -162,11 +162,11 @@ class Demo:
         stock, ours = (self._read(f"run/step-{STEPS}", reader) for reader in ("stock", "tierckpt"))
         tensors = stock["tensors"]
         self.claim(f"FsspecReader read {len(tensors)} tensors, {len(stock['others'])} other items", len(tensors) > 100)
-        self.claim("TierStorageReader reads the same, every bit", stock == ours)
+        self.claim("TierStorageReader reads the same, bit for bit", stock == ours)
         reference = self._read(f"reference/step-{STEPS}", "stock")["tensors"]
-        self.claim("and the reference run's checkpoint has the same tensors, every bit", reference == tensors)
+        self.claim("and the reference run's checkpoint has the same tensors, bit for bit", reference == tensors)
         live = {f"model.{name}": digest for name, digest in resumed.summary["weights"].items()}
-        self.claim("and it is what the ranks had in memory", live.items() <= tensors.items())
+        self.claim("and equals the memory of the ranks", live.items() <= tensors.items())
 
     def serve_on_another_node(self, resumed: Run) -> None:
         self.stage(8, "The result is exported, prefetched onto a second node, and used")
@@ -185,7 +185,7 @@ class Demo:
         self._python("generate", HERE / "generate.py", served, "--out", out, node="node-c")
         generated = json.loads(out.read_text())
         same = generated["weights"] == resumed.summary["weights"]
-        self.claim("its weights are those of the trained model, every bit", same)
+        self.claim("its weights equal the trained model, bit for bit", same)
         self.claim(f"it writes: {generated['line']!r}", len(generated["line"]) > 20)
 
     def lose_no_step(self, reference: Run) -> None:
@@ -203,7 +203,7 @@ class Demo:
             last - 1 <= at <= last + 1,
         )
         different = [step for step, event in resumed.steps.items() if reference.steps[step] != event]
-        text = f"all {len(resumed.steps)} losses after that equal those of the uninterrupted run, every bit"
+        text = f"all {len(resumed.steps)} losses after that equal those of the uninterrupted run, bit for bit"
         self.claim(text, not different, f"steps {different} differ")
         self.claim("and so do all weights", resumed.summary["weights"] == reference.summary["weights"])
         self._tierckpt("report", self._uri("logged"), node="node-d")
@@ -235,11 +235,11 @@ class Demo:
         return f"s3://{self.bucket}/{path}"
 
     def _on(self, node: str) -> dict[str, str]:
-        """Environment of a process on ``node``: what makes a node here is a local root of its own."""
+        """Return the environment of a process on ``node``, simulated by a separate local root."""
         return {**self.environment, "TIERCKPT_LOCAL_ROOT": str(WORK / node)}
 
     def _start_moto(self) -> str:
-        for _ in range(3):  # a port found free may be taken before moto binds it
+        for _ in range(3):  # another process may take the free port before moto binds it
             port = free_port()
             command = (sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
             server = self.processes.start("moto", *command, environment=self.environment)
@@ -255,7 +255,7 @@ class Demo:
         return s3fs.S3FileSystem(key=key, secret=secret, endpoint_url=endpoint, use_listings_cache=False)
 
     def remove_bucket(self) -> None:
-        """Leave nothing on a server that is not ours; moto forgets everything when it ends."""
+        """Remove the bucket from a server that is not ours; moto keeps nothing."""
         ours_to_leave_clean = os.environ.get("TIERCKPT_DEMO_S3_ENDPOINT") and "AWS_ENDPOINT_URL" in self.environment
         if ours_to_leave_clean and self._s3().exists(self.bucket):
             self._s3().rm(self.bucket, recursive=True)
@@ -313,7 +313,7 @@ class Demo:
 
 
 def _clean_environment() -> dict[str, str]:
-    """Return this environment without settings of the person who runs the demo that would change what it shows."""
+    """Return this environment without the user's settings that would change the demo."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TIERCKPT_", "AWS_"))}
     given = os.environ if os.environ.get("TIERCKPT_DEMO_S3_ENDPOINT") else {}
     return (
@@ -328,7 +328,7 @@ def _clean_environment() -> dict[str, str]:
             "PYTHONUNBUFFERED": "1",
         }
         | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
-    )  # a host name need not resolve
+    )  # a host name may not resolve
 
 
 def _loss(event: Event) -> float:
@@ -357,7 +357,7 @@ def perform(demo: Demo) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the with blocks clean up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # lets the with blocks clean up
     console, started = Console(soft_wrap=True), time.monotonic()
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The training text, a book that comes with every Python: the language reference as ``help()`` prints it."""
+"""The training text, included in every Python: the language reference as printed by ``help()``."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 train.py s3://bucket/run --events events.jsonl --summary summary.json
 
-Everything that decides the next loss is in ``state``: weights, AdamW moments, learning rate, and, because of the
-dropout, the random number generators of every rank. Rank 0 appends each loss to the events file in hexadecimal, so
-that two runs can be compared to the last bit.
+``state`` has everything that decides the next loss: weights, AdamW moments, learning rate, and, because of the dropout,
+the random number generators of every rank. Rank 0 appends each loss to the events file in hexadecimal, to compare two
+runs bit for bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARMUP_STEPS = 5
 
 
 def build(steps: int) -> tuple[Gpt, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Return model, optimizer and scheduler; every rank starts from the same weights and keeps its own shards."""
+    """Return model, optimizer and scheduler. All ranks start from the same weights and keep their own shards."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(SEED)
     model = Gpt(GptConfig())
@@ -50,7 +50,7 @@ def build(steps: int) -> tuple[Gpt, torch.optim.Optimizer, torch.optim.lr_schedu
 
 
 def train_step(model: Gpt, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Take one optimizer step and return the loss averaged over the ranks."""
+    """Take one optimizer step and return the loss, averaged over the ranks."""
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -62,7 +62,7 @@ def train_step(model: Gpt, optimizer: torch.optim.Optimizer, inputs: Tensor, tar
 
 
 def digests(model: nn.Module) -> dict[str, str]:
-    """Return the SHA-256 of every weight as it is in memory now, gathered from its shards."""
+    """Return the SHA-256 of every weight in memory, gathered from its shards."""
     found = {}
     for name, parameter in model.named_parameters():
         full: Tensor = parameter.detach().full_tensor()  # type: ignore[attr-defined]  # a DTensor
@@ -71,7 +71,7 @@ def digests(model: nn.Module) -> dict[str, str]:
 
 
 class Events:
-    """Appends one JSON object a line, on rank 0 only; each line is on its way to the file before the call returns."""
+    """Appends one JSON object per line, on rank 0 only, and flushes each line."""
 
     def __init__(self, path: Path) -> None:
         self._file: TextIO | None = path.open("a", buffering=1) if dist.get_rank() == 0 else None
@@ -84,7 +84,7 @@ class Events:
 def train(arguments: argparse.Namespace) -> None:
     text, rank = corpus(), dist.get_rank()
     model, optimizer, scheduler = build(arguments.steps)
-    torch.manual_seed(SEED + 1 + rank)  # each rank drops other activations
+    torch.manual_seed(SEED + 1 + rank)  # each rank has its own dropout
     state = {
         "model": model,
         "optimizer": optimizer,
