@@ -46,7 +46,7 @@ from tierckpt.peer.inventory import Holdings
 from tierckpt.peer.membership import Member
 from tierckpt.peer.peer_client import PeerClient
 from tierckpt.peer.peer_http import chunk_target, encode_head
-from tierckpt.stores.http_client import WAKE_BYTES, Watermark
+from tierckpt.stores.http_client import WATERMARK_BYTES, Watermark
 from tierckpt.types import Json
 
 OUT = Path(__file__).resolve().parent / "out" / "serve.json"
@@ -287,7 +287,7 @@ def measure(args: argparse.Namespace, root: Path) -> list[Json]:
             print(f"round {number + 1}: {name}, reader: {reader}", file=sys.stderr)
             with running(command, at) as (pid, where):
                 connect = partial(
-                    Reading, where, ask, has_head, args.chunk, 1 if reader == "each packet" else WAKE_BYTES
+                    Reading, where, ask, has_head, args.chunk, 1 if reader == "each packet" else WATERMARK_BYTES
                 )
                 # The server verifies every chunk on its first request, so the first pass is not counted.
                 read_for(min(1.0, args.seconds), [connect() for _ in range(args.connections)], chunks)

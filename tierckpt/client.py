@@ -21,7 +21,7 @@ from .config import Settings
 from .errors import ConfigError, OperationTimeoutError, TierckptError
 from .event_loop import LoopThread, at_exit
 from .format.layout import Location, parse_uri, step_of
-from .ipc.agent_client import AgentUnavailableError, close_contacts, contact_for, has_socket, is_known, own_contact
+from .ipc.agent_client import AgentUnavailableError, close_clients, has_socket, is_known, private_client, shared_client
 from .mover import Mover
 from .poll import announced
 from .stores.schemes import check_location
@@ -94,7 +94,7 @@ class Client(LoopThread):
 
         async def tell() -> None:
             try:
-                contact = contact_for(self.settings)
+                contact = shared_client(self.settings)
                 await asyncio.to_thread(contact.ask, message)
                 if message["op"] == "submit" and (rows := _tally.take()):
                     await asyncio.to_thread(contact.ask, {"op": "metrics", "rows": rows})
@@ -154,7 +154,7 @@ class Client(LoopThread):
         """
         if self.settings.mover != "agent" or not has_socket(self.settings.local_root):
             return
-        contact = own_contact(self.settings)  # its own: this may take long, and other requests must not wait for it
+        contact = private_client(self.settings)  # its own: this may take long, and other requests must not wait for it
         try:
             message = {"op": "settle"}
             contact.ask(message, start=False, timeout_seconds=SETTLE_SECONDS, on_busy=_Watch())
@@ -183,7 +183,7 @@ class Client(LoopThread):
         while True:
             await asyncio.sleep(ASK_SECONDS)
             with contextlib.suppress(TierckptError, OSError):
-                await asyncio.to_thread(contact_for(self.settings).ask, {"op": "here"}, start=False)
+                await asyncio.to_thread(shared_client(self.settings).ask, {"op": "here"}, start=False)
 
     def finish(self) -> None:
         """Wait up to ``exit_timeout_seconds`` for the drains of this process; log unfinished ones; close."""
@@ -335,7 +335,7 @@ def close_all() -> None:
         _clients.clear()
     for client in clients:
         client.close()
-    close_contacts()
+    close_clients()
     close_arenas()
 
 
@@ -343,7 +343,7 @@ def _finish_all() -> None:
     for client in list(_clients.values()):
         client.finish()
     _clients.clear()
-    close_contacts()
+    close_clients()
 
 
 def _start_anew() -> None:

@@ -356,7 +356,7 @@ async def test_a_range_that_comes_back_short(monkeypatch: pytest.MonkeyPatch) ->
 async def test_an_answer_that_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     headers = {**ETAG, "Content-Length": "1000", "Content-Range": "bytes 0-999/1000"}
     # The second try may find its connection closed. Asked what it is then, a store says XML, and the stub would not.
-    monkeypatch.setattr(obstore_store, "what_answers", lambda _: "")
+    monkeypatch.setattr(obstore_store, "describe_endpoint", lambda _: "")
     with StubServer([(206, headers, b"only this")]).running() as endpoint:
         _point_s3_at(endpoint, monkeypatch)
         with pytest.raises(StoreUnavailableError):

@@ -174,7 +174,7 @@ ASKS = (
     "from tierckpt.ipc import agent_client as client\n"
     "folder, root = map(Path, sys.argv[1:])\n"
     "client.IDLE_SECONDS = 0.7\n"
-    "contact = client.contact_for(Settings.load(local_root=root, mover='agent'))\n"
+    "contact = client.shared_client(Settings.load(local_root=root, mover='agent'))\n"
     "(folder / f'ready.{id(folder)}.{time.monotonic_ns()}').touch()\n"
     "while len(list(folder.glob('ready.*'))) < 4: time.sleep(0.001)\n"
     "print(contact.ask({'op': 'status'})['pid'], flush=True)\n"
@@ -223,7 +223,7 @@ HOLDS = (
 @pytest.mark.slow
 def test_the_start_of_a_process_that_was_killed_is_made_by_who_waited_for_it(local_root: Path) -> None:
     directory = contacts.private_directory(local_root)
-    command = [sys.executable, "-c", HOLDS, str(directory / contacts.STARTING)]
+    command = [sys.executable, "-c", HOLDS, str(directory / contacts.START_LOCK)]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE) as starter,
         contextlib.closing(AgentClient(Settings.load(local_root=local_root, **SETTINGS))) as contact,

@@ -24,7 +24,7 @@ from tierckpt.cache.entry import CacheEntry
 from tierckpt.cache.partial_entry import BLOCKS
 from tierckpt.cache.receipt import RECEIPT, read_receipt
 from tierckpt.client import close_all
-from tierckpt.disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner
+from tierckpt.disk.io_tuner import MODEL_READ_MODES, ReadMode, ReadTuner
 from tierckpt.errors import IntegrityError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.loading.cached_view import open_cached
@@ -169,9 +169,9 @@ def cats(model: Model, _: Path) -> bool:
 
 READERS: dict[str, Reader] = {
     "uri": loads,
-    **{f"uri, {way}": read_by(way, loads) for way in MODEL_WAYS},
+    **{f"uri, {way}": read_by(way, loads) for way in MODEL_READ_MODES},
     "directory": loads_the_directory,
-    **{f"directory, {way}": read_by(way, loads_the_directory) for way in MODEL_WAYS},
+    **{f"directory, {way}": read_by(way, loads_the_directory) for way in MODEL_READ_MODES},
     "file": loads_the_file,
     "stream": streams,
     "lazy": lazily,
@@ -298,7 +298,7 @@ def test_an_entry_without_digests_is_loaded_as_it_is(model: Model) -> None:
 # --- partial entries -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["uri", f"uri, {MODEL_WAYS[-1]}", "stream", "view", "view in pieces", "open"])
+@pytest.mark.parametrize("name", ["uri", f"uri, {MODEL_READ_MODES[-1]}", "stream", "view", "view in pieces", "open"])
 def test_what_has_landed_of_a_partial_entry_is_verified(name: str, model: Model, quarantined: list[float]) -> None:
     """Holes beside it, and nobody has published it."""
     with open_cached(model.uri) as view:

@@ -598,7 +598,7 @@ def no_fsync(of_what: Callable[[int], bool]) -> Callable[[pytest.MonkeyPatch], N
 
 def rename_before_fsync(patch: pytest.MonkeyPatch) -> None:
     def durable_write(path: Path, data: bytes, **_: Any) -> None:
-        with durable.temporary_beside(path) as temporary:
+        with durable.temporary_next_to(path) as temporary:
             file = durable.create_file(temporary)
             durable.write_all(file, data)
             temporary.replace(path)
@@ -613,7 +613,7 @@ def fsync_before_flush(patch: pytest.MonkeyPatch) -> None:
     """The bug of stock DCP's metadata: fsync while the bytes are still in the process's buffer."""
 
     def durable_write(path: Path, data: bytes, **_: Any) -> None:
-        with durable.temporary_beside(path) as temporary:
+        with durable.temporary_next_to(path) as temporary:
             with temporary.open("wb") as file:
                 file.write(data)
                 os.fsync(file.fileno())
@@ -625,7 +625,7 @@ def fsync_before_flush(patch: pytest.MonkeyPatch) -> None:
 
 def unlink_before_rename(patch: pytest.MonkeyPatch) -> None:
     def durable_write(path: Path, data: bytes, **_: Any) -> None:
-        with durable.temporary_beside(path) as temporary:
+        with durable.temporary_next_to(path) as temporary:
             durable.write_new(temporary, data)
             path.unlink(missing_ok=True)
             temporary.replace(path)

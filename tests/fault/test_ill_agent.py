@@ -192,7 +192,7 @@ def test_one_without_descriptors_costs_half_a_second(
 
 
 def test_one_that_comes_back_works_again(real_agent: int, local_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    contact = contacts.contact_for(Settings.load(local_root=local_root, **SETTINGS))
+    contact = contacts.shared_client(Settings.load(local_root=local_root, **SETTINGS))
     os.kill(real_agent, signal.SIGSTOP)
     for _ in range(5):
         with pytest.raises(contacts.NotAnsweringError):

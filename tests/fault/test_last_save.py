@@ -26,7 +26,7 @@ from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.training import preemption_notices
-from tierckpt.training.final_save import Cost, judge
+from tierckpt.training.final_save import Cost, fits_deadline
 from tierckpt.training.preemption_notices import Notices
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
@@ -155,7 +155,7 @@ def test_torchrun_passes_the_signal_on_and_the_last_step_is_saved(
 def test_what_fits_is_judged_by_measured_rates_and_said(cost: Cost, seconds: float, fits: bool, says: str) -> None:
     import re
 
-    found, why = judge(7, cost, seconds)
+    found, why = fits_deadline(7, cost, seconds)
     assert found == fits
     assert re.search(says, why), why
 

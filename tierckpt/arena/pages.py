@@ -26,7 +26,7 @@ from pathlib import Path
 from ..errors import CapacityError, ConfigError
 from .capacity import ROOT, margin_bytes, mebibytes, meminfo_bytes
 
-TRY_EVERY = 32
+MEASURE_INTERVAL = 32
 """In each such number of pieces, the first is measured, and the second, of the other kind: so the choice follows the
 machine."""
 BYTES_MIN = 4 << 20
@@ -50,7 +50,7 @@ class Paging:
         """Whether the next piece of memory gets huge pages, and whether to measure it (``learn``)."""
         with self._lock:
             self._count += 1
-            turn = self._count % TRY_EVERY
+            turn = self._count % MEASURE_INTERVAL
             return self.is_huge != (turn == 2), turn in (1, 2)
 
     def learn(self, size_bytes: int, seconds: float, *, is_huge: bool) -> None:

@@ -36,7 +36,7 @@ UNITS_MAX = HEADER_BYTES - 4096
 PASSED_ALL = (1 << 64) - 1
 
 DEATH_CHECK_SECONDS = 0.1
-DOOR_SECONDS = 5.0
+JOIN_LOCK_SECONDS = 5.0
 
 _WORDS_AT, _JOINED_AT, _CLOSED_AT, _DOOR_AT, _UNITS_AT = 0, 2048, 2304, 2305, 4096
 
@@ -105,10 +105,10 @@ class SharedWindow:
     @contextlib.contextmanager
     def _door(self) -> Iterator[None]:
         with self._lock:  # the threads of one member share its locks
-            if not any(self._try_lock(_DOOR_AT) for _ in Poll(DOOR_SECONDS, BRIEF)):  # held for two instructions
+            if not any(self._try_lock(_DOOR_AT) for _ in Poll(JOIN_LOCK_SECONDS, BRIEF)):  # held for two instructions
                 raise OperationTimeoutError(
                     "another rank of this node is stuck holding the lock of the shared window",
-                    waited_seconds=DOOR_SECONDS,
+                    waited_seconds=JOIN_LOCK_SECONDS,
                 )
             try:
                 yield

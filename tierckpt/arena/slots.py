@@ -43,7 +43,7 @@ def whole_huge_pages(size_bytes: int) -> int:
     return round_up(size_bytes, HUGE_PAGE_BYTES)
 
 
-def gave_its_place() -> CheckpointSkippedError:
+def slot_taken_error() -> CheckpointSkippedError:
     """The error of a save whose staged copy was dropped for a newer checkpoint."""
     return CheckpointSkippedError(
         "the staged copy has given its place to a newer checkpoint",
@@ -106,7 +106,7 @@ class Lease:
         """
         with self._lock:
             if self.state is SlotState.DROPPED:
-                raise gave_its_place()
+                raise slot_taken_error()
             self._may_drop = may_drop
 
     def covers(self, address: int) -> bool:
@@ -120,7 +120,7 @@ class Lease:
         """
         with self._lock:
             if self.state is SlotState.DROPPED:
-                raise gave_its_place()
+                raise slot_taken_error()
             self._writers += 1
             self.state = SlotState.FLUSHING
 
@@ -429,7 +429,7 @@ def close_arenas() -> None:
         _bounces.clear()
 
 
-def _start_anew() -> None:
+def _reset_after_fork() -> None:
     """In a forked child: the parent's leases are not ours (its memory reads as zeros here), nor are its locks."""
     global _shared_lock
     _shared_lock = threading.Lock()
@@ -437,4 +437,4 @@ def _start_anew() -> None:
     _bounces.clear()
 
 
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

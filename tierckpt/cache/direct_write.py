@@ -22,11 +22,11 @@ from ..types import Buffer, Tier
 DIRECT_BYTES_MIN = 64 << 10
 """Smaller writes use the page cache."""
 BUFFERS = 8
-LANDING = 16
+RECEIVE_BUFFERS = 16
 BUFFER_SECONDS = 600.0
 
 _buffers = BounceBufferPool(BUFFERS, "cache")
-_landing = BounceBufferPool(LANDING, "cache")
+_receive_buffers = BounceBufferPool(RECEIVE_BUFFERS, "cache")
 """Separate from ``_buffers``: requests in flight hold these, and a thread waiting for ``_buffers`` would deadlock."""
 
 
@@ -72,13 +72,13 @@ def is_aligned(view: memoryview) -> bool:
 
 
 @contextlib.contextmanager
-def landing_memory(size_bytes: int) -> Iterator[memoryview | None]:
+def receive_memory(size_bytes: int) -> Iterator[memoryview | None]:
     """Yield aligned memory to receive a chunk in and write it from, without a copy; None if all is in use."""
     if size_bytes < DIRECT_BYTES_MIN:
         yield None
         return
     try:
-        taken = _landing.take(1, size_bytes, 0.0)
+        taken = _receive_buffers.take(1, size_bytes, 0.0)
         [memory] = taken.__enter__()
     except (OperationTimeoutError, CapacityError):
         yield None
@@ -89,10 +89,10 @@ def landing_memory(size_bytes: int) -> Iterator[memoryview | None]:
         taken.__exit__(None, None, None)
 
 
-def _start_anew() -> None:
-    global _buffers, _landing
+def _reset_after_fork() -> None:
+    global _buffers, _receive_buffers
     _buffers = BounceBufferPool(BUFFERS, "cache")
-    _landing = BounceBufferPool(LANDING, "cache")
+    _receive_buffers = BounceBufferPool(RECEIVE_BUFFERS, "cache")
 
 
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -29,7 +29,7 @@ from .partial_entry import PartialEntry, read_file, tidy
 from .peer_fill import PeerFill, PeerJoin
 from .pool import Pool
 from .receipt import read_receipt, whole_receipt
-from .reuse import Held, copies_of, copy_chunk, reuse
+from .reuse import CopySource, copies_of, copy_chunk, reuse
 from .store_chunks import StoreChunks
 from .verifier import Checker, mend
 
@@ -58,7 +58,7 @@ class CacheEntry:
         fetches_max: int = 16,
         sharing: PeerJoin | None = None,
         is_selected: Callable[[str], bool] = lambda path: True,
-        held: Sequence[Held] = (),
+        held: Sequence[CopySource] = (),
     ) -> None:
         """Call ``begin`` next.
 

@@ -14,8 +14,8 @@ from ..stores.base import ReadsInto
 from ..telemetry import ignore_progress, logger
 from ..types import Buffer, FileProgress, Progress, ProgressListener
 from .chunk_writer import ChunkWriter
-from .direct_write import landing_memory
-from .partial_entry import Turn
+from .direct_write import receive_memory
+from .partial_entry import ChunkAction
 from .peer_fill import ChunkOrder, NotNowError, PeerFill, PeerJoin, Work
 from .store_chunks import StoreChunks
 
@@ -75,7 +75,7 @@ class ChunkFetcher:
         begun, at = time.monotonic(), self.filling.frozen.chunk_range(index, chunk)
         wanted_bytes = at.size_bytes if self.peers is not None or isinstance(self.chunks.store, ReadsInto) else 0
         peer: str | None = None
-        with landing_memory(wanted_bytes) as memory:
+        with receive_memory(wanted_bytes) as memory:
             if self.peers is None:
                 data, digest = await self.chunks.read(index, chunk, memory)
             else:
@@ -193,7 +193,7 @@ class FetchJob:
             self._fetching.remove(index)
 
     @contextlib.contextmanager
-    def _turn(self, index: int, chunk: int) -> Iterator[Turn]:
+    def _turn(self, index: int, chunk: int) -> Iterator[ChunkAction]:
         """Hold the claim on a chunk; yield the action for it."""
         if not self._is_overtaking and time.monotonic() >= self._moved_at + self._stall_seconds:
             log.warning("%s: other processes make no progress, fetching the chunks they claimed", self.filling.incoming)

@@ -132,10 +132,10 @@ class Receipt:
 
 def from_manifest(manifest: Manifest) -> list[FileSpec]:
     """Return the files of a tierckpt checkpoint, with their digests as versions."""
-    return [wanted_of(entry) for entry in manifest.entries]
+    return [files_of_rank(entry) for entry in manifest.entries]
 
 
-def wanted_of(entry: FileEntry) -> FileSpec:
+def files_of_rank(entry: FileEntry) -> FileSpec:
     return FileSpec(entry.path, entry.key, entry.size_bytes, None, entry.digests)
 
 

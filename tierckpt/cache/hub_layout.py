@@ -53,7 +53,7 @@ from .node_cache import DIGESTS_AT_A_TIME, CacheCheck
 from .peer_fill import PeerJoin
 from .prefetch import PrefetchResult, fill_directory
 from .receipt import read_receipt
-from .reuse import Held
+from .reuse import CopySource
 
 
 async def fill_hub_cache(
@@ -66,7 +66,7 @@ async def fill_hub_cache(
     listener: ProgressListener,
     stall_seconds: float,
     sharing: PeerJoin | None = None,
-    held: Sequence[Held] = (),
+    held: Sequence[CopySource] = (),
 ) -> PrefetchResult:
     """Fill the Hugging Face cache ``cache`` with ``files``. Returns the snapshot's directory.
 

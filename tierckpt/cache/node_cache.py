@@ -31,7 +31,7 @@ from ..format.manifest import FileEntry, Manifest, digest_of, is_safe_path
 from ..poll import SHARED, Poll
 from ..stores import REMOTE_SCHEMES
 from ..stores.base import Store
-from ..stores.local import LocalStore, young_seconds
+from ..stores.local import LocalStore, etag_reuse_seconds
 from ..stores.verified_read import LocalFiles, check_file
 from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
@@ -42,7 +42,7 @@ from .peer_fill import PeerJoin
 from .pool import CacheRow, Pool, evict_all
 from .prefetch import ALL_FILES, FileFilter, PrefetchResult, from_listing, result_of
 from .receipt import read_receipt, whole_receipt
-from .reuse import Held
+from .reuse import CopySource
 
 log = logger("prefetch")
 
@@ -51,7 +51,7 @@ Kind: TypeAlias = Literal["auto", "object", "directory"]
 ANCESTORS_MAX = 16
 DIGESTS_AT_A_TIME = 4
 
-_kept: dict[str, ExitStack] = {}
+_kept_leases: dict[str, ExitStack] = {}
 """Leases on directories returned to callers, held until this process exits."""
 
 
@@ -147,7 +147,7 @@ class NodeCache:
         store, name = self.store_at(location.parent), location.name
         if info is None:
             info = await store.head(name)
-            if isinstance(store, LocalStore) and (seconds := young_seconds([info.etag])):  # as ``from_listing``
+            if isinstance(store, LocalStore) and (seconds := etag_reuse_seconds([info.etag])):  # as ``from_listing``
                 await asyncio.sleep(seconds)
                 info = await store.head(name)
         path = name if is_safe_path(name) else digest_of(name.encode(errors="replace"))  # no file has such a name here
@@ -263,12 +263,12 @@ class NodeCache:
             self._receipts[row.name] = receipt
         return self._receipts[row.name].frozen
 
-    def held(self, resolved: ResolvedUri, leases: ExitStack) -> list[Held]:
+    def held(self, resolved: ResolvedUri, leases: ExitStack) -> list[CopySource]:
         """Return entries of the same URI to copy files from, the last used at the end. Blocking.
 
         ``leases`` keeps them from eviction.
         """
-        found: list[Held] = []
+        found: list[CopySource] = []
         for row in self.pool.rows(resolved.location.uri) if self.pool.root.is_dir() else ():
             leases.enter_context(self.pool.lease(row.name))
             directory, incoming = self.pool.directory(row.name), self.pool.incoming(row.name)
@@ -291,8 +291,8 @@ class NodeCache:
             directory, name = self.pool.directory(cached.frozen.name), cached.frozen.name
             if pin:
                 await asyncio.to_thread(self._pin, cached.frozen)
-            if keep and name not in _kept:
-                _kept[name] = await asyncio.to_thread(self.pool.lease, name)
+            if keep and name not in _kept_leases:
+                _kept_leases[name] = await asyncio.to_thread(self.pool.lease, name)
             return result_of(cached, directory, is_pinned=pin or self.pool.is_pinned(name))
         finally:
             await cached.close()

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ..disk.claims import SILENT_SECONDS, TRIES, Claims, HostLease, holder_name, locked
+from ..disk.claims import LEASE_ATTEMPTS, SILENT_SECONDS, Claims, HostLease, holder_name, locked
 from ..disk.durable import (
     fsync_dir,
     make_dirs,
@@ -48,7 +48,7 @@ from ..disk.durable import (
     write_new,
 )
 from ..disk.file_io import allocate, clone_range, read_into
-from ..disk.processes import beside, boot_id, stem_of
+from ..disk.processes import boot_id, companion_path, stem_of
 from ..disk.quarantine import open_regular
 from ..errors import CheckpointError, IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import PRIVATE_DIR
@@ -69,7 +69,7 @@ from .content_digest import check_content
 from .direct_write import write_at
 from .file_set import FileSet, FileSpec, Receipt, decode
 from .receipt import put_receipt, read_receipt, version_in, whole_receipt
-from .replacement import Replacement, folders_of, inherit_group, other_weights, turn_at
+from .replacement import Replacement, folders_of, inherit_group, other_weights, replacement_lock
 
 log = logger("cache")
 
@@ -87,10 +87,10 @@ together with other nodes."""
 STREAM = -1
 APPENDS_MAX = 8
 OTHERS_SHOWN = 8
-REMOVED = {errno.ENOENT, errno.ESTALE}
+REMOVED_ERRNOS = {errno.ENOENT, errno.ESTALE}
 """Errors of an open file that another host removed."""
 
-Turn: TypeAlias = Literal["fetch", "landed", "later"]
+ChunkAction: TypeAlias = Literal["fetch", "landed", "later"]
 """Action for a chunk: fetch it; nothing, it has landed; retry later, another process has claimed it."""
 
 _LANDED = re.compile(rb"(\d+) (\d+) (t?[0-9a-f]{32})")
@@ -101,11 +101,11 @@ def incoming_of(directory: Path, version: str) -> Path:
     """Return the directory that gathers the files: next to ``directory``, or inside an existing one (it may be a mount,
     or have its own owner and mode)."""
     inside = directory / PRIVATE_DIR / f"{version[:8]}{SUFFIX}"
-    return inside if directory.exists() else incoming_beside(directory, version)
+    return inside if directory.exists() else incoming_next_to(directory, version)
 
 
-def incoming_beside(directory: Path, version: str) -> Path:
-    return beside(directory, f".{version[:8]}{SUFFIX}")
+def incoming_next_to(directory: Path, version: str) -> Path:
+    return companion_path(directory, f".{version[:8]}{SUFFIX}")
 
 
 def landed_in(directory: Path, version: str) -> dict[str, int]:
@@ -278,7 +278,7 @@ class PartialEntry:
         would count as damaged and lose its landed chunks.
         """
         path = self.incoming / ENTRY
-        for _ in range(TRIES):
+        for _ in range(LEASE_ATTEMPTS):
             try:
                 known = _entry_of(self.incoming)
                 if known.version == frozen.version:
@@ -334,7 +334,7 @@ class PartialEntry:
         return STREAMS + index if chunk == STREAM else FETCHES + self.frozen.first_ordinals[index] + chunk
 
     @contextlib.contextmanager
-    def claimed(self, index: int, chunk: int) -> Iterator[Turn]:
+    def claimed(self, index: int, chunk: int) -> Iterator[ChunkAction]:
         """Hold the claim on a chunk, or on ``STREAM``, within the block; yield the action for it."""
         claim = self._claim_of(index, chunk)
         if not self.claims.take(claim):
@@ -377,7 +377,7 @@ class PartialEntry:
                 if self._log >= 0 and os.fstat(self._log).st_size > self._lines.offset:
                     self._lines.read_on(self._log)
             except OSError as error:
-                if error.errno not in REMOVED:
+                if error.errno not in REMOVED_ERRNOS:
                     raise
                 # A network mount has no unnamed files; another host removed it: it publishes.
                 if (receipt := whole_receipt(self.directory, self.frozen.version)) is not None:
@@ -548,7 +548,7 @@ class PartialEntry:
                 if self._is_new:  # one rename, which fails unless the target is missing or empty
                     self._publish()
                     return True
-                with turn_at(self.directory) as is_ours:
+                with replacement_lock(self.directory) as is_ours:
                     if not is_ours:
                         return False
                     if version_in(self.directory) not in (self._replaces, self.frozen.version, None):
@@ -670,8 +670,8 @@ def _is_begun(incoming: Path) -> bool:
 def remove_abandoned(directory: Path, keep: Path) -> None:
     """Remove abandoned partial directories of other versions of ``directory``."""
     inside = directory / PRIVATE_DIR
-    beside = matching(directory.parent, f".{glob.escape(stem_of(directory.name))}.*{SUFFIX}")
-    for left in [*beside, *matching(inside, f"*{SUFFIX}")]:
+    companion_path = matching(directory.parent, f".{glob.escape(stem_of(directory.name))}.*{SUFFIX}")
+    for left in [*companion_path, *matching(inside, f"*{SUFFIX}")]:
         if left != keep and not is_being_filled(left) and not _is_begun(left):
             with contextlib.suppress(TierckptError):
                 remove_dir(left)

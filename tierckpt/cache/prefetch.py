@@ -25,7 +25,7 @@ from ..format.layout import PRIVATE_DIR
 from ..format.manifest import NAME_BYTES_MAX, digest_of, is_safe_path
 from ..quantities import human_bytes
 from ..stores.base import RangeSource, Store
-from ..stores.local import LocalStore, young_seconds
+from ..stores.local import LocalStore, etag_reuse_seconds
 from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .chunk_writer import FetchStats
@@ -35,7 +35,7 @@ from .partial_entry import incoming_of, remove_abandoned
 from .peer_fill import PeerJoin
 from .pool import allocated_bytes
 from .receipt import whole_receipt
-from .reuse import Held, reusable_bytes
+from .reuse import CopySource, reusable_bytes
 
 log = logger("prefetch")
 
@@ -133,7 +133,7 @@ async def from_listing(
             name of a directory; names them.
     """
     wanted = await _listed(store, files, strict, infos)
-    if isinstance(store, LocalStore) and (seconds := young_seconds(item.etag for item in wanted)):
+    if isinstance(store, LocalStore) and (seconds := etag_reuse_seconds(item.etag for item in wanted)):
         await asyncio.sleep(seconds)
         wanted = await _listed(store, files, strict)
     if not wanted:
@@ -212,7 +212,7 @@ async def fill_directory(
     stall_seconds: float,
     sharing: PeerJoin | None = None,
     files: FileFilter = ALL_FILES,
-    held: Sequence[Held] = (),
+    held: Sequence[CopySource] = (),
 ) -> PrefetchResult:
     """Fill ``directory`` with exactly these versions of ``wanted``. Chunks also in ``held`` are copied from there.
 

@@ -30,7 +30,7 @@ PUBLISHING = f"{PRIVATE_DIR}/publishing"
 
 
 @contextlib.contextmanager
-def turn_at(directory: Path) -> Iterator[bool]:
+def replacement_lock(directory: Path) -> Iterator[bool]:
     """Hold the right to replace files of ``directory``; yield False if another process holds it (R3)."""
     folder = os.open(directory / PRIVATE_DIR, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

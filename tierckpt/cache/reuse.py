@@ -27,7 +27,7 @@ from ..ownership import file_mode
 from ..stores.verified_read import corrupt
 from ..telemetry import BYTES, logger
 from ..types import Tier
-from .direct_write import landing_memory
+from .direct_write import receive_memory
 from .file_set import FileSet, FileSpec, Receipt
 from .partial_entry import BLOCKS, PartialEntry, read_file, same_digest
 from .receipt import RECEIPT, read_receipt
@@ -36,7 +36,7 @@ log = logger("cache")
 
 COPY_BYTES = 4 << 20
 
-Held: TypeAlias = tuple[Path, Receipt]
+CopySource: TypeAlias = tuple[Path, Receipt]
 """A directory of this node, and its files with the digests of their fetched chunks ("": absent)."""
 
 
@@ -72,7 +72,7 @@ def reuse(filling: PartialEntry, directories: Iterable[Path]) -> None:
         log.info("%s: %d files of another version have not changed", frozen.uri, reused)
 
 
-def copies_of(frozen: FileSet, held: Iterable[Held]) -> dict[tuple[int, int], tuple[Path, str]]:
+def copies_of(frozen: FileSet, held: Iterable[CopySource]) -> dict[tuple[int, int], tuple[Path, str]]:
     """By (file, chunk) of ``frozen``, a file with the chunk at the same offset, and the chunk's digest."""
     return {
         (index, chunk): (directory / frozen.files[index].path, digest)
@@ -90,7 +90,7 @@ def copy_chunk(filling: PartialEntry, index: int, chunk: int, source: Path, expe
     StoreError: it could not be written.
     """
     at = filling.frozen.chunk_range(index, chunk)
-    with landing_memory(at.size_bytes) as memory:
+    with receive_memory(at.size_bytes) as memory:
         data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
         try:
             if not read_file(source, at, data):

@@ -25,7 +25,7 @@ from ..stores.verified_read import again, corrupt, reread
 from ..telemetry import BYTES, logger
 from ..types import Buffer, ByteRange, Tier
 from .chunk_writer import ChunkWriter
-from .direct_write import landing_memory
+from .direct_write import receive_memory
 from .file_set import FileSet, FileSpec
 from .partial_entry import STREAM, same_digest
 
@@ -279,7 +279,7 @@ async def _stream_once(versions: Versions, frozen: FileSet, index: int, target: 
             for chunk in range(wanted[-1] + 1):
                 at = frozen.chunk_range(index, chunk)
                 with contextlib.ExitStack() as stack:
-                    memory = stack.enter_context(landing_memory(at.size_bytes))
+                    memory = stack.enter_context(receive_memory(at.size_bytes))
                     view = memory if memory is not None else memoryview(bytearray(at.size_bytes))
                     await fill(view)
                     BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")

@@ -24,7 +24,7 @@ from ..checkpoint.journal import Journal
 from ..checkpoint.retention import nearest_existing
 from ..config import GiB, Settings, unknown_variables
 from ..disk.file_io import open_direct
-from ..disk.io_tuner import MODEL_WAYS, WAYS, ReadMode, device_of, read_tuner_for, recorded
+from ..disk.io_tuner import MODEL_READ_MODES, READ_MODES, ReadMode, device_of, read_tuner_for, recorded
 from ..disk.local_root import MEMORY_FILESYSTEMS, filesystem_type
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
 from ..format.layout import Location
@@ -144,8 +144,8 @@ def _local_root(settings: Settings) -> Iterator[Finding]:
         "O_DIRECT", OK if direct else WARN, "works" if direct else "refused: shards go through the page cache"
     )
     slow = fsync_seconds > FSYNC_SECONDS_WARN
-    yield _reads("reads", base, settings, WAYS)
-    yield _reads("model files", base, settings, MODEL_WAYS)
+    yield _reads("reads", base, settings, READ_MODES)
+    yield _reads("model files", base, settings, MODEL_READ_MODES)
     yield Finding("fsync", WARN if slow else OK, f"{fsync_seconds * 1000:.1f} ms (median of {FSYNC_ROUNDS})")
 
 
@@ -157,7 +157,7 @@ def _reads(name: str, base: Path, settings: Settings, ways: tuple[ReadMode, ...]
         device = device_of(file)
     finally:
         os.close(file)
-    way = tuner.way(device)
+    way = tuner.mode(device)
     rates = recorded(tuner.path).get(device, {}).get("bytes_per_second", {})
     found = ", ".join(f"{tried} {human_bytes(rate)}/s" for tried, rate in rates.items())
     return Finding(name, OK, f"{way} (measured: {found})" if found else f"{way} until a large load has measured it")

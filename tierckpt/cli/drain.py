@@ -21,7 +21,7 @@ from ..errors import (
     TierckptError,
 )
 from ..format.layout import control_file, parse_uri
-from ..ipc.agent_client import contact_for
+from ..ipc.agent_client import shared_client
 from ..mover import Mover
 from ..poll import Pauses, Poll
 from ..types import Json
@@ -230,7 +230,7 @@ async def _drain(mover: Mover, work: _Work, wait: bool) -> None:
             return
         if wait and not work.is_done:
             with contextlib.suppress(TierckptError, OSError):  # a hanging agent that owns entries is stopped
-                await asyncio.to_thread(contact_for(mover.settings).ask, {"op": "here"}, start=False)
+                await asyncio.to_thread(shared_client(mover.settings).ask, {"op": "here"}, start=False)
             await pauses.pause_async()
 
 

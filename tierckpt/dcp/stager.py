@@ -31,7 +31,7 @@ from ..arena.slots import Lease, arena_for
 from ..checkpoint import in_flight
 from ..config import Settings
 from ..errors import CheckpointSkippedError, ConfigError, StateMismatchError, TierckptError
-from ..ipc.agent_client import contact_for
+from ..ipc.agent_client import shared_client
 from ..resources import start_if_possible
 from ..save import write_ahead
 from ..save.shard_plan import Fetch
@@ -59,7 +59,7 @@ def _announce(settings: Settings) -> None:
 
     def start() -> None:
         with contextlib.suppress(TierckptError, OSError):  # ``Handoff`` reports it
-            contact_for(settings).ask({"op": "here"})
+            shared_client(settings).ask({"op": "here"})
 
     start_if_possible(threading.Thread(target=start, name="tierckpt-announce", daemon=True))
 

@@ -31,10 +31,10 @@ from .quarantine import open_regular
 
 log = logger("cache")
 
-BEAT_SECONDS = 2.0
+HEARTBEAT_SECONDS = 2.0
 SILENT_SECONDS = 20.0
 """Ten heartbeats, so that a process short of processor time does not count as dead."""
-TRIES = 100
+LEASE_ATTEMPTS = 100
 NAME_BYTES_MAX = 1024
 
 _FLOCK = struct.Struct("hhqqi0q")
@@ -136,7 +136,7 @@ class HostLease:
         be neither created nor read.
         """
         with translated(self._path):
-            for _ in range(TRIES if self._file < 0 else 0):
+            for _ in range(LEASE_ATTEMPTS if self._file < 0 else 0):
                 with contextlib.suppress(FileExistsError):
                     write_new(self._path, self._holder, file_mode(self._path), is_durable=False)
                 if (found := self._read()) is None:
@@ -177,7 +177,7 @@ class HostLease:
         start_thread(beat)
 
     def _beat(self, file: int, is_over: threading.Event) -> None:
-        while not is_over.wait(BEAT_SECONDS):
+        while not is_over.wait(HEARTBEAT_SECONDS):
             with contextlib.suppress(OSError):  # if the file system fails, others see no heartbeat
                 os.pwrite(file, self._holder, 0)  # some file systems set no times; does not recreate a removed file
 

@@ -49,7 +49,14 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ENOLCK, errno.EXDEV, errno.ENOTTY}
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
 # Errors of a network mount or FUSE daemon during an outage of its server.
-_AWAY = {errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EREMOTEIO}
+_OUTAGE_ERRNOS = {
+    errno.ETIMEDOUT,
+    errno.ESTALE,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENOTCONN,
+    errno.EREMOTEIO,
+}
 # Errors of a file system without such a link or call: another file system, unsupported, too many, or forbidden.
 CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 _RENAME_NOREPLACE = 1
@@ -109,7 +116,7 @@ def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
     if error.errno in _MISSING:
         return ObjectNotFoundError(f"{path} does not exist", path=path, tier=tier)
     kind, hint = StoreError, ""
-    if error.errno in _AWAY:
+    if error.errno in _OUTAGE_ERRNOS:
         kind, hint = StoreUnavailableError, "Look whether the server of this mount answers; remount it when it is stale"
     elif error.errno in _NOT_SUPPORTED:
         hint = "The file system there cannot do this, or has no such name: choose a directory on another one"
@@ -274,7 +281,7 @@ def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
 
     The directory must exist. Cost: two fsyncs.
     """
-    with translated(path, tier), temporary_beside(path, is_owned=tier is Tier.LOCAL) as temporary:
+    with translated(path, tier), temporary_next_to(path, is_owned=tier is Tier.LOCAL) as temporary:
         check(path.parent)
         write_new(temporary, data, file_mode(path))
         publish(temporary, path)
@@ -442,7 +449,7 @@ def link_or_copy(source: Path, target: Path) -> bool:
     """Link or copy ``source`` to ``target``, durably. True for a hard link. Raises as ``durable_link``; OSError."""
     if durable_link(source, target):
         return True
-    with temporary_beside(target) as temporary:
+    with temporary_next_to(target) as temporary:
         shutil.copyfile(source, temporary)
         fsync_file(temporary)
         publish(temporary, target)
@@ -450,7 +457,7 @@ def link_or_copy(source: Path, target: Path) -> bool:
 
 
 @contextlib.contextmanager
-def temporary_beside(path: Path, *, is_owned: bool = False) -> Iterator[Path]:
+def temporary_next_to(path: Path, *, is_owned: bool = False) -> Iterator[Path]:
     """Yield a new name next to ``path``; a file left under it is removed. ``is_owned``: the name tells its owner."""
     name = temporary_of_this_process(path.name) if is_owned else f".{stem_of(path.name)}.{secrets.token_hex(6)}.tmp"
     temporary = path.parent / name

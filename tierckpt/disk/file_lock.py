@@ -158,14 +158,14 @@ def close_lock(file: int) -> None:
     os.close(file)
 
 
-def _let_go() -> None:
+def _reset_after_fork() -> None:
     for file in _files:
         with suppress(OSError):
             os.close(file)
     _files.clear()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _is_file(file: int, path: Path) -> bool:

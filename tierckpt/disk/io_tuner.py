@@ -43,7 +43,7 @@ log = logger("restore")
 
 MiB = 1 << 20
 
-AS_GOOD = 0.95
+EQUAL_RATE_SHARE = 0.95
 """Modes within this share of the fastest count as equal (noise), and the cheapest is chosen."""
 
 T = TypeVar("T")
@@ -52,13 +52,13 @@ T = TypeVar("T")
 def cheapest(rates: Mapping[T, float]) -> T:
     """Return the first of ``rates``, ordered by processor time, that is as good as the fastest."""
     fastest = max(rates.values())
-    return next(one for one, rate in rates.items() if rate >= AS_GOOD * fastest)
+    return next(one for one, rate in rates.items() if rate >= EQUAL_RATE_SHARE * fastest)
 
 
 MEASURED_BYTES_MIN = 64 * MiB
 TRIES_MIN = 1
-TRIES_KEPT = 5
-RETRY_EVERY = 8
+SHAPE_SAMPLES_MAX = 5
+SHAPE_RETRY_INTERVAL = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class WriteTuner:
             fewest = min(self.shapes, key=lambda shape: len(self._rates.get(shape, ())))
             if len(self._rates.get(fewest, ())) < TRIES_MIN:
                 return fewest
-            if self.flushes % RETRY_EVERY == 0:
-                return self.shapes[self.flushes // RETRY_EVERY % len(self.shapes)]
+            if self.flushes % SHAPE_RETRY_INTERVAL == 0:
+                return self.shapes[self.flushes // SHAPE_RETRY_INTERVAL % len(self.shapes)]
             return self._best()
 
     def learn(self, shape: IoShape, size_bytes: int, seconds: float) -> None:
@@ -115,7 +115,7 @@ class WriteTuner:
         if size_bytes < MEASURED_BYTES_MIN or seconds <= 0:
             return
         with self._lock:
-            self._rates.setdefault(shape, deque(maxlen=TRIES_KEPT)).append(size_bytes / seconds)
+            self._rates.setdefault(shape, deque(maxlen=SHAPE_SAMPLES_MAX)).append(size_bytes / seconds)
 
     def _best(self) -> IoShape:
         if not self._rates:
@@ -138,12 +138,12 @@ class ReadMode:
 
     direct: bool
     threads: int
-    straight: bool = False
+    in_place: bool = False
     ranks: int = 0
 
     @property
     def mode(self) -> str:
-        return "straight" if self.straight else "direct" if self.direct else "buffered"
+        return "straight" if self.in_place else "direct" if self.direct else "buffered"
 
     def __str__(self) -> str:
         return f"{self.mode}/{self.threads}"
@@ -156,45 +156,45 @@ class ReadMode:
         return cls(mode != "buffered", int(threads), mode == "straight")
 
 
-WAYS = (ReadMode(True, 8), ReadMode(False, 4))
+READ_MODES = (ReadMode(True, 8), ReadMode(False, 4))
 """Modes to try, ordered by processor time. Eight threads keep a disk busy while some digest and copy; the kernel's
 readahead needs fewer."""
 
-MODEL_WAYS = (ReadMode(True, 8, straight=True), ReadMode(True, 12), ReadMode(False, 4))
+MODEL_READ_MODES = (ReadMode(True, 8, in_place=True), ReadMode(True, 12), ReadMode(False, 4))
 
-SHARED_WAYS = (ReadMode(False, 4),)
+SHARED_READ_MODES = (ReadMode(False, 4),)
 """For model files that several processes of a node read at once: the page cache reads each byte once."""
 
-READ_THREADS_MAX = max(way.threads for way in WAYS + MODEL_WAYS)
+READ_THREADS_MAX = max(way.threads for way in READ_MODES + MODEL_READ_MODES)
 
 
 class ReadTuner:
     """Knows how to read checkpoints, or model files, from each device of this node. Thread-safe.
 
-    ``settings.local_root`` has the result; ``ways``: ``WAYS`` or ``MODEL_WAYS``, the modes to try.
+    ``settings.local_root`` has the result; ``ways``: ``READ_MODES`` or ``MODEL_READ_MODES``, the modes to try.
     """
 
-    def __init__(self, settings: Settings, ways: tuple[ReadMode, ...] = WAYS) -> None:
+    def __init__(self, settings: Settings, modes: tuple[ReadMode, ...] = READ_MODES) -> None:
         use_local_root(settings)
-        self.ways = ways
-        self.path = (model_read_modes if ways == MODEL_WAYS else read_modes)(settings.local_root)
+        self.modes = modes
+        self.path = (model_read_modes if modes == MODEL_READ_MODES else read_modes)(settings.local_root)
         self._format_1_path = self.path.with_name(self.path.name.replace("modes", "ways"))
         """An earlier process's results: valid until the node reboots."""
         self._known: dict[str, ReadMode] = {}
         self._lock = threading.Lock()
 
-    def way(self, device: str) -> ReadMode:
-        if len(self.ways) < 2:
-            return self.ways[0]
+    def mode(self, device: str) -> ReadMode:
+        if len(self.modes) < 2:
+            return self.modes[0]
         with self._lock:
             if device not in self._known and (found := self._recorded().get(device)) is not None:
                 self._known[device] = found
-            return self._known.get(device, self.ways[0])
+            return self._known.get(device, self.modes[0])
 
     def is_known(self, device: str) -> bool:
         """True if no mode is to be tried: done before, or only one mode."""
-        self.way(device)
-        return device in self._known or len(self.ways) < 2
+        self.mode(device)
+        return device in self._known or len(self.modes) < 2
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[bool]:
@@ -209,25 +209,25 @@ class ReadTuner:
             yield is_ours
 
     def decide(self, device: str, rates: Mapping[ReadMode, float], where: str) -> ReadMode:
-        way = best(rates)
+        mode = best(rates)
         with self._lock:
-            self._known[device] = way
+            self._known[device] = mode
         found = ", ".join(f"{tried} {rate / 1e9:.2f} GB/s" for tried, rate in rates.items())
-        log.info("%s is read %s from now on (measured: %s)", where, way, found)
-        self._record(device, way, rates)
-        return way
+        log.info("%s is read %s from now on (measured: %s)", where, mode, found)
+        self._record(device, mode, rates)
+        return mode
 
     def _recorded(self) -> dict[str, ReadMode]:
-        ways = {}
+        modes = {}
         for path, name in ((self._format_1_path, "way"), (self.path, "mode")):
             for device, entry in recorded(path).items():
                 with contextlib.suppress(KeyError, TypeError, ValueError):
-                    ways[device] = ReadMode.parse(entry[name])
-        return ways
+                    modes[device] = ReadMode.parse(entry[name])
+        return modes
 
-    def _record(self, device: str, way: ReadMode, rates: Mapping[ReadMode, float]) -> None:
+    def _record(self, device: str, mode: ReadMode, rates: Mapping[ReadMode, float]) -> None:
         """If this fails, the next process measures again."""
-        entry = {"mode": str(way), "bytes_per_second": {str(tried): round(rate) for tried, rate in rates.items()}}
+        entry = {"mode": str(mode), "bytes_per_second": {str(tried): round(rate) for tried, rate in rates.items()}}
         boot = device.rpartition(" ")[2]
         kept = {known: value for known, value in recorded(self.path).items() if known.endswith(boot)}
         try:
@@ -238,7 +238,7 @@ class ReadTuner:
 
 def best(rates: Mapping[ReadMode, float]) -> ReadMode:
     """Return the cheapest of ``rates`` as good as the fastest; the page cache must be faster by a quarter."""
-    worth = {way: rate if way.direct else rate / BUFFERED_GAIN_MIN for way, rate in rates.items()}
+    worth = {mode: rate if mode.direct else rate / BUFFERED_GAIN_MIN for mode, rate in rates.items()}
     return cheapest(worth)
 
 
@@ -270,9 +270,9 @@ _write_tuners: dict[int, WriteTuner] = {}
 _making = threading.Lock()
 
 
-def read_tuner_for(settings: Settings, ways: tuple[ReadMode, ...] = WAYS) -> ReadTuner:
+def read_tuner_for(settings: Settings, modes: tuple[ReadMode, ...] = READ_MODES) -> ReadTuner:
     with _making:
-        return tuners.setdefault((settings.local_root, ways), ReadTuner(settings, ways))
+        return tuners.setdefault((settings.local_root, modes), ReadTuner(settings, modes))
 
 
 def write_tuner_for(directory: Path) -> WriteTuner:
@@ -281,11 +281,11 @@ def write_tuner_for(directory: Path) -> WriteTuner:
         return _write_tuners.setdefault(device, WriteTuner(SHAPES))
 
 
-def _start_anew() -> None:
+def _reset_after_fork() -> None:
     global _making
     _making = threading.Lock()
     tuners.clear()
     _write_tuners.clear()
 
 
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

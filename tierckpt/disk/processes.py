@@ -84,7 +84,7 @@ def stem_of(name: str) -> str:
     return f"{raw[: STEM_BYTES_MAX - 9].decode(errors='ignore')}-{zlib.crc32(raw):08x}"
 
 
-def beside(path: Path, ending: str) -> Path:
+def companion_path(path: Path, ending: str) -> Path:
     """The path ``.<name><ending>`` of a file that belongs to ``path``, shortened if needed."""
     return path.with_name(f".{stem_of(path.name)}{ending}")
 

@@ -36,7 +36,7 @@ from ..checkpoint.journal import ASIDE, FILE, Journal, JournalEntry, is_uri
 from ..checkpoint.namespace import root_of
 from ..checkpoint.prune import remove_empty
 from ..config import Settings
-from ..disk.durable import make_dirs, publish, read_whole, temporary_beside, translated
+from ..disk.durable import make_dirs, publish, read_whole, temporary_next_to, translated
 from ..disk.file_lock import try_lock
 from ..errors import CommitAbandonedError, ObjectNotFoundError, TierckptError
 from ..format.layout import METADATA, Location, written_file
@@ -67,7 +67,7 @@ def write(settings: Settings, location: Location, size_bytes: int, keep_as: Call
     token, earlier = journal.next_file_token(location.uri)
     place = written_file(settings.local_root, token)
     make_dirs(place.parent)
-    with translated(place, is_above=True), journal.own(token), temporary_beside(place, is_owned=True) as temporary:
+    with translated(place, is_above=True), journal.own(token), temporary_next_to(place, is_owned=True) as temporary:
         found = FileEntry(location.name, size_bytes, keep_as(temporary), token=token)
         journal.write(_entry(token, location, int(settings.chunk_size_bytes), (found,)))
         publish(temporary, place)

@@ -90,7 +90,7 @@ def parse_uri(uri: object) -> Location:
         raise ConfigError(f"{redact(text)!r} holds a NUL byte", hint="No store and no file system has such a name")
     scheme = scheme_of(text)
     if scheme == "tierckpt":
-        scheme, text = _behind(text)
+        scheme, text = _inner_uri(text)
     if not text.strip():
         raise ConfigError(
             "the checkpoint URI is empty",
@@ -199,7 +199,7 @@ def _refuse_misspelt(text: str) -> None:
     )
 
 
-def _behind(text: str) -> tuple[str, str]:
+def _inner_uri(text: str) -> tuple[str, str]:
     """Return scheme and text of the URI inside ``tierckpt://`` (docs/guide/fsspec.md)."""
     scheme, _, rest = text.partition("://")[2].partition("/")
     if not _SCHEME.fullmatch(f"{scheme}://") or scheme.lower() == "tierckpt":

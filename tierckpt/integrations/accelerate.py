@@ -12,7 +12,7 @@ from typing import Any
 from ..adoption import Adoption
 from ..config import Settings
 from ..disk.durable import remove_tree
-from ..disk.processes import beside
+from ..disk.processes import companion_path
 from ..errors import ConfigError
 from ..format.layout import step_of
 from .directories import Directories
@@ -55,7 +55,7 @@ class TierState:
         if name is not None and (step_of(name) is None or Path(name).name != name):
             raise ConfigError(f"{name!r} is no name of a checkpoint", hint="Say save(f'step-{step}'): no path, a step")
         place = self.directory / (name or f"checkpoint_{self._configuration.iteration}")
-        begun = beside(self.directory.parent / place.name, "-begun")  # not inside: Accelerate would take it for its own
+        begun = companion_path(self.directory.parent / place.name, "-begun")  # Accelerate would use it inside
         if self.accelerator.is_local_main_process:
             if not self._names or begun.exists():
                 remove_tree(place, ignore_errors=True)  # of an interrupted save

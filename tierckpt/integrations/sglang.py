@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..config import Settings
-from ..disk.io_tuner import MODEL_WAYS, SHARED_WAYS
+from ..disk.io_tuner import MODEL_READ_MODES, SHARED_READ_MODES
 from ..loading.cached_view import open_cached
 from ..loading.safetensors import BYTES_IN_FLIGHT_MAX, WantedTensors
 from ..loading.tensor_parts import Parts
@@ -71,7 +71,7 @@ def _connector_class() -> Any:
         def weight_iterator(self, rank: int = 0) -> Generator[tuple[str, Tensor], None, None]:
             """Yield every tensor, as ``stream_safetensors``; layers take their part of each."""
             ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-            ways = SHARED_WAYS if ranks > 1 else MODEL_WAYS
+            ways = SHARED_READ_MODES if ranks > 1 else MODEL_READ_MODES
             wanted = WantedTensors(self.url, "cpu", None, "", Parts(), Settings.load(), ways)
             wanted.begin()
             return wanted.stream(BYTES_IN_FLIGHT_MAX)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..config import Settings
-from ..disk.io_tuner import MODEL_WAYS, SHARED_WAYS, ReadMode
+from ..disk.io_tuner import MODEL_READ_MODES, SHARED_READ_MODES, ReadMode
 from ..errors import ConfigError
 from ..format.uris import scheme_of
 from ..loading.deferred import DEFERRED_BYTES_MIN, Deferral
@@ -173,10 +173,10 @@ class Options:
 
         is_fetched, ranks = any(map(scheme_of, places)), _ranks()
         is_part = is_fetched and nodes > 1
-        ways: tuple[ReadMode, ...] = MODEL_WAYS
+        ways: tuple[ReadMode, ...] = MODEL_READ_MODES
         deferral = None
         if ranks > 1:
-            ways = (replace(SHARED_WAYS[0], ranks=max(1, ranks // nodes)),)
+            ways = (replace(SHARED_READ_MODES[0], ranks=max(1, ranks // nodes)),)
             deferral = Deferral(1 if is_part else DEFERRED_BYTES_MIN)  # an unused one would cost a chunk
         with contextlib.ExitStack() as stack:
             every = [

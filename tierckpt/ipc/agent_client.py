@@ -42,7 +42,7 @@ log = logger("agent")
 
 SOCKET = "agent.sock"
 LOG = "agent.log"
-STARTING = "agent.starting"
+START_LOCK = "agent.starting"
 """Locked by the process that starts it."""
 HANDOFF_NAME, LOCK_NAME = "will", "lock"
 """Descriptors of a handoff that are not staging memory."""
@@ -323,7 +323,7 @@ class AgentClient:
                 raise NoneRunsError(f"no agent runs for {self.settings.local_root}")
             # A start costs half a second of a core: one rank of a node does it, the others wait.
             try:
-                with try_lock(directory / STARTING, remove=True) as is_ours:
+                with try_lock(directory / START_LOCK, remove=True) as is_ours:
                     if is_ours:
                         return self._started(directory, deadline)
             except TierckptError:
@@ -486,7 +486,7 @@ _children: list[subprocess.Popen[bytes]] = []
 _lock = threading.Lock()
 
 
-def contact_for(settings: Settings) -> AgentClient:
+def shared_client(settings: Settings) -> AgentClient:
     """Return this process's shared client of the agent of ``settings.local_root``, with a breaker."""
     with _lock:
         if settings.local_root not in _contacts:
@@ -494,7 +494,7 @@ def contact_for(settings: Settings) -> AgentClient:
         return _contacts[settings.local_root]
 
 
-def own_contact(settings: Settings) -> AgentClient:
+def private_client(settings: Settings) -> AgentClient:
     """Return a client with its own connection: the agent sees it end, and other callers are not blocked."""
     with _lock:
         return AgentClient(settings, _breaker_of(settings.local_root))
@@ -504,7 +504,7 @@ def _breaker_of(local_root: Path) -> AgentBreaker:
     return _breakers.setdefault(local_root, AgentBreaker(local_root))
 
 
-def close_contacts() -> None:
+def close_clients() -> None:
     """Disconnect from every agent: they exit when idle."""
     with _lock:
         contacts = [*_contacts.values()]

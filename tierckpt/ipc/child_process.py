@@ -22,7 +22,7 @@ from ..poll import Poll
 from ..types import Json
 
 DIRECTORY = "/"
-DROPPED = frozenset({"PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT", "PYTHONWARNINGS"})
+DROPPED_VARIABLES = frozenset({"PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT", "PYTHONWARNINGS"})
 """Variables that make Python import modules, or wait at a prompt. LD_PRELOAD and the like stay: torch may need them,
 and relative paths in them are resolved in ``DIRECTORY``."""
 
@@ -63,7 +63,7 @@ async def ended(process: subprocess.Popen[bytes], timeout_seconds: float) -> Non
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Drop variables that let other users' code into a Python process."""
-    kept = {name: value for name, value in environment.items() if name not in DROPPED}
+    kept = {name: value for name, value in environment.items() if name not in DROPPED_VARIABLES}
     path = [*_search_path(environment.get("PYTHONPATH", ""))]
     return kept | {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
 

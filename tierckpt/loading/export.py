@@ -30,7 +30,7 @@ from ..disk.durable import (
     translated,
 )
 from ..disk.file_lock import try_lock
-from ..disk.processes import beside, is_abandoned, stem_of, temporary_of_this_process
+from ..disk.processes import companion_path, is_abandoned, stem_of, temporary_of_this_process
 from ..errors import CapacityError, ConfigError, OperationTimeoutError, StateMismatchError, StoreError
 from ..format.layout import local_dir, parse_uri
 from ..format.uris import local_path
@@ -258,7 +258,7 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
     with translated(target):
         make_dirs(target.parent)
         check_room(target.parent, size_bytes)
-        with _held_where_locks_are(beside(target, ".exporting.lock")) as held:
+        with _held_where_locks_are(companion_path(target, ".exporting.lock")) as held:
             if not held:
                 raise OperationTimeoutError(f"another process is exporting to {target}", hint="Wait for it, or stop it")
             for left in matching(target.parent, f".{glob.escape(stem_of(stem))}.*.tmp"):

@@ -41,7 +41,7 @@ READ_BYTES = 8 << 20
 READS_A_BUFFER = 4
 """Small loads take few buffers, so that many processes fit on a node."""
 
-THROUGH_BYTES = 512 << 10
+BOUNCE_BYTES = 512 << 10
 """Size of a bounce buffer. 2 GiB through twelve of them took as long as raw reads into two of 8 MiB; through twelve of
 1 MiB 1.03 to 1.10 x, through six of 2 MiB 1.18 x."""
 
@@ -424,9 +424,9 @@ class _Reading(ReadThreads):
         """Make a buffer for each reader. Its pages are allocated on first use."""
         if not self._fillers:
             return [None] * self._readers
-        size_bytes = round_up(self._readers * THROUGH_BYTES, HUGE_PAGE_BYTES)
+        size_bytes = round_up(self._readers * BOUNCE_BYTES, HUGE_PAGE_BYTES)
         view = Memory(size_bytes, Kind.PRIVATE, None).view
-        return [view[at : at + THROUGH_BYTES] for at in range(0, self._readers * THROUGH_BYTES, THROUGH_BYTES)]
+        return [view[at : at + BOUNCE_BYTES] for at in range(0, self._readers * BOUNCE_BYTES, BOUNCE_BYTES)]
 
     def _fill_in(self, _: Memory | None) -> None:
         """Allocate pages job by job. The last thread to end lets the readers end."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from ..disk.file_io import stat_version
-from ..disk.io_tuner import MODEL_WAYS, ReadTuner, device_of
+from ..disk.io_tuner import MODEL_READ_MODES, ReadTuner, device_of
 from ..errors import CheckpointNotFoundError, IntegrityError
 from ..format.manifest import is_safe_path
 from ..quantities import round_up
@@ -228,10 +228,10 @@ class Directory:
         with contextlib.suppress(OSError):
             directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                return self.tuner.way(device_of(directory)).threads
+                return self.tuner.mode(device_of(directory)).threads
             finally:
                 os.close(directory)
-        return MODEL_WAYS[0].threads
+        return MODEL_READ_MODES[0].threads
 
     def files(self) -> list[str]:
         return sorted(path.name for path in self.path.iterdir() if path.is_file())

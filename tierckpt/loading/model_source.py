@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..config import Settings
 from ..disk.durable import translated
-from ..disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner, read_tuner_for
+from ..disk.io_tuner import MODEL_READ_MODES, ReadMode, ReadTuner, read_tuner_for
 from ..errors import CheckpointNotFoundError, ConfigError, TierckptError
 from ..format.layout import parse_uri
 from ..format.manifest import is_safe_path
@@ -37,19 +37,19 @@ USUAL = WeightChoice()
 def find_model(
     uri_or_dir: str | os.PathLike[str],
     settings: Settings,
-    ways: tuple[ReadMode, ...] = MODEL_WAYS,
+    modes: tuple[ReadMode, ...] = MODEL_READ_MODES,
     choice: WeightChoice = USUAL,
 ) -> ModelTensors:
     """Return the model at a path or URI, with checked headers. Close its place after use.
 
-    ``ways``: ``MODEL_WAYS``, or ``SHARED_WAYS`` while other processes of the node read the same files.
+    ``modes``: ``MODEL_READ_MODES``, or ``SHARED_READ_MODES`` while other processes of the node read the same files.
 
     Raises CheckpointNotFoundError, ObjectNotFoundError: no such place, or no safetensors file. ConfigError: a
     choice with a single file. IntegrityError, StoreError.
     """
     if choice.subfolder:
         uri_or_dir = _below(uri_or_dir, choice.subfolder)
-    place, name = _place_of(uri_or_dir, settings, ways)
+    place, name = _directory_of(uri_or_dir, settings, modes)
     if name and (choice.variant or choice.index):
         place.close()
         raise ConfigError(f"{place.where}/{name} is one file", hint="Give its directory with variant= or index=")
@@ -66,31 +66,33 @@ def _below(uri_or_dir: str | os.PathLike[str], subfolder: str) -> str:
     return f"{text_of(uri_or_dir, 'a model').rstrip('/')}/{subfolder.strip('/')}"
 
 
-def _place_of(
-    uri_or_dir: str | os.PathLike[str], settings: Settings, ways: tuple[ReadMode, ...]
+def _directory_of(
+    uri_or_dir: str | os.PathLike[str], settings: Settings, modes: tuple[ReadMode, ...]
 ) -> tuple[ModelDirectory, str]:
     """Return a place, and the name of its selected file, or ''."""
     if scheme_of(text_of(uri_or_dir, "a model")):
         location = check_location(parse_uri(uri_or_dir))
         is_file = location.name.endswith(SUFFIX)
         view = open_cached(location.uri, kind="object" if is_file else "directory", settings=settings)
-        return CachedPlace(location.uri, view, settings, ways), view.only.path if view.only is not None else ""
+        return CachedPlace(location.uri, view, settings, modes), view.only.path if view.only is not None else ""
     path = Path(parse_uri(uri_or_dir).path)
     with translated(path, Tier.SHARED):
         is_directory, is_file = path.is_dir(), path.is_file()
     if not (is_directory or is_file):
         raise CheckpointNotFoundError(f"{path} does not exist", hint="Give a directory, a .safetensors file or a URI")
     if is_directory:
-        return open_directory(path, settings, ways), ""
-    return open_directory(path.parent, settings, ways), path.name
+        return open_directory(path, settings, modes), ""
+    return open_directory(path.parent, settings, modes), path.name
 
 
 class CachedPlace:
     """One frozen version of a URI's files: from the node cache, and missing chunks from the store."""
 
-    def __init__(self, uri: str, view: CachedView, settings: Settings, ways: tuple[ReadMode, ...] = MODEL_WAYS) -> None:
+    def __init__(
+        self, uri: str, view: CachedView, settings: Settings, modes: tuple[ReadMode, ...] = MODEL_READ_MODES
+    ) -> None:
         self.where = uri
-        self._view, self._settings, self._ways = view, settings, ways
+        self._view, self._settings, self._ways = view, settings, modes
 
     @property
     def threads(self) -> int:

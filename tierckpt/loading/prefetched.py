@@ -10,7 +10,7 @@ from ..cache.partial_entry import read_file
 from ..cache.receipt import RECEIPT, is_half_replaced, read_receipt
 from ..cache.verifier import Checker
 from ..config import Settings
-from ..disk.io_tuner import MODEL_WAYS, ReadMode, ReadTuner, read_tuner_for
+from ..disk.io_tuner import MODEL_READ_MODES, ReadMode, ReadTuner, read_tuner_for
 from ..errors import IntegrityError, StoreError, TierckptError
 from ..read.file_copies import LocalCopy
 from ..telemetry import logger
@@ -93,12 +93,12 @@ class PrefetchedDirectory(Directory):
         )
 
 
-def open_directory(directory: Path, settings: Settings, ways: tuple[ReadMode, ...] = MODEL_WAYS) -> Directory:
+def open_directory(directory: Path, settings: Settings, modes: tuple[ReadMode, ...] = MODEL_READ_MODES) -> Directory:
     """Return ``directory``, with verification if it, or a parent, was prefetched and the digests are known.
 
     Raises IntegrityError while a prefetch replaces its files by another version.
     """
-    tuner, place = read_tuner_for(settings, ways), directory.resolve()
+    tuner, place = read_tuner_for(settings, modes), directory.resolve()
     for root in (place, *place.parents):
         with contextlib.suppress(OSError, StoreError):
             if is_half_replaced(root):

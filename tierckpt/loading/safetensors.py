@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..config import GiB, Settings
-from ..disk.io_tuner import MODEL_WAYS, ReadMode
+from ..disk.io_tuner import MODEL_READ_MODES, ReadMode
 from ..errors import ConfigError, StateMismatchError
 from ..read.parallel_read import windows
 from ..resources import ThreadPool
@@ -238,7 +238,7 @@ class WantedTensors:
         prefix: str,
         parts: Parts,
         settings: Settings,
-        ways: tuple[ReadMode, ...] = MODEL_WAYS,
+        ways: tuple[ReadMode, ...] = MODEL_READ_MODES,
         choice: WeightChoice = USUAL,
     ) -> None:
         self.device = _device(device)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..cache.partial_entry import SUFFIX, incoming_beside, incoming_of
+from ..cache.partial_entry import SUFFIX, incoming_next_to, incoming_of
 from ..cache.receipt import RECEIPT
 from ..disk.file_io import open_beneath
 from ..errors import ManifestError, TierckptError
@@ -365,7 +365,7 @@ class Holdings:
 
     def _candidates(self) -> Iterator[tuple[Path, Callable[[Path], ChunkSource | None]]]:
         for version, directory in list(self._named):
-            for place in {incoming_of(directory, version), incoming_beside(directory, version)}:
+            for place in {incoming_of(directory, version), incoming_next_to(directory, version)}:
                 yield place, Incoming
             yield directory, _whole_or_committed
         for name in _names(self._root / "cache"):

@@ -21,7 +21,7 @@ from ..config import Settings
 from ..errors import ConfigError, ObjectNotFoundError, PeerBusyError, PeerError, PermissionDeniedError, TierckptError
 from ..format.layout import BRANCHES_DIR, Location
 from ..format.manifest import FileEntry, Manifest, decode, digest_of, is_token
-from ..ipc.agent_client import own_contact
+from ..ipc.agent_client import private_client
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Json, Tier
 from .membership import Member, member_of
@@ -304,7 +304,7 @@ class ByContact:
     """Returns the members known to this node's agent, which it starts if necessary."""
 
     def __init__(self, settings: Settings) -> None:
-        self._contact = own_contact(settings)
+        self._contact = private_client(settings)
 
     async def __call__(self) -> Live:
         message: Json = {"op": "peers", "version": None, "directory": None}

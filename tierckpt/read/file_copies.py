@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ..disk.durable import translated
 from ..disk.file_io import Resident, open_direct, open_file, pread_all, read_direct, read_into
-from ..disk.io_tuner import WAYS, ReadMode, ReadTuner, device_of
+from ..disk.io_tuner import READ_MODES, ReadMode, ReadTuner, device_of
 from ..disk.processes import set_aside_name
 from ..errors import TierckptError
 from ..quantities import DISK_BLOCK_BYTES, round_up
@@ -81,7 +81,7 @@ class LocalCopy:
     @property
     def way(self) -> ReadMode:
         """The read mode of the device, if known."""
-        return self.tuner.way(self._device) if self.tuner is not None else WAYS[0]
+        return self.tuner.mode(self._device) if self.tuner is not None else READ_MODES[0]
 
     @property
     def is_untried(self) -> bool:
@@ -90,7 +90,7 @@ class LocalCopy:
 
     def take(self, way: ReadMode) -> None:
         """Use this read mode from now on."""
-        self.is_direct, self.is_straight = way.direct, way.straight
+        self.is_direct, self.is_straight = way.direct, way.in_place
 
     def read(
         self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /

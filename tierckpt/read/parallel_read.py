@@ -26,7 +26,7 @@ from ..arena.memory import Memory
 from ..arena.slots import BounceBufferPool
 from ..config import ranks_of_node
 from ..disk.file_io import PAGE_BYTES
-from ..disk.io_tuner import WAYS
+from ..disk.io_tuner import READ_MODES
 from ..errors import TierckptError
 from ..quantities import round_up
 from ..types import Buffer, ByteRange
@@ -217,7 +217,7 @@ def windows(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: i
 
 def _threads(disk: LocalCopy | None) -> int:
     """Return the thread count for a disk, which all ranks of a node share."""
-    liked = disk.way.threads if disk is not None else WAYS[0].threads
+    liked = disk.way.threads if disk is not None else READ_MODES[0].threads
     return min(liked, max(THREADS_MIN, THREADS_A_PROCESSOR * (os.cpu_count() or 1) // ranks_of_node()))
 
 

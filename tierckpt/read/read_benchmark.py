@@ -61,16 +61,16 @@ def tried(jobs: list[R], first: LocalCopy | None, run: Callable[[list[R], int], 
     """
     if first is None or first.tuner is None or not first.is_untried:
         return jobs
-    if _size_bytes(jobs) <= TRIED_BYTES * len(first.tuner.ways):
+    if _size_bytes(jobs) <= TRIED_BYTES * len(first.tuner.modes):
         return jobs
     with first.tuner.trial() as is_ours:
         return _try(jobs, first.tuner, first, run) if is_ours else jobs
 
 
 def _try(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[R], int], None]) -> list[R]:
-    rounds = min(TRIED_ROUNDS_MAX, max(1, _size_bytes(jobs) // (2 * TRIED_BYTES * len(tuner.ways))))
-    rates: dict[ReadMode, list[float]] = {way: [] for way in tuner.ways}
-    for way in tuner.ways * rounds:
+    rounds = min(TRIED_ROUNDS_MAX, max(1, _size_bytes(jobs) // (2 * TRIED_BYTES * len(tuner.modes))))
+    rates: dict[ReadMode, list[float]] = {way: [] for way in tuner.modes}
+    for way in tuner.modes * rounds:
         part, jobs = _part(jobs, TRIED_BYTES)
         disks = {job.disk for job in part}
         cold_bytes = -sum(disk.cold_bytes for disk in disks if disk)

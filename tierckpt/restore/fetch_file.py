@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..cache.entry import CacheEntry
-from ..cache.file_set import FileSet, wanted_of
+from ..cache.file_set import FileSet, files_of_rank
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import Checkpoint
 from ..disk.durable import make_dirs, publish, remove_tree, translated
 from ..disk.file_lock import lock_async
-from ..disk.processes import beside
+from ..disk.processes import companion_path
 from ..drain.file_transfer import FETCH_TIMEOUT_SECONDS, OnBytes, fetch
 from ..errors import IntegrityError, StoreError, TierckptError
 from ..format.layout import INCOMING_DIR
@@ -85,13 +85,13 @@ async def bring(
         await fetch(nearest, entry, path, chunk, on_bytes, concurrency)
         return
     make_dirs(path.parent)
-    async with lock_async(beside(path, ".lock"), FETCH_TIMEOUT_SECONDS, str(path)):
+    async with lock_async(companion_path(path, ".lock"), FETCH_TIMEOUT_SECONDS, str(path)):
         if await asyncio.to_thread(path.exists):
             on_bytes(entry.size_bytes)
             return
         origin: RangeSource = checkpoint.store if Tier.SHARED in checkpoint.tiers else nearest
         # A separate version (peer/chunk_files.py, Single): only nodes that want the file share it.
-        frozen = FileSet(checkpoint.location.uri, (wanted_of(entry),), chunk)
+        frozen = FileSet(checkpoint.location.uri, (files_of_rank(entry),), chunk)
         place = checkpoint.directory / INCOMING_DIR / frozen.version
         gate, counted = asyncio.Semaphore(concurrency), _Counted(on_bytes)
         cached = CacheEntry(origin, frozen, place, gate=gate, fetches_max=concurrency, sharing=sharing)

@@ -14,7 +14,7 @@ from ..cache.file_set import Receipt
 from ..cache.hub_layout import check_hub_cache, fill_hub_cache, hub_of
 from ..cache.node_cache import CacheCheck, ResolvedUri, retry_until_available
 from ..cache.prefetch import ALL_FILES, FileFilter, PrefetchResult, check_size, fill_directory
-from ..cache.reuse import Held
+from ..cache.reuse import CopySource
 from ..cache.space import AdmissionPlan, plan_prefetch
 from ..checkpoint.catalog import Checkpoint
 from ..client import Client
@@ -186,7 +186,7 @@ async def plan(mover: Mover, request: PrefetchRequest) -> AdmissionPlan | None:
     return await asyncio.to_thread(plan_prefetch, mover.node_cache.pool, resolved.frozen)
 
 
-def _held(mover: Mover, resolved: ResolvedUri, target: Path, leases: contextlib.ExitStack) -> list[Held]:
+def _held(mover: Mover, resolved: ResolvedUri, target: Path, leases: contextlib.ExitStack) -> list[CopySource]:
     """Return the copies of the files on this node, in the node cache or on the local tier. Blocking."""
     held = mover.node_cache.held(resolved, leases)
     if resolved.manifest is None:

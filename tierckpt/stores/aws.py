@@ -157,13 +157,13 @@ def _url(bucket: str, endpoint: str, region: str, profile: AwsProfile) -> str:
     return url if is_whole else f"{scheme}://{bucket}.{host}"
 
 
-def told_region(text: str) -> str:
+def region_in_error(text: str) -> str:
     """Return the region that an S3 error suggests; '' without one."""
     match = _TOLD_REGION.search(text)
     return (match[1] or match[2]) if match else ""
 
 
-def ask_region(bucket: str, access: Access) -> str:
+def fetch_region(bucket: str, access: Access) -> str:
     """Return the bucket's region as reported by the server; '' if unknown. Blocking.
 
     S3 answers in a header, even to an unsigned or denied request.

@@ -13,11 +13,11 @@ from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..redaction import printable
 from ..telemetry import logger
 from .access import Access, azure_access, drop_empty, gcs_access
-from .aws import ask_region, remember_region, s3_access, told_region
+from .aws import fetch_region, region_in_error, remember_region, s3_access
 from .common import to_completion
 from .obstore_errors import error_code, first_line, http_status, is_expiry, still_refused
 from .obstore_module import Module
-from .proxies import NOWHERE, client_options, is_this_machine, proxy_for
+from .proxies import UNREACHABLE_PROXY, client_options, is_this_machine, proxy_for
 from .signed_requests import Ranges
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ class Bucket:
             if self._has_asked_region or self._access is None:
                 return False
             self._has_asked_region = True
-            region = told_region(str(error)) or await to_completion(
-                asyncio.to_thread(ask_region, self.authority, self._access)
+            region = region_in_error(str(error)) or await to_completion(
+                asyncio.to_thread(fetch_region, self.authority, self._access)
             )
             if not region and http_status(error) == 400:
                 region = await self._signed_region()
@@ -146,7 +146,7 @@ class Bucket:
             try:
                 await obstore.list_with_delimiter_async(client, None)
             except (obstore_errors.BaseError, OSError, ValueError) as error:
-                return told_region(str(error))
+                return region_in_error(str(error))
         return ""
 
     async def renewed(self, generation: int, refusal: PermissionDeniedError) -> bool:
@@ -204,7 +204,7 @@ def redirect_bounds(access: Access) -> dict[str, str]:
         return client_options(access.endpoint)
     if access.endpoint.startswith("http://") and is_this_machine(access.hosts[0]):
         return {"proxy_url": access.endpoint}
-    return {"proxy_url": NOWHERE, "proxy_excludes": ",".join(access.hosts)}
+    return {"proxy_url": UNREACHABLE_PROXY, "proxy_excludes": ",".join(access.hosts)}
 
 
 def _may_be_elsewhere(error: Exception) -> bool:

@@ -60,7 +60,7 @@ BLOCK_SIZE_BYTES = 8 * MiB
 DELETES_AT_ONCE = 16
 
 # Errors of client libraries that are no OSError, by type name, to avoid imports.
-SAID_MAX = 300
+MESSAGE_CHARS_MAX = 300
 """Maximum length of a backend's message: one lists all its library search paths."""
 _DENIED_TYPES = {
     "AuthenticationException",
@@ -389,7 +389,7 @@ def errors_of(uri: str) -> Iterator[None]:
 
 def _translate(error: Exception, uri: str) -> TierckptError:
     names = {kind.__name__ for kind in type(error).__mro__}
-    said = str(error).partition("\n")[0].partition("\\n")[0][:SAID_MAX]
+    said = str(error).partition("\n")[0].partition("\\n")[0][:MESSAGE_CHARS_MAX]
     context: dict[str, Any] = {"uri": uri, "tier": Tier.SHARED}
     if isinstance(error, FileNotFoundError):
         return ObjectNotFoundError(f"not found: {said}", **context)

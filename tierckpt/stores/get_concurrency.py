@@ -28,17 +28,17 @@ WINDOW_SECONDS = 15.0
 
 GETS_MAX = 1 << 20
 
-AMPLE = 2.0
+GROWTH_RATE_RATIO = 2.0
 """The limit grows if each GET moves this multiple of the minimum rate."""
 
-CROWDED_MAX = 8
+CROWDED_RETRIES_MAX = 8
 """Halvings from 256 GETs, more than any caller has, to one."""
 
 
 class GetConcurrency:
     def __init__(self, name: str, least_bytes_per_second: int) -> None:
         self.name = name
-        self._ample_bytes_per_second = AMPLE * least_bytes_per_second
+        self._ample_bytes_per_second = GROWTH_RATE_RATIO * least_bytes_per_second
         self.gets_max: float = GETS_MAX
         self._running = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -49,11 +49,11 @@ class GetConcurrency:
         """Run one GET and return its result. First come, first served.
 
         A GET slow among others, or without data while others had some, is repeated once fewer run: not counted as a
-        retry, at most ``CROWDED_MAX`` times. A GET slow alone, or without data while none had any, has failed. Its
-        error has the seconds spent in the queue (``crowded_seconds``), which do not count against its deadline.
+        retry, at most ``CROWDED_RETRIES_MAX`` times. A GET slow alone, or without data while none had any, has failed.
+        Its error has the seconds spent in the queue (``crowded_seconds``), which do not count against its deadline.
         """
         asked_at = time.monotonic()
-        for crept in range(CROWDED_MAX + 1):
+        for crept in range(CROWDED_RETRIES_MAX + 1):
             await self._begin()
             begun, crowd = time.monotonic(), self._running
             try:
@@ -67,7 +67,7 @@ class GetConcurrency:
                     self.reduce(begun)
                     is_alive = error.context.get("moved_bytes") or self._arrived_at > begun
                     is_crowded = crowd > 1 and bool(is_alive)
-                if not is_crowded or crept == CROWDED_MAX:
+                if not is_crowded or crept == CROWDED_RETRIES_MAX:
                     error.context["crowded_seconds"] = round(begun - asked_at, 1)
                     raise
             finally:

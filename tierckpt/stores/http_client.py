@@ -35,7 +35,7 @@ IDLE_SECONDS_MAX: Final = 15.0
 """An older idle connection may be closed at the other end: peers do so after twice that."""
 IDLE_MAX: Final = 256
 HEAD_BYTES_MAX: Final = 16 << 10
-WAKE_BYTES: Final = 256 * 1024
+WATERMARK_BYTES: Final = 256 * 1024
 """Measured, a GiB in GETs of 8 MiB from one server on this machine: unlimited, 0.42 to 0.34 CPU-s (a bare socket,
 without a watermark: 0.33); at 100 MB/s, 0.95 to 0.49 (0.73). Twice as much gains another 0.04 and 0.10. The minimum per
 window (``most_bytes``) is 240 KiB by default."""
@@ -209,7 +209,7 @@ class Connections:
         except TimeoutError:
             raise reply.too_slow(_waiting_bytes(sock)) from None
         except OSError as error:
-            raise reply.broken(said(error)) from None
+            raise reply.broken(describe_error(error)) from None
         finally:
             call.use(None)
             with self._lock:
@@ -310,10 +310,10 @@ class Watermark:
 
     __slots__ = ("_at", "_most", "_sock")
 
-    def __init__(self, sock: socket.socket, most_bytes: int = WAKE_BYTES) -> None:
+    def __init__(self, sock: socket.socket, most_bytes: int = WATERMARK_BYTES) -> None:
         """``most_bytes``: minimum bytes per window of a slow-link check; 0 without one."""
         self._sock = None if isinstance(sock, ssl.SSLSocket) else sock
-        self._most = max(1, min(most_bytes, WAKE_BYTES))
+        self._most = max(1, min(most_bytes, WATERMARK_BYTES))
         self._at = 1
 
     def expect(self, missing_bytes: int) -> None:
@@ -332,10 +332,10 @@ def _open(call: Call) -> socket.socket:
         return call.tls.wrap_socket(sock, server_hostname=call.host) if call.tls is not None else sock
     except ssl.SSLError as error:
         _close(sock)
-        raise TlsError(f"TLS: {error.reason or said(error)}") from None
+        raise TlsError(f"TLS: {error.reason or describe_error(error)}") from None
     except OSError as error:
         _close(sock)
-        raise HttpError(said(error)) from None
+        raise HttpError(describe_error(error)) from None
 
 
 def _close(sock: socket.socket | None) -> None:
@@ -358,7 +358,7 @@ def _waiting_bytes(sock: socket.socket) -> int:
     return int.from_bytes(found, sys.byteorder)
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe ``error`` without its own text, which may hold the URL."""
     strerror = getattr(error, "strerror", None)
     return f"{type(error).__name__}{f' ({strerror})' if strerror else ''}"

@@ -32,7 +32,7 @@ from ..types import ByteRange, Tier
 from . import get_concurrency
 from .base import RangesIgnoredError
 from .common import to_completion
-from .http_client import said
+from .http_client import describe_error
 from .proxies import routed
 from .retry import Probe, Retries
 from .signed_requests import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy, is_range
@@ -207,8 +207,8 @@ def _open(uri: str, url: str, headers_for: Callable[[str], Headers]) -> Any:
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, ssl.SSLError):
-                raise NotThisWay(f"TLS: {reason.reason or said(reason)}", for_good=True) from None
-            raise _unavailable(uri, host, said(reason if isinstance(reason, OSError) else error)) from None
+                raise NotThisWay(f"TLS: {reason.reason or describe_error(reason)}", for_good=True) from None
+            raise _unavailable(uri, host, describe_error(reason if isinstance(reason, OSError) else error)) from None
         if 300 <= status < 400 and urljoin(url, location).startswith(("http://", "https://")):
             url = urljoin(url, location)
             continue
@@ -219,12 +219,12 @@ def _open(uri: str, url: str, headers_for: Callable[[str], Headers]) -> Any:
 
 
 def _refused(uri: str, host: str, refusal: NotThisWay) -> StoreError:
-    said = f"{uri}: {host} refuses an object: {refusal}"
+    describe_error = f"{uri}: {host} refuses an object: {refusal}"
     if str(refusal) in ("HTTP 401", "HTTP 403"):
-        return PermissionDeniedError(said, hint="Check the credentials", tier=Tier.SHARED)
+        return PermissionDeniedError(describe_error, hint="Check the credentials", tier=Tier.SHARED)
     if str(refusal) in ("HTTP 404", "HTTP 410"):
-        return ObjectNotFoundError(said, tier=Tier.SHARED)
-    return StoreError(said, tier=Tier.SHARED)
+        return ObjectNotFoundError(describe_error, tier=Tier.SHARED)
+    return StoreError(describe_error, tier=Tier.SHARED)
 
 
 def _headers_of(reply: Any) -> dict[str, str]:
@@ -240,7 +240,7 @@ def _fill(uri: str, host: str, reply: Any, view: memoryview) -> None:
                 raise _unavailable(uri, host, f"an answer ended {len(view) - done} bytes early")
             done += count
     except (OSError, http.client.HTTPException) as error:
-        raise _unavailable(uri, host, said(error)) from None
+        raise _unavailable(uri, host, describe_error(error)) from None
 
 
 def _unavailable(uri: str, host: str, reason: str, **context: object) -> StoreUnavailableError:

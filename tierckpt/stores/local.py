@@ -24,7 +24,7 @@ from ..disk.durable import (
     name_new,
     publish,
     remove_tree,
-    temporary_beside,
+    temporary_next_to,
     translate_os_error,
     translated,
     write_all,
@@ -94,7 +94,7 @@ def _has_ended(holder: str) -> bool:
 def _put_mark(mark: Path, own: str) -> None:
     if mark.exists():
         raise FileExistsError(mark)
-    with temporary_beside(mark, is_owned=True) as temporary:
+    with temporary_next_to(mark, is_owned=True) as temporary:
         write_new(temporary, own.encode())
         try:
             name_new(temporary, mark)
@@ -114,7 +114,7 @@ def _mark_of(mark: Path) -> str:
         return ""
 
 
-def young_seconds(etags: Iterable[str | None]) -> float:
+def etag_reuse_seconds(etags: Iterable[str | None]) -> float:
     """Return the seconds until no later write can reuse one of these ``LocalStore`` etags: mostly 0.
 
     With a clock in whole seconds (vfat, some NFS servers), two writes of the same size within one tick have the
@@ -211,7 +211,7 @@ class LocalStore:
 
     def _put_new(self, path: Path, data: Buffer) -> None:
         make_dirs(path.parent, tier=self.tier)
-        with translated(path, self.tier), temporary_beside(path) as temporary:
+        with translated(path, self.tier), temporary_next_to(path) as temporary:
             write_new(temporary, data)
             self._claim(temporary, path)
             fsync_dir(path.parent)
@@ -265,7 +265,7 @@ class LocalStore:
         path = self._path(key)
         async with closing(pieces):
             await to_completion(asyncio.to_thread(make_dirs, path.parent, tier=self.tier))
-            with temporary_beside(path) as temporary:
+            with temporary_next_to(path) as temporary:
                 await self._write_pieces(temporary, key, pieces, size_bytes)
                 await to_completion(asyncio.to_thread(self._publish, temporary, path))
 
@@ -346,13 +346,13 @@ class LocalStore:
                             status = entry.stat()
                             infos.append(ObjectInfo(key, status.st_size, stat_version(status)))
                     else:
-                        others[key] = _what_else(Path(entry.path))
+                        others[key] = _entry_kind(Path(entry.path))
                 except FileNotFoundError:
                     continue  # vanished
                 except OSError as error:
                     if error.errno != errno.ELOOP:
                         raise translate_os_error(error, Path(entry.path), self.tier) from error
-                    others[key] = _what_else(Path(entry.path))
+                    others[key] = _entry_kind(Path(entry.path))
         return infos, others
 
     def _entries(self, prefix: str) -> builtins.list[os.DirEntry[str]]:
@@ -402,5 +402,5 @@ class LocalStore:
         """No open resources."""
 
 
-def _what_else(path: Path) -> str:
+def _entry_kind(path: Path) -> str:
     return f"is a link to {path.readlink()}, where no file is" if path.is_symlink() else f"is {kind_of(path)}"

@@ -5,7 +5,7 @@ machine-written parts: HTTP status, error code, and error names of the TLS and H
 
 A failure that no retry can fix (a certificate, a name, a proxy's refusal) is ``EndpointError``. If the store has
 answered this process before (``was_proven``), an unresolved name is an outage. docs/guide/errors.md lists causes, exit
-codes and hints. ``what_answers`` probes an endpoint after a failed request, for the message only.
+codes and hints. ``describe_endpoint`` probes an endpoint after a failed request, for the message only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TITLE = re.compile(r"<title[^>]*>\s*([^<]{1,200}?)\s*</title>", re.IGNORECASE)
 _HTML = re.compile(r"\s*(<!--.*?-->\s*)*<(!doctype\s+html|html|head|body)", re.IGNORECASE | re.DOTALL)
 
 
-def what_answers(endpoint: str) -> str:
+def describe_endpoint(endpoint: str) -> str:
     """Return what ``endpoint`` serves instead of a store ("it sends an HTML page"), '' if unknown. Blocking.
 
     The requests are not signed and send no secret.
@@ -65,7 +65,7 @@ def what_answers(endpoint: str) -> str:
         first = _exchange(host, port, request.encode())
         if not first.startswith(b"HTTP/"):
             return _greeting(first) or ("it speaks TLS: write https://" if _speaks_tls(host, port) else "")
-        return language_of(first.partition(b"\r\n\r\n")[2].decode("utf-8", "replace"))
+        return body_kind(first.partition(b"\r\n\r\n")[2].decode("utf-8", "replace"))
     except (OSError, UnicodeError):
         return ""
 
@@ -90,7 +90,7 @@ def refusal_of_proxy(proxy: Proxy, url: str) -> int | None:
         connection.close()
 
 
-def language_of(body: str) -> str:
+def body_kind(body: str) -> str:
     text = body.strip()
     if _HTML.match(text):
         title = _TITLE.search(text)
@@ -233,7 +233,7 @@ def translate(
             **context,
         )
     if is_no_xml(error) and not was_proven:
-        return another_language(location, key, endpoint, "it sends no XML")
+        return wrong_protocol_error(location, key, endpoint, "it sends no XML")
     reason = f"HTTP {status}" if status else _client_reason(error) or first_line(error) or type(error).__name__
     proxy = proxy_for(endpoint or CLOUD_URLS.get(location.scheme, ""))
     if status is None and proxy is not None:
@@ -300,7 +300,7 @@ def untrusted(
     return EndpointError(f"{message}: the certificate of {server} {reason} (TLS: {detail})", hint=hint, **context)
 
 
-def another_language(location: Location, key: str | None, endpoint: str, what: str) -> EndpointError:
+def wrong_protocol_error(location: Location, key: str | None, endpoint: str, what: str) -> EndpointError:
     """``what``: the kind of server that answered (obstore_errors.py)."""
     names = {"s3": "S3", "az": "Azure Blob Storage", "gs": "Google Cloud Storage"}
     target = location.uri if key is None else f"{location.uri}/{key}"
@@ -347,7 +347,7 @@ def tunnel_refused(location: Location, key: str | None, endpoint: str) -> Tierck
     return proxy_refused(location, key, endpoint, status or 503)
 
 
-def is_foreign(error: Exception) -> bool:
+def may_be_wrong_protocol(error: Exception) -> bool:
     failure = _client_failure(error)
     return is_no_xml(error) or any(name in failure for name in _FOREIGN)
 
@@ -370,7 +370,7 @@ def foreign_body(error: Exception, endpoint: str) -> str:
     if status is None or status >= 500 or error_code(error) or urlsplit(endpoint).netloc not in first_line(error):
         return ""
     found = _BODY.search(str(error).partition("\n\nDebug source")[0])
-    return language_of(found[1]) if found else ""
+    return body_kind(found[1]) if found else ""
 
 
 def _client_failure(error: Exception) -> str:

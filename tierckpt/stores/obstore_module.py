@@ -78,11 +78,11 @@ def _copy_of(module: ModuleType) -> ModuleType:
     return fresh
 
 
-def _start_anew() -> None:
+def _reset_after_fork() -> None:
     global _library, _lock, _needs_copy
     _lock = threading.Lock()
     _parents.append(_library)
     _library, _needs_copy = None, _needs_copy or _NAME in sys.modules
 
 
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

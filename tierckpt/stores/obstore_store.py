@@ -60,22 +60,22 @@ from .common import (
     to_completion,
 )
 from .obstore_errors import (
-    another_language,
+    describe_endpoint,
     error_code,
     first_line,
     foreign_body,
     http_status,
     ignores_ranges,
     in_another_region,
-    is_foreign,
     is_missing,
     is_tunnel_refused,
+    may_be_wrong_protocol,
     refused,
     renewed_meanwhile,
     still_refused,
     translate,
     tunnel_refused,
-    what_answers,
+    wrong_protocol_error,
 )
 from .obstore_module import Module
 from .retry import PROBE_SECONDS_MAX, Retries
@@ -723,15 +723,15 @@ class RemoteStore:
         if was_proven or self._bucket.exists or not endpoint:
             return None
         what = foreign_body(error, endpoint)
-        if not what and is_foreign(error):
-            what = await asyncio.to_thread(what_answers, endpoint)
-        return another_language(self.location, key, endpoint, what) if what else None
+        if not what and may_be_wrong_protocol(error):
+            what = await asyncio.to_thread(describe_endpoint, endpoint)
+        return wrong_protocol_error(self.location, key, endpoint, what) if what else None
 
     async def _check_language(self, etag: str | None, key: str | None) -> None:
         """Raise EndpointError if a first response has no ETag, which stores always send."""
         if etag is None and not self._bucket.exists and self._bucket.endpoint:
-            what = await asyncio.to_thread(what_answers, self._bucket.endpoint)
-            raise another_language(self.location, key, self._bucket.endpoint, what or "its answer has no ETag")
+            what = await asyncio.to_thread(describe_endpoint, self._bucket.endpoint)
+            raise wrong_protocol_error(self.location, key, self._bucket.endpoint, what or "its answer has no ETag")
 
     async def _check_empty(self, client: Client) -> None:
         """Raise EndpointError if a first, empty listing is no store's, but for example an HTML page."""
@@ -740,7 +740,7 @@ class RemoteStore:
                 answer = await obstore.get_async(client, self._prefix + CLAIM)
             except (obstore_errors.BaseError, OSError) as error:
                 if what := foreign_body(error, self._bucket.endpoint):
-                    raise another_language(self.location, None, self._bucket.endpoint, what) from None
+                    raise wrong_protocol_error(self.location, None, self._bucket.endpoint, what) from None
                 return
             await self._check_language(answer.meta["e_tag"], None)
 
@@ -756,7 +756,7 @@ class RemoteStore:
             pass
         except (obstore_errors.BaseError, OSError) as error:
             if what := foreign_body(error, self._bucket.endpoint):
-                raise another_language(self.location, key, self._bucket.endpoint, what) from None
+                raise wrong_protocol_error(self.location, key, self._bucket.endpoint, what) from None
             return is_missing(error)
         self._bucket.exists = True
         return False

@@ -25,9 +25,9 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from ..errors import ConfigError
 
 METADATA: Final = ("169.254.0.0/16", "fe80::/10", "fd00:ec2::/32", "metadata.google.internal")
-NOWHERE: Final = "http://127.0.0.1:0"
+UNREACHABLE_PROXY: Final = "http://127.0.0.1:0"
 """Not a TCP port: connecting fails at once."""
-EVERYTHING: Final = "*,0.0.0.0/0,::/0"
+NO_PROXY_ALL: Final = "*,0.0.0.0/0,::/0"
 """``NO_PROXY=*`` for obstore, whose ``*`` matches names but no addresses."""
 _PORTS: Final = {"http": 80, "https": 443}
 
@@ -78,7 +78,7 @@ def client_options(endpoint: str) -> dict[str, str]:
     is_excluded = bool(endpoint) and proxy_for(endpoint) is None
     names = [name for name, port in map(_entry, _excluded()) if port is None]
     if found is None or "*" in names:
-        return {"proxy_url": NOWHERE, "proxy_excludes": EVERYTHING}
+        return {"proxy_url": UNREACHABLE_PROXY, "proxy_excludes": NO_PROXY_ALL}
     host = urlsplit(endpoint).hostname or ""
     excluded = [*METADATA, *names, *([host] if is_excluded else [])]
     if not is_this_machine(host):

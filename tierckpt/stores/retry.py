@@ -55,7 +55,7 @@ FAILURES_TO_OPEN = 5
 """Consecutive failures of any requests to one store after which it counts as down."""
 PROBE_PAUSE_SECONDS_MIN = 0.5
 PROBE_SECONDS_MAX = 10.0
-PATIENCE_SECONDS = 5.0
+OUTAGE_WAIT_SECONDS = 5.0
 """Seconds from an outage's start during which callers wait. Later ones fail at once: a save must not wait for a shared
 tier that is down."""
 
@@ -67,7 +67,7 @@ class StoreBreaker:
         self,
         name: str,
         pause_seconds_max: float,
-        patience_seconds: float = PATIENCE_SECONDS,
+        patience_seconds: float = OUTAGE_WAIT_SECONDS,
         waiting_bytes: Mapping[str, int] | None = None,
     ) -> None:
         """``waiting_bytes``: by store, bytes of this process's drains."""
@@ -281,7 +281,7 @@ class Retries:
 
     def breaker(self, name: str) -> StoreBreaker:
         if name not in self._breakers:
-            patience = min(PATIENCE_SECONDS, self.settings.store_timeout_seconds)
+            patience = min(OUTAGE_WAIT_SECONDS, self.settings.store_timeout_seconds)
             self._breakers[name] = StoreBreaker(name, PAUSE_SECONDS_MAX, patience, self.waiting_bytes)
         return self._breakers[name]
 

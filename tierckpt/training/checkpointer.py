@@ -70,13 +70,13 @@ from .saves import (
     left_out,
     note_commits,
     plan_save,
+    retry_final_save,
     stage,
-    tried_again,
 )
 
 log = logger("checkpointer")
 
-LATEST = 64
+RECORDS_USED = 64
 STATS_MAX = 4096
 LOOK_SECONDS = 0.1
 RETENTION_SECONDS = 2.0
@@ -179,13 +179,13 @@ class Checkpointer:
         self._pruning = BackgroundPruning(self._keep, self._branch, self._ledger, self.stats, self.settings)
         self._looked_at = 0.0
         self.grace_seconds = self.settings.grace_seconds
-        self._last = FinalSave(self._job, lambda: cost_of(self.stats[-LATEST:], len(self._running.unfinished())))
+        self._last = FinalSave(self._job, lambda: cost_of(self.stats[-RECORDS_USED:], len(self._running.unfinished())))
         self._steps_seen = 0
         self._unsaved = LastStep(is_on=interval is not None)
         self._is_throttled = False
         self._notices = Notices(self.settings, self._on_notice)
         preemption.watch(self, self.settings.preempt_signals)
-        torchrun_peers.meet(self.settings)
+        torchrun_peers.exchange_addresses(self.settings)
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError("a Checkpointer cannot be copied or pickled", hint="Create one in each rank's process")
@@ -244,7 +244,7 @@ class Checkpointer:
         """Return the background activity. Reads the disk at most ten times a second."""
         if self._running.is_last_under_way or self._window.is_open:
             return "flushing"
-        if not any(record.is_sent and record.shared_commit_seconds is None for record in self.stats[-LATEST:]):
+        if not any(record.is_sent and record.shared_commit_seconds is None for record in self.stats[-RECORDS_USED:]):
             return "plain"
         if now - self._looked_at > LOOK_SECONDS:
             self._looked_at = now
@@ -302,7 +302,7 @@ class Checkpointer:
             self._note(record)
             return left_out(record, refused, is_retry=is_retry)
         ill = self._errands.tried(self._look_at_disk)
-        order = self._pacer.before_save(step, self.stats[-LATEST:], is_asked=is_asked)
+        order = self._pacer.before_save(step, self.stats[-RECORDS_USED:], is_asked=is_asked)
         record.is_sent, record.is_direct_put = order.is_sent, order.is_direct_put
         is_new_here = all(other.error or other.uri != record.uri for other in self.stats)
         overwrite = self._overwrite and not (self._is_blind and is_new_here)
@@ -413,7 +413,7 @@ class Checkpointer:
         record.shared_commit_seconds = seen - record.begun_at
 
     def _note_commits(self) -> None:
-        note_commits(self.stats[-LATEST:], self.settings, self._client.mover.drains.committed_at)
+        note_commits(self.stats[-RECORDS_USED:], self.settings, self._client.mover.drains.committed_at)
 
     def _look_at_disk(self) -> None:
         self._note_commits()
@@ -551,7 +551,7 @@ class Checkpointer:
 
     def _send_newest(self) -> None:
         """Drain the newest save even if the policy kept it on the SSD: no newer one follows."""
-        good = [record for record in self.stats[-LATEST:] if not record.error]
+        good = [record for record in self.stats[-RECORDS_USED:] if not record.error]
         if not (good and self.settings.drain) or good[-1].is_sent:
             return
         good[-1].is_sent = True
@@ -590,7 +590,7 @@ class Checkpointer:
         self._window.conclude()
         if (last := self._unsaved.take()) is not None:
             self._running.wait(self.timeout_seconds)
-            tried_again(partial(self._save, *last, is_asked=True), self.stats)
+            retry_final_save(partial(self._save, *last, is_asked=True), self.stats)
 
     def flush_before_exit(self, deadline: float) -> list[str]:
         """Wait until ``deadline`` for running saves and drains, after SIGTERM. Returns a line per unsafe save.

@@ -104,7 +104,7 @@ class FinalSave:
     def look(self, step: int) -> bool:
         """At the end of ``step``, return whether it is the final step to save. The same on every rank."""
         if not is_distributed():
-            return self._wants and self._settle(*judge(step, self._cost(), self._deadline - time.monotonic()))
+            return self._wants and self._settle(*fits_deadline(step, self._cost(), self._deadline - time.monotonic()))
         if self._thread is None:
             self._thread = start_thread(threading.Thread(target=self._watch, name="tierckpt-last-save", daemon=True))
         with self._lock:
@@ -181,11 +181,11 @@ def _decide(store: RankStore, current: int) -> None:
         return
     step = max(one[0] for one in told)
     cost = Cost(max(one[2] for one in told), _largest([one[3] for one in told]), _largest([one[4] for one in told]))
-    fits, why = judge(step, cost, min(one[1] for one in told))
+    fits, why = fits_deadline(step, cost, min(one[1] for one in told))
     store.put(f"{current}/decision", {"step": step, "fits": fits, "why": why})
 
 
-def judge(step: int, cost: Cost, seconds: float) -> tuple[bool, str]:
+def fits_deadline(step: int, cost: Cost, seconds: float) -> tuple[bool, str]:
     """Return whether a save of ``step`` reaches the SSD within ``seconds``, and why. Pure."""
     if cost.local_seconds is None:
         return seconds > 0, f"step {step} is saved: nothing was measured yet"

@@ -33,7 +33,7 @@ PROFILE_STEPS = 10
 WARM_UP_STEPS = 2
 """First steps, excluded from measurements: compilation, caches, connections."""
 SAMPLES_MAX = 2048
-SAVES_REMEMBERED = 5
+RECORDS_MAX = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,20 +225,20 @@ class IntervalController:
             return None
         # The first save also pays for memory and plans that later saves reuse.
         usual = good[1:] or good
-        blocked = statistics.median(one.blocked_seconds for one in usual[-SAVES_REMEMBERED:])
-        durable = _lately([(one.local_commit_seconds, one.age_seconds) for one in usual])
+        blocked = statistics.median(one.blocked_seconds for one in usual[-RECORDS_MAX:])
+        durable = _recent([(one.local_commit_seconds, one.age_seconds) for one in usual])
         if durable is None:
             return None
         sent = [one for one in usual if one.is_sent]
-        shared = _lately([(one.drain_seconds, one.age_seconds) for one in sent]) if self._sending.drains else None
+        shared = _recent([(one.drain_seconds, one.age_seconds) for one in sent]) if self._sending.drains else None
         slowdown = window.drain_slowdown(self.step_seconds)
         return JobProfile(self.step_seconds, blocked, durable, shared, slowdown * (shared or 0.0))
 
 
-def _lately(times: Sequence[tuple[float | None, float]]) -> float | None:
+def _recent(times: Sequence[tuple[float | None, float]]) -> float | None:
     """Return the median of the last known times, or the age of a pending save if longer."""
-    known = [seconds for seconds, _ in times if seconds is not None][-SAVES_REMEMBERED:]
-    pending = [age for seconds, age in times[-SAVES_REMEMBERED:] if seconds is None]
+    known = [seconds for seconds, _ in times if seconds is not None][-RECORDS_MAX:]
+    pending = [age for seconds, age in times[-RECORDS_MAX:] if seconds is None]
     if not known:
         return None if not pending else max(pending)
     return max([statistics.median(known), *pending])

@@ -39,8 +39,8 @@ class Saver(Protocol):
 _savers: WeakSet[Any] = WeakSet()
 _begun = threading.Lock()
 """Acquired for good by the first signal, always without blocking."""
-_ending_by = signal.SIGTERM
-_ender: threading.Thread | None = None
+_exit_deadline = signal.SIGTERM
+_exit_thread: threading.Thread | None = None
 _watched: set[signal.Signals] = set()
 _pipe: list[int] = []
 """The wakeup pipe: read end, write end. Empty while no signal is handled."""
@@ -64,7 +64,7 @@ def watch(saver: Saver, names: tuple[str, ...] = ("SIGTERM",)) -> None:
 def forget(saver: Saver) -> None:
     _savers.discard(saver)
     if not _savers and not _begun.locked() and threading.current_thread() is threading.main_thread():
-        _let_go()
+        _restore_handlers()
 
 
 def _listen() -> None:
@@ -89,7 +89,7 @@ def _hear(reading: int) -> None:
     os.close(reading)
 
 
-def _let_go() -> None:
+def _restore_handlers() -> None:
     """Restore the signals and close the pipe, which ends the thread."""
     for number in tuple(_watched):
         if signal.getsignal(number) is _on_signal:
@@ -110,11 +110,11 @@ def _on_signal(number: int, frame: Any) -> None:
 
 
 def _begin(number: int) -> None:
-    global _ending_by, _ender
+    global _exit_deadline, _exit_thread
     if _begun.acquire(blocking=False):
-        _ending_by = signal.Signals(number)
-        _ender = threading.Thread(target=_end, name="tierckpt-sigterm", daemon=True)
-        _ender.start()
+        _exit_deadline = signal.Signals(number)
+        _exit_thread = threading.Thread(target=_end, name="tierckpt-sigterm", daemon=True)
+        _exit_thread.start()
 
 
 def is_ending() -> bool:
@@ -123,13 +123,13 @@ def is_ending() -> bool:
 
 def await_end(timeout_seconds: float) -> None:
     """After a signal, wait for it to end the process, so that the exit status is the signal's."""
-    if _ender is not None and _ender is not threading.current_thread():
-        _ender.join(timeout_seconds)
+    if _exit_thread is not None and _exit_thread is not threading.current_thread():
+        _exit_thread.join(timeout_seconds)
 
 
 def _end() -> None:
     savers = list(_savers)
-    name = _ending_by.name
+    name = _exit_deadline.name
     grace_seconds = min((saver.grace_seconds for saver in savers), default=0.0)
     deadline = time.monotonic() + grace_seconds
     log.warning("%s: up to %g s to flush the saves of %d run(s)", name, grace_seconds, len(savers))
@@ -142,19 +142,19 @@ def _end() -> None:
         except Exception as error:
             log.error("a save was not flushed: %s", error)
     # signal.signal works only in the main thread, which may never run Python again.
-    ctypes.pythonapi.PyOS_setsig(_ending_by, ctypes.c_void_p(signal.SIG_DFL))
-    os.kill(os.getpid(), _ending_by)
+    ctypes.pythonapi.PyOS_setsig(_exit_deadline, ctypes.c_void_p(signal.SIG_DFL))
+    os.kill(os.getpid(), _exit_deadline)
 
 
-def _start_anew() -> None:
+def _reset_after_fork() -> None:
     """In a forked child: drop the parent's saves, and its pipe, which would receive the child's signals."""
-    global _begun, _ender
-    _begun, _ender = threading.Lock(), None
+    global _begun, _exit_thread
+    _begun, _exit_thread = threading.Lock(), None
     _savers.clear()
     reading = _pipe[:1]
-    _let_go()
+    _restore_handlers()
     for file in reading:
         os.close(file)
 
 
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -37,16 +37,16 @@ ADDRESSES = {
 }
 POLL_SECONDS = 5.0
 """As AWS recommends; its notice comes 120 s ahead."""
-ENDING = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
+MEMORY_LOSS_EVENTS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 """Azure's events that lose the machine's memory; a freeze does not."""
 
-Told = Callable[[float, str], None]
+NoticeCallback = Callable[[float, str], None]
 
 
 class Notices:
     """Polls until a notice or ``close``. Calls ``told(seconds, why)`` on its own thread."""
 
-    def __init__(self, settings: Settings, told: Told) -> None:
+    def __init__(self, settings: Settings, told: NoticeCallback) -> None:
         self._cloud = settings.preempt_notices
         self._address = ADDRESSES.get(self._cloud, "")
         self._told = told
@@ -96,7 +96,7 @@ class Notices:
     def _azure(self) -> float | None:
         answer = self._ask("/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
         events = _object(answer or b"{}").get("Events", [])
-        ending = [one for one in events if isinstance(one, dict) and one.get("EventType") in ENDING]
+        ending = [one for one in events if isinstance(one, dict) and one.get("EventType") in MEMORY_LOSS_EVENTS]
         if not ending:
             return None
         return min(self._until(str(one.get("NotBefore", ""))) for one in ending)

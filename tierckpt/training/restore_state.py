@@ -102,7 +102,7 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], options: Rest
 
     with unwrapped():
         plan = same_outcome(make_plan)
-        options.missing_keys, options.unexpected_keys = plan.missing, _seen_by_none(plan.unexpected)
+        options.missing_keys, options.unexpected_keys = plan.missing, _unexpected_on_all_ranks(plan.unexpected)
         same_outcome(lambda: _check_keys(options))
         target = same_outcome(plan.destinations)
         _load(reader, target)
@@ -113,7 +113,7 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], options: Rest
     return base or reader.path
 
 
-def _seen_by_none(unexpected: list[str]) -> list[str]:
+def _unexpected_on_all_ranks(unexpected: list[str]) -> list[str]:
     """Return keys unexpected on every rank; others belong to another pipeline stage."""
     every = [set(keys) for keys in all_gather(unexpected)]
     return sorted(set.intersection(*every))
@@ -275,16 +275,16 @@ def _agreed_once(client: Client, location: Location, step_max: int | None, windo
             seen = _agree(mine)
         if all(sight.attempt is None for sight in seen):
             if newest:
-                raise _nothing_common(location, newest)
+                raise _no_common_step(location, newest)
             return None
-        newest = newest or _told_of(seen)
+        newest = newest or _describe_views(seen)
         if any(sight.attempt is None for sight in seen):
-            raise _nothing_common(location, newest)
+            raise _no_common_step(location, newest)
         steps = {sight.step for sight in seen if sight.step is not None}
         if len({(sight.step, sight.attempt) for sight in seen}) == 1:
             return found.location.uri if found is not None else None
         if len(steps) == 0:
-            raise _nothing_common(location, newest)
+            raise _no_common_step(location, newest)
         # Different saves under one step must not mix: continue with older steps.
         limit = min(steps) if len(steps) > 1 else min(steps) - 1
 
@@ -312,14 +312,14 @@ def _agree(mine: _Sight) -> list[_Sight]:
     return seen
 
 
-def _told_of(seen: Sequence[_Sight]) -> str:
+def _describe_views(seen: Sequence[_Sight]) -> str:
     return "; ".join(
         f"rank {rank} sees {'none' if sight.attempt is None else 'step ' + str(sight.step)}"
         for rank, sight in enumerate(seen)
     )
 
 
-def _nothing_common(location: Location, seen: str) -> CheckpointNotFoundError:
+def _no_common_step(location: Location, seen: str) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
         f"no checkpoint of {location.uri} is visible to every rank: {seen}",
         hint="Some nodes hold undrained checkpoints, or the ranks read different places. Run `tierckpt drain "
@@ -398,7 +398,7 @@ def _load_model(
         target, found = same_outcome(read_target)
         if found is not None:
             options = Restoring(None, strict, missing_keys=found.missing)
-            options.unexpected_keys = _seen_by_none(found.unexpected)
+            options.unexpected_keys = _unexpected_on_all_ranks(found.unexpected)
             same_outcome(lambda: _check_keys(options))
             target = found.destinations()
         _load(reader, target)

@@ -50,12 +50,12 @@ LINES_MAX = 4000
 LINE_SECONDS = 1.0
 """Seconds between two permanent lines of progress. The last step is always present."""
 SEND_SECONDS = 5.0
-KEEP_SECONDS = 0.05
+WRITE_WAIT_SECONDS = 0.05
 """Maximum wait of a step for the file write. On a healthy disk the thread takes 0.1 ms."""
 LAST_SEND_SECONDS = 5.0
-LOOK_SECONDS = 5.0
+CHECK_SECONDS = 5.0
 """Maximum seconds of one check of other jobs' records."""
-_own: set[str] = set()
+_own_names: set[str] = set()
 PROGRESS = ("step", "save", "durable")
 
 
@@ -87,7 +87,7 @@ class RunLog:
         name = f"{int(now * 1000):014d}-{os.getpid()}.jsonl"
         self._key = f"{HISTORY_DIR}/{name}"
         self._path = local_dir(settings.local_root, location) / self._key
-        _own.add(name)
+        _own_names.add(name)
         self._others = OtherJobs(location, self._process_at)
         self._looking: Future[None] | None = None
         self._is_on = is_on
@@ -158,8 +158,8 @@ class RunLog:
 
         async def look(mover: Mover) -> None:
             try:
-                async with asyncio.timeout(LOOK_SECONDS):
-                    has_news = await self._others.look(mover, frozenset(_own))
+                async with asyncio.timeout(CHECK_SECONDS):
+                    has_news = await self._others.look(mover, frozenset(_own_names))
             except Exception as error:  # L1
                 log.debug("cannot check whether other jobs save to %s: %s", self._location.uri, error)
                 return
@@ -169,7 +169,7 @@ class RunLog:
         with contextlib.suppress(Exception):  # L1: a closing client
             self._looking = get_client(self._settings).start(look(get_client(self._settings).mover))
 
-    def is_alone(self, wait_seconds: float = LOOK_SECONDS) -> bool:
+    def is_alone(self, wait_seconds: float = CHECK_SECONDS) -> bool:
         if self._looking is not None:
             with contextlib.suppress(Exception):
                 self._looking.result(wait_seconds)
@@ -241,7 +241,7 @@ class RunLog:
         """Write the latest step as the tail, which the next line overwrites, so that a kill hides no step.
 
         A kill tears no write of one page. A power cut may; the reader skips a torn line. Cost: 0.1 ms, at most
-        ``KEEP_SECONDS``.
+        ``WRITE_WAIT_SECONDS``.
         """
         if self._is_on and self._thread is not None:
             # Never shorter than the previous tail, to overwrite it completely.
@@ -262,7 +262,7 @@ class RunLog:
         self._thinned += 1
 
     def _tell(self) -> None:
-        self._left_seconds = KEEP_SECONDS if self._kept == self._changes else self._left_seconds
+        self._left_seconds = WRITE_WAIT_SECONDS if self._kept == self._changes else self._left_seconds
         self._changes += 1
         if self._thread is None:
             self._thread = start_thread(threading.Thread(target=self._keep, name="tierckpt-run-log", daemon=True))
@@ -367,8 +367,8 @@ def process_started_at() -> float:
         return time.time()
 
 
-LOOKED_AT_MAX = 4
-REMEMBERED_SECONDS = 3600.0
+RECORDS_READ_MAX = 4
+OTHER_JOB_SECONDS = 3600.0
 """Seconds after another job's last sign during which this job does not count as alone."""
 
 
@@ -383,7 +383,7 @@ class OtherJobs:
 
     @property
     def is_alone(self) -> bool:
-        return time.monotonic() - self._seen_at > REMEMBERED_SECONDS
+        return time.monotonic() - self._seen_at > OTHER_JOB_SECONDS
 
     async def look(self, mover: Mover, own: frozenset[str]) -> bool:
         """Check the run. Returns True if another job made progress. ``own``: this process's records.
@@ -398,7 +398,7 @@ class OtherJobs:
         before, self._versions = self._versions, found
         changed = [name for name, version in found.items() if before is None or before.get(name) != version]
         news = False
-        for name in sorted(changed)[-LOOKED_AT_MAX:]:
+        for name in sorted(changed)[-RECORDS_READ_MAX:]:
             lines = parse_lines(await store.get(f"{HISTORY_DIR}/{name}"))
             if lines and self._is_at_work(lines, is_first_look=before is None):
                 self._seen_at = time.monotonic()

@@ -46,7 +46,7 @@ EXTRA_SECONDS = 60.0
 PROMPT_SECONDS = 0.02
 ROUND_SECONDS = 0.1
 """Interval of exchanges between ranks that wait for their oldest saves."""
-LAST_TRIES = 10
+FINAL_SAVE_ATTEMPTS = 10
 LAST_PAUSE_SECONDS = 1.0
 NAMES_SHOWN = 4
 
@@ -182,11 +182,11 @@ def left_out(record: SaveRecord, why: CheckpointSkippedError, *, is_retry: bool 
     return skipped
 
 
-def tried_again(save: Callable[..., Future[None]], records: list[SaveRecord]) -> None:
-    """Call ``save``, a job's final save. If a hanging disk skips it, retry up to ``LAST_TRIES`` times, alike on all
-    ranks: no training is held up. ``records`` gets only the last try's record."""
+def retry_final_save(save: Callable[..., Future[None]], records: list[SaveRecord]) -> None:
+    """Call ``save``, a job's final save. If a hanging disk skips it, retry up to ``FINAL_SAVE_ATTEMPTS`` times,
+    alike on all ranks: no training is held up. ``records`` gets only the last try's record."""
     pauses = Poll(pauses=Pauses(LAST_PAUSE_SECONDS, LAST_PAUSE_SECONDS))
-    for number in range(LAST_TRIES - 1):
+    for number in range(FINAL_SAVE_ATTEMPTS - 1):
         future = save(is_retry=number > 0)
         if not future.done() or not isinstance(future.exception(), CheckpointSkippedError):
             return

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..config import Settings
 from ..errors import TierckptError
-from ..ipc.agent_client import contact_for
+from ..ipc.agent_client import shared_client
 from ..rank_store import RankStore, own_store
 from ..telemetry import logger
 from .rank_exchange import is_distributed
@@ -27,7 +27,7 @@ ADDRESSES_BYTES_MAX = 512 << 10
 """Only the list's end is read: an elastic job that restarted often leaves many stale addresses."""
 
 
-def meet(settings: Settings) -> None:
+def exchange_addresses(settings: Settings) -> None:
     """Pass the addresses of the job's other agents to this node's agent. Only logs failures: the node reads alone.
 
     Cost: two requests to the job's store and two to the agent, on the first rank of each node.
@@ -38,7 +38,7 @@ def meet(settings: Settings) -> None:
         if (connect := _connector()) is None:
             log.warning("peers is torchrun, but this process is in no torch.distributed job: it has no peers")
             return
-        contact = contact_for(settings)
+        contact = shared_client(settings)
         mine = contact.ask({"op": "peers"})["me"]["address"]
         store = RankStore("tierckpt/peers", STORE_SECONDS, connect=connect)
         told = store.append(os.environ.get("TORCHELASTIC_RUN_ID", ""), f"{mine},")

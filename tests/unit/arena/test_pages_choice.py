@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tierckpt.arena.pages import TRY_EVERY, Paging
+from tierckpt.arena.pages import MEASURE_INTERVAL, Paging
 
 MiB = 1 << 20
-FILLS = 8 * TRY_EVERY
+FILLS = 8 * MEASURE_INTERVAL
 
 
 def fills(paging: Paging, huge_seconds: float, small_seconds: float, count: int = FILLS) -> list[bool]:
@@ -26,12 +26,12 @@ def test_both_kinds_are_priced_before_any_choice() -> None:
 
 def test_where_huge_pages_cost_no_more_nearly_all_are_huge() -> None:
     had = fills(Paging(), 1.0, 0.9)
-    assert had.count(False) == FILLS // TRY_EVERY
+    assert had.count(False) == FILLS // MEASURE_INTERVAL
 
 
 def test_where_huge_pages_cost_far_more_nearly_all_are_small() -> None:
     had = fills(Paging(), 4.0, 1.0)
-    assert had.count(True) == FILLS // TRY_EVERY
+    assert had.count(True) == FILLS // MEASURE_INTERVAL
 
 
 def test_the_choice_follows_the_machine() -> None:

@@ -212,7 +212,7 @@ def test_of_many_that_overtake_a_host_one_gets_the_lease(tmp_path: Path) -> None
 
 
 def test_a_host_writes_until_it_releases(lease_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.01)
     lease, before = HostLease(lease_path, "1"), threading.enumerate()
     assert lease.take()
     [thread] = [each for each in threading.enumerate() if each.name == "tierckpt-lease" and each not in before]

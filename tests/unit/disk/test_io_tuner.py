@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 from tierckpt.disk.io_tuner import (
-    AS_GOOD,
+    EQUAL_RATE_SHARE,
     MEASURED_BYTES_MIN,
-    RETRY_EVERY,
+    SHAPE_RETRY_INTERVAL,
     SHAPES,
     TRIES_MIN,
     IoShape,
@@ -50,15 +50,15 @@ def test_a_device_that_changes_its_mind_is_followed() -> None:
     tuner, before, after = WriteTuner(SHAPES), SHAPES[1], SHAPES[2]
     drive(tuner, {shape: 2.0 if shape == before else 1.0 for shape in SHAPES}, 30)
     changed = {shape: 2.0 if shape == after else 0.5 for shape in SHAPES}
-    drive(tuner, changed, RETRY_EVERY * (len(SHAPES) + 1) * 3)
+    drive(tuner, changed, SHAPE_RETRY_INTERVAL * (len(SHAPES) + 1) * 3)
     assert drive(tuner, changed, 15)[after] >= 13
 
 
 def test_others_get_a_second_chance_now_and_then() -> None:
     tuner = WriteTuner(SHAPES)
-    used = drive(tuner, {shape: 2.0 if shape == SHAPES[0] else 1.0 for shape in SHAPES}, RETRY_EVERY * 20)
+    used = drive(tuner, {shape: 2.0 if shape == SHAPES[0] else 1.0 for shape in SHAPES}, SHAPE_RETRY_INTERVAL * 20)
     assert all(used[shape] > TRIES_MIN for shape in SHAPES)
-    assert used[SHAPES[0]] > RETRY_EVERY * 20 * 0.8
+    assert used[SHAPES[0]] > SHAPE_RETRY_INTERVAL * 20 * 0.8
 
 
 def test_small_flushes_teach_nothing_and_are_no_experiments() -> None:
@@ -76,7 +76,7 @@ def test_there_is_one_tuner_for_each_device(tmp_path: Path) -> None:
 
 
 def test_of_shapes_that_are_as_good_the_cheapest_is_taken() -> None:
-    for loss, expected in ((AS_GOOD + 0.01, SHAPES[0]), (AS_GOOD - 0.01, SHAPES[-1])):
+    for loss, expected in ((EQUAL_RATE_SHARE + 0.01, SHAPES[0]), (EQUAL_RATE_SHARE - 0.01, SHAPES[-1])):
         tuner = WriteTuner(SHAPES)
         drive(tuner, {shape: 1.0 if shape == SHAPES[-1] else loss for shape in SHAPES}, len(SHAPES) * TRIES_MIN)
         assert tuner.choose(1) == expected

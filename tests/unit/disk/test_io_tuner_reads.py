@@ -19,7 +19,7 @@ from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.config import Settings
 from tierckpt.disk import io_tuner
 from tierckpt.disk.file_lock import try_lock
-from tierckpt.disk.io_tuner import MODEL_WAYS, WAYS, ReadMode, ReadTuner, best, device_of
+from tierckpt.disk.io_tuner import MODEL_READ_MODES, READ_MODES, ReadMode, ReadTuner, best, device_of
 from tierckpt.errors import StoreError
 from tierckpt.format.layout import model_read_modes, read_modes
 from tierckpt.format.manifest import FileEntry
@@ -35,13 +35,13 @@ CHUNK = 64 * KiB
 SIZE = 4 * 4 * CHUNK
 
 
-def tuner(root: Path, ways: tuple[ReadMode, ...] = WAYS, **settings: Any) -> ReadTuner:
+def tuner(root: Path, ways: tuple[ReadMode, ...] = READ_MODES, **settings: Any) -> ReadTuner:
     return ReadTuner(Settings.load(None, local_root=root, **settings), ways)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
 
-DIRECT, CACHE = WAYS
+DIRECT, CACHE = READ_MODES
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ DIRECT, CACHE = WAYS
 def test_the_cheapest_of_the_fastest_is_taken_and_the_page_cache_must_gain_a_quarter(
     rates: tuple[float, ...], expected: ReadMode
 ) -> None:
-    assert best(dict(zip(WAYS, rates, strict=True))) == expected
+    assert best(dict(zip(READ_MODES, rates, strict=True))) == expected
 
 
 def test_what_was_decided_is_known_to_the_next_process_until_the_next_boot(
@@ -194,7 +194,7 @@ def ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ReadMode]]:
         copy.open()
         if byte_range.size_bytes > MiB // 2:
             mode = "buffered" if not copy.is_direct else "straight" if copy.is_straight else "direct"
-            taken.append((byte_range.start, next(way for way in MODEL_WAYS if way.mode == mode)))
+            taken.append((byte_range.start, next(way for way in MODEL_READ_MODES if way.mode == mode)))
         return real(copy, byte_range, *given)
 
     monkeypatch.setattr(LocalCopy, "read", read)
@@ -207,9 +207,9 @@ def test_the_first_large_load_of_model_files_tries_each_way_and_each_gives_the_b
     root = model.parent
     load_model(model, root)
     assert len({start for start, _ in ways_taken}) == len(ways_taken)  # no byte twice
-    assert [way for _, way in ways_taken[:12]] == [way for way in MODEL_WAYS for _ in range(2)] * 2
+    assert [way for _, way in ways_taken[:12]] == [way for way in MODEL_READ_MODES for _ in range(2)] * 2
     [entry] = json.loads(model_read_modes(root).read_bytes()).values()
-    assert entry["bytes_per_second"].keys() == {str(way) for way in MODEL_WAYS}
+    assert entry["bytes_per_second"].keys() == {str(way) for way in MODEL_READ_MODES}
     assert {way for _, way in ways_taken[12:]} == {ReadMode.parse(entry["mode"])}
     assert not read_modes(root).exists()  # of checkpoints nothing was found out
     ways_taken.clear()
@@ -218,11 +218,11 @@ def test_the_first_large_load_of_model_files_tries_each_way_and_each_gives_the_b
     assert {way for _, way in ways_taken} == {ReadMode.parse(entry["mode"])}
 
 
-@pytest.mark.parametrize("way", MODEL_WAYS, ids=str)
+@pytest.mark.parametrize("way", MODEL_READ_MODES, ids=str)
 def test_each_way_reads_model_files(
     model: Path, way: ReadMode, ways_taken: list[tuple[int, ReadMode]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ReadTuner, "way", lambda *_: way)
+    monkeypatch.setattr(ReadTuner, "mode", lambda *_: way)
     monkeypatch.setattr(ReadTuner, "is_known", lambda *_: True)
     load_model(model, model.parent)
     assert {taken for _, taken in ways_taken} == {way}

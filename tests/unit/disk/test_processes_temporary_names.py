@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tierckpt.disk.processes import (
-    beside,
+    companion_path,
     is_abandoned,
     is_temporary,
     set_aside_name,
@@ -23,7 +23,11 @@ LONG = pytest.mark.parametrize("name", ["n" * 255, "n" * 143, "é" * 127, "日" 
 @LONG
 def test_what_is_added_to_a_long_name_fits(name: str) -> None:
     temporary = temporary_of_this_process(name)
-    for made in (temporary, beside(Path("/d", name), ".0123abcd.incoming").name, set_aside_name(f"d/{name}")[2:]):
+    for made in (
+        temporary,
+        companion_path(Path("/d", name), ".0123abcd.incoming").name,
+        set_aside_name(f"d/{name}")[2:],
+    ):
         assert len(made.encode()) <= ECRYPTFS_NAME_BYTES_MAX
     assert is_temporary(temporary) and not is_abandoned(temporary)
 

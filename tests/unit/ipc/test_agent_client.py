@@ -281,12 +281,12 @@ def test_an_answer_that_drips_does_not_put_off_the_deadline(contact: AgentClient
 def test_a_forked_child_neither_uses_the_connection_nor_keeps_it_open(contact: AgentClient, local_root: Path) -> None:
     settings = contact.settings
     with agent_that(answers({"ok": 1}), root=local_root):
-        ours = contacts.contact_for(settings)
+        ours = contacts.shared_client(settings)
         assert ours.ask({"op": "one"}, start=False) == 1
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
-            own = contacts.contact_for(settings)
+            own = contacts.shared_client(settings)
             sockets = [f for f in os.listdir("/proc/self/fd") if _is_connected_socket(int(f))]  # noqa: PTH208
             said = [own is ours, own.connection is None, ours.connection is None, sockets]
             os.write(writer, json.dumps(said).encode())
@@ -297,7 +297,7 @@ def test_a_forked_child_neither_uses_the_connection_nor_keeps_it_open(contact: A
         assert ours.connection is not None  # and the parent's is as it was
         ends = [fd for fd in os.listdir("/proc/self/fd") if _is_connected_socket(int(fd))]  # noqa: PTH208
         assert len(ends) == len(sockets) + 1  # the server's end is in this process too, and stays with the child
-        contacts.close_contacts()
+        contacts.close_clients()
         os.close(reader)
         os.close(writer)
 

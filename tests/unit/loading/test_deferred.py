@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.reads import asked
 from tierckpt.config import Settings
 from tierckpt.disk.file_io import PAGE_BYTES, Resident
-from tierckpt.disk.io_tuner import SHARED_WAYS
+from tierckpt.disk.io_tuner import SHARED_READ_MODES
 from tierckpt.errors import IntegrityError
 from tierckpt.loading.deferred import Deferral, DeferredTensor
 from tierckpt.loading.safetensors import WantedTensors
@@ -158,7 +158,7 @@ def test_of_columns_the_pieces_are_read(ranks: int, tmp_path: Path, monkeypatch:
     """What lies between them comes from the disk only where other ranks of this node want it."""
     plain, path = torch.randn(64, 16384), tmp_path / "model.safetensors"
     save_file({"w": plain}, path)
-    ways = (replace(SHARED_WAYS[0], ranks=ranks),)
+    ways = (replace(SHARED_READ_MODES[0], ranks=ranks),)
     wanted = WantedTensors(path, "cpu", None, "", Parts(), Settings(local_root=tmp_path / "root"), ways)
     ((_, tensor),) = wanted.stream(1 << 30, Deferral())
     with path.open("rb") as file:
@@ -177,9 +177,8 @@ def test_of_columns_the_pieces_are_read(ranks: int, tmp_path: Path, monkeypatch:
 def test_a_file_that_has_become_shorter_between_pieces_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.randn(64, 16384)}, path)
-    wanted = WantedTensors(
-        path, "cpu", None, "", Parts(), Settings(local_root=tmp_path / "root"), (replace(SHARED_WAYS[0], ranks=4),)
-    )
+    mode = replace(SHARED_READ_MODES[0], ranks=4)
+    wanted = WantedTensors(path, "cpu", None, "", Parts(), Settings(local_root=tmp_path / "root"), (mode,))
     ((_, tensor),) = wanted.stream(1 << 30, Deferral())
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(IntegrityError, match="became shorter"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.cache.file_set import version_of, wanted_of
+from tierckpt.cache.file_set import files_of_rank, version_of
 from tierckpt.checkpoint.local_commit import commit_local
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import parse_uri
@@ -258,7 +258,7 @@ def test_a_large_file_of_a_checkpoint_is_served_as_a_version_of_its_own(tmp_path
     manifest = Manifest("attempt", 1, chunk, (entries[2],), tuple(entries[:2]))
     commit_local(directory, parse_uri("s3://bucket/run/step-1"), manifest, {".metadata": data[".metadata"]})
     holdings = Holdings(tmp_path)
-    large, small = (version_of([wanted_of(entry)]) for entry in entries[:2])
+    large, small = (version_of([files_of_rank(entry)]) for entry in entries[:2])
     assert holdings.report(large, chunk).total == 20
     assert holdings.report(large, chunk).new == (), "the file is not here yet"
     for path in ("large.distcp", "small.distcp"):

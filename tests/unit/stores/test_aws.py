@@ -12,7 +12,7 @@ import pytest
 from tests.services import S3Server
 from tierckpt.errors import ConfigError, MissingExtraError, PermissionDeniedError
 from tierckpt.stores.access import Access
-from tierckpt.stores.aws import s3_access, told_region
+from tierckpt.stores.aws import region_in_error, s3_access
 
 KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
 CONFIG = """
@@ -312,4 +312,4 @@ def test_sources_name_variables_and_no_secret(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_the_region_that_an_error_names(text: str, region: str) -> None:
-    assert told_region(text) == region
+    assert region_in_error(text) == region

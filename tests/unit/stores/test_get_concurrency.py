@@ -11,7 +11,7 @@ import pytest
 
 from tests.virtual_time import VirtualTime
 from tierckpt.errors import ObjectNotFoundError, StoreUnavailableError
-from tierckpt.stores.get_concurrency import CROWDED_MAX, GETS_MAX, GetConcurrency
+from tierckpt.stores.get_concurrency import CROWDED_RETRIES_MAX, GETS_MAX, GetConcurrency
 
 LEAST = 1000
 """Bytes per second that a GET must move."""
@@ -226,7 +226,7 @@ async def test_one_that_creeps_in_every_crowd_fails_in_the_end(gets: Make) -> No
         await turns()
         await some.end(0, error=too_slow(moved_bytes=1))
         tries += 1
-    assert tries == CROWDED_MAX + 1
+    assert tries == CROWDED_RETRIES_MAX + 1
     assert isinstance(some.tasks[0].exception(), StoreUnavailableError)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tierckpt.stores.http_client import WAKE_BYTES, Watermark
+from tierckpt.stores.http_client import WATERMARK_BYTES, Watermark
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_what_is_there_already_is_told_when_less_is_expected(ends: tuple[socket.
 
 @pytest.mark.parametrize(
     ("missing", "most", "wanted"),
-    [(10 * WAKE_BYTES, WAKE_BYTES, WAKE_BYTES), (9000, 700, 700), (0, 700, 1), (9000, 0, 1)],
+    [(10 * WATERMARK_BYTES, WATERMARK_BYTES, WATERMARK_BYTES), (9000, 700, 700), (0, 700, 1), (9000, 0, 1)],
 )
 def test_never_more_than_must_come(
     ends: tuple[socket.socket, socket.socket], missing: int, most: int, wanted: int

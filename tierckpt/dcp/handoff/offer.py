@@ -18,7 +18,7 @@ from ...checkpoint import epoch as epochs
 from ...config import Settings, ranks_of_node
 from ...errors import TierckptError
 from ...format.manifest import FileEntry
-from ...ipc.agent_client import HANDOFF_NAME, contact_for, is_known
+from ...ipc.agent_client import HANDOFF_NAME, is_known, shared_client
 from ...telemetry import logger
 from ..metadata_pickle import encode_plan
 from ..planner import TierSavePlanner
@@ -105,7 +105,7 @@ class Handoff:
             kinds={key: memory.kind for key, memory in memories.items()},
             notes=description.notes,
         )
-        self._name, self._contact = name, contact_for(save.settings)
+        self._name, self._contact = name, shared_client(save.settings)
         self._offer(memories, shards.leases if shards is not None else ())
 
     def _offer(self, memories: Mapping[str, Memory], leases: Collection[Lease]) -> None:

@@ -27,7 +27,7 @@ from ...cache.peer_fill import NotNowError, PeerSources, ReceivedChunk, Work
 from ...cache.store_chunks import StoreChunks
 from ...config import Settings
 from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, TierckptError
-from ...ipc.agent_client import own_contact
+from ...ipc.agent_client import private_client
 from ...telemetry import BYTES, PEER_BANS, logger
 from ...types import Json, Tier
 from ..membership import Member, member_of
@@ -70,7 +70,7 @@ class AgentConnection:
     """A connection to this node's agent. While it is open, the agent serves the chunks that land in ``directory``."""
 
     def __init__(self, settings: Settings, frozen: FileSet, directory: str) -> None:
-        self._contact = own_contact(settings)
+        self._contact = private_client(settings)
         self._version, self._directory = frozen.version, directory
 
     async def view(self, is_fetching: bool) -> ClusterView:

@@ -48,9 +48,9 @@ from ...home import cache_home, expand_user
 from ...redaction import redact
 from ...telemetry import logger
 from ...types import ByteRange, Tier
-from ..http_client import said
+from ..http_client import describe_error
 from ..http_reader import ANSWER_SECONDS_MAX, REDIRECTS_MAX, opener, range_header
-from ..obstore_errors import language_of
+from ..obstore_errors import body_kind
 from ..proxies import proxy_for, routed
 from ..retry import PROBE_SECONDS_MAX, Retries
 from ..signed_requests import MAY_PASS
@@ -135,18 +135,18 @@ class Answer:
     @property
     def reason(self) -> str:
         """The Hub's reason for a refusal: ``X-Error-Message``, or the JSON of the body; ''."""
-        said: Any = self.headers.get("x-error-message", "")
-        if not said:
+        describe_error: Any = self.headers.get("x-error-message", "")
+        if not describe_error:
             with contextlib.suppress(ValueError, RecursionError):
                 found = json.loads(self.body)
-                said = found.get("error") or found.get("message") if isinstance(found, dict) else ""
-        return redact(" ".join(said.split())[:REASON_MAX]) if isinstance(said, str) else ""
+                describe_error = found.get("error") or found.get("message") if isinstance(found, dict) else ""
+        return redact(" ".join(describe_error.split())[:REASON_MAX]) if isinstance(describe_error, str) else ""
 
     def json(self) -> Any:
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError):
-            raise not_a_hub(self.url, language_of(self.body.decode("utf-8", "replace"))) from None
+            raise not_a_hub(self.url, body_kind(self.body.decode("utf-8", "replace"))) from None
 
 
 class Hub:
@@ -309,7 +309,7 @@ class Hub:
         unseen = "this token may not see it" if hub_token() else "it is not to be seen without HF_TOKEN"
         says = f": the Hub says: {reason}" if reason else ""
         context: dict[str, Any] = {"tier": Tier.SHARED, "code": code or None, "reason": reason or None}
-        what = language_of(answer.body.decode("utf-8", "replace"))
+        what = body_kind(answer.body.decode("utf-8", "replace"))
         if not code and status in (404, 405) and what.startswith("it sends an HTML"):
             return not_a_hub(answer.url, what)
         if status == 401 and hub_token() and (not code or "invalid" in reason.lower()):
@@ -380,11 +380,11 @@ def request(url: str, headers: Mapping[str, str], form: bytes | None = None) -> 
         raise _failure(url, reason if isinstance(reason, BaseException) else error) from None
     if answer.status == 407:
         raise _refused_by_proxy(url, 407)
-    _answering.add(host)
+    _proven_hosts.add(host)
     return answer
 
 
-_answering: set[str] = set()
+_proven_hosts: set[str] = set()
 """Hosts that have answered this process: their names exist."""
 _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 _NOT_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE", "PACKET_LENGTH_TOO_LONG"}
@@ -405,7 +405,7 @@ def _failure(url: str, error: BaseException) -> StoreError:
         return _refused_by_proxy(url, int(refusal[1]))
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
         return not_a_hub(url, f"it says {str(error).strip()[:60]!r}")
-    if isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_NAME and host not in _answering:
+    if isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_NAME and host not in _proven_hosts:
         what = f"the name of {proxy.name}" if proxy is not None else f"the name of {host}"
         variable = proxy.variable if proxy is not None else "HF_ENDPOINT"
         return EndpointError(
@@ -413,7 +413,7 @@ def _failure(url: str, error: BaseException) -> StoreError:
             hint=f"Check {variable}, and the DNS of this node",
             tier=Tier.SHARED,
         )
-    reason = f"{proxy.name}: {said(error)}" if proxy is not None else said(error)
+    reason = f"{proxy.name}: {describe_error(error)}" if proxy is not None else describe_error(error)
     return unavailable(host, reason)
 
 

@@ -35,8 +35,8 @@ from .structure_types import CONSTANTS, bad
 
 _HEAD = struct.Struct("<Q")
 _BELOW = "step"
-Place = tuple[str, str]
-NONE_SENT: Mapping[Place, int | torch.Tensor] = MappingProxyType({})
+TensorKey = tuple[str, str]
+NONE_SENT: Mapping[TensorKey, int | torch.Tensor] = MappingProxyType({})
 UNTRACED = (
     "{}, which no optimizer of the state steps, was changed in a way that version counters do not show (.data, numpy, "
     "a fused kernel of another optimizer). The log includes it in each step after the next checkpoint"
@@ -57,13 +57,13 @@ class Attachments:
     their device; one pass over other parameters, on the digest thread.
     """
 
-    def __init__(self, state: Mapping[str, Any], untraced: set[Place]) -> None:
-        self._seen: dict[Place, Any] = {}
+    def __init__(self, state: Mapping[str, Any], untraced: set[TensorKey]) -> None:
+        self._seen: dict[TensorKey, Any] = {}
         self._untraced = untraced
-        self._marks: dict[Place, int] = {}
+        self._marks: dict[TensorKey, int] = {}
         for name, key, tensor in _tensors_of(state):
             self._seen[name, key] = _mark(tensor)
-        self._places = self._seen.keys() | set[Place]()
+        self._places = self._seen.keys() | set[TensorKey]()
 
     def rebase(self, state: Mapping[str, Any]) -> None:
         """Note that a checkpoint has the current state: the next attachment has all changes since the last step."""
@@ -71,9 +71,9 @@ class Attachments:
             if self._seen.get((name, key)) != _mark(tensor):
                 self._seen.pop((name, key), None)
 
-    def check(self, state: Mapping[str, Any], sent: Mapping[Place, int | torch.Tensor] = NONE_SENT) -> Check:
+    def check(self, state: Mapping[str, Any], sent: Mapping[TensorKey, int | torch.Tensor] = NONE_SENT) -> Check:
         """Return a check of the parameters against the newest step. ``sent``: marks of attached parameters."""
-        marks: dict[Place, Any] = dict(sent)
+        marks: dict[TensorKey, Any] = dict(sent)
         for name, key, tensor in _parameters_of(state):
             if (name, key) not in marks:
                 marks[name, key] = begin_digests([local_shard(tensor.detach())])
@@ -97,7 +97,7 @@ class Attachments:
         """Return a step's attachment and ``check``. Raises StateMismatchError for values that cannot be restored."""
         encoder = Encoder(_BELOW, is_ambiguous=True)
         tensors: dict[str, dict[str, torch.Tensor]] = {}
-        sent, places = dict[Place, int | torch.Tensor](), set[Place]()
+        sent, places = dict[TensorKey, int | torch.Tensor](), set[TensorKey]()
         for name, key, tensor in _tensors_of(state):
             mark = _mark(tensor)
             places.add((name, key))
@@ -135,7 +135,7 @@ class Attached:
         self._state = state
         self._live = {(name, key): tensor for name, key, tensor in _tensors_of(state)}
         self._newest: dict[str, Any] | None = None
-        self._marks: dict[Place, int] = {}
+        self._marks: dict[TensorKey, int] = {}
 
     def take(self, attachment: bytes) -> int:
         if not self._marks:
@@ -150,7 +150,7 @@ class Attached:
             self._mark({(name, key) for key in tensors if isinstance(self._live[name, key], torch.nn.Parameter)})
         return _total(self._marks)
 
-    def _mark(self, places: Collection[Place]) -> None:
+    def _mark(self, places: Collection[TensorKey]) -> None:
         for place in places:
             [self._marks[place]] = digest_values(digests_of([local_shard(self._live[place].detach())])) or [0]
 
@@ -254,7 +254,7 @@ def _parameters_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.T
     yield from (one for one in _tensors_of(state) if isinstance(one[2], torch.nn.Parameter))
 
 
-def _total(marks: Mapping[Place, int]) -> int:
+def _total(marks: Mapping[TensorKey, int]) -> int:
     return int(combined_digest([marks[place] for place in sorted(marks)]), 16) if marks else 0
 
 
@@ -267,12 +267,12 @@ def _extra_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def _mark(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, torch.nn.Parameter):
         shard = local_shard(tensor.detach())
-        some = digests_of([sample_of(_as_it_lies(shard))]) if shard.device.type == "cpu" else []
+        some = digests_of([sample_of(_in_memory_order(shard))]) if shard.device.type == "cpu" else []
         return id(tensor), torch_internals.version_of(tensor), torch_internals.version_of(shard), shard.data_ptr(), some
     return Fingerprint.of_tensor(local_shard(tensor)).int_value
 
 
-def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` with its dimensions in memory order, so that sampling needs no copy."""
     if tensor.is_contiguous():
         return tensor

@@ -35,7 +35,7 @@ from .modules import is_flat, parameters_by_name
 from .reconstruction import Decoder, NewTensors, has_device
 from .stored import STRUCTURE, Path, Stored, is_plain, nested, not_plain, not_plain_below
 
-LOOSE = "param."
+UNNAMED = "param."
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
@@ -123,7 +123,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _loose(group: int, index: int, taken: set[str]) -> str:
-    name = f"{LOOSE}{group}.{index}"
+    name = f"{UNNAMED}{group}.{index}"
     while name in taken:
         name += "_"
     return name
@@ -353,8 +353,10 @@ class OptimizerTarget:
             left = [one for one in self._optimizer.param_groups[number][PARAMS] if id(one) not in found]
             open_names = [name for name in saved if name in free]
             loose = {id(one) for one, possible in zip(self._optimizer.param_groups[number][PARAMS], candidates[number],
-                     strict=True) if possible[0].startswith(LOOSE)}  # fmt: skip
-            is_loose = all(id(one) in loose for one in left) or all(str(name).startswith(LOOSE) for name in open_names)
+                     strict=True) if possible[0].startswith(UNNAMED)}  # fmt: skip
+            is_loose = all(id(one) in loose for one in left) or all(
+                str(name).startswith(UNNAMED) for name in open_names
+            )
             # A module that translates its state dict's keys has other names too, so only the order is left.
             is_loose |= any(map(torch_internals.submodules_that_load_themselves, self._modules.values()))
             if len(left) == len(open_names) and is_loose:

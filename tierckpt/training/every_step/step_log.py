@@ -56,7 +56,7 @@ from ...replication.log_copies import bring_log, copies_of
 from ...resources import exhausted
 from ...save import log_segments
 from ...telemetry import logger
-from ..codec.attachment import Attached, Attachments, Place
+from ..codec.attachment import Attached, Attachments, TensorKey
 from ..rank_exchange import all_gather, is_distributed
 from ..saves import Notes, SaveRecord
 
@@ -64,7 +64,7 @@ log = logger("checkpointer")
 
 BASES_KEPT = 2
 """If the newest checkpoint is damaged, the previous one leads to the newest step too."""
-PATIENCE_STEPS_MAX = 64
+RESTART_STEPS_MAX = 64
 _ASKED = re.compile(r"(\d+) (steps?|ms)")
 
 Span = tuple[str, int, int]
@@ -142,7 +142,7 @@ class StepLog:
         self._bases: deque[int] = deque(maxlen=BASES_KEPT)
         self._room = _Room(settings, self._directory)
         self._log: GradientLog | None = None
-        self._untraced: set[Place] = set()
+        self._untraced: set[TensorKey] = set()
         self._attachments = Attachments({}, self._untraced)
         self._named = 0
         self._branch: Branch | None = None
@@ -197,7 +197,7 @@ class StepLog:
         steps = step - self._based_at
         if steps < self._patience:
             return False
-        self._patience = min(2 * self._patience, PATIENCE_STEPS_MAX) if steps < 2 * self._patience else 1
+        self._patience = min(2 * self._patience, RESTART_STEPS_MAX) if steps < 2 * self._patience else 1
         return True
 
     def based(self, base: str, step: int, state: Mapping[str, Any], failure: BaseException | None = None) -> None:

@@ -46,7 +46,7 @@ log = logger("checkpointer")
 State: TypeAlias = Mapping[str, Any]
 
 DONE, PENDING = "", "pending"
-SAID_SECONDS = 1.0
+WARNING_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,7 @@ class SaveWindow:
                     window.failure = window.failure or stager.failure or COPY_HANGS
             waited = time.perf_counter() - begun
             record.blocked_seconds += waited
-            if waited >= SAID_SECONDS:
+            if waited >= WARNING_SECONDS:
                 log.info("%s: waited %.1f s until its parts were at one version", record.uri, waited)
             self._settle(window)
         else:
