@@ -40,7 +40,7 @@ def status(key):
 
 write_file = export_file.write_file
 import tierckpt.loading.export as exports
-ReadTuner.way = lambda *_: ReadMode(direct=True, threads=2)
+ReadTuner.mode = lambda *_: ReadMode(direct=True, threads=2)
 exports.write_file = lambda *arguments: write_file(*arguments, window_bytes=int(sys.argv[4]))
 export_safetensors(sys.argv[1], sys.argv[2] + "-small", only="small")
 open("/proc/self/clear_refs", "w").write("5")

@@ -66,9 +66,9 @@ def test_what_was_decided_is_known_to_the_next_process_until_the_next_boot(
     with tmp_path.joinpath("file").open("wb") as file:
         device = device_of(file.fileno())
     first = tuner(tmp_path)
-    assert not first.is_known(device) and first.way(device) == DIRECT
+    assert not first.is_known(device) and first.mode(device) == DIRECT
     first.decide(device, {DIRECT: 1e9, CACHE: 2e9}, "here")
-    assert tuner(tmp_path).is_known(device) and tuner(tmp_path).way(device) == CACHE
+    assert tuner(tmp_path).is_known(device) and tuner(tmp_path).mode(device) == CACHE
     assert not tuner(tmp_path).is_known(f"{device} of another boot")
     monkeypatch.setattr(io_tuner, "boot_id", lambda: "later")
     with tmp_path.joinpath("file").open("wb") as file:
@@ -83,7 +83,7 @@ def test_what_was_decided_is_known_to_the_next_process_until_the_next_boot(
 )
 def test_a_damaged_result_is_no_result(kept: bytes, tmp_path: Path) -> None:
     read_modes(tmp_path).write_bytes(kept)
-    assert not tuner(tmp_path).is_known("d") and tuner(tmp_path).way("d") == DIRECT
+    assert not tuner(tmp_path).is_known("d") and tuner(tmp_path).mode("d") == DIRECT
 
 
 # --- the trial -------------------------------------------------------------------------------------------------------
