@@ -69,11 +69,11 @@ class Browser:
         await self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     async def emulate_theme(self, theme: str) -> None:
-        """``light`` or ``dark``: what the page's ``prefers-color-scheme`` says."""
+        """``light`` or ``dark``: the page's ``prefers-color-scheme``."""
         await self._say("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
 
     async def value(self, expression: str) -> Any:
-        """What the page has for ``expression``."""
+        """Return the page's value of ``expression``."""
         answer = await self._say("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")

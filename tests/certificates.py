@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority of their own, and what it issues."""
+"""Certificates for tests: a private authority and its certificates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 
 class Authority:
-    """Issues certificates into ``directory``; ``path`` is its own, which those who trust it are given."""
+    """Issues certificates into ``directory``; ``path`` is its own certificate, which clients trust."""
 
     def __init__(self, directory: Path, name: str = "tests") -> None:
         self.directory = directory
@@ -51,7 +51,7 @@ class Authority:
         return paths
 
     def server_side(self, host: str = "127.0.0.1", **issued: bool) -> ssl.SSLContext:
-        """Return what a server for ``host`` speaks TLS with."""
+        """Return the TLS context of a server for ``host``."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*self.issue(host, **issued))
         return context

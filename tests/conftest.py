@@ -32,7 +32,7 @@ logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 for variable in ("CI", "BUILD_NUMBER"):
     os.environ.pop(variable, None)
 
-# The same examples in every run: a change is judged by what it changed. Others are drawn by `make torture-properties`.
+# The same examples in every run, so that a failure belongs to a change. `make torture-properties` draws others.
 hypothesis.settings.register_profile("drawn", derandomize=False, deadline=None)
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
@@ -41,7 +41,7 @@ hypothesis.settings.load_profile("fixed")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A server of the standard library looks twice a second whether it shall end, and whoever ends it waits for that.
+# A server of the standard library checks twice a second whether to stop, and a stop waits for that.
 socketserver.BaseServer.serve_forever.__defaults__ = (0.02,)
 
 LONGEST_FIRST = (
@@ -60,15 +60,15 @@ LONGEST_FIRST = (
     "test_replica_faults.py",
     "test_replicas.py",
 )
-"""Files of minutes. Several workers take a file each: none of these should be begun last."""
+"""Files that take minutes. Each worker takes a file at a time: none of these should start last."""
 
 
 DEVICE = os.environ.get("TIERCKPT_TEST_DEVICE", "")
-"""The device on which tests make their tensors (``make test-device``): ``cuda`` where there is one."""
+"""Device of the tests' tensors (``make test-device``): ``cuda`` if available."""
 
 SHARE = os.environ.get("TIERCKPT_TEST_SLOW_SHARE", "")
-"""``SEED/N``: of the tests marked slow every N-th, from one on that SEED chooses: each share has as many of each file,
-and takes about as long as the others. What is left out is deselected, and counted as such."""
+"""``SEED/N``: every N-th of the slow tests, starting at a random one: each share has equally many of each file, and
+takes equally long. The others are deselected, and counted as such."""
 
 
 def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -82,7 +82,7 @@ HOST_ONLY = (
     *("test_a_save_that_is_exact_at_once", "test_a_rounding_of_another", "test_gradients_that_were_reduced"),
     "before the next update",  # the digest of a device is known a step later
 )
-"""Parts of the names of tests that are for the host: CUDA has no such kernel, or they stand in for a device."""
+"""Parts of the names of tests for the host: CUDA has no such kernel, or they simulate a device."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -101,7 +101,7 @@ CLOUD_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_", "AZURITE_")
 
 @pytest.fixture(autouse=True)
 def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test sees the settings or the cloud credentials of the person who runs it, nor writes outside tmp_path."""
+    """No test sees the user's settings or cloud credentials, or writes outside tmp_path."""
     for name in os.environ:
         ours = name.startswith("TIERCKPT_") and not name.startswith("TIERCKPT_TEST_")
         if ours or name.startswith(CLOUD_PREFIXES):

@@ -61,12 +61,12 @@ def _download(name: str, into: Path) -> Path:
 def imported(
     root: Path, real: Sequence[str], also_replaced: Sequence[str], values: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Make the package below ``root`` importable: ``real`` modules are those of the wheel, the others are stand-ins.
+    """Make the package below ``root`` importable: ``real`` modules are from the wheel, the others are stand-ins.
 
     Args:
-        real: modules, each with what is below it.
-        also_replaced: packages that the engine needs and that are replaced where they are not installed.
-        values: what replaced modules hold, by dotted name.
+        real: modules, each with its submodules.
+        also_replaced: packages that the engine needs, replaced if they are not installed.
+        values: contents of replaced modules, by dotted name.
     """
     package = real[0].partition(".")[0]
     absent = [name for name in also_replaced if importlib.util.find_spec(name) is None]
@@ -102,7 +102,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """A stand-in has nothing to run."""
+        """A stand-in does nothing."""
 
 
 class _StandIn(types.ModuleType):
@@ -127,7 +127,7 @@ class _Anything(type):
     __ror__ = __or__
 
     def __bool__(cls) -> bool:
-        return False  # a flag that nobody has set
+        return False  # an unset flag
 
 
 def _anything(name: str) -> Any:

@@ -1,10 +1,10 @@
-"""A FUSE mount of a directory whose file system lacks what the test says: real system calls, real refusals.
+"""A FUSE mount of a directory with a restricted file system: real system calls, real refusals.
 
     with mounted(tmp_path, no=("symlink", "link")) as mount: ...
 
 The server is a process of its own, which speaks to /dev/fuse itself: no library, no package. Needs root and /dev/fuse.
 
-What it can be told (``FuseMount.set`` changes it while it is mounted):
+Options (``FuseMount.set`` changes them while it is mounted):
     no         calls that are refused, each with the error of ``NUMBERS`` or ``numbers``
     numbers    another error for a call: {"symlink": errno.EPERM}
     inodes     "changing": another inode number at each look
@@ -295,7 +295,7 @@ class Server:
         old, new = self.child(node, one), f"{self.path(to)}/{os.fsdecode(other)}"
         gone = os.path.lexists(new) and os.lstat(new).st_ino
         if gone == os.lstat(old).st_ino:
-            return b""  # two names of one file: nothing is done
+            return b""  # two names of one file: no operation
         os.rename(old, new)
         name = os.path.relpath(new, self.backing)
         if gone and (left := self._nodes.get(gone)) is not None:

@@ -20,7 +20,7 @@ def container() -> list[str]:
 
 
 def other_host(directory: Path) -> list[str]:
-    """Another boot id; the number of the pid namespace is that of this host, as the first one's is everywhere."""
+    """Another boot id; the number of the pid namespace is this host's, as for the first one on every host."""
     boot = directory / f"boot-{uuid.uuid4()}"
     boot.write_text(f"{uuid.uuid4()}\n")
     mount = f'mount --bind {shlex.quote(str(boot))} {BOOT_ID} && exec "$@"'

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def run(work: Coroutine[Any, Any, T], timeout_seconds: float = 60.0) -> T:
-    """Run ``work`` on the loop and return its result. What it starts goes on after that."""
+    """Run ``work`` on the loop and return its result. Tasks that it starts continue afterwards."""
     return asyncio.run_coroutine_threadsafe(work, loop()).result(timeout_seconds)
 
 

@@ -17,7 +17,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 @dataclass(frozen=True)
 class Layout:
-    """Files, as the tensors in each; indexes, as the file of each tensor; and what is loaded, or the error."""
+    """Files with their tensors; indexes with the file of each tensor; and the expected selection, or the error."""
 
     files: Mapping[str, tuple[str, ...]]
     indexes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def open_files(start: Path | str) -> dict[int, str]:
-    """Each descriptor whose file's name begins with ``start`` (a directory, or how memory is named), and the name."""
+    """Yield each descriptor of a file with a name that begins with ``start`` (a directory, or a memory name)."""
     found = {}
     for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208
         try:

@@ -1,4 +1,4 @@
-"""One node's peer server and what it holds, in this process, for the tests of the wire."""
+"""One node's peer server and its files, in this process, for the tests of the wire."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def commit(root: Path, uri: str, data: Data, *, leave_out: Sequence[str] = ()) -
 
 
 class Alone:
-    """What the server needs to know of who is there."""
+    """The members that the server knows."""
 
     def __init__(self, name: str = "server") -> None:
         self.me = Member(name, "127.0.0.1:0")
@@ -110,7 +110,7 @@ def secret_file(folder: Path, secret: str = SECRET, mode: int = 0o600) -> Path:
 
 
 def settings_of(root: Path, **changed: Any) -> Settings:
-    """Settings of a node whose secret lies beside its local root. Its cache keeps files however full the disk is."""
+    """Settings of a node with its secret next to its local root. Its cache keeps files on a full disk, too."""
     given = {"local_root": root, "peer_listen": "127.0.0.1:0", "local_high_water": 1.0, **changed}
     if "peer_secret_file" not in given:
         given["peer_secret_file"] = secret_file(root.with_name(f"{root.name}-secrets"))
@@ -161,7 +161,7 @@ async def serving(root: Path, **changed: Any) -> AsyncIterator[Node]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Return when the server has come so far. It tells nobody, so it is looked at."""
+    """Wait until the server has reached that point, by polling."""
     async with asyncio.timeout(EVENT_SECONDS):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""What a load reads: by our own telemetry, and by what the kernel was asked for."""
+"""Bytes read by a load: by our own telemetry, and by the kernel's counters."""
 
 from __future__ import annotations
 

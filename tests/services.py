@@ -68,7 +68,7 @@ def pid_namespace() -> list[str]:
     try:
         subprocess.run([*command, "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        unavailable(f"a pid namespace cannot be made here: {error}")
+        unavailable(f"cannot create a pid namespace: {error}")
     return command
 
 
@@ -79,7 +79,7 @@ def init_of(process: subprocess.Popen[bytes]) -> int:
 
 @contextmanager
 def shared_memory_alone() -> Iterator[None]:
-    """No other test measures what the machine has in shared memory, or takes much of it, meanwhile.
+    """Exclude other tests that measure or use much of the machine's shared memory.
 
     Tests run in several processes, and the kernel counts that memory for all of them together.
     """
@@ -94,11 +94,11 @@ def shared_memory_alone() -> Iterator[None]:
                     raise
                 time.sleep(0.05)
         yield
-    time.sleep(0.2)  # whoever waits is next
+    time.sleep(0.2)  # lets the next waiting process run
 
 
 class HttpServer:
-    """A server in this process, on a port of its own. What it answers to GET and HEAD is for ``answer`` to say."""
+    """A server in this process, on a port of its own. ``answer`` handles GET and HEAD."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         server = self
@@ -136,7 +136,7 @@ class S3Server:
     secret_key: str
 
     def environment(self) -> dict[str, str]:
-        """Return the variables with which any S3 client reaches this server."""
+        """Return the environment variables for an S3 client of this server."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": self.access_key,
@@ -164,7 +164,7 @@ class S3Server:
 
     @contextmanager
     def bucket(self) -> Iterator[str]:
-        """Make a bucket with a new name; remove it and what is in it at the end."""
+        """Make a bucket with a new name; remove it and its objects at the end."""
         client = self.client()
         name = f"test-{secrets.token_hex(6)}"
         client.create_bucket(Bucket=name)
@@ -177,7 +177,7 @@ class S3Server:
 
     @staticmethod
     def _removed(client: Any, name: str) -> bool:
-        """Remove a bucket and what is in it; False when a drain that a test has left puts more there."""
+        """Remove a bucket and its objects; False if a remaining drain of a test adds objects."""
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=name):
             keys = [{"Key": item["Key"]} for item in page.get("Contents", [])]
             if keys:
@@ -327,7 +327,7 @@ def _wait_for_answer(url: str, process: subprocess.Popen[bytes]) -> None:
 def free_port() -> int:
     """Return a port of loopback that no other test of this machine is given for long, whatever process it runs in.
 
-    It lies below those that the kernel gives to who asks for none: one of them may be gone before its server starts.
+    The port is below the kernel's ephemeral range: a port from that range may be taken before its server starts.
     """
     with (Path(tempfile.gettempdir()) / "ports-of-tests").open("a+") as last:
         fcntl.flock(last, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Time that passes only while nothing can run: the deadlines and pauses of an event loop, exact on a busy machine."""
+"""Time that passes only when no task can run: exact deadlines and pauses of an event loop, on a busy machine too."""
 
 from __future__ import annotations
 

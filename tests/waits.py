@@ -1,8 +1,8 @@
-"""What the thread that runs a test waits for in vain: by what its waits asked for, and not by a clock of the machine.
+"""Waits of a test's thread that time out: counted by the requested time, and not by a clock of the machine.
 
-Every wait of Python's with a deadline ends in ``Condition.wait``. One that runs out has been for nothing; so the sum of
-these is what an ill disk, process or thread has cost, however busy the machine is. One that ends late says that this
-thread had no processor, and of the others nothing: what it waited for is looked at once more (``poll.wait_while``).
+Every wait of Python's with a deadline ends in ``Condition.wait``. A wait that times out was in vain; their sum is
+the cost of an ill disk, process or thread, even on a busy machine. A wait that ends late means that this thread had
+no processor: its condition is checked once more (``poll.wait_while``).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import pytest
 from tierckpt.poll import LATE
 
 BUDGET_SECONDS = 0.5
-"""What training may wait for somebody that is ill."""
+"""Budget of a training thread's waits for an ill component."""
 
 
 ANSWER_SECONDS = 30.0
-"""What is healthy has answered by then, on a busy machine too."""
+"""Healthy components answer by then, on a busy machine too."""
 LATE_SECONDS = 0.05
 """By which a wait ends late, however short it was to be."""
 SEEDED_SECONDS = 1.0
-"""The same where it is known that something is ill."""
+"""The same once a component is known to be ill."""
 
 
 class TooLongError(AssertionError):
@@ -57,7 +57,7 @@ real = threading.Condition.wait
 
 @contextmanager
 def counted(answer_seconds: float = ANSWER_SECONDS) -> Iterator[Waits]:
-    """Count what this thread waits in vain in the block. A wait beyond the budget raises TooLongError."""
+    """Count waits of this thread that time out in the block. A wait beyond the budget raises TooLongError."""
     waits = Waits(answer_seconds)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(threading.Condition, "wait", lambda one, timeout=None: waits.wait(one, timeout))

@@ -1,6 +1,6 @@
-"""Placement and schedule under a virtual clock: the figures they must reach, and a bad schedule that must stand out.
+"""Placement and schedule under a virtual clock: the required figures, and a bad schedule that must fail them.
 
-Where a fault is played it must have fired. ``python bench/fanout_simulation.py`` runs more and larger cases.
+An injected fault must have fired. ``python bench/fanout_simulation.py`` runs more and larger cases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``bench/gpu.py`` is for machines with a GPU; here is what can be said of it without one: it runs, and it compares."""
+"""``bench/gpu.py`` needs a GPU; without one these tests check that it runs, and that it compares."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def train_deepspeed(uri: str, folder: Path, log: Log) -> None:
 
 
 def train_torchtitan(uri: str, folder: Path, log: Log) -> None:
-    """torchtitan's own manager: nothing of tierckpt but the folder."""
+    """torchtitan's own manager, with tierckpt's folder only."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
     from torch.distributed.fsdp import fully_shard
     from torchtitan.components.checkpointer.dcp import CheckpointManager
@@ -351,7 +351,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 def verl_on_cpu() -> None:
-    """A platform of verl's, of which it has none without an accelerator. Before anything else of verl is imported."""
+    """A platform for verl, which has none without an accelerator. Runs before other imports of verl."""
     from verl.plugin.platform import platform_cuda, platform_manager
 
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "empty_cache"):

@@ -1,4 +1,4 @@
-"""Tensor subclasses that hold fewer bytes than their shape and dtype say, as those of quantized weights do."""
+"""Tensor subclasses with fewer bytes than their shape and dtype imply, like quantized weights."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ Prepared: TypeAlias = tuple[nn.Module, torch.optim.Optimizer, Iterable[Any]]
 
 
 class Framework(Protocol):
-    """What the script needs of a framework: models and loaders made its own, its backward."""
+    """Framework-specific parts of the script: preparing models and loaders, and its backward."""
 
     def prepare(self, model: nn.Module, loader: DataLoader[Any]) -> Prepared: ...
 

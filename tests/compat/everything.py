@@ -1,4 +1,4 @@
-"""A state dict with one of everything DCP can hold, blank ones to load into, and a comparison of bits.
+"""A state dict with every kind of value that DCP can save, blank ones to load into, and a comparison of bits.
 
 Imports torch alone: stock_reader.py uses it in a process where tierckpt cannot be imported.
 """

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTra
 
 
 class Flipped(StreamTransformExtension):
-    """Inverts every bit: the file holds nothing that reads without the extension."""
+    """Inverts every bit, so the file is unreadable without the extension."""
 
     @staticmethod
     def registry_name() -> str:
@@ -49,7 +49,7 @@ class _FlippedWriter(io.RawIOBase):
 
 
 class _FlippedReader(io.RawIOBase):
-    """Readable, not seekable, and it returns less than it is asked for: what a compressor does."""
+    """Readable, not seekable, and with short reads, like a compressor."""
 
     def __init__(self, source: IO[bytes]) -> None:
         self._source = source

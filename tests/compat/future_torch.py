@@ -2,11 +2,11 @@
 
     python -m tests.compat.future_torch KIND VERB DIRECTORY
 
-KIND   fields: each class has a further field, whose value is the variable LATER when it is made
+KIND   fields: each class has a further field with the value of the variable LATER at its construction
        enum:   the Enum of memory formats has a further member
        none:   torch as it is
 VERB   save:   DIRECTORY/ours and DIRECTORY/stock, and DIRECTORY/mine by Checkpointer
-       load:   load all three and print what the metadata of the first two says, as JSON
+       load:   load all three and print the metadata of the first two as JSON
 """
 
 from __future__ import annotations

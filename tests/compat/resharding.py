@@ -1,4 +1,4 @@
-"""What each rank does in the resharding matrix (test_resharding.py starts it)."""
+"""One rank of the resharding matrix (started by test_resharding.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.states import same
 
 
 def save_layouts(folder: str) -> list[str]:
-    """Save this world's every layout through us, and beside it the whole tensors, written without us."""
+    """Save every layout of this world through tierckpt, and the whole tensors without it."""
     world = dist.get_world_size()
     names = []
     for index, layout in enumerate(LAYOUTS[world]):

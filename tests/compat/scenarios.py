@@ -1,4 +1,4 @@
-"""What each rank does in test_contract.py: the ways in which DCP drives a StorageWriter and StorageReader."""
+"""One rank of test_contract.py: the ways in which DCP drives a StorageWriter and StorageReader."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def load(uri: str, **overrides: Any) -> dict[str, Any]:
 
 
 def async_saves(folder: str, executor: str) -> dict[str, bool]:
-    """Three asynchronous saves with one writer; the state changes as soon as each call has staged it."""
+    """Three asynchronous saves with one writer; the state changes right after each call has staged it."""
     writer = tierckpt.TierStorageWriter(f"{folder}/step-0")
     group = dist.new_group(backend="gloo")
     outcome = {}
@@ -157,7 +157,7 @@ def _gathered(tensor: sharded_tensor.ShardedTensor) -> torch.Tensor | None:
 
 
 def saving_over_and_over(folder: str, elsewhere: str) -> dict[str, Any]:
-    """One id saved ten times, faster than it drains: the last one stands on both tiers, and no drain fails."""
+    """One id saved ten times, faster than it drains: both tiers end with the last save, and no drain fails."""
     uri = f"{folder}/step-1"
     errors: list[str] = []
     for step in range(10):
@@ -169,7 +169,7 @@ def saving_over_and_over(folder: str, elsewhere: str) -> dict[str, Any]:
         except tierckpt.TierckptError as error:
             errors.append(str(error))
             if isinstance(error, tierckpt.errors.OperationTimeoutError):
-                break  # else on: what stands in the end is a question of its own
+                break  # otherwise continue: the final content is checked elsewhere
     gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, errors)
     return {

@@ -1,4 +1,4 @@
-"""What each rank does in test_sharing.py: loads in which ranks of one node want the same bytes."""
+"""One rank of test_sharing.py: loads of the same bytes by several ranks of one node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS, COLUMNS = 1024, 512
 
 
 class Read:
-    """What this rank reads while it is open, in bytes by tier; and how often it gave up reading with the others."""
+    """Bytes read by this rank while it is open, by tier, and the number of shared reads it gave up."""
 
     def __enter__(self) -> Read:
         self.bytes: dict[str, float] = {}
@@ -107,7 +107,7 @@ def shard_bytes(uri: str) -> int:
 
 
 def load(uri: str, kind: str, **overrides: Any) -> dict[str, Any]:
-    """Load, and say on every rank what all of them read, and whether all have what they should."""
+    """Load; return on every rank the bytes read by all of them, and whether all loaded the right state."""
     state = cleared(STATES[kind]())
     with Read() as read:
         dcp.load(state, storage_reader=tierckpt.TierStorageReader(uri, **overrides))
@@ -162,7 +162,7 @@ def load_model(uri: str, apart: bool) -> dict[str, Any]:
 
 
 def restore_elsewhere(uri: str, local_root: str) -> dict[str, Any]:
-    """Save with a Checkpointer, and restore on a node that has nothing of it."""
+    """Save with a Checkpointer, and restore on an empty node."""
     with tierckpt.Checkpointer(uri, chunk_size_bytes=CHUNK) as checkpointer:
         checkpointer.save(7, replicated())
     dist.barrier()

@@ -51,7 +51,7 @@ FRAMEWORKS = [
 
 
 def train(name: str, uri: str, folder: Path, log: Path, kill_at: int = 0, *, ranks: int = 1, nodes: int = 1) -> str:
-    """Run a driver to its end, which is that of rank 0 where that kills itself. Returns what the ranks have said."""
+    """Run a driver until it ends, or until rank 0 kills itself. Returns the output of the ranks."""
     port, processes = str(free_port()), []
     for rank in range(ranks):
         node, local = divmod(rank, ranks // nodes)
@@ -80,7 +80,7 @@ def said(folder: Path) -> str:
 
 
 def lose(folder: Path) -> None:
-    """Lose every node of a run, when it has drained. Nodes commit together what each has a part of."""
+    """Lose every node of a drained run. Nodes commit together if each has a part."""
     drain = [sys.executable, "-m", "tierckpt", "drain", "--wait", "--local-root"]
     roots = sorted(folder.glob("node-*/local"))
     worker.finish([worker.start([*drain, str(root)], folder / "drain.log", {}) for root in roots], folder, 120)
@@ -239,7 +239,7 @@ def paused() -> Iterator[None]:
 
 
 def resume_and_restore(uri: str, names: list[str], into: Path) -> Path | None:
-    """Restore the newest of what a lost node has drained, all of ``names``."""
+    """Restore the newest drained checkpoint of a lost node, all of ``names``."""
     assert run_cli(["drain", "--resume"]) == 0
     for name in names:
         tierckpt.wait(f"{uri}/{name}", timeout_seconds=60)
@@ -365,7 +365,7 @@ def test_each_trial_of_a_search_of_transformers_is_a_run_of_its_own(named: bool,
 
 
 def written_again_by_transformers(uri: str, place: Path, *, is_told: bool) -> None:
-    """A training that begins anew, and one that is told to save what it has just saved."""
+    """A restarted training, and one that must save the same step again."""
     from tierckpt.integrations.transformers import TierCallback
 
     args, saved = SimpleNamespace(output_dir=str(place.parent), enable_jit_checkpoint=is_told), SimpleNamespace()
@@ -404,7 +404,7 @@ def written_again_by_deepspeed(uri: str, place: Path) -> None:
 
 
 def written_again_by_ray(uri: str, place: Path) -> None:
-    """One directory for all checkpoints, which Ray keeps unless it is told otherwise."""
+    """One directory for all checkpoints, which Ray keeps by default."""
     from ray import train
 
     from tierckpt.integrations.ray import upload
@@ -553,7 +553,7 @@ def test_lightning_saves_in_a_thread_and_what_it_removes_stays_until_newer_ones_
 @pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True])
 def test_lightning_keeps_exactly_the_best_on_a_slow_store(s3_uri: str, is_async: bool, paused: None) -> None:
-    """A process of its own, whose saves drain after its end."""
+    """A separate process; its saves drain after it exits."""
     pytest.importorskip("lightning", reason="lightning is not installed")
     url = tierckpt_url(f"{s3_uri}/run")
     subprocess.run([sys.executable, "-c", BEST_TWO, url, str(int(is_async))], check=True, timeout=300)
@@ -582,7 +582,7 @@ trainer.fit(BoringModel())
 
 
 def test_lightning_spawns_its_ranks_tunes_and_requeues(s3_uri: str, tmp_path: Path) -> None:
-    """The plugin is pickled, and Lightning saves through it beside the checkpoints, where it wants to."""
+    """The plugin is pickled, and Lightning saves through it next to its checkpoints."""
     pytest.importorskip("lightning", reason="lightning is not installed")
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -758,7 +758,7 @@ pathlib.Path("out/iter_0001000/common.pt").touch()
 request = types.SimpleNamespace(add_finalize_fn=lambda call: call())
 """,
 }
-"""What stands before the lines of the guide. Ray's are run by the tests above; verl's need `torchrun`."""
+"""Code before the lines of the guide. The tests above run Ray's; verl's need `torchrun`."""
 
 
 def blocks_of_the_guide() -> dict[str, str]:

@@ -41,7 +41,7 @@ STAGED_ONLY: dict[str, Callable[[], torch.Tensor]] = {
     "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged),
     "int4": lambda: torch.empty(4, dtype=torch.int4),
 }
-"""DCP's planner refuses them before a storage writer is asked."""
+"""DCP's planner rejects them before it calls a storage writer."""
 
 
 def load(uri: str, reader: Any, make: Callable[[int], torch.Tensor]) -> None:

@@ -26,7 +26,7 @@ EXTENSIONS = {
     "flipped-twice": [Flipped, Flipped],
     "zstandard": [ZStandard],
 }
-"""No chain of two different ones: torch 2.13 notes them in the wrong order and cannot load what it saved itself."""
+"""No chain of two different ones: torch 2.13 records them in the wrong order and cannot load its own save."""
 
 
 def save_ours(uri: str, state: dict[str, Any], **options: Any) -> None:

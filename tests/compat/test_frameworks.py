@@ -58,7 +58,7 @@ def begin(name: str, uri: str, folder: Path, log: Path, hold_at: int = 0) -> lis
 
 
 def notes(log: Path) -> list[dict[str, Any]]:
-    """What the run has logged; the last line may be half written."""
+    """Return the log lines of the run; the last one may be incomplete."""
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -72,11 +72,11 @@ def wait_until_worth_killing(uri: str, log: Path, tmp_path: Path, ranks: list[su
     deadline = time.monotonic() + TIMEOUT_SECONDS
     is_there = False
     while not (is_there and max(losses(log), default=0) >= KILL_AT_STEP):
-        # Looked for from the first step on, and not once it was found: a look may take as long as some steps.
+        # Checked from the first step on: a check may take longer than some steps.
         is_there = is_there or tierckpt.latest(uri, local_root=tmp_path / "looker") is not None
         assert all(rank.poll() is None for rank in ranks), "the run ended before it was killed"
         if time.monotonic() > deadline:
-            finish(ranks, tmp_path / "b", 0.0)  # raises, with what the ranks were doing
+            finish(ranks, tmp_path / "b", 0.0)  # raises, with the stacks of the ranks
         time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""A later torch does not lock users out: its checkpoints load, and what it has added is passed on (S4)."""
+"""A later torch does not lock users out: its checkpoints load, and its additions are passed on (S4)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Resharding: what any layout saved on any world size loads bit for bit into any other.
 
 Every layout of every world size is saved once; then each world size loads all of them into each of its layouts. The
-loaders stand for another node: their local root is empty at first, so they read the shared tier, then their own copy.
+loaders act as another node: their local root is empty at first, so they read the shared tier, then their own copy.
 """
 
 from __future__ import annotations

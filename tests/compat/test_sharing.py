@@ -1,4 +1,4 @@
-"""Ranks of one node read what they share once: the bytes that all of them together read, and what they get."""
+"""Ranks of one node read shared bytes once: total bytes read, and the loaded state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCENARIOS = "tests.compat.sharing"
 RANKS = 4
 SMALL_BYTES = 8192
 EXTRA_BYTES = 400_000
-"""Metadata, which every rank reads for itself, and pages at which the heads of items are looked at."""
+"""Metadata, which every rank reads itself, and pages with the heads of items."""
 
 
 def total(load: dict[str, Any]) -> float:
@@ -53,7 +53,7 @@ def test_on_more_ranks_than_have_saved_it(file_uri: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "apart"), [(2, False), (4, False), (8, False), (4, True)])
 def test_parts_of_files_that_every_rank_wants_leave_the_store_once(ranks: int, apart: bool, tmp_path: Path) -> None:
-    """By the server's own count. The page cache of the node could not do this: nothing of it is on the node."""
+    """By the server's own count. The node's page cache cannot do this: the node has no file."""
     (tmp_path / "bucket").mkdir()
     launch(f"{SCENARIOS}:save_trained", 2, folder=f"file://{tmp_path}/bucket/run")
     with Origin.running(tmp_path) as origin:
@@ -64,7 +64,7 @@ def test_parts_of_files_that_every_rank_wants_leave_the_store_once(ranks: int, a
     assert found["right"]
     times = ranks if apart else 1
     assert times * found["size"] <= shards <= times * (found["size"] + EXTRA_BYTES), sent
-    assert not list((tmp_path / "elsewhere").rglob("*.distcp"))  # and nothing is left on the node
+    assert not list((tmp_path / "elsewhere").rglob("*.distcp"))  # and no file is left on the node
 
 
 @pytest.mark.slow

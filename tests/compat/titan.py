@@ -2,8 +2,8 @@
 
     python -m tests.compat.titan torchtitan RUN_URI STEPS LOG
 
-torchtitan passes DCP no storage writer, so the way in is a subclass that overrides its two DCP calls and the choice of
-the newest step. Staging, waiting, step names, what is saved and in which order it is loaded stay torchtitan's own.
+torchtitan passes DCP no storage writer, so a subclass overrides its two DCP calls and the choice of the newest step.
+Staging, waiting, step names, the saved state and the order of loading stay torchtitan's own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.compat.drivers import SAVE_EVERY, adam, await_next, digest, mean_over
 class TierCheckpointManager(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """torchtitan wants one of its own in every subclass."""
+        """torchtitan requires one in every subclass."""
 
     def dcp_save(
         self, state_dict: dict[str, Any], checkpoint_id: str, async_mode: AsyncMode, *_: Any, **__: Any
@@ -66,7 +66,7 @@ class Optimizers:
 
 
 class TrainState:
-    """What the trainer itself has to remember: the step, and each rank's random state."""
+    """The trainer's own state: the step, and each rank's random state."""
 
     def __init__(self) -> None:
         self.step = 0

@@ -1,4 +1,4 @@
-"""What one torch saves for the others, and what it loads of theirs: run in an environment of each version.
+"""Saves with one torch for the others, and loads theirs: run in an environment of each version.
 
 python -m tests.compat.torch_version save DIRECTORY     ours/, stock/ and run/ (Checkpointer) below it
 python -m tests.compat.torch_version load DIRECTORY     prints "READER of WRITER: right", or the error

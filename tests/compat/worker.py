@@ -1,8 +1,8 @@
 """Run a scenario on several gloo ranks, each a real process, within a deadline.
 
 A scenario is a function, named ``module:function``, called on every rank as ``function(**arguments)`` with a process
-group in place. What rank 0 returns (JSON) is what ``launch`` returns. When a rank fails or the deadline
-passes, every rank is killed and the test fails with what they printed: nothing hangs, nothing is left behind.
+group in place. ``launch`` returns rank 0's result (JSON). If a rank fails or the deadline passes, every rank is killed
+and the test fails with their output: no process is left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.services import REPOSITORY
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 OUTPUT_CHARS_MAX = 6000
 PRELOAD = (
-    "torch._dynamo",  # what the first DTensor of a process takes two seconds to import
+    "torch._dynamo",  # imported by the first DTensor of a process, in two seconds
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -85,7 +85,7 @@ def run(folder: str, function: str, arguments: dict[str, Any]) -> None:
 
 
 def start(command: list[str], output: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start one process as the head of its own group, so that what it spawns can be killed with it."""
+    """Start one process as the head of its own group, so that its children can be killed with it."""
     with output.open("ab") as stream:
         return subprocess.Popen(
             command,
@@ -99,7 +99,7 @@ def start(command: list[str], output: Path, env: Mapping[str, str]) -> subproces
 
 
 def finish(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_seconds: float) -> None:
-    """Wait until all have ended well. The first failure, or the deadline, kills the rest; raises with their output."""
+    """Wait until all ended successfully. The first failure, or the deadline, kills the others; raises their output."""
     deadline = time.monotonic() + timeout_seconds
     try:
         while any(process.poll() is None for process in processes):
@@ -121,14 +121,14 @@ def dump_stacks(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _dump_stacks(pids: Iterable[int]) -> None:
-    """End each with SIGABRT, on which Python prints where every thread stands: a hang must say where it hangs."""
+    """End each with SIGABRT, on which Python prints the stack of every thread."""
     for pid in pids:
         os.kill(pid, signal.SIGABRT)
     time.sleep(2)
 
 
 def _kill_groups(pids: Iterable[int]) -> None:
-    """SIGKILL what the ranks have spawned."""
+    """SIGKILL the ranks' children."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -140,7 +140,7 @@ def kill(processes: list[subprocess.Popen[bytes]]) -> None:
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            pass  # the whole group has ended
+            pass  # the whole group exited
         process.wait(60)
 
 

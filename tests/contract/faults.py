@@ -75,8 +75,8 @@ class Fault:
 class FaultyStore:
     """``inner`` with faults. ``fired`` counts them as ``"verb:kind"``, so that a test can tell it tested something.
 
-    As behind a network, a damaged answer may be asked for again: ``fired["reconnect"]`` counts that. Verbs are not
-    tried again here, so that each fault is seen.
+    As behind a network, a damaged answer may be requested again: ``fired["reconnect"]`` counts that. Verbs are not
+    retried, so that each fault is visible.
 
     ``script`` is consulted first, in order. ``probabilities`` maps ``"verb:kind"``, or ``"verb"`` for UNAVAILABLE, to a
     chance per call; the same ``seed`` and the same calls give the same faults.

@@ -99,7 +99,7 @@ class S3Place(Place):
 
 
 class S3fsPlace(S3Place):
-    """The same bucket through fsspec's s3fs: a backend whose files are published by closing them."""
+    """The same bucket through fsspec's s3fs: a backend that publishes a file on close."""
 
     has_put_if_absent = False
 

@@ -4,8 +4,8 @@
         @pytest.fixture
         def place(self, tmp_path): return MyPlace(...)
 
-Runs under pytest-asyncio's auto mode. What a test says about the state of the backend it asks of the ``Place``, which
-reaches the backend by other means than the store under test.
+Runs under pytest-asyncio's auto mode. Tests check the backend's state through the ``Place``, which does not use the
+store under test.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Place(abc.ABC):
     """An empty place of a backend: a way to open stores on it, and raw access that bypasses them."""
 
     has_put_if_absent: bool = True
-    """What the store claims, and what the race test holds it to."""
+    """Features that the store declares, and the race test verifies."""
 
     @abc.abstractmethod
     def open(self) -> Store:
-        """Return a new store whose root is this place. Called more than once."""
+        """Return a new store with this place as its root. Called more than once."""
 
     @abc.abstractmethod
     def raw_keys(self) -> set[str]:
@@ -59,7 +59,7 @@ class Place(abc.ABC):
 
 
 class SourceError(Exception):
-    """What the iterators of these tests raise: a type no store can know."""
+    """The error that the iterators of these tests raise: a type unknown to every store."""
 
 
 class Pieces:
@@ -91,7 +91,7 @@ class Pieces:
 
 
 def cut(data: bytes, *sizes: int) -> list[bytes]:
-    """Return ``data`` in pieces whose sizes cycle through ``sizes``."""
+    """Return ``data`` in pieces of the sizes in ``sizes``, repeated."""
     pieces, offset, cycle = [], 0, itertools.cycle(sizes)
     while offset < len(data):
         size = next(cycle)
@@ -185,7 +185,7 @@ class StoreContract(abc.ABC):
         first = await store.head("object")
         assert await store.head("object") == first
         assert first.etag
-        await asyncio.sleep(0.02)  # past the clock tick that a file's etag is made of
+        await asyncio.sleep(0.02)  # past the clock tick that a file's etag depends on
         await store.put("object", b"two")
         assert (await store.head("object")).etag != first.etag
 

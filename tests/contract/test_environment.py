@@ -57,7 +57,7 @@ async def test_empty_variables_of_s3(s3_uri: str, value: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("scheme", ["az", "gs"])
 async def test_empty_variables_of_others(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client is made: nothing answers there."""
+    """Create the client; no server answers there."""
     monkeypatch.setattr(retry, "RETRIES_MAX", 0)
     for name in ("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_CLIENT_ID", "AZURE_TIMEOUT", "AZURE_STORAGE_ENCRYPTION_KEY"):
         monkeypatch.setenv(name, "")
@@ -105,7 +105,7 @@ def system_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def private(moto: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Regional, Path]]:
-    """A server whose certificate is of a private authority, and a bundle with that authority after another one."""
+    """A server with a certificate of a private authority, and a bundle with that authority after another one."""
     authority = Authority(tmp_path)
     server = Regional(moto, 301, has_header=True, tls=authority.server_side())
     for name, value in {**moto.environment(), "AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": HOME}.items():

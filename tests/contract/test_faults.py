@@ -1,4 +1,4 @@
-"""The fault-injecting store itself: what it is told to break breaks, as told, and is counted."""
+"""The fault-injecting store: each configured fault fires, and is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the contract cannot ask of every store: durability, hard links, full and forbidden disks."""
+"""Contract of local files only: durability, hard links, full and forbidden disks."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ async def test_one_of_many_puts_a_claim_on_a_real_mount_without_links(tmp_path: 
 
 
 async def test_one_of_many_replaces_a_version_where_flock_holds_within_one_host(tmp_path: Path) -> None:
-    """As with NFS `nolock` and Lustre `localflock`: locks are refused, so that none can be relied on."""
+    """As with NFS `nolock` and Lustre `localflock`: locks are refused."""
     with mounted(tmp_path, no=("flock",)) as mount:
         stores = [LocalStore(mount.path) for _ in range(8)]
         await stores[0].put("claim", b"old")
@@ -319,7 +319,7 @@ async def test_a_full_disk(small_disk: Path) -> None:
         assert str(small_disk) in str(caught.value)
     assert await store.get("old") == b"o" * 1000
     assert names_in(small_disk) == ["old"]
-    assert shutil.disk_usage(small_disk).free > 3 << 20, "the partial files are gone"
+    assert shutil.disk_usage(small_disk).free > 3 << 20, "the partial files are still there"
 
 
 async def test_a_read_only_mount(small_disk: Path) -> None:

@@ -116,7 +116,7 @@ async def test_of_azure(name: str, az_uri: str, azurite: AzureServer) -> None:
 
 
 class Recorder(HttpServer):
-    """Answers with the name it was asked for."""
+    """Answers with the requested name."""
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         body = unquote(urlsplit(request.path).path).encode()

@@ -1,4 +1,4 @@
-"""Which store opens for which URI, and what is said when none does."""
+"""The store opened for each URI, and the error if there is none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Large ranges of S3 objects on connections of our own: right bytes in the caller's memory, or the usual error.
 
-The server here answers each request as it is told to. Cites tierckpt/stores/signed_requests.py.
+The server here answers each request as configured. Cites tierckpt/stores/signed_requests.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Server(HttpServer):
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.plan: deque[str] = deque()
         self.signed = 0
-        """Requests whose URL carries the signature: ours. The library signs with a header."""
+        """Requests with a signature in the URL: ours. The library signs with a header."""
         self.other = 0
         self.connections: set[tuple[str, int]] = set()
         self.asked = threading.Event()
@@ -161,7 +161,7 @@ async def test_ranges_come_one_after_the_other_on_one_connection(store: RemoteSt
 def test_what_came_with_the_head_is_not_waited_for(server: Server) -> None:
     """Some of the body is read with the head: of the rest, less is to come than the range is long."""
     connections, into = Connections("get", 1, 1), memoryview(bytearray(SIZE))
-    before = [WHOLE] * 8  # so that the kernel would hold all of it back, and not only what a new connection may
+    before = [WHOLE] * 8  # so that the kernel would hold back all of it, not only the part for a new connection
     server.plan.extend(["well"] * len(before) + ["comes with its head"])
     for at in (*before, ByteRange(0, 100_000)):
         part = into[: at.size_bytes]

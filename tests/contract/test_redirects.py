@@ -1,4 +1,4 @@
-"""A server that sends us elsewhere: nothing that others could use goes along (stores/bucket.py)."""
+"""A server that redirects elsewhere: no credentials are sent along (stores/bucket.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIGNATURE = "canarySignature0123456789"
 
 
 class Server(ThreadingHTTPServer):
-    """Remembers what it was asked, and sends everybody to ``elsewhere``, if there is one."""
+    """Records its requests, and redirects each to ``elsewhere``, if set."""
 
     daemon_threads = True
 

@@ -30,8 +30,8 @@ BODIES = {
 
 
 class Regional(HttpServer):
-    """A server of S3 before moto. It says that all its buckets are in HOME, and refuses what is signed for a region
-    other than ``taken``."""
+    """A server of S3 before moto: all its buckets are in HOME, and it refuses requests signed for a region other than
+    ``taken``."""
 
     def __init__(self, behind: S3Server, status: int, *, has_header: bool, tls: ssl.SSLContext | None = None) -> None:
         self.behind, self.status, self.has_header = urlsplit(behind.endpoint).netloc, status, has_header

@@ -355,7 +355,7 @@ async def test_a_range_that_comes_back_short(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_an_answer_that_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     headers = {**ETAG, "Content-Length": "1000", "Content-Range": "bytes 0-999/1000"}
-    # The second try may find its connection closed. Asked what it is then, a store says XML, and the stub would not.
+    # The second try may find its connection closed; then a store answers with XML, unlike the stub.
     monkeypatch.setattr(obstore_store, "describe_endpoint", lambda _: "")
     with StubServer([(206, headers, b"only this")]).running() as endpoint:
         _point_s3_at(endpoint, monkeypatch)
@@ -378,7 +378,7 @@ async def test_a_failed_part_is_aborted_and_the_source_closed(monkeypatch: pytes
 
 @pytest.mark.slow
 async def test_the_source_is_asked_only_for_what_fits_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stalled bucket must stall the source: what was asked for stays within a few parts of 8 MiB."""
+    """A stalled bucket must stall the source: unread data stays within a few parts of 8 MiB."""
     asked_mib = 0
 
     async def count() -> AsyncIterator[bytes]:

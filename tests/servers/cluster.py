@@ -1,7 +1,7 @@
 """Nodes that share: each a local root, an agent, and a prefetch of one model; and what came of it, judged from outside.
 
-Nothing here looks into tierckpt. What was read from the store is what the store says went out, and what is on a node
-is what its directory holds, file by file, against digests taken when the model was made.
+Nothing here reads tierckpt's internals. Bytes read from the store are the store's own count, and files of a node are
+read from its directory and compared with digests taken when the model was created.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Model:
         return f"s3://{self.bucket.name}/{self.name}"
 
     def problems(self, directory: Path) -> list[str]:
-        """What of the model is not in ``directory`` as it was made: [] when every byte is right."""
+        """Return the files missing or different in ``directory``; [] if every byte is right."""
         found = []
         for path, digest in self.digests.items():
             file = directory / path
@@ -70,7 +70,7 @@ def hash_of(file: Path) -> str:
 
 @dataclass
 class Node:
-    """One node. ``address`` is where its agent serves; ``namespace`` its network, where it has one of its own."""
+    """One node. ``address``: of its agent's server; ``namespace``: its network, if it has its own."""
 
     name: str
     local_root: Path
@@ -176,7 +176,7 @@ class Cluster:
             time.sleep(POLL_SECONDS)
 
     def live(self, node: Node) -> list[str]:
-        """The members that a node's agent believes to be alive, itself among them; [] while it cannot be asked."""
+        """The members that a node's agent believes to be alive, including itself; [] while it is unreachable."""
         answer = self.ask(node, op="peers", version=None, directory=None)
         return [member["name"] for member in answer["live"]] if answer else []
 
@@ -206,14 +206,14 @@ class Cluster:
             )
 
     def results(self, nodes: Sequence[Node] | None = None) -> list[Result]:
-        """Wait for their prefetches, then look at what each has."""
+        """Wait for their prefetches, then check the files of each."""
         nodes = self.nodes if nodes is None else nodes
         fetches = [node.fetch for node in nodes if node.fetch is not None]
         ended = self.fleet.wait(fetches, self.deadline_seconds)
         return [self._result(node, end) for node, end in zip(nodes, ended, strict=True)]
 
     def _result(self, node: Node, ended: Ended | None) -> Result:
-        """What has been judged stays as it was judged."""
+        """Keep the recorded judgements."""
         fetch = node.fetch
         assert fetch is not None
         if ended is None:
@@ -232,7 +232,7 @@ class Cluster:
                 process.kill()
 
     def stop(self, node: Node, *, fetch: bool = True) -> None:
-        """Stop all of a node where it stands: it accepts connections, and says nothing."""
+        """Stop all processes of a node with SIGSTOP: it accepts connections, but never answers."""
         for process in (node.fetch if fetch else None, node.agent):
             if process is not None:
                 process.send(signal.SIGSTOP)
@@ -243,7 +243,7 @@ class Cluster:
                 process.send(signal.SIGCONT)
 
     def until_sent(self, share: float, timeout_seconds: float = 60.0) -> int:
-        """Return when the store has sent this share of the model: with what it has sent by then."""
+        """Wait until the store has sent this share of the model. Returns the bytes sent by then."""
         deadline = time.monotonic() + timeout_seconds
         while (sent := self.origin.sent_bytes()) < share * self.model.size_bytes:
             if time.monotonic() > deadline:
@@ -263,11 +263,11 @@ class Cluster:
             time.sleep(POLL_SECONDS)
 
     def agents_cpu_seconds(self) -> float:
-        """What the agents that run have taken so far."""
+        """Return the resources used so far by the running agents."""
         return sum(node.agent.cpu_seconds for node in self.nodes if node.agent is not None and node.agent.pid)
 
     def close(self) -> None:
-        """End all of it, and remove what is on the nodes' disks."""
+        """Stop everything, and remove the nodes' files."""
         for node in self.nodes:
             self.crash(node)
         shutil.rmtree(self.root, ignore_errors=True)

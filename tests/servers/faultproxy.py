@@ -1,4 +1,4 @@
-"""A proxy in front of an object store that breaks what passes through it, as told, and counts what it broke.
+"""A proxy in front of an object store that injects the configured faults and counts them.
 
 Raw HTTP/1.1 over asyncio streams: a fault here is bytes on a real connection, seen by the real client below our store.
 It runs on a thread of its own, so that a test that blocks does not stop it.
@@ -50,7 +50,7 @@ RECENT_BODIES = 32
 
 @dataclass
 class Plan:
-    """What happens to requests of one bucket, and what has happened. ``share`` 0 lets all through."""
+    """Faults for requests of one bucket, and their counts. ``share`` 0 passes all requests."""
 
     kind: Kind
     share: float = 0.0
@@ -68,14 +68,14 @@ class Plan:
     broken: list[tuple[str, str, int]] = field(default_factory=list)
     """Verb, path and connection of each broken request."""
     after: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-    """By verb and path: the connections on which it was asked, in order."""
+    """Connections of the requests, by verb and path."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self._left = self._due = 0
 
     def is_due(self) -> bool:
-        """True for one of every ``1 / share`` calls, drawn anew for each such block."""
+        """True for a random one in every ``1 / share`` calls."""
         if self.share <= 0 or (self.faults_max is not None and self.fired >= self.faults_max):
             return False
         self.eligible += 1
@@ -141,7 +141,7 @@ class FaultProxy:
             while await self._one(reader, writer, connection):
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, asyncio.CancelledError):
-            pass  # the client is gone, or was meant to be, or the test is over
+            pass  # the client has left, or the test is over
         finally:
             writer.transport.abort()
 
@@ -190,7 +190,7 @@ class FaultProxy:
             await reader.readexactly(size // 2)
             await asyncio.sleep(HANG_SECONDS)
         body = b""
-        while fault is Kind.DRIP and size - len(body) > DRIP_BYTES:  # the client gives up before the end of a large one
+        while fault is Kind.DRIP and size - len(body) > DRIP_BYTES:  # a client gives up before the end of a large body
             body += await reader.readexactly(DRIP_BYTES)
             await asyncio.sleep(DRIP_SECONDS)
         return body + await reader.readexactly(size - len(body))

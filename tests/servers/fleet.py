@@ -1,9 +1,9 @@
 """A fleet: the agents and commands of several nodes on one machine, each a real process with an environment of its own.
 
 Importing tierckpt takes most of a second of processor time; a fleet of sixteen nodes has two processes each. So they
-are forked from one process that has imported everything (``python -m tests.servers.fleet``), which also says when each
-ended and what it cost. Each runs one command line of tierckpt, as the shell would, and may enter a network namespace
-before. ``Fleet`` is the caller's side.
+are forked from one process with all imports (``python -m tests.servers.fleet``), which also records the end and cost of
+each. Each runs one command line of tierckpt, as the shell would, and may enter a network namespace first. ``Fleet`` is
+the caller's side.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ class Process:
         return self.fleet.wait([self], timeout_seconds)[0]
 
     def send(self, number: signal.Signals) -> bool:
-        """Send it a signal. False when it has ended already."""
+        """Send it a signal. False if it has exited."""
         return bool(self.fleet.ask(verb="signal", pid=self.pid, number=int(number)))
 
     def kill(self) -> None:
-        """End it, running or stopped, and wait until it has gone."""
+        """Kill it, running or stopped, and wait until it exits."""
         self.send(signal.SIGKILL)
         self.wait(60)
 
     @property
     def cpu_seconds(self) -> float:
-        """What it has taken so far, while it runs."""
+        """Return the resources used so far by the running process."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
@@ -78,7 +78,7 @@ class Process:
         return answer
 
     def log(self, size: int = 3000) -> str:
-        """What it has said so far: nothing before it has begun."""
+        """Return its output so far."""
         return self.err.read_text(errors="replace")[-size:] if self.err.exists() else ""
 
 
@@ -92,7 +92,7 @@ class Fleet:
     @classmethod
     @contextlib.contextmanager
     def running(cls, folder: Path, *modules: str) -> Iterator[Fleet]:
-        """``modules`` are imported too; seeded bugs are looked up in their ``BUGS``."""
+        """``modules`` are imported too; their ``BUGS`` are the seeded bugs."""
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, *modules],
             cwd=REPOSITORY,
@@ -143,7 +143,7 @@ class Fleet:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the fleet's process has ended with {self._process.wait(60)}")
+            raise RuntimeError(f"the fleet's process exited with {self._process.wait(60)}")
         return json.loads(line)
 
 
@@ -175,7 +175,7 @@ class Nest:
                 sys.stdout.flush()
 
     def _pause(self, descriptor: int, seconds: float | None) -> None:
-        """Until ``descriptor`` is readable or time is up; who ends meanwhile is noted at once."""
+        """Wait until ``descriptor`` is readable or time is up, and record processes that exit meanwhile."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())

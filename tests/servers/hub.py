@@ -1,7 +1,6 @@
 """A Hugging Face Hub of our own: revisions, trees in pages, a resolver that redirects to signed URLs, limits, refusals.
 
-It counts what it is asked for, and by whom with which token. Two ports are two hosts: the Hub, and
-what it calls its CDN.
+It counts requests by kind, client and token. Two ports are two hosts: the Hub, and its CDN.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 @dataclass
 class Repository:
-    """Commits by their names, and what the revisions are now."""
+    """Commits by name, and the current revisions."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     revisions: dict[str, str] = field(default_factory=dict)
@@ -52,7 +51,7 @@ class FakeHub:
         self._host = host
         self.repositories: dict[str, Repository] = {}
         self.calls: Counter[str] = Counter()
-        """Requests to the Hub, by what they are."""
+        """Requests to the Hub, by kind."""
         self.sent: Counter[str] = Counter()
         """Bytes of files that went out, by path."""
         self.cdn_requests = 0
@@ -66,7 +65,7 @@ class FakeHub:
         """Statuses of the answers of its CDN that come next."""
         self.damaged: set[str] = set()
         self.lost: set[str] = set()
-        """Paths whose object is not there; with ``pointers`` the resolver sends the pointer."""
+        """Paths of missing objects; with ``pointers`` the resolver sends the pointer."""
         self.pointers = False
         self.seconds_per_answer = 0.0
         self.bytes_per_second = 0.0
@@ -82,9 +81,9 @@ class FakeHub:
         self.xet = False
         """Whether large files are kept by Xet: the resolver redirects to its bridge, and the answers say so."""
         self.bridged: dict[str, tuple[str, str, str]] = {}
-        """What the bridge serves: commit, path and the query that was signed, by the path of its URL."""
+        """Objects of the bridge: commit, path and the signed query, by the path of the URL."""
         self.listing = b""
-        """What the tree says, instead of what is there."""
+        """Answer of the tree API that replaces the real list."""
         self.epoch = 0
         self.expires_after = 0
         """At this request to the CDN every URL that was signed so far expires."""
@@ -108,7 +107,7 @@ class FakeHub:
             def do_GET(self) -> None:
                 try:
                     answer(self)
-                except ConnectionError:  # the client has gone
+                except ConnectionError:  # the client left
                     self.close_connection = True
 
             do_HEAD = do_POST = do_GET
@@ -225,7 +224,7 @@ class FakeHub:
         return hashlib.blake2b(data, digest_size=32).hexdigest()
 
     def _xet_headers(self, commit: str, path: str, data: bytes) -> dict[str, str]:
-        """As the Hub answers for a file that Xet keeps: a client that knows nothing of Xet follows ``Location``."""
+        """As the Hub answers for a file kept by Xet: a client without Xet support follows ``Location``."""
         name, disposition = path.rpartition("/")[2], "response-content-disposition=inline%3B+filename*%3DUTF-8%27%27"
         at, signature = f"/xet-bridge-us/{commit[:24]}/{oid(data)}", self._signature(f"{commit}/{path}")
         query = (
@@ -277,7 +276,7 @@ class FakeHub:
         self._begin(request, 206 if wanted else 200, stop - start, headers)
         for at in range(start, stop if request.command == "GET" else start, PIECE_BYTES):
             piece = data[at : min(at + PIECE_BYTES, stop)]
-            with self._lock:  # before it is written: who hangs up has had it
+            with self._lock:  # before the write: a client that disconnects has been served
                 self.sent[path] += len(piece)
                 wait = self._paced(len(piece))
             time.sleep(wait)

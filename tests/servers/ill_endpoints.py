@@ -43,7 +43,7 @@ class Says(HttpServer):
 
 
 class Greets:
-    """Sends a line to whoever connects, reads a little, and closes. ``data`` b"": it only closes."""
+    """Sends a line to each client, reads a little, and closes. ``data`` b"": it only closes."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.connections = data, 0
@@ -70,7 +70,7 @@ class Greets:
 
 
 class Proxy:
-    """A HTTP proxy: CONNECT and absolute URLs. Every name leads to this machine. ``seen``: what it was asked for."""
+    """A HTTP proxy: CONNECT and absolute URLs. Every name resolves to this machine. ``seen``: its requests."""
 
     def __init__(self, refusal: int = 0, authorization: str = "") -> None:
         """``refusal``: the status of every answer. ``authorization``: USER:PASSWORD that it wants, else 407."""

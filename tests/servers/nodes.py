@@ -57,7 +57,7 @@ class Node:
             process.kill()
 
     def lose(self) -> None:
-        """The node has gone, and its disk with it."""
+        """Lose the node and its disk."""
         self.kill()
         self.root.rename(self.root.with_name(f"{self.root.name}.lost-{time.monotonic_ns()}"))
 
@@ -100,7 +100,7 @@ class Nodes:
         return "\n".join(f"--- {node.root.name}\n{node.process.log()}" for node in running if node.process)
 
     def meet(self, at_least: int) -> None:
-        """Wait until everybody who runs knows that many."""
+        """Wait until every running node knows that many members."""
         running = [node for node in self.nodes if node.process is not None]
         self.until(lambda: all(node.knows() >= at_least for node in running), "the nodes to meet")
 

@@ -1,10 +1,10 @@
-"""An S3 server that only reads, costs little, and keeps account: who asked for which range, and what went out.
+"""A read-only S3 server with little overhead that records each request's client and range, and counts bytes sent.
 
     python tests/servers/origin.py DIR [--host 127.0.0.1] [--port 0] [--rate BYTES]
 
-``DIR/bucket/key`` is ``s3://bucket/key``; what is written there appears at once, so a mount of DIR is the way to write.
-GET with ranges and ``If-Match`` goes out by sendfile, HEAD and ListObjectsV2 are answered, credentials are not looked
-at. ``--rate`` paces all answers together, for tests without a shaped network.
+``DIR/bucket/key`` is ``s3://bucket/key``; new files appear at once, so a test writes through the file system. GET with
+ranges and ``If-Match`` uses sendfile, HEAD and ListObjectsV2 work, credentials are ignored. ``--rate`` limits all
+answers together, for tests without a shaped network.
 
 It is spoken to by lines of JSON on stdin (``Origin`` below): it says its port first, then answers ``counts``, ``sent``,
 ``reset`` and ``rate``. It ends when its stdin does.
@@ -50,7 +50,7 @@ class Server:
         self.began = time.monotonic()
         self.sent: Counter[str] = Counter()
         self.requests: list[tuple[float, str, str, int, int]] = []
-        """Of data: when, by whom, key, start, stop."""
+        """Data requests: time, client, key, start, stop."""
         self.verbs: Counter[str] = Counter()
         self._due = time.monotonic()
 
@@ -288,7 +288,7 @@ class Origin:
             process.wait(60)
 
     def environment(self) -> dict[str, str]:
-        """The variables with which any S3 client reaches it."""
+        """Environment variables for an S3 client of this server."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": "anybody",
@@ -322,7 +322,7 @@ def _answer_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"the origin has ended with {process.wait(START_SECONDS)}")
+        raise RuntimeError(f"the origin exited with {process.wait(START_SECONDS)}")
     answer: dict[str, Any] = json.loads(line)
     return answer
 
@@ -333,7 +333,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--rate", type=float, default=None, help="bytes per second of all answers together")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes our stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process closes our stdin
     asyncio.run(_run(parser.parse_args()))
 
 
