@@ -1,8 +1,8 @@
-"""A node with an SSD and a shared store whose bandwidths follow a trace, run by a policy or judged by an oracle.
+"""A node with an SSD and a shared store with bandwidths from a trace, run by a policy and compared with an oracle.
 
-Units: GB, seconds. A save of 60 GB every 60 s. What a run costs is counted in seconds of training: work that a node
-loss would take (the age of the newest state on shared storage), work that a crash would take (of the newest anywhere),
-and a price for each byte sent.
+Units: GB, seconds. A save of 60 GB every 60 s. The cost of a run is in seconds of training: work lost with a node (the
+age of the newest state on shared storage), work lost in a crash (the newest state anywhere), and a price per byte
+sent.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class Oracle:
 def oracle(rpo_seconds: float, seconds: int, shared: Trace, local: Trace) -> Oracle | None:
     """Choose what to send by dynamic programming over all schedules; no send has to wait for the SSD, so it is a bound.
 
-    A label is (cost up to its end, end) of a schedule whose last send is that version; dominated labels are dropped.
+    A label is (cost until its end, end) of a schedule ending with that version; dominated labels are dropped.
     """
     moved = list(itertools.accumulate((shared(now) for now in range(seconds)), initial=0.0))
     labels: dict[int, list[tuple[float, int]]] = {0: [(0.0, 0)]}

@@ -1,4 +1,4 @@
-"""The thread that an mover runs on: whoever asks it while it ends gets an answer."""
+"""The thread that a mover runs on: a call during its shutdown gets an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings on their way to another process, or into a table, are what they were."""
+"""Settings are unchanged after serialization to another process, or to a table."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_each_field_is_among_them() -> None:
     changed = settings_of(set(Settings.model_fields))
     plain = Settings.load()
     same = {name for name in Settings.model_fields if getattr(changed, name) == getattr(plain, name)}
-    assert not same, "a field whose other value is not another"
+    assert not same, "a field with the same alternative value"
 
 
 def test_clients_with_other_secrets_are_others(local_root: Path, tmp_path: Path) -> None:

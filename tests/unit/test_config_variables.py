@@ -1,4 +1,4 @@
-"""A variable that looks like a setting and is none is said once, with what it may have been meant to be."""
+"""A variable that resembles a setting is reported once, with the setting that it may mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents name exists: modules, classes and functions of ours, tests, settings, and links between pages."""
+"""Names in the documents exist: modules, classes, functions, tests, settings, and links between pages."""
 
 import builtins
 import functools

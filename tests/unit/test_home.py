@@ -1,4 +1,4 @@
-"""The home directory of a user who has one, who has none, and who may not enter it."""
+"""The home directory: present, missing, or not accessible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of this house that no linter knows: what tests may reach into, and what they may say about time."""
+"""Rules of this repository that no linter checks: private names in tests, and time limits."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_tests_use_public_names_and_say_why_where_they_do_not() -> None:
 
 
 def test_no_unit_test_says_that_something_took_less_than_so_long() -> None:
-    """A busy machine is slow, and nothing is wrong with it: see CONTRIBUTING.md."""
+    """A busy machine is slow without a fault: see CONTRIBUTING.md."""
     files = sorted((REPOSITORY / "tests/unit").rglob("*.py"))
     assert [f"{path.name}:{line}" for path in files for line in upper_bounds(nodes_of(path.read_text()))] == []
 

@@ -1,4 +1,4 @@
-"""What a command begins with: standard streams, signals, process 1 of a container (tierckpt/process_start.py)."""
+"""The start of a command: standard streams, signals, process 1 of a container (tierckpt/process_start.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def await_file(path: Path) -> None:
 
 
 def closed(*descriptors: int) -> Callable[[], None]:
-    """What a child runs first, so that it begins without ``descriptors``."""
+    """Code that a child runs first, to start without ``descriptors``."""
     return lambda: [os.close(one) for one in descriptors] and None
 
 

@@ -195,7 +195,7 @@ def test_the_readme_stays_short() -> None:
 
 
 def test_a_process_without_torch_ends_in_order() -> None:
-    """The exit hook runs while threads can still work, whatever was imported and in which order."""
+    """The exit hook runs while threads still work, in every order of imports."""
     code = "import sys; sys.modules['torch'] = None; import tierckpt; assert tierckpt.latest('/none/here') is None"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")

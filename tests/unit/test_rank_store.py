@@ -39,7 +39,7 @@ def shared() -> Any:
 
 
 def on_all(shared: Any, work: Callable[[RankStore], T], timeout_seconds: float = SECONDS) -> list[T | Exception]:
-    """What ``work`` returns or raises on each rank, a thread of which has a store of its own."""
+    """Return the result or error of ``work`` on each rank: a thread with a store of its own."""
 
     def run(rank: int) -> T | Exception:
         try:

@@ -1,4 +1,4 @@
-"""What the system refuses is one typed error; a pool makes do with the threads it has."""
+"""A refusal of the system raises one typed error; a pool continues with the threads it has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the library says of itself: measures nobody has to hear, log lines a program can read, no secret in any."""
+"""The library's telemetry: optional metrics, machine-readable log lines, no secrets in either."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SOON_SECONDS = 15.0
 
 
 async def answer(request: web.BaseRequest) -> web.StreamResponse:
-    """A site whose paths do what their names say."""
+    """A site whose path names are its actions."""
     if request.raw_path == "/fails":
         raise ZeroDivisionError("a secret reason")
     if request.raw_path == "/waits":

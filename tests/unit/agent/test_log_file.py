@@ -60,7 +60,7 @@ def test_a_log_that_is_full_is_put_aside_and_the_newest_is_kept(tmp_path: Path, 
     assert all(path.stat().st_size <= BOUND + 4096 for path in tmp_path.iterdir())
     text = (tmp_path / f"{LOG}.1").read_text() + (tmp_path / LOG).read_text()
     numbers = [int(line.split()[1]) for line in text.splitlines() if line.startswith("line")]
-    assert numbers == list(range(numbers[0], 4000)), "what is kept is the end, and nothing of that is missing"
+    assert numbers == list(range(numbers[0], 4000)), "the log keeps its end, without gaps"
     assert "said on stdout" in text
 
 

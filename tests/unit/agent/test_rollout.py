@@ -22,7 +22,7 @@ VERSION = "ab" * 16
 
 
 def held(*ordinals: int, after: int = 0, total: int = TOTAL, fetching: frozenset[int] = frozenset()) -> ChunkReport:
-    """A node whose list has ``ordinals``, asked from line ``after`` on."""
+    """A node with ``ordinals`` in its list, requested from line ``after`` on."""
     new = tuple((ordinal, "") for ordinal in ordinals[after:])
     return ChunkReport(total, len(ordinals), len(ordinals), new, fetching)
 
@@ -130,7 +130,7 @@ def test_a_name_does_not_command_the_terminal(rollout: Rollout, text: str) -> No
     assert text not in plain(line(rollout)).plain
 
 
-# --- what would survive (tierckpt status --peers) -------------------------------------------------------------------
+# --- losses that are survived (tierckpt status --peers) -------------------------------------------------------------
 
 
 def cluster(nodes: int, domains: int = 1) -> list[Member]:

@@ -1,4 +1,4 @@
-"""The page's server: who may read it, that nothing can be changed through it, and when it makes documents."""
+"""The page's server: access, read-only routes, and the times at which it builds documents."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Stream:
         self.connection.close()
 
 
-# --- who may read it ------------------------------------------------------------------------------------------------
+# --- access ---------------------------------------------------------------------------------------------------------
 
 
 PATHS = ("/", "/events", "/status.json", "/history.json", "/run.json", "/checkpoint.json", "/cluster.json")
@@ -105,7 +105,7 @@ PATHS = ("/", "/events", "/status.json", "/history.json", "/run.json", "/checkpo
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil", "", "["]
 )
 def test_a_name_that_is_not_this_machines_is_refused(serve: Callable[..., WebServer], path: str, host: str) -> None:
-    """B2: what a page of another site would send after its DNS has pointed its name here."""
+    """B2: the request of a page of another site after its DNS points its name here."""
     status, body, _ = ask(serve(), path, Host=host)
     assert (status, b"step" in body) == (403, False)
 
@@ -161,7 +161,7 @@ def test_another_route_is_handed_the_accept_header_and_any_host(serve: Callable[
 
 
 class Outside(HTMLParser):
-    """What a page fetches from elsewhere."""
+    """URLs of other sites in the page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_the_page_is_one_file_and_says_so_to_the_browser(serve: Callable[..., We
     assert ask(serve(), method="HEAD")[1] == b""
 
 
-# --- when documents are made ------------------------------------------------------------------------------------------
+# --- times of documents -----------------------------------------------------------------------------------------------
 
 
 def test_documents_are_made_only_while_somebody_listens(serve: Callable[..., WebServer], made: Made) -> None:
@@ -196,7 +196,7 @@ def test_documents_are_made_only_while_somebody_listens(serve: Callable[..., Web
     assert stream.next()["step"] == 1
     made.wait(3)
     stream.close()
-    made.document = {"step": 2}  # what is sent to nobody is how the server learns that the page is gone
+    made.document = {"step": 2}  # a failed send shows the server that the page has closed
     for _ in range(100):
         made.document = {"step": made.count}
         before = made.count
@@ -204,7 +204,7 @@ def test_documents_are_made_only_while_somebody_listens(serve: Callable[..., Web
             if not made.made.wait_for(lambda: made.count > before, 1.0):  # noqa: B023
                 break
     else:
-        raise AssertionError("documents are made for nobody")
+        raise AssertionError("a document was built without a page")
 
 
 def test_news_is_told_once_to_each_page_and_ages_are_no_news(serve: Callable[..., WebServer], made: Made) -> None:
@@ -267,7 +267,7 @@ def test_too_many_pages_are_asked_to_come_again(
 
 
 async def test_what_takes_long_is_made_less_often(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B4: the time between two documents is that of making one, over the share of a core they may take."""
+    """B4: the interval between documents is the time to build one, divided by the allowed share of a core."""
     monkeypatch.setattr(web, "PERIOD_SECONDS", 0.0)
     monkeypatch.setattr(web, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(web, "CPU_SHARE", 1e-9)  # any work asks for a minute

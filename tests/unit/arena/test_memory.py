@@ -1,4 +1,4 @@
-"""Staging memory: what a mapping guarantees, for every kind this machine has, and what is said when there is none."""
+"""Staging memory: guarantees of a mapping, for every kind on this machine, and the error if there is none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MiB, GiB = 1 << 20, 1 << 30
 
 
 def missing() -> dict[Kind, str]:
-    """The kinds that an administrator must provide and this machine has not, with what it says about that."""
+    """Kinds that an administrator must provide and this machine lacks, with its messages."""
     said = {}
     try:
         Memory.allocate(64 * MiB, kind=Kind.HUGETLB).close()
@@ -81,7 +81,7 @@ def in_child(action: Callable[[], object]) -> int:
 
 
 def minor_faults(who: int = resource.RUSAGE_THREAD) -> int:
-    """Of this thread: what others of this process touch meanwhile is none of ours."""
+    """Page faults of this thread only."""
     return resource.getrusage(who).ru_minflt
 
 
@@ -121,7 +121,7 @@ def test_memory_is_aligned_zeroed_and_all_there(memory: Memory) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.PRIVATE, *SHARED], ids=str)
 def test_later_use_takes_no_page_faults(kind: Kind) -> None:
-    """Of three: a kernel that moves pages just then, or another thread, has faults counted that are none of ours."""
+    """The minimum of three: page migration by the kernel, or another thread, may add faults."""
     faults = []
     for _ in range(3):
         with Memory.allocate(16 * MiB, kind=kind) as memory:
@@ -354,7 +354,7 @@ def test_fork_neither_copies_private_memory_nor_makes_the_parent_fault() -> None
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         os.close(go)
         os.close(wait)
-        # 32 huge or 16384 small pages would have been copied on write, beside what the interpreter faults itself (10).
+        # 32 huge or 16384 small pages would have been copied on write; the interpreter itself has about 10 faults.
         assert faults < 32 + 24
 
 
@@ -371,7 +371,7 @@ def test_a_forked_child_shares_shared_memory(shared: Memory) -> None:
     assert in_child(child) == 0
     assert shared.view[:5] == b"child"
     ctypes.memset(shared.address, 0, shared.size_bytes)
-    assert minor_faults() - before < 2048  # the fork itself; 4096 more if the memory had become copy-on-write
+    assert minor_faults() - before < 2048  # the fork itself; 4096 more if the memory were copy-on-write
     assert shared.name is not None
     Memory.open(shared.name).close()
 
@@ -476,7 +476,7 @@ def test_a_kernel_without_populate_gets_its_pages_all_the_same(
 
 
 def test_a_refused_mapping_leaves_the_neighbours_alone() -> None:
-    """A fixed mapping that the kernel refuses leaves a hole; who maps there meanwhile must not lose it later."""
+    """A fixed mapping that the kernel refuses leaves a hole; memory mapped there since must not be unmapped."""
     refused, kept = [], []
     for _ in range(20):
         with pytest.raises(CapacityError) as caught:
@@ -538,7 +538,7 @@ def test_a_node_that_is_not_there_names_those_that_are() -> None:
 
 
 class Runtime:
-    """CUDA's two calls, and what they were called with."""
+    """CUDA's two calls, and their arguments."""
 
     def __init__(self, answer: int = 0) -> None:
         self.answer = answer

@@ -1,6 +1,6 @@
-"""What staging memory asks of the kernel: how much is left, what each NUMA node has, which setting would give more.
+"""Staging memory's queries of the kernel: free memory, NUMA nodes, and the settings that would allow more.
 
-The kernel's files are made up here, so that machines other than this one can be described.
+The kernel's files are simulated, so that other machines can be described.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MiB, GiB = 1 << 20, 1 << 30
 
 
 def machine(root: Path, files: dict[str, object]) -> Path:
-    """A directory that looks like / to whoever reads the kernel's files there."""
+    """A directory that replaces / for reads of the kernel's files."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

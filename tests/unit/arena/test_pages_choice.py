@@ -9,7 +9,7 @@ FILLS = 8 * MEASURE_INTERVAL
 
 
 def fills(paging: Paging, huge_seconds: float, small_seconds: float, count: int = FILLS) -> list[bool]:
-    """Which pages each of ``count`` pieces of memory got, if those took so long. Only what is asked for is priced."""
+    """Page kinds of ``count`` pieces of memory for these times. Only the requested kind is measured."""
     had = []
     for _ in range(count):
         is_huge, is_priced = paging.next()

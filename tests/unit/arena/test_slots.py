@@ -43,7 +43,7 @@ def written(lease: Lease) -> Lease:
 
 
 def let_go(lease: Lease) -> None:
-    """As when the last tensor of a staged checkpoint is gone."""
+    """Simulate the end of the last tensor of a staged checkpoint."""
     lease.in_use = lambda: False
 
 
@@ -74,7 +74,7 @@ def test_a_flush_that_failed_may_be_tried_again_until_the_memory_is_needed() -> 
 
 @pytest.mark.slow
 def test_tensors_in_a_cycle_of_garbage_block_nobody() -> None:
-    """An exception and its traceback often make one, and who waits for memory does not run the collector."""
+    """An exception and its traceback often form a cycle, and a thread that waits for memory does not collect it."""
     arena = Arena(slots_max=1, timeout_seconds=20)
     lease = leased(arena)
     cycle: list[Any] = [Held()]
@@ -104,7 +104,7 @@ def test_memory_that_was_given_away_cannot_be_flushed(arena: Arena) -> None:
     lease = leased(arena)
     let_go(lease)
     again = leased(arena)
-    assert again.memory is lease.memory, "a slot that nobody refers to is used again before another is made"
+    assert again.memory is lease.memory, "a free slot is used before another is created"
     with pytest.raises(CheckpointSkippedError, match="newer checkpoint"):
         lease.begin_flush()
     assert again.state is SlotState.STAGED
@@ -126,7 +126,7 @@ def test_memory_in_a_flush_is_never_taken(drop: bool) -> None:
 
 
 def test_a_written_checkpoint_gives_its_place_though_somebody_still_has_its_tensors(arena: Arena) -> None:
-    """Its bytes are on the SSD. The oldest one goes first, and no slot is made while there is one."""
+    """Its bytes are on the SSD. The oldest one is reused first, and no slot is created while there is one."""
     first, second = leased(arena), leased(arena)
     written(first)
     written(second)
@@ -180,7 +180,7 @@ def test_skip_answers_at_once_and_takes_nothing() -> None:
 
 
 def test_the_newest_comes_first() -> None:
-    """``drop_oldest_unflushed``: of those not yet begun the oldest goes; its save is told, the others are whole."""
+    """``drop_oldest_unflushed``: drops the oldest unstarted save and notifies it; the others are whole."""
     arena = Arena(slots_max=3, policy=SlotPolicy.DROP_OLDEST_UNFLUSHED, timeout_seconds=0.1)
     flushing, oldest, newest = leased(arena), leased(arena), leased(arena)
     flushing.begin_flush()
@@ -209,7 +209,7 @@ def test_a_slot_grows_only_with_the_state(arena: Arena) -> None:
         assert lease.memory.size_bytes >= size_bytes * MiB
         assert arena.allocations == allocations
         let_go(lease)
-    assert arena.size_bytes == 6 * MiB, "the slot that was too small is gone"
+    assert arena.size_bytes == 6 * MiB, "the slot that was too small is freed"
 
 
 def test_fifty_cycles_allocate_nothing(arena: Arena) -> None:
@@ -233,7 +233,7 @@ def test_a_checkpoint_that_never_fits_is_an_error_at_once() -> None:
 
 @pytest.mark.slow
 def test_what_a_slot_takes_is_what_counts() -> None:
-    """Memory comes in pieces of 2 MiB: the bound is kept to the byte, whatever is asked for."""
+    """Memory comes in pieces of 2 MiB: the limit still holds to the byte."""
     arena = Arena(slots_max=8, size_bytes_max=5 * MiB, timeout_seconds=0.05)
     leased(arena, 1)
     leased(arena, 3)
@@ -467,11 +467,11 @@ def test_memory_that_cannot_be_had_blocks_nobody(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Memory, "allocate", allocate)
     with pytest.raises(CapacityError), bounce.take(2, MiB, 0.1):
-        pytest.fail("nothing of what was asked for")
+        pytest.fail("no slot was granted")
     with bounce.take(2, MiB, 0.1) as taken:
         assert len(taken) == 1, "on a node that is full a save is slower, and no error"
         with bounce.take(1, MiB, 0.1) as more:
-            assert len(more) == 1, "what could not be had is not counted"
+            assert len(more) == 1, "a refused slot is not counted"
     with bounce.take(2, MiB, 0.1) as taken:
         assert len(taken) == 2
 

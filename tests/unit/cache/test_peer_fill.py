@@ -1,4 +1,4 @@
-"""The workers of a fill, and the order from which they take their chunks."""
+"""The workers of a fill, and the order of their chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierckpt.cache.chunk_writer import FetchStats
 from tierckpt.cache.fetch_job import FetchJob
 from tierckpt.cache.peer_fill import NotNowError, Work
 
-DATA = {"weights": bytes(2 * CHUNK)}  # two chunks, hence two workers
+DATA = {"weights": bytes(2 * CHUNK)}  # two chunks, so two workers
 
 
 class Turns:

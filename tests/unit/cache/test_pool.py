@@ -1,4 +1,4 @@
-"""Entries of the node cache: what is reserved and may go, what the files tell (H1 to H3 of pool.py, E3 of space.py)."""
+"""Entries of the node cache: reserved and evictable ones, and their files (H1 to H3 of pool.py, E3 of space.py)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settings(local_root: Path) -> Settings:
 
 
 def fill(pool: Pool, frozen: FileSet, *, whole: bool = True) -> str:
-    """What a prefetch does, without a store. Half of it, and then the process goes, when not ``whole``."""
+    """A prefetch without a store. If not ``whole``, half of it, and then the process ends."""
     lease = pool.lease(frozen.name)
     try:
         filling = PartialEntry(pool.directory(frozen.name), frozen, preallocate=True)
@@ -138,14 +138,14 @@ def test_what_is_pinned_or_leased_by_a_live_process_never_goes_and_the_error_say
     assert there(pool) == {"leased", "pinned", "fourth"}, "a refusal evicts nothing"
 
     process.send_signal(signal.SIGSTOP)  # it does nothing for long: it still has its files open
-    assert pool.leases(leased) in ([process.pid], [0])  # 0: the kernel does not say whose it is
+    assert pool.leases(leased) in ([process.pid], [0])  # 0: the kernel does not report the owner
     assert not pool.evict(leased)
     process.kill()
     process.wait()
     assert pool.leases(leased) == []
     reserve(pool, model("large", 2 * SIZE), 2 * SIZE)
     assert "leased" not in there(pool)
-    assert not pool.state_dir(leased).exists(), "a killed reader leaves nothing behind"
+    assert not pool.state_dir(leased).exists(), "a killed reader leaves no files"
 
 
 def test_what_was_refused_can_be_had_once_it_is_unpinned(pool: Pool) -> None:
@@ -334,7 +334,7 @@ def test_a_disk_without_the_room_refuses_whatever_the_quota_says(
         reserve(pool, model("a"), SIZE)
 
 
-# --- what the files tell ---------------------------------------------------------------------------------------------
+# --- from the files --------------------------------------------------------------------------------------------------
 
 
 def everything(local_root: Path) -> list[CacheRow]:

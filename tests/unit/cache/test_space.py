@@ -1,4 +1,4 @@
-"""Room on the SSD: what goes for a save, a copy of another node's checkpoint, and a prefetch, and in which order."""
+"""Space on the SSD: evictions for a save, for a copy of another node's checkpoint, and for a prefetch, in order."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def evicted() -> Iterator[dict[str, float]]:
 
 @pytest.fixture
 def lack(evicted: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Have a disk of 1 GiB lack so many bytes for one byte more, and get back what is evicted."""
+    """Fill a disk of 1 GiB to this many bytes below the need of one more byte, and return the evictions."""
     size_bytes = 1 << 30
 
     def set_lack(lacking_bytes: int) -> None:

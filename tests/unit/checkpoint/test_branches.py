@@ -1,4 +1,4 @@
-"""Branches of a run: which steps a branch holds, which one a job continues, and what the notes say."""
+"""Branches of a run: the steps of a branch, the branch that a job continues, and the recorded notes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_abandoned_here(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_saved_again_takes_the_place_of_an_abandoned_one() -> None:
-    """B5: whoever commits first, and not that of a step that the new branch continues."""
+    """B5: for the first commit, and not for a step that the new branch continues."""
     first = Branch("first", 5)
     second = Branch("second", 9, 10, {"first": 10})
     assert branches.takes_place(manifest(second), first, "step-20")

@@ -1,4 +1,4 @@
-"""The journal: durable before the first byte (J1), one owner at a time (J2), survives what it cannot read (J4)."""
+"""The journal: durable before the first byte (J1), one owner at a time (J2), and it tolerates damaged entries (J4)."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The commit on each tier: who wins, what an error or a race leaves, and that nothing committed is touched by it."""
+"""The commit on each tier: the winner, remains of an error or a race, and that committed data is never changed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def shard(attempt: str) -> str:
 
 
 def saved(directory: Path, attempt: str, *replaces: str) -> tuple[Manifest, dict[str, bytes]]:
-    """The shard of a save, and what it would commit."""
+    """The shard of a save, and its commit."""
     directory.mkdir(parents=True, exist_ok=True)
     data, metadata = f"data of {attempt}".encode(), f"metadata of {attempt}".encode()
     (directory / shard(attempt)).write_bytes(data)
@@ -228,7 +228,7 @@ def test_the_directory_may_vanish_before_its_lock_is_had(tmp_path: Path, monkeyp
             yield
 
     manifest, metadata = saved(tmp_path, "one")
-    shutil.rmtree(tmp_path / PRIVATE_DIR)  # what a save has written there keeps the directory
+    shutil.rmtree(tmp_path / PRIVATE_DIR)  # files of a save there keep the directory
     monkeypatch.setattr(local_commit, "lock", lock)
     local_commit.commit_local(tmp_path, at(tmp_path), manifest, metadata)
     assert len(tries) == 2
@@ -236,7 +236,7 @@ def test_the_directory_may_vanish_before_its_lock_is_had(tmp_path: Path, monkeyp
 
 
 def fragment(directory: Path, rank: int, world_size: int = 2) -> Manifest:
-    """What one rank of a save without collectives leaves: a shard, and metadata of its own."""
+    """Files of one rank of a save without collectives: a shard, and metadata of its own."""
     token, data, metadata = f"run-{rank}", f"data of {rank}".encode(), f"metadata of {rank}".encode()
     name = f"__{rank}_0-{token}.distcp"
     directory.mkdir(parents=True, exist_ok=True)
@@ -251,7 +251,7 @@ def fragment(directory: Path, rank: int, world_size: int = 2) -> Manifest:
 
 @pytest.mark.parametrize("forget", [local_commit.discard_attempt, local_commit.remove_unfinished])
 def test_a_fragment_that_is_forgotten_is_no_part_of_a_later_commit(forget: Any, tmp_path: Path) -> None:
-    """Its rank's save failed after it was kept: the others' would otherwise commit shards that are gone."""
+    """Its rank's save failed after it was kept: otherwise the others would commit missing shards."""
     manifest = fragment(tmp_path, 1)
     assert local_commit.commit_local_fragment(tmp_path, at(tmp_path), manifest) is None
     (token,) = manifest.tokens
@@ -303,7 +303,7 @@ def test_a_directory_that_no_save_of_ours_made_is_left_alone(tmp_path: Path) -> 
 
 
 class Store(LocalStore):
-    """A shared tier on which something happens just before a put."""
+    """A shared tier with a callback just before a put."""
 
     before_put: Callable[[str], None] = staticmethod(lambda key: None)
 
@@ -344,7 +344,7 @@ def test_a_later_save_that_takes_the_claim_over_meanwhile_is_not_covered(store: 
 
 @pytest.mark.parametrize("winner", ["one", "two", None])
 def test_the_first_manifest_is_put_only_where_none_is(winner: str | None, store: Store) -> None:
-    """``one`` finds that somebody was faster: another mover of its own, a rival, or one that is gone again."""
+    """``one`` finds a faster mover: another one of its own, a rival, or one that has exited."""
 
     def be_faster(key: str) -> None:
         if key != MANIFEST:
@@ -430,7 +430,7 @@ def test_a_drained_mark_that_cannot_be_read_says_nothing(tmp_path: Path) -> None
     assert not marks.is_drained(tmp_path, "one")
 
 
-# --- notes beside a copy -------------------------------------------------------------------------------------------
+# --- notes next to a copy ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def run_of(*steps: int) -> list[CheckpointCopy]:
     return [copy for step in steps for copy in (local(step), shared(step))]
 
 
-# --- what a rule keeps ------------------------------------------------------------------------------------------
+# --- kept by a rule ---------------------------------------------------------------------------------------------
 
 
 def test_the_newest_are_kept() -> None:
@@ -83,7 +83,7 @@ def test_a_rule_that_makes_no_sense_is_refused(name: str, value: Any) -> None:
         Policy.of(**{name: value})
 
 
-# --- what no rule removes ---------------------------------------------------------------------------------------
+# --- never removed ----------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_newest_one_protects_the_newest_good_one() -> None:
@@ -156,7 +156,7 @@ def left(verdicts: Sequence[Verdict], tier: Tier) -> list[CheckpointCopy]:
 
 
 def check_i5(copies: list[CheckpointCopy], verdicts: Sequence[Verdict], *, drains: bool) -> None:
-    """What must hold after a removal, said without the code that decides it."""
+    """Invariants after a removal, stated independently of the code that decides."""
     assert sorted(map(repr, copies)) == sorted(repr(verdict.copy) for verdict in verdicts)
     for tier in (Tier.LOCAL, Tier.SHARED):
         here = [copy for copy in copies if copy.tier is tier]

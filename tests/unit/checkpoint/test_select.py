@@ -1,4 +1,4 @@
-"""The newest checkpoint beside a job that saves the next one, and removes the one before it, while it is looked for."""
+"""Select the newest checkpoint while a job saves the next one and removes the previous one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Job:
     def __init__(self, uri: str, root: Path, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
         self.uri, self.root, self.left, self.step = uri, root, times, 1
         self.first: int | None = None
-        """Saves when this step was looked at, not before."""
+        """Saves after this step was checked, not before."""
         save(uri, root, 1)
         found = Selector.find
 
@@ -105,7 +105,7 @@ def test_a_run_whose_listed_step_has_gone_is_listed_again(
 def test_a_step_that_was_uncommitted_when_it_was_read_is_read_again(
     file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 2 is committed after it was looked at, and step 1 removed before: no name comes, and none is usable."""
+    """Step 2 is committed after its check, and step 1 removed before its own: no name is found, and none is usable."""
     job = Job(file_uri, tmp_path / "job", monkeypatch)
     (Path(file_uri) / "step-2").mkdir()
     (Path(file_uri) / "step-2" / "__0_0.distcp").write_bytes(b"begun")
@@ -187,7 +187,7 @@ def look_one_after_the_other(uri: str, other: str) -> list[Any]:
 
 
 def save_alone(uri: str, root: str) -> None:
-    """In a process of its own: here every save is one of all ranks."""
+    """In a process of its own: here every save has all ranks."""
     code = "import sys; from pathlib import Path; from tests.unit.checkpoint.test_select import save"
     command = [sys.executable, "-c", f"{code}; save(sys.argv[1], Path(sys.argv[2]), 2)", uri, root]
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

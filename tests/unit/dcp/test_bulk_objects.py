@@ -1,4 +1,4 @@
-"""DCP's objects that are made without their ``__init__`` are those that it makes."""
+"""DCP's objects constructed without their ``__init__`` equal those that DCP constructs."""
 
 from __future__ import annotations
 

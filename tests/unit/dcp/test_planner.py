@@ -43,7 +43,7 @@ State = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def memory_of_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Nothing is remembered when a test begins. Call it to go on with what another rank, played here, remembers."""
+    """Start with empty caches. Call it to switch to another simulated rank's caches."""
     memories = [planner_module.PlanCache() for _ in range(8)]
 
     def act_as(rank: int) -> None:
@@ -57,7 +57,7 @@ def memory_of_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def plan(planner: SavePlanner, state: State) -> tuple[SavePlan, Metadata, bool]:
-    """Plan as one rank does: the final plan, the metadata, and whether the local plan was made in full."""
+    """Plan as one rank: the final plan, the metadata, and whether the local plan was built in full."""
     planner.set_up_planner(state, None, True)
     local = pickle.loads(pickle.dumps(planner.create_local_plan()))
     plans, metadata = planner.create_global_plan([local])
@@ -414,7 +414,7 @@ def test_one_rank_that_changes_is_planned_anew_with_the_others_as_remembered(
     assert full(1, 1, 1) == [False, False, False]
     assert full(1, 500, 1) == [False, True, False]
     assert full(1, 500, 1) == [False, False, False]
-    assert full(9, 1, 1) == [True, False, False]  # rank 1 remembers; the coordinator joins what it remembers with it
+    assert full(9, 1, 1) == [True, False, False]  # rank 1 has it cached; the coordinator merges its own cached plan
     assert full(9, 1, 1) == [False, False, False]
     assert full(1, 1, 1) == [False, False, False]
     assert full(1, 1, 2) == [False, False, True]
@@ -423,7 +423,7 @@ def test_one_rank_that_changes_is_planned_anew_with_the_others_as_remembered(
 def test_a_rank_that_keeps_changing_leaves_the_memories_of_the_others_good(
     memory_of_rank: Callable[[int], None],
 ) -> None:
-    """The coordinator forgets; no rank may refer to what it forgot."""
+    """The coordinator's cache is evicted; no rank may refer to it."""
     ranks = Ranks(2, memory_of_rank)
     seen = [
         ranks.is_as_stock(lambda rank, sizes=(turn, turn // 5 % 2): {f"own {rank}": torch.rand(sizes[rank])})  # type: ignore[misc]
@@ -504,7 +504,7 @@ STEPS = [
 
 
 def saves(folder: str, kind: str, one_planner: bool) -> dict[str, Any]:
-    """Save each of STEPS, load it with stock FileSystemReader; what each rank planned in full, and what was wrong."""
+    """Save each of STEPS, load it with stock FileSystemReader; return each rank's full plans, and the differences."""
     planner, outcome = Watching(), []
     for step, (dtype, extra) in enumerate(STEPS):
         planner = planner if one_planner else Watching()
@@ -557,7 +557,7 @@ def test_two_ranks_save_what_they_hold_whatever_has_changed(kind: str, one_plann
     rounds = outcome["rounds"]
     assert [step["right"] for step in rounds] == [[True, True]] * len(STEPS)
     assert [step["dtype"] for step in rounds] == [[True, True]] * len(STEPS)
-    # Again, and back to a structure saved before: both ranks get by with a word. Where one changed, both get plans.
+    # Again, then back to an earlier structure: both ranks send only a reference. After a change both get plans.
     assert [step["small"] for step in rounds] == [
         [again] * 2 for again in (False, True, False, True, False, True, True)
     ]
@@ -584,7 +584,7 @@ def test_plans_made_for_one_writer_are_not_taken_to_another(tmp_path: Path) -> N
 
 
 class Failing(dcp.FileSystemWriter):
-    """Fails on the last rank, when told to, in the phase it is told."""
+    """Fails on the last rank, in the configured phase."""
 
     def __init__(self, path: str, phase: str) -> None:
         super().__init__(path)
@@ -608,7 +608,7 @@ class Failing(dcp.FileSystemWriter):
 
 
 def saves_after_failures(folder: str) -> dict[str, Any]:
-    """A save that fails in each phase, with a structure that is known and with one that is not; then good ones."""
+    """A save that fails in each phase, with a cached and with a new structure; then successful ones."""
     planner, rounds = Watching(), []
     for step, phase in enumerate(["local", "global", "write", "local", "global", "write"]):
         known = step >= 3

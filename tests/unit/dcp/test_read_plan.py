@@ -37,7 +37,7 @@ def test_what_fits_nobody_makes_room_for_what_is_wanted() -> None:
     kept = rows.take(350)  # out of the 700, so that only 200 are free
     assert kept.nbytes == 700
     rows.give_back(kept)
-    rows.take(900)  # more than there is room for beside the others: they go
+    rows.take(900)  # more than fits next to the others: they are evicted
     assert rows.take(350) is not kept
 
 

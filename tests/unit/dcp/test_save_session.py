@@ -1,4 +1,4 @@
-"""No save is acknowledged whose metadata this process could not load."""
+"""A save is acknowledged only if this process can load its metadata."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_later_saves_of_a_structure_check_what_is_new_in_them(tmp_path: Path) ->
 
 
 class Listener:
-    """Notes what it hears, and whether the journal had an entry then."""
+    """Records its events, and whether the journal had an entry then."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []

@@ -1,4 +1,4 @@
-"""Replicated tensors are written once, by everyone: who writes which rows, and that stock readers load the result.
+"""Replicated tensors are written once, shared among all ranks: assignment of rows, and loads by stock readers.
 
 Ranks are played one after the other by this process (a process group of the ``fake`` backend gives each its place in
 the mesh); files are written by stock FileSystemWriter and read by stock FileSystemReader.
@@ -64,7 +64,7 @@ def planners_of(world_size: int, state_of: Callable[[int], State]) -> list[Defau
 
 
 def planned(planners: list[DefaultSavePlanner], part_bytes_min: int) -> tuple[list[SavePlan], Metadata]:
-    """What the coordinator makes of the local plans, which reach it pickled."""
+    """The coordinator's result for the local plans, which it receives pickled."""
     gathered = [pickle.loads(pickle.dumps(put_aside(planner.plan))) for planner in planners]
     plans, metadata = planners[0].create_global_plan(gathered)
     return balance_replicated(plans, part_bytes_min), metadata
@@ -87,7 +87,7 @@ class Resolving(SavePlanner):
 
 
 def save(folder: Path, world_size: int, state_of: Callable[[int], State], part_bytes_min: int = 1) -> Metadata:
-    """Save as ``world_size`` ranks would; return what stands in ``.metadata``."""
+    """Save as ``world_size`` ranks would; return the content of ``.metadata``."""
     planners = planners_of(world_size, state_of)
     plans, metadata = planned(planners, part_bytes_min)
     folder.mkdir(exist_ok=True)
@@ -225,7 +225,7 @@ def load_rows(folder: Path, metadata: Metadata, whole: torch.Tensor) -> torch.Te
     return torch.cat(halves, 1)
 
 
-# --- who writes what -----------------------------------------------------------------------------------------------
+# --- assignment of rows --------------------------------------------------------------------------------------------
 
 
 def test_every_rank_writes_the_same_bytes() -> None:
@@ -370,7 +370,7 @@ def test_plans_that_are_not_ours_to_change_stay_as_they_are() -> None:
     ours = planner.create_local_plan()
     for plans, held in [
         ([ours], [ours.items]),  # one rank
-        ([ours, SavePlan([])], [[], []]),  # nobody said what it holds
+        ([ours, SavePlan([])], [[], []]),  # no rank reported its tensors
         ([ours, ours], [ours.items, ours.items]),  # a planner without dedup
         ([SavePlan([], usable=False)] * 2, [[], []]),  # nothing changed since the last save
         ([ours, SavePlan([], usable=False)], [ours.items, ours.items]),

@@ -55,7 +55,7 @@ def test_all_of_many_arrive_on_any_number_of_threads() -> None:
 
 
 def test_an_interrupt_leaves_no_thread_that_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory belongs to somebody else as soon as the call has ended."""
+    """The caller reuses the memory right after the call."""
     moved: list[int] = []
     was_interrupted = threading.Event()
 

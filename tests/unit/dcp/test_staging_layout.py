@@ -1,4 +1,4 @@
-"""A save whose plan is remembered, of tensors alike: it is staged the short way, and holds what the long way holds."""
+"""A save with a cached plan and equal tensors is staged the short way, with the same result as the long way."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_the_staging_memory_is_free_when_nobody_has_the_save(stager: TierStager)
 
 
 def written(metadata: Metadata, indexes: list[MetadataIndex], name: str, uri: str, save: str) -> Metadata:
-    """``metadata`` of a save whose items lie in two files called after ``name``."""
+    """``metadata`` of a save with its items in two files named after ``name``."""
     files = [f"__0_{number}-{name}.distcp" for number in range(2)]
     places = [StorageInfo(files[number % 2], 64 * number, 60) for number in range(len(indexes))]
     storage, of_save = dict(zip(indexes, places, strict=True)), StorageMeta(checkpoint_id=uri, save_id=save)

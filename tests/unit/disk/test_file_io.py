@@ -32,7 +32,7 @@ def memory() -> Iterator[memoryview]:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A file system that makes a file before it refuses to open it for direct I/O. Returns what was refused."""
+    """A file system that creates a file and then refuses to open it for direct I/O. Returns the refused paths."""
     real, names = os.open, []
 
     def refuse(path: Path, flags: int, *more: int) -> int:

@@ -62,7 +62,7 @@ def test_a_lock_is_let_go_of_though_its_file_cannot_be_removed(tmp_path: Path, m
 
 
 def test_a_lock_is_let_go_of_though_unlocking_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing the file does it as well; a descriptor left open would hold the lock as long as the process lives."""
+    """Closing the file has the same effect; a leaked descriptor would hold the lock until the process exits."""
     flock = fcntl.flock
 
     def no_unlock(file: int, operation: int) -> None:

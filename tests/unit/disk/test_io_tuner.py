@@ -1,4 +1,4 @@
-"""What a device likes is found by what it did, and never trusted for good."""
+"""The best mode of a device is measured, and measured again later."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_what_was_decided_is_known_to_the_next_process_until_the_next_boot(
         later = device_of(file.fileno())
     assert not tuner(tmp_path).is_known(later)
     tuner(tmp_path).decide(later, {DIRECT: 1e9}, "here")
-    assert json.loads(read_modes(tmp_path).read_bytes()).keys() == {later}  # what is of an older boot is forgotten
+    assert json.loads(read_modes(tmp_path).read_bytes()).keys() == {later}  # entries of an older boot are dropped
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_damaged_result_is_no_result(kept: bytes, tmp_path: Path) -> None:
 
 
 class Noted(LocalCopy):
-    """A copy whose bytes are never in the page cache, and that notes in which way it is read."""
+    """A copy with no bytes in the page cache that records the mode of each read."""
 
     def __init__(self, path: Path, tuner: ReadTuner, *, cached: bool = False) -> None:
         super().__init__(path, tuner=tuner)
@@ -186,7 +186,7 @@ def load_model(folder: Path, root: Path, **settings: Any) -> None:
 
 @pytest.fixture
 def ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ReadMode]]:
-    """Where each read that is not of a header begins, and how it was made."""
+    """Offset and mode of each read, headers excluded."""
     taken: list[tuple[int, ReadMode]] = []
     real = LocalCopy.read
 
@@ -236,7 +236,7 @@ def test_a_read_that_fails_while_ways_are_tried_fails_the_load(
 
     def fail_in_the_second_way(copy: LocalCopy, *given: Any) -> Any:
         if len(ways_taken) >= 3 and seeded:
-            raise seeded.pop()  # once: who reads it again, is not told
+            raise seeded.pop()  # once: a second read does not raise
         return real(copy, *given)
 
     monkeypatch.setattr(LocalCopy, "read", fail_in_the_second_way)

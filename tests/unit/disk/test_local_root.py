@@ -1,4 +1,4 @@
-"""Temporary files of writers that were killed go at the next recovery, and those of live writers stay."""
+"""The next recovery removes temporary files of killed writers, and keeps those of live ones."""
 
 from __future__ import annotations
 

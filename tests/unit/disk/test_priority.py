@@ -37,7 +37,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A node of one processor, whose kernel says nothing of other processes."""
+    """A node with one processor and a kernel without information on other processes."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     monkeypatch.setattr(priority, "STAT", Path("/nonexistent"))
     clock = Clock()

@@ -1,4 +1,4 @@
-"""Small files of state that are none: set aside and counted below a local root, elsewhere an error of ours."""
+"""Invalid state files: quarantined and counted below a local root, a typed error elsewhere."""
 
 from __future__ import annotations
 

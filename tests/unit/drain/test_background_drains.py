@@ -22,7 +22,7 @@ URI = "s3://bucket/run/step-1"
 
 
 class Node:
-    """One ready entry, whose drain fails as long as ``error`` is set."""
+    """One ready entry, with a drain that fails while ``error`` is set."""
 
     def __init__(self, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tries = 0
@@ -44,7 +44,7 @@ class Node:
         self.drains = BackgroundDrains(drainer.settings, drainer)
 
     async def look(self) -> int:
-        """Submit what is due and let it end. Returns the tries so far."""
+        """Submit due entries and wait for them. Returns the attempts so far."""
         self.drains.submit_due([self.entry])
         await self.end()
         return self.tries

@@ -32,7 +32,7 @@ async def drained(local_root: Path, uri: str) -> tuple[list[TierckptError], bool
 
 
 def saved(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that is committed on this node and whose drain has not begun."""
+    """A step that is committed on this node, with a pending drain."""
     with monkeypatch.context() as patch:
         patch.setattr(Client, "drain_in_background", lambda *_: None)
         save(uri, small_state(1))
@@ -62,7 +62,7 @@ def test_a_final_error_ends_a_drain_that_is_tried_again_when_it_is_mended(
 
 
 def test_it_gets_as_long_as_an_outage(s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The certificate of a store is renewed by somebody who does not know of this node."""
+    """The store's certificate is renewed independently of this node."""
     saved(f"{s3_uri}/step-1", monkeypatch)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.invalid")
     monkeypatch.setenv("TIERCKPT_COMMIT_TIMEOUT_SECONDS", "0.01")

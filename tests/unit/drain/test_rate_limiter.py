@@ -48,7 +48,7 @@ async def spent_in(limiter: RateLimiter, chunks: int, size_bytes: int) -> None:
 @pytest.mark.parametrize("late", [0.0, 0.003, 0.05])
 @pytest.mark.parametrize("size_bytes", [4096, MIB, 8 * MIB, 64 * MIB])
 async def test_the_long_run_rate_is_exact_for_any_chunk_and_any_late_timer(size_bytes: int, late: float) -> None:
-    """G1: within 2 %, where a limiter that forgets what it overslept would lose up to half."""
+    """G1: within 2 %. A limiter that ignores its oversleep would lose up to half."""
     time, rate = FakeTime(late), 8 * MIB
     limiter, chunks = limiter_of(rate, time), max(32, (256 * MIB) // size_bytes) if size_bytes > 4096 else 20_000
     begun = time.now
@@ -167,7 +167,7 @@ async def test_more_and_fewer_files_at_a_time_while_they_run() -> None:
 
 
 async def order_of(limiter: RateLimiter, holder: DrainFlow, waiting: list[DrainFlow]) -> list[float]:
-    """The order in which files that wait for the only place get it, once ``holder`` lets go."""
+    """Return the order in which waiting files get the only slot after ``holder`` releases it."""
     order: list[float] = []
 
     async def file(flow: DrainFlow) -> None:
@@ -218,7 +218,7 @@ async def test_a_place_given_and_cancelled_in_one_moment_is_not_lost() -> None:
     waiting = asyncio.create_task(limiter.slot().__aenter__())
     await settle()
     await holder.__aexit__(None, None, None)  # gives the place to the waiting task ...
-    waiting.cancel()  # ... which is gone
+    waiting.cancel()  # ... which has left
     await asyncio.gather(waiting, return_exceptions=True)
     async with asyncio.timeout(60):
         async with limiter.slot():
@@ -378,7 +378,7 @@ def test_a_flush_never_waits_for_movers_and_goes_on_where_no_mark_can_be_made(tm
     try:
         for _ in range(200):
             with flushing(tmp_path):
-                assert marks[0].is_held()  # each of 200 was seen: no look of a mover stood in its way
+                assert marks[0].is_held()  # all 200 checks saw the lock: a mover's check never blocked it
     finally:
         stop.set()
         thread.join(60)

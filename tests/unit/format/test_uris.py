@@ -30,7 +30,7 @@ ROOTS = {
     "tierckpt://hf/": "user/model/",
 }
 AS_FSSPEC = ["", "file://", "local://", "s3://", "memory://"]
-"""Schemes whose file system is installed here, and takes a URL apart without a connection."""
+"""Schemes with a file system installed here that parses a URL without a connection."""
 
 printable = st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="/\ufffe\uffff")
 names = st.text(printable | st.sampled_from("#?%~[]*{}|\\^`\"'<> +&=,;:@()!$."), min_size=1, max_size=12)

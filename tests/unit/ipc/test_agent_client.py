@@ -1,4 +1,4 @@
-"""How a process and the agent talk: framing, descriptors, and what is raised when there is nobody to talk to."""
+"""Communication with the agent: framing, descriptors, and errors without an agent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_messages_that_came_together_are_taken_in_order() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        struct.pack("!I", (1 << 20) + 1),  # too long to be one of ours: refused before it has come
+        struct.pack("!I", (1 << 20) + 1),  # too long for one of our messages: refused before it arrives
         struct.pack("!I", 0xFFFFFFFF) + b"x",
         struct.pack("!I", 4) + b"\xff\xfe\x00\x01",
         struct.pack("!I", 3) + b"{]}",
@@ -204,7 +204,7 @@ def test_without_an_agent_asking_one_that_must_not_be_started_raises(contact: Ag
         contact.ask({"op": "status"}, start=False)
     with agent_that(root=local_root):
         pass
-    (agent_dir(local_root) / SOCKET).touch()  # what one that was killed leaves: nobody listens there
+    (agent_dir(local_root) / SOCKET).touch()  # left by a killed agent: no process listens there
     with pytest.raises(AgentUnavailableError, match="no agent runs"):
         contact.ask({"op": "status"}, start=False)
 

@@ -1,4 +1,4 @@
-"""Deferred tensors: what is done with them is done with the numbers of the file, and no more of those is read."""
+"""Deferred tensors: operations apply to the numbers in the file, and read only those."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ VIEWS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
     "detached": (lambda t: t.detach().data[0:1], 1 / 8),
     "nothing": (lambda t: t[8:], 0),
     "never used": (lambda t: (t[0].shape, t.dtype, t.device, t.ndim, t.numel(), t.is_contiguous(), len(t)), 0),
-    "columns, of which whole rows are read": (lambda t: t[4].narrow(1, 0, 8), 1 / 8),
-    "each second one, of which all is read": (lambda t: t[::2], 1),
+    "columns, which read whole rows": (lambda t: t[4].narrow(1, 0, 8), 1 / 8),
+    "each second row, which reads all": (lambda t: t[::2], 1),
     "a reshaped one": (lambda t: t.view(-1)[:100], 1),
     "rows of a tensor that is whole here": (lambda t: (t + 0, t[0], t[1])[1:], 1),
     "an index of tensors": (lambda t: t[torch.tensor([1, 3])], 1),
@@ -111,7 +111,7 @@ def test_what_is_copied_from_it_is_read_once(plain: Tensor, deferred: Tensor, mo
         part = deferred.narrow(0, 4, 2)
         for _ in range(3):
             target.data.copy_(part)
-        torch.zeros(2, *SHAPE[1:], device="meta").copy_(deferred[0:2])  # whoever counts what is to come
+        torch.zeros(2, *SHAPE[1:], device="meta").copy_(deferred[0:2])  # a count of the expected bytes
     assert torch.equal(target.data, plain[4:6])
     assert read["files"] <= WHOLE_BYTES / 4 + NOISE_BYTES
 
@@ -155,7 +155,7 @@ def test_what_is_kept_is_read_before_the_file_goes(
 
 @pytest.mark.parametrize("ranks", [1, 4], ids=["others elsewhere", "all on this node"])
 def test_of_columns_the_pieces_are_read(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies between them comes from the disk only where other ranks of this node want it."""
+    """Bytes between them are read from disk only if other ranks of this node need them."""
     plain, path = torch.randn(64, 16384), tmp_path / "model.safetensors"
     save_file({"w": plain}, path)
     ways = (replace(SHARED_READ_MODES[0], ranks=ranks),)

@@ -100,7 +100,7 @@ def test_what_is_in_memory_already_brings_its_pages_but_for_the_two_whose_price_
 def test_few_pages_are_there_before_their_time(
     model: Path, watched: type[Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So which pages are the cheaper ones is known of the pieces before."""
+    """So the previous pieces show which pages are cheaper."""
     most, given, ahead = 4, [], []
     monkeypatch.setattr(fill, "AHEAD_MAX", most)
     monkeypatch.setattr(fill, "put_pages", given.append)  # at once, so that nothing but the bound holds them back
@@ -171,7 +171,7 @@ def test_who_wants_no_more_is_not_given_half_of_it(model: Path, watched: type[Wa
 
 
 def _within_deadline(load: Callable[[], object]) -> None:
-    """Run ``load``; what it raises is raised here. None of its threads is left."""
+    """Run ``load`` and raise its error. All of its threads have ended."""
     threads = ThreadPoolExecutor(1)
     try:
         threads.submit(load).result(timeout=DEADLINE_SECONDS)

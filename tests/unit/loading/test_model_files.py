@@ -36,7 +36,7 @@ def test_the_layouts_that_people_publish(
     below = layout.asked.get("subfolder", "")
     for file in layout.files:
         if file not in layout.loaded and file.startswith(below) and "/" not in file:
-            assert file in said, "what is not loaded is named"
+            assert file in said, "files that are not loaded are named"
     for tensor in layout.less:
         assert repr(tensor) in said
 

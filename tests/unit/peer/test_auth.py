@@ -1,4 +1,4 @@
-"""Who may ask a peer: what is signed, what is refused, and where nothing listens (tierckpt/peer/auth.py)."""
+"""Authentication of peers: signatures, rejections, and addresses without a listener (tierckpt/peer/auth.py)."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_more_requests_than_can_be_remembered_are_put_off(monkeypatch: pytest.Mo
         checks.check("GET", TARGET, signed())
     with pytest.raises(Crowded, match="too many"):
         checks.check("GET", TARGET, signed())
-    with pytest.raises(RejectedRequest, match="wrong proof"):  # who is no member does not even learn that
+    with pytest.raises(RejectedRequest, match="wrong proof"):  # a non-member does not learn the reason
         checks.check("GET", TARGET, signed(key=b"the secret of another job"))
 
 
@@ -264,14 +264,14 @@ def test_no_step_of_the_wall_clock_makes_a_proof_good_again(monkeypatch: pytest.
 
 
 def _as_of(checks: Verifier) -> dict[str, str]:
-    """A request of a member who has been told the time."""
+    """A request of a member that knows the time here."""
     signer = Signer(KEY, "node-1")
     ahead = checks.clock() - signer.clock()
     return {"authorization": signer.sign("GET", TARGET, "server", ahead_seconds=ahead)[0]}
 
 
 def test_even_by_a_clock_that_is_set_no_proof_is_good_twice() -> None:
-    """Whatever clock is given: what was forgotten is refused."""
+    """With any clock: a forgotten nonce is rejected."""
     import time
 
     clock = Clock(time.time())

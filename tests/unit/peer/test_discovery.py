@@ -1,4 +1,4 @@
-"""Where to look for peers: every form that ``settings.peers`` may have, and what is refused."""
+"""Discovery of peers: every form of ``settings.peers``, and invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node says it has, and gives (J1 to J4 in tierckpt/peer/inventory.py)."""
+"""Chunks that a node reports and serves (J1 to J4 in tierckpt/peer/inventory.py)."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_a_damaged_chunk_of_an_earlier_boot_is_not_given_and_the_rest_is(root: P
     assert here.bad == 1
     assert given(here, frozen, 0) is not None
     assert given(here, frozen, 1) is None
-    assert here.bad == 1, "it is known to be bad, and is not read again and again"
+    assert here.bad == 1, "it is known to be damaged, and not read again and again"
 
 
 def test_a_mended_chunk_is_given_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The list of members: who is there is found out in time, and nobody can be talked out of it."""
+"""The list of members: changes are detected in time, and false rows have no effect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EPOCH = 1_800_000_000.0
 
 
 class World:
-    """Nodes under one virtual clock. ``reaches`` says who gets answers from whom."""
+    """Nodes under one virtual clock. ``reaches`` decides which pairs can connect."""
 
     def __init__(self, count: int, seed: int = 1) -> None:
         self.now = 0.0
@@ -52,7 +52,7 @@ class World:
         return [self.tables["n0"].me.address] if "n0" in self.tables else []
 
     def round(self) -> None:
-        """Everybody who runs asks whom it would ask; who does not answer takes the whole round to say so."""
+        """Run a round of every node; a silent node's answer takes the whole round to time out."""
         at = {table.me.address: (name, table) for name, table in self.tables.items()}
         for name, table in list(self.tables.items()):
             table.begin_round()
@@ -213,7 +213,7 @@ def test_a_node_whose_own_rounds_come_late_is_patient_with_the_others(world: Wor
     table = world.tables["n0"]
     assert table.patience == 1.0
     for _ in range(3):
-        world.now += 1.5  # it is asked to do too much: its rounds should be 0.5 s apart
+        world.now += 1.5  # overloaded: its rounds should be 0.5 s apart
         table.begin_round()
     assert {member.name for member in table.live()} == set(world.tables), "after 4.5 s"
     world.run(20)
@@ -233,7 +233,7 @@ def test_the_dead_are_forgotten_and_a_tale_of_them_does_not_raise_them(world: Wo
     assert "n5" not in {member.name for member in table.live()}
 
 
-# --- lies ---------------------------------------------------------------------------------------------------------
+# --- false rows ---------------------------------------------------------------------------------------------------
 
 
 def test_nobody_is_talked_out_by_claims_of_others(world: World) -> None:
@@ -280,7 +280,7 @@ def test_its_own_word_at_its_address_holds_against_a_higher_beat_that_others_tol
     table.merge_answer({"me": row("b", EPOCH * 1000 + 7), "members": []}, "10.1.1.1:7117")
     assert table.records["b"].beat == EPOCH * 1000 + 7
     table.merge_answer({"me": row("b", EPOCH * 1000 + 3, left=True), "members": []}, "10.6.6.6:7117")
-    assert table.state(table.records["b"]) == "live", "who answers elsewhere is not b"
+    assert table.state(table.records["b"]) == "live", "an answer from another address is not b's"
 
 
 def test_who_was_never_heard_of_twice_is_not_offered(world: World) -> None:
@@ -416,4 +416,4 @@ def test_whatever_those_asked_do_the_task_goes_on_and_nobody_is_asked_twice_at_a
     asyncio.run(run())
     assert [member.name for member in table.live()] == ["good", "me"]
     assert set(asked) == {f"10.0.0.{number}:7117" for number in range(2, 7)}
-    assert asked.count("10.0.0.4:7117") < asked.count("10.0.0.2:7117"), "the mute are asked less often"
+    assert asked.count("10.0.0.4:7117") < asked.count("10.0.0.2:7117"), "silent nodes get fewer requests"

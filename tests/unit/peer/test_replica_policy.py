@@ -1,4 +1,4 @@
-"""Whose copies are where (R1-R3 of peer/replica_policy.py): over failure domains, by brute force, and what may go."""
+"""Placement of copies (R1-R3 of peer/replica_policy.py): over failure domains, by brute force; and removal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def brute_force(placed: list[tuple[int, ...]], lost: int) -> float:
 
 
 def lost_with_a_domain(domains: tuple[str, ...], placed: list[tuple[int, ...]]) -> int:
-    """Shards that are gone when the domain of their node is."""
+    """Shards lost with the domain of their node."""
     return sum(len({domains[holder] for holder in held}) == 1 for held in placed)
 
 
@@ -63,7 +63,7 @@ def test_mixed_placement_over_domains_stays_within_its_gap(nodes: int, replicas:
 
 
 def test_no_other_order_of_the_nodes_loses_less_with_a_domain() -> None:
-    """Every way in which up to six nodes lie in up to four domains, against every order of them."""
+    """Every assignment of up to six nodes to up to four domains, against every order of them."""
     checked = 0
     for nodes, replicas in itertools.product(range(2, 7), (2, 3)):
         if replicas > nodes:
@@ -118,7 +118,7 @@ def test_a_small_cluster_has_as_many_copies_as_it_has_nodes() -> None:
     assert holders([], 2) == {}
 
 
-# --- what is told --------------------------------------------------------------------------------------------------
+# --- reports -------------------------------------------------------------------------------------------------------
 
 ROW = FreshCheckpoint("s3://bucket/run/step-7", "a" * 16, 7.0, frozenset({"t1", "t2"}), frozenset({"u1"}), True)
 

@@ -64,7 +64,7 @@ def test_youngs_and_dalys_interval_beat_half_and_twice_of_it() -> None:
 
 
 def test_a_formula_without_the_restart_is_found_wrong() -> None:
-    """Seeded: without one of its terms the comparison fails."""
+    """Seeded: the comparison fails without one of its terms."""
     run = simulate(CLUSTER, BLOCKING, days=60, seed=3)
     assert run.ettr != pytest.approx(ettr.exact(230, 60, MTBF, 0), rel=0.02)
 
@@ -168,7 +168,7 @@ def test_without_failures_only_the_stalls_are_lost() -> None:
 
 
 def test_jobs_share_the_bandwidth() -> None:
-    """Each of four jobs whose saves collide takes four times the time."""
+    """Each of four jobs with colliding saves takes four times as long."""
     alone = simulate(Cluster(16, RATES, ()), BLOCKING, days=2)
     four = simulate(Cluster(64, RATES, (), jobs=4), BLOCKING, days=2)
     assert alone.stalled_seconds / alone.checkpoints == pytest.approx(60, rel=0.01)

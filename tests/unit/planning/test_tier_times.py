@@ -51,7 +51,7 @@ def test_times_are_those_between_save_and_commit() -> None:
 
 
 def test_no_time_is_negative_or_0_for_lack_of_a_record() -> None:
-    """A store whose clock is 100 s slow, one with times in whole seconds, and one without times."""
+    """Stores: with a clock 100 s behind, with times in whole seconds, and without times."""
     made = saves(20, 21, 22)
     commits = [commit(20, 200.5, 100.0), commit(21, 210.5, 209.2), commit(22, 220.5, None)]
     *_, shared = tiers(Start(made), commits=commits)

@@ -14,7 +14,7 @@ RATES = Bandwidths(shared_write=1e11, shared_read=1e11, local_write=1e10, local_
 
 
 def ways(copy_steps: float, share: float = 1 / 7, step: float = 0.1) -> dict[str, Mode]:
-    """A state whose copy takes ``copy_steps`` of ``step`` seconds, with ``share`` bytes of gradient per byte."""
+    """A state with a copy time of ``copy_steps`` of ``step`` seconds, and ``share`` bytes of gradient per byte."""
     state = copy_steps * step * LINK
     made = modes(state, share * state, state / 14, ranks=1, step_seconds=step, interval_min_seconds=0.0, rates=RATES)
     return {mode.name: mode for mode in made}

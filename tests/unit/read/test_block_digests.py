@@ -1,4 +1,4 @@
-"""Digests of blocks: one for each 256 KiB beside the shards, so that a part of a chunk can be verified on its own."""
+"""Digests of 256 KiB blocks next to the shards, so that a part of a chunk can be verified on its own."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_manifests_of_both_kinds_come_back_and_a_wrong_name_is_refused(data: byt
             manifests.decode(manifests.seal(body))
 
 
-# --- beside the shards -----------------------------------------------------------------------------------------------
+# --- next to the shards ----------------------------------------------------------------------------------------------
 
 
 def test_the_digests_of_a_ranks_blocks_are_one_file_that_the_manifest_names(tmp_path: Path, data: bytes) -> None:
@@ -139,7 +139,7 @@ def test_a_file_of_another_size_than_the_shards_need_is_not_used(tmp_path: Path,
 
 
 class Counted(LocalCopy):
-    """A copy that notes what it is asked for."""
+    """A copy that records its reads."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -232,7 +232,7 @@ def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (5, 6))
     assert (place.copy.asked, len(asked)) == ([(0, BLOCK)], 1)
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (7, 9), peeks=(0,))
-    assert len(asked) == 1, "what is only peeked at is not verified"
+    assert len(asked) == 1, "peeked ranges are not verified"
     place.copy = RemoteCopy("s3://b/shard", lambda asked: place.data[asked.start : asked.stop])  # type: ignore[assignment]
     assert place.pulled(place.copies(known=list(elsewhere)), buffers, (0, 2 * CHUNK))
     assert len(asked) == 1
@@ -325,7 +325,7 @@ def test_damaged_block_digests_never_pass_damaged_blocks(place: Place, buffers: 
 def test_a_peek_reads_a_page_and_is_not_verified(place: Place, buffers: BounceBufferPool) -> None:
     assert place.pulled(place.copies(), buffers, (5, 90), (3 * BLOCK, CHUNK), peeks=(0,))
     assert sorted(place.copy.asked) == [(0, 4096), (3 * BLOCK, CHUNK)]
-    assert place.pulled(place.copies(), buffers, (4090, 4099), (5000, CHUNK), peeks=(0,))  # in what is read anyway
+    assert place.pulled(place.copies(), buffers, (4090, 4099), (5000, CHUNK), peeks=(0,))  # within other reads
     damaged = bytearray(place.data)
     damaged[6] ^= 1
     place.path.write_bytes(damaged)

@@ -1,4 +1,4 @@
-"""Pieces of files into memory: what is touched is read once, verified, and copied to where it goes."""
+"""Pieces of files into memory: each chunk is read once, verified, and copied to its targets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def entry_of(data: bytes) -> FileEntry:
 
 
 class Counted(LocalCopy):
-    """A copy that notes what it is asked for."""
+    """A copy that records its reads."""
 
     def __init__(self, path: Path, tier: Tier = Tier.LOCAL) -> None:
         super().__init__(path, tier)
@@ -121,7 +121,7 @@ def test_two_copies_with_damage_in_different_chunks_give_all_of_them(tmp_path: P
 
 
 def test_an_error_of_a_file_with_damage_names_the_range_that_is_bad(tmp_path: Path) -> None:
-    """Another thread that reads a good range of the only copy after it is given up gets its bytes, and no error."""
+    """Another thread reading a good range of the only copy after it is given up gets its bytes, without an error."""
     data, path = content(), tmp_path / "shard"
     path.write_bytes(damaged(data, 4))
     copies = ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path)])
@@ -196,7 +196,7 @@ def test_as_many_threads_digest_at_a_time_as_there_are_processors_while_all_of_t
     now, reading, digesting, met = Counter[str](), [0], [0], threading.Condition()
 
     def doing(what: str, most: list[int], wanted: int) -> None:
-        """Nobody ends before as many as are wanted have met once; one too many would come within the wait after it."""
+        """Each waits until the expected number has met once; an extra one would arrive within the wait after it."""
         with met:
             now[what] += 1
             most[0] = max(most[0], now[what])
@@ -234,8 +234,8 @@ def test_ranks_of_a_node_share_the_threads_that_its_disk_likes(
 
     class Slow(LocalCopy):
         def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> memoryview | bytes:
-            # Nobody reads twice before all have come, however late a busy machine starts the last of them; a thread
-            # too many would come within the wait that follows.
+            # No second read before all have arrived, even if a busy machine starts the last one late; an extra thread
+            # would arrive within the wait that follows.
             with met:
                 seen.add(threading.get_ident())
                 met.notify_all()
@@ -254,7 +254,7 @@ def test_a_load_takes_the_buffers_that_other_loads_leave_and_waits_for_one_only(
     with buffers.take(2, CHUNK, 0.0):
         assert is_right(pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers), data)
     with buffers.take(3, CHUNK, 0.0) as all_of_them:
-        assert len(all_of_them) == 3, "what the load took it has given back"
+        assert len(all_of_them) == 3, "the load returned its memory"
 
 
 def test_a_thread_that_cannot_be_had_ends_the_load_and_leaves_no_other(
@@ -273,7 +273,7 @@ def test_a_thread_that_cannot_be_had_ends_the_load_and_leaves_no_other(
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     with pytest.raises(CapacityError, match="new thread"):
         pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers)
-    assert not started[0].is_alive(), "what it reads into would be gone"
+    assert not started[0].is_alive(), "its target memory would be freed"
 
 
 def test_files_without_digests_are_taken_as_they_are(tmp_path: Path, buffers: BounceBufferPool) -> None:
@@ -285,11 +285,11 @@ def test_files_without_digests_are_taken_as_they_are(tmp_path: Path, buffers: Bo
     )
 
 
-# --- what is in the page cache -----------------------------------------------------------------------------------
+# --- the page cache ----------------------------------------------------------------------------------------------
 
 
 def forget(path: Path) -> None:
-    """Have the page cache let go of ``path``."""
+    """Evict ``path`` from the page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Chunks of files from peers: who fails is not asked again, and the shared tier has what nobody gives."""
+"""Chunks of files from peers: a failed peer gets no more requests, and the shared tier is the fallback."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Node:
 
 @dataclass
 class Copies:
-    """What other nodes have: ``answers`` says what each does when it is asked."""
+    """Copies on other nodes: ``answers`` has each node's reaction to a request."""
 
     answers: dict[str, Callable[[], bytes]]
     asked: list[str] = field(default_factory=list)

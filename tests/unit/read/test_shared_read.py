@@ -49,7 +49,7 @@ def interest(group: str = "node", **wanted: list[tuple[int, int]]) -> ReadIntere
     )
 
 
-# --- what is agreed ---------------------------------------------------------------------------------------------
+# --- the plan ---------------------------------------------------------------------------------------------------
 
 
 @given(ranges)
@@ -85,7 +85,7 @@ def test_a_piece_is_cut_into_parts_that_lie_in_one_unit_or_in_none(
             place = units.range("shard", unit)
             assert place.start <= begin < end <= place.stop
             assert place.size_bytes <= 16
-            assert place.start // 16 == (place.stop - 1) // 16, "no chunk lies in two units"
+            assert place.start // 16 == (place.stop - 1) // 16, "every chunk is in one unit"
     numbers = [unit for _, _, unit in parts if unit is not None]
     assert numbers == sorted(set(numbers))
     assert units.first_of("shard", start, start + size) == next(iter(numbers), None)
@@ -110,7 +110,7 @@ def test_each_node_agrees_for_itself() -> None:
 
 
 def test_what_a_window_cannot_count_is_read_apart() -> None:
-    """As of metadata that names absurd offsets: nothing is made by their number."""
+    """Like metadata with absurd offsets: no memory is allocated for them."""
     huge = [(0, 1 << 60)]
     assert plan_shared_reads([interest(shard=huge), interest(shard=huge)]) == [None, None]
     assert UNITS_MAX < (1 << 60) // 16
@@ -210,7 +210,7 @@ def content() -> bytes:
 
 
 class Watched(LocalCopy):
-    """A copy that counts its reads, and ends its process at one of them."""
+    """A copy that counts its reads, and ends its process at a given one."""
 
     def __init__(self, path: Path, die_at: int) -> None:
         super().__init__(path)
@@ -224,7 +224,7 @@ class Watched(LocalCopy):
 
 
 def take(number: int, path: Path, seed: int, die_at: int, pipe: Any) -> None:
-    """One process: tells its interest, gets its plan, reads, and tells what it has and how often it read."""
+    """One process: announces its ranges, gets its plan, reads, and reports its result and number of reads."""
     data = content()
     entry = FileEntry("f", FILE_BYTES, tuple(digest_of(data[at : at + CHUNK]) for at in range(0, FILE_BYTES, CHUNK)))
     wanted = merged(
@@ -251,7 +251,7 @@ def take(number: int, path: Path, seed: int, die_at: int, pipe: Any) -> None:
     together.leave()
     right = all(bytes(one) == data[start:stop] for one, (start, stop) in zip(memories, wanted, strict=True))
     pipe.send((right, copy.reads, together.is_alone))
-    pipe.recv()  # the first one's memory stays until all have ended
+    pipe.recv()  # the first one's memory stays until all are done
 
 
 def chunks_of(interests: list[ReadInterest]) -> set[int]:
@@ -264,7 +264,7 @@ def chunks_of(interests: list[ReadInterest]) -> set[int]:
 
 
 class Readers:
-    """Three processes that read one file together; one of them may be a victim."""
+    """Three processes that read one file together; one may be killed."""
 
     def __init__(self, seed: int, victim: int | None, path: Path) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -310,7 +310,7 @@ def test_processes_with_wishes_of_their_own_read_each_chunk_once_and_survive_a_k
     assert [[right for right, _, _ in outcomes] for outcomes in found] == [[True] * 3, [True] * 2, [True] * 2]
     assert not any(alone for outcomes in found for _, _, alone in outcomes)
     reads, wanted = sum(reads for _, reads, _ in found[0]), len(chunks_of(teams[0].interests))
-    assert wanted <= reads <= wanted + 2 * TAKERS  # more only at the ends of what one of them wants
+    assert wanted <= reads <= wanted + 2 * TAKERS  # more only at the ends of a process's range
     killed = -signal.SIGKILL
     assert codes == [[0, 0, 0], [killed, 0, 0], [0, 0, killed]]
 
@@ -322,5 +322,5 @@ def test_a_process_is_told_from_its_remains_and_from_a_later_one() -> None:
         began = start_ticks(child.pid)
         assert Process(child.pid, began).lives()
         child.kill()
-        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has taken note
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has exited, and is not reaped
         assert not Process(child.pid, began).lives()

@@ -105,7 +105,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def matrix() -> Iterator[Any]:
-    """Each optimizer in each implementation, from the first or the third step. Alternately one of the two is slow."""
+    """Each optimizer in each implementation, from the first or the third step. One of the two is slow, alternately."""
     cases = [case for case in itertools.product(KINDS, IMPLEMENTATIONS) if case[1] != "fused" or case[0] in FUSED]
     for number, (kind, implementation) in enumerate(cases):
         for begun in (0, 2):

@@ -247,7 +247,7 @@ def test_a_moment_that_is_changed_without_a_trace_is_seen() -> None:
 
 
 def test_a_change_between_two_parts_is_seen_though_no_step_was_made() -> None:
-    """As by an optimizer whose steps bypass the hooks: its parameters change without a step."""
+    """An optimizer that bypasses the hooks: its parameters change without a step."""
     job = Job()
     job.train()
     with MultiStepStager(job.optimizer, window_steps=2) as stager:

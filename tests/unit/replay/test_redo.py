@@ -160,7 +160,7 @@ def test_a_window_that_is_another_than_the_one_that_was_copied_is_refused(bug: s
 
 
 def flipped(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
-    """A device whose replay differs from training by ``bits`` units in the last place of one element."""
+    """A device whose replay differs from training by ``bits`` ulps in one element."""
     real = apply.Replay.apply
 
     def of_another_device(self: Any, step: Any) -> None:

@@ -1,4 +1,4 @@
-"""A gradient log on another node: what is counted, what is fetched, and what goes (R4, R5)."""
+"""A gradient log on another node: counted steps, fetches, and removals (R4, R5)."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ async def test_what_a_safe_checkpoint_has_goes_and_is_not_fetched_again(source: 
         source.step(base + 1, base + 2)
     await holder.fetch()
     assert holder.begins == [0, 2, 4]
-    log_segments.remove_before(source.directory, 2)  # the source goes by what is committed: the copy stays
+    log_segments.remove_before(source.directory, 2)  # the source removes committed steps: the copy stays
     await holder.fetch()
     assert holder.begins == [0, 2, 4]
     holder.index.truncate(holder.row, 4, is_told=True)

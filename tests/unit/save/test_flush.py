@@ -1,4 +1,4 @@
-"""What a flush leaves on the disk, whatever the shapes: the file, its digests and CRCs (invariants F1 to F4)."""
+"""Results of a flush on disk, for every shape: the file, its digests and CRCs (invariants F1 to F4)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def items_of(shapes: list[tuple[int, int, int, int | None, bool]], seed: int = 0
 
 
 def reference(items: list[Item]) -> bytes:
-    """What the file must hold: every item at its offset, zeros between them."""
+    """The expected file: every item at its offset, zeros between them."""
     content = bytearray(items[-1].offset + len(items[-1].whole) if items else 0)
     for item in items:
         content[item.offset : item.offset + len(item.whole)] = item.whole
@@ -101,7 +101,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def records_of(items: list[Item]) -> list[ShardRecord]:
-    """Each item's data in a buffer of its own, or behind a fetch."""
+    """Each item's data in a buffer of its own, or returned by a fetch."""
     records = []
     for item in items:
         buffer = ctypes.create_string_buffer(item.data, max(len(item.data), 1))
@@ -140,7 +140,7 @@ def run(
 
 
 def check(flushed: Flushed, items: list[Item], chunk_size_bytes: int) -> None:
-    """The file is the reference, to the byte, and the digests are those of its chunks."""
+    """The file is byte-identical to the reference, and the digests are those of its chunks."""
     content, expected = flushed.path.read_bytes(), reference(items)
     assert len(content) == len(expected) == flushed.size_bytes
     assert content == expected
@@ -245,7 +245,7 @@ def test_the_comparison_finds_seeded_bugs(
 def test_bytes_in_place_are_written_from_where_they_lie(
     directory: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the data itself is left alone: only what lies between it is filled in."""
+    """And the data itself is unchanged: only the gaps are filled."""
     written: list[int] = []
     real = os.pwrite
 
@@ -280,7 +280,7 @@ def test_nobody_rests_after_the_last_segment(directory: Path, slots: list[Memory
 def test_only_the_segment_that_does_not_fit_the_image_is_copied(
     directory: Path, slots: list[Memory], arena: Memory
 ) -> None:
-    """Objects follow the tensors: the file is longer than what was staged."""
+    """Objects follow the tensors: the file is longer than the staged data."""
     tensor, *_ = items = items_of([(0, 448, 60_000, 337, False), (0, 9000, 0, None, False)])
     records, image = staged_in(arena, [tensor])
     records.append(ShardRecord(items[1].offset, items[1].head))
@@ -299,7 +299,7 @@ def test_what_lies_in_an_image_takes_no_slot(directory: Path, arena: Memory) -> 
 def test_a_tail_waits_only_for_what_is_taken_before_it(
     directory: Path, slots: list[Memory], threads: int, given: int
 ) -> None:
-    """F2: an item over many segments whose first part comes last, with any number of workers and of slots."""
+    """F2: an item over many segments with its first part last, for any number of workers and slots."""
     (item,) = items_of([(0, 448, 200_000, 337, False)])
     buffer = ctypes.create_string_buffer(item.data, len(item.data))
 
@@ -472,7 +472,7 @@ def test_a_name_that_exists_is_left_alone(tmp_path: Path, slots: list[Memory]) -
 def test_a_write_that_fails_is_the_end_of_it(
     tmp_path: Path, slots: list[Memory], calls: Calls, number: int, threads: int
 ) -> None:
-    """F3: nothing is written again, no other segment is taken, nothing is fsynced; no descriptor stays open."""
+    """F3: no write is repeated, no segment is started, no fsync is issued; no descriptor stays open."""
     failed = OSError(errno.EIO, "Input/output error")
     calls.fail = lambda call, count: failed if call == "pwrite" and count == number else None
     with pytest.raises(StoreError, match="Input/output error"):
@@ -488,7 +488,7 @@ def test_a_failed_fsync_is_never_tried_again(tmp_path: Path, slots: list[Memory]
     with pytest.raises(StoreError, match="Input/output error"):
         run(tmp_path / "shard", records_of(plain_items()), slots, durable=True)
     assert calls.count("fsync") == calls.fired == 1
-    assert calls.made[-1][0] == "fsync", "and nothing is written after it"
+    assert calls.made[-1][0] == "fsync", "no write follows it"
 
 
 @pytest.mark.parametrize("taken_bytes", [4096, 4100, 8191, 12_288])
@@ -496,7 +496,7 @@ def test_a_short_write_goes_on_where_the_kernel_stopped(
     tmp_path: Path, slots: list[Memory], calls: Calls, taken_bytes: int
 ) -> None:
     """The kernel may take less than it is given; O_DIRECT goes on from a whole block."""
-    # A direct write of an odd length is refused, so the seeded kernel takes whole blocks and reports what it likes.
+    # A direct write of an odd length is refused, so the seeded kernel takes whole blocks and reports a chosen length.
     real = calls._real["pwrite"]
     calls._real["pwrite"] = lambda fd, view, offset: min(taken_bytes, real(fd, view, offset))
     items = plain_items(20)
@@ -592,7 +592,7 @@ def test_no_worker_outlives_an_interrupt(tmp_path: Path, slots: list[Memory], ca
     assert 0 < calls.count("pwrite") < len(reference(items)) // 4096
 
 
-# --- whose threads, whose memory ----------------------------------------------------------------------------------
+# --- threads and memory -------------------------------------------------------------------------------------------
 
 
 def test_a_low_priority_is_for_threads_of_its_own(
@@ -621,7 +621,7 @@ def io_priority(thread: int) -> int:
 
 @pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
 def test_another_process_can_run_it(tmp_path: Path, copied: bool) -> None:
-    """The agent opens the arena by name and writes shards it got as plain records, whose addresses count from there."""
+    """The agent opens the arena by name and writes its shards as plain records, with addresses relative to it."""
     items = items_of([(3648, 448, 100_000, 337, False), (0, 448, 30_001, 337, False), (7, 900, 0, None, False)])
     with Memory.allocate(2 * MiB, shared=True) as memory:
         records, image = staged_in(memory, items, at=512 * KiB)

@@ -1,4 +1,4 @@
-"""A spool is what a file in memory would be, whatever is written where, and is kept whole or not at all."""
+"""A spool equals an in-memory file for any sequence of writes, and is kept whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written before the flush begins, and what the flush makes of it (A1 to A5 of ``save/write_ahead.py``)."""
+"""Data written before the flush, and its use by the flush (A1 to A5 of ``save/write_ahead.py``)."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def flushed(path: Path, records: list[ShardRecord], image: Image, slots: list[Me
 
 
 def one_large() -> list[Item]:
-    """An item over many units, the first and the last of which are not only data."""
+    """An item over many units; the first and the last contain more than data."""
     return items_of([(0, 448, 200_000, 337, False)])
 
 
@@ -256,7 +256,7 @@ def test_a_head_where_data_was_expected_is_written(tmp_path: Path, slots: list[M
 
 
 class Failing:
-    """Lets the writes of ahead fail; those of the flush go through."""
+    """Makes write-ahead writes fail; the flush's succeed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
         self.fired = 0
@@ -279,7 +279,7 @@ class Failing:
 def test_an_error_before_the_flush_is_not_one_of_the_save(
     code: int, tmp_path: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A4: another file is written, and nothing more is asked of that one."""
+    """A4: another file is written, and that one is no longer used."""
     failing = Failing(monkeypatch, code)
     failing.may_fail.set()
     items = one_large()

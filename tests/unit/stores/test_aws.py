@@ -1,4 +1,4 @@
-"""What ``s3_access`` resolves from variables and profiles, beside botocore, which decides what is right."""
+"""``s3_access`` resolves variables and profiles as botocore does."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_a_web_identity_whose_file_is_missing(has_botocore: bool, monkeypatch: p
 @pytest.mark.server
 @pytest.mark.parametrize("way", ["profile", "web identity"])
 def test_an_assumed_role(way: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The endpoint that the profile or a variable names is that of STS, too."""
+    """The endpoint from the profile or a variable also applies to STS."""
     pytest.importorskip("botocore.session")
     (tmp_path / "token").write_text("x.y.z")
     arn = "arn:aws:iam::123456789012:role/trainer"

@@ -1,4 +1,4 @@
-"""How many GETs a store is asked at a time. Cites tierckpt/stores/get_concurrency.py."""
+"""The number of concurrent GETs to a store. Cites tierckpt/stores/get_concurrency.py."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LEAST = 1000
 
 
 class Gets:
-    """GETs that stay under way until they are told how they end."""
+    """GETs that stay in flight until the test ends them."""
 
     def __init__(self, count: int, concurrency: GetConcurrency) -> None:
         self.concurrency = concurrency
         self.under_way: list[int] = []
-        """In the order in which they began."""
+        """In order of their start."""
         self._ends: dict[int, asyncio.Future[int]] = {}
         self.tasks = [asyncio.create_task(self._get(number)) for number in range(count)]
 
@@ -139,7 +139,7 @@ async def test_it_does_not_grow_by_gets_that_had_hardly_enough(gets: Make, monke
     concurrency.gets_max = 1
     some = gets(3, concurrency)
     await asyncio.sleep(0.1)
-    await some.end(0, size_bytes=150)  # 1.5 times what it must
+    await some.end(0, size_bytes=150)  # 1.5 times the minimum
     assert concurrency.gets_max == 1
     await asyncio.sleep(0.1)
     await some.end(1, size_bytes=10**6)

@@ -1,4 +1,4 @@
-"""A socket is readable once what was expected has come, at its end at once, and never later than that."""
+"""A socket is readable once the expected bytes have arrived, immediately at its end, and never later."""
 
 from __future__ import annotations
 

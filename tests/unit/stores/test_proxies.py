@@ -164,7 +164,7 @@ def s3(monkeypatch: pytest.MonkeyPatch, endpoint: str, token: str = "") -> Remot
 def test_requests_to_a_store_go_by_the_proxy(
     variable: str, scheme: str, token: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name of the store does not exist here: what comes, has come by the proxy."""
+    """The store's name does not resolve here: every request comes through the proxy."""
     authority = Authority(tmp_path)
     server = S3(authority.server_side("store.example") if scheme == "https" else None)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
@@ -191,7 +191,7 @@ def test_requests_to_a_store_that_no_proxy_names_do_not(
 def test_credentials_beside_this_process_are_not_asked_for_by_the_proxy(
     proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an EKS or ECS agent gives them. The store is behind the proxy all the same."""
+    """Credentials of an EKS or ECS agent. The store is still behind the proxy."""
     keys = Says(
         200,
         b'{"AccessKeyId": "a", "SecretAccessKey": "b", "Token": "t", "Expiration": "2099-01-01T00:00:00Z"}',

@@ -1,4 +1,4 @@
-"""The retry policy: what a budget pays for, when a breaker opens, who waits for whom. No network here."""
+"""The retry policy: its budget, the breaker, and concurrent waits. No network here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def retries(**settings: object) -> Retries:
 
 @pytest.fixture
 def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries of one request: as many as the test's parameter says."""
+    """Retries of one request, limited by the test's parameter."""
     monkeypatch.setattr(retry, "RETRIES_MAX", request.param)
 
 
@@ -324,7 +324,7 @@ async def test_one_probe_at_a_time_ever_more_rarely_and_all_go_on_at_once(clock:
     assert len(probes) == 5
     gaps = [later - earlier for earlier, later in itertools.pairwise(probes)]
     assert gaps[-1] > gaps[0]
-    assert max(passed) - probes[-1] == pytest.approx(0.02), "as soon as the probe has been answered"
+    assert max(passed) - probes[-1] == pytest.approx(0.02), "immediately after the probe's answer"
 
 
 async def test_the_impatient_are_told_at_once_when_it_has_been_down_for_long(clock: VirtualTime) -> None:

@@ -1,4 +1,4 @@
-"""Wills: what one process writes is what another reads, until it is revoked."""
+"""Handoffs: another process reads the same description until it is revoked."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_will_of_many_tensors_is_not_much_longer_than_their_names() -> None:
 
 
 def test_a_revoked_will_is_none_for_all_who_hold_it() -> None:
-    """Without a word to them: who hands one in may not reach the agent when the memory has another checkpoint."""
+    """Without a message to its writer, which may not reach the agent once the memory has another checkpoint."""
     written = WILL.written()
     held = os.dup(written.fileno())
     descriptions.revoke(written)

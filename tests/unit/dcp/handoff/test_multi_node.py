@@ -1,4 +1,4 @@
-"""What executors of several nodes tell each other about the save of a job that has ended (W6)."""
+"""Messages between executors of several nodes about the save of an ended job (W6)."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_every_arrangement_keeps_the_rules(frames: list[ItemFrame], cap: int, un
 @settings(max_examples=50, deadline=None)
 @given(frames=FRAMES, cap=CAPS)
 def test_the_arrangement_of_an_arrangement_is_itself(frames: list[ItemFrame], cap: int) -> None:
-    """Staging arranges a state dict, writing arranges what was staged, in the order it lies in: nothing may move."""
+    """Staging arranges a state dict, and writing arranges the staged one: the layout must not change."""
     shards = place(frames, cap)
     in_order = [frames[index] for shard in shards for index, _ in shard]
     again = place(in_order, cap)

@@ -294,7 +294,7 @@ def test_every_dtype_and_layout() -> None:
 def test_an_enum_that_was_pickled_by_name(module: bytes) -> None:
     """Python 3.11.3 and older pickle a member as ``getattr(its class, its name)``; protocol 2 says ``__builtin__``."""
     data = pickle.dumps(small(), 2)
-    if b"getattr" in data:  # this Python is one of them
+    if b"getattr" in data:  # depends on the Python version
         assert read(data.replace(b"__builtin__", module)) == small()
         return
     value = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
@@ -372,7 +372,7 @@ HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorPro
 
 
 def with_strides(strides: Any, *further: Any, size: tuple[int, ...] = (4, 3)) -> bytes:
-    """What torch 2.15 writes, from any torch: the state of the properties has the strides behind the other fields."""
+    """The format of torch 2.15, from any torch: the state of the properties has the strides after the other fields."""
 
     class Later(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
@@ -422,7 +422,7 @@ def test_what_is_behind_the_properties_is_plain_and_short(value: Any) -> None:
         read(with_strides(None, value))
 
 
-# --- refusals: the corpus is in tests/fault; here is what it has no case for --------------------------------------
+# --- refusals: the corpus is in tests/fault; here are further cases ------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -664,7 +664,7 @@ def test_an_error_of_the_file_is_told_as_it_is() -> None:
 
 
 def stock(directory: Path, change: Any) -> str:
-    """A checkpoint of stock DCP whose metadata was changed."""
+    """A checkpoint of stock DCP with changed metadata."""
     dcp.save({"w": torch.ones(4, 4)}, checkpoint_id=directory, no_dist=True)
     path = directory / ".metadata"
     meta = pickle.loads(path.read_bytes())
@@ -798,7 +798,7 @@ def test_quantized_tensors_of_stock_dcp_come_back_into_their_own_scale_only(tmp_
             dcp.load({"w": other}, storage_reader=TierStorageReader(str(tmp_path / "x")))
 
 
-# --- what would take the memory or the time of far more than was read ------------------------------------------------
+# --- data that would use far more memory or time than its size -------------------------------------------------------
 
 
 def program(*parts: bytes) -> bytes:
@@ -907,7 +907,7 @@ def test_a_length_in_place_of_data_is_refused(kind: str) -> None:
 
 
 class Endless(Flipped):
-    """A stream extension of which more comes than went in, as of a compressor: here without an end."""
+    """A stream extension with more output than input, like a compressor: here without an end."""
 
     @staticmethod
     def from_descriptor(version: str) -> Endless:

@@ -1,4 +1,4 @@
-"""What a node measures of its peers: the chunks they hold, in which order they got them, and requests in flight."""
+"""A node's measurements of its peers: their chunks, order of arrival, and requests in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node does next: each rule by itself, with a clock that the test holds."""
+"""The scheduler's rules one by one, with a clock held by the test."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ MANY = [f"n{number}" for number in range(20)]
 
 
 def goes_for_others_after(*, are_fetching: bool) -> float:
-    """For how long nothing has come when it may ask the store for whatever another one owns."""
+    """Idle time after which it may request any owner's chunk from the store."""
     made = schedule(MANY, total=len(MANY))
     for chunk in owned_later(made, "a"):
         made.table.landed(chunk, 0.0)
@@ -337,7 +337,7 @@ def test_of_a_slow_peer_nothing_is_asked_that_another_holds() -> None:
             assert ask.source != "b" or ask.chunk in only_b
             made.completed(ask, now + 0.1)
         now += 0.1
-    assert not made.table.missing & sum(1 << chunk for chunk in only_b), "what it alone holds does come from it"
+    assert not made.table.missing & sum(1 << chunk for chunk in only_b), "a chunk with one holder comes from it"
     assert (made.table.missing & ((1 << 400) - 1)).bit_count() < 10, "and the rest from the others"
 
 
@@ -352,7 +352,7 @@ def test_one_that_is_ahead_takes_what_others_hold_before_more_from_the_store() -
     made.completed(ChunkRequest(brought[-1], SHARED, "owned"), SETTLED)
     asks = [made.choose(SETTLED) for _ in range(3)]
     assert {ask.source for ask in asks if isinstance(ask, ChunkRequest)} == {"b"}
-    made.table.update("c", SETTLED, new=brought[:1])  # one of them has spread
+    made.table.update("c", SETTLED, new=brought[:1])  # a chunk has spread
     assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
 
 
@@ -418,7 +418,7 @@ def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seco
     for name in "bcd":
         made.table.update(name, 0.2, new=range(400))
     made.assign_owners(now := SETTLED)
-    made._own.clear()  # private: it has nothing of its own to fetch
+    made._own.clear()  # private: it owns no chunk to fetch
     for number in range(40):
         ask = made.choose(now)
         assert isinstance(ask, ChunkRequest)
@@ -436,7 +436,7 @@ def test_of_an_owner_that_is_behind_the_chunks_it_comes_to_next_are_left_to_it()
     made = schedule(others=("b", "c"), total=2048)
     in_order = made.order_of("b", owned_later(made, "b"))
     ours = {chunk for chunk in in_order if made.substitute(chunk, "b") == "a"}
-    made._own.clear()  # private: it has nothing of its own to fetch
+    made._own.clear()  # private: it owns no chunk to fetch
     made.table.update("b", SETTLED)
     taken = []
     # private: one rule of `choose`, by itself
@@ -461,9 +461,7 @@ def test_when_nothing_moves_any_node_ends_up_at_the_store() -> None:
         for ask in all_asks(made, now):
             seen.add(ask.chunk)
             made.completed(ask, now)
-        made.table.progress_at = min(
-            made.table.progress_at, now - 10.0
-        )  # what it fetches for itself does not count here
+        made.table.progress_at = min(made.table.progress_at, now - 10.0)  # its own fetches do not count here
     assert seen == set(range(TOTAL))
 
 

@@ -27,7 +27,7 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 Refusal = tuple[int, dict[str, str], bytes, str, int, list[str]]
-"""Status, headers, body, token; exit code and what is said."""
+"""Status, headers, body, token; exit code and message."""
 SAID = "Access to model org/model is restricted and you are not in the authorized list."
 REFUSALS: dict[str, Refusal] = {
     "gated": (
@@ -75,7 +75,7 @@ def test_a_refusal_ends_at_once_with_the_reason_of_the_hub(
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The endpoint of what the parameter names."""
+    """Return the endpoint for the parameter."""
     kind = request.param
     if kind == "no such name":
         yield "https://hub.invalid"
@@ -127,7 +127,7 @@ def test_no_token_is_sent_where_none_is_to_be_implied(
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "HF_TOKEN_PATH", "HF_HOME", "XDG_CACHE_HOME"])
 def test_the_token_and_its_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables and ``~`` in paths are expanded; what is set and empty is not set."""
+    """Variables and ``~`` in paths are expanded; an empty variable counts as unset."""
     for other in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HOME", "HF_HUB_CACHE"):
         monkeypatch.setenv(other, "")
     monkeypatch.setenv("HOME", str(tmp_path))
