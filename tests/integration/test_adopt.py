@@ -175,7 +175,7 @@ def test_kill_before_the_commit_leaves_no_files_and_permits_a_retry(where: str, 
     assert restored(tmp_path / "run", tmp_path / "back") == tree(written)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_directory_a_file_and_a_missing_one_are_refused(tmp_path: Path) -> None:

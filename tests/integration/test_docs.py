@@ -272,7 +272,7 @@ peak, done = [0], threading.Event()
 def watch():
     while not done.wait(0.005):
         peak[0] = max(peak[0], stored())
-with Checkpointer("s3://bucket-of-sizes/small") as checkpointer:  # what is imported and connected once is no part of it
+with Checkpointer("s3://bucket-of-sizes/small") as checkpointer:  # import and connect before the measurement
     checkpointer.save(1, {"weights": torch.ones(16)})
 with Checkpointer("s3://bucket-of-sizes/run", keep_last={"local": 1, "shared": 2}) as checkpointer:
     before = resident()

@@ -120,7 +120,7 @@ print("TOLD" + json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told(moto: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return what each mistake prints, all tried in one process."""
+    """Return the output of each mistake, all tried in one process."""
     work = tmp_path_factory.mktemp("work")
     environment = os.environ | moto.environment() | {"TIERCKPT_MOVER": "inline"}
     environment |= {"TIERCKPT_LOCAL_ROOT": str(work / "ssd"), "PYTHONPATH": str(Path.cwd())}

@@ -1,4 +1,4 @@
-"""A local commit that cannot be made durable and cannot be undone either: two consecutive errors.
+"""A local commit that can neither be made durable nor undone: two consecutive errors.
 
 The save reports a failure. The commit that remains is complete: shards it names are never deleted on either tier, and
 it drains like any other.

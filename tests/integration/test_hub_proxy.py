@@ -484,7 +484,7 @@ elif what == "dataset":
 
 
 def run_client(endpoint: str, home: Path, what: str, token: str = "None", **environment: str) -> Any:
-    """Return what an unmodified client finds, run in its own process."""
+    """Return the result of an unmodified client in its own process."""
     pytest.importorskip("huggingface_hub")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TIERCKPT_"))}
     clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), **environment}

@@ -408,7 +408,7 @@ print(len(info.warnings), [len(repo.revisions) for repo in info.repos], info.siz
 
 
 def run_hub_client(how: str, **environment: str) -> list[str]:
-    """Return what an unmodified huggingface_hub finds."""
+    """Return the files that an unmodified huggingface_hub finds."""
     pytest.importorskip("huggingface_hub")
     command = [sys.executable, "-c", HUB_CLIENT, how]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=120)

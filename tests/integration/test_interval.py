@@ -221,7 +221,7 @@ def test_tierckpt_drain_sends_the_newest_checkpoint_of_a_dead_job(
 
 
 def decide_together(uri: str, interval: Any, **options: Any) -> dict[str, Any]:
-    """Return the decisions of each rank, one of which is slow."""
+    """Return the decisions of each rank; one rank is slow."""
     rank = dist.get_rank()
     with Checkpointer(uri, interval=interval, **options) as checkpointer:
         state = {f"own-{rank}": torch.zeros(1000), "both": torch.zeros(10)}

@@ -39,7 +39,7 @@ def size_of(model: nn.Module) -> int:
 
 @pytest.fixture
 def run(file_uri: str) -> tuple[str, dict[str, Any]]:
-    """A run with two steps, of which the second is expected."""
+    """A run with two steps; tests load the second."""
     with tierckpt.Checkpointer(file_uri) as checkpointer:
         for step in (1, 2):
             state = trained(step)

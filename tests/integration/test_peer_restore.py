@@ -1,4 +1,4 @@
-"""Peers as a source: a checkpoint is found, read and prefetched from a node as soon as that node has committed it.
+"""Peers as a source: a checkpoint is found, read and prefetched from a node after its local commit.
 
 Agents are real processes with separate local roots. Nothing is drained here: shared storage is empty or holds other
 data of the test, so only peers can have served the reads.

@@ -42,7 +42,7 @@ AGENT = (
 
 @pytest.fixture
 def saved(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A step committed on this node, whose drain has not started."""
+    """A step committed on this node, with no drain started."""
     uri = f"{file_uri}/step-1"
     with monkeypatch.context() as patch:
         patch.setattr(Client, "drain_in_background", lambda *_: None)
@@ -68,7 +68,7 @@ def claim_by_another_save(uri: str) -> None:
 
 
 def missing_rank(uri: str, local_root: Path) -> None:
-    """A journal entry of 2 ranks, of which rank 1 never delivers its part."""
+    """A journal entry of 2 ranks; rank 1 never delivers its part."""
     entry = only_entry(local_root)
     assert entry.manifest is not None
     alien = replace(entry.manifest.files[0], path="__1_0-0123456789abcdef.distcp", token="0123456789abcdef", rank=1)

@@ -374,7 +374,7 @@ def test_kill_during_a_direct_put(when: str, file_uri: str, local_root: Path) ->
 
 
 def one_full_node(uri: str, roots: str) -> dict[str, Any]:
-    """Two nodes, one of which starts with a full SSD."""
+    """Two nodes; one starts with a full SSD."""
     rank = dist.get_rank()
     root = Path(roots, f"node-{rank}")
     full = {"local_bytes_max": 64 * KiB, "local_full_policy": "error"} if rank == 1 else {}

@@ -43,7 +43,7 @@ def restore(run: Path, root: Path) -> int | None:
 
 
 def unlike_new(base: Path, umask: int) -> dict[str, str]:
-    """Return entries below ``base`` whose mode or group differs from that of a new one."""
+    """Return entries below ``base`` with another mode or group than a new one has."""
     found = {}
     for path in base.rglob("*"):
         status = path.lstat()

@@ -139,7 +139,7 @@ def test_ppo_saves_from_every_node_and_resumes_on_new_nodes(
         verl.trainer._load_checkpoint(trainer)
         assert trainer.global_steps == 2
 
-    cluster.on("node-a", save)  # verl's driver runs on one of the nodes
+    cluster.on("node-a", save)  # verl's driver runs on one node
     for node in NODES:
         cluster.on(node, lambda: tierckpt.wait(f"{s3_uri}/run/global_step_2", timeout_seconds=60))
     close_all()

@@ -342,7 +342,7 @@ class Parallel(torch.nn.Module):
 
 
 def parallel_model(path: Path) -> dict[str, torch.Tensor]:
-    """Write layers for ``Parallel``, interleaved with those of another stage: large ones and a small one."""
+    """Write layers for ``Parallel``, interleaved with layers of another stage."""
     kinds = ("column", "gate", "up", "qkv", "other_stage", "other_stage_too")
     tensors = {f"model.{kind}.weight": torch.randn(COLUMNS) for kind in kinds}
     tensors |= {"model.row.weight": torch.randn(ROWS), "model.z_norm.weight": torch.randn(1, 8)}
