@@ -78,8 +78,8 @@ def _model_for(name: str) -> Callable[[int], nn.Module]:
 
 
 def optimizer_shapes() -> list[Shape]:
-    made = [Shape(name, optimized(make, _model_for(name)), needs=name) for name, make in OPTIMIZERS.items()]
-    made += [Shape(name, optimized(make)) for name, make in VARIANTS.items()]
+    shapes = [Shape(name, optimized(make, _model_for(name)), needs=name) for name, make in OPTIMIZERS.items()]
+    shapes += [Shape(name, optimized(make)) for name, make in VARIANTS.items()]
     trained = [
         Shape(
             f"{name} into one that has made a step",
@@ -99,7 +99,7 @@ def optimizer_shapes() -> list[Shape]:
         for name, make in OPTIMIZERS.items()
         if name in ("AdamW", "NAdam", "ASGD", "Rprop")
     ]
-    return made + trained + low_precision
+    return shapes + trained + low_precision
 
 
 # --- parameter groups -------------------------------------------------------------------------------------------------
@@ -378,8 +378,8 @@ def with_objects(**values: Callable[[int], Any]) -> Callable[[int], Job]:
 
     def build(seed: int) -> Job:
         model = mlp(seed)
-        made = {name: make(seed) for name, make in values.items()}
-        return job(model=model, optimizer=ADAMW(model.parameters()), **made)
+        objects_by_name = {name: make(seed) for name, make in values.items()}
+        return job(model=model, optimizer=ADAMW(model.parameters()), **objects_by_name)
 
     return build
 
@@ -396,14 +396,14 @@ def _odd(name: str, seed: int) -> Any:
 
 
 def object_shapes() -> list[Shape]:
-    made = [Shape(f"scheduler {name}", scheduled(make)) for name, make in SCHEDULERS.items()]
-    made += [
+    shapes = [Shape(f"scheduler {name}", scheduled(make)) for name, make in SCHEDULERS.items()]
+    shapes += [
         Shape(f"loader with {name}", with_objects(loader=functools.partial(_odd, name)), after=0, expect=expect)
         for name, _ in objects.odd_values(1)
         for expect in ["same or refused" if name in ("a dataclass", "a generator") else "same"]
     ]
     return [
-        *made,
+        *shapes,
         Shape("GradScaler", with_objects(scaler=_scaler)),
         Shape("GradScaler that is off", with_objects(scaler=lambda _: torch.amp.GradScaler("cpu", enabled=False))),
         Shape(

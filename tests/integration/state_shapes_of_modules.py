@@ -120,14 +120,14 @@ def channels_last() -> nn.Module:
 
 
 def module_shapes() -> list[Shape]:
-    made = [
+    shapes = [
         Shape(f"extra state: {form}", module(sequential(LINEAR, functools.partial(modules.Extra, form))))
         for form in EXTRA
     ]
-    made += [Shape(f"a buffer: {name}", module(functools.partial(modules.Buffers, [name]))) for name in BUFFERS]
+    shapes += [Shape(f"a buffer: {name}", module(functools.partial(modules.Buffers, [name]))) for name in BUFFERS]
     many = functools.partial
     return [
-        *made,
+        *shapes,
         Shape("buffers that share storage", module(many(modules.Buffers, ["whole", "rows", "column"]))),
         Shape("a buffer that is expanded", module(many(modules.Buffers, ["expanded"])), expect="error"),
         Shape("a buffer that is not persistent", module(many(modules.Buffers, ["not persistent"])), after=0),

@@ -48,13 +48,13 @@ SECONDS = 120.0
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     """Nested, empty and linked files, as a framework may write them."""
-    made = tmp_path / "out" / "checkpoint-5"
-    (made / "optimizer").mkdir(parents=True)
-    (made / "model.safetensors").write_bytes(os.urandom((9 << 20) + 7))
-    (made / "optimizer" / "rank0.pt").write_bytes(os.urandom(300_000))
-    (made / "scheduler.pt").write_bytes(b"")
-    (made / "latest").symlink_to("model.safetensors")
-    return made
+    directory = tmp_path / "out" / "checkpoint-5"
+    (directory / "optimizer").mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(os.urandom((9 << 20) + 7))
+    (directory / "optimizer" / "rank0.pt").write_bytes(os.urandom(300_000))
+    (directory / "scheduler.pt").write_bytes(b"")
+    (directory / "latest").symlink_to("model.safetensors")
+    return directory
 
 
 def tree(directory: Path) -> dict[str, bytes]:
@@ -456,8 +456,8 @@ def test_missing_rank_or_files_raise_instead_of_hanging(tmp_path: Path) -> None:
 def test_adopt_verb_prints_the_location(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["adopt", str(written), str(tmp_path / "run" / "step-5"), "--wait", "60", "--json"]
     assert run_cli(arguments) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["files"], said["tier"]) == (4, "shared")
+    document = json.loads(capsys.readouterr().out)
+    assert (document["files"], document["tier"]) == (4, "shared")
     assert run_cli(arguments) == 1
     assert "Checkpoint already exists" in json.loads(capsys.readouterr().err)["message"]
     assert run_cli([*arguments, "--overwrite", "--ranks", "x"]) == 2

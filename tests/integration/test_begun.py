@@ -108,7 +108,7 @@ def test_error_raised_in_the_callers_thread_is_not_raised_again(file_uri: str) -
 def test_wait_includes_saves_of_a_checkpointer(file_uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commit, is_free = SaveSession.commit, threading.Event()
 
-    def held(self: Any, *args: Any, **options: Any) -> None:
+    def blocked(self: Any, *args: Any, **options: Any) -> None:
         assert is_free.wait(60)
         commit(self, *args, **options)
 
@@ -116,7 +116,7 @@ def test_wait_includes_saves_of_a_checkpointer(file_uri: str, monkeypatch: pytes
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, state(1.0)).result(timeout=60)
         tierckpt.wait(uri, timeout_seconds=60)
-        monkeypatch.setattr(SaveSession, "commit", held)
+        monkeypatch.setattr(SaveSession, "commit", blocked)
         checkpointer.save(1, state(2.0))
         with pytest.raises(OperationTimeoutError):
             tierckpt.wait(uri, timeout_seconds=0.3)

@@ -22,19 +22,19 @@ ORDER = (0, 2, 1)
 
 
 def parts() -> torch.Tensor:
-    made: Any = torch.arange(24.0).reshape(6, 4)
-    made.global_shape = (6, 4)
-    made.global_offsets = tuple((2 * place, 0) for place in ORDER)
-    made.local_offsets = tuple((2 * row, 0) for row in range(3))
-    made.local_sizes = ((2, 4),) * 3
-    return made  # type: ignore[no-any-return]
+    tensor: Any = torch.arange(24.0).reshape(6, 4)
+    tensor.global_shape = (6, 4)
+    tensor.global_offsets = tuple((2 * place, 0) for place in ORDER)
+    tensor.local_offsets = tuple((2 * row, 0) for row in range(3))
+    tensor.local_sizes = ((2, 4),) * 3
+    return tensor  # type: ignore[no-any-return]
 
 
 def whole() -> torch.Tensor:
-    made = torch.empty(6, 4)
+    tensor = torch.empty(6, 4)
     for row, place in enumerate(ORDER):
-        made[2 * place : 2 * place + 2] = parts()[2 * row : 2 * row + 2]
-    return made
+        tensor[2 * place : 2 * place + 2] = parts()[2 * row : 2 * row + 2]
+    return tensor
 
 
 def saved(uri: str) -> None:

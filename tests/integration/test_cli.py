@@ -277,10 +277,10 @@ def test_missing_checkpoint_is_exit_4(verb: str, s3_uri: str, tmp_path: Path) ->
     assert "step-7" in done.error["message"]
     assert done.error["hint"]
     assert not (tmp_path / "out").exists()
-    said = for_people(verb, f"{s3_uri}/step-7", *to)
-    assert (said.code, said.out) == (4, "")
-    assert said.err.startswith("error: ")
-    assert "hint: " in said.err
+    shown = for_people(verb, f"{s3_uri}/step-7", *to)
+    assert (shown.code, shown.out) == (4, "")
+    assert shown.err.startswith("error: ")
+    assert "hint: " in shown.err
 
 
 @pytest.mark.slow
@@ -328,10 +328,10 @@ def test_log_events_use_the_requested_format(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "weights.bin").write_bytes(b"some")
-    told = tierckpt_("--log-level", "info", "--log-format", "json", "adopt", model, tmp_path / "run/step-1")
+    verbose = tierckpt_("--log-level", "info", "--log-format", "json", "adopt", model, tmp_path / "run/step-1")
     quiet = tierckpt_("adopt", model, tmp_path / "run/step-2")
-    assert (told.code, quiet.code, quiet.err) == (0, 0, "")
-    assert {json.loads(line)["level"] for line in told.err.splitlines()} == {"info"}
+    assert (verbose.code, quiet.code, quiet.err) == (0, 0, "")
+    assert {json.loads(line)["level"] for line in verbose.err.splitlines()} == {"info"}
 
 
 def test_bad_settings_are_exit_2(file_uri: str) -> None:
@@ -577,8 +577,8 @@ def test_drain_skips_entries_another_process_drains(
     close_all()
     (entry,) = Journal(local_root).entries()
     dead_endpoint.undo()
-    with Journal(local_root).own(entry.token) as held:
-        assert held
+    with Journal(local_root).own(entry.token) as is_owned:
+        assert is_owned
         done = tierckpt_("drain")
         assert (done.code, done.document["entries"][0]["outcome"]) == (7, "held")
         waiting = subprocess.Popen([*COMMAND, "drain", "--wait", "--json"], stdout=subprocess.PIPE, text=True)
@@ -638,9 +638,9 @@ def test_closed_output_pipe_causes_no_traceback(file_uri: str) -> None:
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.close()
-    said = process.stderr.read()
+    errors = process.stderr.read()
     process.wait(60)
-    assert said == ""
+    assert errors == ""
     assert process.returncode == 1
 
 

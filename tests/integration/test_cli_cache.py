@@ -14,22 +14,22 @@ SIZE = 256 * KIB
 @pytest.fixture
 def models(tmp_path: Path) -> list[str]:
     """Three models, fetched in order."""
-    made = []
+    uris = []
     for number in range(3):
         folder = tmp_path / f"model-{number}"
         folder.mkdir()
         (folder / "weights.bin").write_bytes(bytes([number]) * SIZE)
-        made.append(str(folder))
-        assert tierckpt_("prefetch", made[-1]).code == 0
-    return made
+        uris.append(str(folder))
+        assert tierckpt_("prefetch", uris[-1]).code == 0
+    return uris
 
 
-def held() -> list[str]:
+def cached_models() -> list[str]:
     return [entry["uri"] for entry in tierckpt_("cache", "ls").document["entries"]]
 
 
 def test_ls_sorts_by_last_use(models: list[str]) -> None:
-    assert held() == models[::-1]
+    assert cached_models() == models[::-1]
 
 
 def test_check_reports_complete_outdated_and_damaged_entries(models: list[str], tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_evict_keeps_pinned_entries(models: list[str]) -> None:
     assert [row["uri"] for row in done.document["evicted"]] == [models[1]]
     assert tierckpt_("cache", "unpin", models[0]).code == 0
     assert tierckpt_("cache", "evict", models[0]).code == 0
-    assert held() == [models[2]]
+    assert cached_models() == [models[2]]
 
 
 def test_evict_down_to_a_size(models: list[str]) -> None:
@@ -65,7 +65,7 @@ def test_evict_down_to_a_size(models: list[str]) -> None:
     tierckpt_("cache", "pin", models[1])
     done = tierckpt_("cache", "evict", "--max-bytes", "0")
     assert (done.code, [row["uri"] for row in done.document["kept"]]) == (3, [models[1]])
-    assert held() == [models[1]]
+    assert cached_models() == [models[1]]
 
 
 def test_pin_and_evict_of_a_missing_entry_raise(models: list[str], tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_max_bytes_of_a_prefetch(models: list[str], tmp_path: Path) -> None:
     """The cache evicts to stay below it; a larger fetch into a directory is refused."""
     tierckpt_("cache", "evict", models[2])
     assert tierckpt_("prefetch", models[2], "--max-bytes", "300KiB").code == 0
-    assert held() == [models[2]]
+    assert cached_models() == [models[2]]
     done = tierckpt_("prefetch", models[0], "--to", str(tmp_path / "to"), "--max-bytes", "100KiB")
     assert done.code == 1 and "more than 100.0 KiB" in done.err
     assert not (tmp_path / "to").exists()

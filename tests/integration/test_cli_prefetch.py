@@ -93,7 +93,7 @@ def model(s3_uri: str, moto: S3Server) -> dict[str, bytes]:
     return files
 
 
-def held(directory: Path) -> dict[str, bytes]:
+def files_of(directory: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in directory.rglob("*")
@@ -108,9 +108,9 @@ def test_info_and_prefetch_of_a_model_directory(s3_uri: str, model: dict[str, by
     assert info["size_bytes"] == sum(map(len, model.values()))
     done = tierckpt_("prefetch", f"{s3_uri}/model", "--to", tmp_path / "served")
     assert (done.code, done.document["files"]) == (0, len(model))
-    assert held(tmp_path / "served") == model
+    assert files_of(tmp_path / "served") == model
     default = tierckpt_("prefetch", f"{s3_uri}/model").document["directory"]
-    assert held(Path(default)) == model
+    assert files_of(Path(default)) == model
     assert [(item["uri"], item["kind"]) for item in tierckpt_("status").document["local"]] == [
         (f"{s3_uri}/model", "prefetched")
     ]
@@ -155,7 +155,7 @@ def test_prefetch_killed_half_way_resumes(
     assert done.code == 0
     assert done.document["fetched_bytes"] == total - landed_before
     assert last.relayed_bytes < total - landed_before + 100 * KIB  # slack for headers
-    assert held(served) == model
+    assert files_of(served) == model
     assert [path.name for path in served.parent.iterdir()] == ["served"]
 
 
@@ -209,7 +209,7 @@ def test_model_changed_after_a_killed_prefetch_is_fetched_in_full(
     proxy.bytes_per_second = 1e12
     done = tierckpt_("prefetch", f"{s3_uri}/model", "--to", served)
     assert done.code == 0
-    assert held(served) == changed
+    assert files_of(served) == changed
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_interrupt_leaves_no_directory_and_no_traceback(
     )
     wait_for_landing(served, model, 100 * KIB, process)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert json.loads(said)["message"] == "interrupted", said
+    assert json.loads(errors)["message"] == "interrupted", errors
     assert not served.exists()

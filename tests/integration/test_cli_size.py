@@ -180,8 +180,8 @@ def test_size_from_gpus_alone(
     assumed = [text for text in found["warnings"] if "no model was given" in text]
     assert len(assumed) == ("--params" not in arguments)
     if assumed:
-        held = sum(part["rank_bytes"] for part in found["components"])
-        assert held == pytest.approx(40e9, rel=0.05)
+        total_bytes = sum(part["rank_bytes"] for part in found["components"])
+        assert total_bytes == pytest.approx(40e9, rel=0.05)
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------

@@ -99,12 +99,12 @@ def test_example_resumes_within_an_epoch(tmp_path: Path) -> None:
     pytest.importorskip("torchdata", reason="torchdata is not installed")
     script = Path(__file__).parents[2] / "examples" / "stateful_dataloader.py"
 
-    def said(stop: int) -> list[str]:
+    def output(stop: int) -> list[str]:
         command = [sys.executable, str(script), str(tmp_path / "run"), "--stop", str(stop)]
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         return done.stdout.splitlines()
 
-    assert said(20)[0] == "starting after batch 0"
-    first, last = said(64)
+    assert output(20)[0] == "starting after batch 0"
+    first, last = output(64)
     assert first == "starting after batch 20"
     assert last == "64 batches, sum of their numbers 130816, of the dataset 130816", "a sample is missing or repeated"

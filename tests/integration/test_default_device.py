@@ -86,21 +86,21 @@ def test_the_mount_loads(no_device: None, file_uri: str) -> None:
 
 
 def test_near_storage_steps_and_restores(no_device: None, file_uri: str, tmp_path: Path) -> None:
-    def made(name: str) -> dict[str, Any]:
+    def build(name: str) -> dict[str, Any]:
         with torch.device("cpu"):
             torch.manual_seed(1)
             model = torch.nn.Linear(8, 8).to(torch.bfloat16)
         optimizer = NearStorageOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, directory=tmp_path / name)
         return {"model": model, "optimizer": optimizer}
 
-    state = made("a")
+    state = build("a")
     for number in range(3):
         state["model"](torch.full((2, 8), number, device="cpu", dtype=torch.bfloat16)).float().sum().backward()
         state["optimizer"].step()
         state["optimizer"].zero_grad()
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(3, state).result(60)
-    again = made("b")
+    again = build("b")
     with Checkpointer(file_uri) as checkpointer:
         assert checkpointer.restore(again) == 3
     assert same(again["model"].state_dict(), dict(state["model"].state_dict()))

@@ -190,8 +190,8 @@ def test_containers_run_as_a_user_and_write_only_to_mounts() -> None:
             root = Path(settings_in(container)["TIERCKPT_LOCAL_ROOT"])
             mounts = [Path(one["mountPath"]) for one in container["volumeMounts"]]
             assert any(mount in root.parents for mount in mounts), f"{name}: the local root must be below a mount point"
-        made = {words[-1] for one in pod.get("initContainers", []) if (words := one["command"])[0] == "install"}
-        assert made or not any("OrCreate" in str(volume.get("hostPath")) for volume in pod["volumes"]), name
+        created = {words[-1] for one in pod.get("initContainers", []) if (words := one["command"])[0] == "install"}
+        assert created or not any("OrCreate" in str(volume.get("hostPath")) for volume in pod["volumes"]), name
 
 
 def test_pod_grace_period_exceeds_the_agents() -> None:
@@ -226,9 +226,9 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_USER": "nobody", "SLURM_JOB_UID": "65534"
 @pytest.mark.parametrize("starts", ["exit 0", "exit 1"])
 def test_prolog_succeeds_without_an_agent(tmp_path: Path, starts: str) -> None:
     commands = {"systemctl": "exit 3", "systemd-run": starts, "logger": "exit 1"}
-    code, said = run_script(DEPLOY / "slurm/prolog.sh", tmp_path, commands, **JOB)
-    assert code == 0 and f"--setenv=TIERCKPT_LOCAL_ROOT={tmp_path}/nvme/tierckpt/nobody" in said
-    assert ("no agent was started for nobody" in said) == (starts == "exit 1")
+    code, output = run_script(DEPLOY / "slurm/prolog.sh", tmp_path, commands, **JOB)
+    assert code == 0 and f"--setenv=TIERCKPT_LOCAL_ROOT={tmp_path}/nvme/tierckpt/nobody" in output
+    assert ("no agent was started for nobody" in output) == (starts == "exit 1")
     root = tmp_path / "nvme/tierckpt/nobody"
     assert root.owner() == "nobody" and root.stat().st_mode & 0o777 == 0o700
 
@@ -236,15 +236,15 @@ def test_prolog_succeeds_without_an_agent(tmp_path: Path, starts: str) -> None:
 @pytest.mark.parametrize("job", [JOB, {}], ids=["job", "no variables"])
 def test_the_epilog_never_fails(tmp_path: Path, job: dict[str, str]) -> None:
     (tmp_path / "nvme/tierckpt/nobody").mkdir(parents=True)
-    code, said = run_script(DEPLOY / "slurm/epilog.sh", tmp_path, {"runuser": "echo left", "logger": "exit 1"}, **job)
-    assert code == 0 and ("job 7: left" in said) == bool(job)
+    code, output = run_script(DEPLOY / "slurm/epilog.sh", tmp_path, {"runuser": "echo left", "logger": "exit 1"}, **job)
+    assert code == 0 and ("job 7: left" in output) == bool(job)
 
 
 @pytest.mark.parametrize("script", sorted(DEPLOY.rglob("*.sbatch")), ids=lambda path: path.name)
 def test_a_job_runs_without_user_and_home(tmp_path: Path, script: Path) -> None:
     commands = {"srun": "exit 0", "scontrol": "echo n1"}
-    code, said = run_script(script, tmp_path, commands, **JOB, TIERCKPT_PEER_SECRET_FILE="/secret")
-    assert code == 0 and "srun" in said, said
+    code, output = run_script(script, tmp_path, commands, **JOB, TIERCKPT_PEER_SECRET_FILE="/secret")
+    assert code == 0 and "srun" in output, output
 
 
 @pytest.mark.parametrize("script", [*DEPLOY.rglob("*.sh"), *DEPLOY.rglob("*.sbatch")], ids=lambda path: path.name)

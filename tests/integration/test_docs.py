@@ -101,9 +101,9 @@ def test_front_page_has_ten_lines_of_code_and_links_every_guide_page() -> None:
     rows = re.findall(r"^\| .+ \| \[.+\]\((guide/.+\.md)\) \|$", FRONT.read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(f"guide/{page.name}" for page in (ROOT / "docs/guide").glob("*.md"))
     install = "pip install '.[torch,cli]'"
-    told = [paragraph for paragraph in FRONT.read_text().split("\n\n") if paragraph.startswith("tierckpt saves")]
+    paragraphs = [paragraph for paragraph in FRONT.read_text().split("\n\n") if paragraph.startswith("tierckpt saves")]
     readme = (ROOT / "README.md").read_text()
-    assert len(told) == 1 and told[0] in readme and install in FRONT.read_text() and install in readme
+    assert len(paragraphs) == 1 and paragraphs[0] in readme and install in FRONT.read_text() and install in readme
 
 
 def command_lines(page: Path) -> Iterator[tuple[str, list[str]]]:

@@ -126,13 +126,13 @@ def test_resumed_schedulers_match_an_uninterrupted_run(file_uri: str) -> None:
     rates = {name: go(state, range(6)) for name, state in saved.items()}
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(6, {f"{name}/{key}": part for name, state in saved.items() for key, part in state.items()})
-    told = {name: copy.deepcopy(state["scheduler"].state_dict()) for name, state in saved.items()}
+    states = {name: copy.deepcopy(state["scheduler"].state_dict()) for name, state in saved.items()}
     rates = {name: go(state, range(6, 14)) for name, state in saved.items()}
     resumed = {name: job(name) for name in SCHEDULERS}
     restore(file_uri, {f"{name}/{key}": part for name, state in resumed.items() for key, part in state.items()})
     for name, state in resumed.items():
         if name != "CyclicLR of a function":  # its state dict holds a bound method
-            check_same(told[name], state["scheduler"].state_dict())
+            check_same(states[name], state["scheduler"].state_dict())
         assert go(state, range(6, 14)) == rates[name], name
 
 
@@ -154,7 +154,7 @@ class Fitted:
             self.model(inputs).float().square().mean().backward()
             self.optimizer.step()
 
-    def told(self) -> Any:
+    def values(self) -> Any:
         return [self.model.state_dict(), self.optimizer.state_dict()["state"]]
 
 
@@ -181,7 +181,7 @@ def test_optimizer_state_keeps_a_dtype_that_torch_would_cast(file_uri: str) -> N
         for case in cases:
             jobs[case].train(steps)
             resumed[case].train(steps)
-            check_same(jobs[case].told(), resumed[case].told(), str(case))
+            check_same(jobs[case].values(), resumed[case].values(), str(case))
 
 
 class Branches(torch.nn.Module):
@@ -343,7 +343,7 @@ def everything(seed: int) -> dict[str, Any]:
     }
 
 
-def told(state: dict[str, Any]) -> dict[str, Any]:
+def values_of(state: dict[str, Any]) -> dict[str, Any]:
     parts: dict[str, Any] = {
         name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in state.items()
     }
@@ -354,13 +354,13 @@ def told(state: dict[str, Any]) -> dict[str, Any]:
 
 def test_objects_of_a_training_job_are_restored(s3_uri: str, local_root: Path) -> None:
     saved = everything(1)
-    expected = told(saved)
+    expected = values_of(saved)
     save(s3_uri, saved)
     shutil.rmtree(local_root)
     resumed = everything(3)
     generator = resumed["generator"]
     restore(s3_uri, resumed)
-    check_same(dict(expected), told(resumed))
+    check_same(dict(expected), values_of(resumed))
     assert resumed["generator"] is generator
     assert torch.equal(generator.get_state(), saved["generator"].get_state())
     assert type(resumed["optimizer"].param_groups[0]["lr"]) is np.float64
@@ -369,7 +369,7 @@ def test_objects_of_a_training_job_are_restored(s3_uri: str, local_root: Path) -
 def test_only_some_entries(file_uri: str) -> None:
     save(file_uri, everything(1))
     resumed = everything(2)
-    before = told(resumed)
+    before = values_of(resumed)
     restore(file_uri, resumed, only=["args", "seen"])
     check_same(resumed["seen"], everything(1)["seen"])
     assert resumed["step"] == before["step"]
@@ -525,7 +525,7 @@ def one_rank_cannot(uri: str) -> list[str]:
     """Rank 1 has an unsaveable value: all ranks raise, and the next save succeeds."""
     import torch.distributed as dist
 
-    told: list[Any] = [None] * dist.get_world_size()
+    errors: list[Any] = [None] * dist.get_world_size()
     state: dict[str, Any] = {"values": {"a": torch.ones(2), "hook": (lambda: 0) if dist.get_rank() == 1 else 1}}
     with Checkpointer(uri, timeout_seconds=60) as checkpointer:
         try:
@@ -533,11 +533,11 @@ def one_rank_cannot(uri: str) -> list[str]:
             message = "saved"
         except StateMismatchError as error:
             message = str(error)
-        dist.all_gather_object(told, message)
+        dist.all_gather_object(errors, message)
         state["values"]["hook"] = 2
         checkpointer.save(2, state).result()
         assert checkpointer.restore(state) == 2
-    return told
+    return errors
 
 
 HERE = "tests.integration.test_exact_state"

@@ -235,7 +235,7 @@ def test_local_tier_that_fills_up_fails_one_save(
             with pytest.raises(CapacityError) as caught:
                 checkpointer.save(2, state(2.0))
                 checkpointer.wait("local", SECONDS)
-            check_said(caught.value, said, mount.path / "root")
+            check_message(caught.value, said, mount.path / "root")
             mount.set(room=None)
             checkpointer.save(3, state(3.0)).result(SECONDS)
         check_kept(uri, 3)
@@ -252,7 +252,7 @@ def test_a_local_tier_that_becomes_read_only_fails_one_save(tmp_path: Path, monk
             with pytest.raises(PermissionDeniedError) as caught:
                 checkpointer.save(2, state(2.0))
                 checkpointer.wait("local", SECONDS)
-            check_said(caught.value, "read-only mount", mount.path / "root")
+            check_message(caught.value, "read-only mount", mount.path / "root")
             mount.set(read_only=False)
             checkpointer.save(3, state(3.0)).result(SECONDS)
         check_kept(uri, 3)
@@ -278,7 +278,7 @@ def test_failing_shared_tier_keeps_the_checkpoint_for_a_later_drain(
             checkpointer.save(2, state(2.0)).result(SECONDS)  # acknowledged by the local tier
             with pytest.raises(kind) as caught:
                 tierckpt.wait(f"{uri}/step-2", tier="shared", timeout_seconds=SECONDS)
-            check_said(caught.value, said, mount.path)
+            check_message(caught.value, said, mount.path)
             mount.set(room=None, read_only=False)
             checkpointer.save(3, state(3.0)).result(SECONDS)
             tierckpt.wait(f"{uri}/step-3", tier="shared", timeout_seconds=SECONDS)
@@ -292,7 +292,7 @@ def command_line(*arguments: str) -> None:
     assert done.returncode == 0, (arguments, done.stderr)
 
 
-def check_said(error: TierckptError, said: str, path: Path) -> None:
+def check_message(error: TierckptError, said: str, path: Path) -> None:
     assert said in error.message and str(path) in str(error) and error.hint and "tier" in error.context
 
 

@@ -119,7 +119,7 @@ print("TOLD" + json.dumps(told))
 
 
 @pytest.fixture(scope="module")
-def told(moto: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def outputs(moto: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return the output of each mistake, all tried in one process."""
     work = tmp_path_factory.mktemp("work")
     environment = os.environ | moto.environment() | {"TIERCKPT_MOVER": "inline"}
@@ -142,8 +142,8 @@ def told(moto: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.server
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistake_prints_a_short_error(name: str, told: dict[str, str]) -> None:
-    text = told[name]
+def test_mistake_prints_a_short_error(name: str, outputs: dict[str, str]) -> None:
+    text = outputs[name]
     assert all(part in text.splitlines()[-1] for part in MISTAKES[name][1].split("|")), text
     assert len(text.splitlines()) < 20, text
 
@@ -151,16 +151,16 @@ def test_mistake_prints_a_short_error(name: str, told: dict[str, str]) -> None:
 @pytest.mark.slow
 @pytest.mark.server
 @pytest.mark.parametrize("name", ["unknown scheme", "one slash", "misspelt", "of a framework", "no bucket"])
-def test_traceback_of_a_mistake_has_one_tierckpt_frame(name: str, told: dict[str, str]) -> None:
-    assert re.findall(r'File ".*/tierckpt/(.+)", line', told[name]) == ["tracebacks.py"]
+def test_traceback_of_a_mistake_has_one_tierckpt_frame(name: str, outputs: dict[str, str]) -> None:
+    assert re.findall(r'File ".*/tierckpt/(.+)", line', outputs[name]) == ["tracebacks.py"]
 
 
 @pytest.mark.slow
 @pytest.mark.server
 @pytest.mark.parametrize("name", DCP_MISTAKES)
-def test_dcp_traceback_has_one_tierckpt_frame_each(name: str, told: dict[str, str]) -> None:
+def test_dcp_traceback_has_one_tierckpt_frame_each(name: str, outputs: dict[str, str]) -> None:
     """DCP prints its own frames twice. Each traceback has only one frame of tierckpt."""
-    text = told[name]
+    text = outputs[name]
     assert DCP_MISTAKES[name][1] in text
     assert text.count("/tierckpt/") - text.count("/proc/tierckpt") <= 3 and len(text.splitlines()) < 45, text
     assert "direct cause" not in text and "another exception" not in text
@@ -219,8 +219,8 @@ def test_invalid_location_error_names_it_with_a_hint(
             for name, value in environment.items():
                 patch.setenv(name, value)
             assert run(arguments) == code, arguments
-        said = capsys.readouterr().err
-        assert words in said and len(said) < 1000, said
+        errors = capsys.readouterr().err
+        assert words in errors and len(errors) < 1000, errors
 
     fails(2, f"{file} is a file", "prefetch", model, "--to", file)
     fails(2, f"{file} is a file", "restore", str(tmp_path / "run"), "--to", file)

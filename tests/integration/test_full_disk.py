@@ -106,8 +106,8 @@ def test_byte_limit_counts_checkpoints_only(disk: Path, uri: str) -> None:
     (disk / "datasets").write_bytes(bytes(8 * MiB))
     for step in range(1, 6):
         save_step(uri, step, disk, local_bytes_max="18MiB", local_high_water=1.0)
-        held = sum(path.stat().st_size for path in (disk / "checkpoints").rglob("*.distcp"))
-        assert held <= 18 * MiB
+        total_bytes = sum(path.stat().st_size for path in (disk / "checkpoints").rglob("*.distcp"))
+        assert total_bytes <= 18 * MiB
     assert on_local(uri, disk) == [4, 5]
 
 
@@ -208,9 +208,9 @@ def test_save_waits_for_a_drain_to_free_space(
     with caplog.at_level(logging.WARNING, "tierckpt"):
         save_step(uri, 4, disk, drained=False, **options)
     assert held_drains.is_set()
-    said = [record.getMessage() for record in caplog.records if "waits for" in record.getMessage()]
-    assert len(said) == 1
-    assert f"the drain of {uri}/step-1" in said[0]
+    waits = [record.getMessage() for record in caplog.records if "waits for" in record.getMessage()]
+    assert len(waits) == 1
+    assert f"the drain of {uri}/step-1" in waits[0]
     assert 1 not in on_local(uri, disk)
     assert {3, 4} <= {*on_local(uri, disk)}
     for step in (1, 2, 3, 4):

@@ -275,8 +275,10 @@ def test_server_without_ranges_gets_one_request_per_file(served: Server, tmp_pat
     """One request detects that the server ignores ranges; later files are requested whole."""
     served.ranges = "ignored"
     fetch(served, tmp_path / "to")
-    asked = sum(count for what, count in served.asked.items() if what.startswith("GET") and what.endswith(".bin"))
-    assert asked <= 2 + 2
+    requests_sent = sum(
+        count for what, count in served.asked.items() if what.startswith("GET") and what.endswith(".bin")
+    )
+    assert requests_sent <= 2 + 2
 
 
 def test_two_prefetches_of_one_target_stream_a_file_once(served: Server, tmp_path: Path) -> None:

@@ -182,14 +182,14 @@ def test_waiting_client_receives_a_byte_before_its_timeout(
     try:
         connection = http.client.HTTPConnection("127.0.0.1", loop_thread.run(proxy.start(0)), timeout=60)
         connection.request("GET", path)
-        answer, came = connection.getresponse(), []
+        answer, received = connection.getresponse(), []
         while piece := answer.read1():
-            came.append(piece)
+            received.append(piece)
         connection.close()
     finally:
         loop_thread.run(proxy.close())
-    assert b"".join(came) == files["model-00001.safetensors"]
-    assert sum(len(piece) == 1 for piece in came) >= 2
+    assert b"".join(received) == files["model-00001.safetensors"]
+    assert sum(len(piece) == 1 for piece in received) >= 2
     assert hub.sent.total() == len(files["model-00001.safetensors"])
 
 

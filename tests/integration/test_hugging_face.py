@@ -477,13 +477,13 @@ def test_load_from_the_hf_cache_makes_the_calls_of_a_plain_directory(hub: FakeHu
     calls = ["strace", "-fyqq", "--seccomp-bpf", "-e", "trace=openat,read,pread64,lseek,mmap,fstat", "-o", str(trace)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     subprocess.run([*calls, sys.executable, "-c", READS, str(plain)], env=environment, check=True, timeout=120)
-    made: dict[Path, list[tuple[str, ...]]] = {plain: [], blobs: []}
+    traced: dict[Path, list[tuple[str, ...]]] = {plain: [], blobs: []}
     for line in trace.read_text().splitlines():
         call, _, rest = line.partition(" ")[2].partition("(")
-        for place in made:
+        for place in traced:
             if f"<{place}/" in line:  # the file of a descriptor, links resolved
-                made[place].append((call, *re.findall(r", (\d+)", rest.partition(" = ")[0])))
-    assert made[plain] == made[blobs] and len(made[plain]) >= 9, made
+                traced[place].append((call, *re.findall(r", (\d+)", rest.partition(" = ")[0])))
+    assert traced[plain] == traced[blobs] and len(traced[plain]) >= 9, traced
 
 
 def test_only_missing_blobs_are_fetched(hub: FakeHub, tmp_path: Path) -> None:
@@ -549,12 +549,12 @@ def test_damaged_bytes_never_reach_the_hf_cache(hub: FakeHub, tmp_path: Path) ->
 
 def test_a_snapshot_appears_with_all_its_links(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that knows the commit opens the snapshot directory without reading a ref."""
-    files, symlink_to, made = published(hub), Path.symlink_to, []
+    files, symlink_to, links = published(hub), Path.symlink_to, []
     commit, root = hub.repositories[REPO].revisions["main"], tmp_path / "cache/models--org--model-1.5B"
 
     def stopped(link: Path, *target: Any) -> None:
-        made.extend([link] * (".tmp/" in str(link)))
-        if len(made) == 3:
+        links.extend([link] * (".tmp/" in str(link)))
+        if len(links) == 3:
             raise OSError(errno.EIO, "killed")
         symlink_to(link, *target)
 

@@ -176,22 +176,22 @@ def staged_bytes(uri: str, rows: int) -> list[dict[str, int]]:
     for step in (1, 2):
         checkpointer.save(step, replica)
         checkpointer.wait("local")
-    mine = {"staged": arena_for(checkpointer.settings).size_bytes, "written": checkpointer.stats[-1].size_bytes}
+    own = {"staged": arena_for(checkpointer.settings).size_bytes, "written": checkpointer.stats[-1].size_bytes}
     checkpointer.close()
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
     target = {"w": torch.zeros(rows, 1024), "step": 0}
     Checkpointer(uri).restore(target)
     assert torch.equal(target["w"], replica["w"])
-    return told
+    return gathered
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_replicas_are_staged_and_written_once(file_uri: str, tmp_path: Path) -> None:
     rows, whole = 8192, 8192 * 1024 * 4
-    told = launch("tests.integration.test_in_flight:staged_bytes", 2, uri=file_uri, rows=rows)
-    for rank in told:
+    by_rank = launch("tests.integration.test_in_flight:staged_bytes", 2, uri=file_uri, rows=rows)
+    for rank in by_rank:
         assert rank["staged"] < 0.6 * whole
         assert whole < rank["written"] < 1.1 * whole
 

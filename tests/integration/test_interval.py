@@ -232,10 +232,10 @@ def decide_together(uri: str, interval: Any, **options: Any) -> dict[str, Any]:
             if step >= 60 and len(checkpointer.stats) >= 2:
                 break
         pace = checkpointer._pacer.pace  # private attribute
-        told = [(record.step, record.is_sent) for record in checkpointer.stats], (pace.steps, pace.every)
+        chosen = [(record.step, record.is_sent) for record in checkpointer.stats], (pace.steps, pace.every)
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, told)
-    return {"same": all(one == outcomes[0] for one in outcomes), "saves": len(told[0]), "pace": told[1]}
+    dist.all_gather_object(outcomes, chosen)
+    return {"same": all(one == outcomes[0] for one in outcomes), "saves": len(chosen[0]), "pace": chosen[1]}
 
 
 def decide_apart() -> None:

@@ -86,12 +86,12 @@ def test_scan_of_a_large_tree_is_bounded(
     put(file_uri, f"a/run/step-1/{METADATA}")
     for number in range(2 * LOOK_MAX):
         Path(file_uri, f"data/{number // 8}/{number:04d}").mkdir(parents=True)
-    asked = 0
+    requests = 0
 
     def counted(verb: Any) -> Any:
         async def ask(*args: Any) -> Any:
-            nonlocal asked
-            asked += 1
+            nonlocal requests
+            requests += 1
             return await verb(*args)
 
         return ask
@@ -100,10 +100,10 @@ def test_scan_of_a_large_tree_is_bounded(
         monkeypatch.setattr(LocalStore, verb, counted(getattr(LocalStore, verb)))
     code, document = ls(file_uri, capsys)
     assert (code, document["runs_complete"], named(document)) == (3, False, {"a/run": (1, "step-1")})
-    assert LOOK_MAX < asked <= 6 * LOOK_MAX
-    asked = 0
+    assert LOOK_MAX < requests <= 6 * LOOK_MAX
+    requests = 0
     assert run(["ls", f"{file_uri}/data"]) == 4
-    assert "Name one of them" in capsys.readouterr().err and asked <= 12 * LOOK_MAX
+    assert "Name one of them" in capsys.readouterr().err and requests <= 12 * LOOK_MAX
 
 
 def test_unreadable_directories_are_skipped(

@@ -78,16 +78,16 @@ class Narrow(HttpServer):
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Narrow]:
-    made = Narrow()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
+    narrow = Narrow()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", narrow.endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setattr(get_concurrency, "WINDOW_SECONDS", 2.0)
     monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", MIN_RATE)
     monkeypatch.setattr(retry, "RETRIES_MAX", 1)
-    yield made
-    made.close()
+    yield narrow
+    narrow.close()
 
 
 async def get_all(*, into: bool) -> list[BaseException | None]:

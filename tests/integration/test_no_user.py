@@ -72,9 +72,9 @@ def run_as_user(command: list[str], **variables: str) -> tuple[int, str]:
 def check(lines: list[str], run: Path, *, works: bool, **variables: str) -> None:
     for number, line in enumerate(lines):
         words = line.format(run=run, to=run.parent / f"{number}-{len(variables)}").split()
-        code, said = run_as_user(["-m", "tierckpt", *words], **variables)
-        assert "Traceback" not in said, said
-        assert code == 0 if works else (code in (2, 6) and "TIERCKPT_LOCAL_ROOT" in said), (line, code, said)
+        code, output = run_as_user(["-m", "tierckpt", *words], **variables)
+        assert "Traceback" not in output, output
+        assert code == 0 if works else (code in (2, 6) and "TIERCKPT_LOCAL_ROOT" in output), (line, code, output)
 
 
 @pytest.mark.slow
@@ -97,8 +97,8 @@ def test_one_verb_of_each_kind(run: Path) -> None:
 def test_trainer_and_its_agent_without_user(shared_tmp: Path) -> None:
     for mover in ("agent", "inline"):
         run, root = str(shared_tmp / mover), str(shared_tmp / "local" / mover)
-        code, said = run_as_user(["-c", TRAINER, run], TIERCKPT_LOCAL_ROOT=root, TIERCKPT_MOVER=mover)
-        assert code == 0, said
+        code, output = run_as_user(["-c", TRAINER, run], TIERCKPT_LOCAL_ROOT=root, TIERCKPT_MOVER=mover)
+        assert code == 0, output
 
 
 @needs_namespaces
@@ -129,8 +129,8 @@ def test_inaccessible_local_root_error_names_it(shared_tmp: Path) -> None:
     def work() -> None:
         make_local_root(Settings.load(local_root=shared_tmp / "closed" / "root"))
 
-    said = as_user(UID, work, gid=ROOT_GROUP)
-    assert said.startswith("PermissionDeniedError") and "TIERCKPT_LOCAL_ROOT" in said
+    error = as_user(UID, work, gid=ROOT_GROUP)
+    assert error.startswith("PermissionDeniedError") and "TIERCKPT_LOCAL_ROOT" in error
 
 
 def test_inaccessible_path_error_names_it(run: Path, tmp_path: Path) -> None:
@@ -152,5 +152,5 @@ def test_inaccessible_path_error_names_it(run: Path, tmp_path: Path) -> None:
         lambda: tierckpt.load_safetensors(closed / "x", settings=Settings.load(local_root=root)),
         save,
     ):
-        said = as_user(UID, work, gid=ROOT_GROUP)
-        assert said.startswith("PermissionDeniedError") and str(closed) in said, said
+        error = as_user(UID, work, gid=ROOT_GROUP)
+        assert error.startswith("PermissionDeniedError") and str(closed) in error, error

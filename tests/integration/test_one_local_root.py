@@ -118,14 +118,14 @@ def test_scans_tolerate_directories_that_appear_and_vanish(name: str, settings: 
     other = threading.Thread(target=comes_and_goes)
     other.start()
     try:
-        deadline, looks = time.monotonic() + LOOK_SECONDS, 0
+        deadline, scans = time.monotonic() + LOOK_SECONDS, 0
         while time.monotonic() < deadline:
             LOOKS[name](settings)
-            looks += 1
+            scans += 1
     finally:
         stop.set()
         other.join()
-    assert looks > 0
+    assert scans > 0
 
 
 @pytest.mark.slow
@@ -142,8 +142,8 @@ def test_two_jobs_save_and_prune_on_one_local_root(tmp_path: Path) -> None:
         for number in range(2)
     ]
     ends = [job.communicate(timeout=60 + 10 * STEPS) for job in jobs]
-    for job, (said, error) in zip(jobs, ends, strict=True):
-        assert (job.returncode, said) == (0, f"saved {STEPS}\n"), error[-3000:]
+    for job, (output, error) in zip(jobs, ends, strict=True):
+        assert (job.returncode, output) == (0, f"saved {STEPS}\n"), error[-3000:]
         assert "Traceback" not in error
     for number in range(2):
         newest = tierckpt.latest(str(tmp_path / "shared" / f"run-{number}"))

@@ -149,10 +149,10 @@ print(has_ended_here(json.loads(sys.argv[1])))
 
 
 def test_record_of_a_former_process_with_the_same_pid() -> None:
-    mine = identity()
-    namespace, began = mine["process"].split("-")
-    assert not has_ended_here(mine)
-    assert has_ended_here({**mine, "process": f"{namespace}-{int(began) - 1}"})
+    own = identity()
+    namespace, began = own["process"].split("-")
+    assert not has_ended_here(own)
+    assert has_ended_here({**own, "process": f"{namespace}-{int(began) - 1}"})
 
 
 def test_record_without_process_is_ignored() -> None:

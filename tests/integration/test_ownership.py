@@ -65,9 +65,9 @@ def make(path: Path, mode: int = 0o755) -> Path:
 def test_local_root_created_by_another_user_is_refused(machine: Path, victim: int, mode: int) -> None:
     root = machine / "root"
     assert not as_user(ATTACKER, lambda: make(root, mode))
-    said = as_user(victim, use(root))
-    assert said.startswith("PermissionDeniedError: local_root")
-    assert f"belongs to user {ATTACKER}" in said and "TIERCKPT_LOCAL_ROOT" in said
+    error = as_user(victim, use(root))
+    assert error.startswith("PermissionDeniedError: local_root")
+    assert f"belongs to user {ATTACKER}" in error and "TIERCKPT_LOCAL_ROOT" in error
 
 
 @VICTIMS
@@ -225,10 +225,10 @@ def test_planted_checkpoint_and_cache_are_not_used(machine: Path, warm: None, vi
 
     assert not as_user(ATTACKER, plant)
 
-    def look() -> None:
+    def find_newest() -> None:
         raise AssertionError(f"believed {latest(run, local_root=root)}")
 
-    assert as_user(victim, look).startswith("PermissionDeniedError: local_root")
+    assert as_user(victim, find_newest).startswith("PermissionDeniedError: local_root")
     assert as_user(victim, lambda: _save(run, root, step=2)).startswith("PermissionDeniedError: local_root")
 
 

@@ -187,12 +187,12 @@ def test_progress_is_one_json_object_per_line(
         ("adopt", str(target), f"{file_uri}/step-2"),
     ):
         assert run([verb, *more, "--json", "--progress", "json"]) == 0
-        told = lines(capsys)
-        assert told, verb
-        assert all({"what", "done_bytes", "total_bytes", "note", "at_unix_seconds"} == row.keys() for row in told)
-        assert told[-1]["done_bytes"] >= told[-1]["total_bytes"] > 0
-        assert verb in told[-1]["what"] or verb == "prefetch"
-        assert verb != "restore" or "shared" not in told[-1]["note"]  # read from this node
+        events = lines(capsys)
+        assert events, verb
+        assert all({"what", "done_bytes", "total_bytes", "note", "at_unix_seconds"} == row.keys() for row in events)
+        assert events[-1]["done_bytes"] >= events[-1]["total_bytes"] > 0
+        assert verb in events[-1]["what"] or verb == "prefetch"
+        assert verb != "restore" or "shared" not in events[-1]["note"]  # read from this node
     assert run(["restore", f"{file_uri}/step-9", "--to", str(tmp_path / "x"), "--json", "--progress=json"]) == 4
     assert lines(capsys)[-1]["error"] == "CheckpointNotFoundError"
 
@@ -230,10 +230,10 @@ def test_agent_page_url_and_metrics(agent: str, capsys: pytest.CaptureFixture[st
         assert "tierckpt_lag_seconds" in answer.read().decode()
 
 
-def get(url: str, path: str, **asked: str) -> Any:
+def get(url: str, path: str, **query: str) -> Any:
     """Return the document at ``path``, or the HTTP status of an error."""
     try:
-        with urllib.request.urlopen(f"{url}{path}?{urlencode(asked)}", timeout=PATIENCE_SECONDS) as answer:
+        with urllib.request.urlopen(f"{url}{path}?{urlencode(query)}", timeout=PATIENCE_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code
@@ -277,10 +277,10 @@ def test_run_page_matches_info_and_report(
     assert (found["report"]["starts"], found["report"]["failures"]) == (1, 0)
 
     assert run(["info", f"{run_uri}/step-5", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     opened = get(agent, "checkpoint.json", uri=f"{run_uri}/step-5")
-    assert {name: opened[name] for name in told.keys() - {"gradient_logs"}} == {
-        name: value for name, value in told.items() if name != "gradient_logs"
+    assert {name: opened[name] for name in document.keys() - {"gradient_logs"}} == {
+        name: value for name, value in document.items() if name != "gradient_logs"
     }
     tensors = {row["name"]: row for row in opened["tensors"]}
     assert tensors["w"] == {"name": "w", "dtype": "float32", "shape": [1 << 16], "size_bytes": 4 << 16}

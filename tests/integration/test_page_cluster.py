@@ -100,11 +100,11 @@ def prefetch(uri: str, nodes: dict[str, Node], place: str) -> subprocess.Popen[b
 def test_cluster_page_shows_drains_and_a_silent_node(
     nodes: dict[str, Node], s3_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (first, asked), (second, _), (third, stopped) = nodes.items()
+    (first, observer), (second, _), (third, stopped) = nodes.items()
     waiting_step(nodes[second].root, f"{s3_uri}/run/step-7", monkeypatch)
 
     def is_reported() -> Any:
-        found = asked.cluster()
+        found = observer.cluster()
         return found if len(found) == 3 and (found[second]["drains"] or {}).get("entries") else None
 
     found = until(is_reported, "the backlog of the second node")
@@ -117,16 +117,16 @@ def test_cluster_page_shows_drains_and_a_silent_node(
 
     stopped.process.send_signal(signal.SIGSTOP)
     begun = time.time()
-    row = until(lambda: row if not (row := asked.cluster()[third])["answers"] else None, "the stopped node")
+    row = until(lambda: row if not (row := observer.cluster()[third])["answers"] else None, "the stopped node")
     assert time.time() - begun <= DETECTION_SECONDS
     assert begun - DETECTION_SECONDS <= row["silent_since_unix_seconds"] <= time.time()
     assert row["drains"]["state"] == "nothing to drain"  # from its last answer
-    assert next(iter(asked.cluster())) == third  # sorted first
+    assert next(iter(observer.cluster())) == third  # sorted first
     stopped.process.send_signal(signal.SIGCONT)
-    until(lambda: asked.cluster()[third]["answers"], "its return")
+    until(lambda: observer.cluster()[third]["answers"], "its return")
     stopped.process.terminate()
-    until(lambda: asked.cluster()[third]["state"] == "left", "its goodbye")
-    assert asked.cluster()[third]["silent_since_unix_seconds"] is None
+    until(lambda: observer.cluster()[third]["state"] == "left", "its goodbye")
+    assert observer.cluster()[third]["silent_since_unix_seconds"] is None
 
 
 @pytest.mark.slow
@@ -134,10 +134,10 @@ def test_cluster_page_shows_drains_and_a_silent_node(
 @pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (420, "dark")])
 async def test_browser_shows_a_stopped_node_first(nodes: dict[str, Node], width: int, theme: str) -> None:
     """Saves screenshots to the directory SCREENSHOTS, if set."""
-    asked, _, stopped = nodes.values()
+    observer, _, stopped = nodes.values()
     async with Browser(width=width) as browser:
         await browser.emulate_theme(theme)
-        await browser.open(f"{asked.url}#/cluster")
+        await browser.open(f"{observer.url}#/cluster")
         await browser.until("document.querySelectorAll('#nodes tbody tr').length === 3")
         stopped.process.send_signal(signal.SIGSTOP)
         await browser.until("document.querySelector('#cluster .alarm')?.textContent.includes('does not answer')")
@@ -157,14 +157,14 @@ async def test_running_rollout_is_at_the_top_of_the_page(
     nodes: dict[str, Node], s3_uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After its end it moves below the runs."""
-    asked = next(iter(nodes.values()))
-    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(asked.root))
+    observer = next(iter(nodes.values()))
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(observer.root))
     model = f"{s3_uri}/model"
     await asyncio.to_thread(save, f"{model}/step-1", {"w": torch.ones(24 << 20)}, drain=True)
     await asyncio.to_thread(tierckpt.wait, f"{model}/step-1", timeout_seconds=PATIENCE_SECONDS)
     await asyncio.to_thread(close_all)
     async with Browser() as browser:
-        await browser.open(asked.url)
+        await browser.open(observer.url)
         await browser.until("document.querySelector('#peers')?.parentElement.id === 'idle'")
         fetching = await asyncio.to_thread(lambda: [prefetch(f"{model}/step-1", nodes, place) for place in nodes])
         await browser.until("document.querySelector('#active').children.length > 0")

@@ -44,13 +44,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     (folder / "store" / "models").mkdir(parents=True)
     with Origin.running(folder / "store", rate=20 * MiB) as origin, Fleet.running(folder / "logs") as fleet:
         model = Model.make(folder / "store" / "models", "one", SIZES)
-        made = Cluster(fleet, origin, model, folder / "nodes")
-        made.add([f"127.0.0.1:{free_port()}" for _ in range(3)], SETTINGS)
+        running = Cluster(fleet, origin, model, folder / "nodes")
+        running.add([f"127.0.0.1:{free_port()}" for _ in range(3)], SETTINGS)
         try:
-            made.start_agents()
-            yield made
+            running.start_agents()
+            yield running
         finally:
-            made.close()
+            running.close()
 
 
 @pytest.mark.slow
@@ -244,10 +244,13 @@ async def test_chunks_of_peers_are_not_read_from_the_store() -> None:
 
 
 async def test_slow_node_is_notified_and_steps_back() -> None:
-    peers_cluster, told = SimulatedCluster(holders={"b": ALL_CHUNKS, "c": ALL_CHUNKS}), asyncio.Queue[tuple[str, str]]()
+    peers_cluster, notices = (
+        SimulatedCluster(holders={"b": ALL_CHUNKS, "c": ALL_CHUNKS}),
+        asyncio.Queue[tuple[str, str]](),
+    )
 
     async def report_slow(member: Member, version: str) -> None:
-        told.put_nowait((member.name, version))
+        notices.put_nowait((member.name, version))
 
     peers_cluster.report_slow = report_slow  # type: ignore[method-assign]
 
@@ -261,7 +264,7 @@ async def test_slow_node_is_notified_and_steps_back() -> None:
         assert session.scheduler.is_slow
         session.table.slow = frozenset("b")
         async with asyncio.timeout(60):
-            assert await told.get() == ("b", peers_cluster.frozen.version)
+            assert await notices.get() == ("b", peers_cluster.frozen.version)
     finally:
         await session.close()
 

@@ -134,9 +134,9 @@ def test_cli_restores_a_step_from_a_peer(
     for name, value in nodes[1].env.items():
         monkeypatch.setenv(name, value)
     assert run(["restore", uri, "--to", str(tmp_path / "out"), "--json"]) == 0
-    told = capsys.readouterr().out
-    assert '"shared_bytes": 0' in told
-    assert '"peer_bytes": 0' not in told
+    output = capsys.readouterr().out
+    assert '"shared_bytes": 0' in output
+    assert '"peer_bytes": 0' not in output
     state = zeros_like(small_state(3))
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
     assert same(state, small_state(3))

@@ -135,12 +135,12 @@ async def test_polling_slows_down_and_is_shared_by_waiters(tmp_path: Path, monke
     filling = begin(tmp_path, frozen)
     land(filling, DATA, [0])
     async with serving(tmp_path) as node:
-        looks, locate = [], node.holdings.locate
-        monkeypatch.setattr(node.holdings, "locate", lambda *what: looks.append(what) or locate(*what))
+        scans, locate = [], node.holdings.locate
+        monkeypatch.setattr(node.holdings, "locate", lambda *what: scans.append(what) or locate(*what))
         waiting = [get(node.client(), node.member, frozen, 7, wait_seconds=1) for _ in range(4)]
         for outcome in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(outcome, ObjectNotFoundError)
-        assert 2 <= len(looks) <= 40  # nearly 100 with a constant period of 10 ms
+        assert 2 <= len(scans) <= 40  # nearly 100 with a constant period of 10 ms
     filling.close()
 
 
@@ -156,9 +156,9 @@ async def test_answer_lists_other_new_chunks(tmp_path: Path) -> None:
         await asyncio.to_thread(land, filling, DATA, [5])
         answer = await client.chunk(node.member, frozen.version, CHUNK, 3, into, after=answer.held.next)
         assert [at for at, _ in answer.held.new] == [5]
-        held = await client.chunk_report(node.member, frozen.version, CHUNK, after=2, interested=True)
-        assert [at for at, _ in held.new] == [5]
-        assert held.interested == {"client", "server"}, "the node itself fetches it"
+        report = await client.chunk_report(node.member, frozen.version, CHUNK, after=2, interested=True)
+        assert [at for at, _ in report.new] == [5]
+        assert report.interested == {"client", "server"}, "the node itself fetches it"
     filling.close()
 
 
@@ -197,7 +197,7 @@ async def test_damaged_chunk_is_reported_missing(tmp_path: Path) -> None:
 async def test_file_system_without_sendfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frozen, tried = publish(tmp_path, DATA), []
 
-    async def none(*asked: object, **how: object) -> int:
+    async def none(*arguments: object, **how: object) -> int:
         tried.append(1)
         raise asyncio.SendfileNotAvailableError
 
@@ -257,8 +257,8 @@ async def test_members_manifests_steps_and_status(tmp_path: Path) -> None:
 
 async def test_empty_node_answers(tmp_path: Path) -> None:
     async with serving(tmp_path) as node:
-        held = await node.client().chunk_report(node.member, "0" * 32, CHUNK)
-        assert (held.total, held.landed, held.whole) == (0, 0, False)
+        report = await node.client().chunk_report(node.member, "0" * 32, CHUNK)
+        assert (report.total, report.landed, report.whole) == (0, 0, False)
 
 
 # --- bounds --------------------------------------------------------------------------------------------------------
@@ -369,8 +369,8 @@ async def test_changed_request_is_rejected(tmp_path: Path) -> None:
 
         assert PROOF.encode() in await answer(None)
         tried = 0
-        while (said := await answer(tried)) != b"the end":
-            assert PROOF.encode() not in said, tried
+        while (answered := await answer(tried)) != b"the end":
+            assert PROOF.encode() not in answered, tried
             tried += 1
         assert tried > 250
 
@@ -467,12 +467,12 @@ async def test_peer_with_an_invalid_certificate_is_rejected(tmp_path: Path, wron
         "name": named,
         "plain": good,
     }[wrong]
-    asked = believing if wrong == "authority of the client" else good
+    client_files = believing if wrong == "authority of the client" else good
     async with serving(tmp_path, peer_secret_file=None, **served) as node:
         if wrong == "plain":
-            asked = dict.fromkeys(good)
+            client_files = dict.fromkeys(good)
         with pytest.raises((PermissionDeniedError, PeerError)):
-            await get(node.client(**asked), node.member, frozen, 0)
+            await get(node.client(**client_files), node.member, frozen, 0)
         assert node.server.counts["chunks"] == 0
 
 
@@ -524,7 +524,7 @@ async def test_non_member_cannot_fill_the_log(tmp_path: Path, caplog: pytest.Log
             await reader.read()
             writer.close()
         assert node.server.counts["refused"] == node.server.counts["malformed"] == 100
-    said = [
+    messages = [
         record for record in caplog.records if record.levelno >= logging.INFO and "127.0.0.1" in record.getMessage()
     ]
-    assert len(said) <= 2
+    assert len(messages) <= 2

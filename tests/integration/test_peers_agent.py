@@ -108,17 +108,17 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def nodes(fleet: Fleet, tmp_path: Path) -> Iterator[Callable[..., list[Node]]]:
-    made: list[Node] = []
+    started: list[Node] = []
 
     def make(count: int, peers: str = "", **more: str) -> list[Node]:
         addresses = [address() for _ in range(count)]
         listed = peers or ",".join(addresses[:2])  # two seeds are enough to find all nodes
-        first = len(made)
-        made.extend(Node(fleet, tmp_path / f"n{first + at}", it, listed, more) for at, it in enumerate(addresses))
-        return made[first:]
+        first = len(started)
+        started.extend(Node(fleet, tmp_path / f"n{first + at}", it, listed, more) for at, it in enumerate(addresses))
+        return started[first:]
 
     yield make
-    for node in made:
+    for node in started:
         if node.agent is not None:
             node.agent.kill()
 
@@ -270,8 +270,8 @@ def test_partial_entry_is_served_while_its_process_is_connected(
     async def ordinals() -> list[int]:
         client = PeerClient(settings, "tester")
         try:
-            held = await client.chunk_report(member, frozen.version, CHUNK)
-            return [ordinal for ordinal, _ in held.new]
+            report = await client.chunk_report(member, frozen.version, CHUNK)
+            return [ordinal for ordinal, _ in report.new]
         finally:
             await client.close()
 

@@ -150,15 +150,15 @@ def test_item_that_does_not_match_its_metadata_is_parsed(file_uri: str, parsed: 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
     """Record the pieces that a load requests of files."""
-    asked: list[Piece] = []
+    requested: list[Piece] = []
     real = reader.pull
 
     def pull(wanted: Any, *args: Any, **options: Any) -> None:
-        asked.extend(piece for _, pieces in wanted for piece in pieces)
+        requested.extend(piece for _, pieces in wanted for piece in pieces)
         real(wanted, *args, **options)
 
     monkeypatch.setattr(reader, "pull", pull)
-    return asked
+    return requested
 
 
 def small_tensors(count: int) -> dict[str, torch.Tensor]:

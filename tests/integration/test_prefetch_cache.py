@@ -150,8 +150,8 @@ def tierckpt_(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
     def verb(*arguments: object) -> Done:
         capsys.readouterr()
         code = run([*map(str, arguments), "--json"])
-        said = capsys.readouterr()
-        return Done(code, said.out, said.err)
+        captured = capsys.readouterr()
+        return Done(code, captured.out, captured.err)
 
     return verb
 

@@ -70,9 +70,9 @@ def source(
 
 def prefetched(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     capsys.readouterr()
-    code, said = run(["prefetch", *map(str, arguments), "--json"]), capsys.readouterr()
-    assert code == 0, said.err
-    document: dict[str, Any] = json.loads(said.out)
+    code, captured = run(["prefetch", *map(str, arguments), "--json"]), capsys.readouterr()
+    assert code == 0, captured.err
+    document: dict[str, Any] = json.loads(captured.out)
     return document
 
 

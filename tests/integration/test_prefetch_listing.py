@@ -61,11 +61,11 @@ ODD = {
 
 @pytest.mark.parametrize("odd", ODD)
 def test_entry_that_is_no_file_is_named_or_excluded(odd: str, source: Path, tmp_path: Path, local_root: Path) -> None:
-    name, make, said = ODD[odd]
+    name, make, message = ODD[odd]
     make(source / name)
     with pytest.raises(ConfigError, match="--exclude") as caught:
         tierckpt.prefetch(source, to=tmp_path / "target")
-    assert name in caught.value.message and said in caught.value.message
+    assert name in caught.value.message and message in caught.value.message
     assert not (tmp_path / "target").exists()
     tierckpt.prefetch(source, to=tmp_path / "target", exclude=[name])
     assert "config.json" in files_in(tmp_path / "target")

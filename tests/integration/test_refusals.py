@@ -179,13 +179,13 @@ def test_exit_during_an_outage_ends_at_its_timeout(
     try:
         assert process.stdout.readline() == "leaving\n"
         begun = time.monotonic()
-        _, told = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=120)
         seconds = time.monotonic() - begun
     finally:
         process.kill()
-    assert process.returncode == 1 and "OperationTimeoutError" in told, told
-    assert "closing: waiting for" in told and "of 2 s left" in told and "Ctrl-C" in told, told
-    assert seconds < 60, f"{seconds:.1f} s\n{told}"
+    assert process.returncode == 1 and "OperationTimeoutError" in errors, errors
+    assert "closing: waiting for" in errors and "of 2 s left" in errors and "Ctrl-C" in errors, errors
+    assert seconds < 60, f"{seconds:.1f} s\n{errors}"
     assert len(Journal(tmp_path / "l").entries()) == 3, "all saves must stay in the journal"
     for entry in Journal(tmp_path / "l").entries():  # lets its agent exit
         Journal(tmp_path / "l").remove(entry.token)
@@ -217,24 +217,24 @@ def test_process_exit_does_not_wait_again(run: str, proxy: FaultProxy) -> None:
 def differ(uris: list[str]) -> dict[str, Any]:
     """Return the errors of Checkpointer and plain ``dcp.save`` if each rank has its own URI."""
     rank = dist.get_rank()
-    mine: dict[str, str] = {}
+    own_errors: dict[str, str] = {}
     try:
         Checkpointer(uris[rank]).close()
     except ConfigError as error:
-        mine["checkpointer"] = error.message
+        own_errors["checkpointer"] = error.message
     try:
         dcp.save({"w": torch.ones(10), f"own-{rank}": torch.ones(5)}, storage_writer=TierStorageWriter(uris[rank]))
     except BaseException as error:
-        mine["save"] = str(error)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return {"told": told}
+        own_errors["save"] = str(error)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own_errors)
+    return {"told": gathered}
 
 
 @pytest.mark.slow
 def test_ranks_with_different_uris_raise(file_uri: str) -> None:
     uris = [f"{file_uri}/a", f"{file_uri}/a", f"{file_uri}/b"]
-    told = launch("tests.integration.test_refusals:differ", 3, timeout_seconds=90, uris=uris)["told"]
-    for rank in told:
+    by_rank = launch("tests.integration.test_refusals:differ", 3, timeout_seconds=90, uris=uris)["told"]
+    for rank in by_rank:
         assert f"rank 2 has {uris[2]}" in rank["checkpointer"] and f"rank 0 has {uris[0]}" in rank["checkpointer"]
         assert f"rank 2 has {uris[2]}" in rank["save"]

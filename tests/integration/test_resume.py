@@ -194,9 +194,9 @@ def test_unreachable_store_raises_and_never_returns_none(
     with pytest.raises(kind) as caught:
         checkpointer.restore(state)
     assert state == {"value": 0}
-    told = str(caught.value)
-    assert run in told and "http://" in told and "AWS_ENDPOINT_URL" in told
-    assert "does not mean that there are none" in told
+    message = str(caught.value)
+    assert run in message and "http://" in message and "AWS_ENDPOINT_URL" in message
+    assert "does not mean that there are none" in message
     with pytest.raises(kind):
         tierckpt.latest(run)
 
@@ -309,8 +309,8 @@ def test_store_that_recovers_within_the_wait_is_used(
     with caplog.at_level(logging.WARNING):
         assert Checkpointer(run).restore(state) == 3
     assert state == {"value": 3}
-    told = [line for line in caplog.messages if "waiting for" in line]
-    assert told and run in told[0] and "of 600 s" in told[0] and "Ctrl-C" in told[0]
+    warnings = [line for line in caplog.messages if "waiting for" in line]
+    assert warnings and run in warnings[0] and "of 600 s" in warnings[0] and "Ctrl-C" in warnings[0]
 
 
 @pytest.mark.slow
@@ -402,9 +402,9 @@ def test_fsspec_listing_raises_instead_of_showing_an_old_step(
     assert _steps(filesystem.ls(url)) == 3
     close_all()
     refused(proxy, run, monkeypatch)
-    for look in (filesystem.ls, filesystem.find):
+    for list_files in (filesystem.ls, filesystem.find):
         with pytest.raises(StoreUnavailableError):
-            look(url)
+            list_files(url)
     assert filesystem.ls(f"{url}/step-3")
     (local_dir(local_root, parse_uri(run)) / "step-3" / ".tierckpt" / "drained.json").unlink()
     assert _steps(filesystem.ls(url)) == 3

@@ -206,7 +206,7 @@ def test_stream_is_in_file_order_and_bounded(model: Path, monkeypatch: pytest.Mo
 def _offsets(path: Path) -> Iterator[tuple[str, int]]:
     data = path.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return ((name, said["data_offsets"][0]) for name, said in header.items() if name != "__metadata__")
+    return ((name, entry["data_offsets"][0]) for name, entry in header.items() if name != "__metadata__")
 
 
 def test_stream_checks_headers_first_and_stops_at_an_error(model: Path, tmp_path: Path) -> None:

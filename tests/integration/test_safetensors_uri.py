@@ -158,14 +158,14 @@ def test_stream_starts_before_the_fetch_ends(
     uri: str, tensors: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = threading.Event()
-    held: list[str] = []
+    blocked: list[str] = []
     late: list[int] = []
     read = StoreChunks.read
 
     async def slow(self: StoreChunks, index: int, chunk: int, *rest: Any) -> Any:
         is_last = self.frozen.files[index].path == FILES[1] and self.frozen.chunk_range(index, chunk).start > 400 * KIB
         if is_last:
-            held.append(f"{index}-{chunk}")
+            blocked.append(f"{index}-{chunk}")
             if not await asyncio.to_thread(seen.wait, 30):
                 late.append(chunk)
         return await read(self, index, chunk, *rest)
@@ -175,7 +175,7 @@ def test_stream_starts_before_the_fetch_ends(
     for name, tensor in tierckpt.stream_safetensors(uri, bytes_in_flight_max=400 * KIB):
         found[name] = tensor
         seen.set()  # the first tensor has arrived
-    assert held, "no chunk was delayed, so the test shows nothing"
+    assert blocked, "no chunk was delayed, so the test shows nothing"
     assert not late, "the first tensor arrived only after the last chunk"
     assert same(found, tensors)
 

@@ -143,11 +143,11 @@ class Echo(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         type(self).requests += 1
-        told = "".join(f"<{name}>{value}</{name}>" for name, value in self.headers.items())
+        echoed = "".join(f"<{name}>{value}</{name}>" for name, value in self.headers.items())
         token = self.headers.get("x-amz-security-token", "")
         body = (
             f"<?xml version='1.0'?><Error><Code>InvalidArgument</Code>"
-            f"<Message>{token} is not {self.path}</Message><Token-0>{token}</Token-0>{told}"
+            f"<Message>{token} is not {self.path}</Message><Token-0>{token}</Token-0>{echoed}"
             f"<Resource>{self.path}</Resource></Error>"
         ).encode()
         self.send_response(400)

@@ -80,7 +80,7 @@ def run_agent(local_root: Path) -> int:
     return subprocess.run([sys.executable, "-c", AGENT, str(local_root)], timeout=90, check=False).returncode
 
 
-def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     capsys.readouterr()
     code = cli([*arguments, "--json"])
     return code, json.loads(capsys.readouterr().out or "{}")
@@ -114,11 +114,11 @@ def test_agent_sets_the_entry_aside_and_exits(
     begun = time.monotonic()
     assert run_agent(local_root) == 0 and time.monotonic() - begun < 60, "the next agent must exit at once"
 
-    code, document = told(["status"], capsys)
+    code, document = run_json(["status"], capsys)
     assert code == 0 and document["set_aside"] == 1 and document["lag_seconds"] == 0.0
     assert document["journal"][0]["state"] == SET_ASIDE and reason in document["journal"][0]["last_error"]
     assert cli(["status"]) == 0 and "--forget" in capsys.readouterr().out
-    assert told(["drain", "--wait"], capsys)[0] == CommitAbandonedError.exit_code, (
+    assert run_json(["drain", "--wait"], capsys)[0] == CommitAbandonedError.exit_code, (
         "`drain --wait` must end with an error"
     )
     assert same(load(saved, small_state(1)), small_state(1)), "the acknowledged save must be restorable"
@@ -132,7 +132,7 @@ def test_entry_is_retried_when_the_cause_is_fixed(
     claim_by_another_save(saved)
     set_aside(local_root)
     (Path(saved) / CLAIM).unlink()
-    code, document = told(["drain", "--retry", "--wait"], capsys)
+    code, document = run_json(["drain", "--retry", "--wait"], capsys)
     assert (code, document["left"], document["entries"][0]["outcome"]) == (0, 0, "committed")
     assert not Journal(local_root).entries()
 
@@ -140,8 +140,8 @@ def test_entry_is_retried_when_the_cause_is_fixed(
 def test_give_up_keeps_the_local_copy(saved: str, local_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     claim_by_another_save(saved)
     set_aside(local_root)
-    assert told(["drain", "--forget", f"{saved}9"], capsys)[0] == 4
-    code, document = told(["drain", "--forget", saved], capsys)
+    assert run_json(["drain", "--forget", f"{saved}9"], capsys)[0] == 4
+    code, document = run_json(["drain", "--forget", saved], capsys)
     assert code == 0 and document["forgotten"] == 1
     assert not Journal(local_root).entries()
     assert same(load(saved, small_state(1)), small_state(1))

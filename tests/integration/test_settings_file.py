@@ -40,9 +40,9 @@ def check_read(directory: Path, *, is_read: bool) -> None:
     assert {one.concurrency for one in settings} == {7 if is_read else 4}
     assert {one.peers for one in settings} == {"10.6.6.6:7117" if is_read else None}
     assert all(is_read or one.peer_secret_file is None for one in settings)
-    said = [record.getMessage() for record in records if record.levelno == logging.WARNING]
-    assert len(said) == (0 if is_read else 1), said
-    assert is_read or str(directory / "tierckpt.toml") in said[0]
+    warnings = [record.getMessage() for record in records if record.levelno == logging.WARNING]
+    assert len(warnings) == (0 if is_read else 1), warnings
+    assert is_read or str(directory / "tierckpt.toml") in warnings[0]
 
 
 @only_root

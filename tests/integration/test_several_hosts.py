@@ -53,8 +53,8 @@ class Node:
         )
 
     def result(self) -> dict[str, Any]:
-        out, said = self.process.communicate(timeout=120)
-        assert self.process.returncode == 0, said
+        out, errors = self.process.communicate(timeout=120)
+        assert self.process.returncode == 0, errors
         return dict(json.loads(out))
 
 

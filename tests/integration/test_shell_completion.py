@@ -67,12 +67,12 @@ def test_tab_completes_verbs_options_choices_and_paths(shell: str, home: dict[st
         [shell, "-i"], **streams, env=home, cwd=base, start_new_session=True, preexec_fn=take_terminal
     )
     os.close(theirs)
-    seen, asked, lines = (tmp_path / name for name in ("seen", "asked", "lines"))
+    seen, completed, lines = (tmp_path / name for name in ("seen", "asked", "lines"))
     with subprocess.Popen(["cat"], stdin=ours, stdout=seen.open("wb"), stderr=subprocess.DEVNULL):
         try:
             os.write(ours, b"tierckpt ready")
             for _ in Poll(60, Pauses(1.0, 5.0)):  # in zsh the first Tab only loads the function
-                if asked.exists():
+                if completed.exists():
                     break
                 os.write(ours, TAB.encode())
             os.write(ours, b"\r")

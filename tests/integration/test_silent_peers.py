@@ -91,10 +91,10 @@ def test_late_peer_is_waited_for(how: str, nodes: Nodes, uri: str, caplog: pytes
 def test_silent_peer_is_named_with_the_restored_step(nodes: Nodes, uri: str, caplog: pytest.LogCaptureFixture) -> None:
     nodes[1].kill()
     assert restored(uri, nodes[0]) == (1, 1.0)
-    told = [line for line in caplog.messages if "a newer one may be on" in line]
-    assert len(told) == 1
-    assert "step-1" in told[0]
-    assert nodes[1].settings.peer_listen in told[0]
+    warnings = [line for line in caplog.messages if "a newer one may be on" in line]
+    assert len(warnings) == 1
+    assert "step-1" in warnings[0]
+    assert nodes[1].settings.peer_listen in warnings[0]
     with pytest.raises(CheckpointNotFoundError) as caught:
         restored_step_2 = Checkpointer(uri, settings=nodes[0].settings)
         restored_step_2.restore({"w": torch.zeros(4)}, step=2)

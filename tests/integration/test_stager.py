@@ -224,14 +224,14 @@ class HeldCopies(threading.Event):
         self.counts: list[int] = []
         real = staging_copy.copy_beside_training
 
-        def held(pairs: Any) -> None:
+        def blocked(pairs: Any) -> None:
             self.counts.append(len(pairs))
             for number, pair in enumerate(pairs):
                 if number == len(pairs) // 2:
                     assert self.wait(60)
                 real([pair])
 
-        monkeypatch.setattr(staging_copy, "copy_beside_training", held)
+        monkeypatch.setattr(staging_copy, "copy_beside_training", blocked)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])

@@ -39,23 +39,23 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def trained(seed: int, **options: Any) -> Job:
     model = mlp(seed, **options)
-    made = job(model=model, optimizer=adamw(model))
-    made.step(0)
-    return made
+    trained_job = job(model=model, optimizer=adamw(model))
+    trained_job.step(0)
+    return trained_job
 
 
 @contextmanager
-def unchanged(made: Job) -> Iterator[None]:
-    was, flags, at = states_of(made), about(made), [id(tensor) for tensor in places(made)]
-    keys, ran = list(made.state), []
-    for value in made.state.values():
+def unchanged(target: Job) -> Iterator[None]:
+    was, flags, at = states_of(target), about(target), [id(tensor) for tensor in places(target)]
+    keys, ran = list(target.state), []
+    for value in target.state.values():
         if isinstance(value, torch.optim.Optimizer):
             value.register_step_pre_hook(lambda *_: ran.append("step"))
     yield
-    assert list(made.state) == keys and ran == []
-    same_state(was, states_of(made), "changed")
-    same_state(flags, about(made), "changed")
-    assert [id(tensor) for tensor in places(made)] == at
+    assert list(target.state) == keys and ran == []
+    same_state(was, states_of(target), "changed")
+    same_state(flags, about(target), "changed")
+    assert [id(tensor) for tensor in places(target)] == at
 
 
 # --- strict, both ways ------------------------------------------------------------------------------------------------
@@ -135,9 +135,9 @@ def test_nothing_is_skipped_when_all_fits(file_uri: str) -> None:
 @pytest.mark.parametrize("strict", [True, False])
 def test_tensor_of_another_shape_raises_with_and_without_strict(strict: bool, file_uri: str) -> None:
     save(file_uri, model=mlp(1))
-    made = Job({"model": mlp(2, width=8)}, lambda _: None)
-    with unchanged(made), pytest.raises(StateMismatchError, match=r"model\.0\.weight"):
-        restore(file_uri, made.state, strict=strict)
+    target = Job({"model": mlp(2, width=8)}, lambda _: None)
+    with unchanged(target), pytest.raises(StateMismatchError, match=r"model\.0\.weight"):
+        restore(file_uri, target.state, strict=strict)
 
 
 # --- an object that raises --------------------------------------------------------------------------------------------
@@ -203,9 +203,9 @@ def all_meta() -> nn.Module:
 
 
 def partly_meta() -> nn.Module:
-    made = Normed()
-    made[0] = nn.Linear(4, 4, device="meta")
-    return made
+    module = Normed()
+    module[0] = nn.Linear(4, 4, device="meta")
+    return module
 
 
 @pytest.fixture(params=[False, True], ids=["no group", "process group"])
@@ -240,24 +240,24 @@ def test_a_module_on_meta_is_materialised_or_refused(make: Any, way: str, file_u
     assert frozen(saved.state_dict()) == frozen(module.state_dict())
     assert all(p.requires_grad and isinstance(p, nn.Parameter) for p in module.parameters())
     if "optimizer" in state:
-        held = [p for group in state["optimizer"].param_groups for p in group["params"]]
-        assert [id(p) for p in held] == [id(p) for p in module.parameters()]
+        parameters = [p for group in state["optimizer"].param_groups for p in group["params"]]
+        assert [id(p) for p in parameters] == [id(p) for p in module.parameters()]
 
 
 def test_a_state_dict_of_a_model_is_filled_in_place_or_refused(file_uri: str) -> None:
     saved = trained(1)
     save(file_uri, **saved.state)
-    made = trained(2)
-    state = {name: value.state_dict() for name, value in made.state.items()}
+    target = trained(2)
+    state = {name: value.state_dict() for name, value in target.state.items()}
     try:
         restore(file_uri, {"model": state["model"]})
-        assert frozen(made.state["model"].state_dict()) == frozen(saved.state["model"].state_dict())
+        assert frozen(target.state["model"].state_dict()) == frozen(saved.state["model"].state_dict())
         restore(file_uri, state)
     except TierckptError as error:
         assert "pass the optimizer itself" in str(error)
         return
     moments = [
-        one.state["optimizer"].state[p]["exp_avg"] for one in (saved, made) for p in one.state["model"].parameters()
+        one.state["optimizer"].state[p]["exp_avg"] for one in (saved, target) for p in one.state["model"].parameters()
     ]
     assert all(map(torch.equal, moments[:4], moments[4:]))
 
@@ -286,12 +286,12 @@ def test_module_and_state_dict_load_each_others_checkpoints(back: str, file_uri:
 @pytest.mark.parametrize("layers", [2, 4])
 def test_load_model_is_strict_too(layers: int, file_uri: str) -> None:
     saved = save(file_uri, model=mlp(1, layers=3))["model"].state_dict()
-    made = Job({"model": mlp(2, layers=layers)}, lambda _: None)
-    before = copy.deepcopy(made.state["model"].state_dict())
-    with unchanged(made), pytest.raises(StateMismatchError, match=f"{min(layers, 3)}"):
-        load_model(file_uri, made.state["model"])
-    loaded = load_model(file_uri, made.state["model"], strict=False)
-    found = made.state["model"].state_dict()
+    target = Job({"model": mlp(2, layers=layers)}, lambda _: None)
+    before = copy.deepcopy(target.state["model"].state_dict())
+    with unchanged(target), pytest.raises(StateMismatchError, match=f"{min(layers, 3)}"):
+        load_model(file_uri, target.state["model"])
+    loaded = load_model(file_uri, target.state["model"], strict=False)
+    found = target.state["model"].state_dict()
     for key, value in found.items():
         assert torch.equal(value, saved[key] if key in saved else before[key]), key
     assert {key.removeprefix("model.") for key in loaded.skipped_keys} == found.keys() ^ saved.keys()
@@ -319,21 +319,21 @@ def test_unconsolidated_zero_redundancy_optimizer_is_refused_or_saved(file_uri: 
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        made = []
+        jobs = []
         for seed in (1, 2):
             model = mlp(seed)
             optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-            made.append(job(model=model, optimizer=optimizer))
-        made[0].step(0)
+            jobs.append(job(model=model, optimizer=optimizer))
+        jobs[0].step(0)
         try:
-            save(file_uri, **made[0].state)
+            save(file_uri, **jobs[0].state)
         except TierckptError as error:
             assert "ZeroRedundancyOptimizer" in str(error) and "optimizer" in str(error)
             return
-        restore(file_uri, made[1].state)
-        for one in made:
+        restore(file_uri, jobs[1].state)
+        for one in jobs:
             one.step(1)
-        assert frozen(made[0].state["model"].state_dict()) == frozen(made[1].state["model"].state_dict())
+        assert frozen(jobs[0].state["model"].state_dict()) == frozen(jobs[1].state["model"].state_dict())
     finally:
         dist.destroy_process_group()
 
@@ -374,46 +374,46 @@ def test_unrestorable_value_is_refused_at_save_with_its_key(place: str, file_uri
 
 @pytest.mark.parametrize("saved_in, restored_in", [(0, 1), (1, 0), (2, 1)])
 def test_wrapped_and_bare_optimizer_share_checkpoints(saved_in: int, restored_in: int, file_uri: str) -> None:
-    made = []
+    jobs = []
     for seed, depth in ((1, saved_in), (2, restored_in)):
         model = mlp(seed)
         optimizer = adamw(model)
         for _ in range(depth):
             optimizer = Wrapper(optimizer)
-        made.append(job(model=model, optimizer=optimizer))
+        jobs.append(job(model=model, optimizer=optimizer))
     for step in range(2):
-        made[0].step(step)
-    save(file_uri, **made[0].state)
-    restore(file_uri, made[1].state)
-    assert not getattr(made[1].state["optimizer"], "accelerate_step_called", False)
+        jobs[0].step(step)
+    save(file_uri, **jobs[0].state)
+    restore(file_uri, jobs[1].state)
+    assert not getattr(jobs[1].state["optimizer"], "accelerate_step_called", False)
     for step in range(2, 4):
-        same_state(states_of(made[0]), states_of(made[1]), f"before step {step}")
-        for one in made:
+        same_state(states_of(jobs[0]), states_of(jobs[1]), f"before step {step}")
+        for one in jobs:
             one.step(step)
 
 
 def test_object_holding_an_optimizer_saves_its_own_state(file_uri: str) -> None:
-    made = []
+    jobs = []
     for seed in (1, 2):
         model = mlp(seed)
-        made.append(job(model=model, optimizer=Holder(adamw(model))))
-    made[0].step(0)
-    save(file_uri, **made[0].state)
+        jobs.append(job(model=model, optimizer=Holder(adamw(model))))
+    jobs[0].step(0)
+    save(file_uri, **jobs[0].state)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        restore(file_uri, made[1].state)
-    same_state(states_of(made[0]), states_of(made[1]), "after the restore")
+        restore(file_uri, jobs[1].state)
+    same_state(states_of(jobs[0]), states_of(jobs[1]), "after the restore")
 
 
 @pytest.mark.parametrize("only", ["optimizer", "model"])
 def test_only_one_entry_leaves_the_other_untouched(only: str, file_uri: str) -> None:
-    saved, made = trained(1), trained(2)
+    saved, target = trained(1), trained(2)
     save(file_uri, **saved.state)
     other = {"model": "optimizer", "optimizer": "model"}[only]
-    rest = Job({other: made.state[other]}, lambda _: None)
+    rest = Job({other: target.state[other]}, lambda _: None)
     with unchanged(rest):
-        restore(file_uri, made.state, only=only)
-    assert states_of(made)[only] == states_of(saved)[only]
+        restore(file_uri, target.state, only=only)
+    assert states_of(target)[only] == states_of(saved)[only]
 
 
 def test_tied_weights_take_the_last_value(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,19 +153,19 @@ def test_direct_put_supersedes_nothing_on_the_ssd_before_its_commit(
     passed: list[list[str]] = []
     real = Drainer.send_files
 
-    def look() -> None:
+    def check() -> None:
         passed.append(sorted(path.parent.parent.name for path in run.glob(f"*/{SUPERSEDED}")))
 
-    async def looks(self: Drainer, entry: JournalEntry) -> None:
+    async def send_and_check(self: Drainer, entry: JournalEntry) -> None:
         if entry.uri.endswith("step-4"):
-            look()
+            check()
         await real(self, entry)
 
-    monkeypatch.setattr(Drainer, "send_files", looks)
+    monkeypatch.setattr(Drainer, "send_files", send_and_check)
     with Checkpointer(file_uri, exposure_seconds_max=math.inf) as checkpointer:
         for step in orders:
             checkpointer.save(step, state_of(step)).result(60)
-    look()
+    check()
     assert passed == [[], ["step-2", "step-3"]]
     assert not Journal(local_root).entries()
 

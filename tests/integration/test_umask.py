@@ -100,5 +100,5 @@ def test_unwritable_run_of_another_user_is_refused_with_a_hint(shared_tmp: Path,
     def work() -> None:
         save(team / "run", shared_tmp / "root-bob", range(2, 3))
 
-    said = as_user(BOB, work, groups=[TEAM])
-    assert said.startswith("PermissionDeniedError") and str(team / "run") in said and "umask 002" in said
+    error = as_user(BOB, work, groups=[TEAM])
+    assert error.startswith("PermissionDeniedError") and str(team / "run") in error and "umask 002" in error

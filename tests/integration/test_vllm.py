@@ -301,7 +301,7 @@ class Parallel(torch.nn.Module):
         monkeypatch.setattr(theirs, "get_tensor_model_parallel_rank", lambda: rank)
         monkeypatch.setattr(theirs, "get_tensor_model_parallel_world_size", lambda: world)
 
-        def made(rows: int, columns: int) -> torch.nn.Parameter:
+        def make_parameter(rows: int, columns: int) -> torch.nn.Parameter:
             data, loader = torch.empty(rows, columns), lambda *_: None
             parameter: torch.nn.Parameter = theirs.ModelWeightParameter(
                 data=data, input_dim=1, output_dim=0, weight_loader=loader
@@ -310,11 +310,11 @@ class Parallel(torch.nn.Module):
 
         share = COLUMNS[0] // world
         self.column, self.merged, self.qkv = (
-            made(share, COLUMNS[1]),
-            made(2 * share, COLUMNS[1]),
-            made(share, COLUMNS[1]),
+            make_parameter(share, COLUMNS[1]),
+            make_parameter(2 * share, COLUMNS[1]),
+            make_parameter(share, COLUMNS[1]),
         )
-        self.row, self.norm = made(ROWS[0], ROWS[1] // world), made(1, 8)
+        self.row, self.norm = make_parameter(ROWS[0], ROWS[1] // world), make_parameter(1, 8)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         loaded, share = set(), len(self.column)

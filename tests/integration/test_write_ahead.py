@@ -205,18 +205,18 @@ def test_space_of_a_write_ahead_file_is_not_reserved_twice(
     file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last checkpoint that fits: once its file exists, there is no room for another."""
-    asked: list[tuple[int, int]] = []
+    requests: list[tuple[int, int]] = []
     real = space.make_room
 
     def spy(settings: Any, needed_bytes: int, directory: Path, *, reserved_bytes: int = 0) -> None:
-        asked.append((needed_bytes, reserved_bytes))
+        requests.append((needed_bytes, reserved_bytes))
         real(settings, needed_bytes, directory, reserved_bytes=reserved_bytes)
 
     monkeypatch.setattr(space, "make_room", spy)
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
     for step in (1, 2):
         start(f"{file_uri}/step-{step}", state_of(step), stager).result(60)
-    (first, none), (second, reserved) = asked
+    (first, none), (second, reserved) = requests
     assert first == second and none == 0 and abs(reserved - second) < 4 * KiB
     status = os.statvfs(local_root)
     free = status.f_bavail * status.f_frsize

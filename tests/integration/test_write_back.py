@@ -198,21 +198,21 @@ class BlockedUploads:
         self.begun, self.released = threading.Event(), threading.Event()
         send = write_back.send
 
-        async def held(store: Any, place: Path, entry: Any, *arguments: Any, **options: Any) -> None:
+        async def blocked(store: Any, place: Path, entry: Any, *arguments: Any, **options: Any) -> None:
             if entry.path.rpartition("/")[2] == name:
                 self.begun.set()
                 await asyncio.to_thread(self.released.wait, SECONDS)
             await send(store, place, entry, *arguments, **options)
 
-        monkeypatch.setattr(write_back, "send", held)
+        monkeypatch.setattr(write_back, "send", blocked)
 
 
 def test_shards_drained_before_their_metadata_stay_visible(top: str, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, held = f"{top}/step-1", BlockedUploads(".metadata", monkeypatch)
+    step, uploads = f"{top}/step-1", BlockedUploads(".metadata", monkeypatch)
     fs.pipe_file(f"{step}/__0_0.distcp", b"shard")
     fs.pipe_file(f"{step}/.metadata", b"... __0_0.distcp ...")
     try:
-        assert held.begun.wait(SECONDS)
+        assert uploads.begun.wait(SECONDS)
         assert fs.is_drained(f"{step}/__0_0.distcp")
         both = [f"{step}/.metadata", f"{step}/__0_0.distcp"]
         assert fs.cat_file(f"{step}/__0_0.distcp") == b"shard"
@@ -220,7 +220,7 @@ def test_shards_drained_before_their_metadata_stay_visible(top: str, fs: Any, mo
         assert sorted(fs.ls(step, detail=False)) == both
         assert fs.find(top) == both
     finally:
-        held.released.set()
+        uploads.released.set()
     fs.wait(top)
     assert fs.find(top) == both
 
@@ -228,11 +228,11 @@ def test_shards_drained_before_their_metadata_stay_visible(top: str, fs: Any, mo
 def test_directory_removed_during_a_drain_into_it_stays_removed(
     top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = BlockedUploads("data", monkeypatch)
+    uploads = BlockedUploads("data", monkeypatch)
     fs.makedirs(f"{top}/dir")
     fs.pipe_file(f"{top}/dir/data", b"data")
-    assert held.begun.wait(SECONDS)
-    timer = threading.Timer(1.0, held.released.set)
+    assert uploads.begun.wait(SECONDS)
+    timer = threading.Timer(1.0, uploads.released.set)
     timer.start()
     fs.rm(f"{top}/dir", recursive=True)
     timer.join()
@@ -334,11 +334,11 @@ def test_step_is_removed_from_the_store_only_after_later_saves_arrive(
     for name in old:
         fs.pipe_file(name, b"old")
     fs.wait(top)
-    held = BlockedUploads("__0_0.distcp", monkeypatch)
+    uploads = BlockedUploads("__0_0.distcp", monkeypatch)
     for name in reversed(new):
         fs.pipe_file(name, b"new")
     try:
-        assert held.begun.wait(SECONDS)
+        assert uploads.begun.wait(SECONDS)
         fs.rm(f"{top}/step-1", recursive=True)
         assert "stays on the store until" in caplog.text
         assert fs.ls(top, detail=False) == [f"{top}/step-2"]
@@ -350,7 +350,7 @@ def test_step_is_removed_from_the_store_only_after_later_saves_arrive(
             "step-1/__0_0.distcp",
         }  # a lost node must leave these
     finally:
-        held.released.set()
+        uploads.released.set()
     fs.wait(top)
     assert stored(top) == {"step-2/.metadata": b"new", "step-2/__0_0.distcp": b"new"}
     assert not fs.exists(f"{top}/step-1")
@@ -529,11 +529,11 @@ def test_renamed_file_is_on_the_store_at_every_moment(
 ) -> None:
     fs.pipe_file(f"{top}/tmp/file", b"data")
     fs.wait(top)
-    held = threading.Event()
+    may_drain = threading.Event()
     send = write_back.send
 
     async def sent(*arguments: Any, **options: Any) -> None:
-        await asyncio.to_thread(held.wait, SECONDS)
+        await asyncio.to_thread(may_drain.wait, SECONDS)
         await send(*arguments, **options)
 
     monkeypatch.setattr(write_back, "send", sent)
@@ -544,7 +544,7 @@ def test_renamed_file_is_on_the_store_at_every_moment(
     assert fs.find(top) == [file]
     time.sleep(0.3)  # long enough for a removal that does not wait
     assert stored(top) == {"tmp/file": b"data"}
-    held.set()
+    may_drain.set()
     fs.wait(top, SECONDS / 4)
     assert stored(top) == {file.removeprefix(f"{top}/"): b"data"}
     fs.mv(file, f"tierckpt://{file}/")  # an alias of the same file
