@@ -82,7 +82,7 @@ def test_resumed_run_equals_an_uninterrupted_one(shared_uri: str, local_root: Pa
         assert checkpointer.restore(job(3), step=5) == 5
 
 
-def test_saving_before_the_first_step_changes_nothing(file_uri: str) -> None:
+def test_save_before_the_first_step_changes_nothing(file_uri: str) -> None:
     plain, saved = job(1), job(1)
     rng = torch.get_rng_state()
     with Checkpointer(file_uri) as checkpointer:

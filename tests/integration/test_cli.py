@@ -285,7 +285,7 @@ def test_missing_checkpoint_is_exit_4(verb: str, s3_uri: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", ["info", "verify", "prefetch", "restore", "export"])
-def test_an_unfinished_save_is_exit_4_and_says_so(verb: str, file_uri: str, tmp_path: Path) -> None:
+def test_unfinished_save_is_exit_4_with_a_message(verb: str, file_uri: str, tmp_path: Path) -> None:
     uri = f"{file_uri}/step-2"
     saved(uri)
     lose_the_node()
@@ -395,7 +395,7 @@ def test_shards_on_other_nodes_are_not_damage(file_uri: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["local", "shared"])
-def test_a_damaged_manifest_is_exit_5_though_the_other_tier_is_good(tier: str, file_uri: str) -> None:
+def test_damaged_manifest_is_exit_5_although_the_other_tier_is_good(tier: str, file_uri: str) -> None:
     uri = f"{file_uri}/step-1"
     saved(uri)
     place = local_shards(uri)[0].parent if tier == "local" else Path(uri)
@@ -408,9 +408,7 @@ def test_a_damaged_manifest_is_exit_5_though_the_other_tier_is_good(tier: str, f
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_stock_pytorch_cannot_be_verified_but_is_shown_and_restored(
-    file_uri: str, tmp_path: Path
-) -> None:
+def test_stock_pytorch_checkpoint_is_shown_and_restored_but_not_verified(file_uri: str, tmp_path: Path) -> None:
     uri, state = f"{file_uri}/step-1", small_state(1)
     with raises_ours():
         dcp.save(state, storage_writer=dcp.FileSystemWriter(uri), no_dist=True)
@@ -615,7 +613,7 @@ def test_doctor_finds_an_unusable_local_root(tmp_path: Path) -> None:
     assert (done.code, failed) == (1, ["local_root"])
 
 
-def test_doctor_warns_of_memory_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_doctor_warns_of_memory_and_leaves_no_files(tmp_path: Path) -> None:
     directory = tmp_path / "memory"
     directory.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", directory], check=True)

@@ -36,7 +36,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str,
 # --- size ---------------------------------------------------------------------------------------------------------
 
 
-def test_json_has_every_answer_in_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_size_json_uses_bytes_and_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "size", *GPT3)
     assert found["model_bytes"] == 350e9
     assert found["checkpoint_bytes"] == pytest.approx(2.45e12)
@@ -207,7 +207,7 @@ def test_unwritable_picture_error_names_the_path(tmp_path: Path, capsys: pytest.
 # --- simulate -----------------------------------------------------------------------------------------------------
 
 
-def test_a_simulation_reports_each_configuration_and_repeats_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulation_reports_each_configuration_and_is_seeded(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "simulate", *QUICK, "--seed", "5")
     assert [one["name"] for one in found["runs"]] == ["local + shared", "local + peer + shared"]
     for one in found["runs"]:
@@ -218,7 +218,7 @@ def test_a_simulation_reports_each_configuration_and_repeats_by_seed(capsys: pyt
     assert answer(capsys, "simulate", *QUICK, "--seed", "6")["runs"] != found["runs"]
 
 
-def test_jobs_spares_outages_and_a_bound_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulation_options_for_jobs_spares_outages_and_limits(capsys: pytest.CaptureFixture[str]) -> None:
     more = (
         "--jobs",
         "2",

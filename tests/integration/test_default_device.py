@@ -78,7 +78,7 @@ def test_stagers_copy_to_the_host(mode: Any, no_device: None, file_uri: str, loc
     assert same(load(file_uri, zeros_like(state)), state)
 
 
-def test_the_mount_loads(no_device: None, file_uri: str) -> None:
+def test_load_through_the_mount(no_device: None, file_uri: str) -> None:
     with torch.device("cpu"):
         state = small_state()
     save(file_uri, state)

@@ -116,7 +116,7 @@ def test_damage_on_shared_storage_is_found_although_this_node_has_a_good_copy(
     assert left_in(local_root) == []
 
 
-def test_every_damaged_file_is_named_the_stock_metadata_too(file_uri: str, drill: Callable[..., Drill]) -> None:
+def test_every_damaged_file_is_named_including_stock_metadata(file_uri: str, drill: Callable[..., Drill]) -> None:
     saved(file_uri, 4)
     victims = [*shared_files(f"{file_uri}/step-4")[:2], Path(file_uri, "step-4", ".metadata")]
     for victim in victims:
@@ -124,7 +124,7 @@ def test_every_damaged_file_is_named_the_stock_metadata_too(file_uri: str, drill
     assert sorted(row["file"] for row in drill(file_uri).document["problems"]) == sorted(v.name for v in victims)
 
 
-def test_a_damaged_manifest_is_damage(file_uri: str, drill: Callable[..., Drill]) -> None:
+def test_damaged_manifest_is_reported(file_uri: str, drill: Callable[..., Drill]) -> None:
     saved(file_uri, 4)
     damage(Path(file_uri, "step-4/.tierckpt/manifest.json"), "flip")
     assert drill(file_uri).code == 5

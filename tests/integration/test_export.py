@@ -234,7 +234,7 @@ export.export_safetensors(sys.argv[1], sys.argv[2], shard_size_bytes_max=1000)
 
 
 @pytest.mark.slow
-def test_a_kill_between_two_files_shows_no_directory(file_uri: str, tmp_path: Path) -> None:
+def test_kill_between_two_files_publishes_no_directory(file_uri: str, tmp_path: Path) -> None:
     state = {"a": torch.randn(500), "b": torch.randn(500)}
     save(f"{file_uri}/step-1", state)
     done = subprocess.run([sys.executable, "-c", KILLED, f"{file_uri}/step-1", str(tmp_path / "out")], timeout=60)

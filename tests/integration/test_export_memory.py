@@ -98,7 +98,7 @@ def test_control_large_windows_exceed_the_bound(checkpoint: str, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window_bytes", [96, 1000, 4096, 50_000])
-def test_windows_of_any_size_write_the_same_file(window_bytes: int, tmp_path: Path, file_uri: str) -> None:
+def test_window_size_does_not_change_the_file(window_bytes: int, tmp_path: Path, file_uri: str) -> None:
     generator = torch.Generator().manual_seed(4)
     state = {
         "cube": torch.randn(5, 7, 11, generator=generator),

@@ -498,7 +498,7 @@ print(hashlib.sha256(data).hexdigest())
 """
 
 
-def test_two_processes_fetch_cold_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_fetch_uncached_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     import hashlib
 
     with counting_server() as endpoint:

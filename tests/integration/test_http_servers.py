@@ -294,7 +294,7 @@ def test_two_prefetches_of_one_target_stream_a_file_once(served: Server, tmp_pat
     assert served.sent["weights.bin"] <= 1.1 * len(served.files["weights.bin"])
 
 
-def test_a_chunk_is_read_past_a_cache_without_room(served: Server, tmp_path: Path) -> None:
+def test_chunk_is_read_past_a_full_cache(served: Server, tmp_path: Path) -> None:
     served.ranges = "ignored"
     served.files = {"weights.bin": served.files["weights.bin"]}
     with open_cached(served.uri, local_root=tmp_path / "root", cache_bytes_max=1, chunk_size_bytes=CHUNK) as view:

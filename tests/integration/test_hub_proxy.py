@@ -413,7 +413,7 @@ NOT_COMMIT_FILES = ("file:///etc/passwd", f"hf://{REPO}/config.json", "hf://org"
 
 
 @pytest.mark.parametrize("uri", NOT_COMMIT_FILES)
-async def test_a_member_gets_files_of_commits_and_nothing_else(uri: str, hub: FakeHub, tmp_path: Path) -> None:
+async def test_member_gets_only_files_of_commits(uri: str, hub: FakeHub, tmp_path: Path) -> None:
     published(hub)
     proxy = HubProxy(settings_of(tmp_path / "proxied"))
     try:

@@ -547,7 +547,7 @@ def test_damaged_bytes_never_reach_the_hf_cache(hub: FakeHub, tmp_path: Path) ->
     assert not (root / "refs").exists() and not (root / "snapshots").exists()
 
 
-def test_a_snapshot_appears_with_all_its_links(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_is_published_with_all_links(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that knows the commit opens the snapshot directory without reading a ref."""
     files, symlink_to, links = published(hub), Path.symlink_to, []
     commit, root = hub.repositories[REPO].revisions["main"], tmp_path / "cache/models--org--model-1.5B"

@@ -82,7 +82,7 @@ def test_restore_of_several_names_in_any_order(run: tuple[str, dict[str, Any]]) 
     assert same(dict(fresh["model"].state_dict()), dict(trained(9)["model"].state_dict()))
 
 
-def test_a_name_that_is_not_in_the_state_is_refused(run: tuple[str, dict[str, Any]]) -> None:
+def test_unknown_entry_name_is_refused(run: tuple[str, dict[str, Any]]) -> None:
     with (
         tierckpt.Checkpointer(run[0]) as checkpointer,
         pytest.raises(StateMismatchError, match="the state to restore has no 'modell'; it has 'model', 'optimizer'"),

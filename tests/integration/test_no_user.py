@@ -117,7 +117,7 @@ def test_container_with_a_read_only_root(run: Path) -> None:
 
 
 @pytest.mark.parametrize("below", ["", "below"])
-def test_a_local_root_that_is_a_file_is_named(tmp_path: Path, below: str) -> None:
+def test_local_root_that_is_a_file_is_named(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(tierckpt.errors.ConfigError, match=r"file is not a directory.*TIERCKPT_LOCAL_ROOT"):
         make_local_root(Settings.load(local_root=tmp_path / "file" / below))

@@ -72,7 +72,7 @@ def test_local_root_created_by_another_user_is_refused(machine: Path, victim: in
 
 @VICTIMS
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o775, 0o702])
-def test_a_local_root_that_others_can_write_to_is_refused(machine: Path, victim: int, mode: int) -> None:
+def test_local_root_writable_by_others_is_refused(machine: Path, victim: int, mode: int) -> None:
     root = machine / "root"
     assert not as_user(victim, lambda: make(root, mode))
     assert "can be written by other users" in as_user(victim, use(root))
@@ -97,7 +97,7 @@ def test_directory_below_the_local_root_created_by_another_user_is_refused(
 
 
 @VICTIMS
-def test_a_directory_below_the_local_root_that_others_can_write_to_is_refused(machine: Path, victim: int) -> None:
+def test_directory_below_the_local_root_writable_by_others_is_refused(machine: Path, victim: int) -> None:
     root = machine / "root"
 
     def work() -> None:

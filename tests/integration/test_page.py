@@ -336,7 +336,7 @@ def test_url_cannot_select_a_path_or_bucket(agent: str, file_uri: str, tmp_path:
     assert get(agent, "checkpoint.json", uri=f"{run_uri}/step-1")["tensors_found"] > 0
 
 
-def test_a_run_is_not_listed_again_for_each_reload(agent: str, file_uri: str) -> None:
+def test_reload_does_not_list_the_run_again(agent: str, file_uri: str) -> None:
     run_uri = parse_uri(f"{file_uri}/run").uri
     training(f"{file_uri}/run", range(1, 3))
     first = get(agent, "run.json", uri=run_uri)

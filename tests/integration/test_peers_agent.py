@@ -351,7 +351,7 @@ def test_torchrun_job_introduces_the_agents_of_its_nodes(nodes: Callable[..., li
     until(lambda: agree(cluster), "three that know each other")
 
 
-def test_a_secret_reaches_an_agent_started_on_demand_and_is_shown_nowhere(
+def test_secret_reaches_a_started_agent_and_is_not_exposed(
     nodes: Callable[..., list[Node]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (known,) = (node.start() for node in nodes(1))
@@ -432,7 +432,7 @@ def test_metrics_page_reports_members(nodes: Callable[..., list[Node]]) -> None:
     until(members_are_exported, "the gauge")
 
 
-def test_status_without_an_agent_says_so(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
+def test_status_without_an_agent(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
     (node,) = nodes(1)
     assert "no agent runs" in output_of(fleet.start(["status", "--peers", "--json"], node.environment()))["problem"]
 
@@ -485,7 +485,7 @@ def test_page_shows_a_rollout_by_nodes_and_chunks_and_members(nodes: Callable[..
 
 
 @pytest.mark.slow
-def test_watch_on_every_node_fetches_and_ends_when_all_nodes_have_it(
+def test_watch_on_every_node_ends_when_all_nodes_are_complete(
     nodes: Callable[..., list[Node]], fleet: Fleet, tmp_path: Path
 ) -> None:
     """The README's commands, the same one on each node."""

@@ -309,7 +309,7 @@ def test_without_drains_the_local_tier_is_pruned_independently(file_uri: str, mo
     assert on_local(file_uri) == [3]
 
 
-def test_the_last_copies_stay_when_the_shared_tier_is_lost(file_uri: str) -> None:
+def test_last_copies_stay_if_the_shared_tier_is_lost(file_uri: str) -> None:
     save_steps(file_uri, 1, 2, 3)
     shutil.rmtree(file_uri)
     done = tierckpt_("prune", file_uri, "--keep-last", 1, "--yes")

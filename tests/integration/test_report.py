@@ -247,7 +247,7 @@ def test_steps_in_the_last_second_before_a_kill_are_counted(file_uri: str, capsy
     assert (failure["last_step"], failure["restored_step"], failure["lost_steps"]) == (15, 5, 10)
 
 
-def test_work_after_the_last_save_of_a_run_that_ended_well_is_not_lost(
+def test_work_after_the_last_save_of_a_completed_run_is_not_lost(
     file_uri: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {"w": torch.zeros(10)}

@@ -285,7 +285,7 @@ def test_step_of_a_run_without_drains_is_resumed(
 
 
 @pytest.mark.slow
-def test_a_newer_drained_step_hides_an_older_pending_one(
+def test_newer_drained_step_supersedes_an_older_pending_one(
     run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 2 is pending again, step 3 was drained and is damaged here: resuming at 2 would lose 3."""

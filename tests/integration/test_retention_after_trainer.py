@@ -104,7 +104,7 @@ def test_checkpoint_is_pruned_after_its_last_rank_has_drained(run_uri: str, loca
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("paused")
-def test_a_killed_agent_loses_no_pruning(run_uri: str, local_root: Path) -> None:
+def test_pruning_survives_agent_kills(run_uri: str, local_root: Path) -> None:
     """It is killed repeatedly while draining and pruning; a new one continues each time."""
     train(run_uri, [*range(1, 13)], keep_last=2)
     change_control(local_root, paused=False)

@@ -245,7 +245,7 @@ def test_wait_is_for_the_newest_save_of_an_id(s3_uri: str, local_root: Path) -> 
         assert same(load(uri, small_state(seed), local_root=local_root / f"other-{seed}"), small_state(seed))
 
 
-def test_an_outage_after_the_local_commit_loses_nothing(
+def test_outage_after_the_local_commit_loses_no_checkpoint(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The shared tier fails after the local commit: the save succeeds, and the mover retries."""

@@ -144,7 +144,7 @@ def test_copy_with_reused_memory_cannot_be_saved_again(file_uri: str) -> None:
     assert load(f"{file_uri}/step-1", newer[0])["w"].unique().tolist() == [1.0]
 
 
-def test_a_dropped_copy_is_never_saved_with_the_bytes_of_a_newer_one(file_uri: str) -> None:
+def test_dropped_copy_is_never_saved_with_newer_bytes(file_uri: str) -> None:
     stager = tierckpt.TierStager(checkpoints_in_flight_max=1, staging_policy="drop_oldest_unflushed")
     old = stager.stage({"w": torch.full((50_000,), 1.0)})
     new = stager.stage({"w": torch.full((50_000,), 2.0)})
@@ -425,7 +425,7 @@ def test_workers_that_fork_while_a_save_is_in_flight(file_uri: str, monkeypatch:
 
 
 @pytest.mark.slow
-def test_a_forked_child_saves_too(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_child_can_save(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both save at the same time from separate arenas; the child's exit leaves the parent's intact."""
     come, go, real = threading.Event(), threading.Event(), os.pwrite
 

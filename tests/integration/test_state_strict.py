@@ -126,7 +126,7 @@ def test_smaller_and_larger_model_without_strict(file_uri: str) -> None:
         assert state["epoch"] == 3
 
 
-def test_nothing_is_skipped_when_all_fits(file_uri: str) -> None:
+def test_strict_false_skips_nothing_if_all_fits(file_uri: str) -> None:
     save(file_uri, **trained(1).state, notes={"a": (1, 2)})
     step = restore(file_uri, trained(2).state | {"notes": {"a": None}}, strict=False)
     assert (step.missing_keys, step.unexpected_keys) == ([], []) or not step.skipped_keys

@@ -181,7 +181,7 @@ def test_gradient_log_accepts_only_a_step_count_or_a_duration(run: Runs) -> None
             run(gradient_log=setting)
 
 
-def test_an_optimizer_that_cannot_be_replayed_is_refused_at_the_first_step(run: Runs) -> None:
+def test_unreplayable_optimizer_is_refused_at_the_first_step(run: Runs) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="LBFGS"):
         run().step(1, {"model": model, "optimizer": torch.optim.LBFGS(model.parameters())})
@@ -218,7 +218,7 @@ def test_log_is_not_replayed_on_another_checkpoint_of_the_same_step(
     assert (step, job.digest()) == (5, expected)
 
 
-def test_a_checkpoint_that_is_newer_than_the_log_is_restored_alone(run: Runs, file_uri: str, local_root: Path) -> None:
+def test_checkpoint_newer_than_the_log_is_restored_without_it(run: Runs, file_uri: str, local_root: Path) -> None:
     train(run(interval=5), Job(), 8)
     logs = directory(local_root, file_uri)
     [*_, newest] = log_segments.paths_in(logs)
@@ -575,7 +575,7 @@ def test_restore_of_an_earlier_step(run: Runs) -> None:
     assert resumed(run())[1] == 6  # the checkpoint of step 8 exists, but is abandoned
 
 
-def test_an_abandoned_base_of_a_log_is_listed_and_pruned(
+def test_abandoned_base_checkpoint_of_a_log_is_listed_and_pruned(
     run: Runs, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = run(interval=4, drain=True)

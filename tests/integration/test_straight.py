@@ -212,7 +212,7 @@ def test_saves_back_to_back_on_a_full_ssd(
     assert not Journal(local_root).entries()
 
 
-def test_without_the_policy_a_full_ssd_is_an_error(file_uri: str) -> None:
+def test_control_without_direct_puts_a_full_ssd_is_an_error(file_uri: str) -> None:
     """Control."""
     checkpointer = Checkpointer(file_uri, local_bytes_max=64 * KiB, local_full_policy="error")
     with pytest.raises(CapacityError):

@@ -117,7 +117,7 @@ def test_every_kind_of_state_is_restored_bit_for_bit(
     assert count > 3 if "shard_size_bytes_max" in options or "single_file_per_rank" in options else count <= 2
 
 
-def test_the_comparison_finds_one_wrong_bit(uri: str) -> None:
+def test_control_one_wrong_bit_is_detected(uri: str) -> None:
     state = everything(1)
     save_at_once(uri, state)
     state["big"].view(torch.uint8).reshape(-1)[12345] ^= 1
@@ -242,7 +242,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_changes_after_async_save_cannot_reach_the_file(
+def test_changes_after_async_save_do_not_reach_the_file(
     shared: bool, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = everything(2)
@@ -329,7 +329,7 @@ def test_writer_and_stager_need_not_agree_on_shards(cap: int, uri: str) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_stock_writer_saves_what_ours_staged(shared: bool, tmp_path: Path) -> None:
+def test_stock_writer_saves_a_tierckpt_staged_state(shared: bool, tmp_path: Path) -> None:
     state = everything(3)
     stager = tierckpt.TierStager(shared=shared)
     for step in range(3):

@@ -309,7 +309,7 @@ def test_undrainable_file_is_set_aside_and_reported(
 
 @pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("end", ["forget", "write", "remove"])
-def test_set_aside_file_is_released_by_give_up_or_rewrite(
+def test_set_aside_file_is_released_by_forget_or_rewrite(
     end: str, top: str, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = set_aside(top, fs, tmp_path / "local", monkeypatch)
