@@ -63,7 +63,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--dir", type=Path, default=None, help="for the nodes' disks; default: the temporary directory")
     parser.add_argument("--plot", type=Path, default=None, help="where the picture goes; default docs/fanout.svg")
-    parser.add_argument("--strict", action="store_true", help="exit 1 when a figure is not reached")
+    parser.add_argument("--strict", action="store_true", help="exit 1 if a figure is missed")
     given = parser.parse_args()
     given.cases = given.cases.split(",")
     if unknown := set(given.cases) - set(PLAYS):

@@ -9,7 +9,7 @@ More rows (gpu_replay.py): a multi-step save, a gradient log, the rates of their
 
 Prints a table and the verdicts, and writes bench/out/gpu.json. ``--device cpu`` is for trying out the bench itself.
 
-Exit code: 0; 1 when a row failed, with --strict also when a figure is not reached; 2 usage.
+Exit code: 0; 1 if a row failed, with --strict also if a figure is missed; 2 usage.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--dir", type=Path, default=None, help="on the disk to measure; default: the user's cache")
     parser.add_argument("--out", type=Path, default=OUT, help="default: %(default)s")
-    parser.add_argument("--strict", action="store_true", help="exit 1 when a figure is not reached")
+    parser.add_argument("--strict", action="store_true", help="exit 1 if a figure is missed")
     given = parser.parse_args()
     if given.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("no CUDA device here; --device cpu tries out the bench, its figures mean nothing")

@@ -19,7 +19,7 @@ from tierckpt.replay.redo import Snapshot
 
 MULTI_STEP = "tierckpt: MultiStepStager, K = 7"
 LOG = "tierckpt: GradientLog, each step"
-REPLAY = "redo log made the last version"
+REPLAY = "replay of a redo log"
 CHECKSUM = "fingerprints of the state"
 REPLAY_ROWS = (MULTI_STEP, LOG, REPLAY, CHECKSUM)
 STEPS, LOGGED_STEPS_MAX = 7, 10
@@ -41,7 +41,11 @@ def sample_of(row: str, training: Training, directory: Path, number: int, steps:
         taken, snapshot = _window(training)
         if number < 0:
             _check(snapshot)
-        return {**_beside(taken, usual), "call_seconds": snapshot.blocked_seconds, "moved_bytes": snapshot.moved_bytes}
+        return {
+            **_slowdown(taken, usual),
+            "call_seconds": snapshot.blocked_seconds,
+            "moved_bytes": snapshot.moved_bytes,
+        }
     if row == LOG:
         return _logged(training, directory, steps, usual)
     if row == REPLAY:
@@ -55,7 +59,7 @@ def _link() -> Link:
     return Link()
 
 
-def _beside(taken: list[float], usual: float) -> Sample:
+def _slowdown(taken: list[float], usual: float) -> Sample:
     return {
         "blocked_seconds": sum(max(0.0, one - usual) for one in taken),
         "step_seconds": statistics.median(taken),
@@ -98,7 +102,7 @@ def _logged(training: Training, directory: Path, steps: int, usual: float) -> Sa
                 taken.append(time.perf_counter() - begun)
             log.sync()
             size_bytes = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
-            return {**_beside(taken, usual), "call_seconds": log.blocked_seconds, "moved_bytes": size_bytes}
+            return {**_slowdown(taken, usual), "call_seconds": log.blocked_seconds, "moved_bytes": size_bytes}
     finally:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -250,7 +250,7 @@ def sample(place: Place, row: str, temperature: str) -> dict[str, float]:
         seconds = time.perf_counter() - begun
     read = (read_bytes() - read_before) / sum(value.nbytes for value in wanted.values())
     if row != "raw" and not all(torch.equal(got[name], value) for name, value in wanted.items()):
-        raise SystemExit(f"{row} loaded something else than was saved")
+        raise SystemExit(f"{row} loaded another state")
     found = meter.sample(Timing(seconds, seconds, {"times_read": read, "reader_seconds": place.reader_seconds}))
     return {key: found[key] for key in ("durable_seconds", *MEASURED)}
 

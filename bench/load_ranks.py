@@ -173,7 +173,7 @@ def sample(folder: Path, scale: float, row: str) -> dict[str, float]:
     if row != "raw":
         for name, value in state_of(scale, filled=True).items():
             if not torch.equal(into[name].to_local(), value.to_local()):
-                raise SystemExit(f"{row} loaded something else than was saved: {name}")
+                raise SystemExit(f"{row} loaded another state: {name}")
     return meter.sample(Timing(seconds, seconds, {"read_bytes": float(read)}))
 
 

@@ -55,9 +55,9 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
 }
 WINDOWS = (2, 3, 4, 5, 6, 7, 8)
-NOTHING, WINDOW, LOG = "nothing", "windows, one after the other, K = 7", "a gradient log"
+NOTHING, WINDOW, LOG = "nothing", "consecutive windows, K = 7", "a gradient log"
 SHARE = 2 / 12
-BESIDE_ROUNDS = 4
+BACKGROUND_ROUNDS = 4
 """For each of the others: steps are compared within a few percent."""
 
 
@@ -184,7 +184,7 @@ class BareLink:
             self._asked.task_done()
 
 
-class Beside:
+class BackgroundCosts:
     """Time a step with each mechanism, interleaved with plain steps and with steps during which only the link is busy:
     it moves the same bytes after the same steps, as a device's copy engine would."""
 
@@ -318,7 +318,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--copy-ms", type=float, default=400.0)
     options.add_argument("--step-ms", type=float, default=100.0)
-    options.add_argument("--threads", type=int, default=1, help="of torch, for the update and for the steps made again")
+    options.add_argument("--threads", type=int, default=1, help="of torch, for the update and for replayed steps")
     given = options.parse_args()
     torch.set_num_threads(given.threads)
     parameters = int(given.parameters_m * 1e6) // TENSORS * TENSORS
@@ -328,7 +328,7 @@ def main() -> None:
         ("synchronous", synchronous, 1, rate),
         ("lazy", lazy, 1, rate),
         *((f"K = {k}", windowed, k, rate) for k in WINDOWS),
-        ("K = 7, a link twice as wide", windowed, 7, 2 * rate),
+        ("K = 7, twice the bandwidth", windowed, 7, 2 * rate),
     ]
     found: dict[str, list[tuple[float, float]]] = {name: [] for name, *_ in rows}
     links = {name: Link(width) for name, *_, width in rows}
@@ -358,7 +358,7 @@ def main() -> None:
                   f"{given.copy_ms:.0f} ms; forward and backward {given.step_ms:.0f} ms")  # fmt: skip
     console.print(table)
     OUT.parent.mkdir(exist_ok=True)
-    loops = Beside(job, rate).run(BESIDE_ROUNDS * given.rounds)
+    loops = BackgroundCosts(job, rate).run(BACKGROUND_ROUNDS * given.rounds)
     table = Table("a step with", "ms", "x a plain step", "x a step with the link", "processor seconds of a step")
     for name, row in loops.items():
         link = loops.get(f"the link alone, as for {name}")

@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dir", type=Path, default=None, help="on the disk to measure; default: the user's cache")
     parser.add_argument("--plot", type=Path, default=None, help="where the picture goes; default docs/save.svg")
-    parser.add_argument("--strict", action="store_true", help="exit 1 when a figure is not reached")
+    parser.add_argument("--strict", action="store_true", help="exit 1 if a figure is missed")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.cases = [case.strip() for case in given.cases.split(",") if case.strip()]

@@ -175,7 +175,7 @@ class Reading:
         if self.left >= 0:
             count = self.socket.recv_into(into[: self.left])
             if not count:
-                raise EOFError("the server has gone")
+                raise EOFError("the server closed the connection")
             self.left -= count
             self.watermark.expect(self.left)
             return count

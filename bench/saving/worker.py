@@ -115,7 +115,7 @@ class _Visits:
         for _ in range(TRIES_MAX - 1):
             if sample is None or sample["stolen_share"] <= STOLEN_MAX:
                 break
-            self._say(f"{row.name}: the host took {sample['stolen_share']:.0%} of the processors: once more")
+            self._say(f"{row.name}: the host took {sample['stolen_share']:.0%} of the processors: repeating")
             sample = self._visit(row, check=False)
         if sample is not None:
             self.results.add(row.name, number, sample)

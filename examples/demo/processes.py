@@ -114,7 +114,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
     deadline = time.monotonic() + 10
     while alive := [pid for pid in descendants if is_running(pid)]:
         if time.monotonic() > deadline:
-            raise DemoFailed(f"processes {alive} are still there 10 s after SIGKILL")
+            raise DemoFailed(f"processes {alive} still run 10 s after SIGKILL")
         time.sleep(0.01)
     return descendants
 

@@ -116,7 +116,7 @@ class Demo:
             f"{len(ranks)} ranks, exit code {job.returncode}",
         )
         same = all(reference.steps[step] == event for step, event in run.steps.items())
-        self.claim(f"up to step {max(run.steps)} it went as the reference did, to the last bit", same)
+        self.claim(f"up to step {max(run.steps)} it equals the reference, bit for bit", same)
         return run
 
     def lose_the_node(self) -> int:
@@ -135,7 +135,7 @@ class Demo:
         return newest
 
     def resume(self, newest: int) -> Run:
-        self.stage(5, "The job starts on another node, with nothing but the URI")
+        self.stage(5, "The job starts on another node with only the URI")
         run = self._train("resumed", self._uri("run"), node="node-b")
         self.claim(
             f"it resumed from step {newest}, the newest that S3 has committed",
@@ -146,7 +146,7 @@ class Demo:
         return run
 
     def compare_losses(self, reference: Run, resumed: Run) -> None:
-        self.stage(6, "Resumed against uninterrupted, bit for bit")
+        self.stage(6, "The resumed run equals the uninterrupted one, bit for bit")
         for step in sorted({min(resumed.steps), STEPS}):
             ours, theirs = resumed.steps[step]["loss"], reference.steps[step]["loss"]
             self.note(f"step {step}: {ours} resumed, {theirs} uninterrupted")
