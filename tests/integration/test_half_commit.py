@@ -33,11 +33,11 @@ def fail_commit_and_undo(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         durable.durable_write(path, data)
         if path.name == Path(MANIFEST).name and not fired:
             fired.append("commit")
-            raise StoreError("no fsync (seeded)")
+            raise StoreError("no fsync (injected)")
 
     def take_back(*_: Any) -> None:
         fired.append("take back")
-        raise StoreError("nor can it be undone (seeded)")
+        raise StoreError("nor can it be undone (injected)")
 
     monkeypatch.setattr(local_commit, "durable_write", durable_write)
     monkeypatch.setattr(local_commit, "take_back", take_back)
@@ -50,7 +50,7 @@ def put_directly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["by the SSD", "straight"])
+@pytest.mark.parametrize("way", ["by the SSD", "direct put"])
 @pytest.mark.parametrize("before", [False, True], ids=["new", "replaces another"])
 def test_commit_that_cannot_be_undone_is_complete_and_drains(
     way: str,
@@ -64,7 +64,7 @@ def test_commit_that_cannot_be_undone_is_complete_and_drains(
     if before:
         save(uri, small_state(1))
         tierckpt.wait(uri, timeout_seconds=60)
-    if way == "straight":
+    if way == "direct put":
         put_directly(monkeypatch)
     fired = request.getfixturevalue("fail_commit_and_undo")
     with pytest.raises(StoreError, match="no fsync"):
@@ -89,7 +89,7 @@ def test_undone_commit_leaves_nothing(file_uri: str, local_root: Path, monkeypat
         durable.durable_write(path, data)
         if path.name == Path(MANIFEST).name and not fired:
             fired.append("commit")
-            raise StoreError("no fsync (seeded)")
+            raise StoreError("no fsync (injected)")
 
     monkeypatch.setattr(local_commit, "durable_write", durable_write)
     uri = f"{file_uri}/step-1"

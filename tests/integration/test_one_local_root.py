@@ -41,7 +41,7 @@ from tierckpt.replication.local_index import LocalIndex
 from tierckpt.training.checkpointer import Checkpointer
 
 STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_JOBS", "6"))
-LOOK_SECONDS = 0.3
+SCAN_SECONDS = 0.3
 COMMITTED = Manifest("cd34", 1, 65536, (FileEntry(METADATA, 0, ()),), ()).encode()
 
 JOB = """
@@ -66,18 +66,18 @@ def run_of(settings: Settings) -> Path:
 
 
 def superseded(settings: Settings) -> None:
-    """Add drained steps: the newest of them decides whether a local-only step stays."""
+    """Drop local-only steps older than the newest drained one."""
     journal = Journal(settings.local_root)
     journal.write(JournalEntry("ef56", "file:///elsewhere/run/step-99", 0, LOCAL_ONLY))
     drop_superseded(settings.local_root, journal)
 
 
-LOOKS: dict[str, Callable[[Settings], object]] = {
-    "what removals left": lambda settings: finish_local(settings.local_root, Journal(settings.local_root)),
+SCANS: dict[str, Callable[[Settings], object]] = {
+    "unfinished removals": lambda settings: finish_local(settings.local_root, Journal(settings.local_root)),
     "checkpoints": lambda settings: list(local_checkpoints(settings.local_root)),
-    "bytes": lambda settings: space.space_counter(settings.local_root).total(exact=True),
-    "room": lambda settings: space.evict(settings, 1 << 50, settings.local_root),
-    "whose": lambda settings: LocalIndex(settings.local_root).refresh(),
+    "byte count": lambda settings: space.space_counter(settings.local_root).total(exact=True),
+    "eviction": lambda settings: space.evict(settings, 1 << 50, settings.local_root),
+    "local index": lambda settings: LocalIndex(settings.local_root).refresh(),
     "status": lambda settings: list(
         checkpoints(settings.local_root, [*marked_directories(settings.local_root / "checkpoints")], {})
     ),
@@ -87,14 +87,16 @@ LOOKS: dict[str, Callable[[Settings], object]] = {
     "superseded": superseded,
     "shards": lambda settings: [has_shards(run_of(settings) / f"step-{step}") for step in range(8)],
     "history": lambda settings: [local_records(run_of(settings) / f"step-{step}") for step in range(8)],
-    "forgotten": lambda settings: [
+    "discarded attempts": lambda settings: [
         local_commit.discard_attempt(run_of(settings) / f"step-{step}", "ab12") for step in range(8)
     ],
-    "made": lambda settings: all(make_dirs(run_of(settings) / f"step-{step}" / PARTS_DIR) is None for step in range(8)),
+    "created directories": lambda settings: all(
+        make_dirs(run_of(settings) / f"step-{step}" / PARTS_DIR) is None for step in range(8)
+    ),
 }
 
 
-@pytest.mark.parametrize("name", LOOKS)
+@pytest.mark.parametrize("name", SCANS)
 def test_scans_tolerate_directories_that_appear_and_vanish(name: str, settings: Settings) -> None:
     """The other job changes names as fast as it can, to hit each moment between a scan and the use of a name."""
     stop = threading.Event()
@@ -118,9 +120,9 @@ def test_scans_tolerate_directories_that_appear_and_vanish(name: str, settings: 
     other = threading.Thread(target=comes_and_goes)
     other.start()
     try:
-        deadline, scans = time.monotonic() + LOOK_SECONDS, 0
+        deadline, scans = time.monotonic() + SCAN_SECONDS, 0
         while time.monotonic() < deadline:
-            LOOKS[name](settings)
+            SCANS[name](settings)
             scans += 1
     finally:
         stop.set()

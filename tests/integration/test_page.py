@@ -354,11 +354,11 @@ def test_history_outlives_the_agent(s3_uri: str, agent: str, local_root: Path) -
         return {name: [value for value in found[name] if value is not None] for name in FIELDS}
 
     (waiting,) = node_document(Settings.load())["journal"]
-    until(lambda: samples()["lag_bytes"][-2:] == [waiting["size_bytes"]] * 2, "the lag of what waits")
+    until(lambda: samples()["lag_bytes"][-2:] == [waiting["size_bytes"]] * 2, "the lag")
     assert node_document(Settings.load())["lag_bytes"] == waiting["size_bytes"] > 1 << 18
     assert samples()["lag_seconds"][-1] > samples()["lag_seconds"][-2] and max(samples()["bytes_per_second"]) == 0
     change_control(local_root, paused=False)
-    until(lambda: samples()["lag_bytes"][-1:] == [0.0], "the drain to end")
+    until(lambda: samples()["lag_bytes"][-1:] == [0.0], "end of the drain")
     rates = samples()["bytes_per_second"]
     assert 2 * sum(rates) == pytest.approx(waiting["size_bytes"], rel=0.2)
     assert run(["agent", "--stop"]) == 0

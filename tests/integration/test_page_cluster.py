@@ -123,9 +123,9 @@ def test_cluster_page_shows_drains_and_a_silent_node(
     assert row["drains"]["state"] == "nothing to drain"  # from its last answer
     assert next(iter(observer.cluster())) == third  # sorted first
     stopped.process.send_signal(signal.SIGCONT)
-    until(lambda: observer.cluster()[third]["answers"], "its return")
+    until(lambda: observer.cluster()[third]["answers"], "return of the stopped node")
     stopped.process.terminate()
-    until(lambda: observer.cluster()[third]["state"] == "left", "its goodbye")
+    until(lambda: observer.cluster()[third]["state"] == "left", "departure of the stopped node")
     assert observer.cluster()[third]["silent_since_unix_seconds"] is None
 
 

@@ -153,29 +153,29 @@ def write_chunks(filling: PartialEntry, data: bytes, chunks: Sequence[int]) -> N
 @pytest.mark.slow
 def test_eight_agents_join_and_detect_kill_leave_and_return(nodes: Callable[..., list[Node]]) -> None:
     cluster = [node.start() for node in nodes(8)]
-    until(lambda: agree(cluster), "eight agents that know each other")
+    until(lambda: agree(cluster), "eight connected agents")
     *rest, killed, leaving = cluster
     name = killed.name
     killed.signal(signal.SIGKILL)
-    until(lambda: agree([*rest, leaving]), "the end of one that was killed")
+    until(lambda: agree([*rest, leaving]), "loss of the killed agent")
     leaving.signal(signal.SIGTERM)
-    until(lambda: agree(rest), "a stopped agent announces that it leaves")
-    until(lambda: rest[0].states() == {"live", "dead", "left"}, "the killed one to be held for dead, not the other")
+    until(lambda: agree(rest), "departure of the stopped agent")
+    until(lambda: rest[0].states() == {"live", "dead", "left"}, "dead state of the killed agent only")
     killed.address = address()
     killed.start()
-    until(lambda: agree([*rest, killed]), "the return of the killed one at another address")
+    until(lambda: agree([*rest, killed]), "return of the killed agent at another address")
     assert killed.name == name
 
 
 @pytest.mark.slow
 def test_stopped_agent_is_dropped_and_readmitted_when_it_continues(nodes: Callable[..., list[Node]]) -> None:
     cluster = [node.start() for node in nodes(3)]
-    until(lambda: agree(cluster), "three agents that know each other")
+    until(lambda: agree(cluster), "three connected agents")
     *rest, stopped = cluster
     stopped.signal(signal.SIGSTOP)
-    until(lambda: agree(rest), "two that leave out the one that is stopped")
+    until(lambda: agree(rest), "removal of the stopped agent")
     stopped.signal(signal.SIGCONT)
-    until(lambda: agree(cluster), "three that are together again")
+    until(lambda: agree(cluster), "three connected agents again")
 
 
 def test_node_with_another_secret_is_refused_with_the_reason(nodes: Callable[..., list[Node]]) -> None:
@@ -184,9 +184,12 @@ def test_node_with_another_secret_is_refused_with_the_reason(nodes: Callable[...
     another = secret_file(stranger.root.parent, "another-secret-of-enough-bytes")
     stranger.more["TIERCKPT_PEER_SECRET_FILE"] = str(another)
     stranger.start()
-    until(lambda: agree([one, other]), "two that know the secret")
-    until(lambda: stranger.live() == {stranger.address}, "the stranger's agent")
-    until(lambda: "does not take this node for a member" in stranger.ask("peer_status")["problem"], "the reason")
+    until(lambda: agree([one, other]), "two agents with the secret")
+    until(lambda: stranger.live() == {stranger.address}, "agent with another secret")
+    until(
+        lambda: "does not take this node for a member" in stranger.ask("peer_status")["problem"],
+        "the reason in the status",
+    )
     assert agree([one, other])
 
 
@@ -198,7 +201,7 @@ def test_copied_local_root_gets_a_new_node_name(nodes: Callable[..., list[Node]]
         (node.root / "agent" / "node-name").write_text("golden-image-1")
     for node in cluster:
         node.start()
-    until(lambda: agree(cluster), "three that know each other by three names")
+    until(lambda: agree(cluster), "three agents with different names")
     assert len({node.name for node in cluster}) == 3
 
 
@@ -211,12 +214,12 @@ def test_port_in_use_is_reported_and_bound_when_free(nodes: Callable[..., list[N
     host, port = node.address.split(":")
     with socket.create_server((host, int(port))):
         node.start()
-        until(lambda: runs(node), "the agent")
-        until(lambda: "cannot serve" in node.ask("peer_status")["problem"], "the reason")
+        until(lambda: runs(node), "the agent's start")
+        until(lambda: "cannot serve" in node.ask("peer_status")["problem"], "the reason in the status")
         with pytest.raises(TierckptError, match=r"has not joined the cluster.*cannot serve"):
             node.ask("peers")
         assert node.ask("status")["errors"] == []
-    until(lambda: node.live() == {node.address}, "the port to be taken up")
+    until(lambda: node.live() == {node.address}, "use of the port")
     assert node.ask("peer_status")["problem"] == ""
 
 
@@ -236,13 +239,13 @@ def test_unusable_peer_settings_are_reported_and_the_agent_continues(
         node.more = {"TIERCKPT_PEER_LISTEN": listen, "TIERCKPT_PEER_SECRET_FILE": ""}
         node.environment = lambda env=node.environment: {k: v for k, v in env().items() if v}  # type: ignore[method-assign]
     node.start()
-    until(lambda: runs(node) and reason in node.ask("peer_status")["problem"], "the reason")
+    until(lambda: runs(node) and reason in node.ask("peer_status")["problem"], "the reason in the status")
 
 
 def test_agent_announces_its_advertised_address(nodes: Callable[..., list[Node]]) -> None:
     (node,) = nodes(1)
     node.start("--advertise", "localhost:9")
-    until(lambda: node.live() == {"127.0.0.1:9"}, "the address it was given")
+    until(lambda: node.live() == {"127.0.0.1:9"}, "the advertised address")
 
 
 def runs(node: Node) -> bool:
@@ -260,7 +263,7 @@ def test_partial_entry_is_served_while_its_process_is_connected(
 ) -> None:
     """The directory is outside the local root, so only the process knows it."""
     (node,) = (one.start() for one in nodes(1))
-    until(lambda: node.live() == {node.address}, "the agent")
+    until(lambda: node.live() == {node.address}, "the agent's start")
     frozen, data = model()
     filling = PartialEntry(tmp_path / "elsewhere" / "model", frozen, preallocate=False)
     write_chunks(filling, data, [2])
@@ -282,10 +285,10 @@ def test_partial_entry_is_served_while_its_process_is_connected(
         assert answer["interested"] == [answer["me"]["name"]]
         assert asyncio.run(ordinals()) == [2]
         contact.ask({"op": "peers_done", "version": frozen.version}, start=False)
-        until(lambda: asyncio.run(ordinals()) == [], "the end of it by word")
+        until(lambda: asyncio.run(ordinals()) == [], "removal on request")
         contact.ask(message, start=False)
         assert asyncio.run(ordinals()) == [2]
-    until(lambda: asyncio.run(ordinals()) == [], "the end of it with the connection")
+    until(lambda: asyncio.run(ordinals()) == [], "removal after the disconnect")
     filling.close()
     with pytest.raises(TierckptError, match="must be absolute"):
         node.ask("peers", version=frozen.version, directory="relative")
@@ -298,7 +301,7 @@ def test_slow_node_report_reaches_local_fetches_and_expires(
     nodes: Callable[..., list[Node]],
 ) -> None:
     (node,) = (one.start() for one in nodes(1))
-    until(lambda: node.live() == {node.address}, "the agent")
+    until(lambda: node.live() == {node.address}, "the agent's start")
     member, version = member_of(node.ask("peers")["me"]), model()[0].version
 
     async def tell() -> None:
@@ -312,7 +315,7 @@ def test_slow_node_report_reaches_local_fetches_and_expires(
     asyncio.run(tell())
     assert node.ask("peers", version=version)["slow_to"] == ["tester"]
     assert node.ask("peers", version="0" * 32)["slow_to"] == []
-    until(lambda: node.ask("peers", version=version)["slow_to"] == [], "the end of it")
+    until(lambda: node.ask("peers", version=version)["slow_to"] == [], "expiry of the report")
 
 
 @pytest.mark.slow
@@ -322,7 +325,7 @@ def test_heartbeats_do_not_keep_an_idle_agent_but_a_fetch_does(
     (staying,) = (node.start() for node in nodes(1))
     (leaving,) = nodes(1, peers=staying.address)
     leaving.start("--leave-when-idle", "--idle-seconds", "3")
-    until(lambda: agree([staying, leaving]), "two that know each other")
+    until(lambda: agree([staying, leaving]), "two connected agents")
     with leaving.contact() as contact:
         contact.ask({"op": "peers", "version": "0" * 32, "directory": str(tmp_path / "model")}, start=False)
         time.sleep(4.5)  # longer than its own idle time
@@ -331,24 +334,24 @@ def test_heartbeats_do_not_keep_an_idle_agent_but_a_fetch_does(
     ended = leaving.agent.wait(WAIT_SECONDS)
     assert ended is not None, "a heartbeat must not keep the agent running"
     assert ended.code == 0
-    until(lambda: agree([staying]), "the goodbye of one that left when idle")
+    until(lambda: agree([staying]), "departure of the idle agent")
 
 
 def test_agents_are_found_through_the_jobs_store(nodes: Callable[..., list[Node]]) -> None:
     cluster = [node.start() for node in nodes(3, peers="torchrun")]
-    until(lambda: all(node.live() == {node.address} for node in cluster), "three agents, each alone")
+    until(lambda: all(node.live() == {node.address} for node in cluster), "three unconnected agents")
     for node in cluster[1:]:
         node.ask("peer_addresses", addresses=[cluster[0].address, "169.254.169.254:80"])
-    until(lambda: agree(cluster), "three that know each other")
+    until(lambda: agree(cluster), "three connected agents")
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_torchrun_job_introduces_the_agents_of_its_nodes(nodes: Callable[..., list[Node]]) -> None:
     cluster = [node.start() for node in nodes(3, peers="torchrun")]
-    until(lambda: all(node.live() == {node.address} for node in cluster), "three agents, each alone")
+    until(lambda: all(node.live() == {node.address} for node in cluster), "three unconnected agents")
     launch("tests.integration.peer_ranks:meet", 3, roots=[str(node.root) for node in cluster])
-    until(lambda: agree(cluster), "three that know each other")
+    until(lambda: agree(cluster), "three connected agents")
 
 
 def test_secret_reaches_a_started_agent_and_is_not_exposed(
@@ -364,7 +367,7 @@ def test_secret_reaches_a_started_agent_and_is_not_exposed(
     )
     contact = AgentClient(settings)
     try:
-        until(lambda: len(contact.ask({"op": "peers"})["live"]) == 2, "two that know each other")
+        until(lambda: len(contact.ask({"op": "peers"})["live"]) == 2, "two connected agents")
         pid = contact.ask({"op": "status"})["pid"]
         outputs = [json.dumps(contact.ask({"op": op})) for op in ("status", "peers", "peer_status")]
         outputs += [Path(f"/proc/{pid}/{name}").read_text() for name in ("cmdline", "environ")]
@@ -391,7 +394,7 @@ def output_of(process: Process) -> Json:
 
 def test_status_shows_members_and_survivable_losses(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
     cluster = [node.start("--network-bytes-per-second", "25MB") for node in nodes(4, TIERCKPT_REPLICAS="2")]
-    until(lambda: agree(cluster), "four agents that know each other")
+    until(lambda: agree(cluster), "four connected agents")
     node, version = cluster[0], "ab" * 16
     with node.contact() as contact:
         report = {
@@ -423,7 +426,7 @@ def test_metrics_page_reports_members(nodes: Callable[..., list[Node]]) -> None:
     (one,) = nodes(1)
     (other,) = nodes(1, peers=one.address)
     cluster = [one.start("--metrics-port", str(port)), other.start()]
-    until(lambda: agree(cluster), "two that know each other")
+    until(lambda: agree(cluster), "two connected agents")
 
     def members_are_exported() -> bool:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
@@ -440,13 +443,13 @@ def test_status_without_an_agent(nodes: Callable[..., list[Node]], fleet: Fleet)
 @pytest.mark.slow
 def test_rollout_is_watched_until_all_nodes_are_complete(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
     one, other = cluster = [node.start() for node in nodes(2)]
-    until(lambda: agree(cluster), "two that know each other")
+    until(lambda: agree(cluster), "two connected agents")
     frozen, data = model()
     fillings = [PartialEntry(node.root / "cache" / frozen.name, frozen, preallocate=False) for node in cluster]
     write_chunks(fillings[0], data, [0, 1, 2])
     watching = fleet.start(["prefetch", "--watch"], one.environment())
     counting = fleet.start(["prefetch", "--watch", "--json"], other.environment())
-    until(lambda: "25 % on 2 nodes" in watching.log(), "a line that tells how far it is")
+    until(lambda: "25 % on 2 nodes" in watching.log(), "a progress line")
     for filling, chunks in zip(fillings, ([3, 4, 5], range(6)), strict=True):
         write_chunks(filling, data, chunks)
         assert filling.publish()
@@ -466,7 +469,7 @@ def test_page_shows_a_rollout_by_nodes_and_chunks_and_members(nodes: Callable[..
     (one,) = nodes(1)
     (other,) = nodes(1, peers=one.address)
     cluster = [one.start("--metrics-port", str(port)), other.start()]
-    until(lambda: agree(cluster), "two that know each other")
+    until(lambda: agree(cluster), "two connected agents")
     frozen, data = model()
     fillings = [PartialEntry(node.root / "cache" / frozen.name, frozen, preallocate=False) for node in cluster]
     write_chunks(fillings[0], data, [0, 1, 2])
@@ -490,7 +493,7 @@ def test_watch_on_every_node_ends_when_all_nodes_are_complete(
 ) -> None:
     """The README's commands, the same one on each node."""
     cluster = [node.start() for node in nodes(2)]
-    until(lambda: agree(cluster), "two that know each other")
+    until(lambda: agree(cluster), "two connected agents")
     store = tmp_path / "store"
     store.mkdir()
     (store / "model.safetensors").write_bytes(bytes(range(256)) * 4096)
@@ -516,7 +519,7 @@ def test_a_node_keeps_its_name(nodes: Callable[..., list[Node]]) -> None:
     names = set()
     for _ in range(2):
         node.start()
-        until(lambda: node.live() == {node.address}, "the agent")
+        until(lambda: node.live() == {node.address}, "the agent's start")
         names.add(node.name)
         node.signal(signal.SIGTERM)
         assert node.agent is not None

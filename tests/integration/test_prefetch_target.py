@@ -117,7 +117,7 @@ class _KilledError(Exception):
 def test_prefetch_interrupted_between_two_files_is_completed(
     moves: int, tmp_path: Path, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The receipt names the files of both versions until the new one is complete, so no old file stays."""
+    """The files of both versions are recorded until the new one is complete, so no old file stays."""
     source, target = publish(NEW, tmp_path / "source", old="{}"), tmp_path / "target"
     tierckpt.prefetch(source, to=target)
     publish(OLD, source)

@@ -132,14 +132,14 @@ def test_old_copy_is_removed_only_when_all_holders_have_the_new_one(fleet: Fleet
         full.mkdir(parents=True)
         full.chmod(0o777)  # writable by others, so it takes no copy
         save(f"{uri}/step-2", small_state(2), settings=nodes[0].settings)
-        nodes.until(lambda: len(shards(nodes[1])) == 2, "the second step on the holder that works")
-        nodes.until(lambda: nodes[2].replicas()["failed"] >= 2, "two tries on the holder that does not")
+        nodes.until(lambda: len(shards(nodes[1])) == 2, "the second step on the working holder")
+        nodes.until(lambda: nodes[2].replicas()["failed"] >= 2, "two failed copies on the other holder")
         assert len(shards(nodes[1])) == 2
         assert nodes[1].replicas()["removed"] == 0
         assert not nodes[0].has_all_replicas(f"{uri}/step-2")
         full.rmdir()
         all_copied(nodes, f"{uri}/step-2", 0)
-        nodes.until(lambda: all(len(shards(node)) == 1 for node in (nodes[1], nodes[2])), "the old copies to go")
+        nodes.until(lambda: all(len(shards(node)) == 1 for node in (nodes[1], nodes[2])), "removal of the old copies")
         assert local_commit.read_local_manifest(nodes[1].directory(f"{uri}/step-1")) is None
         assert len(shards(nodes[0])) == 2, "a node's own saves are subject to retention only"
 
@@ -154,7 +154,7 @@ def test_full_ssd_takes_no_copies_and_keeps_its_own_checkpoints(fleet: Fleet, tm
         all_copied(nodes, f"{other}/step-2", 1)
         own = shards(nodes[1])
         save(f"{uri}/step-1", small_state(3), settings=nodes[0].settings)
-        nodes.until(lambda: nodes[1].replicas()["without_room"] >= 1, "the copy to be refused")
+        nodes.until(lambda: nodes[1].replicas()["without_room"] >= 1, "refusal of the copy")
         assert "only this node's own saves could be evicted" in nodes[1].replicas()["last_error"]
         assert not nodes[0].has_all_replicas(f"{uri}/step-1")
         assert shards(nodes[1]) == own

@@ -102,7 +102,7 @@ def until(holds: Callable[[], bool], seconds: float, what: str) -> None:
 def until_seen(find: Callable[[], Any]) -> tuple[Any, float]:
     """Poll ``find`` until it returns a true value. Returns the value and the seconds taken."""
     begun = time.monotonic()
-    until(lambda: bool(find()), PATIENCE_SECONDS, "the trouble to be seen")
+    until(lambda: bool(find()), PATIENCE_SECONDS, "report of the failure")
     return find(), time.monotonic() - begun
 
 
@@ -154,7 +154,7 @@ def test_store_failure_is_shown_everywhere(
         proxy.answer = None
         if state == "refused":
             return
-        until(lambda: not node_document(Settings.load())["journal"], PATIENCE_SECONDS, "the drain to go on")
+        until(lambda: not node_document(Settings.load())["journal"], PATIENCE_SECONDS, "resumption of the drain")
         assert node_document(Settings.load())["stores"] == []
         (of_run,) = node_document(Settings.load())["runs"]
         assert of_run["if_this_node_dies"] == "nothing is lost: step 2 is on shared storage"
@@ -188,7 +188,11 @@ def test_paused_or_throttled_drain_does_not_count_as_waiting_for_its_store(
     """Paused or rate-limited: the pause in sending exceeds the timeout of a silent store."""
     waiting_step(s3_uri, local_root)
     with agent_with_page(moto.endpoint):
-        until(lambda: bool(node_document(Settings.load())["journal"][0]["drain"]["bytes_per_second"] == 0), 20, "it")
+        until(
+            lambda: bool(node_document(Settings.load())["journal"][0]["drain"]["bytes_per_second"] == 0),
+            20,
+            "the pause",
+        )
         time.sleep(documents.IDLE_SECONDS + 2)
         document = node_document(Settings.load())
         assert ([row["drain"]["state"] for row in document["journal"]], document["stores"]) == (["queued"], [])
