@@ -397,7 +397,7 @@ def killed_when_a_staged_one_was_dropped(
         checkpointer.save(step, state_of(0, step))
         points.until(lambda: len(handed) >= count)  # noqa: B023
         points.await_all("flushing")  # else it is step 2 that gives its place
-    if any(lease.took_place for lease in slots.leases()):
+    if any(lease.replaced_other for lease in slots.leases()):
         points.reach("memory used again")
     points.reach("killed")
     points.die()

@@ -90,11 +90,11 @@ def test_a_disk_that_is_slow_is_waited_for(monkeypatch: Patch) -> None:
     asked, now = Requests(), [0.0]
     monkeypatch.setattr(illness.time, "monotonic", lambda: now[0])
     for _ in range(8):
-        with asked.asking():
+        with asked.counted():
             now[0] += 0.75 * illness.ILL_SECONDS
             assert not asked.is_ill
     assert asked.seconds_left() == illness.ILL_SECONDS, "it was asked for nothing"
-    with asked.asking(), asked.asking():
+    with asked.counted(), asked.counted():
         now[0] += illness.ILL_SECONDS
         assert asked.is_ill
 
@@ -115,7 +115,7 @@ def test_staging_does_not_wait_for_a_slot_that_an_ill_disk_holds(monkeypatch: Pa
     lease = arena.lease(1 << 20)
     assert lease is not None
     monkeypatch.setattr(illness, "ILL_SECONDS", 0.0)
-    with requests.asking(), pytest.raises(CheckpointSkippedError, match="has not ended a request"):
+    with requests.counted(), pytest.raises(CheckpointSkippedError, match="has not ended a request"):
         arena.lease(1 << 20)
     arena.close()
 
@@ -279,12 +279,12 @@ def test_a_request_of_the_thread_that_trains_is_found(
     if bug == "planning":
         monkeypatch.setattr(Errands, "begin", at_once)
     else:
-        real = RunLog._tell  # private: there the bug is
+        real = RunLog._warn  # private: there the bug is
 
         def tell(self: RunLog) -> None:
             self._path.exists()  # private: where it writes
             real(self)
 
-        monkeypatch.setattr(RunLog, "_tell", tell)  # private: there the bug is
+        monkeypatch.setattr(RunLog, "_warn", tell)  # private: there the bug is
     trained(file_uri, calls)
     assert calls.found

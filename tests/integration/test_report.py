@@ -192,7 +192,7 @@ def test_records_are_bounded_and_lose_only_their_detail(
     with Checkpointer(file_uri) as checkpointer:
         for step in range(1, 500):
             checkpointer.step(step, {})
-        assert checkpointer._ledger._flush(60)  # private: a thread does it
+        assert checkpointer._run_log._flush(60)  # private: a thread does it
         [path] = (local_dir(local_root, parse_uri(file_uri)) / HISTORY_DIR).glob("*.jsonl")
         assert len(path.read_text().splitlines()) <= 41
     assert report(capsys, file_uri)["kept_steps"] == 499
@@ -211,8 +211,8 @@ def test_torn_line_and_full_disk_lose_only_their_records(
                 raise OSError(28, "No space left on device")
 
             full.setattr(os, "pwrite", no_room)
-            checkpointer._ledger.saved(20, 0.0)  # private: the disk is full for this log line only
-            checkpointer._ledger._flush(60)  # private: a thread does it
+            checkpointer._run_log.saved(20, 0.0)  # private: the disk is full for this log line only
+            checkpointer._run_log._flush(60)  # private: a thread does it
         checkpointer.save(21, {"w": torch.zeros(3)}).result(60)  # saves continue
     for path in [*local_dir(local_root, parse_uri(file_uri)).rglob("*.jsonl"), *Path(file_uri).rglob("*.jsonl")]:
         with path.open("a") as stream:

@@ -340,7 +340,7 @@ async def send(*arguments):
     return flushed
 straight.send_shard = send
 if when == "before the commit":
-    checkpointer._pacer  # the writer is made by save
+    checkpointer._interval  # the writer is made by save
     from tierckpt.dcp.save_session import SaveSession
     SaveSession.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 if when == "before the drain":

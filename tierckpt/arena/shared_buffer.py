@@ -68,7 +68,7 @@ class SharedWindow:
             raise ConfigError(f"no window for {len(members)} members in {memory!r}", hint="Use shared memory")
         self.slot_bytes = slot_bytes
         self.slots = (memory.size_bytes - HEADER_BYTES) // slot_bytes
-        self._memory, self._members, self._me = memory, members, me
+        self._memory, self._members, self._member = memory, members, me
         self._is_own = True
         self._file: int = memory.fd
         self._words = memory.view[_WORDS_AT : _WORDS_AT + 8 * MEMBERS_MAX].cast("Q")
@@ -88,14 +88,14 @@ class SharedWindow:
         return window
 
     def join(self) -> bool:
-        with self._door():
+        with self._join_lock():
             if self._memory.view[_CLOSED_AT]:
                 return False
-            self._memory.view[_JOINED_AT + self._me] = 1
+            self._memory.view[_JOINED_AT + self._member] = 1
             return True
 
-    def close_door(self) -> None:
-        with self._door():
+    def close_joining(self) -> None:
+        with self._join_lock():
             self._memory.view[_CLOSED_AT] = 1
 
     def awaited(self) -> bool:
@@ -103,7 +103,7 @@ class SharedWindow:
         return not view[_CLOSED_AT] and any(not view[_JOINED_AT + one] for one in self._living())
 
     @contextlib.contextmanager
-    def _door(self) -> Iterator[None]:
+    def _join_lock(self) -> Iterator[None]:
         with self._lock:  # the threads of one member share its locks
             if not any(self._try_lock(_DOOR_AT) for _ in Poll(JOIN_LOCK_SECONDS, BRIEF)):  # held for two instructions
                 raise OperationTimeoutError(
@@ -117,13 +117,13 @@ class SharedWindow:
 
     def advance(self, unit: int) -> None:
         """Announce that this member will copy no unit before ``unit``. Never moves back."""
-        if unit > self._words[self._me]:
-            self._words[self._me] = unit
+        if unit > self._words[self._member]:
+            self._words[self._member] = unit
 
     @property
     def passed(self) -> int:
         """The first unit that this member may still copy."""
-        return self._words[self._me]
+        return self._words[self._member]
 
     def _living(self) -> list[int]:
         with self._lock:

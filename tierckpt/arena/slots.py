@@ -88,7 +88,7 @@ class Lease:
     """Returns False once no tensor refers to the memory. Set by the code that makes the tensors."""
     storage: int = 0
     """Id of the storage of those tensors, which tells stale ones from current ones; 0: unknown."""
-    took_place: bool = False
+    replaced_other: bool = False
     tensors: int | None = None
     """Number of tensors with data in it; None if unknown. Set by the code that makes the tensors."""
     ahead: AheadOfFlush | None = None
@@ -129,9 +129,9 @@ class Lease:
             self._writers -= 1
             if not self._writers:
                 self.state = SlotState.WRITTEN if written else SlotState.FAILED
-                self.give_up_ahead()
+                self.discard_ahead()
 
-    def give_up_ahead(self) -> None:
+    def discard_ahead(self) -> None:
         if self.ahead is not None:
             self.ahead.discard()
 
@@ -143,7 +143,7 @@ class Lease:
             if self.state is SlotState.STAGED and self.in_use() and not (drop and self._may_drop()):
                 return False
             self.state = SlotState.DROPPED
-            self.give_up_ahead()
+            self.discard_ahead()
             return True
 
 
@@ -230,7 +230,7 @@ class Arena:
         """Release every unreferenced slot. Others are freed with their last tensor."""
         with self._lock:
             for lease in self._leases:
-                lease.give_up_ahead()
+                lease.discard_ahead()
                 self._free.append(lease.memory)
             self._leases.clear()
             for memory in self._free:
@@ -245,7 +245,7 @@ class Arena:
                 return None
             memory = self._allocate(size_bytes)
         self._count += 1
-        lease = Lease(memory, size_bytes, self._count, took_place=took_place)
+        lease = Lease(memory, size_bytes, self._count, replaced_other=took_place)
         self._leases.append(lease)
         return lease
 
@@ -319,7 +319,7 @@ class BounceBufferPool:
 
     def __init__(self, count_max: int, what: str = "write") -> None:
         self.count_max = count_max
-        self._what = what
+        self._purpose = what
         self._free: list[Memory] = []
         self._taken = 0
         self._changed = threading.Condition()
@@ -348,7 +348,7 @@ class BounceBufferPool:
         with self._changed:
             if not self._changed.wait_for(lambda: self._taken < self.count_max, timeout_seconds):
                 raise OperationTimeoutError(
-                    f"all {self.count_max} {self._what} buffers have been in use all the time",
+                    f"all {self.count_max} {self._purpose} buffers have been in use all the time",
                     hint="Look for a hung disk",
                     waited_seconds=timeout_seconds,
                 )
@@ -364,7 +364,7 @@ class BounceBufferPool:
                 fitting.append(Memory.allocate(size_bytes))
         except BaseException as error:
             if fitting and isinstance(error, CapacityError):
-                log.info("%d of %d %s buffers: %s", len(fitting), count, self._what, error)
+                log.info("%d of %d %s buffers: %s", len(fitting), count, self._purpose, error)
                 with self._changed:
                     self._taken -= count - len(fitting)
                     self._changed.notify_all()

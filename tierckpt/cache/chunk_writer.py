@@ -36,14 +36,14 @@ class FetchStats:
     slowest: str = ""
     slowest_from: str = SHARED_NAME
 
-    def note(self, path: str, at: ByteRange, seconds: float, peer: str | None = None) -> None:
+    def note(self, path: str, byte_range: ByteRange, seconds: float, peer: str | None = None) -> None:
         self.requests += 1
         if peer is None:
-            self.fetched_bytes += at.size_bytes
+            self.fetched_bytes += byte_range.size_bytes
         else:
-            self.peer_bytes += at.size_bytes
+            self.peer_bytes += byte_range.size_bytes
         if seconds > self.slowest_seconds:
-            self.slowest_seconds, self.slowest = seconds, f"{path} {at.start}-{at.stop}"
+            self.slowest_seconds, self.slowest = seconds, f"{path} {byte_range.start}-{byte_range.stop}"
             self.slowest_from = peer or SHARED_NAME
 
 
@@ -51,8 +51,8 @@ class ChunkWriter:
     """Writes chunks into a partial entry. Runs on one event loop, except for ``reserve``. ``pool`` grants room; None:
     no reservation is needed."""
 
-    def __init__(self, filling: PartialEntry, pool: Pool | None, stats: FetchStats) -> None:
-        self.filling, self.frozen, self.stats = filling, filling.frozen, stats
+    def __init__(self, partial_entry: PartialEntry, pool: Pool | None, stats: FetchStats) -> None:
+        self.partial_entry, self.frozen, self.stats = partial_entry, partial_entry.frozen, stats
         self._pool, self.is_cache = pool, pool is not None
         self._granted_bytes = 0
         self._no_room_until = 0.0
@@ -83,26 +83,26 @@ class ChunkWriter:
         try:
             if self._pool is not None:
                 await self._grant(len(data))
-            await to_completion(asyncio.to_thread(self.filling.land, index, chunk, data, digest))
+            await to_completion(asyncio.to_thread(self.partial_entry.land, index, chunk, data, digest))
         except CapacityError as error:
             if not keep:
                 raise
             self.note_full(error)
         except ObjectNotFoundError:
-            self.filling.refresh()
-            if not self.filling.has(index, chunk):  # another process may have written and published it
+            self.partial_entry.refresh()
+            if not self.partial_entry.has(index, chunk):  # another process may have written and published it
                 raise
 
     async def write_streamed(self, index: int, chunk: int, data: Buffer, digest: str) -> None:
         begun = time.monotonic()
         await self.write(index, chunk, data, digest)
         self.streamed.add((index, chunk))
-        at = self.frozen.chunk_range(index, chunk)
-        self.stats.note(self.frozen.files[index].path, at, time.monotonic() - begun)
+        byte_range = self.frozen.chunk_range(index, chunk)
+        self.stats.note(self.frozen.files[index].path, byte_range, time.monotonic() - begun)
 
     async def _grant(self, size_bytes: int) -> None:
         async with self._granting:
-            wanted = min(self.frozen.size_bytes, self.filling.landed_bytes + size_bytes)
+            wanted = min(self.frozen.size_bytes, self.partial_entry.landed_bytes + size_bytes)
             if wanted > self._granted_bytes:
                 ahead = max(GROW_BYTES, 16 * self.frozen.chunk_size_bytes)
                 await to_completion(asyncio.to_thread(self.reserve, min(self.frozen.size_bytes, wanted + ahead)))

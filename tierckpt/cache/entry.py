@@ -52,31 +52,36 @@ class CacheEntry:
         frozen: FileSet,
         directory: Path,
         *,
-        gate: asyncio.Semaphore,
+        fetch_slots: asyncio.Semaphore,
         pool: Pool | None = None,
         stall_seconds: float = STALL_SECONDS_MIN,
         fetches_max: int = 16,
-        sharing: PeerJoin | None = None,
+        peer_join: PeerJoin | None = None,
         is_selected: Callable[[str], bool] = lambda path: True,
-        held: Sequence[CopySource] = (),
+        copy_sources: Sequence[CopySource] = (),
     ) -> None:
         """Call ``begin`` next.
 
         Args:
-            gate: bounds the concurrent chunks of this process.
+            fetch_slots: bounds the concurrent chunks of this process.
             fetches_max: concurrent chunks of this entry over all processes of the node.
-            sharing: joins the other nodes; None: there are none.
+            peer_join: joins the other nodes; None: there are none.
             is_selected: as in ``PartialEntry``.
-            held: directories with chunks to copy instead of fetching.
+            copy_sources: directories with chunks to copy instead of fetching.
         """
         self.store, self.frozen, self.pool = store, frozen, pool
-        self._is_selected, self._held = is_selected, held
+        self._is_selected, self._copy_sources = is_selected, copy_sources
         self.only: FileSpec | None = None
-        self.tally = FetchStats()
+        self.stats = FetchStats()
         self._target = directory
-        self._gate, self.stall_seconds, self._fetches_max, self._sharing = gate, stall_seconds, fetches_max, sharing
+        self._fetch_slots, self.stall_seconds, self._fetches_max, self._peer_join = (
+            fetch_slots,
+            stall_seconds,
+            fetches_max,
+            peer_join,
+        )
         self._is_whole = False
-        self._filling: PartialEntry | None = None
+        self._partial_entry: PartialEntry | None = None
         self._lease = contextlib.ExitStack()
         self._in_flight: dict[tuple[int, int, bool], asyncio.Task[Buffer | None]] = {}
         self._receipt: Receipt | None = None
@@ -101,17 +106,17 @@ class CacheEntry:
 
     @property
     def directory(self) -> Path | None:
-        return self._target if self._is_whole or self._look() else None
+        return self._target if self._is_whole or self._check_whole() else None
 
     def path(self, path: str) -> Path:
         """Return the path of a file, whole or with holes. It changes once, when the entry becomes whole."""
         index = self.frozen.index_of(path)
-        if self._filling is None or self.directory is not None:
+        if self._partial_entry is None or self.directory is not None:
             return self._target / path
-        return self._filling.prepare(index)
+        return self._partial_entry.prepare(index)
 
-    def _look(self) -> bool:
-        if not self._is_whole and self._filling is not None and self._filling.is_published():
+    def _check_whole(self) -> bool:
+        if not self._is_whole and self._partial_entry is not None and self._partial_entry.is_published():
             self._is_whole = True
         return self._is_whole
 
@@ -124,20 +129,20 @@ class CacheEntry:
         if self.pool is not None:
             self._lease = self.pool.lease(name)
         try:
-            self._filling = self._join_filling(whole)
-            if self._filling is None:
+            self._partial_entry = self._join_partial(whole)
+            if self._partial_entry is None:
                 self._chunks = StoreChunks(self.store, self.frozen)
                 tidy(self._target)
                 if self.pool is not None:
                     self.pool.used(name)
                 return
-            self.frozen = self._filling.frozen
-            reuse(self._filling, self.other_versions())
+            self.frozen = self._partial_entry.frozen
+            reuse(self._partial_entry, self.other_versions())
             self.checker = self._new_checker()
-            self.tally.here_bytes = self._filling.landed_bytes
-            self._begin_fetching(self._filling).reserve(self.frozen.size_bytes if whole else 0)
+            self.stats.here_bytes = self._partial_entry.landed_bytes
+            self._begin_fetching(self._partial_entry).reserve(self.frozen.size_bytes if whole else 0)
         except BaseException as error:
-            is_bare = self._filling is None or not self._filling.landed_bytes
+            is_bare = self._partial_entry is None or not self._partial_entry.landed_bytes
             self._end()
             if self.pool is not None and is_bare and isinstance(error, CapacityError):
                 self.pool.evict(name)  # a name without bytes
@@ -149,7 +154,7 @@ class CacheEntry:
         rows = self.pool.rows(self.frozen.uri)
         return [self.pool.directory(row.name) for row in rows if row.name != self.frozen.name]
 
-    def _join_filling(self, whole: bool) -> PartialEntry | None:
+    def _join_partial(self, whole: bool) -> PartialEntry | None:
         """Join the processes that fill the entry; None when it is whole.
 
         Another process may publish it between the check and the join. This process then joined an empty
@@ -160,24 +165,26 @@ class CacheEntry:
             if receipt is not None:
                 self.frozen, self._receipt, self._is_whole = receipt.frozen, receipt, True
                 self.checker = self._new_checker()
-                self.tally.here_bytes = self.frozen.size_bytes
+                self.stats.here_bytes = self.frozen.size_bytes
                 return None
             try:
-                filling = PartialEntry(self._target, self.frozen, preallocate=whole, is_selected=self._is_selected)
+                partial_entry = PartialEntry(
+                    self._target, self.frozen, preallocate=whole, is_selected=self._is_selected
+                )
             except ObjectNotFoundError:
                 if not left:
                     raise
                 continue
-            if not left or not filling.is_published():
-                return filling
-            filling.close()
-            filling.tidy()
+            if not left or not partial_entry.is_published():
+                return partial_entry
+            partial_entry.close()
+            partial_entry.tidy()
         raise AssertionError("unreachable")
 
-    def _begin_fetching(self, filling: PartialEntry) -> ChunkWriter:
-        writer = ChunkWriter(filling, self.pool, self.tally)
+    def _begin_fetching(self, partial_entry: PartialEntry) -> ChunkWriter:
+        writer = ChunkWriter(partial_entry, self.pool, self.stats)
         self._chunks = StoreChunks(self.store, self.frozen, writer, self.stall_seconds)
-        self._fetcher = ChunkFetcher(self._chunks, writer, self._gate, self._fetches_max, self._sharing)
+        self._fetcher = ChunkFetcher(self._chunks, writer, self._fetch_slots, self._fetches_max, self._peer_join)
         return writer
 
     @property
@@ -195,23 +202,25 @@ class CacheEntry:
         await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
-        if self._filling is not None:
-            self._filling.close()
-            self._filling.tidy()
+        if self._partial_entry is not None:
+            self._partial_entry.close()
+            self._partial_entry.tidy()
         self._lease.close()
 
     def landed(self, path: str, byte_range: ByteRange | None = None) -> bool:
         index = self.frozen.index_of(path)
-        if self._is_whole or self._filling is None:
+        if self._is_whole or self._partial_entry is None:
             return True
         wanted = byte_range or ByteRange(0, self.frozen.files[index].size_bytes)
         if self._has(index, wanted):
             return True
-        self._filling.refresh()
+        self._partial_entry.refresh()
         return self._has(index, wanted)
 
     def _has(self, index: int, byte_range: ByteRange) -> bool:
-        return self._filling is None or all(self._filling.has(index, at) for at in self.frozen.touched(byte_range))
+        return self._partial_entry is None or all(
+            self._partial_entry.has(index, at) for at in self.frozen.touched(byte_range)
+        )
 
     def read_available(self, path: str, byte_range: ByteRange, into: memoryview) -> bool:
         """Copy the range into ``into`` if all of it has landed undamaged; else False. Any thread."""
@@ -238,7 +247,7 @@ class CacheEntry:
         )
 
     def digest(self, index: int, chunk: int) -> str:
-        if self._filling is not None and (digest := self._filling.digest(index, chunk)):
+        if self._partial_entry is not None and (digest := self._partial_entry.digest(index, chunk)):
             return digest
         if self._receipt is None and self._is_whole:
             self._receipt = read_receipt(self._target)
@@ -248,11 +257,11 @@ class CacheEntry:
         return receipt.digest(index, chunk)
 
     def directories(self) -> list[Path]:
-        return [self._target] if self._filling is None else [self._target, self._filling.incoming]
+        return [self._target] if self._partial_entry is None else [self._target, self._partial_entry.incoming]
 
     def read_here(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
-        if not self._is_whole and self._filling is not None:
-            return self._filling.read(index, byte_range, into)
+        if not self._is_whole and self._partial_entry is not None:
+            return self._partial_entry.read(index, byte_range, into)
         return read_file(self._target / self.frozen.files[index].path, byte_range, into)
 
     def _check(self, path: str, byte_range: ByteRange) -> int:
@@ -344,27 +353,29 @@ class CacheEntry:
 
     async def _ensure(self, index: int, chunk: int) -> Buffer | None:
         """Return None when another process fetched the chunk."""
-        fetcher, filling = self._fetcher, self._filling
-        if fetcher is None or filling is None:
+        fetcher, partial_entry = self._fetcher, self._partial_entry
+        if fetcher is None or partial_entry is None:
             return None
         await fetcher.join()
         deadline = time.monotonic() + 2 * self.stall_seconds
         while True:
-            filling.refresh()
-            if filling.has(index, chunk):
+            partial_entry.refresh()
+            if partial_entry.has(index, chunk):
                 return None
-            async with self._gate:
-                with filling.claimed(index, chunk) as turn:
+            async with self._fetch_slots:
+                with partial_entry.claimed(index, chunk) as turn:
                     if turn == "fetch":
                         return await fetcher.fetch(index, chunk, keep=True)
                     if turn == "landed":
                         return None
-            found = await filling.await_other(index, chunk, self.stall_seconds)
+            found = await partial_entry.await_other(index, chunk, self.stall_seconds)
             if found == "free":
                 await asyncio.sleep(LOCAL.first_seconds)  # do not spin on a free claim that cannot be taken
             if found == "stalled" or time.monotonic() > deadline:
-                log.warning("%s: waited too long for another process, fetching chunk %d too", filling.incoming, chunk)
-                async with self._gate:
+                log.warning(
+                    "%s: waited too long for another process, fetching chunk %d too", partial_entry.incoming, chunk
+                )
+                async with self._fetch_slots:
                     return await fetcher.fetch(index, chunk, keep=True)
 
     async def fill(self, paths: Iterable[str] | None = None, listener: ProgressListener = ignore_progress) -> None:
@@ -374,73 +385,75 @@ class CacheEntry:
             PartialTransferError: names the failed files. If all failed: the error of the first.
             IntegrityError: something changed or is damaged. CapacityError: no room. Both end the fill at once.
         """
-        if self._filling is None or self._fetcher is None or self.directory is not None:
+        if self._partial_entry is None or self._fetcher is None or self.directory is not None:
             listener(Progress(str(self._target), self.frozen.size_bytes, self.frozen.size_bytes))
             return
-        if await self._wait_for_host(self._filling, listener):
+        if await self._wait_for_host(self._partial_entry, listener):
             return
-        await self._copy_held(self._filling, listener)
+        await self._copy_held(self._partial_entry, listener)
         await self._fetcher.join()
         indexes = range(len(self.frozen.files)) if paths is None else [self.frozen.index_of(path) for path in paths]
         while True:
             await FetchJob(self._fetcher, indexes, listener, self.stall_seconds).run()
-            if len(indexes) < len(self.frozen.files) and not self._filling.has_all():
+            if len(indexes) < len(self.frozen.files) and not self._partial_entry.has_all():
                 return
-            if await self._publish(self._filling):
+            if await self._publish(self._partial_entry):
                 return
 
-    async def _copy_held(self, filling: PartialEntry, listener: ProgressListener) -> None:
-        copies = copies_of(self.frozen, self._held)
-        todo = [(index, chunk) for index, chunk in reversed(copies) if not filling.has(index, chunk)]
+    async def _copy_held(self, partial_entry: PartialEntry, listener: ProgressListener) -> None:
+        copies = copies_of(self.frozen, self._copy_sources)
+        todo = [(index, chunk) for index, chunk in reversed(copies) if not partial_entry.has(index, chunk)]
 
         async def work() -> None:
             while todo:
                 index, chunk = todo.pop()
-                with filling.claimed(index, chunk) as turn:
-                    copy = partial(copy_chunk, filling, index, chunk, *copies[index, chunk])
+                with partial_entry.claimed(index, chunk) as turn:
+                    copy = partial(copy_chunk, partial_entry, index, chunk, *copies[index, chunk])
                     if turn == "fetch" and await to_completion(asyncio.to_thread(copy)):
-                        self.tally.cached_bytes += self.frozen.chunk_range(index, chunk).size_bytes
-                        note = f"{self.tally.cached_bytes >> 20} MiB from the node cache"
+                        self.stats.cached_bytes += self.frozen.chunk_range(index, chunk).size_bytes
+                        note = f"{self.stats.cached_bytes >> 20} MiB from the node cache"
                         listener(
-                            Progress(f"prefetch {self.frozen.uri}", filling.landed_bytes, self.frozen.size_bytes, note)
+                            Progress(
+                                f"prefetch {self.frozen.uri}", partial_entry.landed_bytes, self.frozen.size_bytes, note
+                            )
                         )
 
         for outcome in await asyncio.gather(*(work() for _ in range(COPIES_AT_A_TIME)), return_exceptions=True):
             if outcome is not None:
                 raise outcome
 
-    async def _wait_for_host(self, filling: PartialEntry, listener: ProgressListener) -> bool:
+    async def _wait_for_host(self, partial_entry: PartialEntry, listener: ProgressListener) -> bool:
         """Wait while another host fills the entry on a shared file system. True when it is whole.
 
         False: this host fills it, as the other released it or landed nothing for ``stall_seconds``.
         """
-        what, landed, moved_at = f"prefetch {self.frozen.uri}", filling.progress_bytes(), time.monotonic()
+        what, landed, moved_at = f"prefetch {self.frozen.uri}", partial_entry.progress_bytes(), time.monotonic()
         async for _ in Poll():
             try:
-                if await asyncio.to_thread(filling.host.take):
+                if await asyncio.to_thread(partial_entry.host.take):
                     return False
             except ObjectNotFoundError:
-                if not self._look():
+                if not self._check_whole():
                     raise
-            if self._look():
+            if self._check_whole():
                 listener(Progress(what, self.frozen.size_bytes, self.frozen.size_bytes))
-                self.tally.others_bytes += self.frozen.size_bytes - self.tally.here_bytes
+                self.stats.others_bytes += self.frozen.size_bytes - self.stats.here_bytes
                 return True
             listener(Progress(what, 0, self.frozen.size_bytes, "another node fills the directory"))
-            if (now := await asyncio.to_thread(filling.progress_bytes)) != landed:
+            if (now := await asyncio.to_thread(partial_entry.progress_bytes)) != landed:
                 landed, moved_at = now, time.monotonic()
             elif time.monotonic() > moved_at + self.stall_seconds:
                 log.warning("%s: the node that fills it makes no progress, filling it here", self.target)
                 return False
         raise AssertionError("unreachable")
 
-    async def _publish(self, filling: PartialEntry) -> bool:
+    async def _publish(self, partial_entry: PartialEntry) -> bool:
         """Return False when something must be fetched again."""
         async for _ in Poll(self.stall_seconds):
-            if await to_completion(asyncio.to_thread(filling.publish)):
+            if await to_completion(asyncio.to_thread(partial_entry.publish)):
                 break
-            filling.refresh()
-            if not filling.has_all():
+            partial_entry.refresh()
+            if not partial_entry.has_all():
                 return False
         else:
             raise OperationTimeoutError(

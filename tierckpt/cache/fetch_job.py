@@ -41,38 +41,38 @@ class InOrder:
 class ChunkFetcher:
     """Fetches single chunks of one entry, from other nodes or from the store. Runs on one event loop. Close it.
 
-    ``gate``, ``fetches_max`` and ``sharing`` as in ``CacheEntry``.
+    ``fetch_slots``, ``fetches_max`` and ``peer_join`` as in ``CacheEntry``.
     """
 
     def __init__(
         self,
         chunks: StoreChunks,
         writer: ChunkWriter,
-        gate: asyncio.Semaphore,
+        fetch_slots: asyncio.Semaphore,
         fetches_max: int,
-        sharing: PeerJoin | None = None,
+        peer_join: PeerJoin | None = None,
     ) -> None:
-        self.chunks, self.writer, self.filling = chunks, writer, writer.filling
-        self.gate, self.fetches_max = gate, fetches_max
+        self.chunks, self.writer, self.partial_entry = chunks, writer, writer.partial_entry
+        self.fetch_slots, self.fetches_max = fetch_slots, fetches_max
         self.peers: PeerFill | None = None
-        self._sharing, self._joining = sharing, asyncio.Lock()
+        self._sharing, self._joining = peer_join, asyncio.Lock()
 
     async def join(self) -> None:
         async with self._joining:
-            sharing, self._sharing = self._sharing, None
-            if sharing is None:
+            peer_join, self._sharing = self._sharing, None
+            if peer_join is None:
                 return
-            self.peers = await sharing.join(self.chunks, self.filling)
+            self.peers = await peer_join.join(self.chunks, self.partial_entry)
             if self.peers is not None:  # more at a time: a peer's chunk takes no room at the store
                 self.fetches_max = max(self.fetches_max, self.peers.slots)
-                self.gate = asyncio.Semaphore(self.fetches_max)
+                self.fetch_slots = asyncio.Semaphore(self.fetches_max)
 
     async def fetch(self, index: int, chunk: int, *, keep: bool, request: object | None = None) -> Buffer | None:
         """Fetch one chunk and write it; with ``keep`` return it, and need no room.
 
         If the store can, it is received in aligned memory, digested and written from there.
         """
-        begun, at = time.monotonic(), self.filling.frozen.chunk_range(index, chunk)
+        started_at, at = time.monotonic(), self.partial_entry.frozen.chunk_range(index, chunk)
         wanted_bytes = at.size_bytes if self.peers is not None or isinstance(self.chunks.store, ReadsInto) else 0
         peer: str | None = None
         with receive_memory(wanted_bytes) as memory:
@@ -90,7 +90,7 @@ class ChunkFetcher:
                     await self.peers.chunk_written(index, chunk)
             kept = bytes(data) if keep and memory is not None else data
         if (index, chunk) not in self.writer.streamed:
-            self.writer.stats.note(self.filling.frozen.files[index].path, at, time.monotonic() - begun, peer)
+            self.writer.stats.note(self.partial_entry.frozen.files[index].path, at, time.monotonic() - started_at, peer)
         return kept if keep else None
 
     async def close(self) -> None:
@@ -110,15 +110,15 @@ class FetchJob:
     def __init__(
         self, fetcher: ChunkFetcher, indexes: Iterable[int], listener: ProgressListener, stall_seconds: float
     ) -> None:
-        self.fetcher, self.filling, self.listener = fetcher, fetcher.filling, listener
-        self.frozen, self.stats, self._stall_seconds = self.filling.frozen, fetcher.writer.stats, stall_seconds
-        self.filling.refresh()
+        self.fetcher, self.partial_entry, self.listener = fetcher, fetcher.partial_entry, listener
+        self.frozen, self.stats, self._stall_seconds = self.partial_entry.frozen, fetcher.writer.stats, stall_seconds
+        self.partial_entry.refresh()
         wanted = list(indexes)
         todo = [
             (index, chunk)
             for index in wanted
             for chunk in range(self.frozen.chunks_of(index))
-            if not self.filling.has(index, chunk)
+            if not self.partial_entry.has(index, chunk)
         ]
         self.total = sum(self.frozen.files[index].size_bytes for index in wanted)
         self._lacking_bytes = Counter[int]()
@@ -158,18 +158,18 @@ class FetchJob:
             if index in self.failures:
                 self.order.done(work)
                 continue
-            if self.filling.has(index, chunk):
+            if self.partial_entry.has(index, chunk):
                 self._advance(work)
                 continue
             try:
-                async with self.fetcher.gate:
-                    with self._turn(index, chunk) as turn:
+                async with self.fetcher.fetch_slots:
+                    with self._claim_chunk(index, chunk) as turn:
                         if turn == "fetch":
-                            with self._moving(index):
+                            with self._in_flight(index):
                                 await self.fetcher.fetch(index, chunk, keep=False, request=work.request)
                 if turn == "later":
                     self.order.put_back(work)
-                    await self._rest()
+                    await self._pause()
                 else:
                     self._advance(work, is_fetched=turn == "fetch")
             except NotNowError:
@@ -180,7 +180,7 @@ class FetchJob:
                 self.fatal |= isinstance(error, IntegrityError | CapacityError)
 
     @contextlib.contextmanager
-    def _moving(self, index: int) -> Iterator[None]:
+    def _in_flight(self, index: int) -> Iterator[None]:
         item = self.frozen.files[index]
         if index not in self._files:
             done_bytes = item.size_bytes - self._lacking_bytes[index]
@@ -193,28 +193,30 @@ class FetchJob:
             self._fetching.remove(index)
 
     @contextlib.contextmanager
-    def _turn(self, index: int, chunk: int) -> Iterator[ChunkAction]:
+    def _claim_chunk(self, index: int, chunk: int) -> Iterator[ChunkAction]:
         """Hold the claim on a chunk; yield the action for it."""
         if not self._is_overtaking and time.monotonic() >= self._moved_at + self._stall_seconds:
-            log.warning("%s: other processes make no progress, fetching the chunks they claimed", self.filling.incoming)
+            log.warning(
+                "%s: other processes make no progress, fetching the chunks they claimed", self.partial_entry.incoming
+            )
             self._is_overtaking = True
-        with self.filling.claimed(index, chunk) as turn:
+        with self.partial_entry.claimed(index, chunk) as turn:
             if self._is_overtaking:
                 yield "fetch" if turn == "later" else turn
-            elif turn == "fetch" and self.filling.count_fetches() > self.fetcher.fetches_max:
+            elif turn == "fetch" and self.partial_entry.count_fetches() > self.fetcher.fetches_max:
                 yield "later"  # the node fetches enough of it
             else:
                 yield turn
 
-    async def _rest(self) -> None:
+    async def _pause(self) -> None:
         """Pause for other processes. One worker polls; the rest wait for it."""
-        before = self.filling.landed_bytes
+        before = self.partial_entry.landed_bytes
         async with self._idle:
-            self.filling.refresh()
-            if self.filling.landed_bytes == before:
+            self.partial_entry.refresh()
+            if self.partial_entry.landed_bytes == before:
                 await self._poll.pause_async()
-                self.filling.refresh()
-        if self.filling.landed_bytes != before:
+                self.partial_entry.refresh()
+        if self.partial_entry.landed_bytes != before:
             self._poll, self._moved_at = Poll(), time.monotonic()
 
     def _advance(self, work: Work, *, is_fetched: bool = False) -> None:

@@ -65,8 +65,8 @@ async def fill_hub_cache(
     concurrency: int,
     listener: ProgressListener,
     stall_seconds: float,
-    sharing: PeerJoin | None = None,
-    held: Sequence[CopySource] = (),
+    peer_join: PeerJoin | None = None,
+    copy_sources: Sequence[CopySource] = (),
 ) -> PrefetchResult:
     """Fill the Hugging Face cache ``cache`` with ``files``. Returns the snapshot's directory.
 
@@ -90,9 +90,9 @@ async def fill_hub_cache(
             chunk_size_bytes=chunk_size_bytes,
             concurrency=concurrency,
             listener=listener,
-            sharing=sharing,
+            peer_join=peer_join,
             stall_seconds=stall_seconds,
-            held=held,
+            copy_sources=copy_sources,
         )
         await asyncio.to_thread(_finish, root, root / PRIVATE_DIR / commit)
     snapshot = await asyncio.to_thread(_link, root, repository, commit, files)
@@ -116,10 +116,10 @@ async def check_hub_cache(store: HubStore, frozen: FileSet, cache: Path) -> Cach
     root = cache / repository.folder
     snapshot = root / "snapshots" / commit
     found = CacheCheck(frozen.uri, "whole", snapshot / repository.path, len(frozen.files), frozen.size_bytes, 0)
-    gate = asyncio.Semaphore(DIGESTS_AT_A_TIME)
+    read_slots = asyncio.Semaphore(DIGESTS_AT_A_TIME)
 
     async def one(item: FileSpec) -> None:
-        async with gate:
+        async with read_slots:
             try:
                 await asyncio.to_thread(_check_file, snapshot / repository.path / item.path, item)
                 found.here_bytes += item.size_bytes

@@ -102,9 +102,9 @@ class NodeCache:
         settings: Settings,
         store_at: Callable[[Location], Store],
         listener: ProgressListener,
-        sharing: PeerJoin | None = None,
+        peer_join: PeerJoin | None = None,
     ) -> None:
-        self.settings, self.sharing = settings, sharing
+        self.settings, self.peer_join = settings, peer_join
         self.pool = Pool(settings)
         self.store_at, self._listener = store_at, listener
         self._gate = asyncio.Semaphore(2 * settings.concurrency)
@@ -197,10 +197,10 @@ class NodeCache:
             frozen,
             self.pool.directory(frozen.name),
             pool=self.pool,
-            gate=self._gate,
+            fetch_slots=self._gate,
             stall_seconds=self.stall_seconds,
             fetches_max=2 * self.settings.concurrency,
-            sharing=self.sharing,
+            peer_join=self.peer_join,
         )
         await asyncio.to_thread(lambda: cached.begin(whole=whole))
         cached.only = self._only(resolved, frozen)
@@ -263,7 +263,7 @@ class NodeCache:
             self._receipts[row.name] = receipt
         return self._receipts[row.name].frozen
 
-    def held(self, resolved: ResolvedUri, leases: ExitStack) -> list[CopySource]:
+    def copy_sources(self, resolved: ResolvedUri, leases: ExitStack) -> list[CopySource]:
         """Return entries of the same URI to copy files from, the last used at the end. Blocking.
 
         ``leases`` keeps them from eviction.
@@ -343,10 +343,10 @@ class NodeCache:
         receipt = await asyncio.to_thread(read_receipt, check.directory)
         if receipt is None:
             return
-        frozen, files, gate = receipt.frozen, LocalFiles(check.directory), asyncio.Semaphore(DIGESTS_AT_A_TIME)
+        frozen, files, read_slots = receipt.frozen, LocalFiles(check.directory), asyncio.Semaphore(DIGESTS_AT_A_TIME)
 
         async def one(item: FileSpec, digests: Sequence[str]) -> None:
-            async with gate:
+            async with read_slots:
                 try:
                     entry = FileEntry(item.path, item.size_bytes, tuple(digests))
                     await check_file(files, entry, frozen.chunk_size_bytes)

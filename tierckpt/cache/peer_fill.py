@@ -98,5 +98,5 @@ class PeerFill(Protocol):
 
 
 class PeerJoin(Protocol):
-    async def join(self, chunks: StoreChunks, filling: PartialEntry) -> PeerFill | None:
+    async def join(self, chunks: StoreChunks, partial_entry: PartialEntry) -> PeerFill | None:
         """Join the other nodes; None to read from the store, by ``chunks``."""

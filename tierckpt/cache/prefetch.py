@@ -210,15 +210,15 @@ async def fill_directory(
     concurrency: int,
     listener: ProgressListener,
     stall_seconds: float,
-    sharing: PeerJoin | None = None,
+    peer_join: PeerJoin | None = None,
     files: FileFilter = ALL_FILES,
-    held: Sequence[CopySource] = (),
+    copy_sources: Sequence[CopySource] = (),
 ) -> PrefetchResult:
-    """Fill ``directory`` with exactly these versions of ``wanted``. Chunks also in ``held`` are copied from there.
+    """Fill ``directory`` with exactly these versions of ``wanted``, copying chunks that ``copy_sources`` has.
 
     Publication removes files of an earlier prefetch that ``wanted`` lacks and ``files`` would choose. Other files
     stay; a warning names possible weights. Returns when every file is whole and durable. Idempotent. Concurrent
-    processes share the chunks; with ``sharing``, all nodes do.
+    processes share the chunks; with ``peer_join``, all nodes do.
 
     Raises:
         PartialTransferError: names the failed files. Nothing was published.
@@ -227,17 +227,17 @@ async def fill_directory(
         CheckpointError: another version was published in ``directory`` meanwhile.
     """
     frozen = FileSet(store.uri, tuple(wanted), chunk_size_bytes)
-    gate = asyncio.Semaphore(concurrency)
+    fetch_slots = asyncio.Semaphore(concurrency)
     cached = CacheEntry(
         store,
         frozen,
         directory,
-        gate=gate,
+        fetch_slots=fetch_slots,
         stall_seconds=stall_seconds,
         fetches_max=concurrency,
-        sharing=sharing,
+        peer_join=peer_join,
         is_selected=lambda path: files.has(path, {path}),
-        held=held,
+        copy_sources=copy_sources,
     )
     try:
         await asyncio.to_thread(_begin, cached, directory)
@@ -250,7 +250,7 @@ async def fill_directory(
 def result_of(cached: CacheEntry, directory: Path, *, is_pinned: bool = False) -> PrefetchResult:
     sources = cached.peer_fetch.sources if cached.peer_fetch is not None else None
     return PrefetchResult(
-        **asdict(cached.tally),
+        **asdict(cached.stats),
         directory=directory,
         files=len(cached.frozen.files),
         size_bytes=cached.frozen.size_bytes,

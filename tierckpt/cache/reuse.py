@@ -47,9 +47,9 @@ def reusable_bytes(frozen: FileSet, directories: Iterable[Path]) -> int:
     return sum(frozen.files[index].size_bytes for index in found)
 
 
-def reuse(filling: PartialEntry, directories: Iterable[Path]) -> None:
-    """Link files of other versions in ``directories`` into ``filling``, as if they had landed."""
-    frozen, reused = filling.frozen, 0
+def reuse(partial_entry: PartialEntry, directories: Iterable[Path]) -> None:
+    """Link files of other versions in ``directories`` into ``partial_entry``, as if they had landed."""
+    frozen, reused = partial_entry.frozen, 0
     for directory in directories:
         receipt = read_receipt(directory)
         try:
@@ -58,38 +58,38 @@ def reuse(filling: PartialEntry, directories: Iterable[Path]) -> None:
         except OSError:
             continue
         for index, before in _same(frozen, receipt).items():
-            if receipt is None or filling.has_file(index):
+            if receipt is None or partial_entry.has_file(index):
                 continue
             item = frozen.files[index]
-            if not _take(directory / item.path, filling.incoming / item.path, item.size_bytes, written_ns):
+            if not _take(directory / item.path, partial_entry.incoming / item.path, item.size_bytes, written_ns):
                 continue
             for chunk, digest in enumerate(receipt.landed[before]):
                 at = receipt.frozen.blocks_range(before, chunk)
-                filling.take_over(index, chunk, digest, blocks[at.start : at.stop])
-            filling.keep(index)
+                partial_entry.take_over(index, chunk, digest, blocks[at.start : at.stop])
+            partial_entry.keep(index)
             reused += 1
     if reused:
         log.info("%s: %d files of another version have not changed", frozen.uri, reused)
 
 
-def copies_of(frozen: FileSet, held: Iterable[CopySource]) -> dict[tuple[int, int], tuple[Path, str]]:
+def copies_of(frozen: FileSet, copy_sources: Iterable[CopySource]) -> dict[tuple[int, int], tuple[Path, str]]:
     """By (file, chunk) of ``frozen``, a file with the chunk at the same offset, and the chunk's digest."""
     return {
         (index, chunk): (directory / frozen.files[index].path, digest)
-        for directory, receipt in held
+        for directory, receipt in copy_sources
         for index, before in _same(frozen, receipt).items()
         for chunk, digest in enumerate(receipt.landed[before])
         if digest
     }
 
 
-def copy_chunk(filling: PartialEntry, index: int, chunk: int, source: Path, expected: str) -> bool:
-    """Copy a chunk from ``source`` into ``filling``, by a reflink if possible.
+def copy_chunk(partial_entry: PartialEntry, index: int, chunk: int, source: Path, expected: str) -> bool:
+    """Copy a chunk from ``source`` into ``partial_entry``, by a reflink if possible.
 
     False if ``source`` is missing or differs from the digest ``expected``: fetch it. Raises CapacityError,
     StoreError: it could not be written.
     """
-    at = filling.frozen.chunk_range(index, chunk)
+    at = partial_entry.frozen.chunk_range(index, chunk)
     with receive_memory(at.size_bytes) as memory:
         data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
         try:
@@ -97,11 +97,11 @@ def copy_chunk(filling: PartialEntry, index: int, chunk: int, source: Path, expe
                 return False
             BYTES.emit(at.size_bytes, tier=Tier.LOCAL, direction="read")
             if not same_digest(data, digest := digest_of(data), expected):
-                raise corrupt(str(source), at, Tier.LOCAL, filling.frozen.uri)
+                raise corrupt(str(source), at, Tier.LOCAL, partial_entry.frozen.uri)
         except (StoreError, IntegrityError) as error:
-            log.warning("%s: not copied from the node cache but fetched: %s", filling.frozen.uri, error.message)
+            log.warning("%s: not copied from the node cache but fetched: %s", partial_entry.frozen.uri, error.message)
             return False
-        filling.land(index, chunk, data, digest, clone_of=source)
+        partial_entry.land(index, chunk, data, digest, clone_of=source)
     return True
 
 

@@ -88,11 +88,11 @@ class StoreChunks:
         """Read a chunk of a file that its server only sends whole: all of the file lands."""
         at, writer = self.frozen.chunk_range(index, chunk), self._writer
         data = into if into is not None else memoryview(bytearray(at.size_bytes))
-        if writer is not None and writer.has_room and not await asyncio.to_thread(writer.filling.is_published):
+        if writer is not None and writer.has_room and not await asyncio.to_thread(writer.partial_entry.is_published):
             try:
                 await self._stream_of(writer, index).wait(chunk)
-                if await asyncio.to_thread(writer.filling.read, index, at, data):
-                    return data, writer.filling.digest(index, chunk)
+                if await asyncio.to_thread(writer.partial_entry.read, index, at, data):
+                    return data, writer.partial_entry.digest(index, chunk)
             except CapacityError as error:
                 if not writer.is_cache:
                     raise
@@ -134,7 +134,7 @@ class Versions:
                     data = await self.store.get_range(item.key, byte_range, if_match=etag)
                 break
             except StoreError as error:
-                await self._look_into(item, etag, error)
+                await self._retry_after_refusal(item, etag, error)
         await self._check_after(item)
         return data
 
@@ -150,7 +150,7 @@ class Versions:
                     receive = await stack.enter_async_context(self.store.reading(item.key, if_match=etag))
                     break
                 except StoreError as error:
-                    await self._look_into(item, etag, error)
+                    await self._retry_after_refusal(item, etag, error)
 
             async def fill(view: memoryview) -> None:
                 await receive(view)
@@ -161,7 +161,7 @@ class Versions:
     def _condition(self, item: FileSpec) -> str | None:
         return None if item.key in self._unconditional else self._etags.get(item.key, item.etag)
 
-    async def _look_into(self, item: FileSpec, etag: str | None, refusal: StoreError) -> None:
+    async def _retry_after_refusal(self, item: FileSpec, etag: str | None, refusal: StoreError) -> None:
         """Return if a file with a refused condition is unchanged and another way to read it is noted; else raise the
         error, or PreconditionFailedError."""
         is_refused = isinstance(refusal, PreconditionFailedError) or refusal.context.get("status") in REFUSALS
@@ -201,7 +201,7 @@ class Versions:
 
 class FileStream:
     def __init__(self, versions: Versions, writer: ChunkWriter, index: int, stall_seconds: float) -> None:
-        self._versions, self._writer, self._filling, self._index = versions, writer, writer.filling, index
+        self._versions, self._writer, self._filling, self._index = versions, writer, writer.partial_entry, index
         self._stall_seconds = stall_seconds
         self._landed: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
         self._task = asyncio.ensure_future(self._run())

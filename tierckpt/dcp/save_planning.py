@@ -134,7 +134,7 @@ class TargetLookup:
                 self.attempts = get_client(self._settings).run(self._ask(here))
             return
         self._local = disk.begin(self._look)
-        if disk.gets_on():
+        if disk.wait_for_progress():
             is_silent = get_client(self._settings).mover.replaced.is_silent(self._location)
             self.await_local()
             if self._shared is not None and not is_silent and wait_while([self._shared], lambda: 0):

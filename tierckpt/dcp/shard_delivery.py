@@ -132,7 +132,7 @@ class ShardDelivery:
         try:
             chunk, begun = self.settings.chunk_size_bytes, time.monotonic()
             for lease in planned.leases:
-                lease.give_up_ahead()
+                lease.discard_ahead()
             largest = max((shard.size_bytes for shard in planned.shards), default=0)
             slot_bytes = min(chunk, round_up(max(largest, 1)))
             with write_buffers().take(1, slot_bytes, self.settings.commit_timeout_seconds) as [slot]:
@@ -192,7 +192,7 @@ class ShardDelivery:
                     cached=cached,
                     timeout_seconds=timeout,
                 )
-            if not (pace.rested or cached or is_begun) and len(slots) == wanted:
+            if not (pace.has_throttled or cached or is_begun) and len(slots) == wanted:
                 tuner.learn(shape, size_bytes, time.monotonic() - begun)
         return flushed
 

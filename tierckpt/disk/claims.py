@@ -173,10 +173,12 @@ class HostLease:
         self._file = open_regular(self._path, os.O_WRONLY)
         os.pwrite(self._file, self._holder, 0)
         self._is_over = threading.Event()
-        beat = threading.Thread(target=self._beat, args=(self._file, self._is_over), name="tierckpt-lease", daemon=True)
+        beat = threading.Thread(
+            target=self._heartbeat, args=(self._file, self._is_over), name="tierckpt-lease", daemon=True
+        )
         start_thread(beat)
 
-    def _beat(self, file: int, is_over: threading.Event) -> None:
+    def _heartbeat(self, file: int, is_over: threading.Event) -> None:
         while not is_over.wait(HEARTBEAT_SECONDS):
             with contextlib.suppress(OSError):  # if the file system fails, others see no heartbeat
                 os.pwrite(file, self._holder, 0)  # some file systems set no times; does not recreate a removed file
@@ -208,7 +210,7 @@ class HostLease:
         is_first, self._seen_ns, self._seen_at = self._seen_ns == 0, written_ns, now
         if not is_first:
             return False
-        probe = self._beside(secrets.token_hex(4))
+        probe = self._sibling(secrets.token_hex(4))
         write_new(probe, b"", is_durable=False)
         age_ns = probe.stat().st_mtime_ns - written_ns
         probe.unlink(missing_ok=True)
@@ -216,7 +218,7 @@ class HostLease:
 
     def _overtake(self, holder: bytes, written_ns: int) -> bool:
         """Remove a silent holder's lease; False when another host does."""
-        right = self._beside(f"{written_ns:x}")  # the right to remove that lease: only one host creates this file
+        right = self._sibling(f"{written_ns:x}")  # the right to remove that lease: only one host creates this file
         try:
             write_new(right, b"", is_durable=False)
         except FileExistsError:
@@ -226,5 +228,5 @@ class HostLease:
         log.info("taking over %s from host %s, which is silent", self._path, holder.decode())
         return True
 
-    def _beside(self, suffix: str) -> Path:
+    def _sibling(self, suffix: str) -> Path:
         return self._path.with_name(f"{self._path.name}.{suffix}")

@@ -183,7 +183,7 @@ def translated(path: Path, tier: Tier = Tier.LOCAL, *, is_above: bool = False) -
 
 
 def fsync_dir(path: Path) -> None:
-    with translated(path), requests.asking():
+    with translated(path), requests.counted():
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(file)
@@ -254,7 +254,7 @@ def _make_missing(path: Path, *, is_durable: bool) -> None:
 def _make_dir(directory: Path) -> None:
     mode = mode_of(directory)
     try:
-        with requests.asking():
+        with requests.counted():
             directory.mkdir(mode)
     except FileExistsError:  # another process made it, or it is no directory
         if not directory.is_dir():
@@ -294,7 +294,7 @@ def publish(new: Path, path: Path, file: int | None = None) -> None:
     OSError, or a typed error.
     """
     if file is not None:
-        with requests.asking():
+        with requests.counted():
             os.fsync(file)
     replace_file(new, path)
     fsync_dir(path.parent)
@@ -303,7 +303,7 @@ def publish(new: Path, path: Path, file: int | None = None) -> None:
 def replace_file(new: Path, path: Path) -> None:
     """Rename ``new`` over ``path``; under a local root, quarantine a directory there. Raises OSError."""
     try:
-        with requests.asking():
+        with requests.counted():
             new.replace(path)
     except IsADirectoryError:
         if not set_aside(path):
@@ -314,7 +314,7 @@ def replace_file(new: Path, path: Path) -> None:
 def hard_link(source: Path, target: Path) -> None:
     """``os.link``. Raises OSError: one of ``CANNOT_LINK`` without hard links."""
     try:
-        with requests.asking():
+        with requests.counted():
             os.link(source, target)
     except FileNotFoundError as error:
         if source.lstat().st_nlink:
@@ -327,7 +327,7 @@ def rename_new(new: Path, path: Path) -> None:
     """Rename ``new`` to ``path``, unless that exists. Raises FileExistsError; OSError if unsupported."""
     if not hasattr(_libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
-    with requests.asking():
+    with requests.counted():
         if _libc.renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), str(path))
@@ -474,12 +474,12 @@ def create_file(path: Path, mode: int = 0o666) -> int:
 
 
 def write_new(path: Path, data: Buffer, mode: int = 0o666, *, is_durable: bool = True) -> None:
-    with requests.asking():
+    with requests.counted():
         file = create_file(path, mode)
     try:
         write_all(file, data)
         if is_durable:
-            with requests.asking():
+            with requests.counted():
                 os.fsync(file)
     finally:
         os.close(file)
@@ -489,14 +489,14 @@ def write_all(file: int, data: Buffer) -> int:
     view = memoryview(data).cast("B")
     size_bytes = len(view)
     while view:
-        with requests.asking():
+        with requests.counted():
             view = view[os.write(file, view) :]
     return size_bytes
 
 
 def fsync_file(path: Path) -> None:
     for flags in (os.O_RDONLY, os.O_RDWR):
-        with requests.asking():
+        with requests.counted():
             file = os.open(path, flags | os.O_CLOEXEC)
             try:
                 os.fsync(file)

@@ -113,7 +113,7 @@ devices_without: set[int] = set()
 def open_direct(path: Path, flags: int) -> int | None:
     """Open ``path`` for direct I/O; None if unsupported, logged once per device. Raises OSError."""
     try:
-        with requests.asking():
+        with requests.counted():
             return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, file_mode(path))
     except OSError as error:
         if error.errno not in DIRECT_REFUSED:
@@ -151,7 +151,7 @@ class DirectFile:
         while view:
             was_direct = self.direct  # another thread may leave direct I/O meanwhile
             try:
-                with requests.asking():
+                with requests.counted():
                     count = os.pwrite(self.fd, view, offset)
             except OSError as error:
                 if not was_direct or error.errno not in DIRECT_REFUSED:
@@ -176,7 +176,7 @@ class DirectFile:
 
     def cut(self, size_bytes: int, *, durable: bool) -> None:
         """Cut off the last block's padding, and sync all bytes. The caller syncs the name."""
-        with requests.asking():
+        with requests.counted():
             if size_bytes % DISK_BLOCK_BYTES:
                 os.ftruncate(self.fd, size_bytes)
             if durable:

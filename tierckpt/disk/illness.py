@@ -35,7 +35,7 @@ class Requests:
         self._ended_at = 0.0
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
+    def counted(self) -> Iterator[None]:
         """Count a request to a disk. Cost: a microsecond."""
         number = next(self._numbers)
         self._begun[number] = time.monotonic()
@@ -89,7 +89,7 @@ class Errands:
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
         """Run ``work`` as one disk request. Raises CheckpointSkippedError while an earlier one hangs."""
-        if not self._last.done() and (self._progress() == self._hung_at or not self.gets_on()):
+        if not self._last.done() and (self._progress() == self._hung_at or not self.wait_for_progress()):
             raise ill_disk(self._where)
         done, clocks = Future[T](), list[int]()
         self._last, self._clocks = done, clocks
@@ -97,7 +97,7 @@ class Errands:
         def do() -> None:
             clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
             try:
-                with requests.asking():
+                with requests.counted():
                     result = work()
             except BaseException as error:
                 done.set_exception(error)
@@ -111,7 +111,7 @@ class Errands:
             raise
         return done
 
-    def gets_on(self) -> bool:
+    def wait_for_progress(self) -> bool:
         """Wait for the last request. False if it hangs."""
         is_done = wait_while([self._last], self._progress)
         self._hung_at = self._progress()
@@ -125,11 +125,11 @@ class Errands:
     def run(self, work: Callable[[], T]) -> T:
         """Return the result of ``work``, or raise its error; CheckpointSkippedError if it, or an earlier one, hangs."""
         done = self.begin(work)
-        if not self.gets_on():
+        if not self.wait_for_progress():
             raise ill_disk(self._where)
         return done.result()
 
-    def tried(self, work: Callable[[], object]) -> CheckpointSkippedError | None:
+    def run_checked(self, work: Callable[[], object]) -> CheckpointSkippedError | None:
         """``run``, but return the CheckpointSkippedError."""
         try:
             self.run(work)

@@ -132,7 +132,7 @@ BUFFERED_GAIN_MIN = 1.25
 class ReadMode:
     """Read with O_DIRECT (``direct``) or with readahead through the page cache, on several threads.
 
-    ``straight``: into the final memory, without buffers. ``ranks``: processes of this node that read the same
+    ``in_place``: into the final memory, without buffers. ``ranks``: processes of this node that read the same
     files now; 0: unknown.
     """
 
@@ -171,7 +171,7 @@ READ_THREADS_MAX = max(way.threads for way in READ_MODES + MODEL_READ_MODES)
 class ReadTuner:
     """Knows how to read checkpoints, or model files, from each device of this node. Thread-safe.
 
-    ``settings.local_root`` has the result; ``ways``: ``READ_MODES`` or ``MODEL_READ_MODES``, the modes to try.
+    ``settings.local_root`` has the result; ``modes``: ``READ_MODES`` or ``MODEL_READ_MODES``, the modes to try.
     """
 
     def __init__(self, settings: Settings, modes: tuple[ReadMode, ...] = READ_MODES) -> None:

@@ -35,7 +35,7 @@ class CpuThrottle:
 
     def __init__(self, share: float = 1.0, threads: int = 1) -> None:
         self.share = share if share >= 1.0 else share / threads
-        self.rested = False
+        self.has_throttled = False
         """True if any thread ever slept: then the flush does not measure the device."""
         if self.share >= 1.0:
             return
@@ -46,10 +46,10 @@ class CpuThrottle:
         self._own_busy = self._node_busy = False
         self._lock = threading.Lock()
 
-    def rest_after(self, used_seconds: float) -> None:
+    def throttle_after(self, used_seconds: float) -> None:
         """Sleep in proportion to the processor time just used, at most half a second."""
         if self.share < 1.0 and self._busy(used_seconds):
-            self.rested = True
+            self.has_throttled = True
             time.sleep(min(used_seconds / self.share - used_seconds, REST_SECONDS_MAX))
 
     def _busy(self, used_seconds: float) -> bool:

@@ -52,7 +52,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_state else 0)
     for _ in range(2):
         try:
-            with requests.asking():
+            with requests.counted():
                 file = os.open(path, flags, mode)
         except OSError as error:
             if error.errno not in _OTHER_KIND:

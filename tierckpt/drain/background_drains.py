@@ -116,7 +116,7 @@ class BackgroundDrains:
     @property
     def troubles(self) -> list[Json]:
         """Return the stores that do not answer now, with the cause."""
-        return self._drainer.retries.troubles
+        return self._drainer.retries.outages
 
     @property
     def is_idle(self) -> bool:

@@ -53,7 +53,7 @@ class Directories:
         uri = self.location.child(name or place.name).uri
         adopted = adopt(place, uri, overwrite=True, links=is_written_once, settings=self.settings)
         with _lock:
-            self._say_what_was_removed()
+            self._warn_of_removed()
             if adopted.files:  # else another rank warns
                 self._saved[adopted.uri] = place
         return adopted
@@ -63,7 +63,7 @@ class Directories:
         with _lock:
             self._saved.pop(adopted.uri, None)
 
-    def _say_what_was_removed(self) -> None:
+    def _warn_of_removed(self) -> None:
         """Warn if the host's retention removed an undrained directory, which stays here."""
         left = {entry.uri for entry in Journal(self.settings.local_root).entries()}
         gone = [uri for uri, place in self._saved.items() if not place.exists()]

@@ -47,7 +47,7 @@ class _CachedFile(RangeFile):
 
     def __init__(self, thing: Thing, settings: Settings) -> None:
         super().__init__(thing.size_bytes)
-        self._thing, self._settings = thing, settings
+        self._entry, self._settings = thing, settings
         self._path = thing.location.name if thing.entry is None else thing.entry.path
         self._pid = 0
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class _CachedFile(RangeFile):
 
     def _opened(self) -> CachedView:
         if self._pid != os.getpid():
-            client, thing = get_client(self._settings), self._thing
+            client, thing = get_client(self._settings), self._entry
             if thing.checkpoint is not None:
                 place = thing.checkpoint.location
                 cached = client.run(client.mover.node_cache.open_at(place, kind="directory"))
@@ -85,25 +85,25 @@ class _LocalFile(VerifiedFile):
     """
 
     def __init__(self, thing: Thing, checkpoint: Checkpoint, entry: FileEntry, local: Path, settings: Settings) -> None:
-        self._holding = contextlib.ExitStack()
-        self._holding.enter_context(read_lease.reading(settings.local_root, checkpoint.directory))
+        self._lease = contextlib.ExitStack()
+        self._lease.enter_context(read_lease.reading(settings.local_root, checkpoint.directory))
         chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest else int(settings.chunk_size_bytes)
-        self._settings, self._thing = settings, thing
-        self._farther: _CachedFile | None = None
-        copies: list[FileCopy] = [LocalCopy(local), RemoteCopy(thing.location.uri, self._read_farther)]
+        self._settings, self._entry = settings, thing
+        self._shared_view: _CachedFile | None = None
+        copies: list[FileCopy] = [LocalCopy(local), RemoteCopy(thing.location.uri, self._read_shared)]
         super().__init__(ReplicatedFile(entry, chunk, copies))
 
-    def _read_farther(self, byte_range: ByteRange) -> Buffer:
-        if self._farther is None:
-            self._farther = _CachedFile(self._thing, self._settings)
-            self._holding.callback(self._farther.close)
+    def _read_shared(self, byte_range: ByteRange) -> Buffer:
+        if self._shared_view is None:
+            self._shared_view = _CachedFile(self._entry, self._settings)
+            self._lease.callback(self._shared_view.close)
         data = bytearray(byte_range.size_bytes)
-        self._farther.read_into(byte_range.start, memoryview(data))
+        self._shared_view.read_into(byte_range.start, memoryview(data))
         return data
 
     def close(self) -> None:
         super().close()
-        self._holding.close()
+        self._lease.close()
 
 
 class _WrittenFile(RangeFile):

@@ -63,7 +63,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        self._doomed: set[str] = set()
+        self._pending_removals: set[str] = set()
         """Paths to remove after the next save: the removal failed, or the SSD had no room for its entry."""
         self._saver: int | None = None
         """The saving thread. If another one removes (``AsyncCheckpointIO``), it may be pending."""
@@ -80,14 +80,14 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
             raise ConfigError("storage_options are not taken", hint="Settings are TIERCKPT_* variables")
         fs, name = _place(path)
         with _lock:
-            self._saver, doomed, self._doomed = threading.get_ident(), self._doomed, set()
+            self._saver, doomed, self._pending_removals = threading.get_ident(), self._pending_removals, set()
         doomed.discard(os.fspath(path))  # it exists again
         try:
             with fs.open(name, "wb") as file:
                 torch.save(checkpoint, file)
         except BaseException:
             with _lock:
-                self._doomed |= doomed
+                self._pending_removals |= doomed
             raise
         self._remove(doomed)
 
@@ -117,9 +117,9 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
             TorchCheckpointIO().remove_checkpoint(path)
             return
         with _lock:
-            doomed = self._doomed | {os.fspath(path)}
+            doomed = self._pending_removals | {os.fspath(path)}
             is_later = self._saver != threading.get_ident()
-            self._doomed = doomed if is_later else set()
+            self._pending_removals = doomed if is_later else set()
         if not is_later:
             self._remove(doomed)
             return
@@ -128,7 +128,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     def teardown(self) -> None:
         with _lock:
-            doomed, self._doomed = self._doomed, set()
+            doomed, self._pending_removals = self._pending_removals, set()
         self._remove(doomed)
 
     def _remove(self, doomed: set[str]) -> None:
@@ -142,7 +142,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
             except (TierckptError, OSError) as error:  # a failed removal does not fail the save
                 log.warning("%s is removed later: %s", path, error)
                 with _lock:
-                    self._doomed.add(path)
+                    self._pending_removals.add(path)
 
 
 class _Nothing(dict[str, Any]):

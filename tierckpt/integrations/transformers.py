@@ -39,16 +39,16 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
         self.run = Directories(uri, settings, **overrides)
         self._trials: dict[str, Directories] = {}
-        self._left: dict[int | None, Path] = {}
+        self._earlier: dict[int | None, Path] = {}
         """Checkpoints of an earlier training in ``output_dir``, by step: this one may write there in place."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         places = Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        self._left = {step_of(place.name): place for place in places}
+        self._earlier = {step_of(place.name): place for place in places}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # A barrier within the step, so that no rank writes yet.
-        if (place := self._left.pop(state.global_step + 1, None)) is not None:
+        if (place := self._earlier.pop(state.global_step + 1, None)) is not None:
             make_way(place)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -149,11 +149,13 @@ class Starvation:
     """Tells whether a process has waited for a processor since construction: then the machine is slow."""
 
     def __init__(self, pid: int) -> None:
-        self._pid, self._begun, self._before = pid, time.monotonic(), _waited_seconds(pid)
+        self._pid, self._begun, self._waits_before = pid, time.monotonic(), _waited_seconds(pid)
 
     def is_seen(self) -> bool:
         elapsed, now = time.monotonic() - self._begun, _waited_seconds(self._pid)
-        return any(waited - self._before.get(task, waited) > STARVED_SHARE * elapsed for task, waited in now.items())
+        return any(
+            waited - self._waits_before.get(task, waited) > STARVED_SHARE * elapsed for task, waited in now.items()
+        )
 
 
 def _waited_seconds(pid: int) -> dict[str, float]:

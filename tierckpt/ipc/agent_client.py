@@ -184,7 +184,7 @@ class AgentClient:
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Json] = queue.SimpleQueue()
         self._sending: threading.Thread | None = None
-        self._untold = 0
+        self._unsent = 0
 
     def ask(
         self,
@@ -236,7 +236,7 @@ class AgentClient:
     def tell(self, message: Json) -> None:
         """Send ``message`` to the running agent, if any, without waiting; ``close`` completes it."""
         with _lock:
-            self._untold += 1
+            self._unsent += 1
             self._outbox.put(message)
             if self._sending is None or not self._sending.is_alive():
                 sending = threading.Thread(target=self._send_all, name="tierckpt-tell", daemon=True)
@@ -257,7 +257,7 @@ class AgentClient:
                 log.warning("could not send the agent of %s %s: %s", self.settings.local_root, message["op"], error)
             finally:
                 with _lock:
-                    self._untold -= 1
+                    self._unsent -= 1
 
     def _ask_twice(self, question: _Question) -> Any:
         patience = START_SECONDS if question.start or self._breaker is None else STARVED_SECONDS
@@ -380,7 +380,7 @@ class AgentClient:
         """Disconnect once the agent has its messages; does not wait for a silent agent."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         for _ in Poll(PATIENCE_SECONDS, BRIEF):
-            if not self._untold:
+            if not self._unsent:
                 break
         if self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             self._drop()
@@ -402,7 +402,7 @@ class _Listening:
     def __init__(self, connection: socket.socket, deadline: float, *, is_patient: bool) -> None:
         self._connection, self._deadline, self._is_patient = connection, deadline, is_patient
         self._buffer = bytearray()
-        self._heard = time.monotonic()
+        self._received = time.monotonic()
         self._starvation: Starvation | None = None
 
     def next(self) -> Json:
@@ -415,7 +415,7 @@ class _Listening:
                 if not received:
                     raise ConnectionError("it closed the connection")
                 self._buffer += received
-        self._heard, self._starvation = time.monotonic(), None
+        self._received, self._starvation = time.monotonic(), None
         return message
 
     def _seconds_to_wait(self) -> float:
@@ -424,7 +424,7 @@ class _Listening:
             raise TimeoutError
         if self._is_patient:
             return left
-        silent = time.monotonic() - self._heard
+        silent = time.monotonic() - self._received
         if silent < PATIENCE_SECONDS / 2:
             return min(left, PATIENCE_SECONDS / 2 - silent + 0.001)
         self._starvation = self._starvation or Starvation(peer_of(self._connection)[0])

@@ -28,7 +28,7 @@ class CachedView:
 
     def __init__(self, client: Client, cached: CacheEntry) -> None:
         self._client, self._cached = client, cached
-        self._filling: concurrent.futures.Future[None] | None = None
+        self._fill_task: concurrent.futures.Future[None] | None = None
 
     @property
     def files(self) -> dict[str, FileSpec]:
@@ -86,16 +86,16 @@ class CachedView:
 
     def fill_in_background(self, paths: Iterable[str] | None = None) -> None:
         """Start to fetch ``paths`` in the background; reads use the fetched chunks. ``close`` stops it."""
-        if self._filling is None:
-            self._filling = self._client.start(self._cached.fill(paths))
+        if self._fill_task is None:
+            self._fill_task = self._client.start(self._cached.fill(paths))
 
     def close(self) -> None:
         """Release the lease and stop the background fetch. Fetched chunks stay. Idempotent."""
         if not self._client.is_ours:
             return
-        if self._filling is not None:
-            self._filling.cancel()
-            concurrent.futures.wait([self._filling], timeout=CLOSE_TIMEOUT_SECONDS)
+        if self._fill_task is not None:
+            self._fill_task.cancel()
+            concurrent.futures.wait([self._fill_task], timeout=CLOSE_TIMEOUT_SECONDS)
         self._client.run(self._cached.close())
 
     def _range(self, path: str, start: int, stop: int | None) -> ByteRange:

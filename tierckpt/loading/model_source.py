@@ -92,7 +92,7 @@ class CachedPlace:
         self, uri: str, view: CachedView, settings: Settings, modes: tuple[ReadMode, ...] = MODEL_READ_MODES
     ) -> None:
         self.where = uri
-        self._view, self._settings, self._ways = view, settings, modes
+        self._view, self._settings, self._modes = view, settings, modes
 
     @property
     def threads(self) -> int:
@@ -110,7 +110,7 @@ class CachedPlace:
         return ObjectInfo(name, found.size_bytes, found.etag) if found is not None else None
 
     def open(self, name: str) -> FileCopy:
-        return _CachedCopy(self._view, name, self.where, read_tuner_for(self._settings, self._ways))
+        return _CachedCopy(self._view, name, self.where, read_tuner_for(self._settings, self._modes))
 
     def begin(self, names: list[str]) -> None:
         """Have these files fetched from now on, in the order of their bytes, while they are read."""

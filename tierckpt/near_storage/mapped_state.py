@@ -48,9 +48,9 @@ class MappedState:
     def begin(self, values: Tensors, step: int) -> None:
         with directory_lock(self._directory, os.getpid()):
             begin_state(self._directory, self._layout, values, step)
-        self.look([0] * len(self._layout.blocks))
+        self.update_stepped([0] * len(self._layout.blocks))
 
-    def look(self, versions: Sequence[int]) -> None:
+    def update_stepped(self, versions: Sequence[int]) -> None:
         file = self._opened()
         found = [file.present(block, version) for block, version in zip(self._layout.blocks, versions, strict=True)]
         self.stepped = {key for block in found for key, names in block.items() if names - {MASTER}}
@@ -102,7 +102,7 @@ class MappedState:
         except BaseException:
             new.discard()
             raise
-        self.look([0] * len(self._layout.blocks))
+        self.update_stepped([0] * len(self._layout.blocks))
 
     def discard(self) -> None:
         if self._new is not None:

@@ -229,7 +229,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             self._process.start(last_step)
         answer = self._process.call({"op": "settle"})
         self._steps, self._must_resume = answer["step"], False
-        self._files.look(answer["versions"])
+        self._files.update_stepped(answer["versions"])
         self._forget_steps()
         self._channel.forget()
         self._channel.take_parameters()
@@ -239,9 +239,9 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def _replace(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
         self._process.close()
         self._files.begin(self._values(state), self._steps)
-        self._start_anew()
+        self._reset_state()
 
-    def _start_anew(self) -> None:
+    def _reset_state(self) -> None:
         self._channel.forget()
         self._process.start()
         self._steps, self._must_resume, self._written = self._process.step, False, write_counters_of(self)
@@ -282,7 +282,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         self._files.commit(loaded.get("state", {}), int(groups[0].get(STEPS, 0)))
         for group, found in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in found.items() if name not in ("params", STEPS)})
-        self._start_anew()
+        self._reset_state()
         return self.resume()
 
     def state_dict(self) -> dict[str, Any]:

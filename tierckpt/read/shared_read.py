@@ -391,7 +391,7 @@ class UnitThreads(ReadThreads):
                     if self._busy:
                         self._note_progress()  # a thread of this rank waits for the disk, not for other ranks
                 if time.monotonic() - self._progressed_at > JOIN_SECONDS and self._window.awaited():
-                    self._window.close_door()
+                    self._window.close_joining()
                 elif not self._idle.pause():
                     self._is_over = True
         return None

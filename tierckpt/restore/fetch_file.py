@@ -94,7 +94,7 @@ async def bring(
         frozen = FileSet(checkpoint.location.uri, (files_of_rank(entry),), chunk)
         place = checkpoint.directory / INCOMING_DIR / frozen.version
         gate, counted = asyncio.Semaphore(concurrency), _Counted(on_bytes)
-        cached = CacheEntry(origin, frozen, place, gate=gate, fetches_max=concurrency, sharing=sharing)
+        cached = CacheEntry(origin, frozen, place, fetch_slots=gate, fetches_max=concurrency, peer_join=sharing)
         try:
             await asyncio.to_thread(lambda: cached.begin(whole=True))
             await cached.fill(listener=counted)

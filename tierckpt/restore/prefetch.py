@@ -188,7 +188,7 @@ async def plan(mover: Mover, request: PrefetchRequest) -> AdmissionPlan | None:
 
 def _held(mover: Mover, resolved: ResolvedUri, target: Path, leases: contextlib.ExitStack) -> list[CopySource]:
     """Return the copies of the files on this node, in the node cache or on the local tier. Blocking."""
-    held = mover.node_cache.held(resolved, leases)
+    held = mover.node_cache.copy_sources(resolved, leases)
     if resolved.manifest is None:
         return held
     directory = mover.directory(resolved.location)

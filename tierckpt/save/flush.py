@@ -283,7 +283,7 @@ class FlushJob:
                 finally:
                     self._give_back(segment.slot)
                 if self._queue:  # after the last segment only the commit remains
-                    self.pace.rest_after(time.thread_time() - begun)
+                    self.pace.throttle_after(time.thread_time() - begun)
         except BaseException as error:
             self.fail(error)
 

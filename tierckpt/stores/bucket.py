@@ -45,7 +45,7 @@ _classes = Module("_store")
 class Bucket:
     """Clients and connections to one bucket. One event loop at a time.
 
-    Credentials are read for the first client, off the event loop, and by ``renewed``.
+    Credentials are read for the first client, off the event loop, and by ``renew``.
     """
 
     def __init__(self, scheme: str, authority: str, counts: Counter[str]) -> None:
@@ -113,7 +113,7 @@ class Bucket:
         """Each setting of the present credentials, and its source. No secret."""
         return self._access.sources if self._access is not None else {}
 
-    async def followed(self, generation: int, error: Exception) -> bool:
+    async def follow_region(self, generation: int, error: Exception) -> bool:
         """Look up the bucket's region if ``error`` may mean a wrong one. True if a retry there may succeed.
 
         Requested once per bucket, and remembered for the process.
@@ -149,7 +149,7 @@ class Bucket:
                 return region_in_error(str(error))
         return ""
 
-    async def renewed(self, generation: int, refusal: PermissionDeniedError) -> bool:
+    async def renew(self, generation: int, refusal: PermissionDeniedError) -> bool:
         """Replace the credentials of a refused request of ``generation``. True if newer ones exist.
 
         Once per expiry: credentials that were never accepted have not expired, and a second caller finds them renewed.
@@ -177,7 +177,7 @@ class Bucket:
         log.warning("%s no longer takes our credentials: going on with newer ones", self.name)
         return True
 
-    def proves(self, generation: int) -> None:
+    def note_accepted(self, generation: int) -> None:
         self.is_proven |= generation == self.generation
 
     def reconnect(self) -> None:

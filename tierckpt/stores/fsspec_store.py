@@ -131,7 +131,7 @@ class UniversalStore:
         self.has_put_if_absent = False
         self._any_key = any_key
         # Synchronous backends (ftplib, paramiko) do not support several threads.
-        self._turn: Any = contextlib.nullcontext() if fs.async_impl else threading.Lock()
+        self._lock: Any = contextlib.nullcontext() if fs.async_impl else threading.Lock()
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{key if self._any_key else check_key(key)}"
@@ -142,7 +142,7 @@ class UniversalStore:
     async def _call(self, verb: Callable[..., T], *args: Any, **options: Any) -> T:
 
         def run() -> T:
-            with errors_of(self.uri), self._turn:
+            with errors_of(self.uri), self._lock:
                 return verb(*args, **options)
 
         return await to_completion(asyncio.to_thread(run))

@@ -161,10 +161,10 @@ class Connections:
         while True:
             try:
                 sock = idle or _open(call)
-                with self._lent(sock, call) as reply:
+                with self._connection(sock, call) as reply:
                     sock.sendall(call.head())
-                    while len(room := reply.room()):
-                        reply.came(sock.recv_into(room))
+                    while len(room := reply.buffer()):
+                        reply.advance(sock.recv_into(room))
                     return reply.result()
             except HttpError as error:
                 if idle is None or not isinstance(error, Stale):
@@ -196,7 +196,7 @@ class Connections:
         return None
 
     @contextlib.contextmanager
-    def _lent(self, sock: socket.socket, call: Call) -> Iterator[Reply]:
+    def _connection(self, sock: socket.socket, call: Call) -> Iterator[Reply]:
         """Context for a request on ``sock``: the connection is kept only after a complete response."""
         reply = Reply(call, sock)
         with self._lock:
@@ -223,12 +223,12 @@ class Connections:
 
 
 class Reply:
-    """A response being received: ``room`` is its memory, ``came`` adds bytes. Sets the deadlines."""
+    """A response being received: ``buffer`` is its memory, ``advance`` adds bytes. Sets the deadlines."""
 
     def __init__(self, call: Call, sock: socket.socket) -> None:
         self._call, self._sock = call, sock
         self._head = bytearray(HEAD_BYTES_MAX)
-        self._have = 0
+        self._received_bytes = 0
         self._has_answer = False
         self._body = memoryview(b"")
         self._done = self._counted = 0
@@ -237,20 +237,20 @@ class Reply:
         self.is_good = False
         sock.settimeout(call.head_seconds)
 
-    def room(self) -> memoryview:
+    def buffer(self) -> memoryview:
         """Return the memory for the next bytes; empty after the last."""
         if not self._has_answer:
             left = self._began + self._call.head_seconds - time.monotonic()
             if left <= 0:
                 raise self.too_slow()
             self._sock.settimeout(left)
-            return memoryview(self._head)[self._have :]
+            return memoryview(self._head)[self._received_bytes :]
         missing = len(self._body) - self._done
         self._watermark.expect(missing)
         return self._body[self._done :]
 
-    def came(self, count: int) -> None:
-        """Add ``count`` bytes received in ``room``; 0: the end."""
+    def advance(self, count: int) -> None:
+        """Add ``count`` bytes received in ``buffer``; 0: the end."""
         if not count:
             raise self.broken("end of stream")
         if not self._has_answer:
@@ -264,20 +264,20 @@ class Reply:
             self._began, self._counted = now, self._done
 
     def _take_head(self, count: int) -> None:
-        look_from = max(0, self._have - len(_END) + 1)
-        self._have += count
-        end = self._head.find(_END, look_from, self._have)
+        look_from = max(0, self._received_bytes - len(_END) + 1)
+        self._received_bytes += count
+        end = self._head.find(_END, look_from, self._received_bytes)
         if end < 0:
-            if self._have == len(self._head):
+            if self._received_bytes == len(self._head):
                 raise HttpError("the head of the answer has no end")
             return
         end += len(_END)
         answer = self._call.parse(bytes(self._head[:end]))
         body = self._call.judge(answer)
-        self._done = self._have - end
+        self._done = self._received_bytes - end
         if self._done > len(body):
             raise HttpError("more comes than was announced")
-        body[: self._done] = memoryview(self._head)[end : self._have]
+        body[: self._done] = memoryview(self._head)[end : self._received_bytes]
         self._call.answer, self._has_answer, self._body = answer, True, body
         self._began, self._counted = time.monotonic(), 0
         self._sock.settimeout(self._call.window_seconds)
@@ -297,7 +297,7 @@ class Reply:
 
     def broken(self, reason: str) -> HttpError:
         if not self._has_answer:
-            return HttpError(reason) if self._have else Stale(f"the connection was closed: {reason}")
+            return HttpError(reason) if self._received_bytes else Stale(f"the connection was closed: {reason}")
         return HttpError(f"the answer ended {len(self._body) - self._done} bytes early: {reason}")
 
 

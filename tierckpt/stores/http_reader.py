@@ -97,7 +97,7 @@ class HttpReader:
 
     async def _again(self, host: str, request: Callable[[], Awaitable[object]]) -> None:
         async def ask() -> None:
-            async with self._retries.asking(self._retries.breaker(host), self._probe):
+            async with self._retries.request(self._retries.breaker(host), self._probe):
                 await request()
 
         await self._retries.again(ask, timeout_seconds=self._settings.store_timeout_seconds)
@@ -153,7 +153,7 @@ class HttpReader:
         host = urlsplit(url).netloc
         reply = self._whole.pop(received_at or url, None)
         if reply is None:
-            async with self._retries.asking(self._retries.breaker(host), self._probe):
+            async with self._retries.request(self._retries.breaker(host), self._probe):
                 try:
                     reply = await to_completion(asyncio.to_thread(_open, self.uri, url, headers_for))
                 except NotThisWay as refusal:

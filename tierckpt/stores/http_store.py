@@ -46,7 +46,7 @@ class _FileVersion:
     changed: str
     is_strong: bool
 
-    def is_that_of(self, headers: Mapping[str, str]) -> bool:
+    def matches(self, headers: Mapping[str, str]) -> bool:
         etag, changed = headers.get("etag", ""), headers.get("last-modified", "")
         if etag and self.etag:
             return _weak(etag) == _weak(self.etag) or (self.is_strong and changed == self.changed)
@@ -111,7 +111,7 @@ class HttpStore(UniversalStore):
         if not byte_range.size_bytes:
             return
         try:
-            await self._reader.receive(version.url, byte_range, into, version.size_bytes, version.is_that_of)
+            await self._reader.receive(version.url, byte_range, into, version.size_bytes, version.matches)
         except NotThisWay as answer:
             await self._receive_by_library(key, byte_range, into, if_match, answer)
 
@@ -129,7 +129,7 @@ class HttpStore(UniversalStore):
         self, key: str, *, if_match: str | None = None
     ) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
         version = await self._version(key, if_match)
-        async with self._reader.reading(version.url, version.size_bytes, lambda _: {}, version.is_that_of) as fill:
+        async with self._reader.reading(version.url, version.size_bytes, lambda _: {}, version.matches) as fill:
             yield fill
 
     def _find(self, prefix: str) -> builtins.list[ObjectInfo]:
@@ -185,7 +185,7 @@ class HttpStore(UniversalStore):
         return self.retries.again(work)
 
     async def reconnect(self, damage: TierckptError) -> None:
-        if not await self.retries.pay():
+        if not await self.retries.take_retry():
             raise damage
         self._reader.renew()
 

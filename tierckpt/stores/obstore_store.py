@@ -197,14 +197,14 @@ class RemoteStore:
             while True:
                 generation = self._bucket.generation
                 try:
-                    async with self.retries.asking(self._breaker, self._probe):
+                    async with self.retries.request(self._breaker, self._probe):
                         client = await self._client()
                         async with self._errors(key, writing=writing):
                             return await call(client)
                 except PermissionDeniedError as refusal:
                     if is_renewed:
                         raise still_refused(refusal) from refusal
-                    if not await self._bucket.renewed(generation, refusal):
+                    if not await self._bucket.renew(generation, refusal):
                         raise
                     is_renewed = True
                 except StoreUnavailableError:
@@ -237,7 +237,7 @@ class RemoteStore:
 
         Raises ``damage`` when the budget is exhausted.
         """
-        if not await self.retries.pay():
+        if not await self.retries.take_retry():
             raise damage
         self.retries.counts["damaged_answers"] += 1
         self._bucket.reconnect()
@@ -246,7 +246,7 @@ class RemoteStore:
         """Wait, without limit, until the store is up. Returns False at once if it was not down."""
         if not self._breaker.is_open:
             return False
-        await self._breaker.passed(self._probe, patient=True)
+        await self._breaker.wait_until_up(self._probe, is_unlimited=True)
         return True
 
     def hasten(self) -> None:
@@ -311,10 +311,10 @@ class RemoteStore:
         if is_direct and size_bytes >= DIRECT_BYTES_MIN:
             try:
                 await self._request(key, lambda client: self._receive(client, key, byte_range, into, if_match))
-                self._bucket.ranges.hit()
+                self._bucket.ranges.count_used()
                 return
             except NotThisWay as reason:
-                self._bucket.ranges.miss(reason)
+                self._bucket.ranges.count_unused(reason)
         into[:size_bytes] = await self.get_range(key, byte_range, if_match=if_match)
 
     @contextlib.asynccontextmanager
@@ -532,7 +532,7 @@ class RemoteStore:
                 return
             generation = self._bucket.generation
             try:
-                async with self.retries.asking(self._breaker, self._probe):
+                async with self.retries.request(self._breaker, self._probe):
                     writer = obstore.open_writer_async(
                         await self._client(PART_RETRIES_MAX),
                         self._prefix + key,
@@ -551,7 +551,7 @@ class RemoteStore:
                         await self._abort(writer, key, error)
                         raise
             except PermissionDeniedError as error:
-                if await self._bucket.renewed(generation, error):
+                if await self._bucket.renew(generation, error):
                     raise renewed_meanwhile(error) from error
                 raise
 
@@ -696,27 +696,27 @@ class RemoteStore:
         except (obstore_errors.BaseError, OSError, ValueError) as error:
             # Bind no name: an error named by a frame of its own traceback is a cycle, which keeps these frames until a
             # garbage collection, and a training loop may have disabled that.
-            raise await self._ours(error, key, writing, (generation, was_proven)) from printable(error)
+            raise await self._typed_error(error, key, writing, (generation, was_proven)) from printable(error)
         else:
             bucket.exists = True
-            bucket.proves(generation)
+            bucket.note_accepted(generation)
 
-    async def _ours(
+    async def _typed_error(
         self, error: Exception, key: str | None, writing: bool, credentials: tuple[int, bool]
     ) -> TierckptError:
         generation, was_proven = credentials
-        if await self._bucket.followed(generation, error):
+        if await self._bucket.follow_region(generation, error):
             return in_another_region(self.location, key)
-        ours = await self._strange(error, key, was_proven) or self._translate(error, key, was_proven)
+        ours = await self._endpoint_error(error, key, was_proven) or self._translate(error, key, was_proven)
         if isinstance(ours, ObjectNotFoundError) and (
             error_code(error) in BUCKET_MISSING or await self._bucket_is_missing(key, writing)
         ):
             ours = self._missing_bucket()
         if not isinstance(ours, PermissionDeniedError | StoreUnavailableError | EndpointError):
-            self._bucket.proves(generation)
+            self._bucket.note_accepted(generation)
         return ours
 
-    async def _strange(self, error: Exception, key: str | None, was_proven: bool) -> TierckptError | None:
+    async def _endpoint_error(self, error: Exception, key: str | None, was_proven: bool) -> TierckptError | None:
         endpoint = self._bucket.endpoint
         if is_tunnel_refused(error):
             return await asyncio.to_thread(tunnel_refused, self.location, key, endpoint)

@@ -67,7 +67,7 @@ class StoreBreaker:
         self,
         name: str,
         pause_seconds_max: float,
-        patience_seconds: float = OUTAGE_WAIT_SECONDS,
+        outage_wait_seconds: float = OUTAGE_WAIT_SECONDS,
         waiting_bytes: Mapping[str, int] | None = None,
     ) -> None:
         """``waiting_bytes``: by store, bytes of this process's drains."""
@@ -77,7 +77,7 @@ class StoreBreaker:
         self._ends_with_drain = False
         self.ended_at = -math.inf
         """End of the last logged outage, in monotonic seconds: its requests may still be running."""
-        self.patience_seconds = patience_seconds
+        self.outage_wait_seconds = outage_wait_seconds
         self.is_open = False
         self._pause_seconds_max = pause_seconds_max
         self._pause_seconds = PROBE_PAUSE_SECONDS_MIN
@@ -86,7 +86,7 @@ class StoreBreaker:
         self._next_probe_at = 0.0
         self._last_error = self._last_hint = ""
         self._failing_since_unix_seconds = 0.0
-        self._turn = asyncio.Lock()
+        self._probe_lock = asyncio.Lock()
 
     def succeeded(self) -> None:
         if not self._ends_with_drain:
@@ -105,7 +105,7 @@ class StoreBreaker:
             self._reported_at, self.ended_at, self._ends_with_drain = 0.0, time.monotonic(), False
 
     @property
-    def trouble(self) -> Json | None:
+    def outage(self) -> Json | None:
         """Return why the store has not served requests since its last response; None while it answers."""
         if not self._failing_since_unix_seconds:
             return None
@@ -169,26 +169,26 @@ class StoreBreaker:
         self._next_probe_at = time.monotonic() + self._pause_seconds * random.uniform(0.5, 1.0)
         self._pause_seconds = min(2 * self._pause_seconds, self._pause_seconds_max)
 
-    async def passed(self, probe: Probe, *, patient: bool = False) -> None:
+    async def wait_until_up(self, probe: Probe, *, is_unlimited: bool = False) -> None:
         """Return when a request may be sent: at once while the store is up.
 
         Otherwise callers queue. The first sends the probe when one is due; its response releases all.
-        ``patient``: wait without limit, not only ``patience_seconds`` from the start of the outage.
+        ``is_unlimited``: wait without limit, not only ``outage_wait_seconds`` from the start of the outage.
 
         Raises StoreUnavailableError: down for longer than that.
         """
         while self.is_open:
-            left = self._down_since + self.patience_seconds - time.monotonic()
-            is_due = time.monotonic() >= self._next_probe_at and not self._turn.locked()
-            if left <= 0 and not (patient or is_due):
+            left = self._down_since + self.outage_wait_seconds - time.monotonic()
+            is_due = time.monotonic() >= self._next_probe_at and not self._probe_lock.locked()
+            if left <= 0 and not (is_unlimited or is_due):
                 raise self._unavailable()
             try:
-                async with asyncio.timeout(None if patient else max(left, PROBE_SECONDS_MAX if is_due else 0.0)):
-                    async with self._turn:
+                async with asyncio.timeout(None if is_unlimited else max(left, PROBE_SECONDS_MAX if is_due else 0.0)):
+                    async with self._probe_lock:
                         await self._probe_when_due(probe)
             except TimeoutError:
                 continue
-            if self.is_open and is_due and left <= 0 and not patient:
+            if self.is_open and is_due and left <= 0 and not is_unlimited:
                 raise self._unavailable()
 
     async def _probe_when_due(self, probe: Probe) -> None:
@@ -201,7 +201,7 @@ class StoreBreaker:
                 # Half open: the first failure opens it again, with the same pauses.
                 self.is_open = False
                 self._failures = FAILURES_TO_OPEN - 1
-            elif time.monotonic() > self._down_since + self.patience_seconds:
+            elif time.monotonic() > self._down_since + self.outage_wait_seconds:
                 return
 
     def _unavailable(self) -> StoreUnavailableError:
@@ -302,8 +302,8 @@ class Retries:
             log.info("%s is accepted by its store again after %.1f s", run, time.time() - refusal[1])
 
     @property
-    def troubles(self) -> list[Json]:
-        return [trouble for breaker in self._breakers.values() if (trouble := breaker.trouble) is not None]
+    def outages(self) -> list[Json]:
+        return [trouble for breaker in self._breakers.values() if (trouble := breaker.outage) is not None]
 
     def get_concurrency(self, name: str) -> GetConcurrency:
         return self._get_concurrency.setdefault(name, GetConcurrency(name, get_concurrency.BYTES_PER_SECOND_MIN))
@@ -320,12 +320,12 @@ class Retries:
             bucket.close()
 
     @contextlib.asynccontextmanager
-    async def asking(self, breaker: StoreBreaker, probe: Probe) -> AsyncIterator[None]:
+    async def request(self, breaker: StoreBreaker, probe: Probe) -> AsyncIterator[None]:
         """Context of one request, entered once the store is up; its outcome counts for ``breaker`` and the budget.
 
         Raises StoreUnavailableError, without a request, while the breaker is open.
         """
-        await breaker.passed(probe)
+        await breaker.wait_until_up(probe)
         self.counts["requests"] += 1
         try:
             yield
@@ -337,16 +337,16 @@ class Retries:
                 breaker.failed(error)
             raise
         except TierckptError:
-            self._went_well(breaker)  # "not found" is an answer
+            self._record_success(breaker)  # "not found" is an answer
             raise
-        self._went_well(breaker)
+        self._record_success(breaker)
 
-    def _went_well(self, breaker: StoreBreaker) -> None:
+    def _record_success(self, breaker: StoreBreaker) -> None:
         self.budget.earn()
         breaker.succeeded()
 
     async def again(self, work: Callable[[], Awaitable[T]], *, timeout_seconds: float = math.inf) -> T:
-        """Retry ``work``, which makes its requests by ``asking``, after transient failures.
+        """Retry ``work``, which makes its requests by ``request``, after transient failures.
 
         At most ``RETRIES_MAX`` retries, within a time, each paid from the budget after its pause. A GET's
         queueing time (``crowded_seconds``, get_concurrency.py) does not count. Failures that a nested call has
@@ -354,12 +354,12 @@ class Retries:
         """
         from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential  # late, as in ``bucket``
 
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             return await work()  # outside of tenacity, which leaves 20 objects in cycles per call
         except StoreUnavailableError as error:
             failure = error
-        attempts, deadline = 1, begun + timeout_seconds + failure.context.get("crowded_seconds", 0.0)
+        attempts, deadline = 1, started_at + timeout_seconds + failure.context.get("crowded_seconds", 0.0)
         tries = AsyncRetrying(
             sleep=asyncio.sleep,
             wait=wait_random_exponential(BACKOFF_SECONDS_MIN, BACKOFF_SECONDS_MAX),  # full jitter
@@ -370,7 +370,7 @@ class Retries:
         try:
             async for one in tries:
                 # The first attempt is above. A retry refused by the budget is an attempt without a request.
-                if one.retry_state.attempt_number > 1 and await self.pay(deadline):
+                if one.retry_state.attempt_number > 1 and await self.take_retry(deadline):
                     attempts += 1
                     try:
                         return await work()
@@ -384,7 +384,7 @@ class Retries:
         finally:
             del failure  # its traceback holds this frame
 
-    async def pay(self, deadline: float = math.inf) -> bool:
+    async def take_retry(self, deadline: float = math.inf) -> bool:
         """Take one retry from the budget; False if unavailable before ``deadline`` (monotonic)."""
         left = min(deadline - time.monotonic(), self.settings.store_timeout_seconds)
         if not await self.budget.wait(left):

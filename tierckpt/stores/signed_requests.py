@@ -174,10 +174,10 @@ class Ranges:
             self._trusted, self._tls = pem, None
         self._misses, self.is_usable = 0, True
 
-    def hit(self) -> None:
+    def count_used(self) -> None:
         self._misses = 0
 
-    def miss(self, reason: NotThisWay) -> None:
+    def count_unused(self, reason: NotThisWay) -> None:
         self._misses += 1
         if self.is_usable and (reason.for_good or self._misses >= MISSES_MAX):
             self.is_usable = False

@@ -150,7 +150,7 @@ class Checkpointer:
         self.restore_seconds: float | None = None
         self._keep = Policy.of(keep_last, keep_every)
         self._overwrite = overwrite
-        self._pacer = IntervalController(interval, DrainDecider(self.settings))
+        self._interval = IntervalController(interval, DrainDecider(self.settings))
         check_mirrored_target(self.location, self.settings.local_root)
         self._every_step = every_step or EveryStep()
         self._is_sync = mode == "sync"
@@ -159,7 +159,7 @@ class Checkpointer:
             raise ConfigError(f"mode is {mode!r}", hint=hint)
         self._job = agree_on_name(self.location.uri)
         self._step_log = StepLog(self._every_step.gradient_log, self.location, self.settings, self._job)
-        longest = self._pacer.interval if isinstance(self._pacer.interval, int) else None
+        longest = self._interval.interval if isinstance(self._interval.interval, int) else None
         self._window = SaveWindow(self.location, self._every_step, longest, self._save_record, self._step_log)
         self._stager = TierStager(mode=staging, settings=self.settings)
         self._pool = ThreadPool(1, thread_name_prefix="tierckpt-save")
@@ -167,21 +167,23 @@ class Checkpointer:
             ThreadPool(1, thread_name_prefix="tierckpt-handoff") if outlives_process(self.settings) else None
         )
         self._running = RunningSaves(self.settings, timeout_seconds, is_sync=self._is_sync)
-        self._errands = Errands(self.settings.local_root)
+        self._disk_worker = Errands(self.settings.local_root)
         self._saves, self._closed = 0, False
         self._is_blind = False
         """True after a failed listing: saves replace no existing checkpoint."""
         self._is_first_rank = not is_distributed() or dist.get_rank() == 0
-        self._ledger = RunLog(
+        self._run_log = RunLog(
             self.location, self.settings, is_on=self._is_first_rank, has_gradient_log=self._step_log.is_on
         )
         self._branch = RunBranch(self.location, self._job, self.settings)
-        self._pruning = BackgroundPruning(self._keep, self._branch, self._ledger, self.stats, self.settings)
+        self._pruning = BackgroundPruning(self._keep, self._branch, self._run_log, self.stats, self.settings)
         self._looked_at = 0.0
         self.grace_seconds = self.settings.grace_seconds
-        self._last = FinalSave(self._job, lambda: cost_of(self.stats[-RECORDS_USED:], len(self._running.unfinished())))
+        self._final_save = FinalSave(
+            self._job, lambda: cost_of(self.stats[-RECORDS_USED:], len(self._running.unfinished()))
+        )
         self._steps_seen = 0
-        self._unsaved = LastStep(is_on=interval is not None)
+        self._last_step = LastStep(is_on=interval is not None)
         self._is_throttled = False
         self._notices = Notices(self.settings, self._on_notice)
         preemption.watch(self, self.settings.preempt_signals)
@@ -202,20 +204,20 @@ class Checkpointer:
         """
         self._check_open()
         step, begun = states.check_step(step), time.monotonic()
-        self._pacer.stepped(self._phase(begun), begun)
-        self._ledger.stepped(step)
+        self._interval.stepped(self._phase(begun), begun)
+        self._run_log.stepped(step)
         self._step_log.stepped(step, state)
-        self._unsaved.ended(step, state)
+        self._last_step.ended(step, state)
         try:
-            is_last = self._last.look(step)
+            is_last = self._final_save.end_step(step)
             if is_last:
                 future = self._window.copy_whole(step, state, "the job is preempted")
                 future = future or self._save(step, state, is_asked=True)
-                self._last.done()
+                self._final_save.done()
                 return future
             self._window.end_of_step(step, state)
             needs_base = self._step_log.needs_base
-            is_due = (needs_base or self._pacer.is_due(step)) and not self._window.is_moving
+            is_due = (needs_base or self._interval.is_due(step)) and not self._window.is_moving
             return self._begin(step, state, is_asked=needs_base) if is_due else None
         finally:
             self._steps_seen += 1
@@ -224,21 +226,21 @@ class Checkpointer:
     @property
     def preempted(self) -> bool:
         """True once a preempted job's final save is decided: leave the loop."""
-        return self._last.is_done
+        return self._final_save.is_done
 
     def _on_notice(self, seconds: float, reason: str) -> None:
         log.warning("%s: the next step is saved", reason)
-        self._last.ask(time.monotonic() + seconds, reason)
+        self._final_save.request(time.monotonic() + seconds, reason)
 
     def request_final_save(self, deadline: float, reason: str) -> None:
         """Save at the loop's next step, after a signal, if there is one and the save fits."""
         if self._steps_seen:
-            self._last.ask(deadline, reason)
+            self._final_save.request(deadline, reason)
 
     def _resume(self, begun: float) -> None:
         now = time.monotonic()
-        self._pacer.resumed(now - begun, now)
-        self._ledger.resumed(now - begun)
+        self._interval.resumed(now - begun, now)
+        self._run_log.resumed(now - begun)
 
     def _phase(self, now: float) -> Phase:
         """Return the background activity. Reads the disk at most ten times a second."""
@@ -248,7 +250,7 @@ class Checkpointer:
             return "plain"
         if now - self._looked_at > LOOK_SECONDS:
             self._looked_at = now
-            self._errands.tried(self._note_commits)
+            self._disk_worker.run_checked(self._note_commits)
         return "draining" if self.settings.drain else "plain"
 
     @short_traceback
@@ -266,7 +268,7 @@ class Checkpointer:
         """
         self._check_open()
         step, begun = states.check_step(step), time.monotonic()
-        self._ledger.stepped(step, is_save=True)
+        self._run_log.stepped(step, is_save=True)
         self._step_log.stepped(step, state)
         try:
             return self._begin(step, state, is_asked=True)
@@ -276,7 +278,7 @@ class Checkpointer:
     def _begin(self, step: int, state: Mapping[str, Any], *, is_asked: bool) -> Future[None]:
         if self._window.is_on:
             return self._window.open(step, state, is_asked=is_asked)
-        is_sync = self._is_sync or self._step_log.has_gone_back
+        is_sync = self._is_sync or self._step_log.has_branched
         future = self._save(step, state, is_asked=is_asked)
         is_left_out = future.done() and isinstance(future.exception(), CheckpointSkippedError)
         if is_sync and not is_left_out:  # an earlier hanging save was waited for already
@@ -301,13 +303,13 @@ class Checkpointer:
         if (refused := self._running.refuses(record.uri)) is not None:
             self._note(record)
             return left_out(record, refused, is_retry=is_retry)
-        ill = self._errands.tried(self._look_at_disk)
-        order = self._pacer.before_save(step, self.stats[-RECORDS_USED:], is_asked=is_asked)
+        ill = self._disk_worker.run_checked(self._probe_disk)
+        order = self._interval.before_save(step, self.stats[-RECORDS_USED:], is_asked=is_asked)
         record.is_sent, record.is_direct_put = order.is_sent, order.is_direct_put
         is_new_here = all(other.error or other.uri != record.uri for other in self.stats)
         overwrite = self._overwrite and not (self._is_blind and is_new_here)
         self._throttle_node(order)
-        number, name, is_adaptive = self._saves + 1, f"tierckpt/{self._job}", self._pacer.is_adaptive
+        number, name, is_adaptive = self._saves + 1, f"tierckpt/{self._job}", self._interval.is_adaptive
         exchange = Exchange(f"{name}/{number}", f"{name}/{number - 1}" if number > 1 else "", self.timeout_seconds)
         notes = self._step_log.notes(record, self._branch.of_save(), is_of_now=collected is None)
         description = SaveDescription(
@@ -317,10 +319,10 @@ class Checkpointer:
             name=exchange.key,
             overwrite=overwrite,
             route="local" if not is_adaptive else "direct put" if order.is_direct_put else "local if it fits",
-            is_sent=record.is_sent or not self._pacer.keeps_some,
-            keeps_some=self._pacer.keeps_some,
+            is_sent=record.is_sent or not self._interval.keeps_some,
+            keeps_some=self._interval.keeps_some,
             awaits_verdict=True,
-            disk=self._errands,
+            disk=self._disk_worker,
             is_first=number == 1,
             notes={**notes, **self._pruning.note()},
         )
@@ -341,10 +343,10 @@ class Checkpointer:
         # torch releases the interpreter lock per freed tensor: 13,000 tensors took 0.5 s next to the save's threads.
         planner.state_dict = {}
         if collected is None:
-            self._unsaved.saved()
+            self._last_step.saved()
             self._step_log.based(record.base, step, state, failure)
         self._note(record)
-        self._ledger.saved(step, record.age_seconds, is_sent=record.is_sent)
+        self._run_log.saved(step, record.age_seconds, is_sent=record.is_sent)
         self._saves = number
         save = StagedSave(session, plan, staged, metadata, record, exchange)
         if self._handoffs is not None and failure is None:
@@ -359,7 +361,7 @@ class Checkpointer:
         return future
 
     def _throttle_node(self, order: SaveDirective) -> None:
-        if not self._pacer.is_adaptive or int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        if not self._interval.is_adaptive or int(os.environ.get("LOCAL_RANK", 0)) > 0:
             return
         if order.bytes_per_second is not None or self._is_throttled:
             self._is_throttled = order.bytes_per_second is not None
@@ -374,7 +376,7 @@ class Checkpointer:
         # Other nodes can restore a direct put only after its shared commit.
         save.write(lambda: self._wait_shared(record, self.timeout_seconds))
         record.local_commit_seconds = record.age_seconds
-        self._ledger.durable(
+        self._run_log.durable(
             record.step, record.local_commit_seconds, record.size_bytes, is_direct_put=record.is_direct_put
         )
         self._step_log.committed(record.step, record.size_bytes)
@@ -415,9 +417,9 @@ class Checkpointer:
     def _note_commits(self) -> None:
         note_commits(self.stats[-RECORDS_USED:], self.settings, self._client.mover.drains.committed_at)
 
-    def _look_at_disk(self) -> None:
+    def _probe_disk(self) -> None:
         self._note_commits()
-        self._branch.look()
+        self._branch.read_local()
 
     def _raise_failures(self, ill: CheckpointSkippedError | None) -> None:
         """Raise the first new error of finished saves and drains; else ``ill``."""
@@ -476,7 +478,7 @@ class Checkpointer:
         fold = partial(make_checkpoint, exact=self._every_step.exact, write=write)
         restore = partial(restore_newest, self._client, self.location, state, options, fold)
         look = partial(newest_base, self._client, self.location)
-        with self._looking():
+        with self._listing():
             base_step = self._step_log.base_of_newest(state, look) if step is None and options.only is None else None
             found = restore_from(base_step, restore) if step is None else restore(step)
         if found is None:
@@ -487,8 +489,8 @@ class Checkpointer:
             recover = partial(self._step_log.recover, base, reached, state, restore, branch=branch)
             reached, replayed = recover(is_newest=step is None)
         self.restore_seconds = time.monotonic() - begun
-        self._ledger.restored(reached, self.restore_seconds, replayed)
-        self._pacer.resumed()
+        self._run_log.restored(reached, self.restore_seconds, replayed)
+        self._interval.resumed()
         log.info("restored %s in %.2f s", uri, self.restore_seconds)
         if strict or reached is None:
             return reached
@@ -502,12 +504,12 @@ class Checkpointer:
 
         Raises what ``restore`` raises if the checkpoints cannot be listed.
         """
-        with self._looking():
+        with self._listing():
             uri = agreed_latest(self._client, self.location, windows=True)
         return step_of(uri) if uri is not None else None
 
     @contextmanager
-    def _looking(self) -> Iterator[None]:
+    def _listing(self) -> Iterator[None]:
         try:
             yield
         except (StoreUnavailableError, PermissionDeniedError, EndpointError):
@@ -531,22 +533,22 @@ class Checkpointer:
                 lambda: describe_wait(self.location, self.settings, self._running, tuple(self.stats), deadline),
                 min(1.0, self.settings.exit_timeout_seconds / 4),
             ):
-                if not self._last.is_done:  # after a preemption, the final save is already decided
+                if not self._final_save.is_done:  # after a preemption, the final save is already decided
                     self._window.conclude()
                 self._running.finish(deadline)
                 self._send_newest()
                 self._note_commits()
                 self._wait_for_drains(deadline)
-            if self._pacer.keeps_some:
+            if self._interval.keeps_some:
                 self._client.run(self._client.mover.drains.drop_superseded(self.location))
         except (OperationTimeoutError, KeyboardInterrupt):
             self._client.run(self._client.mover.drains.stop_waiting())
             raise
         finally:
             reason = "preempted" if preemption.is_ending() else "closed"
-            self._ledger.ended(reason, wait_seconds=max(0.1, deadline - time.monotonic()))
+            self._run_log.ended(reason, wait_seconds=max(0.1, deadline - time.monotonic()))
             self._closed = True
-            self._let_go()
+            self._release()
             preemption.await_end(self.grace_seconds)
 
     def _send_newest(self) -> None:
@@ -575,9 +577,9 @@ class Checkpointer:
             self._running.finish(time.monotonic() + self.settings.exit_timeout_seconds)
         except TierckptError as failure:
             log.error("the last save failed too: %s", failure)
-        self._ledger.ended("failed")
+        self._run_log.ended("failed")
         self._closed = True
-        self._let_go()
+        self._release()
 
     def _save_last(self) -> None:
         """Save the last step if the interval left it out. Alike on all ranks, which counted the same steps.
@@ -585,10 +587,10 @@ class Checkpointer:
         Not after an error, which other ranks may lack: a save is collective. Not after a preemption notice,
         whose final save is already decided.
         """
-        if self._closed or self._last.is_done:
+        if self._closed or self._final_save.is_done:
             return
         self._window.conclude()
-        if (last := self._unsaved.take()) is not None:
+        if (last := self._last_step.take()) is not None:
             self._running.wait(self.timeout_seconds)
             retry_final_save(partial(self._save, *last, is_asked=True), self.stats)
 
@@ -598,23 +600,23 @@ class Checkpointer:
         Does not raise errors of saves. The agent continues its drains after this process ends.
         """
         self._client.run(self._client.mover.drains.newest_first())
-        self._last.wait(deadline, self._pacer.step_seconds)
+        self._final_save.wait(deadline, self._interval.step_seconds)
         self._running.wait(max(0.0, deadline - time.monotonic()))
         self._send_newest()
         left = ["a multi-step save was not copied in time"] if self._window.is_open else []
         left += [f"{record.uri} did not reach the local tier in time" for record, _ in self._running.unfinished()]
         entries = self._client.run(self._client.mover.drains.idle(max(0.0, deadline - time.monotonic())))
         left += [f"{entry.uri} is on the local tier only; `tierckpt drain --wait` finishes it" for entry in entries]
-        self._ledger.ended("preempted", wait_seconds=deadline - time.monotonic())
+        self._run_log.ended("preempted", wait_seconds=deadline - time.monotonic())
         return left
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         preemption.forget(self)
-        self._unsaved.close()
+        self._last_step.close()
         self._notices.close()
-        self._last.close()
+        self._final_save.close()
         self._window.close()
-        self._ledger.close()
+        self._run_log.close()
         self._step_log.close()
         self._pool.shutdown(wait=False)
         self._pruning.close()

@@ -69,7 +69,7 @@ class DrainDecider:
     def __init__(self, settings: Settings) -> None:
         self.drains = settings.drain
         self.is_adaptive = settings.drain and settings.exposure_seconds_max is not None
-        self._settings, self._errands = settings, Errands(settings.local_root)
+        self._settings, self._disk_worker = settings, Errands(settings.local_root)
         self._since_sent = math.inf
         self._state = drain_policy.PolicyState()
         self._observed: set[tuple[str, int]] = set()
@@ -80,13 +80,13 @@ class DrainDecider:
     def decides(self) -> bool:
         return self.is_adaptive
 
-    def look(self, records: Sequence[SaveRecord], drain_slowdown: float | None) -> RankView:
+    def measure(self, records: Sequence[SaveRecord], drain_slowdown: float | None) -> RankView:
         """Return this rank's measurements for rank 0. Cost: a statvfs, plus that of ``local_bytes_max``."""
         size_bytes = _usual_bytes(records)
         if not self.is_adaptive or not size_bytes:
             return RankView(drain_slowdown=drain_slowdown)
         try:
-            room = self._errands.run(lambda: room_bytes(self._settings))
+            room = self._disk_worker.run(lambda: room_bytes(self._settings))
         except CheckpointSkippedError:  # planning raises it next, on all ranks
             return RankView(drain_slowdown=drain_slowdown)
         return RankView(room / (size_bytes * _share_of_node()), drain_slowdown)
@@ -109,9 +109,9 @@ class DrainDecider:
             is_sent = is_asked or self._since_sent >= every
             self._since_sent = 0 if is_sent else self._since_sent
             return SaveDirective(is_sent)
-        return self._ask(step, records, every, interval_seconds, sight or RankView())
+        return self._query_policy(step, records, every, interval_seconds, sight or RankView())
 
-    def _ask(
+    def _query_policy(
         self, step: int, records: Sequence[SaveRecord], every: int, interval_seconds: float, sight: RankView
     ) -> SaveDirective:
         good = [(number, one) for number, one in enumerate(records, 1) if not one.error][-VERSIONS_MAX:]
@@ -120,7 +120,7 @@ class DrainDecider:
         self._learn_slowdown(sight.drain_slowdown)
         size_bytes = float(_usual_bytes(records))
         try:
-            standing = self._errands.run(lambda: {number for number, one in good if self._stands_here(one)})
+            standing = self._disk_worker.run(lambda: {number for number, one in good if self._is_on_ssd(one)})
         except CheckpointSkippedError:
             standing = {number for number, _ in good}
         versions = [self._version(number, one, number in standing) for number, one in good]
@@ -195,7 +195,7 @@ class DrainDecider:
             skipped=not one.is_sent,
         )
 
-    def _stands_here(self, one: SaveRecord) -> bool:
+    def _is_on_ssd(self, one: SaveRecord) -> bool:
         """Return False if the SSD has evicted its copy. Tests without a URI have no SSD."""
         return not one.uri or (local_dir(self._settings.local_root, parse_uri(one.uri)) / MANIFEST).exists()
 

@@ -64,7 +64,7 @@ def cost_of(records: Sequence[SaveRecord], unfinished: int) -> Cost:
 
 
 class FinalSave:
-    """One per Checkpointer. ``look`` and ``done`` run on the caller's thread; ``ask`` on any."""
+    """One per Checkpointer. ``end_step`` and ``done`` run on the caller's thread; ``request`` on any."""
 
     def __init__(self, job: str, cost: Callable[[], Cost]) -> None:
         self._key, self._cost = f"tierckpt/{job}/last", cost
@@ -74,37 +74,39 @@ class FinalSave:
         self._promise: int | None = None
         self._decision: dict[str, Any] | None = None
         self._decided = threading.Event()
-        self._wants = False
+        self._is_requested = False
         self._deadline = 0.0
         self._reason = ""
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        self.asked = threading.Event()
-        self.settled = threading.Event()
+        self.requested = threading.Event()
+        self.decided = threading.Event()
 
-    def ask(self, deadline: float, reason: str) -> None:
-        if self._wants:
+    def request(self, deadline: float, reason: str) -> None:
+        if self._is_requested:
             self._deadline = min(self._deadline, deadline)
             return
-        self.settled.clear()
+        self.decided.clear()
         self._deadline, self._reason = deadline, reason
-        self._wants = True
-        self.asked.set()
+        self._is_requested = True
+        self.requested.set()
 
     @property
     def is_done(self) -> bool:
-        return self.asked.is_set() and self.settled.is_set()
+        return self.requested.is_set() and self.decided.is_set()
 
     def wait(self, deadline: float, step_seconds: float | None) -> None:
         """Wait for the decision until ``deadline``, or until the loop stalls."""
         patience = max(PATIENCE_SECONDS, PATIENCE_STEPS * (step_seconds or 0.0))
-        if self.asked.is_set() and not self.settled.wait(max(0.0, min(deadline - time.monotonic(), patience))):
+        if self.requested.is_set() and not self.decided.wait(max(0.0, min(deadline - time.monotonic(), patience))):
             log.warning("no step ended within %.3g s: exiting with the saves made so far", patience)
 
-    def look(self, step: int) -> bool:
+    def end_step(self, step: int) -> bool:
         """At the end of ``step``, return whether it is the final step to save. The same on every rank."""
         if not is_distributed():
-            return self._wants and self._settle(*fits_deadline(step, self._cost(), self._deadline - time.monotonic()))
+            return self._is_requested and self._settle(
+                *fits_deadline(step, self._cost(), self._deadline - time.monotonic())
+            )
         if self._thread is None:
             self._thread = start_thread(threading.Thread(target=self._watch, name="tierckpt-last-save", daemon=True))
         with self._lock:
@@ -128,10 +130,10 @@ class FinalSave:
 
     def done(self) -> None:
         with self._lock:
-            self._wants, self._promise, self._decision = False, None, None
+            self._is_requested, self._promise, self._decision = False, None, None
             self._decided.clear()
             self._round += 1
-        self.settled.set()
+        self.decided.set()
 
     def close(self) -> None:
         self._closed.set()
@@ -141,7 +143,7 @@ class FinalSave:
             store, settled_round = RankStore(self._key, STORE_SECONDS), -1
             while not self._closed.wait(LOOK_SECONDS):
                 current = self._round
-                if current != settled_round and (self._wants or self._is_noted(store, current)):
+                if current != settled_round and (self._is_requested or self._is_noted(store, current)):
                     self._agree(store, current)
                     settled_round = current
         except Exception as error:  # the store ends with rank 0, as does the job
@@ -149,7 +151,7 @@ class FinalSave:
 
     def _is_noted(self, store: RankStore, current: int) -> bool:
         for note in store.peek([f"{current}/note"]) or ():
-            self.ask(time.monotonic() + float(note["seconds"]) - 2 * LOOK_SECONDS, str(note["reason"]))
+            self.request(time.monotonic() + float(note["seconds"]) - 2 * LOOK_SECONDS, str(note["reason"]))
             return True
         return False
 

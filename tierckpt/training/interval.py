@@ -96,7 +96,7 @@ class IntervalController:
         self.pace: Pace | None = None
         self.step_seconds: float | None = None
         """Duration of an undisturbed step, once known."""
-        self._sending = sending
+        self._drain_decider = sending
         self._since = 0
         self._seen = 0
         self._mark: float | None = None
@@ -127,11 +127,11 @@ class IntervalController:
 
     @property
     def keeps_some(self) -> bool:
-        return self._sending.drains and (self.interval == "auto" or self._sending.decides)
+        return self._drain_decider.drains and (self.interval == "auto" or self._drain_decider.decides)
 
     @property
     def is_adaptive(self) -> bool:
-        return self._sending.decides
+        return self._drain_decider.decides
 
     def is_due(self, step: int) -> bool:
         """Whether to save at ``step``. Local: all ranks have counted the same steps."""
@@ -146,7 +146,7 @@ class IntervalController:
 
         Collective, unless the interval is fixed and all saves are drained.
         """
-        if self.interval != "auto" and not self._sending.decides:
+        if self.interval != "auto" and not self._drain_decider.decides:
             self._forget_window()
             return SaveDirective()
         window = self._window()
@@ -154,7 +154,7 @@ class IntervalController:
         profile = self._profile(window, records)
         share = window.overhead(self.step_seconds) if self.step_seconds else 0.0
         tells = self.step_seconds and window.plain.count and window.draining.count
-        sight = self._sending.look(records, window.drain_slowdown(self.step_seconds or 0.0) if tells else None)
+        sight = self._drain_decider.measure(records, window.drain_slowdown(self.step_seconds or 0.0) if tells else None)
         self._forget_window()
         measured = all_gather((profile, share, sight))
         self.pace, order = broadcast(lambda: self._decide(step, measured, records, is_asked))
@@ -173,12 +173,14 @@ class IntervalController:
         every = 1
         if self.interval == "auto" and len(profiles) == len(measured):
             every = self._adapt(profiles, share)
-        order = self._sending.decide(step, records, every, self._interval_seconds(), is_asked=is_asked, sight=sight)
+        order = self._drain_decider.decide(
+            step, records, every, self._interval_seconds(), is_asked=is_asked, sight=sight
+        )
         return self.pace, order
 
     def _adapt(self, profiles: list[JobProfile], share: float) -> int:
         profile = optimal_interval.slowest(profiles)
-        choice = optimal_interval.choose(profile, self.goal, drains=self._sending.drains)
+        choice = optimal_interval.choose(profile, self.goal, drains=self._drain_decider.drains)
         pace = optimal_interval.adapt(self.pace, choice, share, self.goal.overhead_max)
         if self.pace is None or (pace.steps, pace.every) != (self.pace.steps, self.pace.every):
             self._explain(pace, profile, share)
@@ -230,7 +232,7 @@ class IntervalController:
         if durable is None:
             return None
         sent = [one for one in usual if one.is_sent]
-        shared = _recent([(one.drain_seconds, one.age_seconds) for one in sent]) if self._sending.drains else None
+        shared = _recent([(one.drain_seconds, one.age_seconds) for one in sent]) if self._drain_decider.drains else None
         slowdown = window.drain_slowdown(self.step_seconds)
         return JobProfile(self.step_seconds, blocked, durable, shared, slowdown * (shared or 0.0))
 

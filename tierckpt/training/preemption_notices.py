@@ -49,7 +49,7 @@ class Notices:
     def __init__(self, settings: Settings, told: NoticeCallback) -> None:
         self._cloud = settings.preempt_notices
         self._address = ADDRESSES.get(self._cloud, "")
-        self._told = told
+        self._callback = told
         self._closed = threading.Event()
         self._has_failed = False
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -69,7 +69,7 @@ class Notices:
                 self._say_once(error)
                 seconds = None
             if seconds is not None:
-                self._told(seconds, f"a notice of {self._cloud}, {seconds:.0f} s ahead")
+                self._callback(seconds, f"a notice of {self._cloud}, {seconds:.0f} s ahead")
                 return
             self._closed.wait(POLL_SECONDS)
 

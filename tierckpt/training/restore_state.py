@@ -108,8 +108,8 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], options: Rest
         _load(reader, target)
         same_outcome(lambda: plan.put_back(target, strict=options.strict, own_code=True))
         same_outcome(lambda: plan.put_back(target, strict=options.strict, own_code=False))
-    if plan.left and options.only is None:
-        log.info("%s also has %s, which the state does not have", reader.path, ", ".join(plan.left))
+    if plan.skipped and options.only is None:
+        log.info("%s also has %s, which the state does not have", reader.path, ", ".join(plan.skipped))
     return base or reader.path
 
 

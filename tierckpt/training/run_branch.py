@@ -47,7 +47,7 @@ class RunBranch:
         self.now = decided
         return decided
 
-    def look(self) -> None:
+    def read_local(self) -> None:
         """Read this node's branch from the disk, for a process that has restored nothing."""
         if self.now is None:
             noted = branches.read_local(local_dir(self._settings.local_root, self.location))
@@ -55,5 +55,5 @@ class RunBranch:
             self.now = Branch(noted.id, order, noted.base, noted.ends) if noted else Branch(self._job, order)
 
     def of_save(self) -> Branch:
-        """Return the next save's branch; a new one if ``look`` could not read the disk, which fails the save."""
+        """Return the next save's branch; a new one if ``read_local`` could not read the disk, which fails the save."""
         return self.now or Branch(self._job)

@@ -79,7 +79,7 @@ class RunLog:
         self._lines: list[str] = []
         self._tail = ""
         """The last step's line, while newer than the last permanent line."""
-        self._changes = self._kept = self._thinned = 0
+        self._changes = self._written = self._thinned = 0
         self._left_seconds = 0.0
         self._thread: threading.Thread | None = None
         now = time.time()
@@ -150,9 +150,9 @@ class RunLog:
         if self._flush(LAST_SEND_SECONDS):
             _make_durable(self._path)  # no step waits for this thread
         self.send()
-        self._look()
+        self._check_jobs()
 
-    def _look(self) -> None:
+    def _check_jobs(self) -> None:
         if not (self._is_on and self._settings.drain) or (self._looking is not None and not self._looking.done()):
             return
 
@@ -230,7 +230,7 @@ class RunLog:
         if self._trains:
             if len(self._lines) > LINES_MAX:
                 self._thin()
-            self._tell()
+            self._warn()
 
     def _text(self, what: str, **more: Any) -> str:
         line = {"what": what, "at": round(time.time(), 3), "step": self._step, "saves": self._saves}
@@ -246,7 +246,7 @@ class RunLog:
         if self._is_on and self._thread is not None:
             # Never shorter than the previous tail, to overwrite it completely.
             self._tail = self._text("step")[:-1].ljust(len(self._tail) - 1) + "\n"
-            self._tell()
+            self._warn()
 
     def _thin(self) -> None:
         """Remove every second line of progress (L2), and replace the file atomically.
@@ -261,21 +261,21 @@ class RunLog:
         self._lines = [text for n, text in enumerate(self._lines) if n not in gone]
         self._thinned += 1
 
-    def _tell(self) -> None:
-        self._left_seconds = WRITE_WAIT_SECONDS if self._kept == self._changes else self._left_seconds
+    def _warn(self) -> None:
+        self._left_seconds = WRITE_WAIT_SECONDS if self._written == self._changes else self._left_seconds
         self._changes += 1
         if self._thread is None:
             self._thread = start_thread(threading.Thread(target=self._keep, name="tierckpt-run-log", daemon=True))
         self._lock.notify_all()
         if self._left_seconds > 0:  # a kill hides no step, and a hanging disk costs at most this budget, once
             begun = time.monotonic()
-            self._lock.wait_for(lambda: self._kept == self._changes, self._left_seconds)
+            self._lock.wait_for(lambda: self._written == self._changes, self._left_seconds)
             self._left_seconds -= time.monotonic() - begun
 
     def _flush(self, seconds: float) -> bool:
         """Return whether the file is up to date, now or within ``seconds``."""
         with self._lock:
-            return self._thread is not None and self._lock.wait_for(lambda: self._kept == self._changes, seconds)
+            return self._thread is not None and self._lock.wait_for(lambda: self._written == self._changes, seconds)
 
     def _keep(self) -> None:
         file, size_bytes, shown, thinned = -1, 0, 0, -1
@@ -283,8 +283,8 @@ class RunLog:
         try:
             while True:
                 with self._lock:
-                    self._lock.wait_for(lambda: self._kept < self._changes or not self._is_on)
-                    if self._kept == self._changes:
+                    self._lock.wait_for(lambda: self._written < self._changes or not self._is_on)
+                    if self._written == self._changes:
                         return
                     changes, tail, is_anew, thinned = self._changes, self._tail, self._thinned != thinned, self._thinned
                     lines, shown = self._lines[0 if is_anew else shown :], len(self._lines)
@@ -304,12 +304,12 @@ class RunLog:
                 if tail:
                     os.pwrite(file, tail.encode(), size_bytes)
                 with self._lock:
-                    self._kept = changes
+                    self._written = changes
                     self._lock.notify_all()
         except Exception as error:  # L1
             log.warning("the records of %s end here: %s", self._location.uri, error)
             with self._lock:
-                self._is_on, self._kept = False, self._changes
+                self._is_on, self._written = False, self._changes
         finally:
             if file >= 0:
                 os.close(file)
@@ -402,7 +402,7 @@ class OtherJobs:
             lines = parse_lines(await store.get(f"{HISTORY_DIR}/{name}"))
             if lines and self._is_at_work(lines, is_first_look=before is None):
                 self._seen_at = time.monotonic()
-                news |= self._tell(name, lines)
+                news |= self._warn(name, lines)
         return news
 
     def _is_at_work(self, lines: Lines, *, is_first_look: bool) -> bool:
@@ -412,7 +412,7 @@ class OtherJobs:
         at = last.get("at")
         return not is_first_look or (isinstance(at, int | float) and at > self._process_at)
 
-    def _tell(self, name: str, lines: Lines) -> bool:
+    def _warn(self, name: str, lines: Lines) -> bool:
         if name in self._told:
             return False
         self._told.add(name)

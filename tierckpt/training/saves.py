@@ -245,7 +245,7 @@ class RunningSaves:
 
     def __init__(self, settings: Settings, timeout_seconds: float, *, is_sync: bool = False) -> None:
         self._settings, self._timeout_seconds = settings, timeout_seconds
-        self._most = 1 if is_sync else settings.checkpoints_in_flight_max
+        self._saves_max = 1 if is_sync else settings.checkpoints_in_flight_max
         self._saves: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
         """Saves with an error already raised here, as another rank reported it first."""
@@ -286,15 +286,15 @@ class RunningSaves:
         policy = self._settings.staging_policy
         deadline = time.monotonic() + self._timeout_seconds + EXTRA_SECONDS
         # Planning must know the checkpoint that this save replaces.
-        count = 1 if uri in self.uris else self._most if policy == "wait" else math.inf
+        count = 1 if uri in self.uris else self._saves_max if policy == "wait" else math.inf
         while True:
-            told = all_gather(self._look(count, deadline))
+            told = all_gather(self._has_capacity(count, deadline))
             if (refused := next((one for one in told if isinstance(one, CheckpointSkippedError)), None)) is not None:
                 return refused
             if all(told):
                 return None
 
-    def _look(self, count: float, deadline: float) -> CheckpointSkippedError | bool:
+    def _has_capacity(self, count: float, deadline: float) -> CheckpointSkippedError | bool:
         """Return whether fewer than ``count`` run, now or after a short wait; an error if the save is skipped."""
         if len(unfinished := self.unfinished()) >= count:
             record, oldest = unfinished[0]
@@ -307,9 +307,9 @@ class RunningSaves:
                     return False
                 late = self._not_ended(record)
                 return CheckpointSkippedError(late.message, hint=late.hint, **late.context)
-        if self._settings.staging_policy == "skip" and len(self.unfinished()) >= self._most:
+        if self._settings.staging_policy == "skip" and len(self.unfinished()) >= self._saves_max:
             return CheckpointSkippedError(
-                f"{self._most} saves are still being written",
+                f"{self._saves_max} saves are still being written",
                 hint="Normal now and then with the staging_policy 'skip'; if it is frequent, save less often",
             )
         return True

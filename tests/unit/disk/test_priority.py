@@ -48,34 +48,34 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_it_rests_while_this_process_is_busy(clock: Clock) -> None:
     steps = CpuThrottle(0.1)
     clock.spin(0.03)  # the training step
-    steps.rest_after(0.01)
+    steps.throttle_after(0.01)
     assert clock.rested == pytest.approx(0.09)
 
 
 def test_it_does_not_rest_for_its_own_work(clock: Clock) -> None:
     steps = CpuThrottle(0.1)
-    steps.rest_after(clock.spin(0.03))
+    steps.throttle_after(clock.spin(0.03))
     assert clock.rested == 0
 
 
 def test_it_does_not_rest_on_an_idle_node(clock: Clock) -> None:
     steps = CpuThrottle(0.1)
     clock.now += 0.03
-    steps.rest_after(0.01)
+    steps.throttle_after(0.01)
     assert clock.rested == 0
 
 
 def test_without_a_limit_it_never_rests(clock: Clock) -> None:
     steps = CpuThrottle(1.0)
     clock.spin(0.03)
-    steps.rest_after(10.0)
+    steps.throttle_after(10.0)
     assert clock.rested == 0
 
 
 def test_a_rest_is_bounded(clock: Clock) -> None:
     steps = CpuThrottle(0.001)
     clock.spin(10.0)
-    steps.rest_after(5.0)
+    steps.throttle_after(5.0)
     assert clock.rested == priority.REST_SECONDS_MAX
 
 
@@ -90,13 +90,13 @@ def test_other_processes_count_and_flushes_do_not(
     steps = CpuThrottle(0.1)
     stat.write_text(f"cpu  {1000 + user} {1000 + niced} 1000 {1000 + 100 - user - niced} 0 0 0 0 0 0\n")
     clock.now += priority.NODE_WINDOW_SECONDS
-    steps.rest_after(0.01)
+    steps.throttle_after(0.01)
     assert (clock.rested > 0) is rests
 
 
 def test_all_threads_of_a_flush_share_it(clock: Clock) -> None:
     steps = CpuThrottle(0.5)
-    threads = [threading.Thread(target=lambda: [steps.rest_after(0.0001) for _ in range(100)]) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: [steps.throttle_after(0.0001) for _ in range(100)]) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -106,8 +106,8 @@ def test_all_threads_of_a_flush_share_it(clock: Clock) -> None:
 
 def test_it_knows_whether_it_ever_rested(clock: Clock) -> None:
     steps = CpuThrottle(0.1)
-    steps.rest_after(clock.spin(0.03))
-    assert not steps.rested
+    steps.throttle_after(clock.spin(0.03))
+    assert not steps.has_throttled
     clock.spin(0.03)
-    steps.rest_after(0.001)
-    assert steps.rested
+    steps.throttle_after(0.001)
+    assert steps.has_throttled

@@ -170,7 +170,7 @@ def test_who_has_not_joined_when_the_door_is_closed_stays_out_and_is_not_waited_
     one.advance(PASSED_ALL)
     assert one.awaited()
     assert not one.has_slot(one.slots)
-    one.close_door()
+    one.close_joining()
     assert not one.awaited()
     assert one.has_slot(one.slots)
     assert not other.join()

@@ -268,7 +268,7 @@ def test_nobody_rests_after_the_last_segment(directory: Path, slots: list[Memory
     rests = []
 
     class Spy(CpuThrottle):
-        def rest_after(self, used_seconds: float) -> None:
+        def throttle_after(self, used_seconds: float) -> None:
             rests.append(used_seconds)
 
     path = directory / "rested"

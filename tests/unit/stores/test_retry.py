@@ -57,7 +57,7 @@ async def unreachable() -> bool:
 
 
 async def once(policy: Retries, breaker: StoreBreaker, probe: Probe, request: Callable[[], Awaitable[str]]) -> str:
-    async with policy.asking(breaker, probe):
+    async with policy.request(breaker, probe):
         return await request()
 
 
@@ -317,7 +317,7 @@ async def test_one_probe_at_a_time_ever_more_rarely_and_all_go_on_at_once(clock:
     passed: list[float] = []
 
     async def caller() -> None:
-        await breaker.passed(probe)
+        await breaker.wait_until_up(probe)
         passed.append(clock.now)
 
     await asyncio.gather(*(caller() for _ in range(50)))
@@ -330,10 +330,10 @@ async def test_one_probe_at_a_time_ever_more_rarely_and_all_go_on_at_once(clock:
 async def test_the_impatient_are_told_at_once_when_it_has_been_down_for_long(clock: VirtualTime) -> None:
     breaker = opened(patience_seconds=0.2)
     with pytest.raises(StoreUnavailableError, match="s3://b is down: busy"):
-        await breaker.passed(unreachable)
+        await breaker.wait_until_up(unreachable)
     begun = clock.now
     with pytest.raises(StoreUnavailableError) as caught:
-        await breaker.passed(unreachable)
+        await breaker.wait_until_up(unreachable)
     assert clock.now == begun
     assert caught.value.context["down_seconds"] >= 0.2
 
@@ -344,7 +344,7 @@ async def test_the_patient_wait_until_it_is_up(clock: VirtualTime) -> None:
     async def probe() -> bool:
         return is_up
 
-    waiting = asyncio.create_task(breaker.passed(probe, patient=True))
+    waiting = asyncio.create_task(breaker.wait_until_up(probe, is_unlimited=True))
     await asyncio.sleep(30)
     assert not waiting.done()
     is_up = True
@@ -354,8 +354,8 @@ async def test_the_patient_wait_until_it_is_up(clock: VirtualTime) -> None:
 async def test_nobody_is_left_without_a_prober() -> None:
     """The one that waits to probe is cancelled: the next in line takes over."""
     breaker = opened()
-    first = asyncio.create_task(breaker.passed(unreachable))
-    second = asyncio.create_task(breaker.passed(always))
+    first = asyncio.create_task(breaker.wait_until_up(unreachable))
+    second = asyncio.create_task(breaker.wait_until_up(always))
     await asyncio.sleep(0)
     first.cancel()
     await second
@@ -364,7 +364,7 @@ async def test_nobody_is_left_without_a_prober() -> None:
 
 async def test_after_a_good_probe_one_failure_opens_it_again_with_longer_pauses() -> None:
     breaker = opened()
-    await breaker.passed(always)
+    await breaker.wait_until_up(always)
     pause = breaker._pause_seconds  # private: the pause itself is drawn at random
     breaker.failed(failure())
     assert breaker.is_open

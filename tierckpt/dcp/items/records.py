@@ -113,7 +113,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
 
 def _gone(item: WriteItem, lease: Lease) -> CheckpointError:
     """Return the error for staged data whose memory belongs to another checkpoint by now."""
-    if lease.took_place:
+    if lease.replaced_other:
         return slots.slot_taken_error()
     return StateMismatchError(
         f"the staged copy of {item.index.fqn} is lost: its memory was given to a newer checkpoint",

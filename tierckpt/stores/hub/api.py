@@ -159,7 +159,7 @@ class Hub:
             raise ConfigError(f"HF_ENDPOINT is {redact(self.endpoint)!r}", hint="Write https://HOST")
         self._settings, self._retries = settings, retries
         self._breaker = retries.breaker(self.host)
-        self._free_at = 0.0
+        self._next_request_at = 0.0
         self._trees: dict[tuple[str, str, str], list[HubFile]] = {}
         self._listing = asyncio.Lock()
 
@@ -262,19 +262,19 @@ class Hub:
         async def ask() -> Answer:
             nonlocal deadline
             while True:
-                await asyncio.sleep(max(0.0, self._free_at - time.monotonic()))
-                async with self._retries.asking(self._breaker, self.probe):
+                await asyncio.sleep(max(0.0, self._next_request_at - time.monotonic()))
+                async with self._retries.request(self._breaker, self.probe):
                     answer = await asyncio.to_thread(request, url, {**headers, **self.authorization(url)}, form)
                     if answer.status in _MAY_PASS:
                         raise unavailable(self.host, f"HTTP {answer.status}", status=answer.status)
                 if answer.status != 429:
                     return answer
                 deadline = deadline or time.monotonic() + RATE_LIMIT_SECONDS_MAX
-                self._put_off(answer, deadline)
+                self._note_rate_limit(answer, deadline)
 
         return await self._retries.again(ask, timeout_seconds=self._settings.store_timeout_seconds)
 
-    def _put_off(self, answer: Answer, deadline: float) -> None:
+    def _note_rate_limit(self, answer: Answer, deadline: float) -> None:
         """Record the time of the next allowed request. Raises StoreUnavailableError: after ``deadline``."""
         seconds = max(1.0, _seconds_to_wait(answer.headers))  # zero would retry for ten minutes without a pause
         if time.monotonic() + seconds > deadline:
@@ -286,7 +286,7 @@ class Hub:
                 attempts=1,
             )
         log.warning("%s takes no more requests for %g s: waiting", self.host, seconds)
-        self._free_at = max(self._free_at, time.monotonic() + seconds)
+        self._next_request_at = max(self._next_request_at, time.monotonic() + seconds)
 
     async def probe(self) -> bool:
         with contextlib.suppress(StoreUnavailableError):

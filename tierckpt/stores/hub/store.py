@@ -243,7 +243,7 @@ class HubStore:
         return self.retries.again(work)
 
     async def reconnect(self, damage: TierckptError) -> None:
-        if not await self.retries.pay():
+        if not await self.retries.take_retry():
             raise damage
         self._reader.renew()
         self._urls.clear()

@@ -81,7 +81,7 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
             odd = not_plain(tree)
             saved[name], text = _split(name, tree, [*odd, *([(modules.VERSIONS, versions)] if versions else [])])
         elif isinstance(value, torch.optim.Optimizer) and (found := optimizers.state_of(value, names)):
-            saved[name], text = _split(name, found.tree, found.odd)
+            saved[name], text = _split(name, found.tree, found.inexact)
             if found.lists:
                 texts.setdefault(rank_key(), {})[name] = found.lists
         else:
@@ -188,7 +188,7 @@ class RestorePlan:
         problems += self._stale_parameters(state)
         if problems:
             raise mismatch(problems)
-        self.left = [name for name in stored.names if name not in state]
+        self.skipped = [name for name in stored.names if name not in state]
 
     def _target(
         self, name: str, state: dict[str, Any], stored: Stored, objects: Mapping[str, Any],

@@ -43,18 +43,18 @@ class ParameterNames:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.modules = {name: one for name, one in state.items() if isinstance(one, torch.nn.Module)}
         self._flat = [entry for entry, one in self.modules.items() if is_flat(one)]
-        self._first: dict[str, dict[int, str]] = {}
-        self._more: dict[tuple[str, int], list[str]] = {}
+        self._first_names: dict[str, dict[int, str]] = {}
+        self._other_names: dict[tuple[str, int], list[str]] = {}
         for entry, module in self.modules.items():
-            found = self._first.setdefault(entry, {})
+            found = self._first_names.setdefault(entry, {})
             for name, parameter in parameters_by_name(module):
                 if found.setdefault(id(parameter), name) is not name:
-                    self._more.setdefault((entry, id(parameter)), []).append(name)
+                    self._other_names.setdefault((entry, id(parameter)), []).append(name)
 
     def flat_owner(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
         """Return the module whose parameters only DCP can name (FSDP1), or None."""
         ids = {id(one) for one in parameters_of(optimizer)} if self._flat else set()
-        return next((self.modules[entry] for entry in self._flat if ids & self._first[entry].keys()), None)
+        return next((self.modules[entry] for entry in self._flat if ids & self._first_names[entry].keys()), None)
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[list[list[str]]]:
         """Return the possible names of each parameter of each group. A checkpoint is saved with the first."""
@@ -67,16 +67,16 @@ class ParameterNames:
 
     def saved(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         owner = self._owner(optimizer)
-        found = self._first.get(owner)
+        found = self._first_names.get(owner)
         if found is None:
             found = {}
-            for entry, names in reversed(self._first.items()):
+            for entry, names in reversed(self._first_names.items()):
                 found |= {key: f"{entry}.{name}" for key, name in names.items()}
         lists: list[list[Any]] = [list(map(found.get, map(id, group[PARAMS]))) for group in optimizer.param_groups]
         if all(None not in names for names in lists):
             return lists
-        taken = {*self._first.get(owner, {}).values()}
-        taken |= {name for (entry, _), some in self._more.items() if entry == owner for name in some}
+        taken = {*self._first_names.get(owner, {}).values()}
+        taken |= {name for (entry, _), some in self._other_names.items() if entry == owner for name in some}
         return [
             [name or _loose(number, index, taken) for index, name in enumerate(names)]
             for number, names in enumerate(lists)
@@ -84,11 +84,11 @@ class ParameterNames:
 
     def _owner(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the module that has all parameters that any module has; "" if there is none."""
-        if len(self._first) == 1:
-            [(entry, names)] = self._first.items()
+        if len(self._first_names) == 1:
+            [(entry, names)] = self._first_names.items()
             return entry if any(id(one) in names for one in parameters_of(optimizer)) else ""
         ids = {id(one) for one in parameters_of(optimizer)}
-        known = {entry: ids & names.keys() for entry, names in self._first.items()}
+        known = {entry: ids & names.keys() for entry, names in self._first_names.items()}
         every = set().union(*known.values())
         return next((entry for entry, some in known.items() if some and some == every), "")
 
@@ -96,8 +96,8 @@ class ParameterNames:
         key = id(parameter)
         found = [
             (entry, name)
-            for entry, names in self._first.items() if key in names
-            for name in (names[key], *self._more.get((entry, key), ()))
+            for entry, names in self._first_names.items() if key in names
+            for name in (names[key], *self._other_names.get((entry, key), ()))
         ]  # fmt: skip
         bare = [name for _, name in sorted(found, key=lambda one: one[0] != owner)]
         full = [f"{entry}.{name}" for entry, name in found]
@@ -143,7 +143,7 @@ class Saved(NamedTuple):
 
     tree: dict[str, Any]
     lists: str
-    odd: list[tuple[Path, Any]]
+    inexact: list[tuple[Path, Any]]
 
 
 def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved | None:
@@ -294,7 +294,7 @@ class OptimizerTarget:
         self._parameters = parameters_of(optimizer)
         device = torch.get_default_device()
         self._default_device = "cpu" if device.type == "meta" else device
-        self._near: dict[str, dict[str, torch.Tensor]] | None = None
+        self._local_state: dict[str, dict[str, torch.Tensor]] | None = None
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.problems: list[str] = []
@@ -390,9 +390,9 @@ class OptimizerTarget:
 
     def destinations(self) -> dict[str, Any]:
         if isinstance(self._optimizer, NearStorageOptimizer):
-            self._near = self._near_tensors(self._optimizer)
+            self._local_state = self._near_tensors(self._optimizer)
             self._below = {path: key for path, key in self._below.items() if path[0] != STATE
-                           or path[2] in self._near.get(str(path[1]), {})}  # fmt: skip
+                           or path[2] in self._local_state.get(str(path[1]), {})}  # fmt: skip
         by_name: dict[Any, torch.Tensor] = {
             found: one for one in self._parameters if (found := self._saved_name.get(id(one))) is not None
         }
@@ -419,8 +419,8 @@ class OptimizerTarget:
         if not isinstance(found, TensorStorageMetadata):
             return ""
         if path[0] == STATE and len(path) == 3:
-            if self._near is not None:
-                return self._near[str(path[1])][str(path[2])]
+            if self._local_state is not None:
+                return self._local_state[str(path[1])][str(path[2])]
             if path[2] == "step":
                 # A number stays on the device where torch.optim creates it.
                 return self._numbers.like(found, None, device=self._default_device if found.size == () else "cpu")

@@ -84,7 +84,7 @@ class Encoder:
         self.numbered: dict[str, torch.Tensor] = {}
         self._below = below
         self._is_ambiguous = is_ambiguous
-        self._apart = 0
+        self._split_values = 0
         """Number of values so far that split their container for DCP: tensors, and values that do not pickle."""
         self._open: set[int] = set()
 
@@ -104,7 +104,7 @@ class Encoder:
             return self._tensor(value, path)
         if (leaf := _LEAVES.get(kind)) is not None:
             node = self._leaf(value, *leaf, path)
-            self._apart += kind is torch.memory_format
+            self._split_values += kind is torch.memory_format
             return node, NOTHING if kind is torch.memory_format else value
         if id(value) in self._open or len(self._open) >= DEPTH_MAX:
             deep = "contains itself" if id(value) in self._open else f"is nested more than {DEPTH_MAX} deep"
@@ -122,7 +122,7 @@ class Encoder:
             raise _refused(path, value, str(error)) from None
 
     def _container(self, value: Any, kind: Any, path: PathOf) -> tuple[Any, Any]:
-        before = self._apart
+        before = self._split_values
         if kind is list:
             return self._items(value, path)
         if kind is dict:
@@ -162,7 +162,7 @@ class Encoder:
         raise _refused(path, value, _why_not(value))
 
     def _shown(self, value: Any, flat: Any, before: int) -> Any:
-        return value if self._apart == before else flat
+        return value if self._split_values == before else flat
 
     def _items(self, items: list[Any], path: PathOf) -> tuple[Any, Any]:
         if is_json(items):
@@ -192,9 +192,9 @@ class Encoder:
     def _attributes(self, value: Any, path: PathOf) -> list[Any]:
         if not vars(value):
             return []
-        before = self._apart
+        before = self._split_values
         node, _ = self._dict(vars(value), (*path, "__dict__"))
-        if self._apart != before:
+        if self._split_values != before:
             raise _refused(path, value, "has tensors among its attributes")
         return [node]
 
@@ -215,7 +215,7 @@ class Encoder:
     def _numpy(self, value: Any, path: PathOf) -> tuple[Any, Any]:
         import numpy as np
 
-        before = self._apart
+        before = self._split_values
         if isinstance(value, np.dtype):
             return {"numpy.dtype": _dtype_name(value, path)}, value
         if isinstance(value, np.generic):
@@ -245,7 +245,7 @@ class Encoder:
             raise _refused(path, value, f"is a {kind.__name__} of layout {value.layout}; only dense tensors are saved")
         if value.is_quantized:
             raise _refused(path, value, "is quantized: DCP restores it as another type")
-        self._apart += 1
+        self._split_values += 1
         name = ".".join(map(str, path))
         if self._is_ambiguous:
             number = str(len(self.numbered))

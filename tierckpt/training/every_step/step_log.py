@@ -146,11 +146,11 @@ class StepLog:
         self._attachments = Attachments({}, self._untraced)
         self._named = 0
         self._branch: Branch | None = None
-        self._based_at, self._patience, self._has_ended = 0, 1, False
-        self._has_base = self.has_gone_back = False
-        """``has_gone_back``: an older step was restored and no save followed yet. Frames logged before that save is
+        self._based_at, self._restart_steps, self._has_ended = 0, 1, False
+        self._has_base = self.has_branched = False
+        """``has_branched``: an older step was restored and no save followed yet. Frames logged before that save is
         committed are not restored: a restart would replay the abandoned steps (branches.py, B1)."""
-        self._beside = -1
+        self._foreign_step = -1
         """The newest checkpoint, if another writer saved it; else -1."""
 
     @functools.cached_property
@@ -173,7 +173,7 @@ class StepLog:
     def needs_base(self) -> bool:
         """True if the next step must be saved, the same on all ranks: before the first checkpoint, as a log needs a
         base; after the restore of an older step (G4); and, in a job of one rank, after the end of a log (G6)."""
-        return self.is_on and (not self._has_base or self.has_gone_back or self._has_ended)
+        return self.is_on and (not self._has_base or self.has_branched or self._has_ended)
 
     def stepped(self, step: int, state: Mapping[str, Any]) -> None:
         """Log ``step``, at its end. Any failure to log ends the log.
@@ -190,21 +190,21 @@ class StepLog:
             self._log.end_of_step(step, lambda: self._attachments.encode(state))
         except Exception as error:
             self._log.fail(f"the data of the step cannot be logged: {error}")
-        self._has_ended = not is_distributed() and self._log.needs_base and self._is_patient(step)
+        self._has_ended = not is_distributed() and self._log.needs_base and self._may_restart(step)
 
-    def _is_patient(self, step: int) -> bool:
+    def _may_restart(self, step: int) -> bool:
         """Return True if another log should begin: at once, unless logs end immediately (G6)."""
         steps = step - self._based_at
-        if steps < self._patience:
+        if steps < self._restart_steps:
             return False
-        self._patience = min(2 * self._patience, RESTART_STEPS_MAX) if steps < 2 * self._patience else 1
+        self._restart_steps = min(2 * self._restart_steps, RESTART_STEPS_MAX) if steps < 2 * self._restart_steps else 1
         return True
 
     def based(self, base: str, step: int, state: Mapping[str, Any], failure: BaseException | None = None) -> None:
         """Make the current state, after ``step``, a base of the log: the checkpoint ``base``, unless that failed."""
         if not self.is_on or failure is not None:
             return
-        self._has_base, self.has_gone_back, self._has_ended = True, False, False
+        self._has_base, self.has_branched, self._has_ended = True, False, False
         self._based_at = step
         if self._log is None or self._log.failure or not _are_same(self._log.optimizers, optimizers_in(state)):
             self._begin(state, base, step=step)
@@ -229,7 +229,7 @@ class StepLog:
     ) -> int | None:
         """Return the step of the log's base, if another writer saved the newest checkpoint and the log reaches further
         (G5); else None. Collective."""
-        self._beside = -1
+        self._foreign_step = -1
         if not self.is_on or (found := newest_base()) is None:
             return None
         newest, self._branch, base, step = found
@@ -240,7 +240,7 @@ class StepLog:
         if last is None or last <= newest:
             return None
         log.info("step %d was saved outside the gradient log, which leads from step %d to %d", newest, step, last)
-        self._beside = newest
+        self._foreign_step = newest
         return step
 
     def recover(
@@ -272,17 +272,19 @@ class StepLog:
         with self._ends_at(step):
             self._log_of(state)
         self._has_base = True
-        self.has_gone_back = not is_newest
+        self.has_branched = not is_newest
         found = Recovered(-1, 0)
         if is_newest:
             found = self._newest_of_all(base, step, state, functools.partial(restore, step))
-            if (found.step if found.steps else step) < self._beside:  # the log is damaged
+            if (found.step if found.steps else step) < self._foreign_step:  # the log is damaged
                 try:
                     newest = restore(None)
                     if newest is not None and (at := step_of(newest[0])) is not None:
                         base, step, found = newest[1], at, Recovered(-1, 0)
                 except TierckptError as error:
-                    log.warning("step %d, saved outside the gradient log, cannot be restored: %s", self._beside, error)
+                    log.warning(
+                        "step %d, saved outside the gradient log, cannot be restored: %s", self._foreign_step, error
+                    )
                     restore(step)
                     found = self._newest_of_all(base, step, state, functools.partial(restore, step))
         self._bases.append(step)
