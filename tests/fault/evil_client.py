@@ -1,7 +1,7 @@
-"""Who is no member, or a bad one, and what it tries on a node's server: raw requests, and what must not come back.
+"""A malicious client of a node's peer server: raw requests, and the answers that are allowed.
 
-A request is given as bytes. ``said`` is what may be answered; "" means that the connection ends without an answer.
-The bytes of every chunk begin with ``MARK``, and so does the file outside, so that a leak is seen in any answer.
+``allowed`` holds the status codes that may answer a request; "" means that the connection closes without an answer. The
+bytes of every chunk, and of a file outside the cache, begin with ``MARK``, so that any answer shows a leak.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tierckpt.cache.file_set import FileSet
 from tierckpt.peer.auth import Signer
 from tierckpt.peer.peer_http import chunk_target
 
-MARK = b"what nobody else may read"
+MARK = b"confidential chunk bytes"
 ANSWER_SECONDS = 60.0
-NO = frozenset({"400", "401", "404", "405", ""})
+REJECTED = frozenset({"400", "401", "404", "405", ""})
 
 
 def marked(chunks: int = 4) -> dict[str, bytes]:
@@ -33,14 +33,14 @@ def marked(chunks: int = 4) -> dict[str, bytes]:
 class Attack:
     name: str
     request: bytes
-    said: frozenset[str] = NO
+    allowed: frozenset[str] = REJECTED
 
 
 @dataclass
 class Report:
-    """What became of a run. ``wrong`` is what must never be."""
+    """Counts of one run; ``wrong``: violations."""
 
-    fired: Counter[str] = field(default_factory=Counter)
+    ran: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
@@ -48,7 +48,7 @@ class Report:
 def signed(
     target: str, *, method: str = "GET", key: bytes = SECRET.encode(), to: str = "server", extra: Iterable[str] = ()
 ) -> bytes:
-    """A request with a good proof, or one that is good elsewhere."""
+    """Return a request with a valid proof, or with one for another key or server."""
     authorization, _ = Signer(key, "mallory").sign(method, target, to)
     return raw(f"{method} {target} HTTP/1.1", f"Authorization: {authorization}", *extra)
 
@@ -67,14 +67,14 @@ def attacks(frozen: FileSet) -> list[Attack]:
         Attack("a bearer", raw(f"GET {good} HTTP/1.1", "Authorization: Bearer x"), frozenset({"401"})),
         Attack("the secret of another job", signed(good, key=b"of another job entirely"), frozenset({"401"})),
         Attack("a proof for another node", signed(good, to="other"), frozenset({"401"})),
-        Attack("a proof for nobody", signed(good, to=""), frozenset({"401"})),
+        Attack("a proof without a node", signed(good, to=""), frozenset({"401"})),
         Attack("a proof of another chunk", raw(f"GET {other} HTTP/1.1", proof), frozenset({"401"})),
         Attack("a proof of another method", raw(f"HEAD {good} HTTP/1.1", proof), frozenset({"401"})),
-        Attack("a range put in", raw(f"GET {good} HTTP/1.1", proof, "Range: bytes=0-9"), frozenset({"401"})),
-        Attack("nothing is said to who has no proof", raw("GET /v1/nothing HTTP/1.1"), frozenset({"401"})),
+        Attack("a range added", raw(f"GET {good} HTTP/1.1", proof, "Range: bytes=0-9"), frozenset({"401"})),
+        Attack("an unknown path without a proof", raw("GET /v1/nothing HTTP/1.1"), frozenset({"401"})),
         Attack("many ranges", signed(good, extra=["Range: bytes=" + ",".join(["0-1"] * 500)])),
         Attack("too many headers", signed(good, extra=[f"X-{number}: y" for number in range(100)])),
-        Attack("a head without an end", b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 100_000),
+        Attack("an endless head", b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 100_000),
         Attack("a long line", b"GET /" + b"x" * 100_000),
         Attack("garbage", os.urandom(5000) + b"\r\n\r\n"),
         Attack("TLS to a plain server", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + os.urandom(64) + b"\r\n\r\n"),
@@ -94,7 +94,7 @@ METHODS = ("POST", "PUT", "DELETE", "TRACE", "OPTIONS", "CONNECT", "PATCH", "PRO
 
 
 def paths(frozen: FileSet) -> list[str]:
-    """Ways out, by members who know the secret."""
+    """Return paths outside of the cache, for members that know the secret."""
     base, version = "/v1/chunk", frozen.version
     outs = ("..", "%2e%2e", "..%2f", "..%5c", "..\\", "%00", "....//", "%c0%ae%c0%ae", "..;", "~root", "C:")
     found = [f"{base}/{out}/{out}/etc/passwd" for out in outs]
@@ -121,7 +121,7 @@ def paths(frozen: FileSet) -> list[str]:
 
 
 async def send(node: Node, request: bytes) -> bytes:
-    """All that comes back, until the server has nothing more to say."""
+    """Send a request and return the whole answer."""
     host, port = node.server.address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -140,40 +140,40 @@ async def send(node: Node, request: bytes) -> bytes:
 
 
 async def run(node: Node, frozen: FileSet) -> Report:
-    """Try everything; then see that a member is served as if nothing had been."""
+    """Send every attack, then check that the server still serves a member."""
     report, missing = Report(), set()
     for attack in attacks(frozen):
         answer = await send(node, attack.request)
         status = answer[9:12].decode("latin-1")
-        report.fired[attack.name] += 1
+        report.ran[attack.name] += 1
         report.answers[status] += 1
         if MARK in answer:
-            report.wrong.append(f"{attack.name}: bytes have got out")
-        if status not in attack.said:
-            report.wrong.append(f"{attack.name}: it was answered {status or 'nothing'}")
+            report.wrong.append(f"{attack.name}: bytes leaked")
+        if status not in attack.allowed:
+            report.wrong.append(f"{attack.name}: answered with {status or 'nothing'}")
         if status == "404":
             missing.add(b"\r\n".join(line for line in answer.split(b"\r\n") if b"proof" not in line.lower()))
     await _replay(node, frozen, report)
     await _swap_in_links(node, frozen, report)
     if len(missing) > 1:
-        report.wrong.append("one can tell what is there from how it is refused")
+        report.wrong.append("rejections differ between existing and missing paths")
     if not await get(node.client(), node.member, frozen, 3):
-        report.wrong.append("a member is not served any more")
+        report.wrong.append("a member is no longer served")
     return report
 
 
 async def _replay(node: Node, frozen: FileSet, report: Report) -> None:
     request = signed(chunk_target(frozen.version, CHUNK, 1, 0, 0.0))
     first, again = await send(node, request), await send(node, request)
-    report.fired["replay"] += 1
+    report.ran["replay"] += 1
     if not first.startswith(b"HTTP/1.1 200") or MARK not in first:
-        report.wrong.append("a good request is refused")
+        report.wrong.append("a valid request is rejected")
     if not again.startswith(b"HTTP/1.1 401") or MARK in again:
         report.wrong.append("a replay is answered")
 
 
 async def _swap_in_links(node: Node, frozen: FileSet, report: Report) -> None:
-    """Somebody on the node puts a link to a file outside where a file of an entry was."""
+    """Replace a cached file by a link to a file outside, as a local attacker may."""
     outside = node.root.parent / "outside"
     outside.write_bytes(MARK + bytes(5 * CHUNK))
     path = node.root / "cache" / frozen.name / frozen.files[0].path
@@ -181,15 +181,15 @@ async def _swap_in_links(node: Node, frozen: FileSet, report: Report) -> None:
     path.rename(kept)
     path.symlink_to(outside)
     answer = await send(node, signed(chunk_target(frozen.version, CHUNK, 0, 0, 0.0)))
-    report.fired["a link swapped in"] += 1
+    report.ran["a link swapped in"] += 1
     if MARK in answer or not answer.startswith(b"HTTP/1.1 404"):
-        report.wrong.append("a link out was followed")
+        report.wrong.append("a link out of the cache was followed")
     path.unlink()
     kept.rename(path)
 
 
 async def dribble(node: Node, connections: int) -> float:
-    """Many connections that send a byte now and then. Returns after how long the server had closed the last of them."""
+    """Open connections that send one byte at a time. Returns the seconds until the server closed the last one."""
     host, port = node.server.address.split(":")
     begun = time.monotonic()
 

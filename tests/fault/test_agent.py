@@ -1,4 +1,4 @@
-"""The agent: what a killed trainer had staged or committed reaches both tiers without it (P6)."""
+"""The agent brings saves that a killed trainer staged or committed to both tiers (P6)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tierckpt.disk.file_lock import try_lock
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.errors import TierckptError
 from tierckpt.format.layout import agent_dir, local_dir, parse_uri
-from tierckpt.ipc import agent_client as contacts
+from tierckpt.ipc import agent_client
 from tierckpt.ipc.agent_client import SOCKET, AgentClient, AgentUnavailableError
 from tierckpt.quantities import human_bytes
 
@@ -44,24 +44,24 @@ pytestmark = pytest.mark.distributed
 
 IDLE_SECONDS = 0.7
 GRACE_SECONDS = 6.0
-"""The newest of two is drained by then, on a busy machine too. What is sent of the other hangs."""
+"""Enough to drain the newer of two checkpoints on a loaded machine; sends of the older one hang."""
 SETTINGS = {"mover": "agent"}
 JOB = {"idle_seconds": IDLE_SECONDS, **SETTINGS}
 
 
-WAYS = ("Checkpointer", "async_save", "async_save, ours", "without collectives")
-POINTS = ("not begun", "handed in", "half flushed", "flushed", "ready", "committed")
-OF_ASYNC_SAVE = ("noted", "told")
+SAVE_METHODS = ("Checkpointer", "async_save", "async_save, ours", "without collectives")
+KILL_POINTS = ("not begun", "handed in", "half flushed", "flushed", "ready", "committed")
+ASYNC_SAVE_KILL_POINTS = ("noted", "told")
 
 
 @pytest.fixture(autouse=True)
-def short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents that this process starts leave soon."""
-    monkeypatch.setattr(contacts, "IDLE_SECONDS", IDLE_SECONDS)
+def short_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make agents started by this process exit soon."""
+    monkeypatch.setattr(agent_client, "IDLE_SECONDS", IDLE_SECONDS)
 
 
 def points_of(way: str, world_size: int) -> tuple[str, ...]:
-    return POINTS + (OF_ASYNC_SAVE if way.startswith("async_save") and world_size > 1 else ())
+    return KILL_POINTS + (ASYNC_SAVE_KILL_POINTS if way.startswith("async_save") and world_size > 1 else ())
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +71,18 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(autouse=True)
-def no_agent_is_left(tmp_path: Path) -> Iterator[None]:
-    """Every agent of a test leaves by itself when the test's processes have ended."""
+def agents_exit(tmp_path: Path) -> Iterator[None]:
+    """Check that every agent exits once the processes of the test have ended."""
     yield
     close_all()
     for directory in [path.parent for path in tmp_path.rglob("agent.lock")]:
         root = directory.parent
         try:
-            until(lambda root=root: not runs(root), 60, "the agent to leave")
+            until(lambda root=root: not runs(root), 60, "the agent to exit")
         except AssertionError:
             log = (directory / "agent.log").read_text()[-2000:]
             os.kill(status(root)["pid"], signal.SIGKILL)
-            pytest.fail(f"an agent is left behind for {root}\n{log}")
+            pytest.fail(f"the agent of {root} is still running\n{log}")
 
 
 def until(is_true: Callable[[], Any], timeout_seconds: float, what: str) -> Any:
@@ -98,27 +98,27 @@ def runs(root: Path) -> bool:
         return not free
 
 
-def ask(root: Path, op: str, **message: Any) -> Any:
-    contact = AgentClient(Settings.load(local_root=root, **SETTINGS))
+def request(root: Path, op: str, **message: Any) -> Any:
+    client = AgentClient(Settings.load(local_root=root, **SETTINGS))
     try:
-        return contact.ask({"op": op, **message}, start=False)
+        return client.ask({"op": op, **message}, start=False)
     finally:
-        contact.close()
+        client.close()
 
 
 def status(root: Path) -> dict[str, Any]:
-    answer: dict[str, Any] = ask(root, "status")
+    answer: dict[str, Any] = request(root, "status")
     return answer
 
 
-def answers(root: Path) -> bool:
+def is_reachable(root: Path) -> bool:
     with contextlib.suppress(AgentUnavailableError):
         return bool(status(root))
     return False
 
 
-def is_quiet(root: Path) -> bool:
-    """The agent has nothing in its hands and nothing before it."""
+def is_idle(root: Path) -> bool:
+    """Return whether the agent holds no saves, memory or processes and the journal is empty."""
     try:
         now = status(root)
     except AgentUnavailableError:
@@ -127,10 +127,10 @@ def is_quiet(root: Path) -> bool:
     return not busy and not Journal(root).entries()
 
 
-def settle(root: Path, job: Job) -> None:
-    """Wait until the agent has done all that is to do."""
+def wait_until_idle(root: Path, job: Job) -> None:
+    """Wait until the agent has finished all saves and drains."""
     try:
-        until(lambda: is_quiet(root), 170, "the agent to finish")
+        until(lambda: is_idle(root), 170, "the agent to finish")
     except AssertionError as error:
         now = f"{status(root) if runs(root) else 'no agent'} {Journal(root).entries()}"
         raise AssertionError(f"{error}\n{now}\n{log_of(root)}\n{job.output()}") from None
@@ -140,34 +140,34 @@ def log_of(root: Path) -> str:
     return (agent_dir(root) / "agent.log").read_text()
 
 
-def assert_is_step(uri: str, step: int, root: Path, world_size: int = 1, *, is_one: bool = True) -> None:
-    """The newest checkpoint is ``step``, and it is what was saved as that.
+def assert_newest_is(uri: str, step: int, root: Path, world_size: int = 1, *, one_metadata: bool = True) -> None:
+    """Check that the newest checkpoint is ``step`` and holds that step's state.
 
-    ``is_one``: False when it was saved without collectives, so that each rank has metadata of its own.
+    ``one_metadata``: False after a save without collectives, which has metadata for each rank.
     """
     assert tierckpt.latest(uri, local_root=root) == f"{uri}/step-{step}"
-    if is_one:
-        assert holds(uri, step, root, world_size)
+    if one_metadata:
+        assert holds_step(uri, step, root, world_size)
         return
     for rank in range(world_size):
-        wanted, reader = (
+        expected, reader = (
             state_of(rank, step, world_size),
             tierckpt.TierStorageReader(f"{uri}/step-{step}", local_root=root),
         )
         reader.read_metadata = functools.partial(reader.read_metadata, rank=rank)  # type: ignore[method-assign]
-        found = zeros_like(wanted)
+        found = zeros_like(expected)
         dcp.load(found, storage_reader=reader, no_dist=True)
-        assert same(found, wanted)
+        assert same(found, expected)
 
 
-def holds(uri: str, step: int, root: Path, world_size: int = 1) -> bool:
-    wanted = whole_state(step, world_size)
-    return same(load(f"{uri}/step-{step}", wanted, local_root=root), wanted)
+def holds_step(uri: str, step: int, root: Path, world_size: int = 1) -> bool:
+    expected = whole_state(step, world_size)
+    return same(load(f"{uri}/step-{step}", expected, local_root=root), expected)
 
 
 # --- starting -------------------------------------------------------------------------------------------------------
 
-ASKS = (
+REQUEST_PROGRAM = (
     "import sys, time\n"
     "from pathlib import Path\n"
     "from tierckpt.config import Settings\n"
@@ -183,13 +183,13 @@ ASKS = (
 
 
 @pytest.mark.slow
-def test_four_processes_that_need_it_at_once_get_one_agent_under_any_local_root(tmp_path: Path) -> None:
-    root = tmp_path / ("deep" * 20) / ("deeper" * 20)  # more than the 108 bytes of a socket's address
+def test_concurrent_clients_start_one_agent_under_a_long_local_root(tmp_path: Path) -> None:
+    root = tmp_path / ("deep" * 20) / ("deeper" * 20)  # longer than the 108 bytes of a socket address
     folder = tmp_path / "ready"
     folder.mkdir()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", ASKS, str(folder), str(root)],
+            [sys.executable, "-c", REQUEST_PROGRAM, str(folder), str(root)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -204,7 +204,7 @@ def test_four_processes_that_need_it_at_once_get_one_agent_under_any_local_root(
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert stat.S_IMODE((directory / SOCKET).stat().st_mode) == 0o600
         assert log_of(root).count("is ready") == 1
-        assert [child for process in processes for child in _children_of(process.pid)] == [pid]  # who waits starts none
+        assert [child for process in processes for child in _children_of(process.pid)] == [pid]  # one start only
         assert status(root)["processes"] == 4
     finally:
         for process in processes:
@@ -212,7 +212,7 @@ def test_four_processes_that_need_it_at_once_get_one_agent_under_any_local_root(
     assert [process.returncode for process in processes] == [0] * 4
 
 
-HOLDS = (
+HOLD_LOCK_PROGRAM = (
     "import fcntl, os, sys, time\n"
     "fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX)\n"
     "print(flush=True)\n"
@@ -221,19 +221,19 @@ HOLDS = (
 
 
 @pytest.mark.slow
-def test_the_start_of_a_process_that_was_killed_is_made_by_who_waited_for_it(local_root: Path) -> None:
-    directory = contacts.private_directory(local_root)
-    command = [sys.executable, "-c", HOLDS, str(directory / contacts.START_LOCK)]
+def test_waiting_client_starts_the_agent_if_the_starter_is_killed(local_root: Path) -> None:
+    directory = agent_client.private_directory(local_root)
+    command = [sys.executable, "-c", HOLD_LOCK_PROGRAM, str(directory / agent_client.START_LOCK)]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE) as starter,
-        contextlib.closing(AgentClient(Settings.load(local_root=local_root, **SETTINGS))) as contact,
+        contextlib.closing(AgentClient(Settings.load(local_root=local_root, **SETTINGS))) as client,
         ThreadPoolExecutor(1) as waiting,
     ):
         assert starter.stdout is not None
         starter.stdout.readline()
-        answer = waiting.submit(contact.ask, {"op": "status"})
+        answer = waiting.submit(client.ask, {"op": "status"})
         time.sleep(0.5)
-        assert not (directory / contacts.LOG).exists()  # who waits has started none
+        assert not (directory / agent_client.LOG).exists()  # the waiting client starts no agent
         starter.kill()
         assert answer.result(60)["pid"]
 
@@ -247,8 +247,8 @@ def _state_of(pid: int) -> str:
 
 
 def _connect_as(uid: int, directory: Path) -> str:
-    """What a process of ``uid`` meets at the socket in ``directory``."""
-    held = os.open(directory, os.O_PATH)  # a way past the directories above it, which are private too
+    """Return the outcome of a request by ``uid`` to the socket in ``directory``."""
+    held = os.open(directory, os.O_PATH)  # bypasses the private parent directories
     outcomes = ["answered", "refused", "may not", "failed"]
     child = os.fork()
     if child == 0:
@@ -257,18 +257,18 @@ def _connect_as(uid: int, directory: Path) -> str:
             os.setgroups([])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
-            outcome = _meet(f"/proc/self/fd/{held}/{SOCKET}")
+            outcome = _send_request(f"/proc/self/fd/{held}/{SOCKET}")
         os._exit(outcomes.index(outcome))
     os.close(held)
     return outcomes[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
 
 
-def _meet(path: str) -> str:
+def _send_request(path: str) -> str:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(10)
     try:
         connection.connect(path)
-        connection.sendall(contacts.encode({"op": "status"}))
+        connection.sendall(agent_client.encode({"op": "status"}))
         return "answered" if connection.recv(100) else "refused"
     except ConnectionError:
         return "refused"
@@ -277,22 +277,22 @@ def _meet(path: str) -> str:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused_by_the_directory_and_by_the_agent(local_root: Path) -> None:
-    with contextlib.closing(AgentClient(Settings.load(local_root=local_root, **SETTINGS))) as contact:
-        contact.ask({"op": "status"})
+def test_other_users_are_rejected_by_directory_and_agent(local_root: Path) -> None:
+    with contextlib.closing(AgentClient(Settings.load(local_root=local_root, **SETTINGS))) as client:
+        client.ask({"op": "status"})
         directory = agent_dir(local_root)
-        assert _connect_as(0, directory) == "answered"  # control: the way is right
+        assert _connect_as(0, directory) == "answered"  # control
         assert _connect_as(65534, directory) == "may not"
         directory.chmod(0o711)
         (directory / SOCKET).chmod(0o666)
         assert _connect_as(65534, directory) == "refused"
         assert "user 65534" in log_of(local_root)
         with pytest.raises(TierckptError, match="must belong to this user alone"):
-            AgentClient(contact.settings).ask({"op": "status"})  # nor is a directory used that others may look into
+            AgentClient(client.settings).ask({"op": "status"})  # the client rejects a directory open to others
         directory.chmod(0o700)
 
 
-# --- staged, not flushed --------------------------------------------------------------------------------------------
+# --- all ranks killed -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -303,23 +303,23 @@ def test_another_user_is_refused_by_the_directory_and_by_the_agent(local_root: P
         ("async_save", "half flushed", 2),
         ("async_save, ours", "told", 2),
         ("without collectives", "committed", 2),
-        *in_full([(way, point, size) for way in WAYS for size in (1, 2, 4) for point in points_of(way, size)]),
+        *in_full([(way, point, size) for way in SAVE_METHODS for size in (1, 2, 4) for point in points_of(way, size)]),
     ],
 )
-def test_what_was_staged_when_all_ranks_were_killed_is_committed(
+def test_agent_commits_a_staged_save_of_killed_ranks(
     way: str, point: str, world_size: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     job = nursery.start("all_die", tmp_path / "job", world_size, uri=file_uri, way=way, point=point, **JOB)
     assert job.codes() == [-signal.SIGKILL] * world_size, job.output()
-    assert len(list(job.folder.glob("killed.*"))) == world_size  # every kill hit where it was meant to
+    assert len(list(job.folder.glob("killed.*"))) == world_size  # each rank died at its point
     assert (job.folder / "was committed.0").exists() == (point == "committed")
-    settle(local_root, job)
-    is_one = way != "without collectives"
-    assert_is_step(file_uri, 2, local_root, world_size, is_one=is_one)
-    assert_is_step(file_uri, 2, tmp_path / "another node", world_size, is_one=is_one)  # on the shared tier too
+    wait_until_idle(local_root, job)
+    one_metadata = way != "without collectives"
+    assert_newest_is(file_uri, 2, local_root, world_size, one_metadata=one_metadata)
+    assert_newest_is(file_uri, 2, tmp_path / "another node", world_size, one_metadata=one_metadata)  # from shared
     assert is_drained(local_dir(local_root, parse_uri(f"{file_uri}/step-2")), _attempt(local_root, file_uri))
     assert (point in ("not begun", "handed in", "half flushed")) == ("written from memory" in log_of(local_root))
-    until(lambda: not runs(local_root), 25, "the agent to leave")
+    until(lambda: not runs(local_root), 25, "the agent to exit")
     left = {path.name for path in agent_dir(local_root).glob("*")} - {"history"}  # kept once a minute
     assert left == {"agent.lock", "agent.log"}
 
@@ -329,30 +329,30 @@ def test_what_was_staged_when_all_ranks_were_killed_is_committed(
     ("way", "point"),
     [
         ("Checkpointer", "half flushed"),
-        *in_full([(way, point) for way in WAYS for point in points_of(way, 4)]),
+        *in_full([(way, point) for way in SAVE_METHODS for point in points_of(way, 4)]),
     ],
 )
-def test_what_was_staged_on_two_nodes_when_all_ranks_were_killed_is_committed(
+def test_agents_commit_a_staged_save_of_killed_ranks_on_two_nodes(
     way: str, point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    """The nodes meet on the shared tier; nothing of that is left there."""
+    """The agents of the two nodes exchange records on the shared tier and remove them."""
     job = nursery.start("all_die", tmp_path / "job", 4, uri=file_uri, way=way, point=point, nodes=2, **JOB)
     assert job.codes() == [-signal.SIGKILL] * 4, job.output()
     assert len(list(job.folder.glob("killed.*"))) == 4
     roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
     for root in roots:
-        settle(root, job)
-    is_one = way != "without collectives"
-    assert_is_step(file_uri, 2, tmp_path / "another node", 4, is_one=is_one)
+        wait_until_idle(root, job)
+    one_metadata = way != "without collectives"
+    assert_newest_is(file_uri, 2, tmp_path / "another node", 4, one_metadata=one_metadata)
     for root in roots:
-        assert_is_step(file_uri, 2, root, 4, is_one=is_one)
-        until(lambda root=root: not runs(root), 25, "the agents to leave")
+        assert_newest_is(file_uri, 2, root, 4, one_metadata=one_metadata)
+        until(lambda root=root: not runs(root), 25, "the agents to exit")
     assert not list(Path(file_uri, "step-2").rglob("wills/*"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [3, *in_full([0])])
-def test_a_save_of_two_nodes_that_one_rank_had_not_staged_is_none(
+def test_save_of_two_nodes_is_discarded_if_one_rank_had_not_staged_it(
     late: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     patience = {"commit_timeout_seconds": 3.0}
@@ -362,10 +362,10 @@ def test_a_save_of_two_nodes_that_one_rank_had_not_staged_is_none(
     assert job.codes() == [-signal.SIGKILL] * 4, job.output()
     roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
     for root in roots:
-        settle(root, job)
-        assert_is_step(file_uri, 1, root, 4)
+        wait_until_idle(root, job)
+        assert_newest_is(file_uri, 1, root, 4)
         assert list(local_dir(root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")) == []
-    # The other node may need longer than the three seconds to write the record of rank 2.
+    # The other node may take more than three seconds to write the record of rank 2.
     told = r"nobody says what ranks \[(2, )?3\] had written" if late == 3 else "had not staged it"
     assert re.search(told, log_of(roots[0]))
     assert "the node of its coordinator has not committed it" in log_of(roots[1])
@@ -373,28 +373,28 @@ def test_a_save_of_two_nodes_that_one_rank_had_not_staged_is_none(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["async_save", *in_full(["without collectives"])])
-def test_the_agent_keeps_nothing_of_a_save_that_has_ended_though_its_trainers_live_on(
+def test_agent_releases_a_finished_save_of_live_trainers(
     way: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    """Only the coordinator of ``dcp.async_save`` hears how it ends: it takes back the handoffs of all."""
+    """Only the coordinator of ``dcp.async_save`` learns the result; it withdraws the handoffs of all ranks."""
     job = nursery.start("saves_and_lives_on", tmp_path / "job", 3, uri=file_uri, way=way, **JOB)
     until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 60, "the saves")
     assert not list(job.folder.glob("failed-*"))
     assert len(list(job.folder.glob("handed in.*"))) == 3
-    now = until(lambda: (now := status(local_root)) and not now["staged_saves"] and now, 60, "the handoffs to go")
+    now = until(lambda: (now := status(local_root)) and not now["staged_saves"] and now, 60, "the end of the handoffs")
     assert (now["memory_held_bytes"], now["processes"], now["wills_executed"]) == (0, 3, 0)
     (job.folder / "leave").touch()
     assert job.codes() == [0, 0, 0], job.output()
-    settle(local_root, job)
+    wait_until_idle(local_root, job)
     assert "written from memory" not in log_of(local_root)
-    assert_is_step(file_uri, 3, local_root, 3, is_one=way == "async_save")
+    assert_newest_is(file_uri, 3, local_root, 3, one_metadata=way == "async_save")
 
 
 @pytest.mark.slow
-def test_a_job_of_two_nodes_that_ends_in_order_leaves_no_will_to_execute(
+def test_clean_exit_on_two_nodes_leaves_no_staged_save(
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    """The second node never hears how a save ends: its agent finds that all of it is drained."""
+    """The second node never learns the result of a save: its agent finds everything drained."""
     job = nursery.start("saves_and_lives_on", tmp_path / "job", 2, uri=file_uri, way="async_save", nodes=2, **JOB)
     until(lambda: len(list(job.folder.glob("saved.*"))) == 2, 60, "the saves")
     roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
@@ -402,57 +402,57 @@ def test_a_job_of_two_nodes_that_ends_in_order_leaves_no_will_to_execute(
     (job.folder / "leave").touch()
     assert job.codes() == [0, 0], job.output()
     for root in roots:
-        settle(root, job)
-        assert "staged by a trainer that has ended" not in log_of(root)
+        wait_until_idle(root, job)
+        assert "staged by a trainer that died" not in log_of(root)
         assert "cannot be written to the local tier" not in log_of(root)
-    assert_is_step(file_uri, 3, tmp_path / "another node", 2)
+    assert_newest_is(file_uri, 3, tmp_path / "another node", 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [1, *in_full([0])])
-def test_the_agent_keeps_nothing_of_a_save_that_failed_on_one_rank(
+def test_agent_releases_a_save_that_failed_on_one_rank(
     fails: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     job = nursery.start("saves_and_lives_on", tmp_path / "job", 3, uri=file_uri, way="async_save", fails=fails, **JOB)
     until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 60, "the saves")
     assert sorted(path.name for path in job.folder.glob("failed-*")) == [f"failed-2.{rank}" for rank in range(3)]
-    until(lambda: not status(local_root)["staged_saves"], 60, "the handoffs to go")
+    until(lambda: not status(local_root)["staged_saves"], 60, "the end of the handoffs")
     assert status(local_root)["wills_executed"] == 0
     (job.folder / "leave").touch()
     assert job.codes() == [0, 0, 0], job.output()
-    assert_is_step(file_uri, 3, local_root, 3)
+    assert_newest_is(file_uri, 3, local_root, 3)
     assert read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-2"))) is None
-    os.kill(status(local_root)["pid"], signal.SIGKILL)  # it drains what the other ranks wrote, which nobody commits
+    os.kill(status(local_root)["pid"], signal.SIGKILL)  # would drain the other ranks' shards, which no rank commits
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["handed in", *in_full(["flushed"])])
-def test_what_was_on_its_way_straight_to_the_shared_tier_is_committed(
+def test_agent_commits_an_interrupted_direct_put(
     point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    """Shards that had arrived are taken as they are; those that had not are written from memory, to the SSD."""
+    """Shards on the shared tier are committed there; the others are written to the SSD from memory."""
     job = nursery.start("all_die", tmp_path / "job", 2, uri=file_uri, point=point, is_direct_put=True, **JOB)
     assert job.codes() == [-signal.SIGKILL] * 2, job.output()
     assert len(list(job.folder.glob("killed.*"))) == 2
-    settle(local_root, job)
+    wait_until_idle(local_root, job)
     on_the_ssd = bool(list(local_dir(local_root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")))
-    assert_is_step(file_uri, 2, local_root, 2)
-    assert_is_step(file_uri, 2, tmp_path / "another node", 2)
+    assert_newest_is(file_uri, 2, local_root, 2)
+    assert_newest_is(file_uri, 2, tmp_path / "another node", 2)
     assert on_the_ssd == (point == "handed in") == ("written from memory" in log_of(local_root))
 
 
 @pytest.mark.slow
-def test_a_job_throttles_the_drains_of_the_agent(local_root: Path) -> None:
+def test_client_throttles_the_drains_of_the_agent(local_root: Path) -> None:
     client = get_client(Settings.load(local_root=local_root, **SETTINGS))
 
     def limit() -> int | None:
         return status(local_root)["drain_bytes_per_second"]
 
     client.throttle(1_000_000, 60.0)
-    until(lambda: answers(local_root), 60, "the agent to start")
-    until(lambda: limit() == 1_000_000, 60, "the agent to hear of it")
+    until(lambda: is_reachable(local_root), 60, "the agent to start")
+    until(lambda: limit() == 1_000_000, 60, "the limit to reach the agent")
     client.throttle(None, 0.0)
-    until(lambda: limit() is None, 60, "the agent to hear that it is over")
+    until(lambda: limit() is None, 60, "the limit to be lifted")
 
 
 def _attempt(root: Path, uri: str) -> str:
@@ -462,40 +462,40 @@ def _attempt(root: Path, uri: str) -> str:
 
 
 @pytest.mark.parametrize("world_size", [2])
-def test_a_save_that_one_rank_had_not_staged_is_none(
+def test_save_is_discarded_if_one_rank_had_not_staged_it(
     world_size: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     job = nursery.start("one_never_stages", tmp_path / "job", world_size, uri=file_uri, **JOB)
     assert job.codes() == [-signal.SIGKILL] * world_size, job.output()
     assert len(list(job.folder.glob("killed.*"))) == world_size
-    settle(local_root, job)
+    wait_until_idle(local_root, job)
     assert "1 of its 2 ranks had staged it" in log_of(local_root)
-    assert_is_step(file_uri, 1, local_root, world_size)
+    assert_newest_is(file_uri, 1, local_root, world_size)
     assert list(local_dir(local_root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")) == []
 
 
 @pytest.mark.slow
-def test_the_newest_that_a_dead_job_has_kept_on_the_ssd_is_drained(
+def test_agent_drains_the_newest_local_checkpoint_of_a_dead_job(
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     job = nursery.start("keeps_and_dies", tmp_path / "job", uri=file_uri, **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
-    until(lambda: not runs(local_root), 60, "the agent to leave")  # unasked: who asks it keeps it busy
+    until(lambda: not runs(local_root), 60, "the agent to exit")  # no status requests: they keep it running
     assert not Journal(local_root).entries()
-    assert_is_step(file_uri, 4, tmp_path / "another node")
+    assert_newest_is(file_uri, 4, tmp_path / "another node")
     drained = [path.name for path in Path(file_uri).glob("step-*")]
-    assert sorted(drained) == ["step-1", "step-4"], "what is behind it is worth nothing any more"
-    assert "its job has ended" in log_of(local_root)
+    assert sorted(drained) == ["step-1", "step-4"], "older local checkpoints need no drain"
+    assert "its job ended" in log_of(local_root)
 
 
 # --- one rank killed ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_fails_the_save_on_all(
+def test_killed_rank_fails_the_save_on_all_ranks(
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    """The coordinator lives and says so: nothing is committed, and no memory is kept while the others live on."""
+    """The coordinator reports the failure: nothing is committed, and memory is released while other ranks live."""
     job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=2, point="handed in", **JOB)
     outcomes = _outcomes_of(job, [0, 1])
     assert {outcome for outcome, _ in outcomes} == {"OperationTimeoutError"}, job.output()
@@ -504,53 +504,49 @@ def test_a_rank_that_is_killed_fails_the_save_on_all(
     assert status(local_root)["processes"] == 2  # while they live
     (job.folder / "leave").touch()
     assert job.codes() == [0, 0, -signal.SIGKILL]
-    settle(local_root, job)
-    assert_is_step(file_uri, 1, local_root, 3)
+    wait_until_idle(local_root, job)
+    assert_newest_is(file_uri, 1, local_root, 3)
     assert list(local_dir(local_root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")) == []
 
 
 @pytest.mark.slow
-def test_when_the_coordinator_is_killed_what_the_others_wrote_is_not_thrown_away(
-    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
-) -> None:
-    """Nobody alive knows whether it was committed. It was not, and when the others have ended too, it is."""
+def test_shards_survive_a_killed_coordinator(nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path) -> None:
+    """No living rank knows whether the save was committed. The agent commits it when the others have ended."""
     job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=0, point="flushed", **JOB)
     outcomes = _outcomes_of(job, [1, 2])
     assert "no error" not in {outcome for outcome, _ in outcomes}
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
     (job.folder / "leave").touch()
     assert job.codes() == [-signal.SIGKILL, 0, 0]
-    settle(local_root, job)
-    assert_is_step(file_uri, 2, local_root, 3)
+    wait_until_idle(local_root, job)
+    assert_newest_is(file_uri, 2, local_root, 3)
 
 
 @pytest.mark.slow
-def test_when_the_coordinator_is_killed_after_its_commit_the_others_keep_what_it_names(
+def test_commit_survives_a_coordinator_killed_after_it(
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=0, point="committed", **JOB)
     outcomes = _outcomes_of(job, [1, 2])
-    assert "no error" not in {outcome for outcome, _ in outcomes}  # they cannot know
-    assert_is_step(file_uri, 2, local_root, 3)  # while they live
+    assert "no error" not in {outcome for outcome, _ in outcomes}  # they cannot know of the commit
+    assert_newest_is(file_uri, 2, local_root, 3)  # while they live
     (job.folder / "leave").touch()
     assert job.codes() == [-signal.SIGKILL, 0, 0]
-    settle(local_root, job)
-    assert_is_step(file_uri, 2, tmp_path / "another node", 3)
+    wait_until_idle(local_root, job)
+    assert_newest_is(file_uri, 2, tmp_path / "another node", 3)
 
 
 def _outcomes_of(job: Job, ranks: list[int]) -> list[tuple[str, str]]:
     files = [job.folder / f"outcome.{rank}" for rank in ranks]
     try:
-        until(
-            lambda: all(file.exists() and file.read_text() for file in files), 60, "the others to say what became of it"
-        )
+        until(lambda: all(file.exists() and file.read_text() for file in files), 60, "the outcomes of the other ranks")
     except AssertionError as error:
         raise AssertionError(f"{error}\n{job.output()}") from None
     told = [file.read_text().split("|") for file in files]
     return [(outcome, seconds) for outcome, seconds in told]
 
 
-# --- memory that is used again --------------------------------------------------------------------------------------
+# --- reused memory --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -561,7 +557,7 @@ def _outcomes_of(job: Job, ranks: list[int]) -> list[tuple[str, str]]:
         ("killed_when_a_staged_one_was_dropped", {1: True, 2: True, 4: True}, {1: True, 2: True, 3: False, 4: True}),
     ],
 )
-def test_no_checkpoint_is_ever_made_of_memory_that_another_one_has_taken(
+def test_agent_commits_no_save_whose_memory_was_reused(
     scenario: str,
     right: dict[int, bool],
     wrong: dict[int, bool],
@@ -577,38 +573,38 @@ def test_no_checkpoint_is_ever_made_of_memory_that_another_one_has_taken(
     for job in jobs.values():
         assert job.codes() == [-signal.SIGKILL], job.output()
         assert (job.folder / "killed.0").exists()
-        assert (job.folder / "memory used again.0").exists(), job.output()  # what this is about did happen
+        assert (job.folder / "memory used again.0").exists(), job.output()  # the tested situation occurred
     assert _committed_after(jobs[False]) == right
-    assert _committed_after(jobs[True]) == wrong  # the control: this harness can find it
+    assert _committed_after(jobs[True]) == wrong  # control: the seeded bug is found
 
 
 @pytest.mark.slow
-def test_a_will_is_worth_nothing_once_it_is_taken_back_though_the_agent_could_not_be_told(
+def test_withdrawn_handoff_is_void_even_if_the_agent_is_unreachable(
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     scenario = "killed_when_a_staged_one_was_dropped"
     job = nursery.start(scenario, tmp_path / "job", uri=file_uri, is_deaf=True, **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
     assert (job.folder / "memory used again.0").exists(), job.output()
-    settle(local_root, job)
+    wait_until_idle(local_root, job)
     assert read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-3"))) is None
-    assert_is_step(file_uri, 4, local_root)
+    assert_newest_is(file_uri, 4, local_root)
 
 
 def _committed_after(job: Job) -> dict[int, bool]:
-    """For each step that is committed then: whether it holds what was saved as that step."""
+    """Return, for each committed step, whether it holds that step's state."""
     root, uri = job.folder.parent / "local", str(job.folder.parent / "run")
-    settle(root, job)
+    wait_until_idle(root, job)
     steps = sorted(int(path.name.removeprefix("step-")) for path in local_dir(root, parse_uri(uri)).glob("step-*"))
     committed = [step for step in steps if read_local_manifest(local_dir(root, parse_uri(f"{uri}/step-{step}")))]
-    return {step: holds(uri, step, root) for step in committed}
+    return {step: holds_step(uri, step, root) for step in committed}
 
 
 # --- restart --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_restarted_trainer_waits_for_what_was_staged_though_workers_of_the_dead_one_live_on(
+def test_restarted_trainer_waits_for_the_staged_save_despite_live_workers(
     nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     job = nursery.start("killed_while_workers_live_on", tmp_path / "job", uri=file_uri, **JOB)
@@ -620,91 +616,89 @@ def test_a_restarted_trainer_waits_for_what_was_staged_though_workers_of_the_dea
         assert again.codes() == [0], again.output()
         step, is_same, _ = (again.folder / "restored").read_text().split("|")
         assert (step, is_same) == ("2", "True"), log_of(local_root)
-        assert all(_state_of(worker) != "Z" for worker in workers)  # they did live on
+        assert all(_state_of(worker) != "Z" for worker in workers)  # the workers are alive
     finally:
         for worker in workers:
             os.kill(worker, signal.SIGKILL)
-    settle(local_root, again)
+    wait_until_idle(local_root, again)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["ready", *in_full(["not begun"])])
-def test_who_looks_for_the_newest_waits_for_what_was_staged(
+def test_latest_waits_for_a_staged_save(
     point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    """And who saves under the same id again replaces it."""
+    """A new save of the same id replaces it."""
     job = nursery.start("all_die", tmp_path / "job", uri=file_uri, way="async_save", point=point, **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
     again = nursery.start("restarts_plainly", tmp_path / "again", uri=file_uri, **JOB)
     assert again.codes() == [0], again.output()
     assert (again.folder / "restored").read_text() == f"{file_uri}/step-2"
-    settle(local_root, again)
-    assert_is_step(file_uri, 2, local_root)
+    wait_until_idle(local_root, again)
+    assert_newest_is(file_uri, 2, local_root)
 
 
 # --- the drain ------------------------------------------------------------------------------------------------------
 
 
-class Puts:
-    """Requests that put a shard, counted at the server."""
+class PutCounter:
+    """Counts PUT requests of shards at the server."""
 
     def __init__(self) -> None:
-        self.of: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __call__(self, verb: str, path: str, head: bytes) -> None:
         if verb == "PUT" and ".distcp" in path:
-            self.of[path.partition("?")[0]] += 1
+            self.counts[path.partition("?")[0]] += 1
 
 
 @pytest.mark.slow
-def test_the_drain_outlives_trainer_and_agent_and_sends_no_finished_shard_again(
+def test_drain_resumes_after_trainer_and_agent_die_without_resending(
     nursery: Nursery, moto: S3Server, s3_uri: str, local_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proxy, puts = FaultProxy(moto.endpoint), Puts()
+    proxy, puts = FaultProxy(moto.endpoint), PutCounter()
     proxy.answer = puts
     slow = {"shard_size_bytes_max": 150_000, "concurrency": 1, "staging_memory": "private"}
     with proxy.running() as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         settings = JOB | slow | {"drain_bytes_per_second": 500_000}
         job = nursery.start("saves_and_stays", tmp_path / "job", uri=s3_uri, **settings)
-        until(lambda: len(puts.of) >= 2, 60, "the drain to begin")
+        until(lambda: len(puts.counts) >= 2, 60, "the drain to begin")
         job.kill()
         assert job.codes() == [-signal.SIGKILL]
-        after_trainer = len(puts.of)
+        after_trainer = len(puts.counts)
         (entry,) = Journal(local_root).entries()
-        until(lambda: len(puts.of) >= after_trainer + 2, 60, "the agent to go on without the trainer")
+        until(lambda: len(puts.counts) >= after_trainer + 2, 60, "the agent to continue without the trainer")
         os.kill(status(local_root)["pid"], signal.SIGKILL)
-        until(lambda: not runs(local_root), 60, "the agent to be gone")
-        finished = len(puts.of)
+        until(lambda: not runs(local_root), 60, "the agent to die")
+        finished = len(puts.counts)
         shards = [file for file in entry.files if file.path.endswith(".distcp")]
-        assert finished < len(shards)  # both were killed in the middle of it
+        assert finished < len(shards)  # the kills interrupted the drain
         assert Journal(local_root).entries() == [entry]
         nursery.start("restarts", tmp_path / "again", uri=s3_uri, **JOB | slow).codes()
-        until(lambda: is_quiet(local_root), 60, "the next agent to finish")
-    assert len(puts.of) == len(shards)
-    assert sum(puts.of.values()) <= len(shards) + 1, puts.of  # the one that was on its way when the agent was killed
+        until(lambda: is_idle(local_root), 60, "the next agent to finish")
+    assert len(puts.counts) == len(shards)
+    assert sum(puts.counts.values()) <= len(shards) + 1, puts.counts  # one was in flight at the kill
     monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint)
     close_all()
-    assert_is_step(s3_uri, 1, tmp_path / "another node")
+    assert_newest_is(s3_uri, 1, tmp_path / "another node")
 
 
 @pytest.mark.slow
-def test_a_job_that_ends_in_order_leaves_nothing_to_do(
-    nursery: Nursery, s3_uri: str, local_root: Path, tmp_path: Path
-) -> None:
+def test_clean_exit_leaves_an_empty_journal(nursery: Nursery, s3_uri: str, local_root: Path, tmp_path: Path) -> None:
     job = nursery.start("saves_and_ends", tmp_path / "job", uri=s3_uri, **JOB)
     assert job.codes() == [0], job.output()
-    assert_is_step(s3_uri, 1, tmp_path / "another node")
+    assert_newest_is(s3_uri, 1, tmp_path / "another node")
     assert Journal(local_root).entries() == []
-    until(lambda: not runs(local_root), 25, "the agent to leave")
+    until(lambda: not runs(local_root), 25, "the agent to exit")
     assert "lost" not in log_of(local_root)
 
 
 @pytest.mark.slow
-def test_sigterm_drains_newest_first_as_far_as_the_grace_period_allows(
+def test_sigterm_drains_newest_first_within_the_grace_period(
     s3_uri: str, local_root: Path, moto: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change_control(local_root, paused=True)  # what is saved stays in the journal
+    change_control(local_root, paused=True)  # saves stay in the journal
     for step in (1, 2):
         save(f"{s3_uri}/step-{step}", whole_state(step))
     close_all()
@@ -715,11 +709,11 @@ def test_sigterm_drains_newest_first_as_far_as_the_grace_period_allows(
         patched.setenv("AWS_ENDPOINT_URL", endpoint)
         process = _agent(local_root, grace_seconds=GRACE_SECONDS, concurrency=1)
         until((agent_dir(local_root) / SOCKET).exists, 60, "the agent to start")
-        begun = time.monotonic()
+        started = time.monotonic()
         process.send_signal(signal.SIGTERM)
         change_control(local_root, paused=False)
         assert process.wait(60) == 3
-        assert time.monotonic() - begun > GRACE_SECONDS - 0.5
+        assert time.monotonic() - started > GRACE_SECONDS - 0.5
     assert [entry.uri for entry in Journal(local_root).entries()] == [oldest.uri]
     assert f"{oldest.uri} ({human_bytes(oldest.size_bytes)}) is not on the shared tier yet" in log_of(local_root)
 
@@ -729,11 +723,11 @@ def test_sigterm_drains_newest_first_as_far_as_the_grace_period_allows(
     assert process.wait(60) == 0
     assert Journal(local_root).entries() == []
     for step in (1, 2):
-        assert holds(s3_uri, step, local_root.parent / "another node")
+        assert holds_step(s3_uri, step, local_root.parent / "another node")
 
 
 def _agent(root: Path, **settings: Any) -> subprocess.Popen[bytes]:
-    """An agent that is a child of ours, so that we see its exit code."""
+    """Start an agent as a child of this process, to see its exit code."""
     agent_dir(root).mkdir(mode=0o700, exist_ok=True)
     with (agent_dir(root) / "agent.log").open("ab") as output:
         process = subprocess.Popen(

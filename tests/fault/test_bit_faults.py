@@ -1,7 +1,7 @@
-"""Bit rot: one flipped bit, or one bad block, in any file of a checkpoint on any tier is found, and never restored.
+"""Bit rot: a flipped bit or bad block in any file of a checkpoint on any tier is found and never restored.
 
-TIERCKPT_TEST_BIT_FLIPS sets how many random bits are flipped; ``every`` flips each bit of each file of a checkpoint
-of 64 KiB on the local tier. Every fault is put on a disk, and met by the code that ``verify`` and the mover run.
+TIERCKPT_TEST_BIT_FLIPS sets the number of random flips; ``every`` flips each bit of each file of a 64 KiB checkpoint on
+the local tier. Faults are written to disk and found by the code of ``verify`` and the mover.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ BLOCK_BYTES = 512
 
 
 def state_of(seed: int) -> dict[str, Any]:
-    """With its metadata and manifest a checkpoint of a little more than 64 KiB."""
+    """Return a state whose checkpoint, with metadata and manifest, is a little above 64 KiB."""
     return {"weight": torch.randn(16_000, generator=torch.Generator().manual_seed(seed)), "step": seed}
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of file: where it lies, what it held in the checkpoint before, and who finds out about damage to it."""
+class FileKind:
+    """A kind of file: path, current and previous content, and the check that must find damage."""
 
     name: str
     path: Path
     good: bytes
     stale: bytes
     find: Callable[[], str]
-    """Returns what is reported about the file, '' if nothing; or raises one of our errors."""
+    """Returns the problem reported for the file, "" if none, or raises a TierckptError."""
 
 
 class Node:
-    """One checkpoint, saved twice, on two tiers that share no file; and one whose drain is not at its end."""
+    """One checkpoint, saved twice, on two tiers without shared links; and records of an unfinished drain."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -91,7 +91,7 @@ class Node:
         await mover.close()
 
     def _files(self) -> dict[str, bytes]:
-        """The files of the checkpoint by tier and role; the names of two attempts differ, their roles do not."""
+        """Return the files by tier and role: names differ between attempts, roles do not."""
         found = {}
         for tier, directory in ((Tier.LOCAL, self.local), (Tier.SHARED, self.shared)):
             manifest = manifests.decode((directory / MANIFEST).read_bytes())
@@ -103,31 +103,33 @@ class Node:
             self.names = {**getattr(self, "names", {}), **{f"{tier} {role}": name for role, name in names.items()}}
         return found
 
-    def _committed(self, before: dict[str, bytes]) -> Iterator[Kind]:
+    def _committed(self, before: dict[str, bytes]) -> Iterator[FileKind]:
         for name, good in self.after.items():
             directory = self.local if name.startswith("local") else self.shared
-            yield Kind(name, directory / self.names[name], good, before[name], lambda name=name: self.verified(name))  # type: ignore[misc]
+            yield FileKind(
+                name, directory / self.names[name], good, before[name], lambda name=name: self.verify_file(name)
+            )  # type: ignore[misc]
 
-    def _draining(self) -> Iterator[Kind]:
-        """Records that stand only while a checkpoint of several ranks is drained, and what reads them."""
+    def _draining(self) -> Iterator[FileKind]:
+        """Yield the records that exist only during a drain, with the code that reads them."""
         journal, files = self.mover.journal, self.manifest.files + self.manifest.metadata
         entry = JournalEntry("ab12", self.location.uri, 0, WRITING, 1.0, 16384)
         stale = journal.write(entry) and (journal.directory / "ab12.json").read_bytes()
         journal.write(replace(entry, files=files, manifest=self.manifest, state=READY))
         path = journal.directory / "ab12.json"
-        yield Kind("journal entry", path, path.read_bytes(), stale, lambda path=path: self.journalled(path))  # type: ignore[misc]
+        yield FileKind("journal entry", path, path.read_bytes(), stale, lambda path=path: self.read_journal(path))  # type: ignore[misc]
         fragment = replace(self.manifest, attempt="cd34", world_size=2)
         for name, key in (("shared pending", pending("cd34")), ("shared fragment", part("cd34-0"))):
             path = self.shared / key
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(fragment.encode())
             stale = replace(fragment, attempt="ef56").encode()
-            yield Kind(name, path, path.read_bytes(), stale, lambda key=key: self.drained(key))  # type: ignore[misc]
+            yield FileKind(name, path, path.read_bytes(), stale, lambda key=key: self.read_record(key))  # type: ignore[misc]
 
-    # --- who finds out ------------------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------------------------
 
-    def verified(self, name: str) -> str:
-        """What ``tierckpt verify --read-data`` says about a file."""
+    def verify_file(self, name: str) -> str:
+        """Return the problem that ``tierckpt verify --read-data`` reports for a file."""
         tier, path = Tier(name.partition(" ")[0]), self.names[name]
         checkpoint, report = self.runner.run(verify(self.mover.selector, self.location, read_data=True))
         found = {**report.records, **report.problems}
@@ -136,12 +138,12 @@ class Node:
             return found[tier, path]
         return "" if not found and checkpoint.manifest == self.manifest else f"elsewhere: {found}"
 
-    def journalled(self, path: Path) -> str:
+    def read_journal(self, path: Path) -> str:
         entry = self.mover.journal.read(path.stem)
         return "" if entry is not None and entry.state == READY else "the save did not finish"
 
-    def drained(self, key: str) -> str:
-        """What a mover says that needs the record to commit."""
+    def read_record(self, key: str) -> str:
+        """Return the problem that the commit of a drain finds in the record."""
         manifest = self.runner.run(self.read(key))
         return "" if manifest.attempt == "cd34" else f"of another attempt, {manifest.attempt}"
 
@@ -161,7 +163,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     async def inline(work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         return work(*arguments, **named)
 
-    logging.disable(logging.CRITICAL)  # each fault is logged, which costs more than to find it
+    logging.disable(logging.CRITICAL)  # a log line for each fault costs more than the check
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalStore, "link", link)
         for module in (manifests, replicated_file):
@@ -175,17 +177,17 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 
 # --- the faults -------------------------------------------------------------------------------------------------------
 
-Damage = Callable[[Kind, random.Random], bytes]
+Damage = Callable[[FileKind, random.Random], bytes]
 
 
-def block_of(kind: Kind, chance: random.Random) -> tuple[int, int]:
+def block_of(kind: FileKind, rng: random.Random) -> tuple[int, int]:
     size = min(BLOCK_BYTES, max(16, len(kind.good) // 4))
-    start = chance.randrange(-(-len(kind.good) // size)) * size
+    start = rng.randrange(-(-len(kind.good) // size)) * size
     return start, min(start + size, len(kind.good))
 
 
-def flipped(kind: Kind, chance: random.Random) -> bytes:
-    return flip(kind.good, chance.randrange(8 * len(kind.good)))
+def flipped(kind: FileKind, rng: random.Random) -> bytes:
+    return flip(kind.good, rng.randrange(8 * len(kind.good)))
 
 
 def flip(data: bytes, bit: int) -> bytes:
@@ -194,14 +196,14 @@ def flip(data: bytes, bit: int) -> bytes:
     return bytes(damaged)
 
 
-def zeroed(kind: Kind, chance: random.Random) -> bytes:
-    start, stop = block_of(kind, chance)
+def zeroed(kind: FileKind, rng: random.Random) -> bytes:
+    start, stop = block_of(kind, rng)
     return kind.good[:start] + bytes(stop - start) + kind.good[stop:]
 
 
-def swapped(kind: Kind, chance: random.Random) -> bytes:
+def swapped(kind: FileKind, rng: random.Random) -> bytes:
     data = bytearray(kind.good)
-    (first, end), (second, last) = block_of(kind, chance), block_of(kind, chance)
+    (first, end), (second, last) = block_of(kind, rng), block_of(kind, rng)
     count = min(end - first, last - second)
     data[first : first + count], data[second : second + count] = (
         data[second : second + count],
@@ -210,24 +212,24 @@ def swapped(kind: Kind, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def stale(kind: Kind, chance: random.Random) -> bytes:
-    """One block of what lay here in the checkpoint before; all of it when the file has only one."""
-    if len(kind.good) <= BLOCK_BYTES or chance.random() < 0.2:
+def stale(kind: FileKind, rng: random.Random) -> bytes:
+    """Replace a block, or a small file, by its content in the previous checkpoint."""
+    if len(kind.good) <= BLOCK_BYTES or rng.random() < 0.2:
         return kind.stale
-    start, stop = block_of(kind, chance)
+    start, stop = block_of(kind, rng)
     return kind.good[:start] + kind.stale[start:stop].ljust(stop - start, b"\0") + kind.good[stop:]
 
 
-def truncated(kind: Kind, chance: random.Random) -> bytes:
-    return kind.good[: chance.choice((0, len(kind.good) - 1, chance.randrange(len(kind.good))))]
+def truncated(kind: FileKind, rng: random.Random) -> bytes:
+    return kind.good[: rng.choice((0, len(kind.good) - 1, rng.randrange(len(kind.good))))]
 
 
-def extended(kind: Kind, chance: random.Random) -> bytes:
-    """White space too, which JSON does not mind."""
-    return kind.good + chance.choice((b"\n", b" " * 100, b"\0", bytes(BLOCK_BYTES), b"}", kind.good))
+def extended(kind: FileKind, rng: random.Random) -> bytes:
+    """Append bytes, among them white space, which JSON allows."""
+    return kind.good + rng.choice((b"\n", b" " * 100, b"\0", bytes(BLOCK_BYTES), b"}", kind.good))
 
 
-BLOCK_DAMAGES = (zeroed, swapped, stale, truncated, extended)
+BLOCK_FAULT_KINDS = (zeroed, swapped, stale, truncated, extended)
 
 
 @dataclass
@@ -241,11 +243,11 @@ class Tally:
         self.undetected, self.kinds = [], Counter()
 
 
-def put(node: Node, kind: Kind, damaged: bytes, tally: Tally, label: str) -> None:
-    """Put one fault on the disk, look whether it is found, and mend it."""
+def inject(node: Node, kind: FileKind, damaged: bytes, tally: Tally, label: str) -> None:
+    """Write one fault to disk, run the check, and repair the file."""
     tally.planned += 1
     if damaged == kind.good:
-        return  # two blocks that are alike were swapped: nothing has happened
+        return  # swapped equal blocks: no fault
     overwrite(kind.path, damaged)
     try:
         found = kind.find()
@@ -255,23 +257,23 @@ def put(node: Node, kind: Kind, damaged: bytes, tally: Tally, label: str) -> Non
         overwrite(kind.path, kind.good)
     tally.fired += 1
     tally.kinds[kind.name] += 1
-    if not found and not passed_over(node, kind, damaged):
+    if not found and not is_valid_older_record(node, kind, damaged):
         tally.undetected.append(f"{label} of {kind.name}")
 
 
 def overwrite(path: Path, data: bytes) -> None:
-    """Change the bytes in place, as a disk does; to open for writing costs a flush on some file systems."""
+    """Write in place, as a disk does. No O_TRUNC, which costs a flush on some file systems."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT)
     os.pwrite(file, data, 0)
     os.ftruncate(file, len(data))
     os.close(file)
 
 
-def passed_over(node: Node, kind: Kind, damaged: bytes) -> bool:
-    """An old record in place of the new one, whole: no damage to be told, as long as it is not gone by.
+def is_valid_older_record(node: Node, kind: FileKind, damaged: bytes) -> bool:
+    """Return whether ``damaged`` is a whole older record that tierckpt handles correctly, so not reported.
 
-    A node may well hold an older manifest than the shared tier does: then the newer one is restored. A drained mark
-    may be of the attempt before: then it says nothing about this one, which costs one request to find out.
+    A local manifest may be older than the shared one: then the newer checkpoint is restored. A drained mark may be of
+    the previous attempt: then it is ignored, at the cost of one request.
     """
     if damaged != kind.stale or kind.name not in {"local manifest", "local drained"}:
         return False
@@ -279,17 +281,17 @@ def passed_over(node: Node, kind: Kind, damaged: bytes) -> bool:
     try:
         if kind.name == "local drained":
             return not marks.is_drained(node.local, node.manifest.attempt)
-        return restored(node, f"passed-{random.getrandbits(40):x}") == contents(node)
+        return restored(node, f"passed-{random.getrandbits(40):x}") == expected_digests(node)
     finally:
         overwrite(kind.path, kind.good)
 
 
-def contents(node: Node) -> dict[str, str]:
+def expected_digests(node: Node) -> dict[str, str]:
     return {entry.path: "".join(entry.digests) for entry in node.manifest.entries}
 
 
 def restored(node: Node, name: str) -> dict[str, str]:
-    """The digests of what a restore makes of the checkpoint."""
+    """Restore the checkpoint and return its digests."""
     target = node.root / name
     node.runner.run(restore(node.mover, node.location, target))
     chunk = node.manifest.chunk_size_bytes
@@ -302,57 +304,57 @@ def restored(node: Node, name: str) -> dict[str, str]:
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_found_in_a_good_checkpoint(node: Node) -> None:
+def test_good_checkpoint_has_no_problems(node: Node) -> None:
     assert {kind.name: kind.find() for kind in node.kinds} == {kind.name: "" for kind in node.kinds}
-    assert restored(node, "good") == contents(node)
+    assert restored(node, "good") == expected_digests(node)
 
 
 @pytest.mark.timeout(400 if FLIPS != "every" else 7200)
 def test_every_flipped_bit_is_found(node: Node) -> None:
-    tally, begun = Tally(), time.monotonic()
+    tally, started = Tally(), time.monotonic()
     if FLIPS == "every":
         for kind in node.kinds:
             if not kind.name.startswith("shared"):
                 for bit in range(8 * len(kind.good)):
-                    put(node, kind, flip(kind.good, bit), tally, f"bit {bit}")
+                    inject(node, kind, flip(kind.good, bit), tally, f"bit {bit}")
         assert tally.fired >= 64 * 1024 * 8
     else:
-        chance = random.Random(0)
+        rng = random.Random(0)
         for index in range(int(FLIPS)):
             kind = node.kinds[index % len(node.kinds)]
-            put(node, kind, flipped(kind, chance), tally, f"flip {index}")
+            inject(node, kind, flipped(kind, rng), tally, f"flip {index}")
         assert tally.fired == int(FLIPS)
-    print(f"\nbit flips: {tally.fired} in {time.monotonic() - begun:.1f} s, {dict(tally.kinds)}", file=sys.stderr)
+    print(f"\nbit flips: {tally.fired} in {time.monotonic() - started:.1f} s, {dict(tally.kinds)}", file=sys.stderr)
     assert tally.undetected == []
 
 
 @pytest.mark.timeout(400 if FLIPS != "every" else 1800)
-@pytest.mark.parametrize("damage", BLOCK_DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", BLOCK_FAULT_KINDS, ids=lambda damage: damage.__name__)
 def test_every_bad_block_is_found(damage: Damage, node: Node) -> None:
-    tally, chance = Tally(), random.Random(0)
-    while tally.fired < BLOCK_FAULTS // len(BLOCK_DAMAGES):
+    tally, rng = Tally(), random.Random(0)
+    while tally.fired < BLOCK_FAULTS // len(BLOCK_FAULT_KINDS):
         kind = node.kinds[tally.planned % len(node.kinds)]
-        put(node, kind, damage(kind, chance), tally, damage.__name__)
+        inject(node, kind, damage(kind, rng), tally, damage.__name__)
         assert tally.planned < 4 * BLOCK_FAULTS
     assert tally.undetected == []
     assert len(tally.kinds) == len(node.kinds)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", (flipped, *BLOCK_DAMAGES), ids=lambda damage: damage.__name__)
-def test_a_damaged_copy_is_restored_from_the_other_tier(damage: Damage, node: Node) -> None:
-    chance = random.Random(1)
+@pytest.mark.parametrize("damage", (flipped, *BLOCK_FAULT_KINDS), ids=lambda damage: damage.__name__)
+def test_damaged_file_is_restored_from_the_other_tier(damage: Damage, node: Node) -> None:
+    rng = random.Random(1)
     for index, kind in enumerate(node.kinds):
-        overwrite(kind.path, damage(kind, chance))
+        overwrite(kind.path, damage(kind, rng))
         try:
-            assert restored(node, f"{damage.__name__}-{index}") == contents(node), kind.name
+            assert restored(node, f"{damage.__name__}-{index}") == expected_digests(node), kind.name
         finally:
             kind.path.with_name(f"{kind.path.name}.bad").unlink(missing_ok=True)
             overwrite(kind.path, kind.good)
 
 
-def test_the_part_record_says_nothing_but_that_it_is_there(node: Node) -> None:
-    """``{}``, and nobody reads it: the one file whose damage is not found, and does not matter."""
+def test_damage_to_a_part_record_has_no_effect(node: Node) -> None:
+    """Its content, ``{}``, is never read: damage is not found and has no effect."""
     entry = JournalEntry("ab12", node.location.uri, 1, READY, 1.0, 16384, node.manifest.files)
     store = node.mover.store(node.location)
     two = replace(node.manifest, files=(*node.manifest.files, replace(node.manifest.files[0], path="b", token="b")))
@@ -362,8 +364,8 @@ def test_the_part_record_says_nothing_but_that_it_is_there(node: Node) -> None:
     node.runner.run(store.delete(part("b")))
 
 
-def test_records_of_the_release_before_are_taken_as_they_are(node: Node) -> None:
-    """They had no digest. What a damaged name of the digest leaves is not one of them."""
+def test_records_without_a_digest_are_accepted(node: Node) -> None:
+    """Those records have no digest. A record whose digest field has a damaged name is still rejected."""
     claim, note = node.shared / CLAIM, node.local / DRAINED
     attempt = node.manifest.attempt
     claims, notes = claim.read_bytes(), note.read_bytes()
@@ -382,8 +384,8 @@ def test_records_of_the_release_before_are_taken_as_they_are(node: Node) -> None
         note.write_bytes(notes)
 
 
-def test_an_old_state_of_a_journal_entry_removes_nothing_that_is_committed(tmp_path: Path) -> None:
-    """A stale block brings back the entry of a save that had not finished then. It has since: its shards stay."""
+def test_stale_journal_entry_removes_no_committed_shards(tmp_path: Path) -> None:
+    """A stale block restores the entry of the unfinished save. The save has been committed: its shards stay."""
     options = {"local_root": tmp_path / "local", "chunk_size_bytes": "16KiB", "mover": "inline"}
     location = parse_uri(tmp_path / "shared" / "step-1")
     with pytest.MonkeyPatch.context() as patch:
@@ -417,36 +419,36 @@ def no_seal(body: dict[str, Any], data: Any, bad: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("owner", "name", "finish_for_dead_rank", "missed"),
+    ("owner", "name", "replacement", "missed"),
     [
         (verified_read, "check", no_check, {"local shard", "shared shard", "local metadata", "shared stock metadata"}),
         (manifests, "check_seal", no_seal, {"local manifest", "shared claim", "local drained", "journal entry"}),
     ],
 )
-def test_without_a_digest_flips_go_unseen(
-    owner: Any, name: str, finish_for_dead_rank: Any, missed: set[str], node: Node, monkeypatch: pytest.MonkeyPatch
+def test_flips_are_missed_without_digest_checks(
+    owner: Any, name: str, replacement: Any, missed: set[str], node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, finish_for_dead_rank)
-    tally, chance = Tally(), random.Random(0)
-    for index in range(800):  # of a record many are seen without its seal too: they make other text of it than JSON
+    monkeypatch.setattr(owner, name, replacement)
+    tally, rng = Tally(), random.Random(0)
+    for index in range(800):  # many flips are found without the seal: the record is no valid JSON any more
         kind = node.kinds[index % len(node.kinds)]
-        put(node, kind, flipped(kind, chance), tally, "flip")
+        inject(node, kind, flipped(kind, rng), tally, "flip")
     assert missed <= {text.removeprefix("flip of ") for text in tally.undetected}
 
 
-# --- between the local commit and the shared one ---------------------------------------------------------------------
+# --- damage between local and shared commit --------------------------------------------------------------------------
 
 
-def drained_after_damage(root: Path) -> tuple[str, bool]:
-    """Flip one bit of a shard that is committed here, then drain: what the mover says, and whether others can load it.
+def drain_after_damage(root: Path) -> tuple[str, bool]:
+    """Flip one bit of a locally committed shard, then drain. Returns the errors and whether shared has a commit.
 
-    The shared tier is told that it cannot link, so that bytes are sent.
+    Links fail, so that bytes are sent.
     """
     options = {"local_root": root / "local", "chunk_size_bytes": "16KiB", "mover": "inline"}
     location = parse_uri(root / "shared" / "step-1")
     mover = Mover(Settings.load(None, **options))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SaveSession, "hand_over", lambda self, **_: self.release())  # killed then
+        patch.setattr(SaveSession, "hand_over", lambda self, **_: self.release())  # as if killed here
         save(location.uri, state_of(1), **options)
     [shard] = local_dir(root / "local", location).glob("*.distcp")
     bit_flipped = bytearray(shard.read_bytes())
@@ -462,18 +464,18 @@ def drained_after_damage(root: Path) -> tuple[str, bool]:
     return asyncio.run(drain())
 
 
-async def never_links(*_: Any) -> bool:
+async def link_fails(*_: Any) -> bool:
     return False
 
 
-def test_a_shard_that_was_damaged_before_the_drain_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalStore, "link", never_links)
-    assert drained_after_damage(tmp_path) == ("IntegrityError", False)
+def test_drain_does_not_send_a_damaged_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalStore, "link", link_fails)
+    assert drain_after_damage(tmp_path) == ("IntegrityError", False)
 
 
 @pytest.mark.slow
-def test_a_digest_taken_from_what_is_sent_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: "digest after upload" says yes to whatever lies on the disk."""
-    monkeypatch.setattr(LocalStore, "link", never_links)
+def test_digest_at_upload_would_accept_a_damaged_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a digest computed at upload accepts the damaged file."""
+    monkeypatch.setattr(LocalStore, "link", link_fails)
     monkeypatch.setattr(verified_read, "is_good", lambda *_: True)
-    assert drained_after_damage(tmp_path) == ("", True)
+    assert drain_after_damage(tmp_path) == ("", True)

@@ -1,6 +1,6 @@
-"""Peers that lie, and strangers at the door (F20): no wrong byte is taken, nothing gets out, and nothing hangs.
+"""Malicious peers and clients (F20): no wrong byte is accepted, no byte leaks, no connection hangs.
 
-Each harness is given bugs that it must find, and counts what it really tried.
+Both harnesses count the attacks that ran, and find seeded bugs.
 """
 
 from __future__ import annotations
@@ -24,117 +24,111 @@ from tierckpt.peer.auth import Signer, Verifier
 from tierckpt.peer.peer_http import chunk_target
 from tierckpt.stores import get_concurrency
 
-WILES = {wile.__name__ for wile in evil_peer.WILES}
+PEER_ATTACKS = {attack.__name__ for attack in evil_peer.ATTACKS}
 
 
 @pytest.fixture
-def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_client, "FIRST_BYTE_SECONDS", 0.5)
     monkeypatch.setattr(get_concurrency, "WINDOW_SECONDS", evil_peer.SLOW_SECONDS)
     monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", CHUNK)
 
 
-# --- a peer that lies ----------------------------------------------------------------------------------------------
+# --- malicious peers -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_patience")
-async def test_nothing_that_a_peer_does_makes_a_wrong_byte_land(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("short_timeouts")
+async def test_no_malicious_peer_gets_wrong_bytes_into_the_cache(tmp_path: Path) -> None:
     report = await evil_peer.run(tmp_path, known=True)
     assert report.wrong == []
-    assert set(report.fired) == WILES
-    assert set(report.taken) <= evil_peer.HARMLESS
+    assert set(report.ran) == PEER_ATTACKS
+    assert set(report.accepted) <= evil_peer.HARMLESS
     errors = {name.split(": ")[0] for name in report.refused}
-    assert errors | set(report.taken) == WILES
+    assert errors | set(report.accepted) == PEER_ATTACKS
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_patience")
-async def test_lists_that_cannot_be_are_not_believed(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("short_timeouts")
+async def test_client_rejects_invalid_holdings(tmp_path: Path) -> None:
     report = await evil_peer.run_lists(tmp_path)
     assert report.wrong == []
-    assert set(report.fired) == {wile.__name__ for wile in evil_peer.LISTS}
-    assert report.refused.total() == len(evil_peer.LISTS)
+    assert set(report.ran) == {attack.__name__ for attack in evil_peer.LIST_ATTACKS}
+    assert report.refused.total() == len(evil_peer.LIST_ATTACKS)
 
 
-async def test_where_nobody_knows_the_digests_what_a_peer_gives_is_what_it_says(tmp_path: Path) -> None:
-    lies = [
+async def test_chunk_without_a_known_digest_must_match_the_peers_digest(tmp_path: Path) -> None:
+    answers = [
         evil_peer.wrong_bytes,
         evil_peer.one_bit,
         evil_peer.wrong_digest,
         evil_peer.no_digest,
-        evil_peer.a_path_for_a_digest,
+        evil_peer.path_as_digest,
         evil_peer.too_long,
         evil_peer.another_chunk,
     ]
-    report = await evil_peer.run(tmp_path, known=False, wiles=lies)
+    report = await evil_peer.run(tmp_path, known=False, attacks=answers)
     assert report.wrong == []
-    assert set(report.fired) == {wile.__name__ for wile in lies}
-    assert set(report.taken) == {"another_chunk"}, "it is what it says; who asks several is told by their disagreement"
+    assert set(report.ran) == {attack.__name__ for attack in answers}
+    assert set(report.accepted) == {"another_chunk"}, "consistent with its digest; only other peers can contradict it"
 
 
-async def test_the_harness_finds_a_client_that_verifies_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_harness_finds_a_client_without_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_client, "same_digest", lambda *asked: True)
     monkeypatch.setattr("tierckpt.cache.partial_entry.same_digest", lambda *asked: True)
-    report = await evil_peer.run(tmp_path, known=True, wiles=[evil_peer.wrong_bytes, evil_peer.one_bit])
+    report = await evil_peer.run(tmp_path, known=True, attacks=[evil_peer.wrong_bytes, evil_peer.one_bit])
     assert "wrong_bytes: wrong bytes" in report.wrong
     assert "one_bit: wrong bytes" in report.wrong
 
 
-async def test_the_harness_finds_a_client_that_believes_strangers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_harness_finds_a_client_that_accepts_any_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Signer, "is_proven", lambda *asked: True)
-    strangers = [evil_peer.a_stranger, evil_peer.a_proof_of_another_answer]
-    report = await evil_peer.run(tmp_path, known=True, wiles=strangers)
-    assert {"a_stranger", "a_proof_of_another_answer"} <= set(report.taken) - evil_peer.HARMLESS
+    wrong_proofs = [evil_peer.wrong_proof, evil_peer.proof_of_another_answer]
+    report = await evil_peer.run(tmp_path, known=True, attacks=wrong_proofs)
+    assert {"wrong_proof", "proof_of_another_answer"} <= set(report.accepted) - evil_peer.HARMLESS
 
 
-# --- strangers at the door -----------------------------------------------------------------------------------------
+# --- malicious clients ---------------------------------------------------------------------------------------------
 
 
-async def test_nothing_gets_out_to_strangers_and_nothing_but_chunks_to_members(tmp_path: Path) -> None:
+async def test_server_leaks_nothing_and_serves_only_chunks_to_members(tmp_path: Path) -> None:
     frozen, _ = evil_client.entry(tmp_path / "node")
     async with serving(tmp_path / "node") as node:
         report = await evil_client.run(node, frozen)
     assert report.wrong == []
-    assert report.fired.total() == len(evil_client.attacks(frozen)) + 2
-    assert report.fired.total() > 90
+    assert report.ran.total() == len(evil_client.attacks(frozen)) + 2
+    assert report.ran.total() > 90
     assert report.answers["200"] == 0
     assert min(report.answers[status] for status in ("400", "401", "404", "405")) > 0
 
 
-async def test_the_harness_finds_a_server_that_lets_everybody_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_harness_finds_a_server_without_authentication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Verifier, "check", lambda *asked: ("anybody", "0" * 32))
     frozen, _ = evil_client.entry(tmp_path / "node")
     async with serving(tmp_path / "node", peer_secret_file=secret_file(tmp_path / "secrets", "0" * 16)) as node:
-        report = await _run_on(node, frozen)
-    assert "no proof: bytes have got out" in report.wrong
+        report = await run_with_any_proof(node, frozen)
+    assert "no proof: bytes leaked" in report.wrong
     assert "a replay is answered" in report.wrong
 
 
-async def test_the_harness_finds_a_server_that_follows_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_harness_finds_a_server_that_follows_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follow = lambda directory, name: os.open(directory / name, os.O_RDONLY)  # noqa: E731
     monkeypatch.setattr(inventory, "open_beneath", follow)
     monkeypatch.setattr(chunk_files.ChunkSource, "trusts", lambda *asked: True)
     frozen, _ = evil_client.entry(tmp_path / "node")
     async with serving(tmp_path / "node") as node:
         report = await evil_client.run(node, frozen)
-    assert report.wrong == ["a link out was followed"]
+    assert report.wrong == ["a link out of the cache was followed"]
 
 
-async def _run_on(node: object, frozen: object) -> evil_client.Report:
-    """A run whose last request, of a member, may fail: the server's answers prove another secret."""
+async def run_with_any_proof(node: object, frozen: object) -> evil_client.Report:
+    """Run the client. The member's last request is proven by another secret, which the client accepts here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Signer, "is_proven", lambda *asked: True)
         return await evil_client.run(node, frozen)  # type: ignore[arg-type]
 
 
-async def test_connections_that_dribble_are_closed_in_time_and_hold_up_nobody(
+async def test_slow_connections_time_out_and_do_not_block_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 3.0)
@@ -143,11 +137,11 @@ async def test_connections_that_dribble_are_closed_in_time_and_hold_up_nobody(
         dribbling = asyncio.ensure_future(evil_client.dribble(node, 60))
         await until(lambda: len(node.server.http.connections) == 60)
         assert await get(node.client(), node.member, frozen, 1)
-        assert await dribbling < http_server.IDLE_SECONDS  # after which aiohttp would close them
+        assert await dribbling < http_server.IDLE_SECONDS  # earlier than aiohttp's idle timeout
         assert node.server.counts["chunks"] == 1
 
 
-async def test_the_harness_finds_a_server_that_waits_for_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_harness_finds_a_server_without_a_head_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 3600.0)
     monkeypatch.setattr(evil_client, "ANSWER_SECONDS", 1.0)
     async with serving(tmp_path) as node:
@@ -155,7 +149,7 @@ async def test_the_harness_finds_a_server_that_waits_for_heads(tmp_path: Path, m
             await evil_client.dribble(node, 2)
 
 
-async def test_who_does_not_read_what_it_asked_for_is_hung_up_on(
+async def test_server_closes_connections_of_clients_that_stop_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     big = {"big": os.urandom(128 * CHUNK)}
@@ -173,7 +167,7 @@ async def test_who_does_not_read_what_it_asked_for_is_hung_up_on(
         writer.transport.abort()
 
 
-async def test_a_head_that_comes_in_time_may_come_in_pieces(tmp_path: Path) -> None:
+async def test_server_accepts_a_fragmented_head_within_the_timeout(tmp_path: Path) -> None:
     frozen, _ = evil_client.entry(tmp_path)
     async with serving(tmp_path) as node:
         host, port = node.server.address.split(":")
@@ -185,26 +179,26 @@ async def test_a_head_that_comes_in_time_may_come_in_pieces(tmp_path: Path) -> N
         writer.transport.abort()
 
 
-async def test_a_lie_in_a_progress_file_is_found_by_who_receives(tmp_path: Path) -> None:
-    """The server believes lines of this boot. What has rotted since then is found at the other end, every time."""
+async def test_client_finds_damage_that_the_progress_file_hides(tmp_path: Path) -> None:
+    """The server trusts progress files of the current boot. The client finds damage by the digest."""
     data = evil_client.marked()
     frozen = freeze(data, known=True)
-    filling = begin(tmp_path, frozen)
-    land(filling, data)
-    with (filling.incoming / frozen.files[0].path).open("r+b") as stream:
+    partial = begin(tmp_path, frozen)
+    land(partial, data)
+    with (partial.incoming / frozen.files[0].path).open("r+b") as stream:
         stream.write(b"rotten")
     async with serving(tmp_path) as node:
         into = memoryview(bytearray(CHUNK))
         with pytest.raises(IntegrityError):
             expected = frozen.files[0].digests[0]
             await node.client().chunk(node.member, frozen.version, CHUNK, 0, into, expected=expected)
-    filling.close()
+    partial.close()
 
 
 # --- TLS -----------------------------------------------------------------------------------------------------------
 
 
-def certified(authority: Authority, folder: Path, host: str = "127.0.0.1") -> dict[str, Path]:
+def issue_certificate(authority: Authority, folder: Path, host: str = "127.0.0.1") -> dict[str, Path]:
     folder.mkdir()
     authority.directory = folder
     certificate, key = authority.issue(host)
@@ -214,8 +208,8 @@ def certified(authority: Authority, folder: Path, host: str = "127.0.0.1") -> di
     return {"peer_tls_dir": folder}
 
 
-def contexts(files: Mapping[str, Path]) -> dict[str, ssl.SSLContext]:
-    """Ways to speak TLS that a server must not answer."""
+def rejected_contexts(files: Mapping[str, Path]) -> dict[str, ssl.SSLContext]:
+    """Return TLS contexts that a server must reject."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -228,14 +222,14 @@ def contexts(files: Mapping[str, Path]) -> dict[str, ssl.SSLContext]:
 
 @pytest.mark.parametrize("how", ["no certificate", "TLS 1.1"])
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1:DeprecationWarning")
-async def test_a_server_with_certificates_does_not_answer(tmp_path: Path, how: str) -> None:
+async def test_tls_server_rejects_clients_without_certificate_or_with_old_tls(tmp_path: Path, how: str) -> None:
     frozen, _ = evil_client.entry(tmp_path)
-    files = certified(Authority(tmp_path), tmp_path / "tls")
+    files = issue_certificate(Authority(tmp_path), tmp_path / "tls")
     async with serving(tmp_path, peer_secret_file=None, **files) as node:
         host, port = node.server.address.split(":")
         answer = b""
         with pytest.raises((ssl.SSLError, OSError, asyncio.IncompleteReadError)):
-            reader, writer = await asyncio.open_connection(host, int(port), ssl=contexts(files)[how])
+            reader, writer = await asyncio.open_connection(host, int(port), ssl=rejected_contexts(files)[how])
             writer.write(evil_client.signed(chunk_target(frozen.version, CHUNK, 1, 0, 0.0)))
             answer = await reader.readexactly(1)
         assert answer == b""
@@ -243,11 +237,11 @@ async def test_a_server_with_certificates_does_not_answer(tmp_path: Path, how: s
         assert await get(node.client(), node.member, frozen, 1)
 
 
-async def test_a_node_with_a_certificate_for_another_address_is_not_believed(tmp_path: Path) -> None:
+async def test_client_rejects_a_certificate_for_another_address(tmp_path: Path) -> None:
     frozen, _ = evil_client.entry(tmp_path)
     authority = Authority(tmp_path)
-    good = certified(authority, tmp_path / "good")
-    other = certified(authority, tmp_path / "other", "127.0.0.2")
+    good = issue_certificate(authority, tmp_path / "good")
+    other = issue_certificate(authority, tmp_path / "other", "127.0.0.2")
     async with serving(tmp_path, peer_secret_file=None, **other) as node:
         with pytest.raises((PermissionDeniedError, PeerError)):
             await get(node.client(**good), node.member, frozen, 1)
