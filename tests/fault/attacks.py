@@ -1,10 +1,10 @@
-"""Attacks on whoever opens a checkpoint: the bytes of each. ``attacks_try.py`` tries them.
+"""Attacks on a process that opens a checkpoint: the bytes of each. ``attacks_try.py`` runs them.
 
-An attack says what it does to a reader that trusts (``control``), so that a corpus gone stale is noticed:
-    runs      code of its own, which makes a canary file
-    dies      by a signal, or wants more memory than there is
+Each attack names its effect on a trusting reader (``control``), so that an outdated corpus is noticed:
+    runs      executes code, which creates a canary file
+    dies      ends the process by a signal, or exhausts the memory
     pollutes  changes a class of torch in the reading process
-    believed  is taken for good metadata
+    believed  is accepted as metadata
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Attack:
-    """``make(canary, genuine)`` gives the bytes of ``.metadata``, or of an object's item."""
+    """``make(canary, genuine)`` returns the bytes of ``.metadata``, or of an object's item."""
 
     name: str
     make: Callable[[Path, Metadata], bytes]
@@ -49,7 +49,7 @@ class Attack:
     item: bool = False
 
 
-# --- metadata that is no metadata -------------------------------------------------------------------------------
+# --- pickle programs --------------------------------------------------------------------------------------------
 
 
 def program(body: bytes, protocol: int = 4) -> bytes:
@@ -81,14 +81,14 @@ def raw(body: Callable[[Path], bytes] | bytes) -> Callable[[Path, Metadata], byt
 
 
 def pollution(kind: type, attribute: str, control: str = "pollutes") -> Attack:
-    """BUILD with a state for slots sets attributes of whatever is on the stack: here a class."""
+    """BUILD with a state for slots sets attributes of the object on the stack: here a class."""
     state = b"N}" + text(attribute) + text("HACKED") + b"s\x86b"
     body = global_(kind.__module__, kind.__name__) + state
     return Attack(f"pollutes {kind.__name__}.{attribute}", raw(body), "sets the state of Class", control)
 
 
 def called(module: str, name: str, *arguments: str) -> Callable[[Path], bytes]:
-    """REDUCE of a global, by opcodes that no pickler would write."""
+    """REDUCE of a global, by opcodes that no pickler writes."""
     return lambda canary: global_(module, name) + b"(" + b"".join(map(text, arguments or (shell(canary),))) + b"tR"
 
 
@@ -96,14 +96,14 @@ def stack_global(module: str, name: str) -> Callable[[Path], bytes]:
     return lambda canary: text(module) + text(name) + b"\x93(" + text(shell(canary)) + b"tR"
 
 
-def planned(opcodes: bytes) -> bytes:
-    """A Metadata with nothing in it but ``planner_data``, which ``opcodes`` make."""
+def metadata_with(opcodes: bytes) -> bytes:
+    """A Metadata with only ``planner_data``, which ``opcodes`` create."""
     fields = text("state_dict_metadata") + b"}" + text("planner_data") + opcodes
     return global_(metadata.__name__, "Metadata") + b")\x81}(" + fields + b"ub"
 
 
-def laughs(levels: int = 60) -> Any:
-    """A few lists, each twice in the next: 2**60 of the first to whoever looks at each."""
+def billion_laughs(levels: int = 60) -> Any:
+    """Nested lists, each twice in the next: a full traversal visits the first 2**60 times."""
     value: Any = ["ha"]
     for _ in range(levels):
         value = [value, value]
@@ -111,9 +111,9 @@ def laughs(levels: int = 60) -> Any:
 
 
 PATHLIB = "pathlib" if hasattr(pathlib, "os") else "pathlib._local"
-"""A module that Python's own paths are pickled with, and that holds ``os``."""
+"""A module that Python's own paths are pickled with, and that imports ``os``."""
 
-LANGUAGE = [
+PICKLE_PROGRAMS = [
     Attack(
         "os.system in planner_data", in_planner_data(lambda canary: Call(os.system, shell(canary))), "system", "runs"
     ),
@@ -173,24 +173,24 @@ BOMBS = [
     Attack("SHORT_BINUNICODE beyond the end", lambda *_: b"\x80\x04\x8c\xffab.", "truncated"),
     Attack("LONG4 of 2 GiB", raw(b"\x8b\xff\xff\xff\x7f"), "opcode"),
     Attack("LONG1 of 255 bytes", raw(b"\x8a\xff" + b"\x7f" * 255), "integer of 255 bytes", "believed"),
-    Attack("frame of 8 EiB", raw(b"\x95" + b"\xff" * 8 + planned(b"N")), "longer than the file"),
+    Attack("frame of 8 EiB", raw(b"\x95" + b"\xff" * 8 + metadata_with(b"N")), "longer than the file"),
     Attack("a million tuples deep as a key", raw(b"})" + b"\x85" * 1_000_000 + b"Ns"), "a key of a dict", "dies"),
-    Attack("300,000 lists deep", raw(planned(b"]" * 300_000 + b"a" * 299_999)), "nested", "believed"),
+    Attack("300,000 lists deep", raw(metadata_with(b"]" * 300_000 + b"a" * 299_999)), "nested", "believed"),
     Attack("a million marks", raw(b"(" * 1_000_000), "left over"),
-    Attack("billion laughs", in_planner_data(lambda _: laughs()), "over and over", "believed"),
-    Attack("chunks of all tensors shared", lambda _, genuine: sharing(genuine), "over and over", "believed"),
-    Attack("a list that holds itself", in_planner_data(lambda _: itself()), "nested", "believed"),
+    Attack("billion laughs", in_planner_data(lambda _: billion_laughs()), "over and over", "believed"),
+    Attack("chunks of all tensors shared", lambda _, genuine: shared_chunks(genuine), "over and over", "believed"),
+    Attack("a list that holds itself", in_planner_data(lambda _: self_containing_list()), "nested", "believed"),
 ]
 
 
-def itself() -> list[Any]:
+def self_containing_list() -> list[Any]:
     value: list[Any] = []
     value.append(value)
     return value
 
 
-def sharing(genuine: Metadata) -> bytes:
-    """20,000 tensors with one list of 20,000 chunks: 400 million checks, from half a megabyte."""
+def shared_chunks(genuine: Metadata) -> bytes:
+    """20,000 tensors that share a list of 20,000 chunks: 400 million checks from half a megabyte."""
     size = torch.Size([1])
     chunks = [metadata.ChunkStorageMetadata(torch.Size([0]), size)] * 20_000
     tensors = {str(index): TensorStorageMetadata(PROPERTIES, size, chunks) for index in range(20_000)}
@@ -201,11 +201,11 @@ def sharing(genuine: Metadata) -> bytes:
 PROPERTIES = metadata.TensorProperties(dtype=torch.float32)
 
 
-# --- metadata that lies -----------------------------------------------------------------------------------------
+# --- invalid metadata -------------------------------------------------------------------------------------------
 
 
 def place(**changes: Any) -> Callable[[Path, Metadata], bytes]:
-    """The place of every item, changed."""
+    """Change the place of every item."""
 
     def make(_: Path, genuine: Metadata) -> bytes:
         for info in genuine.storage_data.values():
@@ -236,7 +236,7 @@ def set_(target: Any, **values: Any) -> None:
 
 
 PATHS = ["/etc/passwd", "../../etc/passwd", "a/../../b", "./x", "a//b", "", "a\\..\\b", "a\0b", "..", "x/"]
-LIES = [
+INVALID_METADATA = [
     *(Attack(f"path {path!r}", place(relative_path=path), "path", "believed") for path in PATHS),
     Attack("path that is no string", place(relative_path=7), "path", "believed"),
     Attack("offset -5", place(offset=-5), "number from 0", "believed"),
@@ -327,7 +327,7 @@ def saved_call(canary: Path, **options: Any) -> bytes:
 
 
 def two_entries(first: bytes, second: bytes) -> bytes:
-    """A torch archive whose pickle is there twice, under one name: readers differ in which they take."""
+    """A torch archive with two pickles of one name: readers differ in the one that they take."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -387,4 +387,4 @@ ITEMS = [
     Attack("an item that is nothing", lambda *_: b"", "cannot read it", "", item=True),
     Attack("an item that is noise", lambda *_: bytes(range(256)), "cannot read it", "", item=True),
 ]
-CORPUS = [*LANGUAGE, *BOMBS, *LIES, *ITEMS]
+CORPUS = [*PICKLE_PROGRAMS, *BOMBS, *INVALID_METADATA, *ITEMS]

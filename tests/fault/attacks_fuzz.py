@@ -1,4 +1,4 @@
-"""Mutated metadata and manifests: every one is refused with an error of ours, or is safe to act on."""
+"""Mutated metadata and manifests: each is rejected by a TierckptError, or is safe to act on."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tierckpt.errors import ManifestError, UnsafeCheckpointError
 from tierckpt.format import manifest
 
 SEED = 20261121
-TRIED_MIN = 320
-"""Of metadata, on a slow machine too; half as many manifests."""
+INPUTS_MIN = 320
+"""Least number of metadata inputs, also on a slow machine; half as many manifests."""
 OPCODES = bytes(range(0x80, 0x98)) + b"(.0123FIJKLMNPQRSTUVXabcdeghijlopqrstu}])GCB"
-ODD = [-1, 0, 1 << 63, 1e308, "", "..", "/x", "a/../b", None, True, [], {}, "\0", "x" * 5000]
+ODD_VALUES = [-1, 0, 1 << 63, 1e308, "", "..", "/x", "a/../b", None, True, [], {}, "\0", "x" * 5000]
 
 
 def fuzz(directory: Path, seconds: float) -> dict[str, Any]:
-    """Count what was tried and accepted, for so long; raise on anything that is not an error of ours or is not safe."""
+    """Count tried and accepted inputs; raise on any other error, or if an accepted one is not safe."""
     uri = str(directory / "shared/step-1")
     options = {"local_root": directory / "local", "mover": "inline"}
     save(uri, {**small_state(1), "list": [torch.ones(2), {"a": 1}]}, **options)
@@ -34,19 +34,19 @@ def fuzz(directory: Path, seconds: float) -> dict[str, Any]:
     described = (step / ".tierckpt/manifest.json").read_bytes()
     load_metadata(pickled, where="genuine")
     manifest.decode(described)
-    dice = random.Random(SEED)
+    rng = random.Random(SEED)
     counts = {"metadata": 0, "metadata_accepted": 0, "manifest": 0, "manifest_accepted": 0}
     end = time.monotonic() + seconds
-    while time.monotonic() < end or counts["metadata"] < TRIED_MIN:
+    while time.monotonic() < end or counts["metadata"] < INPUTS_MIN:
         for _ in range(20):
-            _try("metadata", counts, lambda: check(load_metadata(mutate(pickled, dice), where="fuzz")))
+            _count_outcome("metadata", counts, lambda: check(load_metadata(mutate(pickled, rng), where="fuzz")))
         for _ in range(5):
-            _try("manifest", counts, lambda: manifest.decode(mutate(described, dice)))
-            _try("manifest", counts, lambda: check_manifest(manifest.decode(reseal(described, dice))))
+            _count_outcome("manifest", counts, lambda: manifest.decode(mutate(described, rng)))
+            _count_outcome("manifest", counts, lambda: check_manifest(manifest.decode(reseal(described, rng))))
     return counts
 
 
-def _try(kind: str, counts: dict[str, int], action: Callable[[], None]) -> None:
+def _count_outcome(kind: str, counts: dict[str, int], action: Callable[[], None]) -> None:
     counts[kind] += 1
     try:
         action()
@@ -55,27 +55,27 @@ def _try(kind: str, counts: dict[str, int], action: Callable[[], None]) -> None:
     counts[f"{kind}_accepted"] += 1
 
 
-def mutate(data: bytes, dice: random.Random) -> bytes:
-    """One to four changes: of bits, bytes, opcodes; pieces removed, repeated, moved; lengths blown up."""
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    """Apply one to four changes: bits, bytes, opcodes; pieces removed, repeated, moved; larger lengths."""
     made = bytearray(data)
-    for _ in range(dice.choice((1, 1, 1, 2, 4))):
-        at, count = dice.randrange(len(made)), dice.randrange(1, 20)
-        kind = dice.randrange(8)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        at, count = rng.randrange(len(made)), rng.randrange(1, 20)
+        kind = rng.randrange(8)
         if kind == 0:
-            made[at] ^= 1 << dice.randrange(8)
+            made[at] ^= 1 << rng.randrange(8)
         elif kind == 1:
-            made[at] = dice.randrange(256)
+            made[at] = rng.randrange(256)
         elif kind == 2:
-            made[at] = dice.choice(OPCODES)
+            made[at] = rng.choice(OPCODES)
         elif kind == 3:
             del made[at : at + count]
         elif kind == 4:
-            made[at:at] = bytes([dice.choice(OPCODES)])
+            made[at:at] = bytes([rng.choice(OPCODES)])
         elif kind == 5:
             made[at:at] = made[at : at + count]
         elif kind == 6:
             piece = bytes(made[at : at + count])
-            to = dice.randrange(len(made))
+            to = rng.randrange(len(made))
             made[to : to + count] = piece
         else:
             made[at : at + 4] = b"\xff\xff\xff\x7f"
@@ -85,7 +85,7 @@ def mutate(data: bytes, dice: random.Random) -> bytes:
 
 
 def check(found: Metadata) -> None:
-    """S5 once more, in other words than the code's."""
+    """Check S5 again, independently of the code under test."""
     entries = found.state_dict_metadata
     for entry in entries.values():
         if isinstance(entry, TensorStorageMetadata):
@@ -101,17 +101,17 @@ def check(found: Metadata) -> None:
     json.dumps(found.planner_data, default=str)
 
 
-def reseal(data: bytes, dice: random.Random) -> bytes:
-    """Change a value somewhere in the manifest, and make its own digest right again: as an attacker would."""
+def reseal(data: bytes, rng: random.Random) -> bytes:
+    """Change a value in the manifest and make its digest valid again, as an attacker would."""
     body = json.loads(data)
     body.pop("self_digest")
     node: Any = body
     while True:
-        key = dice.choice(list(node)) if isinstance(node, dict) else dice.randrange(len(node))
-        if not isinstance(node[key], dict | list) or not node[key] or dice.random() < 0.2:
+        key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
+        if not isinstance(node[key], dict | list) or not node[key] or rng.random() < 0.2:
             break
         node = node[key]
-    node[key] = dice.choice(ODD)
+    node[key] = rng.choice(ODD_VALUES)
     return manifest.seal(body)
 
 

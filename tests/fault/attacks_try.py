@@ -1,6 +1,6 @@
-"""Each attack of ``attacks.py`` tried in a process of its own with little memory, and each seeded bug found by one.
+"""Runs the attacks of ``attacks.py`` in processes with little memory, and finds seeded bugs with them.
 
-Run as a program: imports torch once, then forks for each attack, so that one may die and take nobody with it.
+A program that imports torch once, then forks for each attack, which may kill its process.
     python -m tests.fault.attacks_try corpus DIR          one JSON object for each attack
     python -m tests.fault.attacks_try bugs DIR            one for each seeded bug, with the attack that must find it
     python -m tests.fault.attacks_try fuzz DIR SECONDS    mutated metadata and manifests; one at the end
@@ -38,13 +38,13 @@ from tierckpt.dcp.sealed import objects
 from tierckpt.format import pickle_machine as machine
 
 MEMORY_BYTES = 1 << 30
-"""What an attempt may have beyond what the process has at its start."""
+"""Memory limit of an attempt, above the process's size at its start."""
 ATTEMPT_SECONDS = 60
 BUG_SECONDS = 5
-"""For a bug whose attack goes on forever. Refused it takes 10 milliseconds."""
+"""Time limit for bugs whose attack never ends. A rejection takes 10 milliseconds."""
 GROWN_BYTES_MAX = 300 << 20
 CACHES = {"__slotnames__"}
-"""What pickling a class leaves on it by itself."""
+"""Attributes that pickling leaves on a class."""
 CLASSES = (
     *(kind for kind in vars(metadata).values() if isinstance(kind, type) and kind.__module__ == metadata.__name__),
     filesystem._StorageInfo,
@@ -52,10 +52,10 @@ CLASSES = (
 )
 
 
-# --- seeded bugs: each must be found ----------------------------------------------------------------------------
+# --- seeded bugs ------------------------------------------------------------------------------------------------
 
 
-def _any_global(self: Any, module: Any, name: Any) -> Any:
+def _lookup_any_global(self: Any, module: Any, name: Any) -> Any:
     import importlib
 
     found: Any = importlib.import_module(module)
@@ -68,20 +68,20 @@ def _trusting_load(stream: Any, map_location: Any, _: str) -> Any:
     return torch.load(stream, map_location=map_location, weights_only=False)
 
 
-def _any_memo_index(self: Any, stack: list[Any], index: int, at: int) -> int:
+def _put_at_any_index(self: Any, stack: list[Any], index: int, at: int) -> int:
     self.memo.extend([0] * index)
     return at
 
 
-class _Everything:
+class _ContainsEverything:
     issuperset = staticmethod(lambda _: True)
 
 
 BUGS: dict[str, tuple[Any, str, Any, str]] = {
     "paths are not checked": (sealed, "relative_of", lambda path: path, "path '../../etc/passwd'"),
-    "any global is known": (machine.PickleMachine, "lookup", _any_global, "os.system in planner_data"),
-    "keys are not checked": (machine, "KEYS", _Everything, "a million tuples deep as a key"),
-    "memo indices are not checked": (machine.PickleMachine, "put_at", _any_memo_index, "memo bomb"),
+    "any global is known": (machine.PickleMachine, "lookup", _lookup_any_global, "os.system in planner_data"),
+    "keys are not checked": (machine, "KEYS", _ContainsEverything, "a million tuples deep as a key"),
+    "memo indices are not checked": (machine.PickleMachine, "put_at", _put_at_any_index, "memo bomb"),
     "lengths are not checked": (machine.PickleMachine, "take", lambda *given: bytes(given[-1]), "BINBYTES of 4 GiB"),
     "nothing is counted": (sealed.MetadataBuilder, "spend", lambda *_: None, "chunks of all tensors shared"),
     "ends are not checked": (machine.PickleMachine, "result", lambda *given: given[1][0], "a second pickle behind"),
@@ -91,14 +91,14 @@ BUGS: dict[str, tuple[Any, str, Any, str]] = {
     "items are trusted": (objects, "load_object", _trusting_load, "os.system in an item"),
     "items are handed on as they are": (objects.Objects, "inert", lambda *given: given[1], "os.system in an item"),
 }
-"""What to break (object, attribute, replacement), and the attack that must then get through."""
+"""What to break (object, attribute, replacement), and the attack that must then succeed."""
 
 
-# --- trying -----------------------------------------------------------------------------------------------------
+# --- attempts ---------------------------------------------------------------------------------------------------
 
 
 def save_genuine(directory: Path) -> None:
-    """Save with stock DCP."""
+    """Save a checkpoint with stock DCP."""
     state = {"weight": torch.arange(16.0).reshape(4, 4), "list": [torch.zeros(2), {"n": 1}], "evil": {"x": "harmless"}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -106,7 +106,7 @@ def save_genuine(directory: Path) -> None:
 
 
 def prepare(attack: Attack, directory: Path, canary: Path) -> Path:
-    """A checkpoint of stock DCP, with the attack in it."""
+    """Return a checkpoint of stock DCP that contains the attack."""
     checkpoint = directory / "checkpoint"
     shutil.rmtree(checkpoint, ignore_errors=True)
     shutil.copytree(directory / "genuine", checkpoint)
@@ -138,7 +138,7 @@ def open_checkpoint(checkpoint: Path, local_root: Path, **options: Any) -> None:
 
 
 def attempt(action: Callable[[], None], seconds: int = ATTEMPT_SECONDS) -> dict[str, Any]:
-    """Run ``action`` in a fork with little memory. What it raised, how it ended, what it left behind in classes."""
+    """Run ``action`` in a fork with little memory. Returns its error, its end, and changes of classes."""
     before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     out, into = os.pipe()
     begun = time.monotonic()
@@ -181,7 +181,7 @@ def _in_child(action: Callable[[], None], into: int, seconds: int) -> None:
 
 
 def run_corpus(directory: Path) -> Iterator[dict[str, Any]]:
-    """Each attack on our reader, on our reader told to trust, and on plain pickle."""
+    """Run each attack on tierckpt's reader, on that reader in trusting mode, and on plain pickle."""
     canary = directory / "canary"
     for attack in CORPUS:
         report = {"name": attack.name, "sealed": _sealed_report(attack, directory)}
@@ -191,20 +191,20 @@ def run_corpus(directory: Path) -> Iterator[dict[str, Any]]:
             report["trusted"] = {**trusting, "canary": canary.exists()}
         if attack.control in {"believed", "dies"}:
             data = (checkpoint / ".metadata").read_bytes()
-            report["stock"] = attempt(lambda data=data: _believe(data))
+            report["stock"] = attempt(lambda data=data: _unpickle(data))
         yield report
 
 
 def run_bugs(directory: Path) -> Iterator[dict[str, Any]]:
-    """Each seeded bug, and how the attack that must find it fares then."""
+    """Run, for each seeded bug, the attack that must find it."""
     attacks = {attack.name: attack for attack in CORPUS}
     for bug, (owner, attribute, broken, name) in BUGS.items():
-        right = getattr(owner, attribute)
+        original = getattr(owner, attribute)
         setattr(owner, attribute, broken)
         try:
             yield {"bug": bug, "name": name, "sealed": _sealed_report(attacks[name], directory, BUG_SECONDS)}
         finally:
-            setattr(owner, attribute, right)
+            setattr(owner, attribute, original)
 
 
 def _sealed_report(attack: Attack, directory: Path, seconds: int = ATTEMPT_SECONDS) -> dict[str, Any]:
@@ -214,8 +214,8 @@ def _sealed_report(attack: Attack, directory: Path, seconds: int = ATTEMPT_SECON
     return {**report, "canary": canary.exists()}
 
 
-def is_refused(attack: Attack, report: dict[str, Any]) -> bool:
-    """Refused for the right reason, quickly, with nothing run, changed, or allocated."""
+def is_rejected(attack: Attack, report: dict[str, Any]) -> bool:
+    """Return whether the attack was rejected for the right reason, quickly and without side effects."""
     return (
         report["error"] in {"UnsafeCheckpointError", "IntegrityError"}
         and re.search(attack.match, report["message"]) is not None
@@ -233,8 +233,8 @@ def is_harmless(report: dict[str, Any]) -> bool:
     )
 
 
-def works(attack: Attack, report: dict[str, Any]) -> bool:
-    """Does the attack do what it says to a reader that trusts?"""
+def has_its_effect(attack: Attack, report: dict[str, Any]) -> bool:
+    """Return whether the attack has its effect on a trusting reader."""
     if attack.control == "runs":
         return bool(report["trusted"]["canary"])
     if attack.control == "pollutes":
@@ -242,11 +242,11 @@ def works(attack: Attack, report: dict[str, Any]) -> bool:
     if attack.control == "believed":
         return not report["stock"]["error"]
     tried = (report["trusted"], report["stock"])
-    # Public calls raise CapacityError where the system gives no memory.
+    # Public calls raise CapacityError if the system has no memory.
     return any(one["signal"] or re.search("MemoryError|CapacityError", one["error"] + one["message"]) for one in tried)
 
 
-def _believe(data: bytes) -> None:
+def _unpickle(data: bytes) -> None:
     stream = io.BytesIO(data)
     pickle.load(stream)
 

@@ -1,4 +1,4 @@
-"""Mistakes put in on purpose, for the controls of test_fanout.py: each is made in a process of its own, by its name."""
+"""Seeded bugs for the controls of test_fanout.py; a process plants one by name."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 
 def ownership_ignored() -> None:
-    """Every node takes every chunk for its own, begins at the first, and does not care what others fetch just now."""
+    """Every node owns every chunk, begins with the first, and ignores the chunks that others fetch."""
     from tierckpt.peer.fetch.peer_table import PeerTable
     from tierckpt.peer.fetch.scheduler import FetchScheduler
 
-    real_plan, real_hear = FetchScheduler.plan, PeerTable.update
+    real_plan, real_update = FetchScheduler.plan, PeerTable.update
 
     def plan(self: Any, now: float = 0.0) -> None:
         self.chunk_owners = [self.table.me] * self.table.total
         real_plan(self, now)
 
-    def hear(self: Any, name: str, now: float, **told: Any) -> None:
-        real_hear(self, name, now, **told | {"fetching": None})
+    def update(self: Any, name: str, now: float, **fields: Any) -> None:
+        real_update(self, name, now, **fields | {"fetching": None})
 
-    FetchScheduler.plan, PeerTable.update = plan, hear  # type: ignore[method-assign]
+    FetchScheduler.plan, PeerTable.update = plan, update  # type: ignore[method-assign]
     FetchScheduler.order_of = lambda self, name, chunks: chunks  # type: ignore[method-assign]
     FetchScheduler.store_slots = lambda self: self.tuning.slots  # type: ignore[method-assign]
 
 
-def nothing_is_verified() -> None:
-    """Neither who serves a chunk nor who gets it looks at its digest."""
+def no_verification() -> None:
+    """Neither the server of a chunk nor its client checks the digest."""
     from tierckpt.cache import entry, partial_entry
     from tierckpt.peer import chunk_files, peer_client
 
@@ -42,5 +42,5 @@ def nothing_is_verified() -> None:
 
 BUGS: dict[str, Callable[[], None]] = {
     "ownership ignored": ownership_ignored,
-    "nothing is verified": nothing_is_verified,
+    "no verification": no_verification,
 }

@@ -1,4 +1,4 @@
-"""A rank of a job on several nodes: what it saves, and what it restores. Run by ``tests/compat/worker.py``."""
+"""A rank of a job on several nodes: its save and its restore. Run by ``tests/compat/worker.py``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import tierckpt
 
 REPLICAS = 2
-"""Data-parallel groups: each shard is held by this many ranks."""
+"""Data-parallel groups: this many ranks hold each shard."""
 ROWS, COLUMNS, SHARDED = 1024, 512, 4
-"""2 MiB each."""
+"""Each tensor has 2 MiB."""
 REPLICATED = 4
 
 
@@ -29,7 +29,7 @@ def whole_state() -> dict[str, torch.Tensor]:
 
 
 def part_of(state: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What this rank has of it: a model as hybrid sharding has it, and tensors that every rank has whole."""
+    """Return the part of ``state`` of this rank: tensors with hybrid sharding, and replicated ones."""
     mesh = init_device_mesh("cpu", (REPLICAS, dist.get_world_size() // REPLICAS))
     placements = [Replicate(), Shard(0)]
     return {
@@ -43,7 +43,7 @@ def _value(number: int) -> torch.Tensor:
 
 
 def save(uri: str, root: str) -> dict[str, Any]:
-    """Save as another job did, of one rank, and wait until it is on shared storage."""
+    """Save as an earlier job of one rank, and wait for the shared tier."""
     writer = tierckpt.TierStorageWriter(uri, local_root=root, mover="inline")
     dcp.save(whole_state(), storage_writer=writer)
     tierckpt.wait(uri, tier="shared", timeout_seconds=60, local_root=root, mover="inline")
@@ -51,7 +51,7 @@ def save(uri: str, root: str) -> dict[str, Any]:
 
 
 def restore(uri: str, nodes: list[dict[str, str]]) -> dict[str, Any]:
-    """Restore with the settings of this rank's node; ranks go to nodes in blocks. Tells whether all is right."""
+    """Restore with the settings of this rank's node (ranks in blocks). Returns correctness and seconds by rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     os.environ.update(nodes[rank * len(nodes) // world_size])
     wanted = part_of(whole_state())

@@ -1,4 +1,4 @@
-"""What agents of test_log_copies.py do besides: stop in the middle of a frame, or count it before it is whole."""
+"""Behaviour of agents in test_log_copies.py: stop within a frame, or count a frame before it is whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIECES = "TIERCKPT_TEST_LOG_PIECES"
 
 
 def stall() -> None:
-    """The copy of a log stands still after so many pieces, each of a block: a frame takes several."""
+    """Stop the copy of a log after ``PIECES`` pieces of a block each; a frame has several."""
     newest_first()
     log_copies.PIECE_BYTES = 4096
     original, left = PeerWire.segment, int(os.environ[PIECES])
@@ -32,7 +32,7 @@ def stall() -> None:
 
 
 def counted_before_it_is_whole() -> None:
-    """The bug: a frame counts when its header is there."""
+    """Seeded bug: a frame counts once its header is present."""
     stall()
     original = log_segments._place  # private: the bug is in it
 

@@ -1,4 +1,4 @@
-"""What one rank does in test_set_cover.py. Run by tests/compat/worker.py."""
+"""The ranks of test_set_cover.py. Run by tests/compat/worker.py."""
 
 from __future__ import annotations
 

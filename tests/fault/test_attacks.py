@@ -1,6 +1,6 @@
-"""Nobody's checkpoint runs code in the process that opens it, nor kills it, nor makes it act on lies.
+"""No checkpoint runs code in the process that opens it, kills it, or makes it act on false metadata.
 
-tests/fault/attacks.py has the corpus; docs/adr/0008-no-code-from-a-checkpoint.md says how it is done.
+The corpus is in attacks.py; docs/adr/0008-no-code-from-a-checkpoint.md describes the defence.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from tests.fault import attacks, attacks_try
-from tests.fault.attacks_fuzz import TRIED_MIN
+from tests.fault.attacks_fuzz import INPUTS_MIN
 from tests.states import save, small_state
 
 FUZZ_SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "2"))
 CORPUS_SECONDS = 400.0
-"""More than a hundred attacks, of which each has two or three processes forked, on a slow machine."""
+"""More than a hundred attacks, each with two or three forks, on a slow machine."""
 pytestmark = pytest.mark.timeout(FUZZ_SECONDS + CORPUS_SECONDS)
 ATTACKS = {attack.name: attack for attack in attacks.CORPUS}
 HARMLESS = {"good and evil under one name"}
-"""Torch takes the good one here, and so it is read: what a planner gets is made from that one alone."""
+"""Torch reads the good pickle here, so tierckpt does too: the planner gets only that one."""
 
 
 def run(what: str, directory: Path, *options: str, timeout_seconds: float = CORPUS_SECONDS) -> list[dict[str, Any]]:
@@ -47,21 +47,21 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_is_refused(name: str, reports: dict[str, dict[str, Any]]) -> None:
+def test_attack_is_rejected(name: str, reports: dict[str, dict[str, Any]]) -> None:
     report = reports[name]["sealed"]
     if name in HARMLESS:
         assert attacks_try.is_harmless(report) and not report["error"], report
     else:
-        assert attacks_try.is_refused(ATTACKS[name], report), report
+        assert attacks_try.is_rejected(ATTACKS[name], report), report
 
 
 @pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if attack.control])
-def test_it_is_an_attack(name: str, reports: dict[str, dict[str, Any]]) -> None:
-    """The control: a reader that trusts runs it, dies of it, is changed by it, or believes it."""
-    assert attacks_try.works(ATTACKS[name], reports[name]), reports[name]
+def test_control_attack_has_its_effect_on_a_trusting_reader(name: str, reports: dict[str, dict[str, Any]]) -> None:
+    """Control: a trusting reader runs it, dies of it, is changed by it, or accepts it."""
+    assert attacks_try.has_its_effect(ATTACKS[name], reports[name]), reports[name]
 
 
-def test_the_corpus_is_as_large_as_planned() -> None:
+def test_corpus_has_enough_attacks_of_each_kind() -> None:
     live = [attack for attack in attacks.CORPUS if attack.control]
     assert len(ATTACKS) == len(attacks.CORPUS) >= 110
     assert len([attack for attack in live if attack.control == "runs"]) >= 15
@@ -70,28 +70,28 @@ def test_the_corpus_is_as_large_as_planned() -> None:
 
 
 @pytest.mark.slow
-def test_every_seeded_bug_is_found(tmp_path: Path) -> None:
+def test_attacks_find_every_seeded_bug(tmp_path: Path) -> None:
     found = run("bugs", tmp_path)
     assert [report["bug"] for report in found] == list(attacks_try.BUGS)
-    missed = [report for report in found if attacks_try.is_refused(ATTACKS[report["name"]], report["sealed"])]
+    missed = [report for report in found if attacks_try.is_rejected(ATTACKS[report["name"]], report["sealed"])]
     assert not missed
 
 
 @pytest.mark.slow
-def test_mutated_metadata_and_manifests(tmp_path: Path) -> None:
-    """Only errors of ours, nothing unsafe accepted, no class changed, memory bounded. Prints what was tried."""
+def test_fuzzed_metadata_and_manifests_are_rejected_or_safe(tmp_path: Path) -> None:
+    """Only errors of tierckpt, no unsafe result, no changed class, bounded memory."""
     [counts] = run("fuzz", tmp_path, str(FUZZ_SECONDS), timeout_seconds=FUZZ_SECONDS + CORPUS_SECONDS - 20)
     print(counts)
     assert counts["polluted"] == []
     assert counts["grown_bytes"] < attacks_try.GROWN_BYTES_MAX
-    assert counts["metadata"] >= TRIED_MIN and counts["manifest"] >= TRIED_MIN // 2
+    assert counts["metadata"] >= INPUTS_MIN and counts["manifest"] >= INPUTS_MIN // 2
     assert 0 < counts["metadata_accepted"] < counts["metadata"]
     assert 0 < counts["manifest_accepted"] < counts["manifest"]
 
 
 @pytest.mark.slow
-def test_the_command_line_unpickles_nothing(tmp_path: Path, local_root: Path) -> None:
-    """`ls`, `info` and `verify` do their work, on our checkpoints and on stock's, where pickle and torch are not."""
+def test_command_line_unpickles_nothing(tmp_path: Path, local_root: Path) -> None:
+    """`ls`, `info` and `verify` work on tierckpt's and stock checkpoints without pickle and torch."""
     save(str(tmp_path / "run/step-1"), small_state())
     attacks_try.save_genuine(tmp_path / "stock")
     commands = [

@@ -1,8 +1,8 @@
-"""Disks that fail and processes that die while a checkpoint is written: what was committed before is whole.
+"""Failing disks and killed processes during a save: the previous checkpoint stays whole.
 
-After an error: a typed one is raised by the save it belongs to, nothing more is asked of the file it happened to, no
-shard of the attempt is left, the previous checkpoint loads bit for bit, and the next save works. After a kill: the same
-for whoever starts next, and no memory is left behind.
+After an error: the save raises a typed error, makes no further call on the failed file, and leaves no shard of the
+attempt; the previous checkpoint loads bit for bit, and the next save works. After a kill: the same for the next
+process, and no shared memory is leaked.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tierckpt.poll import LOCAL, Poll
 from tierckpt.save import flush, write_ahead
 
 KiB, MiB = 1 << 10, 1 << 20
-THERE_BEFORE = frozenset(os.listdir("/dev/shm"))  # noqa: PTH208
-WAYS = ("sync", "async")
+EXISTING_SHM_FILES = frozenset(os.listdir("/dev/shm"))  # noqa: PTH208
+SAVE_METHODS = ("sync", "async")
 CHILDREN_SECONDS = 400.0
-"""What ``flush_children`` takes, and waits for others for, on a slow machine."""
+"""Time limit of ``flush_children``, with its waits, on a slow machine."""
 
 pytestmark = pytest.mark.timeout(CHILDREN_SECONDS + 60)
 
@@ -59,8 +59,8 @@ def save(uri: str, state: dict[str, Any], way: str = "sync", **options: Any) -> 
             dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True).result(60)
 
 
-def loads(uri: str, step: int, root: Path) -> bool:
-    """Bit for bit, by our reader and by torch's own."""
+def loads_equal(uri: str, step: int, root: Path) -> bool:
+    """Return whether the step loads bit for bit, by tierckpt's reader and by torch's."""
     target = zeros_like(state_of(step))
     dcp.load(target, storage_reader=FileSystemReader(local_dir(root, parse_uri(uri))), no_dist=True)
     return same(load(uri, state_of(step), local_root=root), state_of(step)) and same(target, state_of(step))
@@ -72,16 +72,16 @@ def shards(root: Path, uri: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def small_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven writes a shard, by three threads."""
+    """Split a shard into seven writes by three threads."""
     shape = WriteTuner((IoShape(3, 64 * KiB),))
     monkeypatch.setattr("tierckpt.dcp.shard_delivery.write_tuner_for", lambda *_: shape)
 
 
-# --- every call, failing ------------------------------------------------------------------------------------------
+# --- failing calls ------------------------------------------------------------------------------------------------
 
 
 class Disk:
-    """Stands between us and the kernel: counts the calls on shards, and lets the n-th of a kind fail once."""
+    """Wraps system calls: counts those on shards, and lets the n-th of a kind fail once."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, str, bool]] = []
@@ -90,14 +90,14 @@ class Disk:
         self._plan: tuple[str, int, int] | None = None
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._known = threading.Event()
-        self.known_seconds = 0.0
-        """What another thread had begun on the file that has failed takes until that is known, or so long."""
+        self._failure_known = threading.Event()
+        self.failure_wait_seconds = 0.0
+        """Seconds that the failing call waits, at most, until the flush knows of its failure."""
         fail = flush.FlushJob.fail
 
         def fails(job: Any, error: BaseException) -> None:
             fail(job, error)
-            self._known.set()
+            self._failure_known.set()
 
         monkeypatch.setattr(flush.FlushJob, "fail", fails)
         self._real = {name: getattr(os, name) for name in ("pwrite", "fsync", "ftruncate")}
@@ -105,10 +105,10 @@ class Disk:
             monkeypatch.setattr(os, name, lambda *arguments, name=name: self._call(name, *arguments))
 
     def fail(self, kind: str, number: int, code: int) -> None:
-        """The ``number``-th call of ``kind`` from now on; kinds are ``pwrite``, ``fsync``, and ``fsync elsewhere``."""
+        """Let the ``number``-th next call of ``kind`` fail: ``pwrite``, ``fsync``, ``fsync elsewhere``, and so on."""
         self._plan, self._counts, self.calls, self.fired = (kind, number, code), {}, [], 0
         self._failed = ""
-        self._known.clear()
+        self._failure_known.clear()
 
     def _call(self, name: str, fd: int, *rest: Any) -> Any:
         path = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115
@@ -122,17 +122,17 @@ class Disk:
         if failing and self._plan is not None:
             code = self._plan[2]
             if code == 0:
-                return 0  # a write that writes nothing
+                return 0  # a write of no bytes
             raise OSError(code, os.strerror(code))
-        if path == self._failed and not self._known.wait(self.known_seconds):
-            self._known.set()
+        if path == self._failed and not self._failure_known.wait(self.failure_wait_seconds):
+            self._failure_known.set()
         return self._real[name](fd, *rest)
 
     def count(self, kind: str) -> int:
         return sum(made == kind for made, _, _ in self.calls)
 
     def after_failure(self) -> list[str]:
-        """Calls on the file that failed, by any thread, after the failing one."""
+        """Return the calls on the failed file, by any thread, after the failure."""
         at, path = next((number, call[1]) for number, call in enumerate(self.calls) if call[2])
         return [kind for kind, other, _ in self.calls[at + 1 :] if other == path]
 
@@ -153,49 +153,49 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", SAVE_METHODS)
 @pytest.mark.parametrize(("kind", "number", "code"), FAULTS, ids=lambda value: str(value))
-def test_a_call_on_a_shard_that_fails(
+def test_failing_call_on_a_shard_raises_and_keeps_the_previous_checkpoint(
     kind: str, number: int, code: int, way: str, file_uri: str, local_root: Path, disk: Disk
 ) -> None:
     save(f"{file_uri}/step-1", state_of(1), way)
-    disk.known_seconds = 60.0
+    disk.failure_wait_seconds = 60.0
     disk.fail(kind, number, code)
     expected = CapacityError if code in (0, errno.ENOSPC) else StoreError
     with pytest.raises(expected, match=r"distcp"):
         save(f"{file_uri}/step-2", state_of(2), way)
     assert disk.fired == 1
     later = disk.after_failure()
-    assert len(later) <= 2 and "fsync" not in later, "only what the other two threads had begun"
+    assert len(later) <= 2 and "fsync" not in later, "only calls that the other two threads had begun"
     if kind == "fsync":
         assert not later
     assert shards(local_root, f"{file_uri}/step-2") == []
     assert Journal(local_root).entries() == []
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
-    assert loads(f"{file_uri}/step-1", 1, local_root)
+    assert loads_equal(f"{file_uri}/step-1", 1, local_root)
     save(f"{file_uri}/step-2", state_of(2), way)
-    assert loads(f"{file_uri}/step-2", 2, local_root)
+    assert loads_equal(f"{file_uri}/step-2", 2, local_root)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, 7))
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, 0])
-def test_a_write_ahead_that_fails(
+def test_failing_write_ahead_continues_or_raises(
     number: int, code: int, file_uri: str, local_root: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A4: the save goes on with another file, or the flush had taken that one and raises. Nothing in between."""
+    """A4: the save continues with another file, or raises if the flush had already taken the failed one."""
     monkeypatch.setattr(write_ahead, "BYTES_MIN", 64 * KiB)
     monkeypatch.setattr(write_ahead, "WRITE_BYTES", 64 * KiB)
     take = write_ahead.WriteAhead.take
 
-    def late(self: write_ahead.WriteAhead, file: write_ahead.TempFile, path: Path) -> int | None:
-        """Something is written before the file gets its name, on a busy machine too."""
+    def take_late(self: write_ahead.WriteAhead, file: write_ahead.TempFile, path: Path) -> int | None:
+        """Wait for a write before the file gets its name, also on a loaded machine."""
         for _ in Poll(60.0, LOCAL):
             if self.is_stopped or disk.count("pwrite elsewhere"):
                 break
         return take(self, file, path)
 
-    monkeypatch.setattr(write_ahead.WriteAhead, "take", late)
+    monkeypatch.setattr(write_ahead.WriteAhead, "take", take_late)
     save(f"{file_uri}/step-1", state_of(1), "async")
     disk.fail("pwrite elsewhere", number, code)
     try:
@@ -203,30 +203,32 @@ def test_a_write_ahead_that_fails(
         raised = False
     except (CapacityError, StoreError):
         raised = True
-    assert disk.count("pwrite elsewhere") >= 1, "something was written before there was a name"
+    assert disk.count("pwrite elsewhere") >= 1, "no write before the file had a name"
     assert disk.fired == (disk.count("pwrite elsewhere") >= number)
     assert not raised or disk.fired
     assert (shards(local_root, f"{file_uri}/step-2") == []) == raised
-    assert loads(f"{file_uri}/step-1", 1, local_root)
+    assert loads_equal(f"{file_uri}/step-1", 1, local_root)
     if not raised:
-        assert loads(f"{file_uri}/step-2", 2, local_root)
+        assert loads_equal(f"{file_uri}/step-2", 2, local_root)
     disk.fail("nothing", 1, 0)
     save(f"{file_uri}/step-2", state_of(2), "async")
-    assert loads(f"{file_uri}/step-2", 2, local_root)
+    assert loads_equal(f"{file_uri}/step-2", 2, local_root)
 
 
-def test_a_fault_that_is_not_reached_changes_nothing(file_uri: str, local_root: Path, disk: Disk) -> None:
-    """The control: the same save, the same checks, no fault; and how many calls there are to fail."""
+def test_control_save_without_a_fault(file_uri: str, local_root: Path, disk: Disk) -> None:
+    """Control: the same save and checks without a fault; also the number of calls that can fail."""
     disk.fail("pwrite", 1000, errno.EIO)
     save(f"{file_uri}/step-1", state_of(1), drain=False)
     assert (disk.fired, disk.count("pwrite"), disk.count("fsync"), disk.count("ftruncate")) == (0, 7, 1, 1)
-    assert loads(f"{file_uri}/step-1", 1, local_root)
+    assert loads_equal(f"{file_uri}/step-1", 1, local_root)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, 13))
-def test_an_fsync_of_names_and_manifests_that_fails(number: int, file_uri: str, local_root: Path, disk: Disk) -> None:
-    """Directories, journal, metadata, manifest: what ``latest`` names afterwards loads, whichever it is."""
+def test_failing_fsync_of_names_or_manifests_leaves_latest_loadable(
+    number: int, file_uri: str, local_root: Path, disk: Disk
+) -> None:
+    """Directories, journal, metadata, manifest: the checkpoint that ``latest`` names loads."""
     save(f"{file_uri}/step-1", state_of(1), drain=False)
     disk.fail("fsync elsewhere", number, errno.EIO)
     try:
@@ -239,36 +241,36 @@ def test_an_fsync_of_names_and_manifests_that_fails(number: int, file_uri: str, 
     newest = tierckpt.latest(file_uri, drain=False)
     assert newest is not None
     step = int(newest[-1])
-    assert step == 2 or raised, "a save that returned is committed"
-    assert loads(newest, step, local_root)
+    assert step == 2 or raised, "a save returned without a commit"
+    assert loads_equal(newest, step, local_root)
     save(f"{file_uri}/step-3", state_of(3), drain=False)
-    assert loads(f"{file_uri}/step-3", 3, local_root)
+    assert loads_equal(f"{file_uri}/step-3", 3, local_root)
 
 
-def test_the_matrix_finds_a_writer_that_swallows_errors(
+def test_control_swallowed_write_error_is_found(
     file_uri: str, local_root: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: with this bug seeded a save of a torn shard is reported as done."""
+    """Control: with this seeded bug, the save of a torn shard succeeds."""
     real = flush.ShardFile.write
 
-    def swallows(self: Any, view: memoryview, offset: int) -> None:
+    def swallow_error(self: Any, view: memoryview, offset: int) -> None:
         try:
             real(self, view, offset)
         except OSError:
             pass
 
-    monkeypatch.setattr(flush.ShardFile, "write", swallows)
+    monkeypatch.setattr(flush.ShardFile, "write", swallow_error)
     disk.fail("pwrite", 3, errno.EIO)
     save(f"{file_uri}/step-1", state_of(1), drain=False)
     assert disk.fired == 1
-    with pytest.raises((TierckptError, AssertionError, dcp.CheckpointException)):  # torch's, where it is a head
-        assert loads(f"{file_uri}/step-1", 1, local_root)
+    with pytest.raises((TierckptError, AssertionError, dcp.CheckpointException)):  # torch's, for a damaged head
+        assert loads_equal(f"{file_uri}/step-1", 1, local_root)
 
 
-def test_memory_of_a_failed_save_is_free_for_the_next(
+def test_failed_saves_release_their_staging_memory(
     file_uri: str, local_root: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One slot, errors in a row that nobody has looked at yet: staging does not fill up with them."""
+    """With one slot, unobserved errors of several saves do not use up the staging memory."""
     monkeypatch.setattr(slots, "SLOT_SECONDS", 5)
     stager, futures = tierckpt.TierStager(checkpoints_in_flight_max=1), []
     for step in range(1, 4):
@@ -280,10 +282,10 @@ def test_memory_of_a_failed_save_is_free_for_the_next(
     disk.fail("nothing", 1, 0)
     writer = tierckpt.TierStorageWriter(f"{file_uri}/step-9", chunk_size_bytes=64 * KiB)
     dcp.async_save(state_of(9), storage_writer=writer, async_stager=stager, no_dist=True).result(60)
-    assert loads(f"{file_uri}/step-9", 9, local_root)
+    assert loads_equal(f"{file_uri}/step-9", 9, local_root)
 
 
-def test_checkpointer_raises_it_at_the_next_call(file_uri: str, disk: Disk) -> None:
+def test_checkpointer_raises_the_error_at_the_next_call(file_uri: str, disk: Disk) -> None:
     checkpointer = tierckpt.Checkpointer(file_uri)
     checkpointer.save(1, state_of(1))
     checkpointer.wait()
@@ -300,12 +302,12 @@ def test_checkpointer_raises_it_at_the_next_call(file_uri: str, disk: Disk) -> N
     checkpointer.close()
 
 
-# --- disks that are full ------------------------------------------------------------------------------------------
+# --- full disks ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts a file system of 8 MiB on a loop device: ``small_disk("-O", "^extent")``."""
+    """Mount a file system of 8 MiB on a loop device: ``small_disk("-O", "^extent")``."""
     place, image = tmp_path / "small", tmp_path / "small.img"
 
     def mount(*options: str) -> Path:
@@ -323,7 +325,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 @pytest.mark.parametrize(
-    ("finds_it", "way"),
+    ("detected_by", "way"),
     [
         ("fallocate", "sync"),
         ("pwrite", "async"),
@@ -331,17 +333,17 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         pytest.param("pwrite", "sync", marks=pytest.mark.slow),
     ],
 )
-def test_a_full_disk(
-    finds_it: str,
+def test_full_disk_raises_capacity_error(
+    detected_by: str,
     way: str,
     small_disk: Callable[..., Path],
     file_uri: str,
     disk: Disk,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The estimate is blind, as it is when others fill the disk at the same time; the file system says no."""
+    """The space estimate is disabled, as if others filled the disk meanwhile: the file system returns ENOSPC."""
     monkeypatch.setattr("tierckpt.cache.space.make_room", lambda *_, **__: None)
-    root = small_disk(*(["-O", "^extent,^64bit,^has_journal"] if finds_it == "pwrite" else []))
+    root = small_disk(*(["-O", "^extent,^64bit,^has_journal"] if detected_by == "pwrite" else []))
     options = {"local_root": root, "drain": False}
     save(f"{file_uri}/step-1", state_of(1), way, **options)
     free = shutil.disk_usage(root).free
@@ -349,20 +351,20 @@ def test_a_full_disk(
     with pytest.raises(CapacityError, match="no room") as caught:
         save(f"{file_uri}/step-2", {**state_of(2), "blob": os.urandom(9 * MiB)}, way, **options)
     assert caught.value.context["tier"] == "local"
-    assert (disk.count("pwrite") > 0) == (finds_it == "pwrite")
+    assert (disk.count("pwrite") > 0) == (detected_by == "pwrite")
     assert disk.count("fsync") == 0
     assert shards(root, f"{file_uri}/step-2") == []
     assert abs(shutil.disk_usage(root).free - free) < 128 * KiB
-    assert loads(f"{file_uri}/step-1", 1, root)
+    assert loads_equal(f"{file_uri}/step-1", 1, root)
     save(f"{file_uri}/step-3", state_of(3), way, **options)
-    assert loads(f"{file_uri}/step-3", 3, root)
+    assert loads_equal(f"{file_uri}/step-3", 3, root)
 
 
-# --- real kernels and real kills ----------------------------------------------------------------------------------
+# --- kernel faults and kills --------------------------------------------------------------------------------------
 
 
 class Outcomes:
-    """What ``flush_children`` found; both programs run beside the tests that come before theirs."""
+    """Outcomes of ``flush_children``. Both programs run in parallel with earlier tests."""
 
     def __init__(self, folder: Path, kills: list[str]) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TIERCKPT_")}
@@ -397,8 +399,12 @@ class Outcomes:
 
 @pytest.fixture(scope="module", autouse=True)
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
-    """Kills are those that a test of this run looks at."""
-    asked = [item for item in request.session.items if getattr(item, "originalname", "") == test_kill_9.__name__]
+    """Run the kills that tests of this session need."""
+    asked = [
+        item
+        for item in request.session.items
+        if getattr(item, "originalname", "") == test_kill_9_keeps_the_last_commit.__name__
+    ]
     kills = ["{phase}/{way}".format_map(item.callspec.params) for item in asked]  # type: ignore[attr-defined]
     started = Outcomes(tmp_path_factory.mktemp("children"), kills)
     yield started
@@ -408,41 +414,41 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def check_restart(found: dict[str, Any], newest: int) -> None:
     assert found["examined"] == 0, found.get("error")
     assert found["newest"] == newest
-    assert found["loads"] == [True, True], "by our reader and by torch's own"
-    assert found["again"] == "" and found["again_loads"], "and the job goes on"
-    assert found["shards_left"] == 1 and found["journal_left"] == 0, "nothing of the dead attempt is left"
+    assert found["loads"] == [True, True], "does not load by tierckpt's and torch's readers"
+    assert found["again"] == "" and found["again_loads"], "the job cannot save again"
+    assert found["shards_left"] == 1 and found["journal_left"] == 0, "files of the dead attempt are left"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "way"), ACTS)
-def test_kill_9(phase: str, way: str, outcomes: Outcomes) -> None:
+def test_kill_9_keeps_the_last_commit(phase: str, way: str, outcomes: Outcomes) -> None:
     if phase == "while staging" and way == "sync":
-        assert f"{phase} {way}" not in outcomes.of("kills")["outcome"], "dcp.save stages nothing"
+        assert f"{phase} {way}" not in outcomes.of("kills")["outcome"], "dcp.save has no staging"
         return
     found = outcomes.of("kills")["outcome"][f"{phase} {way}"]
-    assert found["code"] == -9 and found["saved"] is None, "the process was killed"
+    assert found["code"] == -9 and found["saved"] is None, "the process was not killed"
     assert found["ahead"] == (way == "ahead" and phase != "while staging"), "A1"
     check_restart(found, 2 if phase == "after the commit" else 1)
 
 
-def test_without_a_kill_both_checkpoints_are_there(outcomes: Outcomes) -> None:
+def test_without_a_kill_both_checkpoints_load(outcomes: Outcomes) -> None:
     found = outcomes.of("kills")["outcome"]["sync"]
     assert found["code"] == 0 and found["saved"] == ["", ""]
     check_restart(found, 2)
 
 
-def test_a_commit_that_comes_too_early_is_found(outcomes: Outcomes) -> None:
-    """The control of the kills."""
+def test_control_premature_commit_is_found(outcomes: Outcomes) -> None:
+    """Control of the kills."""
     found = outcomes.of("kills")["outcome"][f"{SEEDED} sync"]
     assert found["code"] == -9
     assert found["examined"] != 0 or found["loads"] != [True, True]
 
 
-def test_a_killed_process_leaves_no_memory_behind(outcomes: Outcomes) -> None:
+def test_killed_process_leaks_no_shared_memory(outcomes: Outcomes) -> None:
     before, staged, after = outcomes.of("kills")["memory"]
-    assert staged - before > 192, "a shared copy of 256 MiB is there to be seen"
+    assert staged - before > 192, "the shared copy of 256 MiB is not visible"
     assert after - before < 64
-    assert not {name for name in os.listdir("/dev/shm") if "tierckpt" in name} - THERE_BEFORE  # noqa: PTH208
+    assert not {name for name in os.listdir("/dev/shm") if "tierckpt" in name} - EXISTING_SHM_FILES  # noqa: PTH208
 
 
 ERRORS = {
@@ -458,14 +464,14 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_what_the_kernel_answers(name: str, outcomes: Outcomes) -> None:
+def test_errors_from_the_kernel(name: str, outcomes: Outcomes) -> None:
     found = outcomes.of("traced")[name]
     assert "attached" in found["attached"] and found["first"] == ""
-    assert found["fired"] == (0 if name == "nothing" else 1), "the fault was injected, and nothing tried again"
+    assert found["fired"] == (0 if name == "nothing" else 1), "the fault was not injected, or the call was retried"
     if name in ERRORS:
         assert found["error"] == ERRORS[name]
         failed = [number for number, line in enumerate(found["shard_calls"]) if "(INJECTED)" in line]
-        assert all(number == len(found["shard_calls"]) - 1 for number in failed), "the last call on that file"
+        assert all(number == len(found["shard_calls"]) - 1 for number in failed), "further calls on the failed file"
     elif name.startswith("killed"):
         assert found["code"] == -9
     else:
@@ -473,5 +479,5 @@ def test_what_the_kernel_answers(name: str, outcomes: Outcomes) -> None:
     check_restart(found, 2 if name in ("nothing", "fallocate not supported") else 1)
 
 
-def test_every_kind_of_answer_is_here() -> None:
+def test_errors_are_all_traced() -> None:
     assert set(ERRORS) < set(TRACED)

@@ -1,8 +1,8 @@
-"""Fuzz: whatever stands where a manifest, a journal entry or another record of ours should be is refused by a typed
-error, soon and without much memory, or is safe to act on (M1): no path leaves the root.
+"""Fuzz: any content of a manifest, journal entry or claim is rejected by a typed error, quickly and in bounded memory,
+or is safe to act on (M1): no path leaves the root.
 
-Mutated bytes get past the parser; mutated values that are sealed again, as somebody would who means harm, get past the
-digest. TIERCKPT_TEST_FUZZ_SECONDS sets for how long.
+Mutated bytes test the parser; mutated values with a new, valid digest, as from an attacker, test the validation.
+TIERCKPT_TEST_FUZZ_SECONDS sets the duration.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tierckpt.format.manifest import Manifest
 
 SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "2"))
 INPUT_SECONDS_MAX = 30.0
-"""Most take a millisecond. What hangs takes for ever."""
+"""Most inputs take a millisecond; the limit finds endless loops."""
 RSS_BYTES_MAX = 256 << 20
 ROOT = "/root-of-a-checkpoint"
 
 
-class OneObject:
-    """As much of a store as the reader of a claim needs."""
+class OneObjectStore:
+    """A store with the part of the API that reading a claim needs."""
 
     uri = "memory://run/step-1"
 
@@ -51,22 +51,24 @@ class OneObject:
         return self.data
 
 
-def finished(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that waits for nothing."""
+def run_without_suspending(work: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of a coroutine that never suspends."""
     try:
         work.send(None)
     except StopIteration as stop:
         return stop.value
-    raise AssertionError("it waits for something")
+    raise AssertionError("the coroutine suspended")
 
 
-def claim_of(data: bytes) -> Any:
-    store: Any = OneObject(data)
-    return finished(shared_commit.read_claim(store)), finished(shared_commit.replaced_by_claim(store))
+def read_claim_and_replaced(data: bytes) -> Any:
+    store: Any = OneObjectStore(data)
+    return run_without_suspending(shared_commit.read_claim(store)), run_without_suspending(
+        shared_commit.replaced_by_claim(store)
+    )
 
 
-def merged(data: bytes) -> Manifest:
-    """As a mover does with the fragments of two ranks, one of which is not what it should be."""
+def read_fragment(data: bytes) -> Manifest:
+    """Merge fragments of two ranks, one of them ``data``, as a mover does."""
     return manifests.merge([manifests.decode(data), fragment(1)])
 
 
@@ -83,7 +85,7 @@ def journal_entry() -> JournalEntry:
     )
 
 
-# --- what may be accepted ---------------------------------------------------------------------------------------------
+# --- checks of accepted records ---------------------------------------------------------------------------------------
 
 
 def is_below(path: str, root: str = ROOT) -> bool:
@@ -103,9 +105,9 @@ def problems_of_files(files: Sequence[manifests.FileEntry], chunk_size_bytes: in
         elif len(file.digests) != -(-file.size_bytes // chunk_size_bytes):
             found.append("digests do not cover the file")
         if any(len(digest) != 32 or set(digest) - set("0123456789abcdef") for digest in file.digests):
-            found.append("a digest that is none")
+            found.append("an invalid digest")
         if not all(type(value) is kind for value, kind in ((file.rank, int), (file.token, str), (file.source, str))):
-            found.append("a field of another type")
+            found.append("a field of a wrong type")
     return found
 
 
@@ -113,11 +115,11 @@ def problems_of_manifest(manifest: Manifest) -> list[str]:
     found = problems_of_files(manifest.entries, manifest.chunk_size_bytes)
     keys = [key for file in manifest.entries for key in {file.path, file.key}]
     if len(set(keys)) != len(keys):
-        found.append("one name twice")
+        found.append("duplicate name")
     if not is_below(f"{manifest.attempt}.json") or "/" in manifest.attempt:
         found.append(f"attempt {manifest.attempt!r}")
     if manifests.decode(manifest.encode()) != sorted_files(manifest):
-        found.append("it is not what it encodes to")
+        found.append("decoding its encoding gives another manifest")
     return found
 
 
@@ -133,7 +135,7 @@ def sorted_files(manifest: Manifest) -> Manifest:
 def problems_of_entry(found: JournalEntry) -> list[str]:
     try:
         directory = str(local_dir(Path("/local"), parse_uri(found.uri)))
-    except TierckptError as error:  # whoever takes up this entry would fall over it
+    except TierckptError as error:  # recovery would raise on this entry
         return [f"uri {found.uri!r}: {error}"]
     problems = [] if os.path.normpath(directory).startswith("/local/checkpoints/") else [f"uri {found.uri!r}"]
     if "/" in found.token or not is_below(f"{found.token}.json"):
@@ -149,7 +151,7 @@ def problems_of_claim(claim: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of record: a good one, what reads it, and what must be true of all that it accepts."""
+    """A kind of record: a valid one, its reader, and the check of accepted records."""
 
     name: str
     good: bytes
@@ -159,13 +161,13 @@ class Format:
 
 FORMATS = (
     Format("manifest", checkpoint().encode(), manifests.decode, problems_of_manifest),
-    Format("fragment", fragment(0).encode(), merged, problems_of_manifest),
+    Format("fragment", fragment(0).encode(), read_fragment, problems_of_manifest),
     Format("journal", journal.encode(journal_entry()), lambda data: journal.decode(data, where=""), problems_of_entry),
-    Format("claim", manifests.seal({"attempt": "a1", "replaces": ["old"]}), claim_of, problems_of_claim),
+    Format("claim", manifests.seal({"attempt": "a1", "replaces": ["old"]}), read_claim_and_replaced, problems_of_claim),
 )
 
 
-# --- what is put there ------------------------------------------------------------------------------------------------
+# --- inputs -----------------------------------------------------------------------------------------------------------
 
 TOKENS = (b"[", b"{", b"]", b"}", b'"', b",", b":", b"\\", b"\\u0000", b"\\ud800", b"null", b"true", b"NaN",
           b"-Infinity", b"1e999", b"-0", b"9" * 400, b"[" * 3000, b'{"a":' * 3000, b"\xef\xbb\xbf", b"\xff\xfe", b"\0",
@@ -218,28 +220,28 @@ VALUES: tuple[Any, ...] = (
 )
 
 
-def mutated_bytes(data: bytes, chance: random.Random) -> bytes:
+def mutated_bytes(data: bytes, rng: random.Random) -> bytes:
     result = bytearray(data)
-    for _ in range(chance.choice((1, 1, 2, 5))):
-        at, count = chance.randrange(len(result) + 1), chance.choice((1, 2, 8, 64))
-        kind = chance.randrange(6)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at, count = rng.randrange(len(result) + 1), rng.choice((1, 2, 8, 64))
+        kind = rng.randrange(6)
         if kind == 0 and at < len(result):
-            result[at] ^= 1 << chance.randrange(8)
+            result[at] ^= 1 << rng.randrange(8)
         elif kind == 1:
             del result[at : at + count]
         elif kind == 2:
-            result[at:at] = chance.choice(TOKENS)
+            result[at:at] = rng.choice(TOKENS)
         elif kind == 3:
-            result[at:at] = result[: chance.randrange(len(result) + 1)]
+            result[at:at] = result[: rng.randrange(len(result) + 1)]
         elif kind == 4:
-            result[at : at + count] = chance.choice(TOKENS)
+            result[at : at + count] = rng.choice(TOKENS)
         else:
-            result = bytearray(bytes(result).decode("latin-1").encode(chance.choice(("utf-16", "utf-32", "utf-8-sig"))))
+            result = bytearray(bytes(result).decode("latin-1").encode(rng.choice(("utf-16", "utf-32", "utf-8-sig"))))
     return bytes(result[: 1 << 20])
 
 
 def places_of(value: Any) -> list[tuple[Any, Any]]:
-    """Every container in ``value`` with each of its keys."""
+    """Return every container in ``value`` with each of its keys."""
     if isinstance(value, dict):
         return [(value, key) for key in value] + [place for child in value.values() for place in places_of(child)]
     if isinstance(value, list):
@@ -249,33 +251,33 @@ def places_of(value: Any) -> list[tuple[Any, Any]]:
     return []
 
 
-def resealed(data: bytes, chance: random.Random) -> bytes:
-    """The record with other values in it, and the digest put right."""
+def mutated_values(data: bytes, rng: random.Random) -> bytes:
+    """Return the record with changed values and a valid digest."""
     body = json.loads(data)
     body.pop("self_digest")
     inner = body.get("manifest")
-    for _ in range(chance.choice((1, 1, 2, 4))):
+    for _ in range(rng.choice((1, 1, 2, 4))):
         places = places_of(body)
         if not places:
             break
-        container, key = chance.choice(places)
-        kind = chance.randrange(6)
+        container, key = rng.choice(places)
+        kind = rng.randrange(6)
         if kind == 0 and isinstance(container, dict):
             container.pop(key, None)
         elif kind == 1 and isinstance(container, list):
             container.append(copy.deepcopy(container[key]))
         elif kind == 2:
-            other, name = chance.choice(places)
+            other, name = rng.choice(places)
             container[key] = copy.deepcopy(other[name])
         elif kind == 3 and isinstance(container, dict):
-            container[chance.choice(("source", "extra", "token", "path"))] = copy.deepcopy(chance.choice(VALUES))
+            container[rng.choice(("source", "extra", "token", "path"))] = copy.deepcopy(rng.choice(VALUES))
         elif kind == 4 and isinstance(inner, str) and isinstance(body.get("manifest"), str):
-            body["manifest"] = resealed(inner.encode(), chance).decode()
+            body["manifest"] = mutated_values(inner.encode(), rng).decode()
         else:
-            container[key] = copy.deepcopy(chance.choice(VALUES))
+            container[key] = copy.deepcopy(rng.choice(VALUES))
     try:
         return manifests.seal(body)
-    except (ValueError, RecursionError):  # a value that holds itself, or infinity
+    except (ValueError, RecursionError):  # a circular or infinite value
         return data
 
 
@@ -283,28 +285,30 @@ def resealed(data: bytes, chance: random.Random) -> bytes:
 class Findings:
     inputs: int = 0
     accepted: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
-    bad: list[str] = field(default_factory=list)
+    rejected: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
     slowest_seconds: float = 0.0
 
 
 def fuzz(seconds: float, seed: int, *, inputs_max: int = 1 << 62, stop_at_first: bool = False) -> Findings:
-    findings, chance, end = Findings(), random.Random(seed), time.monotonic() + seconds
-    while time.monotonic() < end and findings.inputs < inputs_max and not (stop_at_first and findings.bad):
-        form = FORMATS[findings.inputs % len(FORMATS)]
-        data = (resealed if chance.random() < 0.6 else mutated_bytes)(form.good, chance)
+    findings, rng, end = Findings(), random.Random(seed), time.monotonic() + seconds
+    while time.monotonic() < end and findings.inputs < inputs_max and not (stop_at_first and findings.violations):
+        record_format = FORMATS[findings.inputs % len(FORMATS)]
+        data = (mutated_values if rng.random() < 0.6 else mutated_bytes)(record_format.good, rng)
         findings.inputs += 1
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
-            result = form.read(data)
+            result = record_format.read(data)
         except ManifestError:
-            findings.refused[form.name] += 1
+            findings.rejected[record_format.name] += 1
         except Exception as error:
-            findings.bad.append(f"{form.name}: {type(error).__name__}: {error} for {data[:2000]!r}")
+            findings.violations.append(f"{record_format.name}: {type(error).__name__}: {error} for {data[:2000]!r}")
         else:
-            findings.accepted[form.name] += data != form.good
-            findings.bad += [f"{form.name}: {text} in {data[:2000]!r}" for text in form.problems(result)]
-        findings.slowest_seconds = max(findings.slowest_seconds, time.monotonic() - begun)
+            findings.accepted[record_format.name] += data != record_format.good
+            findings.violations += [
+                f"{record_format.name}: {text} in {data[:2000]!r}" for text in record_format.problems(result)
+            ]
+        findings.slowest_seconds = max(findings.slowest_seconds, time.monotonic() - started)
     return findings
 
 
@@ -312,16 +316,18 @@ def fuzz(seconds: float, seed: int, *, inputs_max: int = 1 << 62, stop_at_first:
 
 
 @pytest.mark.timeout(120 + 2 * SECONDS)
-def test_what_is_read_is_refused_or_safe() -> None:
+def test_mutated_records_are_rejected_or_safe() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seed = random.randrange(1 << 32) if SECONDS > 60 else 0
     findings = fuzz(SECONDS, seed)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
-    print(f"\nfuzz: seed {seed}, {findings}, {grown >> 20} MiB", file=sys.stderr)
-    assert findings.bad == []
-    assert all(findings.accepted[form.name] and findings.refused[form.name] for form in FORMATS)
+    growth_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    print(f"\nfuzz: seed {seed}, {findings}, {growth_bytes >> 20} MiB", file=sys.stderr)
+    assert findings.violations == []
+    assert all(
+        findings.accepted[record_format.name] and findings.rejected[record_format.name] for record_format in FORMATS
+    )
     assert findings.slowest_seconds < INPUT_SECONDS_MAX
-    assert grown < RSS_BYTES_MAX
+    assert growth_bytes < RSS_BYTES_MAX
 
 
 JSON = st.recursive(
@@ -334,22 +340,22 @@ JSON = st.recursive(
 @pytest.mark.slow
 @settings(max_examples=int(40 * min(SECONDS, 60)), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(field=st.sampled_from(sorted(json.loads(FORMATS[2].good))), value=JSON)
-def test_any_value_of_any_field_is_refused_or_safe(field: str, value: Any) -> None:
-    for form in FORMATS:
-        body = {key: item for key, item in json.loads(form.good).items() if key != "self_digest"}
+def test_any_value_in_any_field_is_rejected_or_safe(field: str, value: Any) -> None:
+    for record_format in FORMATS:
+        body = {key: item for key, item in json.loads(record_format.good).items() if key != "self_digest"}
         if field not in body:
             continue
         try:
-            result = form.read(manifests.seal({**body, field: value}))
+            result = record_format.read(manifests.seal({**body, field: value}))
         except ManifestError:
             continue
         except ValueError as error:
-            assert "JSON compliant" in str(error)  # the test itself cannot encode infinity
+            assert "JSON compliant" in str(error)  # the test cannot encode infinity
             continue
-        assert form.problems(result) == []
+        assert record_format.problems(result) == []
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("record_format", FORMATS, ids=lambda item: item.name)
 @pytest.mark.parametrize(
     "bomb",
     [
@@ -363,16 +369,16 @@ def test_any_value_of_any_field_is_refused_or_safe(field: str, value: Any) -> No
     ],
     ids=["depth", "depth of objects", "digits", "digits within", "escapes", "keys", "signs"],
 )
-def test_a_bomb_is_refused_soon_and_in_little_memory(form: Format, bomb: bytes) -> None:
-    before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+def test_bomb_is_rejected_quickly_in_bounded_memory(record_format: Format, bomb: bytes) -> None:
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(ManifestError):
-        form.read(bomb)
-    assert time.monotonic() - begun < INPUT_SECONDS_MAX
+        record_format.read(bomb)
+    assert time.monotonic() - started < INPUT_SECONDS_MAX
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < RSS_BYTES_MAX
 
 
-def test_a_record_larger_than_any_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    """A file of 1 TiB, of which nothing is on the disk."""
+def test_oversized_record_is_rejected_unread(tmp_path: Path) -> None:
+    """The files are sparse, 1 TiB each."""
     queue = Journal(tmp_path)
     queue.open("aa", parse_uri("s3://b/x"), 0, 4096)
     (tmp_path / MANIFEST).parent.mkdir()
@@ -386,7 +392,7 @@ def test_a_record_larger_than_any_is_refused_before_it_is_read(tmp_path: Path) -
     assert queue.entries() == []
 
 
-def test_more_files_than_any_checkpoint_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_with_too_many_files_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "FILES_MAX", 2)
     many = replace(checkpoint(), files=tuple(entry(f"__{index}_0-aa.distcp") for index in range(3)))
     with pytest.raises(ManifestError, match="sane length"):
@@ -407,7 +413,7 @@ def lax_seal(body: dict[str, Any], data: Any, bad: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("owner", "name", "finish_for_dead_rank", "found"),
+    ("owner", "name", "replacement", "found"),
     [
         (manifests, "is_safe_path", lax_path, "path"),
         (manifests, "chunk_count", lambda size, chunk: min(2, -(-size // chunk)), "digests do not cover"),
@@ -417,9 +423,9 @@ def lax_seal(body: dict[str, Any], data: Any, bad: Any) -> None:
         (journal, "is_uri", lambda value: isinstance(value, str), "uri"),
     ],
 )
-def test_a_validator_with_a_hole_is_found(
-    owner: Any, name: str, finish_for_dead_rank: Any, found: str, monkeypatch: pytest.MonkeyPatch
+def test_fuzz_finds_a_seeded_bug(
+    owner: Any, name: str, replacement: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, finish_for_dead_rank)
+    monkeypatch.setattr(owner, name, replacement)
     findings = fuzz(60.0, seed=1, inputs_max=60_000, stop_at_first=True)
-    assert any(found in text for text in findings.bad), f"{name}: not found in {findings.inputs} inputs"
+    assert any(found in text for text in findings.violations), f"{name}: not found in {findings.inputs} inputs"
