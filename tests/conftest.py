@@ -21,6 +21,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.fault import runner
 from tests.services import AzureServer, S3Server, azurite_server, moto_server, rgw_server
 from tierckpt.client import close_all
 
@@ -113,6 +114,13 @@ def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     yield
     close_all()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_rank_is_left() -> Iterator[None]:
+    """Kill what the tests of a module have started and left running."""
+    yield
+    runner.kill_all()
 
 
 @pytest.fixture(autouse=bool(DEVICE))

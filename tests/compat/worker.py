@@ -7,21 +7,18 @@ and the test fails with their output: no process is left.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
 import os
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tests.fault.nursery import Nursery
+from tests.fault import runner
 from tests.services import REPOSITORY
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
@@ -45,32 +42,11 @@ def launch(
 ) -> Any:
     """Run ``module:function`` on ``world_size`` ranks; return what rank 0 returned. Fails, never hangs."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
-        folder = Path(scratch)
-        call = {"function": scenario, "arguments": arguments}
-        job = _nursery().start("run", folder, world_size, env=env, **call)
-        codes = job.codes(timeout_seconds, until_one_fails=True)
-        try:
-            if None in codes and not any(codes):
-                _dump_stacks(pid for pid, code in zip(job.pids, codes, strict=True) if code is None)
-                raise AssertionError(f"still running after {timeout_seconds:g} s\n{_output(folder)}")
-            if any(codes):
-                raise AssertionError(f"exit codes by rank: {codes}\n{_output(folder)}")
-            return json.loads((folder / "result.json").read_text())
-        finally:
-            job.kill()
-            _kill_groups(job.pids)
+        job = runner.start(run, Path(scratch), world_size, env=env, function=scenario, arguments=arguments)
+        return job.result(timeout_seconds)
 
 
-@lru_cache(maxsize=1)
-def _nursery() -> Nursery:
-    """Ranks are forked from a process that has torch imported already; it ends with this one."""
-    return _held.enter_context(Nursery.running(__name__))
-
-
-_held = contextlib.ExitStack()
-
-
-def run(folder: str, function: str, arguments: dict[str, Any]) -> None:
+def run(folder: Path, function: str, arguments: dict[str, Any]) -> Any:
     """One rank of ``launch``."""
     import torch.distributed as dist
 
@@ -80,8 +56,7 @@ def run(folder: str, function: str, arguments: dict[str, Any]) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS))
     outcome = scenario(**arguments)
     dist.barrier()
-    if dist.get_rank() == 0:
-        (Path(folder) / "result.json").write_text(json.dumps(outcome))
+    return outcome
 
 
 def start(command: list[str], output: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -117,21 +92,11 @@ def finish(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_secon
 
 
 def dump_stacks(processes: list[subprocess.Popen[bytes]]) -> None:
-    _dump_stacks(process.pid for process in processes if process.poll() is None)
-
-
-def _dump_stacks(pids: Iterable[int]) -> None:
     """End each with SIGABRT, on which Python prints the stack of every thread."""
-    for pid in pids:
-        os.kill(pid, signal.SIGABRT)
+    for process in processes:
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGABRT)
     time.sleep(2)
-
-
-def _kill_groups(pids: Iterable[int]) -> None:
-    """SIGKILL the ranks' children."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
 
 
 def kill(processes: list[subprocess.Popen[bytes]]) -> None:

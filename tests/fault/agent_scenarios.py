@@ -1,4 +1,4 @@
-"""What one rank does in the tests of the agent. Run by ``nursery.py``.
+"""What one rank does in the tests of the agent.
 
 A *point* is a place in a save where a rank is to be killed. When a rank gets there it leaves a file, so that the test
 can count that it did; ranks die when all of them are there, one a moment after the other, as a job's ranks do.
@@ -35,7 +35,6 @@ from tierckpt.training.drain_decider import DrainDecider, SaveDirective
 
 STAGGER_SECONDS = 0.15
 """Between the deaths of two ranks: long enough for the agent to act on each before it hears of the next."""
-COLLECTIVE_TIMEOUT_SECONDS = 60.0
 FOR_EVER_SECONDS = 1000.0
 TENSORS = 8
 ELEMENTS = 1 << 16
@@ -108,8 +107,8 @@ def _job(way: str, uri: str, **settings: Any) -> Any:
 class Points:
     """The files by which ranks tell where they are."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder, (self.rank, self.world_size) = Path(folder), _here()
+    def __init__(self, folder: Path) -> None:
+        self.folder, (self.rank, self.world_size) = folder, _here()
 
     def reach(self, point: str) -> None:
         (self.folder / f"{point}.{self.rank}").touch()
@@ -221,7 +220,7 @@ def _first_half(real: Callable[..., Any], reached: Callable[[], None]) -> Callab
 
 def all_die(
     uri: str,
-    folder: str,
+    folder: Path,
     point: str,
     way: str = "Checkpointer",
     is_direct_put: bool = False,
@@ -254,7 +253,7 @@ def all_die(
     points.die(after_seconds=points.rank * STAGGER_SECONDS)
 
 
-def saves_and_lives_on(uri: str, folder: str, way: str, fails: int = -1, nodes: int = 1, **settings: Any) -> None:
+def saves_and_lives_on(uri: str, folder: Path, way: str, fails: int = -1, nodes: int = 1, **settings: Any) -> None:
     """Save three steps, and go on training. The flush of step 2 fails on the rank ``fails``."""
     points = Points(folder)
     _be_on_one_of(nodes, points)
@@ -279,7 +278,7 @@ def _no_disk(*_: Any, **__: Any) -> None:
     raise OSError(errno.EIO, "seeded")
 
 
-def keeps_and_dies(uri: str, folder: str, **settings: Any) -> None:
+def keeps_and_dies(uri: str, folder: Path, **settings: Any) -> None:
     """Of four steps only the first goes to the shared tier. Then the kill."""
     points = Points(folder)
     DrainDecider.decide = lambda _, step, *__, **___: SaveDirective(step == 1)  # type: ignore[method-assign]
@@ -291,7 +290,7 @@ def keeps_and_dies(uri: str, folder: str, **settings: Any) -> None:
     points.die()
 
 
-def one_never_stages(uri: str, folder: str, **settings: Any) -> None:
+def one_never_stages(uri: str, folder: Path, **settings: Any) -> None:
     """All ranks are killed when all but one have handed in their handoffs of step 2."""
     points = Points(folder)
     checkpointer = _checkpointer(uri, **settings)
@@ -306,7 +305,7 @@ def one_never_stages(uri: str, folder: str, **settings: Any) -> None:
     points.die(after_seconds=points.rank * STAGGER_SECONDS)
 
 
-def one_dies(uri: str, folder: str, killed: int, point: str, **settings: Any) -> None:
+def one_dies(uri: str, folder: Path, killed: int, point: str, **settings: Any) -> None:
     """Only ``killed`` is killed, at ``point`` of step 2. The others say what became of the save, and live on."""
     points = Points(folder)
     checkpointer = _checkpointer(uri, timeout_seconds=8.0, **settings)
@@ -342,7 +341,7 @@ def _then(real: Callable[..., Any], action: Callable[[], None]) -> Callable[...,
     return call
 
 
-def killed_while_a_slot_is_used_again(uri: str, folder: str, seeded: bool = False, **settings: Any) -> None:
+def killed_while_a_slot_is_used_again(uri: str, folder: Path, seeded: bool = False, **settings: Any) -> None:
     """Step 2 is flushed and not committed; step 3 is staged into the memory of step 2; then the kill.
 
     Seeded bug: nobody notes that step 2 is durable.
@@ -374,7 +373,7 @@ def _allocations() -> int:
 
 
 def killed_when_a_staged_one_was_dropped(
-    uri: str, folder: str, seeded: bool = False, is_deaf: bool = False, **settings: Any
+    uri: str, folder: Path, seeded: bool = False, is_deaf: bool = False, **settings: Any
 ) -> None:
     """The flush of step 2 hangs, step 3 is staged and gives its place to step 4; then the kill.
 
@@ -410,8 +409,8 @@ def _deaf(real: Callable[..., Any], contact: AgentClient, message: dict[str, Any
 
 
 class _Endless(Dataset[int]):
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def __len__(self) -> int:
         return 1000
@@ -422,7 +421,7 @@ class _Endless(Dataset[int]):
         return index
 
 
-def killed_while_workers_live_on(uri: str, folder: str, **settings: Any) -> None:
+def killed_while_workers_live_on(uri: str, folder: Path, **settings: Any) -> None:
     """A DataLoader worker, and a child that C code forked, have copies of descriptors and live on after the kill."""
     points = Points(folder)
     checkpointer = _checkpointer(uri, **settings)
@@ -441,7 +440,7 @@ def killed_while_workers_live_on(uri: str, folder: str, **settings: Any) -> None
     points.die()
 
 
-def restarts(uri: str, folder: str, world_size: int = 1, **settings: Any) -> None:
+def restarts(uri: str, folder: Path, world_size: int = 1, **settings: Any) -> None:
     """What a job does when it is started again."""
     points = Points(folder)
     begun = time.monotonic()
@@ -461,7 +460,7 @@ def restarts(uri: str, folder: str, world_size: int = 1, **settings: Any) -> Non
 
 
 def restarts_and_saves(
-    uri: str, folder: str, step: int, as_step: int, way: str = "Checkpointer", **settings: Any
+    uri: str, folder: Path, step: int, as_step: int, way: str = "Checkpointer", **settings: Any
 ) -> None:
     """Start again and save, as ``step``, the state of ``as_step``: what the job was about to save is another one.
 
@@ -496,7 +495,7 @@ def restarts_and_saves(
     tierckpt.wait(f"{uri}/step-{step}", **settings)
 
 
-def restarts_plainly(uri: str, folder: str, **settings: Any) -> None:
+def restarts_plainly(uri: str, folder: Path, **settings: Any) -> None:
     """What a job of ``dcp.async_save`` does when it is started again: look for the newest, and save that once more."""
     points, job = Points(folder), _job("async_save", uri, **settings)
     newest = tierckpt.latest(uri, mover="agent")
@@ -505,7 +504,7 @@ def restarts_plainly(uri: str, folder: str, **settings: Any) -> None:
     job.wait("local")
 
 
-def saves_and_stays(uri: str, folder: str, **settings: Any) -> None:
+def saves_and_stays(uri: str, folder: Path, **settings: Any) -> None:
     """Save one step, say that it is on the local tier, and go on training until killed."""
     points = Points(folder)
     checkpointer = _checkpointer(uri, **settings)
@@ -515,7 +514,7 @@ def saves_and_stays(uri: str, folder: str, **settings: Any) -> None:
     time.sleep(FOR_EVER_SECONDS)
 
 
-def saves_and_ends(uri: str, folder: str, **settings: Any) -> None:
+def saves_and_ends(uri: str, folder: Path, **settings: Any) -> None:
     """Save one step and end in order."""
     with _checkpointer(uri, **settings) as checkpointer:
         checkpointer.save(1, state_of(0, 1))

@@ -1,7 +1,6 @@
-"""A job whose optimizer's state lies on the SSD, and which is killed, or the process of its optimizer is.
+"""A job whose optimizer's state is on the SSD. The job or the process of its optimizer is killed.
 
-``python -m tests.fault.near_storage_job DIRECTORY [BUG]`` resumes at the newest step, says "step N" when that is
-made and "process N" when there is a new one, and ends with checksums when there is a file DIRECTORY/stop.
+``python -m tests.fault.near_storage_job BUG FILE`` is the process of an optimizer with a seeded bug.
 """
 
 from __future__ import annotations
@@ -117,35 +116,29 @@ def with_bug(name: str, made: Path) -> None:
         GradientFiles.append = append_late  # type: ignore[method-assign]
 
 
-def start_with_bug(name: str, made: Path) -> None:
+def train(folder: Path, bug: str = "") -> list[int]:
+    """Resume at the newest step and train until the file ``folder``/stop exists. Returns the checksums.
+
+    Prints "step N" when step N is made, and "process N" when there is a new process of the optimizer.
+    """
     start = updater_process.start_python
-
-    def start_other(_: str, **options: Any) -> Any:
-        return start("tests.fault.near_storage_job", "updater", name, str(made), **options)
-
-    updater_process.start_python = start_other
-
-
-def main() -> None:
-    if sys.argv[1] == "updater":
-        with_bug(sys.argv[2], Path(sys.argv[3]))
-        updater.main()
-        return
-    directory = Path(sys.argv[1])
-    if len(sys.argv) > 2:
-        start_with_bug(sys.argv[2], directory / "bug")
-    job = NearJob(directory)
+    if bug:
+        arguments = ("tests.fault.near_storage_job", bug, str(folder / "bug"))
+        updater_process.start_python = lambda _, **options: start(*arguments, **options)
+    job = NearJob(folder / "near")
     print(f"resumed {job.step}", flush=True)
     pid = -1
-    while not (directory / "stop").exists():
+    while not (folder / "stop").exists():
         if job.optimizer.process_id != pid:
             pid = job.optimizer.process_id
             print(f"process {pid}", flush=True)
         job.train()
         print(f"step {job.step}", flush=True)
-    print("sums", *job.checksum(), flush=True)
+    sums = job.checksum()
     job.optimizer.close()
+    return sums
 
 
 if __name__ == "__main__":
-    main()
+    with_bug(sys.argv[1], Path(sys.argv[2]))
+    updater.main()

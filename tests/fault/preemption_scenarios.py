@@ -1,4 +1,4 @@
-"""A trainer that is told to go while 1 GiB is on its way. Run by ``nursery.py``."""
+"""A trainer that is told to go while 1 GiB is on its way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 import tierckpt
 
-COLLECTIVE_TIMEOUT_SECONDS = 60.0
 TENSORS = 16
 ELEMENTS = 1 << 23
 """32 MiB each, 512 MiB together."""
@@ -23,7 +22,7 @@ def state_of(step: int) -> dict[str, Any]:
     return {f"{index}": torch.arange(ELEMENTS, dtype=torch.int32) * step + index for index in range(TENSORS)}
 
 
-def train_until_told(folder: str, uri: str, stuck: bool = False, **settings: Any) -> None:
+def train_until_told(folder: Path, uri: str, stuck: bool = False, **settings: Any) -> None:
     """Save steps 1 and 2; the first is on shared storage, and the second still on its way to the SSD, when the file
     ``staged`` appears.
 
@@ -34,7 +33,7 @@ def train_until_told(folder: str, uri: str, stuck: bool = False, **settings: Any
     checkpointer.save(1, {"small": torch.ones(8)})
     checkpointer.wait()
     checkpointer.save(2, state)
-    (Path(folder) / "staged").touch()
+    (folder / "staged").touch()
     if stuck:
         _wait_in_c()
     time.sleep(FOR_EVER_SECONDS)
@@ -47,7 +46,7 @@ def _wait_in_c() -> None:
     c.pthread_cond_wait(condition, mutex)  # no signal ends it
 
 
-def come_back(folder: str, uri: str, drain: bool = False, **settings: Any) -> None:
+def come_back(folder: Path, uri: str, drain: bool = False, **settings: Any) -> None:
     """Restore the newest step and tell which it is and whether every byte is there; drain first if asked to."""
     with tierckpt.Checkpointer(uri, timeout_seconds=60, **settings) as checkpointer:
         if drain:
@@ -60,4 +59,4 @@ def come_back(folder: str, uri: str, drain: bool = False, **settings: Any) -> No
             state = {name: torch.zeros_like(value) for name, value in wanted.items()}
             checkpointer.restore(state, step)
             whole = all(torch.equal(state[name], value) for name, value in wanted.items())
-    (Path(folder) / "back").write_text(json.dumps([step, whole]))
+    (folder / "back").write_text(json.dumps([step, whole]))

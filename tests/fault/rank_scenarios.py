@@ -1,4 +1,4 @@
-"""What four ranks do of which one is killed in the middle of something. Run by ``nursery.py``."""
+"""What four ranks do of which one is killed in the middle of something."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def commit_without_the_dead() -> None:
 BUGS = {"wait for ever": wait_for_ever, "commit without the dead": commit_without_the_dead}
 
 
-def lose_a_rank(folder: str, uri: str, way: str, phase: str, victim: int, bug: str = "") -> None:
+def lose_a_rank(folder: Path, uri: str, way: str, phase: str, victim: int, bug: str = "") -> None:
     """Save step 1, then step 2 or restore while ``victim`` dies in ``phase``. Each survivor leaves what it was told."""
     rank = dist.get_rank()
     checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=SAVE_TIMEOUT_SECONDS)
@@ -134,11 +134,11 @@ def lose_a_rank(folder: str, uri: str, way: str, phase: str, victim: int, bug: s
     except Exception as error:  # gloo's are RuntimeErrors
         told = f"{told}, {type(error).__name__}"
     seconds = time.monotonic() - begun
-    (Path(folder) / f"told-{rank}").write_text(json.dumps([told, seconds]))
+    (folder / f"told-{rank}").write_text(json.dumps([told, seconds]))
     os._exit(0)  # the process group is broken: leave as a job does that is about to be restarted
 
 
-def come_back(folder: str, uri: str) -> None:
+def come_back(folder: Path, uri: str) -> None:
     """The job again: restore the newest step, whole on every rank and the same one, then save and drain another."""
     rank = dist.get_rank()
     with tierckpt.Checkpointer(uri, timeout_seconds=60) as checkpointer:
@@ -151,4 +151,4 @@ def come_back(folder: str, uri: str) -> None:
         )
         checkpointer.save(3, state_of(rank, 3))
         checkpointer.wait()
-    (Path(folder) / f"back-{rank}").write_text(json.dumps([step, whole]))
+    (folder / f"back-{rank}").write_text(json.dumps([step, whole]))

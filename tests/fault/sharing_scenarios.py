@@ -1,4 +1,4 @@
-"""One rank of a load in which all want the same bytes, and something happens to one of them. Run by ``nursery.py``."""
+"""One rank of a load in which all want the same bytes, and something happens to one of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tierckpt.dcp import read_sharing
 from tierckpt.read import shared_read
 from tierckpt.read.replicated_file import ReplicatedFile
 
-COLLECTIVE_TIMEOUT_SECONDS = 60.0
 TENSORS, ELEMENTS = 16, 1 << 18
 """1 MiB each."""
 WINDOW_BYTES = 2 << 20
@@ -34,8 +33,8 @@ def state() -> dict[str, torch.Tensor]:
 class Reader(tierckpt.TierStorageReader):
     """Notes what this rank has when its own part of the load is done: after that, DCP waits for the others."""
 
-    def watch(self, folder: str, loaded: dict[str, torch.Tensor], is_late: bool) -> None:
-        self.folder, self.loaded, self.is_late = Path(folder), loaded, is_late
+    def watch(self, folder: Path, loaded: dict[str, torch.Tensor], is_late: bool) -> None:
+        self.folder, self.loaded, self.is_late = folder, loaded, is_late
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         deadline = time.monotonic() + LATE_SECONDS_MAX
@@ -62,7 +61,7 @@ class Reader(tierckpt.TierStorageReader):
         return done
 
 
-def load_together(folder: str, uri: str, victim: int, fault: str, nth: int, bug: str = "") -> None:
+def load_together(folder: Path, uri: str, victim: int, fault: str, nth: int, bug: str = "") -> None:
     """Load; at the ``nth`` read of the ``victim`` the fault happens to it."""
     is_victim = dist.get_rank() == victim
     shared_read.JOIN_SECONDS = 1.0 if fault == "late" else 30.0
@@ -71,11 +70,11 @@ def load_together(folder: str, uri: str, victim: int, fault: str, nth: int, bug:
     if bug:
         BUGS[bug]()
     if is_victim and fault in ("kill", "stop"):
-        _at_read(nth, Path(folder), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+        _at_read(nth, folder, signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     if is_victim and fault == "slow":
-        _take_slowly(Path(folder))
+        _take_slowly(folder)
     if is_victim and fault == "late":
-        (Path(folder) / "fired").touch()
+        (folder / "fired").touch()
     loaded = {name: torch.zeros_like(value) for name, value in state().items()}
     reader = Reader(uri)
     reader.watch(folder, loaded, is_victim and fault == "late")

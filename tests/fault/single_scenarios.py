@@ -1,4 +1,4 @@
-"""What one process does in the tests of saves that race and of processes that die. Run by ``nursery.py``."""
+"""What one process does in the tests of saves that race and of processes that die."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def race(uri: str, folder: str, root: str, value: int, meet: str, of: int) -> None:
+def race(uri: str, folder: Path, root: str, value: int, meet: str, of: int) -> None:
     """Save when every one of the ``of`` savers has looked at what stands under the id, and has seen nothing."""
     writer = tierckpt.TierStorageWriter(uri, local_root=root)
     plan = writer.prepare_global_plan
@@ -75,13 +75,13 @@ POINTS: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-def die_at(uri: str, folder: str, point: str) -> None:
+def die_at(uri: str, folder: Path, point: str) -> None:
     setattr(*POINTS[point])
     state = {"w": torch.full((100_000,), 2.0)}
     dcp.save(state, storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)
 
 
-def die_after_the_first_file(uri: str, folder: str) -> None:
+def die_after_the_first_file(uri: str, folder: Path) -> None:
     """Killed in the drain."""
     real = drainer.send
 
@@ -96,7 +96,7 @@ def die_after_the_first_file(uri: str, folder: str) -> None:
     tierckpt.wait(uri, timeout_seconds=60, concurrency=1)
 
 
-def die_before_the_shared_commit(uri: str, folder: str) -> None:
+def die_before_the_shared_commit(uri: str, folder: Path) -> None:
     """Killed in the drain, when all files are there."""
 
     async def claim_and_die(store: Any, location: Any, manifest: Any) -> None:

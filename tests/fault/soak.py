@@ -21,7 +21,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.fault.nursery import Job, Nursery
+from tests.fault import runner, soak_scenarios
+from tests.fault.runner import Job
 from tests.servers.faultproxy import FaultProxy, Kind, Plan
 from tests.services import moto_server
 from tierckpt.config import Settings
@@ -59,11 +60,13 @@ def soak(folder: Path, seconds: float, chance: random.Random) -> int:
         proxy = FaultProxy(server.endpoint)
         endpoint = stack.enter_context(proxy.running())
         os.environ.update(server.environment() | {"AWS_ENDPOINT_URL": endpoint, "AWS_EC2_METADATA_DISABLED": "true"})
-        nursery = stack.enter_context(Nursery.running("tests.fault.soak_scenarios"))
+        stack.callback(runner.kill_all)
 
         def start(name: str, left: float, **settings: Any) -> Job:
             os.environ["TIERCKPT_LOCAL_ROOT"] = str(folder / f"{name}-local")
-            return nursery.start("train", folder, uri=f"s3://{bucket}/run", name=name, seconds=left, **settings)
+            return runner.start(
+                soak_scenarios.train, folder, uri=f"s3://{bucket}/run", name=name, seconds=left, **settings
+            )
 
         agent = {"mover": "agent", "idle_seconds": 5.0}
         begun = time.monotonic()

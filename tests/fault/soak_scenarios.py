@@ -1,4 +1,4 @@
-"""Two trainers of a long run under faults: one that is never killed, one that often is. Run by ``nursery.py``."""
+"""Two trainers of a long run under faults: one that is never killed, one that often is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 import tierckpt
 from tierckpt.errors import TierckptError
 
-COLLECTIVE_TIMEOUT_SECONDS = 60.0
 TENSORS = 8
 ELEMENTS = 1 << 19
 """2 MiB each, 16 MiB together."""
@@ -45,12 +44,12 @@ def _threads_by_name() -> dict[str, int]:
     return names
 
 
-def train(folder: str, uri: str, name: str, seconds: float, **settings: Any) -> None:
+def train(folder: Path, uri: str, name: str, seconds: float, **settings: Any) -> None:
     """Resume from the newest step, then save one after the other, restoring now and then. Each line tells a step.
 
     What goes wrong on the way to shared storage may be told; what is restored must be the step it says it is.
     """
-    line = os.open(Path(folder) / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    line = os.open(folder / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     deadline = time.monotonic() + seconds
     pause = random.Random(os.getpid())
     with tierckpt.Checkpointer(f"{uri}/{name}", keep_last=KEEP, timeout_seconds=60, **settings) as checkpointer:

@@ -1,5 +1,4 @@
-"""A job whose Checkpointer logs every step, or whose optimizer is near storage, and which is killed. Run by
-``nursery.py``."""
+"""A job whose Checkpointer logs every step, or whose optimizer is near storage, and which is killed."""
 
 from __future__ import annotations
 
@@ -17,10 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
-from tierckpt.replay import guard
+from tests.fault.log_bugs import seed_log_bug
 from tierckpt.replay.optimizers import local_shard
 
-COLLECTIVE_TIMEOUT_SECONDS = 60.0
 PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer", "torch.distributed.fsdp")
 
 
@@ -28,7 +26,7 @@ class Job:
     """What is random comes from the generators of the process, which are part of the state."""
 
     def __init__(
-        self, *, parallel: str = "", has_statistics: bool = True, near: bool = False, folder: str = ""
+        self, *, parallel: str = "", has_statistics: bool = True, near: bool = False, folder: Path = Path()
     ) -> None:
         for seed in (torch.manual_seed, random.seed, numpy.random.seed):
             seed(5)
@@ -46,7 +44,7 @@ class Job:
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         if near:
             self.optimizer = tierckpt.NearStorageOptimizer(
-                self.model.parameters(), torch.optim.AdamW, lr=0.01, directory=Path(folder) / "near"
+                self.model.parameters(), torch.optim.AdamW, lr=0.01, directory=folder / "near"
             )
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
         self.state: dict[str, Any] = {
@@ -79,7 +77,7 @@ class Job:
 
 
 def train(
-    folder: str,
+    folder: Path,
     uri: str,
     steps: int = 10**9,
     bug: str = "",
@@ -90,11 +88,11 @@ def train(
     **options: Any,
 ) -> None:
     """Each rank says what a step led to, before it is logged, and when it is."""
-    with_bug(bug)
+    seed_log_bug(bug)
     rank = dist.get_rank() if dist.is_initialized() else 0
     parallel = parallel if dist.is_initialized() else ""
     job = Job(parallel=parallel, has_statistics=has_statistics, near=near, folder=folder)
-    seen = os.open(Path(folder) / f"seen-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    seen = os.open(folder / f"seen-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     every_step = tierckpt.EveryStep(gradient_log=not near, window_steps=window_steps)
     with tierckpt.Checkpointer(uri, **{"every_step": every_step, "drain": False} | options) as checkpointer:
         at = checkpointer.restore(job.state) or 0
@@ -111,34 +109,3 @@ def train(
         if near:
             dist.barrier()  # the first rank has the store that says to others how the save has ended
         os._exit(0)  # as if it were killed here: nothing is saved at the end
-
-
-def with_bug(name: str) -> None:
-    """Seeded: what a log must not survive unseen."""
-    from tierckpt.replay import log_writer
-
-    original, frames = log_writer.encode, list[Any]()
-
-    def encode(frame: Any, *place: str) -> Any:
-        frames.append((frame, place))
-        [step] = frame.steps.values()
-        if name == "a stale hyperparameter":
-            [first] = frames[0][0].steps.values()
-            step.hyperparameters[0]["lr"] = first.hyperparameters[0]["lr"]
-        if name == "gradients cast":
-            for gradient in step.gradients.values():
-                gradient.copy_(gradient.bfloat16())
-        if len(frames) == 5 and name == "a missing frame":
-            return b"", [], original(frame, *place)[2]
-        if len(frames) == 5 and name == "a frame of another step":
-            return original(frames[2][0], *frames[2][1])
-        if len(frames) == 5 and name == "frames out of order":
-            frames.append((frame, place))
-            late = log_writer.Frame(frame.number + 1, frame.steps, frame.layouts, frame.attachment)
-            return original(late, "f" * 32)
-        return original(frame, *place)
-
-    if name:
-        log_writer.encode = encode
-    if name in ("a stale hyperparameter", "gradients cast"):  # else the digest of the parameters sees it first
-        guard.frame_digest = lambda seen, others: ""

@@ -22,8 +22,9 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.fault import agent_scenarios
 from tests.fault.agent_scenarios import state_of, whole_state
-from tests.fault.nursery import Job, Nursery
+from tests.fault.runner import Job, start
 from tests.servers.faultproxy import FaultProxy, Kind, Plan
 from tests.services import S3Server, in_full
 from tests.states import load, same, save, zeros_like
@@ -62,12 +63,6 @@ def short_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def points_of(way: str, world_size: int) -> tuple[str, ...]:
     return KILL_POINTS + (ASYNC_SAVE_KILL_POINTS if way.startswith("async_save") and world_size > 1 else ())
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery.running("tests.fault.agent_scenarios") as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)
@@ -307,9 +302,9 @@ def test_other_users_are_rejected_by_directory_and_agent(local_root: Path) -> No
     ],
 )
 def test_agent_commits_a_staged_save_of_killed_ranks(
-    way: str, point: str, world_size: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+    way: str, point: str, world_size: int, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start("all_die", tmp_path / "job", world_size, uri=file_uri, way=way, point=point, **JOB)
+    job = start(agent_scenarios.all_die, tmp_path / "job", world_size, uri=file_uri, way=way, point=point, **JOB)
     assert job.codes() == [-signal.SIGKILL] * world_size, job.output()
     assert len(list(job.folder.glob("killed.*"))) == world_size  # each rank died at its point
     assert (job.folder / "was committed.0").exists() == (point == "committed")
@@ -333,10 +328,10 @@ def test_agent_commits_a_staged_save_of_killed_ranks(
     ],
 )
 def test_agents_commit_a_staged_save_of_killed_ranks_on_two_nodes(
-    way: str, point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+    way: str, point: str, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """The agents of the two nodes exchange records on the shared tier and remove them."""
-    job = nursery.start("all_die", tmp_path / "job", 4, uri=file_uri, way=way, point=point, nodes=2, **JOB)
+    job = start(agent_scenarios.all_die, tmp_path / "job", 4, uri=file_uri, way=way, point=point, nodes=2, **JOB)
     assert job.codes() == [-signal.SIGKILL] * 4, job.output()
     assert len(list(job.folder.glob("killed.*"))) == 4
     roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
@@ -353,11 +348,18 @@ def test_agents_commit_a_staged_save_of_killed_ranks_on_two_nodes(
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [3, *in_full([0])])
 def test_save_of_two_nodes_is_discarded_if_one_rank_had_not_staged_it(
-    late: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+    late: int, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     patience = {"commit_timeout_seconds": 3.0}
-    job = nursery.start(
-        "all_die", tmp_path / "job", 4, uri=file_uri, point="handed in", nodes=2, late=late, **JOB | patience
+    job = start(
+        agent_scenarios.all_die,
+        tmp_path / "job",
+        4,
+        uri=file_uri,
+        point="handed in",
+        nodes=2,
+        late=late,
+        **JOB | patience,
     )
     assert job.codes() == [-signal.SIGKILL] * 4, job.output()
     roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
@@ -374,10 +376,10 @@ def test_save_of_two_nodes_is_discarded_if_one_rank_had_not_staged_it(
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["async_save", *in_full(["without collectives"])])
 def test_agent_releases_a_finished_save_of_live_trainers(
-    way: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+    way: str, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """Only the coordinator of ``dcp.async_save`` learns the result; it withdraws the handoffs of all ranks."""
-    job = nursery.start("saves_and_lives_on", tmp_path / "job", 3, uri=file_uri, way=way, **JOB)
+    job = start(agent_scenarios.saves_and_lives_on, tmp_path / "job", 3, uri=file_uri, way=way, **JOB)
     until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 60, "the saves")
     assert not list(job.folder.glob("failed-*"))
     assert len(list(job.folder.glob("handed in.*"))) == 3
@@ -391,11 +393,9 @@ def test_agent_releases_a_finished_save_of_live_trainers(
 
 
 @pytest.mark.slow
-def test_clean_exit_on_two_nodes_leaves_no_staged_save(
-    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
-) -> None:
+def test_clean_exit_on_two_nodes_leaves_no_staged_save(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     """The second node never learns the result of a save: its agent finds everything drained."""
-    job = nursery.start("saves_and_lives_on", tmp_path / "job", 2, uri=file_uri, way="async_save", nodes=2, **JOB)
+    job = start(agent_scenarios.saves_and_lives_on, tmp_path / "job", 2, uri=file_uri, way="async_save", nodes=2, **JOB)
     until(lambda: len(list(job.folder.glob("saved.*"))) == 2, 60, "the saves")
     roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
     until(lambda: not any(Journal(root).entries() for root in roots), 60, "the drains")
@@ -411,9 +411,11 @@ def test_clean_exit_on_two_nodes_leaves_no_staged_save(
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [1, *in_full([0])])
 def test_agent_releases_a_save_that_failed_on_one_rank(
-    fails: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+    fails: int, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start("saves_and_lives_on", tmp_path / "job", 3, uri=file_uri, way="async_save", fails=fails, **JOB)
+    job = start(
+        agent_scenarios.saves_and_lives_on, tmp_path / "job", 3, uri=file_uri, way="async_save", fails=fails, **JOB
+    )
     until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 60, "the saves")
     assert sorted(path.name for path in job.folder.glob("failed-*")) == [f"failed-2.{rank}" for rank in range(3)]
     until(lambda: not status(local_root)["staged_saves"], 60, "the end of the handoffs")
@@ -427,11 +429,9 @@ def test_agent_releases_a_save_that_failed_on_one_rank(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["handed in", *in_full(["flushed"])])
-def test_agent_commits_an_interrupted_direct_put(
-    point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
-) -> None:
+def test_agent_commits_an_interrupted_direct_put(point: str, file_uri: str, local_root: Path, tmp_path: Path) -> None:
     """Shards on the shared tier are committed there; the others are written to the SSD from memory."""
-    job = nursery.start("all_die", tmp_path / "job", 2, uri=file_uri, point=point, is_direct_put=True, **JOB)
+    job = start(agent_scenarios.all_die, tmp_path / "job", 2, uri=file_uri, point=point, is_direct_put=True, **JOB)
     assert job.codes() == [-signal.SIGKILL] * 2, job.output()
     assert len(list(job.folder.glob("killed.*"))) == 2
     wait_until_idle(local_root, job)
@@ -463,9 +463,9 @@ def _attempt(root: Path, uri: str) -> str:
 
 @pytest.mark.parametrize("world_size", [2])
 def test_save_is_discarded_if_one_rank_had_not_staged_it(
-    world_size: int, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+    world_size: int, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start("one_never_stages", tmp_path / "job", world_size, uri=file_uri, **JOB)
+    job = start(agent_scenarios.one_never_stages, tmp_path / "job", world_size, uri=file_uri, **JOB)
     assert job.codes() == [-signal.SIGKILL] * world_size, job.output()
     assert len(list(job.folder.glob("killed.*"))) == world_size
     wait_until_idle(local_root, job)
@@ -476,9 +476,9 @@ def test_save_is_discarded_if_one_rank_had_not_staged_it(
 
 @pytest.mark.slow
 def test_agent_drains_the_newest_local_checkpoint_of_a_dead_job(
-    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+    file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start("keeps_and_dies", tmp_path / "job", uri=file_uri, **JOB)
+    job = start(agent_scenarios.keeps_and_dies, tmp_path / "job", uri=file_uri, **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
     until(lambda: not runs(local_root), 60, "the agent to exit")  # no status requests: they keep it running
     assert not Journal(local_root).entries()
@@ -492,11 +492,9 @@ def test_agent_drains_the_newest_local_checkpoint_of_a_dead_job(
 
 
 @pytest.mark.slow
-def test_killed_rank_fails_the_save_on_all_ranks(
-    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
-) -> None:
+def test_killed_rank_fails_the_save_on_all_ranks(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     """The coordinator reports the failure: nothing is committed, and memory is released while other ranks live."""
-    job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=2, point="handed in", **JOB)
+    job = start(agent_scenarios.one_dies, tmp_path / "job", 3, uri=file_uri, killed=2, point="handed in", **JOB)
     outcomes = _outcomes_of(job, [0, 1])
     assert {outcome for outcome, _ in outcomes} == {"OperationTimeoutError"}, job.output()
     assert max(float(seconds) for _, seconds in outcomes) < 40
@@ -510,9 +508,9 @@ def test_killed_rank_fails_the_save_on_all_ranks(
 
 
 @pytest.mark.slow
-def test_shards_survive_a_killed_coordinator(nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path) -> None:
+def test_shards_survive_a_killed_coordinator(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     """No living rank knows whether the save was committed. The agent commits it when the others have ended."""
-    job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=0, point="flushed", **JOB)
+    job = start(agent_scenarios.one_dies, tmp_path / "job", 3, uri=file_uri, killed=0, point="flushed", **JOB)
     outcomes = _outcomes_of(job, [1, 2])
     assert "no error" not in {outcome for outcome, _ in outcomes}
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
@@ -523,10 +521,8 @@ def test_shards_survive_a_killed_coordinator(nursery: Nursery, file_uri: str, lo
 
 
 @pytest.mark.slow
-def test_commit_survives_a_coordinator_killed_after_it(
-    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
-) -> None:
-    job = nursery.start("one_dies", tmp_path / "job", 3, uri=file_uri, killed=0, point="committed", **JOB)
+def test_commit_survives_a_coordinator_killed_after_it(file_uri: str, local_root: Path, tmp_path: Path) -> None:
+    job = start(agent_scenarios.one_dies, tmp_path / "job", 3, uri=file_uri, killed=0, point="committed", **JOB)
     outcomes = _outcomes_of(job, [1, 2])
     assert "no error" not in {outcome for outcome, _ in outcomes}  # they cannot know of the commit
     assert_newest_is(file_uri, 2, local_root, 3)  # while they live
@@ -561,7 +557,6 @@ def test_agent_commits_no_save_whose_memory_was_reused(
     scenario: str,
     right: dict[int, bool],
     wrong: dict[int, bool],
-    nursery: Nursery,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -569,7 +564,9 @@ def test_agent_commits_no_save_whose_memory_was_reused(
     for seeded in (False, True):
         place = tmp_path / str(seeded)
         monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(place / "local"))
-        jobs[seeded] = nursery.start(scenario, place / "job", uri=str(place / "run"), seeded=seeded, **JOB)
+        jobs[seeded] = start(
+            getattr(agent_scenarios, scenario), place / "job", uri=str(place / "run"), seeded=seeded, **JOB
+        )
     for job in jobs.values():
         assert job.codes() == [-signal.SIGKILL], job.output()
         assert (job.folder / "killed.0").exists()
@@ -580,10 +577,10 @@ def test_agent_commits_no_save_whose_memory_was_reused(
 
 @pytest.mark.slow
 def test_withdrawn_handoff_is_void_even_if_the_agent_is_unreachable(
-    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+    file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    scenario = "killed_when_a_staged_one_was_dropped"
-    job = nursery.start(scenario, tmp_path / "job", uri=file_uri, is_deaf=True, **JOB)
+    scenario = agent_scenarios.killed_when_a_staged_one_was_dropped
+    job = start(scenario, tmp_path / "job", uri=file_uri, is_deaf=True, **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
     assert (job.folder / "memory used again.0").exists(), job.output()
     wait_until_idle(local_root, job)
@@ -605,14 +602,14 @@ def _committed_after(job: Job) -> dict[int, bool]:
 
 @pytest.mark.slow
 def test_restarted_trainer_waits_for_the_staged_save_despite_live_workers(
-    nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
+    file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = nursery.start("killed_while_workers_live_on", tmp_path / "job", uri=file_uri, **JOB)
+    job = start(agent_scenarios.killed_while_workers_live_on, tmp_path / "job", uri=file_uri, **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
     assert (job.folder / "killed.0").exists()
     workers = [int((job.folder / name).read_text()) for name in ("worker", "forked")]
     try:
-        again = nursery.start("restarts", tmp_path / "again", uri=file_uri, **JOB)
+        again = start(agent_scenarios.restarts, tmp_path / "again", uri=file_uri, **JOB)
         assert again.codes() == [0], again.output()
         step, is_same, _ = (again.folder / "restored").read_text().split("|")
         assert (step, is_same) == ("2", "True"), log_of(local_root)
@@ -625,13 +622,11 @@ def test_restarted_trainer_waits_for_the_staged_save_despite_live_workers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["ready", *in_full(["not begun"])])
-def test_latest_waits_for_a_staged_save(
-    point: str, nursery: Nursery, file_uri: str, local_root: Path, tmp_path: Path
-) -> None:
+def test_latest_waits_for_a_staged_save(point: str, file_uri: str, local_root: Path, tmp_path: Path) -> None:
     """A new save of the same id replaces it."""
-    job = nursery.start("all_die", tmp_path / "job", uri=file_uri, way="async_save", point=point, **JOB)
+    job = start(agent_scenarios.all_die, tmp_path / "job", uri=file_uri, way="async_save", point=point, **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
-    again = nursery.start("restarts_plainly", tmp_path / "again", uri=file_uri, **JOB)
+    again = start(agent_scenarios.restarts_plainly, tmp_path / "again", uri=file_uri, **JOB)
     assert again.codes() == [0], again.output()
     assert (again.folder / "restored").read_text() == f"{file_uri}/step-2"
     wait_until_idle(local_root, again)
@@ -654,7 +649,7 @@ class PutCounter:
 
 @pytest.mark.slow
 def test_drain_resumes_after_trainer_and_agent_die_without_resending(
-    nursery: Nursery, moto: S3Server, s3_uri: str, local_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moto: S3Server, s3_uri: str, local_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy, puts = FaultProxy(moto.endpoint), PutCounter()
     proxy.answer = puts
@@ -662,7 +657,7 @@ def test_drain_resumes_after_trainer_and_agent_die_without_resending(
     with proxy.running() as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         settings = JOB | slow | {"drain_bytes_per_second": 500_000}
-        job = nursery.start("saves_and_stays", tmp_path / "job", uri=s3_uri, **settings)
+        job = start(agent_scenarios.saves_and_stays, tmp_path / "job", uri=s3_uri, **settings)
         until(lambda: len(puts.counts) >= 2, 60, "the drain to begin")
         job.kill()
         assert job.codes() == [-signal.SIGKILL]
@@ -675,7 +670,7 @@ def test_drain_resumes_after_trainer_and_agent_die_without_resending(
         shards = [file for file in entry.files if file.path.endswith(".distcp")]
         assert finished < len(shards)  # the kills interrupted the drain
         assert Journal(local_root).entries() == [entry]
-        nursery.start("restarts", tmp_path / "again", uri=s3_uri, **JOB | slow).codes()
+        start(agent_scenarios.restarts, tmp_path / "again", uri=s3_uri, **JOB | slow).codes()
         until(lambda: is_idle(local_root), 60, "the next agent to finish")
     assert len(puts.counts) == len(shards)
     assert sum(puts.counts.values()) <= len(shards) + 1, puts.counts  # one was in flight at the kill
@@ -685,8 +680,8 @@ def test_drain_resumes_after_trainer_and_agent_die_without_resending(
 
 
 @pytest.mark.slow
-def test_clean_exit_leaves_an_empty_journal(nursery: Nursery, s3_uri: str, local_root: Path, tmp_path: Path) -> None:
-    job = nursery.start("saves_and_ends", tmp_path / "job", uri=s3_uri, **JOB)
+def test_clean_exit_leaves_an_empty_journal(s3_uri: str, local_root: Path, tmp_path: Path) -> None:
+    job = start(agent_scenarios.saves_and_ends, tmp_path / "job", uri=s3_uri, **JOB)
     assert job.codes() == [0], job.output()
     assert_newest_is(s3_uri, 1, tmp_path / "another node")
     assert Journal(local_root).entries() == []

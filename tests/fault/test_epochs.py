@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import tierckpt
+from tests.fault import agent_scenarios
 from tests.fault.agent_scenarios import whole_state
-from tests.fault.nursery import Nursery
+from tests.fault.runner import start
 from tests.services import in_full
 from tests.states import load, same
 from tierckpt.checkpoint import epoch as epochs
@@ -84,12 +85,6 @@ def known_root(local_root: Path) -> None:
     use_local_root(Settings.load(local_root=local_root))
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery.running("tests.fault.agent_scenarios") as running:
-        yield running
-
-
 @pytest.fixture
 def slow_agent(tmp_path: Path, local_root: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts an agent whose helpers stop at a point of the commit until the file ``go`` is there."""
@@ -152,7 +147,6 @@ def test_a_staged_save_is_not_committed_beside_the_job_that_was_started_again(
     ill: str,
     at: str,
     way: str,
-    nursery: Nursery,
     slow_agent: Callable[..., subprocess.Popen[bytes]],
     s3_uri: str,
     local_root: Path,
@@ -160,13 +154,15 @@ def test_a_staged_save_is_not_committed_beside_the_job_that_was_started_again(
 ) -> None:
     agent = slow_agent(at, lives=ill == "stopped")
     reached = tmp_path / "points" / "reached"
-    job = nursery.start("all_die", tmp_path / "job", uri=s3_uri, way=way, point="handed in", **JOB)
+    job = start(agent_scenarios.all_die, tmp_path / "job", uri=s3_uri, way=way, point="handed in", **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
     finisher = int(until(lambda: reached.exists() and reached.read_text(), 120, "the save to be finished"))
     os.kill(agent.pid, signal.SIGKILL if ill == "killed" else signal.SIGSTOP)
     if ill == "killed":
         until(lambda: is_gone(finisher), 60, "the process that finishes it to end with its agent")
-    again = nursery.start("restarts_and_saves", tmp_path / "again", uri=s3_uri, way=way, step=2, as_step=OTHER, **JOB)
+    again = start(
+        agent_scenarios.restarts_and_saves, tmp_path / "again", uri=s3_uri, way=way, step=2, as_step=OTHER, **JOB
+    )
     until(lambda: list(again.folder.glob("commits.*")) or again.codes(0.0) != [None], 120, "the save")
     (tmp_path / "points" / "go").touch()  # the old one comes first, when the new one has seen that nothing stands there
     until(lambda: is_gone(finisher), 60, "the process that finishes the old save to give up")

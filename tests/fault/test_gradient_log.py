@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fault.gradient_log_job import BASE, Job
-from tests.fault.nursery import Program
+from tests.fault import runner
+from tests.fault.training_jobs import BASE, Job, log_steps
 from tests.open_files import open_files
 from tests.services import ENVIRONMENT
 from tests.waits import SEEDED_SECONDS, Disk, TooLongError, counted
@@ -31,8 +31,9 @@ KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_LOG_KILLS", "2"))
 STEPS = 100_000
 
 
-def begin(directory: Path, steps: int, *more: str) -> Program:
-    return Program("tests.fault.gradient_log_job", str(directory), str(steps), *more, env=ENVIRONMENT)
+def begin(directory: Path, steps: int, bug: str = "") -> runner.Job:
+    options = {"directory": str(directory / "log"), "steps": steps, "bug": bug}
+    return runner.start(log_steps, directory, threads=torch.get_num_threads(), **options)
 
 
 class Reference:
@@ -42,10 +43,7 @@ class Reference:
         self.job = Job()
 
     def at(self, step: int) -> list[int]:
-        while self.job.step < step:
-            self.job.train()
-        assert self.job.step == step
-        return self.job.checksum()
+        return self.job.train_to(step).checksum()
 
 
 def test_a_killed_job_loses_no_durable_step(tmp_path: Path) -> None:
@@ -53,13 +51,13 @@ def test_a_killed_job_loses_no_durable_step(tmp_path: Path) -> None:
     chosen, reference, resumed, lost = random.Random(11), Reference(), 0, []
     for _ in range(KILLS):
         child = begin(tmp_path, STEPS)
-        assert child.stdout.readline() == f"resumed {resumed}\n"
+        assert child.until(child.lines, "the job to resume")[0] == f"resumed {resumed}"
         time.sleep(chosen.uniform(0.0, 0.4))
         child.kill()
-        told = [line for line in child.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+        told = child.lines()[1:]
         durable = max([resumed, *(int(line.split()[1]) for line in told)])
         again = Job()
-        again.resume(tmp_path)
+        again.resume(tmp_path / "log")
         assert again.step >= durable, "a step that was durable is lost"
         assert again.checksum() == reference.at(again.step)
         lost.append(resumed + len(told) - again.step)
@@ -69,18 +67,18 @@ def test_a_killed_job_loses_no_durable_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bug", ["a missing frame", "a frame of another step", "a byte of a gradient"])
 def test_a_log_with_a_fault_leads_to_the_step_before_it_and_says_so(bug: str, tmp_path: Path) -> None:
-    assert begin(tmp_path, 9, bug).wait(120) == 0
+    begin(tmp_path, 9, bug).result()
     job = Job()
-    found = job.resume(tmp_path)
+    found = job.resume(tmp_path / "log")
     assert job.step == 4 and found.end_reason
     assert job.checksum() == Reference().at(4)
 
 
 def test_a_stale_hyperparameter_is_seen_by_the_bits(tmp_path: Path) -> None:
     """Seeded: the comparison of the kills must be able to fail."""
-    assert begin(tmp_path, 9, "a stale hyperparameter").wait(120) == 0
+    begin(tmp_path, 9, "a stale hyperparameter").result()
     job = Job()
-    job.resume(tmp_path)
+    job.resume(tmp_path / "log")
     assert job.step == 9 and job.checksum() != Reference().at(9)
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.fault.nursery import Job, Nursery
+from tests.fault import training_scenarios
+from tests.fault.runner import Job, start
 from tests.services import REPOSITORY
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
@@ -30,12 +31,6 @@ from tierckpt.training.final_save import Cost, fits_deadline
 from tierckpt.training.preemption_notices import Notices
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery.running("tests.fault.training_scenarios") as running:
-        yield running
 
 
 def steps_done(folder: Path, rank: int = 0) -> int:
@@ -59,18 +54,14 @@ def newest(local_root: Path, uri: str) -> int:
     ("name", "ranks"), [("SIGTERM", 2), ("SIGUSR1", 1), pytest.param("SIGUSR2", 2, marks=pytest.mark.slow)]
 )
 def test_a_signal_saves_the_step_the_job_is_at_and_ends_it(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, name: str, ranks: int
+    tmp_path: Path, local_root: Path, file_uri: str, name: str, ranks: int
 ) -> None:
     """The signal reaches one rank only; the other hears of it from that one."""
     options = {"preempt_signals": ["SIGTERM", "SIGUSR1", "SIGUSR2"], "interval": 1000, "grace_seconds": 20}
-    job = nursery.start("train", tmp_path, ranks, uri=file_uri, step_seconds=0.02, **options)
+    job = start(training_scenarios.train, tmp_path, ranks, uri=file_uri, step_seconds=0.02, **options)
     until_step(job, tmp_path, 5, ranks)
     os.kill(job.pids[-1], getattr(signal, name))
-    codes = (
-        job.codes(40, until_one_fails=False)
-        if ranks == 1
-        else [job.nursery.ask(verb="wait", pids=[job.pids[-1]], timeout_seconds=40, until_one_fails=False)[0]]
-    )
+    codes = Job(job.pids[-1:], tmp_path).codes(40)
     job.kill()
     assert codes[-1] == -getattr(signal, name), job.output()[-3000:]
     saved = newest(local_root, file_uri)
@@ -78,11 +69,9 @@ def test_a_signal_saves_the_step_the_job_is_at_and_ends_it(
     assert f"{name}: step {saved} is saved" in job.output()
 
 
-def test_without_a_last_save_those_steps_are_lost(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str
-) -> None:
+def test_without_a_last_save_those_steps_are_lost(tmp_path: Path, local_root: Path, file_uri: str) -> None:
     """Control."""
-    job = nursery.start("train", tmp_path, 1, uri=file_uri, step_seconds=0.02, interval=1000, grace_seconds=0)
+    job = start(training_scenarios.train, tmp_path, 1, uri=file_uri, step_seconds=0.02, interval=1000, grace_seconds=0)
     until_step(job, tmp_path, 5)
     os.kill(job.pids[0], signal.SIGTERM)
     assert job.codes(40) == [-signal.SIGTERM]
@@ -90,11 +79,9 @@ def test_without_a_last_save_those_steps_are_lost(
 
 
 @pytest.mark.slow
-def test_a_save_that_does_not_fit_is_not_begun(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str
-) -> None:
+def test_a_save_that_does_not_fit_is_not_begun(tmp_path: Path, local_root: Path, file_uri: str) -> None:
     """A disk that takes 1.5 s for a checkpoint, and 1.2 s of grace."""
-    job = nursery.start("train_on_a_slow_disk", tmp_path, 1, uri=file_uri, slow_seconds=1.5, grace_seconds=1.2)
+    job = start(training_scenarios.train_on_a_slow_disk, tmp_path, 1, uri=file_uri, slow_seconds=1.5, grace_seconds=1.2)
     until_step(job, tmp_path, 6)
     os.kill(job.pids[0], signal.SIGTERM)
     assert job.codes(30) == [-signal.SIGTERM]
@@ -109,10 +96,10 @@ def test_torchrun_passes_the_signal_on_and_the_last_step_is_saved(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import sys, torch.distributed as dist\n"
+        "import pathlib, sys, torch.distributed as dist\n"
         "from tests.fault.training_scenarios import train\n"
         "dist.init_process_group('gloo')\n"
-        "train(sys.argv[1], sys.argv[2], step_seconds=0.02, interval=1000, grace_seconds=20)\n"
+        "train(pathlib.Path(sys.argv[1]), sys.argv[2], step_seconds=0.02, interval=1000, grace_seconds=20)\n"
     )
     output = tmp_path / "output"
     with output.open("wb") as stream:
@@ -282,11 +269,11 @@ def test_nobody_is_asked_unless_it_is_wanted_and_a_broken_answer_harms_nothing(
     assert sum("does not report preemptions" in message for message in caplog.messages) == 1
 
 
-def test_a_notice_saves_and_training_goes_on(nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str) -> None:
+def test_a_notice_saves_and_training_goes_on(tmp_path: Path, local_root: Path, file_uri: str) -> None:
     with metadata_server() as server:
         server.answers = {GCP: (200, b"FALSE")}
         options = {"preempt_notices": "gcp", "metadata": server.url}
-        job = nursery.start("train", tmp_path, 2, uri=file_uri, step_seconds=0.02, interval=1000, **options)
+        job = start(training_scenarios.train, tmp_path, 2, uri=file_uri, step_seconds=0.02, interval=1000, **options)
         until_step(job, tmp_path, 5, 2)
         server.answers = {GCP: (200, b"TRUE")}
         assert set(job.codes(60)) == {0}, job.output()[-3000:]  # the loop leaves when it is told that it may

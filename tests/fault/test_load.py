@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.fault.nursery import Nursery
+from tests.fault import load_scenarios
+from tests.fault.runner import start
 from tests.services import ALONE_SECONDS, shared_memory_alone
 
 SAVERS = int(os.environ.get("TIERCKPT_TEST_SAVERS", "8"))
@@ -24,12 +25,6 @@ SAVES = 12
 FAIRNESS_MAX = 3.0
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60 + ALONE_SECONDS + 20 * SAVERS)]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery.running("tests.fault.load_scenarios") as running:
-        yield running
 
 
 @pytest.fixture
@@ -42,11 +37,9 @@ def shared() -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_savers_of_one_node_share_it_fairly(
-    nursery: Nursery, tmp_path: Path, shared: str, record_property: Any
-) -> None:
+def test_savers_of_one_node_share_it_fairly(tmp_path: Path, shared: str, record_property: Any) -> None:
     options = {"uri": shared, "savers": SAVERS, "saves": SAVES}
-    jobs = [nursery.start("save_often", tmp_path, saver=saver, **options) for saver in range(SAVERS)]
+    jobs = [start(load_scenarios.save_often, tmp_path, saver=saver, **options) for saver in range(SAVERS)]
     codes = [job.codes(30 + 15 * SAVERS)[0] for job in jobs]
     for job in jobs:
         job.kill()

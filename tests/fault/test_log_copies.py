@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.fault import step_log_scenarios
 from tests.fault.log_copies_bugs import PIECES
-from tests.fault.nursery import Nursery
+from tests.fault.runner import start
 from tests.fault.test_step_log_kills import Seen
 from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
@@ -20,12 +21,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 RANKS = 2
 SETTINGS = {"replicas": 2, "drain": False}
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery.running("tests.fault.step_log_scenarios") as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +35,10 @@ def acknowledged(node: Node) -> int:
     return min((row["peers_step"] for row in node.replicas()["logs"]), default=-1)
 
 
-def train(nursery: Nursery, node: Node, folder: Path, steps: int, ranks: int = 1, **options: Any) -> Seen:
-    job = nursery.start("train", folder, ranks, env=node.env, uri=f"{folder}/run", steps=steps, interval=20, **options)
+def train(node: Node, folder: Path, steps: int, ranks: int = 1, **options: Any) -> Seen:
+    job = start(
+        step_log_scenarios.train, folder, ranks, env=node.env, uri=f"{folder}/run", steps=steps, interval=20, **options
+    )
     assert job.codes(120) == [0] * ranks, job.output()[-3000:]
     return Seen(folder, ranks)
 
@@ -60,27 +57,27 @@ def all_copied(nodes: Nodes, folder: Path, step: int) -> None:
     nodes.until(lambda: nodes[0].has_all_replicas(uri), f"a copy of step {step}")
 
 
-def test_a_lost_node_costs_what_its_peer_had_not_acknowledged(nursery: Nursery, fleet: Fleet, tmp_path: Path) -> None:
+def test_a_lost_node_costs_what_its_peer_had_not_acknowledged(fleet: Fleet, tmp_path: Path) -> None:
     with cluster(fleet, tmp_path, 2, **SETTINGS) as nodes:
-        train(nursery, nodes[0], tmp_path, 47, RANKS)
+        train(nodes[0], tmp_path, 47, RANKS)
         all_copied(nodes, tmp_path, 40)
         nodes.until(lambda: acknowledged(nodes[0]) >= 46, "the log to be copied")
         # Here two checkpoints lead to the newest step. There one that both nodes have is enough.
         nodes.until(lambda: begins(nodes[1], tmp_path) == [40, 40], "what a copied checkpoint has to go")
-        job = nursery.start("train", tmp_path, RANKS, env=nodes[0].env, uri=f"{tmp_path}/run", steps=10**6)
+        job = start(step_log_scenarios.train, tmp_path, RANKS, env=nodes[0].env, uri=f"{tmp_path}/run", steps=10**6)
         nodes.until(lambda: acknowledged(nodes[0]) >= 60, "more of the log to be copied")
         job.kill()
         at = acknowledged(nodes[0])
         nodes[0].lose()
-        assert at <= train(nursery, nodes[1], tmp_path, 0, RANKS).resumed(), job.output()[-3000:]
+        assert at <= train(nodes[1], tmp_path, 0, RANKS).resumed(), job.output()[-3000:]
 
 
 @pytest.mark.parametrize("bug", ["stall", "counted before it is whole"])
-def test_a_frame_counts_when_it_is_whole(nursery: Nursery, fleet: Fleet, tmp_path: Path, bug: str) -> None:
+def test_a_frame_counts_when_it_is_whole(fleet: Fleet, tmp_path: Path, bug: str) -> None:
     """The other node's agent is killed in the middle of a segment, and then the node that it copies from is lost."""
     with cluster(fleet, tmp_path, 2, **SETTINGS) as nodes:
         nodes[1].kill()
-        train(nursery, nodes[0], tmp_path, 9)
+        train(nodes[0], tmp_path, 9)
         [own] = (nodes[0].directory(f"{tmp_path}/run") / GRADIENTS_DIR / "rank-0").glob("*.gradients")
         frame = (own.stat().st_size - 4096) // own.read_bytes().count(log_segments.FRAME)
         blocks = 1 + 5 * frame // 4096 + frame // 8192  # the head, five frames, and half of one
@@ -96,5 +93,5 @@ def test_a_frame_counts_when_it_is_whole(nursery: Nursery, fleet: Fleet, tmp_pat
         nodes[0].lose()
         nodes[1].bug = "none, but hurry"
         nodes[1].start()
-        seen = train(nursery, nodes[1], tmp_path, 0)
+        seen = train(nodes[1], tmp_path, 0)
         assert (seen.resumed() >= told) == (bug == "stall"), f"resumed at {seen.resumed()}, {told} was acknowledged"

@@ -18,7 +18,7 @@ import torch
 
 import tierckpt
 from tests.exact import check_same
-from tests.fault.window_job import Job, restored
+from tests.fault.training_jobs import Job, restored
 from tests.waits import ANSWER_SECONDS, SEEDED_SECONDS, TooLongError, counted
 from tierckpt import poll
 from tierckpt.arena.memory import Memory
@@ -189,10 +189,10 @@ def fault_found(job: Job, uri: Path) -> str:
         kept, saved = {}, None
         while saved is None or not saved.done():
             job.train()
-            kept[job.number] = job.values()
-            checkpointer.step(job.number, job.state)
-            if job.number == BEGUN:
-                saved = checkpointer.save(job.number, job.state)
+            kept[job.step] = job.values()
+            checkpointer.step(job.step, job.state)
+            if job.step == BEGUN:
+                saved = checkpointer.save(job.step, job.state)
         saved.result()
     (record,) = checkpointer.stats
     if record.fallback:
@@ -269,10 +269,10 @@ def test_windows_in_the_steady_state_map_no_memory(is_broken: bool, tmp_path: Pa
     with tierckpt.Checkpointer(tmp_path / "run", every_step=tierckpt.EveryStep(window_steps=WINDOW)) as checkpointer:
         for _ in range(5):
             job.train()
-            saved = checkpointer.save(job.number, job.state)
+            saved = checkpointer.save(job.step, job.state)
             while not saved.done():
                 job.train()
-                checkpointer.step(job.number, job.state)
+                checkpointer.step(job.step, job.state)
             saved.result()
             counts.append(maps[0])
     assert not any(record.fallback for record in checkpointer.stats) and counts[0] >= WINDOW
@@ -306,25 +306,25 @@ def test_nothing_waits_for_a_link_that_hangs(where: str, bug: bool, tmp_path: Pa
         monkeypatch.setattr(poll, "LOOK_SECONDS", 600.0)
     with tierckpt.Checkpointer(tmp_path / "run", every_step=tierckpt.EveryStep(window_steps=WINDOW)) as checkpointer:
         job.train()
-        checkpointer.save(job.number, job.state)
+        checkpointer.save(job.step, job.state)
         for _ in range(WAITS[where] - 2):
             job.train()
-            checkpointer.step(job.number, job.state)
+            checkpointer.step(job.step, job.state)
         job.train()
         held.moves.clear()
-        checkpointer.step(job.number, job.state)  # begins to copy a part
+        checkpointer.step(job.step, job.state)  # begins to copy a part
         found = pytest.raises(TooLongError) if bug else contextlib.nullcontext()
         with found, counted(SEEDED_SECONDS if bug else ANSWER_SECONDS):
             if WAITS[where] < WINDOW:
                 job.train()
-                checkpointer.step(job.number, job.state)
+                checkpointer.step(job.step, job.state)
             else:
-                checkpointer.save(job.number, job.state)
+                checkpointer.save(job.step, job.state)
         held.moves.set()
         while not (bug or checkpointer.stats):
             job.train()
-            checkpointer.step(job.number, job.state)
-        step, kept = job.number, job.values()
+            checkpointer.step(job.step, job.state)
+        step, kept = job.step, job.values()
     if not bug:
         assert checkpointer.stats[0].fallback == multi_step.COPY_HANGS and checkpointer.stats[0].step == step
         again = Job()

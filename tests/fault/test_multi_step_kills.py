@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.exact import check_same
-from tests.fault.nursery import Program
-from tests.fault.window_job import FIRST, SECOND, WINDOW, Job, restored
-from tests.services import ENVIRONMENT, in_full
+from tests.fault.runner import start
+from tests.fault.training_jobs import FIRST, SECOND, WINDOW, Job, restored, save_in_windows
+from tests.services import in_full
 
 EVERY = bool(in_full([1]))
 BEFORE, AFTER = FIRST + WINDOW - 1, SECOND + WINDOW - 1
@@ -26,14 +28,14 @@ POINTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS if EVERY else ("part 2", "before the commit"))
 def test_a_kill_leaves_the_checkpoint_before_or_the_right_one(point: str, tmp_path: Path, local_root: Path) -> None:
-    environment = ENVIRONMENT | {"TIERCKPT_LOCAL_ROOT": str(local_root)}
-    child = Program("tests.fault.window_job", str(tmp_path), point, env=environment)
-    assert (child.stdout.read(), child.wait()) == ("committed\n", -9), "it was killed in the second window"
-    job, reference = Job(), Job()
+    environment = {"TIERCKPT_LOCAL_ROOT": str(local_root), "TIERCKPT_MOVER": "agent"}
+    options: dict[str, Any] = {"env": environment, "threads": torch.get_num_threads(), "run": str(tmp_path / "run")}
+    child = start(save_in_windows, tmp_path / "job", point=point, **options)
+    assert (child.codes(170), child.lines()) == ([-9], ["committed"]), "it was killed in the second window"
+    job = Job()
     step = restored(tmp_path / "run", job)
     assert step in POINTS[point]
-    while reference.number < step:
-        reference.train()
+    reference = Job().train_to(step)
     check_same(job.values(), reference.values())
     for one in (job, reference):  # and training goes on as if it had not been killed
         one.train()

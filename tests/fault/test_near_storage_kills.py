@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import queue
 import random
 import signal
-import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.fault.near_storage_job import Reference
-from tests.fault.nursery import Program
+from tests.fault.near_storage_job import Reference, train
+from tests.fault.runner import start
 from tests.services import ENVIRONMENT, in_full
 
 KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_NEAR_STORAGE_KILLS", "2"))
@@ -21,69 +20,57 @@ ANSWER_SECONDS = 150.0
 
 
 class Running:
-    """A job in a process of its own, and what it says."""
+    """A job in a process of its own, and the lines that it prints."""
 
-    def __init__(self, directory: Path, *arguments: str) -> None:
-        self.child = Program("tests.fault.near_storage_job", str(directory), *arguments, env=ENVIRONMENT)
-        self.step = self.process = -1
-        self._said: queue.Queue[str] = queue.Queue()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
+    def __init__(self, directory: Path, *bug: str) -> None:
+        self.job = start(train, directory, threads=torch.get_num_threads(), bug="".join(bug))
+        self._read = 0
+        """How many lines ``until`` has seen."""
 
-    def _read(self) -> None:
-        for line in self.child.stdout:
-            if line.endswith("\n"):
-                self._said.put(line.rstrip())
-        self._said.put("end")
-
-    def until(self, word: str) -> list[int]:
-        """Return the numbers behind ``word``, when it is said."""
+    def until(self, word: str) -> int:
+        """Return the number behind ``word`` in the next line that has it."""
         while True:
-            found, *numbers = self._said.get(timeout=ANSWER_SECONDS).split()
-            if found in ("step", "resumed"):
-                self.step = int(numbers[0])
-            if found == "process":
-                self.process = int(numbers[0])
+            lines = self.job.until(
+                lambda: self.job.lines()[self._read :] or self.job.codes(0.0) != [None], word, ANSWER_SECONDS
+            )
+            assert lines is not True, f"the job has ended before it printed {word!r}"
+            self._read += 1
+            found, number = lines[0].split()
             if found == word:
-                return [int(one) for one in numbers]
-            assert found != "end", f"the job has ended before it said {word!r}"
+                return int(number)
 
-    def kill(self) -> int:
-        """Kill the trainer, and return the step that it had said."""
-        self.child.kill()
-        self.child.wait()
-        self.until("end")
-        self._reader.join()
-        return self.step
+    @property
+    def step(self) -> int:
+        """The newest step that it has printed."""
+        lines = map(str.split, self.job.lines())
+        return max((int(number) for word, number in lines if word in ("step", "resumed")), default=-1)
 
 
 def run(directory: Path, kills: int, *bug: str, seed: int = 0) -> None:
     """Kill trainers and processes in turns, and compare at the end."""
-    chosen, reference, said = random.Random(seed), Reference(), 0
+    chosen, reference = random.Random(seed), Reference()
     job = Running(directory, *bug)
     try:
         for number in range(kills):
-            job.until("process")
+            process = job.until("process")
             for _ in range(chosen.randrange(1, 4)):
                 job.until("step")
             time.sleep(chosen.uniform(0.0, 0.2))
             if number % 3 == 2:
-                said = job.kill()
+                job.job.kill()
+                made = job.step
                 job = Running(directory, *bug)
-                (resumed,) = job.until("resumed")
-                assert resumed >= said, "a step that was made is lost"
+                assert job.until("resumed") >= made, "a step that was made is lost"
             else:
-                os.kill(job.process, signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
         job.until("process")
         job.until("step")
         (directory / "stop").touch()
-        sums = job.until("sums")
+        sums = job.job.result(ANSWER_SECONDS)
         assert sums == reference.at(job.step)
         print(f"{kills} kills over {job.step} steps")
     finally:
-        if job.child.poll() is None:
-            job.child.kill()
-            job.child.wait()
+        job.job.kill()
 
 
 def test_kills_lose_no_step_and_no_bit(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.fault.nursery import Nursery
+from tests.fault import preemption_scenarios
+from tests.fault.runner import start
 from tests.fault.test_agent import IDLE_SECONDS, until
 from tests.services import ALONE_SECONDS, shared_memory_alone
 
@@ -31,12 +32,6 @@ SHORT_GRACE_SECONDS = 10.0
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150 + ALONE_SECONDS)]
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery.running("tests.fault.preemption_scenarios") as running:
-        yield running
-
-
 @pytest.fixture
 def shared() -> Iterator[str]:
     """Memory, which stands for storage on another file system than the SSD: nothing can be linked."""
@@ -46,9 +41,9 @@ def shared() -> Iterator[str]:
         shutil.rmtree(folder)
 
 
-def preempt(nursery: Nursery, folder: Path, shared: str, **settings: Any) -> tuple[int | None, float, str]:
+def preempt(folder: Path, shared: str, **settings: Any) -> tuple[int | None, float, str]:
     """Send SIGTERM as soon as step 2 is staged. Returns the exit code, None if SIGKILL was needed; seconds; the log."""
-    job = nursery.start("train_until_told", folder, uri=shared, **settings)
+    job = start(preemption_scenarios.train_until_told, folder, uri=shared, **settings)
     until((folder / "staged").exists, 60, "the second step to be staged")
     begun = time.monotonic()
     os.kill(job.pids[0], signal.SIGTERM)
@@ -58,9 +53,9 @@ def preempt(nursery: Nursery, folder: Path, shared: str, **settings: Any) -> tup
     return code, seconds, job.output()
 
 
-def comes_back(nursery: Nursery, folder: Path, shared: str, **arguments: Any) -> tuple[int | None, bool]:
+def comes_back(folder: Path, shared: str, **arguments: Any) -> tuple[int | None, bool]:
     """Which step a restarted job finds, and whether it is whole."""
-    job = nursery.start("come_back", folder, uri=shared, **arguments)
+    job = start(preemption_scenarios.come_back, folder, uri=shared, **arguments)
     codes = job.codes(60)
     job.kill()
     assert codes == [0], job.output()[-3000:]
@@ -72,44 +67,44 @@ def comes_back(nursery: Nursery, folder: Path, shared: str, **arguments: Any) ->
 @pytest.mark.parametrize("stuck", [False, True])
 @pytest.mark.parametrize("time_of", range(TIMES))
 def test_what_fits_into_the_grace_period_is_on_shared_storage(
-    nursery: Nursery, tmp_path: Path, shared: str, time_of: int, stuck: bool
+    tmp_path: Path, shared: str, time_of: int, stuck: bool
 ) -> None:
-    code, seconds, log = preempt(nursery, tmp_path, shared, mover="inline", grace_seconds=25, stuck=stuck)
+    code, seconds, log = preempt(tmp_path, shared, mover="inline", grace_seconds=25, stuck=stuck)
     assert (code, seconds < KILL_SECONDS) == (-signal.SIGTERM, True), log[-2000:]
-    assert comes_back(nursery, tmp_path, shared, mover="inline", local_root=str(tmp_path / "another node")) == (2, True)
+    assert comes_back(tmp_path, shared, mover="inline", local_root=str(tmp_path / "another node")) == (2, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("time_of", range(TIMES))
 def test_what_does_not_fit_is_on_the_ssd_and_said_and_drained_by_the_next_process(
-    nursery: Nursery, tmp_path: Path, shared: str, time_of: int
+    tmp_path: Path, shared: str, time_of: int
 ) -> None:
     slow = {"drain_bytes_per_second": SLOW_BYTES_PER_SECOND, "grace_seconds": SHORT_GRACE_SECONDS}
-    code, seconds, log = preempt(nursery, tmp_path, shared, mover="inline", **slow)
+    code, seconds, log = preempt(tmp_path, shared, mover="inline", **slow)
     assert (code, seconds < SHORT_GRACE_SECONDS + 5) == (-signal.SIGTERM, True), log[-2000:]
     assert f"{shared.removeprefix('file://')}/step-2 is on the local tier only; `tierckpt drain --wait` finishes" in log
     other = {"mover": "inline", "local_root": str(tmp_path / "another node")}
-    assert comes_back(nursery, tmp_path, shared, **other) == (1, False)  # what is committed there is older, and whole
-    assert comes_back(nursery, tmp_path, shared, mover="inline", drain=True) == (2, True)
-    assert comes_back(nursery, tmp_path, shared, **other) == (2, True)
+    assert comes_back(tmp_path, shared, **other) == (1, False)  # what is committed there is older, and whole
+    assert comes_back(tmp_path, shared, mover="inline", drain=True) == (2, True)
+    assert comes_back(tmp_path, shared, **other) == (2, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("time_of", range(TIMES))
 def test_with_an_agent_the_trainer_leaves_when_its_step_is_safe_and_the_agent_drains_it(
-    nursery: Nursery, tmp_path: Path, shared: str, time_of: int
+    tmp_path: Path, shared: str, time_of: int
 ) -> None:
     settings = {"mover": "agent", "idle_seconds": IDLE_SECONDS}
-    code, seconds, log = preempt(nursery, tmp_path, shared, grace_seconds=25, **settings)
+    code, seconds, log = preempt(tmp_path, shared, grace_seconds=25, **settings)
     assert (code, seconds < KILL_SECONDS) == (-signal.SIGTERM, True), log[-2000:]
-    assert comes_back(nursery, tmp_path, shared, drain=True, **settings) == (2, True)
+    assert comes_back(tmp_path, shared, drain=True, **settings) == (2, True)
     other = {"mover": "inline", "local_root": str(tmp_path / "another node")}
-    assert comes_back(nursery, tmp_path, shared, **other) == (2, True)
+    assert comes_back(tmp_path, shared, **other) == (2, True)
 
 
 @pytest.mark.slow
-def test_a_trainer_that_does_not_listen_loses_the_step(nursery: Nursery, tmp_path: Path, shared: str) -> None:
+def test_a_trainer_that_does_not_listen_loses_the_step(tmp_path: Path, shared: str) -> None:
     """Control."""
-    code, _, _ = preempt(nursery, tmp_path, shared, mover="inline", grace_seconds=0)
+    code, _, _ = preempt(tmp_path, shared, mover="inline", grace_seconds=0)
     assert code == -signal.SIGTERM
-    assert comes_back(nursery, tmp_path, shared, mover="inline") == (1, False)
+    assert comes_back(tmp_path, shared, mover="inline") == (1, False)

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.fault.nursery import Job, Nursery
+from tests.fault import rank_scenarios
 from tests.fault.rank_scenarios import COORDINATOR_PHASES, RESTORE_PHASES, SAVE_PHASES
+from tests.fault.runner import Job, start
 
 RANKS = 4
 LAST = RANKS - 1
@@ -57,20 +58,16 @@ BUGS = [
 """Controls: what must be found."""
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery.running("tests.fault.rank_scenarios") as running:
-        yield running
-
-
-def lose_ranks(nursery: Nursery, folder: Path, deaths: list[Death], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def lose_ranks(folder: Path, deaths: list[Death], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What goes wrong when each of ``deaths`` comes to pass, each in a job of its own."""
     jobs: list[tuple[Death, Path, Job]] = []
     for number, death in enumerate(deaths):
         home = folder / str(number)
         monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(home / "local"))
         options: dict[str, Any] = {"way": death.way, "phase": death.phase, "victim": death.victim, "bug": death.bug}
-        jobs.append((death, home, nursery.start("lose_a_rank", home, RANKS, uri=f"file://{home}/shared", **options)))
+        jobs.append(
+            (death, home, start(rank_scenarios.lose_a_rank, home, RANKS, uri=f"file://{home}/shared", **options))
+        )
     problems = []
     back: list[tuple[Death, Path, Job]] = []
     for death, home, job in jobs:
@@ -78,7 +75,7 @@ def lose_ranks(nursery: Nursery, folder: Path, deaths: list[Death], monkeypatch:
         job.kill()
         problems += [f"{death}: {text}" for text in _problems(death, home, codes, job)]
         monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(home / "local"))
-        back.append((death, home, nursery.start("come_back", home, RANKS, uri=f"file://{home}/shared")))
+        back.append((death, home, start(rank_scenarios.come_back, home, RANKS, uri=f"file://{home}/shared")))
     for death, home, job in back:
         codes = job.codes(60)
         job.kill()
@@ -114,12 +111,12 @@ def _problems_after(home: Path, codes: list[int | None], job: Job) -> Iterator[s
 
 @pytest.mark.slow
 def test_the_others_return_and_the_job_comes_back(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     problems = []
     deaths = BUGS + (DEATHS[::3] if TIMES == 1 else (DEATHS + MORE_DEATHS) * TIMES)
     for at in range(0, len(deaths), AT_ONCE):
-        problems += lose_ranks(nursery, tmp_path / str(at), deaths[at : at + AT_ONCE], monkeypatch)
+        problems += lose_ranks(tmp_path / str(at), deaths[at : at + AT_ONCE], monkeypatch)
     record_property("deaths", len(deaths) - len(BUGS))
     found = [problem for problem in problems if any(bug.bug in problem for bug in BUGS)]
     assert any("wait for ever: rank" in problem and "has not returned" in problem for problem in found), found

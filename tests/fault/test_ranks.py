@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,8 @@ import torch
 
 import tierckpt
 from tests.compat.worker import launch
-from tests.fault.nursery import Nursery
+from tests.fault import single_scenarios
+from tests.fault.runner import start
 from tests.states import load, save
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_commit import read_local_manifest
@@ -83,17 +83,17 @@ def test_a_lock_held_while_a_worker_forks_is_released(tmp_path: Path) -> None:
         child.wait()
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery.running("tests.fault.single_scenarios") as running:
-        yield running
-
-
-def _race(nursery: Nursery, folder: Path, uri: str, roots: list[Path]) -> list[str]:
+def _race(folder: Path, uri: str, roots: list[Path]) -> list[str]:
     """Start one saver a root, let all go at once, return each one's outcome."""
     savers = [
-        nursery.start(
-            "race", folder / str(index), uri=uri, root=str(root), value=index, meet=str(folder), of=len(roots)
+        start(
+            single_scenarios.race,
+            folder / str(index),
+            uri=uri,
+            root=str(root),
+            value=index,
+            meet=str(folder),
+            of=len(roots),
         )
         for index, root in enumerate(roots)
     ]
@@ -104,11 +104,9 @@ def _race(nursery: Nursery, folder: Path, uri: str, roots: list[Path]) -> list[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node", ["one", "many"])
-def test_of_saves_that_race_for_one_id_exactly_one_wins(
-    node: str, shared_uri: str, tmp_path: Path, nursery: Nursery
-) -> None:
+def test_of_saves_that_race_for_one_id_exactly_one_wins(node: str, shared_uri: str, tmp_path: Path) -> None:
     roots = [tmp_path / "local" if node == "one" else tmp_path / f"local-{index}" for index in range(4)]
-    outcomes = _race(nursery, tmp_path / "race", f"{shared_uri}/step-1", roots)
+    outcomes = _race(tmp_path / "race", f"{shared_uri}/step-1", roots)
     winners = [index for index, outcome in enumerate(outcomes) if outcome == "won"]
     assert len(winners) == 1, outcomes
     assert all(outcome.startswith("lost ") for index, outcome in enumerate(outcomes) if index not in winners), outcomes
@@ -128,12 +126,12 @@ def test_of_saves_that_race_for_one_id_exactly_one_wins(
     ],
 )
 def test_a_saver_killed_at_any_point_leaves_the_old_checkpoint_or_the_new(
-    point: str, survivor: float, s3_uri: str, local_root: Path, tmp_path: Path, nursery: Nursery
+    point: str, survivor: float, s3_uri: str, local_root: Path, tmp_path: Path
 ) -> None:  # P2, P3
     uri = f"{s3_uri}/step-1"
     save(uri, {"w": torch.full((100_000,), 1.0)})
     tierckpt.wait(uri, timeout_seconds=60)
-    saver = nursery.start("die_at", tmp_path / "saver", uri=uri, point=point)
+    saver = start(single_scenarios.die_at, tmp_path / "saver", uri=uri, point=point)
     assert saver.codes() == [-signal.SIGKILL], saver.output()  # the fault really fired
     assert load(uri, {"w": torch.zeros(100_000)})["w"].unique().tolist() == [survivor]
     close_all()  # what a restarted job is: a process that reads the journal anew
@@ -148,11 +146,11 @@ def test_a_saver_killed_at_any_point_leaves_the_old_checkpoint_or_the_new(
 
 
 def test_a_mover_killed_in_the_drain_publishes_nothing_and_the_next_one_finishes(
-    s3_uri: str, local_root: Path, tmp_path: Path, nursery: Nursery
+    s3_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     uri = f"{s3_uri}/step-1"
     for number in range(2):
-        mover = nursery.start("die_after_the_first_file", tmp_path / str(number), uri=uri)
+        mover = start(single_scenarios.die_after_the_first_file, tmp_path / str(number), uri=uri)
         assert mover.codes() == [-signal.SIGKILL], mover.output()
         assert len(Journal(local_root).entries()) >= 1
     tierckpt.wait(uri, timeout_seconds=60)
@@ -185,11 +183,11 @@ def test_a_fork_leaves_the_parents_client_alone(file_uri: str) -> None:
 
 
 def test_what_a_lost_node_left_on_the_shared_tier_goes_with_the_next_save(
-    s3_uri: str, local_root: Path, tmp_path: Path, nursery: Nursery
+    s3_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """Killed in the drain, after the shard and before the commit; its node is lost; the id is saved again elsewhere."""
     uri = f"{s3_uri}/step-1"
-    mover = nursery.start("die_before_the_shared_commit", tmp_path / "mover", uri=uri)
+    mover = start(single_scenarios.die_before_the_shared_commit, tmp_path / "mover", uri=uri)
     assert mover.codes() == [-signal.SIGKILL], mover.output()
     shutil.rmtree(local_root)
     save(uri, {"w": torch.ones(1000)})

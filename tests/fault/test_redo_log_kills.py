@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
-from tests.fault.gradient_log_job import Job
-from tests.fault.nursery import Program
-from tests.fault.redo_log_job import PLAIN, POINTS, WINDOW, restored
-from tests.fault.test_gradient_log import Reference
-from tests.services import ENVIRONMENT, in_full
+from tests.fault import runner
+from tests.fault.training_jobs import PLAIN, REDO, REDO_POINTS, Job, restore_redo_log, restored, save_redo_log
+from tests.services import in_full
 from tierckpt.client import close_all
 
 SECONDS = 120.0
@@ -26,29 +25,27 @@ SAVE = ("pack", "write", "commit", "drain")
 FOLD = ("read", "replay", "save", "write", "commit", "drain", "load")
 
 
-def run_job(root: Path, run: Path, *what: str, seconds: float = SECONDS) -> int:
-    environment = {**ENVIRONMENT, "TIERCKPT_LOCAL_ROOT": str(root)}
-    child = Program("tests.fault.redo_log_job", str(run), *what, env=environment)
-    try:
-        return child.wait(seconds)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        return child.wait(SECONDS)
+def run_job(what: Callable[..., None], root: Path, run: Path, seconds: float = SECONDS, **options: str) -> int | None:
+    environment = {"TIERCKPT_LOCAL_ROOT": str(root), "TIERCKPT_MOVER": "agent"}
+    threads = torch.get_num_threads()
+    job = runner.start(what, run.parent / "job", env=environment, threads=threads, run=str(run), **options)
+    [code] = job.codes(seconds)
+    job.kill()
+    return code
 
 
 def check_run(run: Path, steps: set[int]) -> None:
     """What stock PyTorch reads is of one version; what is restored is one of ``steps``, bit for bit."""
     for metadata in run.glob("step-*/.metadata"):
         step = int(metadata.parent.name.removeprefix("step-"))
-        read, wanted = Job(), Job()
-        while wanted.step < step:
-            wanted.train()
+        read, wanted = Job(), Job().train_to(step)
         model = read.model.state_dict()
         dcp.load({"model": model}, checkpoint_id=metadata.parent)
         assert all((one == model[name]).all() for name, one in wanted.model.state_dict().items()), metadata
-    job = restored(str(run))
+    job = Job()
+    restored(run, job)
     assert job.step in steps
-    assert job.checksum() == Reference().at(job.step)
+    assert job.checksum() == Job().train_to(job.step).checksum()
 
 
 @pytest.fixture
@@ -61,9 +58,9 @@ def root(local_root: Path) -> Path:
 @pytest.mark.parametrize("point", SAVE if EVERY else ("commit",))
 def test_a_kill_while_a_redo_log_is_written(point: str, when: str, root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert run_job(root, run, "train", point, when) == -signal.SIGKILL
+    assert run_job(save_redo_log, root, run, point=point, when=when) == -signal.SIGKILL
     is_committed = (point, when) in {("commit", "after"), ("drain", "before"), ("drain", "after")}
-    check_run(run, {WINDOW} if is_committed else {PLAIN, WINDOW})
+    check_run(run, {REDO} if is_committed else {PLAIN, REDO})
     close_all()
 
 
@@ -72,13 +69,13 @@ def test_a_kill_while_a_redo_log_is_written(point: str, when: str, root: Path, t
 @pytest.mark.parametrize("point", FOLD if EVERY else ("replay", "commit"))
 def test_a_kill_while_a_redo_log_becomes_a_checkpoint(point: str, when: str, root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert run_job(root, run, "train", "-") == 0
-    assert not (run / f"step-{WINDOW}").exists()
-    assert run_job(root, run, "restore", point, when) == -signal.SIGKILL
+    assert run_job(save_redo_log, root, run) == 0
+    assert not (run / f"step-{REDO}").exists()
+    assert run_job(restore_redo_log, root, run, point=point, when=when) == -signal.SIGKILL
     if FOLD.index(point) < FOLD.index("write"):
         assert tierckpt.latest(run) == str(run / f"step-{PLAIN}")
-    check_run(run, {WINDOW})
-    assert tierckpt.latest(run) == str(run / f"step-{WINDOW}")
+    check_run(run, {REDO})
+    assert tierckpt.latest(run) == str(run / f"step-{REDO}")
     close_all()
 
 
@@ -87,10 +84,10 @@ def test_kills_at_any_moment(root: Path, tmp_path: Path) -> None:
     chosen = random.Random(7)
     for number in range(20 if EVERY else 1):
         run = tmp_path / f"run-{number}"
-        run_job(root, run, "train", "-", seconds=chosen.uniform(0.0, 6.0))
+        run_job(save_redo_log, root, run, chosen.uniform(0.0, 6.0))
         for _ in range(2):
-            run_job(root, run, "restore", "-", seconds=chosen.uniform(0.0, 5.0))
-        check_run(run, {0, PLAIN, WINDOW})
+            run_job(restore_redo_log, root, run, chosen.uniform(0.0, 5.0))
+        check_run(run, {0, PLAIN, REDO})
         close_all()
 
 
@@ -98,9 +95,9 @@ def test_kills_at_any_moment(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bug", ["a missing step", *in_full(["a stale hyperparameter"])])
 def test_a_redo_log_that_is_wrong_is_passed_over(bug: str, root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert run_job(root, run, "train", "-", "before", bug) == 0
+    assert run_job(save_redo_log, root, run, bug=bug) == 0
     check_run(run, {PLAIN})
-    assert not (run / f"step-{WINDOW}").exists()
+    assert not (run / f"step-{REDO}").exists()
     close_all()
 
 
@@ -108,12 +105,12 @@ def test_a_redo_log_that_is_wrong_is_passed_over(bug: str, root: Path, tmp_path:
 def test_a_mixed_version_would_be_seen(root: Path, tmp_path: Path) -> None:
     """Seeded: a window published as a checkpoint before it was replayed."""
     run = tmp_path / "run"
-    assert run_job(root, run, "train", "-", "before", "a mixed version as a checkpoint") == 0
-    assert (run / f"step-{WINDOW}" / ".metadata").exists()
-    with pytest.raises(AssertionError, match=rf"step-{WINDOW}"):
-        check_run(run, {WINDOW})
+    assert run_job(save_redo_log, root, run, bug="a mixed version as a checkpoint") == 0
+    assert (run / f"step-{REDO}" / ".metadata").exists()
+    with pytest.raises(AssertionError, match=rf"step-{REDO}"):
+        check_run(run, {REDO})
     close_all()
 
 
 def test_every_point_is_killed_at() -> None:
-    assert set(POINTS) == {*SAVE, *FOLD}
+    assert set(REDO_POINTS) == {*SAVE, *FOLD}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tests.fault.nursery import Job, Nursery
+from tests.fault import step_log_scenarios
+from tests.fault.runner import Job, start
 from tests.services import ENVIRONMENT
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
 from tierckpt.save import log_segments
@@ -21,12 +21,6 @@ from tierckpt.save import log_segments
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 
 KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_LOG_KILLS", "1"))
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery.running("tests.fault.step_log_scenarios") as running:
-        yield running
 
 
 class Seen:
@@ -83,11 +77,13 @@ def wait_for(job: Job, folder: Path, word: str, times: int, ranks: int = 1) -> N
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (1, {"window_steps": 4}), (2, {})], ids=["1", "windows", "2"])
 def test_a_job_that_is_killed_loses_one_step_at_most(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, ranks: int, options: dict[str, Any]
+    tmp_path: Path, local_root: Path, file_uri: str, ranks: int, options: dict[str, Any]
 ) -> None:
     chosen, lost, ended = random.Random(ranks), [], 0
     for kill in range(KILLS):
-        job = nursery.start("train", tmp_path, ranks, uri=file_uri, interval=20 if not options else 6, **options)
+        job = start(
+            step_log_scenarios.train, tmp_path, ranks, uri=file_uri, interval=20 if not options else 6, **options
+        )
         wait_for(job, tmp_path, "resumed", kill + 1, ranks)
         first = 4 if options and not kill else 0  # nothing is logged before the first checkpoint
         wait_for(job, tmp_path, "ended", Seen(tmp_path, 1).count("ended") + first + chosen.choice((0, 3, 10, 30)))
@@ -102,17 +98,17 @@ def test_a_job_that_is_killed_loses_one_step_at_most(
 
 
 def test_ranks_with_optimizers_near_storage_go_on_from_one_checkpoint(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str
+    tmp_path: Path, local_root: Path, file_uri: str
 ) -> None:
     """Its shards are joined, nothing of the optimizer was copied, and plain PyTorch reads it."""
     chosen = random.Random(0)
     for kill in range(max(1, KILLS // 2)):
-        job = nursery.start("train", tmp_path, 2, uri=file_uri, near=True, interval=3)
+        job = start(step_log_scenarios.train, tmp_path, 2, uri=file_uri, near=True, interval=3)
         wait_for(job, tmp_path, "resumed", kill + 1)
         wait_for(job, tmp_path, "ended", Seen(tmp_path, 1).count("ended") + chosen.choice((4, 5, 8)))
         time.sleep(chosen.uniform(0.0, 0.05))
         job.kill()
-    seen, _ = run(nursery, tmp_path, 2, uri=file_uri, near=True, interval=3, steps=12)
+    seen, _ = run(tmp_path, 2, uri=file_uri, near=True, interval=3, steps=12)
     assert seen.resumed() >= 3
     assert seen.ended() == 12
     directory = local_dir(local_root, parse_uri(f"{file_uri}/step-12"))
@@ -128,38 +124,36 @@ def test_ranks_with_optimizers_near_storage_go_on_from_one_checkpoint(
     assert torch.equal(found["optimizer.state.0.weight.master"].bfloat16(), found["model.0.weight"])
 
 
-def run(nursery: Nursery, folder: Path, ranks: int, **options: Any) -> tuple[Seen, str]:
-    job = nursery.start("train", folder, ranks, **options)
+def run(folder: Path, ranks: int, **options: Any) -> tuple[Seen, str]:
+    job = start(step_log_scenarios.train, folder, ranks, **options)
     assert job.codes(120) == [0] * ranks, job.output()[-3000:]
     return Seen(folder, ranks), job.output()
 
 
 @pytest.mark.parametrize("bug", ["a missing frame", "a frame of another step", "frames out of order"])
 def test_what_does_not_follow_is_not_applied_and_said(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, bug: str
+    tmp_path: Path, local_root: Path, file_uri: str, bug: str
 ) -> None:
-    run(nursery, tmp_path, 1, uri=file_uri, steps=9, bug=bug)
-    seen, said = run(nursery, tmp_path, 1, uri=file_uri, steps=9)
+    run(tmp_path, 1, uri=file_uri, steps=9, bug=bug)
+    seen, said = run(tmp_path, 1, uri=file_uri, steps=9)
     assert seen.resumed() == 5  # the first step is a checkpoint, and the fifth frame is of the sixth
     assert "4 steps of the gradient log" in said and ", which ends there" in said
 
 
 @pytest.mark.parametrize("bug", ["a stale hyperparameter", "gradients cast"])
 def test_a_step_that_is_made_again_otherwise_is_seen_by_its_bits(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str, bug: str
+    tmp_path: Path, local_root: Path, file_uri: str, bug: str
 ) -> None:
     """Seeded: the comparison of the kills must be able to fail."""
-    run(nursery, tmp_path, 1, uri=file_uri, steps=9, bug=bug)
-    seen, _ = run(nursery, tmp_path, 1, uri=file_uri, steps=9)
+    run(tmp_path, 1, uri=file_uri, steps=9, bug=bug)
+    seen, _ = run(tmp_path, 1, uri=file_uri, steps=9)
     with pytest.raises(AssertionError, match="other bits"):
         seen.check()
 
 
-def test_ranks_go_to_the_newest_step_that_all_have(
-    nursery: Nursery, tmp_path: Path, local_root: Path, file_uri: str
-) -> None:
+def test_ranks_go_to_the_newest_step_that_all_have(tmp_path: Path, local_root: Path, file_uri: str) -> None:
     """One rank has lost two steps, then half a frame; then there are other ranks."""
-    seen, _ = run(nursery, tmp_path, 2, uri=file_uri, steps=9)
+    seen, _ = run(tmp_path, 2, uri=file_uri, steps=9)
     digests = [dict(seen.said(rank, "trained")) for rank in range(2)]
     root = local_dir(local_root, parse_uri(file_uri)) / GRADIENTS_DIR
     [path] = log_segments.paths_in(root / "rank-1")
@@ -168,7 +162,7 @@ def test_ranks_go_to_the_newest_step_that_all_have(
         log_segments.FRAME
     )  # the head takes a block; the first step is a checkpoint
     path.write_bytes(data[: 4096 + 6 * frame + 5000])
-    seen, said = run(nursery, tmp_path, 2, uri=file_uri, steps=0)
+    seen, said = run(tmp_path, 2, uri=file_uri, steps=0)
     at = seen.resumed()
     assert at == 7, said[-3000:]
     assert "rank 1:" in said and "cut short" in said
@@ -176,10 +170,10 @@ def test_ranks_go_to_the_newest_step_that_all_have(
     damaged = bytearray(path.read_bytes())
     damaged[4096 + 3 * frame + frame // 2] ^= 1  # of a gradient: found when it is read
     path.write_bytes(damaged)
-    seen, said = run(nursery, tmp_path, 2, uri=file_uri, steps=0)
+    seen, said = run(tmp_path, 2, uri=file_uri, steps=0)
     back = seen.resumed()
     assert back == 4 and "does not match its digest" in said
     assert all(seen.said(rank, "resumed")[-1] == (back, digests[rank][back]) for rank in range(2))
-    _, said = run(nursery, tmp_path / "one", 1, uri=file_uri, steps=0, has_statistics=False)
+    _, said = run(tmp_path / "one", 1, uri=file_uri, steps=0, has_statistics=False)
     assert "it was written by a job of 2 ranks" in said
     assert Seen(tmp_path / "one", 1).said(0, "resumed")[-1][0] == 1

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fault import training_loops
-from tests.fault.nursery import Program
-from tests.fault.training_loops import EVENTS, Log, Run, check, train_and_kill
+from tests.fault.runner import start
+from tests.fault.training_loops import EVENTS, Log, Run, check, train_and_kill, train_for_ever
 from tests.services import ENVIRONMENT
 from tierckpt.replay import guard
 from tierckpt.training.codec.attachment import Attachments
@@ -73,12 +72,14 @@ def test_a_killed_process_leaves_a_log_with_the_bits_of_training(tmp_path: Path)
     chosen = random.Random(SEED)
     for number in range(max(1, LOOPS // 100)):
         run = Run(SEED + 100_000 + number, tmp_path / str(number))
-        child = Program(training_loops.__name__, str(run.root), str(run.seed), env=ENVIRONMENT)
-        lines = [child.stdout.readline() for _ in range(chosen.randrange(3, 12))]
+        child, steps = (
+            start(train_for_ever, run.root / "job", root=str(run.root), seed=run.seed),
+            chosen.randrange(3, 12),
+        )
+        child.until(lambda: len(child.lines()) >= steps, f"{steps} steps")  # noqa: B023
         time.sleep(chosen.uniform(0.0, 0.03))
         child.kill()
-        lines += [line for line in child.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
-        run.digests = {int(step): digest for step, digest in map(str.split, lines)}
+        run.digests = {int(step): digest for step, digest in map(str.split, child.lines())}
         run.steps = max(run.digests)
         for step in range(1, run.steps + 1):
             run.fired.update(f"{name}, {where}" for name, where in run.events.get(step, ()))

@@ -3,7 +3,7 @@
 Each loop is drawn from its seed: modules, optimizers, schedules, how gradients are made and cleared, averages of
 weights, and edits of everything that a log claims, with and without a trace in version counters. ``run_loop`` trains
 one, takes an image of the local root as a kill would leave it, restores it into new objects, and compares bits.
-Run as a program it trains one loop until it is killed.
+``train_for_ever`` trains one until it is killed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import ctypes
 import logging
 import random
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -539,14 +538,9 @@ def check(run: Run, trained: Log) -> tuple[str, Log]:
     return "", said
 
 
-def main() -> None:
-    """Train loop ``seed`` below a directory, and say what each step came to."""
-    torch.set_num_threads(1)
-    run = Run(int(sys.argv[2]), Path(sys.argv[1]))
+def train_for_ever(folder: Path, root: str, seed: int) -> None:
+    """Train loop ``seed`` below ``root``, and print the digest of each step."""
+    run = Run(seed, Path(root))
     run.steps = 10**6
     with looking(always=run.always_looks):
         run.train(Loop(run.seed), run.checkpointer(), lambda number, digest: print(number, digest, flush=True))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""A small training job that is killed and comes back. Run by ``nursery.py``."""
+"""A small training job that is killed and comes back."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import torch.distributed as dist
 
 import tierckpt
 
-COLLECTIVE_TIMEOUT_SECONDS = 60.0
 PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer")
 
 
 def train(
-    folder: str,
+    folder: Path,
     uri: str,
     samples: int = 0,
     epochs: int = 1,
@@ -47,7 +46,7 @@ def train(
     model = torch.nn.Linear(elements, 1)
     state: dict[str, Any] = {"model": model, "step": 0, "position": 0}
     end = samples * epochs or 10**12
-    log = os.open(Path(folder) / f"seen-{start:03d}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(folder / f"seen-{start:03d}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with tierckpt.Checkpointer(uri, interval=interval, timeout_seconds=60, **options) as checkpointer:
         checkpointer.restore(state)
         if bug == "forget the place":
@@ -70,7 +69,7 @@ def train(
                 break
 
 
-def train_on_a_slow_disk(folder: str, uri: str, slow_seconds: float, **options: Any) -> None:
+def train_on_a_slow_disk(folder: Path, uri: str, slow_seconds: float, **options: Any) -> None:
     """Two saves that take ``slow_seconds`` to be durable, then steps without any until the end."""
     from tierckpt.save import flush
 
@@ -82,7 +81,7 @@ def train_on_a_slow_disk(folder: str, uri: str, slow_seconds: float, **options: 
 
     flush.ShardFile.finish = late  # type: ignore[method-assign]
     state = {"w": torch.zeros(1000)}
-    log = os.open(Path(folder) / "seen-000-0", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(folder / "seen-000-0", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with tierckpt.Checkpointer(uri, interval=None, timeout_seconds=60, **options) as checkpointer:
         checkpointer.save(2, state).result(60)
         for step in range(3, 10**6):

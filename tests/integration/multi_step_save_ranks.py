@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tierckpt
-from tests.fault.redo_log_job import Deferring
+from tests.fault.training_jobs import Deferring
 from tests.integration.multi_step_ranks import model_of, of_each_rank, same
 from tierckpt.replay.optimizers import local_shard
 from tierckpt.training.every_step import window

@@ -12,13 +12,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fault.nursery import Nursery
+from tests.fault import training_scenarios
+from tests.fault.runner import start
 from tierckpt.format.layout import MANIFEST
 
 KILLS = 20 if os.environ.get("TIERCKPT_TEST_SWEEP") == "full" else 4
@@ -26,12 +26,6 @@ SAMPLES = 150 * KILLS
 EPOCHS = 2
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60 + 30 * KILLS)]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery.running("tests.fault.training_scenarios") as running:
-        yield running
 
 
 def steps_seen(folder: Path) -> dict[int, list[int]]:
@@ -54,7 +48,7 @@ def lines(folder: Path, life: int) -> int:
 
 
 def killed_and_finished(
-    nursery: Nursery, folder: Path, uri: str, kills: int, *, when_committed: bool = False, **options: Any
+    folder: Path, uri: str, kills: int, *, when_committed: bool = False, **options: Any
 ) -> tuple[Counter[int], int]:
     """Train to the end through ``kills`` SIGKILLs of all ranks. Returns counts of the samples, and kills that fired.
 
@@ -63,8 +57,15 @@ def killed_and_finished(
     chance = random.Random(kills)
     fired = 0
     for life in range(kills + 1):
-        job = nursery.start(
-            "train", folder, 1 + life % 2, uri=uri, samples=SAMPLES, epochs=EPOCHS, start=life, **options
+        job = start(
+            training_scenarios.train,
+            folder,
+            1 + life % 2,
+            uri=uri,
+            samples=SAMPLES,
+            epochs=EPOCHS,
+            start=life,
+            **options,
         )
         if life == kills:
             assert set(job.codes(120)) == {0}, job.output()[-3000:]
@@ -80,17 +81,17 @@ def killed_and_finished(
 
 
 @pytest.mark.slow
-def test_each_epoch_has_every_sample_once_over_random_kills_and_world_sizes(nursery: Nursery, tmp_path: Path) -> None:
-    seen, fired = killed_and_finished(nursery, tmp_path / "job", str(tmp_path / "run"), KILLS)
+def test_each_epoch_has_every_sample_once_over_random_kills_and_world_sizes(tmp_path: Path) -> None:
+    seen, fired = killed_and_finished(tmp_path / "job", str(tmp_path / "run"), KILLS)
     assert fired == KILLS
     assert seen == dict.fromkeys(range(SAMPLES), EPOCHS)
 
 
 @pytest.mark.slow
-def test_control_job_that_loses_its_position_is_detected(nursery: Nursery, tmp_path: Path) -> None:
+def test_control_job_that_loses_its_position_is_detected(tmp_path: Path) -> None:
     """Control with a seeded bug. A kill before the first checkpoint would not show it."""
     job, run = tmp_path / "job", str(tmp_path / "run")
-    seen, fired = killed_and_finished(nursery, job, run, 1, when_committed=True, bug="forget the place")
+    seen, fired = killed_and_finished(job, run, 1, when_committed=True, bug="forget the place")
     assert fired == 1
     assert seen != dict.fromkeys(range(SAMPLES), EPOCHS)
 

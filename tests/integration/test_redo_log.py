@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tierckpt
-from tests.fault.redo_log_job import Deferring
+from tests.fault.training_jobs import Deferring
 from tests.integration.test_multi_step_save import Job, check
 from tests.unit.replay.test_redo import OTHER, flipped
 from tierckpt import Checkpointer, EveryStep

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as tree
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ import pytest
 import torch
 
 import tierckpt
-from tests.fault.nursery import Nursery
+from tests.fault import training_scenarios
+from tests.fault.runner import start
 from tierckpt import Checkpointer
 from tierckpt.cli.ui import output
 from tierckpt.cli.ui.app import run
@@ -30,23 +30,17 @@ STEP_SECONDS = 0.04
 PHASES = {"kept", "unsaved", "lost", "blocked", "down", "starting", "loading", "warming", "other"}
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery.running("tests.fault.training_scenarios") as running:
-        yield running
-
-
 def report(capsys: pytest.CaptureFixture[str], uri: str, *more: str) -> dict[str, Any]:
     capsys.readouterr()
     assert run(["report", uri, "--json", *more]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 
 
-def killed_once(nursery: Nursery, folder: Path, uri: str) -> tuple[float, float]:
+def killed_once(folder: Path, uri: str) -> tuple[float, float]:
     """Train, kill the job some steps after a save, restart and finish. Returns total and down seconds."""
     begun = time.monotonic()
     options: dict[str, Any] = {"uri": uri, "step_seconds": STEP_SECONDS, "interval": 20, "line_seconds": 0.05}
-    job = nursery.start("train", folder, start=0, hold_at=55, **options)
+    job = start(training_scenarios.train, folder, start=0, hold_at=55, **options)
     newest = functools.partial(tierckpt.latest, uri, local_root=folder / "looker")
     seen, deadline = folder / "seen-000-0", time.monotonic() + 60
     while not (seen.exists() and len(seen.read_text().splitlines()) == 55 and newest() == f"{uri}/step-40"):
@@ -56,16 +50,16 @@ def killed_once(nursery: Nursery, folder: Path, uri: str) -> tuple[float, float]
     died = time.monotonic()
     time.sleep(0.5)
     again = time.monotonic()
-    job = nursery.start("train", folder, start=1, steps=80, **options)
+    job = start(training_scenarios.train, folder, start=1, steps=80, **options)
     assert job.codes(60) == [0], job.output()[-3000:]
     return time.monotonic() - begun, again - died
 
 
 @pytest.mark.slow
 def test_report_of_a_killed_run_accounts_for_its_time(
-    nursery: Nursery, tmp_path: Path, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wall, away = killed_once(nursery, tmp_path / "job", file_uri)
+    wall, away = killed_once(tmp_path / "job", file_uri)
     found = report(capsys, file_uri)
     [failure] = found["failures"]
     assert failure["restored_step"] == 40
@@ -95,14 +89,14 @@ def test_report_of_a_killed_run_accounts_for_its_time(
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_lost_steps_equal_repeated_steps_for_any_number_of_ranks(
-    nursery: Nursery, tmp_path: Path, file_uri: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, file_uri: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two ranks are killed twice at the same step, then one rank finishes."""
     folder, options = tmp_path / "job", {"uri": file_uri, "interval": 10, "step_seconds": 0.01}
 
-    def killed_at_25(start: int) -> dict[str, Any]:
-        job = nursery.start("train", folder, 2, start=start, hold_at=25, **options)
-        seen, deadline = folder / f"seen-{start:03d}-0", time.monotonic() + 90
+    def killed_at_25(life: int) -> dict[str, Any]:
+        job = start(training_scenarios.train, folder, 2, start=life, hold_at=25, **options)
+        seen, deadline = folder / f"seen-{life:03d}-0", time.monotonic() + 90
         while not (seen.exists() and seen.read_text().splitlines()[-1:] == ["25 "]):
             assert time.monotonic() < deadline, job.output()[-3000:]
             time.sleep(0.05)
@@ -119,7 +113,7 @@ def test_lost_steps_equal_repeated_steps_for_any_number_of_ranks(
     assert "20 of 25 steps" in shown and "5 steps after the newest save" in shown
     found = killed_at_25(1)
     assert [found[f"{what}_steps"] for what in ("kept", "unsaved", "lost", "trained")] == [20, 5, 5, 30]
-    job = nursery.start("train", folder, 1, start=2, steps=43, **options)
+    job = start(training_scenarios.train, folder, 1, start=2, steps=43, **options)
     assert job.codes(60) == [0], job.output()[-3000:]
     found = report(capsys, file_uri)
     assert [found[f"{what}_steps"] for what in ("kept", "unsaved", "lost", "trained")] == [43, 0, 10, 53]

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.fault.nursery import Nursery
+from tests.fault import training_scenarios
+from tests.fault.runner import start
 from tests.unit.planning.test_simulator import RATES
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.planning.goodput import Goodput, analyse, read_start
@@ -36,15 +37,14 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60 + 20 * KILLS)]
 def killed_at_random(folder: Path, uri: str) -> None:
     chance = random.Random(7)
     options: dict[str, Any] = {"step_seconds": STEP_SECONDS, "interval": INTERVAL_STEPS, "line_seconds": 0.02}
-    with Nursery.running("tests.fault.training_scenarios") as nursery:
-        for life in range(KILLS + 1):
-            job = nursery.start("train", folder, uri=uri, start=life, **options)
-            seen, deadline = folder / f"seen-{life:03d}-0", time.monotonic() + 60
-            while not (seen.exists() and seen.stat().st_size):
-                assert time.monotonic() < deadline, job.output()[-3000:]
-                time.sleep(0.005)
-            time.sleep(0.3 + chance.expovariate(1 / (MEAN_SECONDS - 0.3)))
-            job.kill()
+    for life in range(KILLS + 1):
+        job = start(training_scenarios.train, folder, uri=uri, start=life, **options)
+        seen, deadline = folder / f"seen-{life:03d}-0", time.monotonic() + 60
+        while not (seen.exists() and seen.stat().st_size):
+            assert time.monotonic() < deadline, job.output()[-3000:]
+            time.sleep(0.005)
+        time.sleep(0.3 + chance.expovariate(1 / (MEAN_SECONDS - 0.3)))
+        job.kill()
 
 
 def as_simulated(found: Goodput, *, fails: bool = True) -> tuple[SimulationResult, float]:

@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import tierckpt
-from tests.fault.redo_log_job import Deferring
 from tests.fault.step_log_scenarios import Job
+from tests.fault.training_jobs import Deferring
 from tierckpt import Checkpointer, EveryStep
 from tierckpt.cli.ui.app import run as main
 from tierckpt.errors import ConfigError
