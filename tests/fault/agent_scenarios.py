@@ -11,7 +11,6 @@ import dataclasses
 import errno
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader, Dataset
 
 import tierckpt
+from tests.fault.kills import after, before, die, replace, until
+from tests.states import same, zeros_like
 from tierckpt.arena import slots
 from tierckpt.checkpoint import local_commit
 from tierckpt.dcp.handoff.offer import Handoff
@@ -117,23 +118,12 @@ class Points:
         self.reach(point)
         time.sleep(FOR_EVER_SECONDS)
 
-    def await_all(self, point: str, timeout_seconds: float = 60.0) -> None:
-        self.until(lambda: len(list(self.folder.glob(f"{point}.*"))) == self.world_size, timeout_seconds)
+    def await_all(self, point: str) -> None:
+        until(lambda: len(list(self.folder.glob(f"{point}.*"))) == self.world_size)
 
-    def until(self, is_true: Callable[[], bool], timeout_seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_seconds
-        while not is_true():
-            if time.monotonic() > deadline:
-                raise TimeoutError("the other ranks did not get there")
-            time.sleep(0.01)
-
-    def die(self, after_seconds: float = 0.0) -> None:
-        time.sleep(after_seconds)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    setattr(owner, name, make(getattr(owner, name)))
+    def die_in_turn(self) -> None:
+        time.sleep(self.rank * STAGGER_SECONDS)
+        die()
 
 
 def _be_on_one_of(nodes: int, points: Points) -> None:
@@ -156,14 +146,6 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
     def stay(*_: Any, **__: Any) -> None:
         time.sleep(FOR_EVER_SECONDS)
 
-    def after(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            value = real(*args, **kwargs)
-            reached()
-            return value
-
-        return call
-
     def instead(_: Any) -> Callable[..., None]:
         def call(*_: Any, **__: Any) -> None:
             reached()
@@ -172,31 +154,31 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
         return call
 
     if point == "not begun":
-        _replace(SaveSession, "open", instead)
+        replace(SaveSession, "open", instead)
     elif point == "handed in":
-        _replace(Handoff, "hand_in", after)
+        after(Handoff, "hand_in", reached)
         flush.ShardFile.write = stay  # type: ignore[method-assign]
     elif point == "half flushed":
-        _replace(flush.ShardFile, "finish", lambda real: _first_half(real, reached))
+        replace(flush.ShardFile, "finish", lambda real: _first_half(real, reached))
     elif points.rank and way.startswith("async_save") and point == "noted":
-        _replace(Handoff, "durable", instead)
+        replace(Handoff, "durable", instead)
     elif points.rank and way.startswith("async_save") and point == "told":
-        _replace(SaveSession, "hand_over", instead)
+        replace(SaveSession, "hand_over", instead)
     elif way.startswith("async_save") and point in ("noted", "told"):
-        _replace(SaveSession, "note", after)
+        after(SaveSession, "note", reached)
     elif points.rank and way.startswith("async_save"):
-        _replace(SaveSession, "hand_over", after)
+        after(SaveSession, "hand_over", reached)
     elif points.rank and way == "Checkpointer":
-        _replace(SaveSession, "note", after)
+        after(SaveSession, "note", reached)
     elif point == "flushed":
-        _replace(local_commit, "write_attempt_metadata", instead)
+        replace(local_commit, "write_attempt_metadata", instead)
     elif point == "ready":
-        _replace(local_commit, "commit_local", instead)
-        _replace(local_commit, "commit_local_fragment", instead)
+        replace(local_commit, "commit_local", instead)
+        replace(local_commit, "commit_local_fragment", instead)
     elif point == "committed":
-        _replace(local_commit, "commit_local", after)
-        _replace(local_commit, "commit_local_fragment", after)
-        _replace(SaveSession, "hand_over", lambda _: stay)
+        after(local_commit, "commit_local", reached)
+        after(local_commit, "commit_local_fragment", reached)
+        replace(SaveSession, "hand_over", lambda _: stay)
     else:
         raise ValueError(point)
 
@@ -242,7 +224,7 @@ def all_die(
     job.wait("local")
     _arm(points, point, lambda: points.reach("killed"), way)
     if points.rank == late:
-        _replace(Handoff, "prepared", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
+        replace(Handoff, "prepared", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
     if is_direct_put and point == "handed in":
         direct_put.Stream.pieces = lambda _: time.sleep(FOR_EVER_SECONDS)  # type: ignore[method-assign, assignment]
     job.save(2, state_of(points.rank, 2, points.world_size))
@@ -250,7 +232,7 @@ def all_die(
     root = Path(os.environ["TIERCKPT_LOCAL_ROOT"])
     if points.rank == 0 and local_commit.read_local_manifest(local_dir(root, parse_uri(f"{uri}/step-2"))) is not None:
         points.reach("was committed")
-    points.die(after_seconds=points.rank * STAGGER_SECONDS)
+    points.die_in_turn()
 
 
 def saves_and_lives_on(uri: str, folder: Path, way: str, fails: int = -1, nodes: int = 1, **settings: Any) -> None:
@@ -258,7 +240,7 @@ def saves_and_lives_on(uri: str, folder: Path, way: str, fails: int = -1, nodes:
     points = Points(folder)
     _be_on_one_of(nodes, points)
     job, real = _job(way, uri, **settings), flush.ShardFile.write
-    _replace(Handoff, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
+    after(Handoff, "hand_in", lambda: points.reach("handed in"))
     for step in (1, 2, 3):
         if step == 2 and points.rank == fails:
             flush.ShardFile.write = _no_disk  # type: ignore[method-assign]
@@ -271,7 +253,7 @@ def saves_and_lives_on(uri: str, folder: Path, way: str, fails: int = -1, nodes:
         points.reach(f"after-{step}")
         points.await_all(f"after-{step}")
     points.reach("saved")
-    points.until(lambda: (points.folder / "leave").exists())
+    until(lambda: (points.folder / "leave").exists())
 
 
 def _no_disk(*_: Any, **__: Any) -> None:
@@ -287,7 +269,7 @@ def keeps_and_dies(uri: str, folder: Path, **settings: Any) -> None:
         checkpointer.save(step, state_of(0, step))
         checkpointer.wait("local")
     points.reach("killed")
-    points.die()
+    die()
 
 
 def one_never_stages(uri: str, folder: Path, **settings: Any) -> None:
@@ -297,12 +279,12 @@ def one_never_stages(uri: str, folder: Path, **settings: Any) -> None:
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
     if points.rank == 1:
-        _replace(Handoff, "prepared", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
+        replace(Handoff, "prepared", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
     else:
         _arm(points, "handed in", lambda: points.reach("killed"))
     checkpointer.save(2, state_of(points.rank, 2, points.world_size))
     points.await_all("killed")
-    points.die(after_seconds=points.rank * STAGGER_SECONDS)
+    points.die_in_turn()
 
 
 def one_dies(uri: str, folder: Path, killed: int, point: str, **settings: Any) -> None:
@@ -311,15 +293,15 @@ def one_dies(uri: str, folder: Path, killed: int, point: str, **settings: Any) -
     checkpointer = _checkpointer(uri, timeout_seconds=8.0, **settings)
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
-    _replace(Handoff, "hand_in", lambda real: _then(real, lambda: points.reach("handed in")))
+    after(Handoff, "hand_in", lambda: points.reach("handed in"))
     if points.rank == killed:
         _arm(points, point, lambda: points.reach("killed"))
     begun = time.monotonic()
     checkpointer.save(2, state_of(points.rank, 2, points.world_size))
     points.await_all("handed in")
     if points.rank == killed:
-        points.until(lambda: (points.folder / f"killed.{killed}").exists())
-        points.die()
+        until(lambda: (points.folder / f"killed.{killed}").exists())
+        die()
     try:
         checkpointer.wait("local")
         outcome = "no error"
@@ -328,17 +310,8 @@ def one_dies(uri: str, folder: Path, killed: int, point: str, **settings: Any) -
     except Exception as error:  # the rendezvous store went with rank 0
         outcome = f"{type(error).__name__} of torch"
     (points.folder / f"outcome.{points.rank}").write_text(f"{outcome}|{time.monotonic() - begun:.1f}")
-    points.until(lambda: (points.folder / "leave").exists())
+    until(lambda: (points.folder / "leave").exists())
     os._exit(0)  # the process group is broken: leave as a job does that is about to be restarted
-
-
-def _then(real: Callable[..., Any], action: Callable[[], None]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        value = real(*args, **kwargs)
-        action()
-        return value
-
-    return call
 
 
 def killed_while_a_slot_is_used_again(uri: str, folder: Path, seeded: bool = False, **settings: Any) -> None:
@@ -352,16 +325,16 @@ def killed_while_a_slot_is_used_again(uri: str, folder: Path, seeded: bool = Fal
     checkpointer.wait("local")
     _arm(points, "flushed", lambda: points.reach("flushed"))
     if seeded:
-        _replace(SaveSession, "note", lambda _: _note_nothing)
+        replace(SaveSession, "note", lambda _: _note_nothing)
     before = _allocations()
     checkpointer.save(2, state_of(0, 2))
     points.await_all("flushed")
-    _replace(Handoff, "hand_in", lambda real: _then(real, lambda: points.reach("killed")))
+    after(Handoff, "hand_in", lambda: points.reach("killed"))
     checkpointer.save(3, state_of(0, 3))
     if _allocations() == before:
         points.reach("memory used again")
     points.await_all("killed")
-    points.die()
+    die()
 
 
 def _note_nothing(session: Any, files: Any) -> None:
@@ -384,22 +357,22 @@ def killed_when_a_staged_one_was_dropped(
     checkpointer.save(1, state_of(0, 1))
     checkpointer.wait("local")
     if seeded:
-        _replace(slots.Lease, "ask_before_drop", lambda _: lambda lease, question: None)
+        replace(slots.Lease, "ask_before_drop", lambda _: lambda lease, question: None)
     if is_deaf:
-        _replace(
+        replace(
             AgentClient, "ask", lambda real: lambda contact, message, *a, **k: _deaf(real, contact, message, *a, **k)
         )
     handed: list[int] = []
-    _replace(Handoff, "hand_in", lambda real: _then(real, lambda: handed.append(1)))
+    after(Handoff, "hand_in", lambda: handed.append(1))
     flush.ShardFile.write = lambda *_: points.reach_and_stay("flushing")  # type: ignore[method-assign,assignment]
     for count, step in enumerate((2, 3, 4), 1):
         checkpointer.save(step, state_of(0, step))
-        points.until(lambda: len(handed) >= count)  # noqa: B023
+        until(lambda: len(handed) >= count)  # noqa: B023
         points.await_all("flushing")  # else it is step 2 that gives its place
     if any(lease.replaced_other for lease in slots.leases()):
         points.reach("memory used again")
     points.reach("killed")
-    points.die()
+    die()
 
 
 def _deaf(real: Callable[..., Any], contact: AgentClient, message: dict[str, Any], *args: Any, **options: Any) -> Any:
@@ -436,26 +409,18 @@ def killed_while_workers_live_on(uri: str, folder: Path, **settings: Any) -> Non
     if forked == 0:
         libc.pause()
     (points.folder / "forked").write_text(str(forked))
-    points.until(lambda: (points.folder / "worker").exists())
-    points.die()
+    until(lambda: (points.folder / "worker").exists())
+    die()
 
 
 def restarts(uri: str, folder: Path, world_size: int = 1, **settings: Any) -> None:
     """What a job does when it is started again."""
-    points = Points(folder)
     begun = time.monotonic()
     checkpointer = _checkpointer(uri, **settings)
-    state = {
-        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
-        for key, value in whole_state(0, world_size).items()
-    }
+    state = zeros_like(whole_state(0, world_size))
     step = checkpointer.restore(state)
-    same = all(
-        torch.equal(state[key], value)
-        for key, value in whole_state(step or 0, world_size).items()
-        if isinstance(value, torch.Tensor)
-    )
-    (points.folder / "restored").write_text(f"{step}|{same}|{time.monotonic() - begun:.1f}")
+    is_same = same(state, whole_state(step or 0, world_size))
+    (folder / "restored").write_text(f"{step}|{is_same}|{time.monotonic() - begun:.1f}")
     checkpointer.close()
 
 
@@ -468,22 +433,14 @@ def restarts_and_saves(
     """
     points = Points(folder)
 
-    def late(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            points.reach("commits")
-            points.until(lambda: (points.folder / "go").exists())
-            return real(*args, **kwargs)
+    def wait(*_: Any) -> None:
+        points.reach("commits")
+        until((folder / "go").exists, 120)
 
-        return call
-
-    _replace(local_commit, "write_attempt_metadata", late)
+    before(local_commit, "write_attempt_metadata", wait)
     if way == "Checkpointer":
         checkpointer = _checkpointer(uri, **settings)
-        found = {
-            key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
-            for key, value in whole_state(0, 1).items()
-        }
-        (points.folder / "restored").write_text(str(checkpointer.restore(found)))
+        (folder / "restored").write_text(str(checkpointer.restore(zeros_like(whole_state(0)))))
         checkpointer.save(step, state_of(0, as_step))
         checkpointer.wait("local")
         checkpointer.close()

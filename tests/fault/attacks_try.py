@@ -1,10 +1,4 @@
-"""Runs the attacks of ``attacks.py`` in processes with little memory, and finds seeded bugs with them.
-
-A program that imports torch once, then forks for each attack, which may kill its process.
-    python -m tests.fault.attacks_try corpus DIR          one JSON object for each attack
-    python -m tests.fault.attacks_try bugs DIR            one for each seeded bug, with the attack that must find it
-    python -m tests.fault.attacks_try fuzz DIR SECONDS    mutated metadata and manifests; one at the end
-"""
+"""Runs each attack of ``attacks.py`` in a process with little memory, and finds seeded bugs with them."""
 
 from __future__ import annotations
 
@@ -17,7 +11,6 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +24,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from tests.fault.attacks import CORPUS, Attack
+from tests.fault.attacks_fuzz import fuzz
 from tests.states import raises_ours
 from tierckpt import TierStorageReader
 from tierckpt.dcp.sealed import metadata as sealed
@@ -251,16 +245,12 @@ def _unpickle(data: bytes) -> None:
     pickle.load(stream)
 
 
-def main() -> None:
-    what, directory = sys.argv[1], Path(sys.argv[2])
+def try_attacks(folder: Path, what: str, seconds: float = 0.0) -> list[dict[str, Any]]:
+    """Return a report for each attack ("corpus"), for each seeded bug ("bugs"), or of mutated metadata ("fuzz")."""
     if what == "fuzz":
-        from tests.fault.attacks_fuzz import fuzz
-
-        print(json.dumps(attempt_fuzz(lambda: fuzz(directory, float(sys.argv[3])))))
-        return
-    save_genuine(directory / "genuine")
-    for report in run_corpus(directory) if what == "corpus" else run_bugs(directory):
-        print(json.dumps(report), flush=True)
+        return [attempt_fuzz(lambda: fuzz(folder, seconds))]
+    save_genuine(folder / "genuine")
+    return [*(run_corpus if what == "corpus" else run_bugs)(folder)]
 
 
 def attempt_fuzz(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -272,7 +262,3 @@ def attempt_fuzz(action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     counts["grown_bytes"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - rss) * 1024
     counts["polluted"] = [name for name, seen in fingerprint().items() if before[name] != seen]
     return counts
-
-
-if __name__ == "__main__":
-    main()

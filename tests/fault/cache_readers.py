@@ -1,36 +1,29 @@
 """Many processes of one node that want one cold model.
 
-``python -m tests.fault.cache_readers FOLDER READERS KILLED [BUG]`` writes FOLDER/outcome.json. The readers are forked
-from one process that has everything imported, each a moment after the one before. Half of them fill the cache, half
-read ranges through it, in an order of their own, while it is being filled. The store is a directory that notes every
-request in a file. KILLED of the readers are killed with chunks on their way. BUG is a mistake put in on purpose, one of
-BUGS.
+Half of them fill the cache. The other half read ranges through it, each in an order of its own, while it is being
+filled. The store is a directory that logs every request in a file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import random
-import signal
-import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.fault import runner
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
 from tierckpt.disk.claims import Claims
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import digest_of
 from tierckpt.mover import Mover
-from tierckpt.poll import BRIEF, Poll
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import Buffer, ByteRange
 
@@ -124,14 +117,28 @@ class Node:
             (self.model / name).parent.mkdir(parents=True, exist_ok=True)
             (self.model / name).write_bytes(content(name))
 
+    def requests_of(self, pid: int) -> int:
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return sum(line.startswith(f"{pid} ") for line in lines)
+
     def mover(self) -> Mover:
         mover = Mover(self.settings)
         mover.node_cache.store_at = lambda location: CountingStore(Path(location.path), self.log)
         return mover
 
 
-async def read(node: Node, number: int) -> list[str]:
-    """What one reader does. Returns the names of what was not what it should be."""
+def read(folder: Path, number: int, answers: int | None, bug: str) -> list[str]:
+    """Fill the cache or only read ranges through it. Returns the names of what had wrong bytes.
+
+    ``answers``: how many requests have an answer; None for all.
+    """
+    if bug:
+        BUGS[bug]()
+    CountingStore.answers_left = math.inf if answers is None else answers
+    return asyncio.run(_read(Node(folder.parent), number))
+
+
+async def _read(node: Node, number: int) -> list[str]:
     mover, chance = node.mover(), random.Random(number)
     cached = await mover.node_cache.open_at(parse_uri(node.model), kind="directory")
     wrong = []
@@ -153,73 +160,30 @@ async def read(node: Node, number: int) -> list[str]:
     return wrong
 
 
-def run(folder: Path, readers: int, killed: int, bug: str | None) -> dict[str, Any]:
-    node = Node(folder)
+def run(folder: Path, readers: int, killed: int, bug: str = "") -> dict[str, Any]:
+    """Start ``readers``, each a moment after the one before; kill the first ``killed`` with chunks on their way."""
+    node, jobs = Node(folder), []
     node.prepare()
-    if bug:
-        BUGS[bug]()
-    pids: dict[int, int] = {}
     for number in range(readers):
-        pid = os.fork()
-        if pid == 0:
-            CountingStore.answers_left = ANSWERED if number < killed else math.inf
-            _live(node, number)
-        pids[pid] = number
+        answers = ANSWERED if number < killed else None
+        job = runner.start(read, folder / f"reader-{number}", number=number, answers=answers, bug=bug)
+        jobs.append(job)
         time.sleep(STAGGER_SECONDS)
-        if number < killed:
-            _kill_in_flight(node, pid)
-    ends, wrong = Counter[str](), []
-    for pid, number in pids.items():
-        ends[str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))] += 1
-        answer = folder / f"answer-{number}"
-        if answer.exists():
-            wrong += json.loads(answer.read_text())
+        if number < killed:  # its claims stay behind
+            job.until(lambda: node.requests_of(job.pids[0]) > ANSWERED, "requests without an answer")  # noqa: B023
+            job.kill()
+    ends = Counter(code for job in jobs for code in job.codes(LIMIT_SECONDS))
+    wrong = [name for job in jobs for names in job.results().values() for name in names]
     requests = [line.split()[1:] for line in node.log.read_text().splitlines()]
-    chunks = sum(-(-size // CHUNK_BYTES) for size in FILES.values())
-    directories = [
-        path for path in (folder / "local" / "cache").iterdir() if not path.name.startswith(".") and path.is_dir()
-    ]
-    whole = [same(directory, name) for directory in directories for name in FILES]
+    cache = folder / "local" / "cache"
+    directories = [path for path in cache.iterdir() if not path.name.startswith(".") and path.is_dir()]
     return {
         "ends": ends,
         "wrong": wrong,
-        "chunks": chunks,
+        "chunks": sum(-(-size // CHUNK_BYTES) for size in FILES.values()),
         "requests": len(requests),
         "distinct": len({tuple(request) for request in requests}),
         "directories": len(directories),
-        "whole": all(whole),
-        "left": [path.name for path in (folder / "local" / "cache").glob(".*.incoming")],
+        "whole": all(same(directory, name) for directory in directories for name in FILES),
+        "left": [path.name for path in cache.glob(".*.incoming")],
     }
-
-
-def _kill_in_flight(node: Node, pid: int) -> None:
-    """Kill ``pid`` when it has asked for what it will have no answer to: its claims stay behind."""
-    for _ in Poll(60.0, BRIEF):
-        asked = node.log.read_text().splitlines() if node.log.exists() else []
-        if sum(line.startswith(f"{pid} ") for line in asked) > ANSWERED:
-            break
-    os.kill(pid, signal.SIGKILL)
-
-
-def _live(node: Node, number: int) -> None:
-    signal.alarm(LIMIT_SECONDS)
-    code = 0
-    try:
-        wrong = asyncio.run(read(node, number))
-        (node.folder / f"answer-{number}").write_text(json.dumps(wrong))
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    os._exit(code)
-
-
-def main() -> None:
-    folder, readers, killed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    begun = time.monotonic()
-    outcome = run(folder, readers, killed, sys.argv[4] if len(sys.argv) > 4 else None)
-    outcome["seconds"] = time.monotonic() - begun
-    (folder / "outcome.json").write_text(json.dumps(outcome))
-
-
-if __name__ == "__main__":
-    main()

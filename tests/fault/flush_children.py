@@ -1,18 +1,14 @@
-"""Processes that save, fail and die, one after another. Run by test_flush_faults.py, which judges them.
+"""Processes that save, fail and die, one after another. ``test_flush_faults.py`` judges them.
 
-Imports torch once and forks a child for every act, before anything here has a thread: what dies is a real process,
-and costs a tenth of a second. ``python -m tests.fault.flush_children kills|traced FOLDER [PHASE/WAY ...]`` writes
-FOLDER/outcome.json; kills are those that are named, and the controls.
+``kills`` and ``traced`` fork a child for every act before anything here has a thread.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import tierckpt
+from tests.fault.kills import after, before, die, until
 from tests.services import in_full, shared_memory_alone
 from tests.states import raises_ours, same
 from tierckpt.arena import capacity
@@ -63,7 +60,7 @@ def save(uri: str, step: int, way: str) -> str:
             else:
                 if way == "ahead":  # from the second save on
                     write_ahead.BYTES_MIN = write_ahead.WRITE_BYTES = 64 * KiB
-                    at_start(write_ahead.WriteAhead, lambda: (root().parent / BEGAN_AHEAD).touch())
+                    before(write_ahead.WriteAhead, "start", lambda _: (root().parent / BEGAN_AHEAD).touch())
                 stager = tierckpt.TierStager(shared=way == "shared", **options)
                 dcp.async_save(state_of(step), storage_writer=writer, async_stager=stager, no_dist=True).result(60)
     except TierckptError as error:
@@ -104,35 +101,6 @@ def journal_files() -> list[Path]:
 
 def root() -> Path:
     return Path(os.environ["TIERCKPT_LOCAL_ROOT"])
-
-
-def die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def at_start(kind: Any, act: Callable[[], None]) -> None:
-    real = kind.start
-
-    def start(self: Any) -> None:
-        act()
-        real(self)
-
-    kind.start = start
-
-
-def before(module: Any, name: str) -> None:
-    setattr(module, name, die)
-
-
-def after(module: Any, name: str) -> None:
-    real = getattr(module, name)
-
-    @functools.wraps(real)
-    def wrapped(*arguments: Any, **options: Any) -> None:
-        real(*arguments, **options)
-        die()
-
-    setattr(module, name, wrapped)
 
 
 def in_write(number: int) -> None:
@@ -277,8 +245,7 @@ def memory(folder: Path) -> list[int]:
 
     child = Child(folder, act)
     child.go()
-    while not (folder / "staged").exists():
-        time.sleep(0.01)
+    until((folder / "staged").exists)
     seen.append(shmem_bytes())
     os.kill(child.pid, signal.SIGKILL)
     child.end()
@@ -354,13 +321,3 @@ def trace(folder: Path, injection: str) -> dict[str, Any]:
         "examined": examined,
         **(seen or {}),
     }
-
-
-def main() -> None:
-    what, folder, named = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
-    found = kills(folder, *named) if what == "kills" else traced(folder)
-    (folder / "outcome.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

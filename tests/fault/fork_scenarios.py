@@ -1,24 +1,15 @@
-"""A process that has used storage, and its children by each start method: what they can do, and what they hold.
-
-``python -m tests.fault.fork_scenarios ROOT HOW...`` makes a run and a model below ROOT, keeps a transfer and a loop of
-requests under way, starts children of each kind and has every verb that makes sense in a worker run there. Prints, as
-JSON, what each child said.
-"""
+"""A process that has used storage, and its children by each start method: what works there, and what they hold."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
-import logging
 import multiprocessing
 import os
 import sys
-import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,76 +17,57 @@ from typing import Any
 import fsspec
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save as saved
 from torch.utils.data import DataLoader, Dataset
 
 import tierckpt
-from tierckpt.ipc import agent_client
-
-logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
-warnings.simplefilter("ignore")
-torch.set_num_threads(1)  # its pool does not survive a fork either
+from tests.fault.verbs import empty_root, put_model, save_step, url_of
 
 STEPS = 3
 CHILD_SECONDS = 150.0
 STATE = {"w": torch.arange(100_000.0), "lr": 0.1}
 
 
-def _ours(uri: str) -> str:
-    return f"tierckpt://{uri.replace('://', '/')}" if "://" in uri else f"tierckpt://file{uri}"
-
-
-def _fresh() -> dict[str, Any]:
-    return {"w": torch.zeros(100_000), "lr": 0.0}
-
-
-def _elsewhere() -> Path:
-    """A local root where nothing is: what is read comes from the store."""
-    return Path(tempfile.mkdtemp(prefix="child", dir=os.environ["TIERCKPT_LOCAL_ROOT"]))
-
-
 def latest(root: str) -> object:
-    return tierckpt.latest(f"{root}/run", local_root=_elsewhere())
+    return tierckpt.latest(f"{root}/run", local_root=empty_root())
 
 
 def prefetch(root: str) -> object:
-    return max(path.name for path in tierckpt.prefetch(f"{root}/model", to=_elsewhere() / "to").iterdir())
+    return max(path.name for path in tierckpt.prefetch(f"{root}/model", to=empty_root() / "to").iterdir())
 
 
 def load_safetensors(root: str) -> object:
-    return float(tierckpt.load_safetensors(f"{root}/model", local_root=_elsewhere())["w"].sum())
+    return float(tierckpt.load_safetensors(f"{root}/model", local_root=empty_root())["w"].sum())
 
 
 def load_model(root: str) -> object:
-    return float(tierckpt.load_model(f"{root}/own", local_root=_elsewhere())["w"].sum())
+    return float(tierckpt.load_model(f"{root}/own", local_root=empty_root())["w"].sum())
 
 
 def read(root: str) -> object:
-    with fsspec.open(f"{_ours(root)}/model/model.safetensors", "rb") as file:
+    with fsspec.open(f"{url_of(root)}/model/model.safetensors", "rb") as file:
         return len(file.read())
 
 
 def ls(root: str) -> object:
-    return sorted(name.rpartition("/")[2] for name in fsspec.filesystem("tierckpt").ls(f"{_ours(root)}/run", False))
+    return sorted(name.rpartition("/")[2] for name in fsspec.filesystem("tierckpt").ls(f"{url_of(root)}/run", False))
 
 
 def reader(root: str) -> object:
-    state = _fresh()
+    state = {"w": torch.zeros(100_000), "lr": 0.0}
     where = f"{root}/run/step-1"
-    dcp.load(state, storage_reader=tierckpt.TierStorageReader(where, local_root=_elsewhere()), no_dist=True)
+    dcp.load(state, storage_reader=tierckpt.TierStorageReader(where, local_root=empty_root()), no_dist=True)
     return float(state["w"].sum())
 
 
 def restore(root: str) -> object:
     state = {"model": {"w": torch.zeros(1000)}}
-    step = tierckpt.Checkpointer(f"{root}/own", local_root=_elsewhere()).restore(state)
+    step = tierckpt.Checkpointer(f"{root}/own", local_root=empty_root()).restore(state)
     return [step, float(state["model"]["w"].sum())]
 
 
 def save(root: str) -> object:
     where = f"{root}/child-{os.getpid()}"
-    dcp.save(dict(STATE), storage_writer=tierckpt.TierStorageWriter(where), no_dist=True)
-    tierckpt.wait(where, timeout_seconds=60)
+    save_step(where, STATE)
     return "saved"
 
 
@@ -120,7 +92,7 @@ class Bytes(Dataset[int]):
     """Reads a file of the model through the node cache, in each worker; the first one was opened by the parent."""
 
     def __init__(self, root: str) -> None:
-        self.url = f"{_ours(root)}/model/model.safetensors"
+        self.url = f"{url_of(root)}/model/model.safetensors"
         self.file = fsspec.open(self.url, "rb").open()
         self.file.read(8)
 
@@ -163,7 +135,7 @@ def _answer(child: Any, answers: Any) -> object:
         child.kill()
 
 
-def _exit_of_a_fork(root: str) -> object:
+def _exit_of_a_fork() -> object:
     """How long a child that ends by ``sys.exit`` takes, while the parent drains."""
     begun = time.monotonic()
     pid = os.fork()
@@ -181,7 +153,7 @@ def _busy(root: str) -> Any:
     def ask() -> None:
         while not stop.is_set():
             tierckpt.latest(f"{root}/run")
-            tierckpt.load_safetensors(f"{root}/model", local_root=_elsewhere())
+            tierckpt.load_safetensors(f"{root}/model", local_root=empty_root())
 
     def write() -> None:
         count = 0
@@ -202,25 +174,20 @@ def _busy(root: str) -> Any:
             thread.join()
 
 
-def main() -> None:
-    root, *hows = sys.argv[1:]
+def use_storage_in_children(folder: Path, root: str, ways: list[str]) -> dict[str, object]:
+    """Make a run and a model below ``root``; keep requests and saves under way; run each verb in a child of each kind.
+
+    Returns the answers of each child, by the way it was started.
+    """
     for step in range(STEPS):
-        writer = tierckpt.TierStorageWriter(f"{root}/run/step-{step}")
-        dcp.save(dict(STATE), storage_writer=writer, no_dist=True)
-        tierckpt.wait(f"{root}/run/step-{step}")
+        save_step(f"{root}/run/step-{step}", STATE)
     own = tierckpt.Checkpointer(f"{root}/own")
     own.save(5, {"model": {"w": torch.ones(1000)}})
     own.wait()
-    with fsspec.open(f"{_ours(root)}/model/model.safetensors", "wb") as file:
-        file.write(saved({"w": torch.ones(300_000)}))
-    said: dict[str, object] = {}
+    put_model(f"{root}/model/model.safetensors", {"w": torch.ones(300_000)})
+    answers: dict[str, object] = {}
     with _busy(root):
-        for how in hows:
-            said[how] = _exit_of_a_fork(root) if how == "exit" else _in_children(root, how)
+        for way in ways:
+            answers[way] = _exit_of_a_fork() if way == "exit" else _in_children(root, way)
     assert tierckpt.latest(f"{root}/run") == f"{root}/run/step-{STEPS - 1}"
-    print(json.dumps(said))
-
-
-if __name__ == "__main__":
-    agent_client.IDLE_SECONDS = 1.0
-    main()
+    return answers

@@ -1,17 +1,14 @@
 """Histories of a run whose job goes back, saves, is killed, pruned and started again, on one node or two.
 
-    python -m tests.fault.histories FIRST COUNT BUG       prints a line for each history; exit 1 when one is wrong
-
-Each start of the job is a process of its own, forked with torch imported. What it was told (steps restored, saves
-acknowledged) comes back by a file; what stands on the tiers is read between the starts. A model that knows only the
-tree of starts and steps says which step a restart takes, which are abandoned, and what retention may remove.
+Each start of the job is a process of its own, which prints what it was told: steps restored, saves acknowledged. The
+tiers are read between the starts. A model that knows only the tree of starts and steps says which step a restart takes,
+which steps are abandoned, and what retention may remove.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import json
 import os
 import random
@@ -20,15 +17,16 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import tierckpt
+from tests.fault.kills import die
+from tests.fault.runner import Job, start
 from tierckpt.checkpoint import branches, local_commit
 from tierckpt.checkpoint.branches import Branch
 from tierckpt.checkpoint.prune import Pruner
@@ -137,12 +135,13 @@ class Plan:
         return f"{self.node}: {back}, saves {self.saves}, keep_last={self.keep_last}{drained}, ends by {self.end}"
 
 
-def live(run: str, plan: Plan, told: Path) -> None:
-    """Runs in the forked process."""
+def live(folder: Path, run: str, fields: dict[str, Any], bug: str) -> None:
+    """Start the job as planned. Print what it was told."""
+    seed_bug(bug)
+    plan = Plan(**fields)
 
     def tell(**line: Any) -> None:
-        with told.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
 
     if not plan.drains:
 
@@ -159,14 +158,14 @@ def live(run: str, plan: Plan, told: Path) -> None:
     reached = checkpointer.restore(state, step=plan.asked)
     tell(what="restored", step=reached, value=state["w"][0].item())
     if plan.end == "restore":
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     for step in plan.saves:
         value = float(plan.life * 1000 + step)
         tell(what="begun", step=step, value=value)
         future = checkpointer.save(step, {"w": torch.full((4,), value)})
         if plan.end == "during" and step == plan.saves[-1]:
             time.sleep(random.Random(plan.life).random() * 0.05)
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         future.result()
         if plan.drains:
             checkpointer.wait("shared", 30)
@@ -175,39 +174,16 @@ def live(run: str, plan: Plan, told: Path) -> None:
         )
         tell(what="saved", step=step, attempt=standing.attempt if standing else "")
     if plan.end == "save":
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     with contextlib.suppress(OperationTimeoutError):
         checkpointer.close()
 
 
-def forked(work: Callable[[], None], log: Path) -> int:
-    """Run ``work`` in a process of its own; return how that ended."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            os.setsid()
-            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(descriptor, 1)
-            os.dup2(descriptor, 2)
-            faulthandler.dump_traceback_later(LIFE_SECONDS * 0.8)  # says where it hangs
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-    end = time.monotonic() + LIFE_SECONDS
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -1000
+def prune_abandoned(folder: Path, run: str, bug: str) -> None:
+    seed_bug(bug)
+    client = get_client(Settings.load())
+    policy = Policy(abandoned=frozenset({Tier.LOCAL, Tier.SHARED}))
+    client.run(client.mover.pruner.prune(parse_uri(run), policy))
 
 
 def is_noted(run: Path, manifest: Manifest) -> bool:
@@ -223,6 +199,7 @@ def is_noted(run: Path, manifest: Manifest) -> bool:
 class History:
     seed: int
     folder: Path
+    bug: str = ""
     random: random.Random = field(init=False)
     model: Model = field(init=False)
     told: list[str] = field(default_factory=list)
@@ -242,6 +219,14 @@ class History:
 
     def _local(self, node: str) -> Path:
         return local_dir(self.folder / node, parse_uri(self.run))
+
+    def _run_on(self, node: str, scenario: Callable[..., None], name: str, **options: Any) -> tuple[Job, int | None]:
+        """Run ``scenario`` in a process on ``node``; return its job and exit code."""
+        env = {"TIERCKPT_LOCAL_ROOT": str(self.folder / node), "TIERCKPT_MOVER": "inline"}
+        job = start(scenario, self.folder / name, env=env, run=self.run, bug=self.bug, **options)
+        [code] = job.codes(LIFE_SECONDS)
+        job.kill()
+        return job, code
 
     def play(self) -> None:
         lives = self.random.randint(LIVES_MIN, LIVES_MAX)
@@ -271,13 +256,11 @@ class History:
         alive, current = self.model.alive(plan.node), self.model.current(plan.node)
         seen = self.model.seen(plan.node)
         expected = seen.get(plan.asked) if plan.asked is not None else alive.get(max(alive, default=-1))
-        path, log = self.folder / f"told-{plan.life}", self.folder / f"log-{plan.life}"
-        os.environ["TIERCKPT_LOCAL_ROOT"] = str(self.folder / plan.node)
-        code = forked(lambda: live(self.run, plan, path), log)
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        job, code = self._run_on(plan.node, live, f"life-{plan.life}", fields=asdict(plan))
+        lines = [json.loads(line) for line in job.lines()]
         killed = plan.end != "close"
         if code != (-signal.SIGKILL if killed else 0) or not lines:
-            self.wrong.append(f"it ended with {code}: {log.read_text()[-1500:] if log.exists() else ''}")
+            self.wrong.append(f"it ended with {code}: {job.output()[-1500:]}")
             return
         got = (lines[0]["step"], lines[0]["value"] if lines[0]["step"] is not None else None)
         if got != ((expected.step, expected.value) if expected is not None else (None, None)):
@@ -351,19 +334,13 @@ class History:
             for tier in (node, SHARED)
         }
         kept = {tier: self.model.tiers[tier].keys() - steps for tier, steps in doomed.items()}
-        os.environ["TIERCKPT_LOCAL_ROOT"] = str(self.folder / node)
         for path in (self.folder / node / "journal").glob("*.json"):
             with contextlib.suppress(ValueError):
                 busy.add(step_of(json.loads(path.read_text())["uri"]) or 0)
 
-        def prune() -> None:
-            client = get_client(Settings.load())
-            policy = Policy(abandoned=frozenset({Tier.LOCAL, Tier.SHARED}))
-            client.run(client.mover.pruner.prune(parse_uri(self.run), policy))
-
-        log = self.folder / "log-prune"
-        if forked(prune, log) != 0:
-            self.wrong.append(f"prune failed: {log.read_text()[-1500:]}")
+        job, code = self._run_on(node, prune_abandoned, "prune")
+        if code != 0:
+            self.wrong.append(f"prune failed: {job.output()[-1500:]}")
         self._look(None, None)
         for tier, steps in doomed.items():
             standing = self.model.tiers[tier].keys()
@@ -373,9 +350,9 @@ class History:
                 self.wrong.append(f"prune --abandoned left {sorted(left)} on {tier}")
 
 
-def play(seed: int) -> History:
+def play(seed: int, bug: str = "") -> History:
     with tempfile.TemporaryDirectory(prefix="history-") as folder:
-        history = History(seed, Path(folder))
+        history = History(seed, Path(folder), bug)
         try:
             history.play()
         except TierckptError as error:
@@ -400,16 +377,10 @@ async def _never_async(*_: Any, **__: Any) -> None:
     return None
 
 
-@contextlib.contextmanager
-def seeded(bug: str) -> Iterator[None]:
+def seed_bug(name: str) -> None:
     """Make tierckpt wrong in one of the ways of ``BUGS``."""
-    place, name, wrong = BUGS[bug]
-    right = getattr(place, name)
-    setattr(place, name, wrong)
-    try:
-        yield
-    finally:
-        setattr(place, name, right)
+    if name:
+        setattr(*BUGS[name])
 
 
 def _counting_all(judge: Callable[..., Any]) -> Callable[..., Any]:
@@ -425,21 +396,3 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "the local tier notes no branch": (branches, "note_local", _never),
     "the shared tier notes no branch": (branches, "note_shared", _never_async),
 }
-
-
-def main() -> int:
-    first, count, bug = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else ""
-    os.environ.update(TIERCKPT_MOVER="inline")
-    torch.set_num_threads(1)
-    assert tierckpt.Checkpointer.__module__  # imported before the forks: it takes longer than a start
-    with seeded(bug) if bug else contextlib.nullcontext():
-        for seed in range(first, first + count):
-            history = play(seed)
-            print(json.dumps({"seed": seed, "wrong": history.wrong, "told": history.told}), flush=True)
-            if history.wrong:
-                return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,20 +1,11 @@
-"""What stays in a process that saves and reads again and again and never collects garbage, as training loops do.
-
-``python -m tests.fault.leak_scenarios URI OPERATIONS SCENARIO...`` prints for each, as JSON, what grew between
-the end of a warm-up and the end of so many operations more: descriptors, connections, threads, memory, objects that
-only a collector would free, and objects of ours that are not freed.
-"""
+"""What stays in a process that saves and reads many times and never collects garbage, as training loops do."""
 
 from __future__ import annotations
 
 import gc
-import json
-import logging
 import shutil
-import sys
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,37 +13,26 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 
 import tierckpt
-from tests.services import ENVIRONMENT
-from tierckpt.ipc import agent_client
+from tests.fault.verbs import local_root, put_model, save_step
 from tierckpt.poll import Poll
 
 WARM_UP = 5
 POOLS = {"descriptors": 4, "threads": 8}
 """What pools may grow by (test_leaks.py)."""
 SETTLE_SECONDS = 10.0
-LOCAL_ROOT = Path(ENVIRONMENT.get("TIERCKPT_LOCAL_ROOT", "."))
 STATE = {"w": torch.zeros(1000), "b": torch.zeros(10), "lr": 0.1}
-
-logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
-warnings.simplefilter("ignore")
-
-
-def _save(uri: str) -> None:
-    dcp.save(dict(STATE), storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)
-    tierckpt.wait(uri)
 
 
 def _prepared(uri: str) -> str:
     for step in range(3):
-        _save(f"{uri}/step-{step}")
+        save_step(f"{uri}/step-{step}", STATE)
     return f"{uri}/step-1"
 
 
 def save(uri: str) -> Callable[[int], None]:
-    return lambda step: _save(f"{uri}/step-{step}")
+    return lambda step: save_step(f"{uri}/step-{step}", STATE)
 
 
 def save_async(uri: str) -> Callable[[int], None]:
@@ -103,8 +83,8 @@ def load(uri: str) -> Callable[[int], None]:
     where = _prepared(uri)
 
     def one(step: int) -> None:
-        shutil.rmtree(LOCAL_ROOT / "reader", ignore_errors=True)  # so that each time the bytes come from the store
-        reader = tierckpt.TierStorageReader(where, local_root=LOCAL_ROOT / "reader")
+        shutil.rmtree(local_root() / "reader", ignore_errors=True)  # so that each time the bytes come from the store
+        reader = tierckpt.TierStorageReader(where, local_root=local_root() / "reader")
         dcp.load(dict(STATE), storage_reader=reader, no_dist=True)
 
     return one
@@ -122,18 +102,11 @@ def latest(uri: str) -> Callable[[int], None]:
 
 def prefetch(uri: str) -> Callable[[int], None]:
     where = _prepared(uri)
-    return lambda step: shutil.rmtree(tierckpt.prefetch(where, to=LOCAL_ROOT / "fetched"))
+    return lambda step: shutil.rmtree(tierckpt.prefetch(where, to=local_root() / "fetched"))
 
 
 def model(uri: str) -> Callable[[int], None]:
-    import fsspec
-
-    LOCAL_ROOT.mkdir(parents=True, exist_ok=True)
-    save_file({"w": torch.zeros(1000)}, LOCAL_ROOT / "model.safetensors")
-    where = f"tierckpt://{uri.replace('://', '/')}/model/model.safetensors"
-    with fsspec.open(where, "wb") as target:
-        target.write((LOCAL_ROOT / "model.safetensors").read_bytes())
-    fsspec.filesystem("tierckpt").wait(where)  # loads read the store
+    put_model(f"{uri}/model/model.safetensors", {"w": torch.zeros(1000)})
 
     def one(step: int) -> None:
         assert tierckpt.load_safetensors(f"{uri}/model")["w"].shape == (1000,)
@@ -179,13 +152,8 @@ def grown(operation: Callable[[int], None], operations: int) -> dict[str, Any]:
     return growth
 
 
-def main() -> None:
-    uri, operations, *scenarios = sys.argv[1:]
-    for scenario in scenarios:
-        growth = grown(globals()[scenario](f"{uri}/{scenario}"), int(operations))
-        print(json.dumps({"scenario": scenario, **growth}), flush=True)
-
-
-if __name__ == "__main__":
-    agent_client.IDLE_SECONDS = 1.0
-    main()
+def measure(folder: Path, uri: str, operations: int, scenarios: list[str]) -> list[dict[str, Any]]:
+    """Return what grew in each scenario between the end of the warm-up and the end of ``operations`` more."""
+    return [
+        {"scenario": scenario, **grown(globals()[scenario](f"{uri}/{scenario}"), operations)} for scenario in scenarios
+    ]

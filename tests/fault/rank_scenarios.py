@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.fault.kills import after, before
+from tests.states import same
 from tierckpt.checkpoint import local_commit
 from tierckpt.dcp.reader import TierStorageReader
 from tierckpt.dcp.save_session import SaveSession, encode_results
@@ -38,45 +39,23 @@ def state_of(rank: int, step: int) -> dict[str, Any]:
     return {f"own-{rank}": own, "replicated": torch.full((ELEMENTS,), float(step)), "step": step}
 
 
-def _before(owner: Any, name: str) -> None:
-    """Have this process killed when ``name`` is called."""
-
-    def die(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(owner, name, die)
-
-
-def _after(owner: Any, name: str) -> None:
-    """Have this process killed when ``name`` has done its work."""
-    real = getattr(owner, name)
-
-    def die(*args: Any, **kwargs: Any) -> None:
-        value = real(*args, **kwargs)
-        if hasattr(value, "wait"):
-            value.wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(owner, name, die)
-
-
 SAVE_PHASES: dict[str, Callable[[], None]] = {
-    "local plan": lambda: _before(SaveSession, "plan_local"),
-    "staging": lambda: _before(TierStager, "stage_items"),
-    "flush": lambda: _before(flush.ShardFile, "finish"),
-    "written": lambda: _after(SaveSession, "write"),
-    "hand over": lambda: _after(Exchange, "gather_then"),
-    "drain": lambda: _before(Drainer, "send_files"),
+    "local plan": lambda: before(SaveSession, "plan_local"),
+    "staging": lambda: before(TierStager, "stage_items"),
+    "flush": lambda: before(flush.ShardFile, "finish"),
+    "written": lambda: after(SaveSession, "write"),
+    "hand over": lambda: after(Exchange, "gather_then"),
+    "drain": lambda: before(Drainer, "send_files"),
 }
 COORDINATOR_PHASES: dict[str, Callable[[], None]] = {
-    "global plan": lambda: _before(SaveSession, "plan_global"),
-    "commit": lambda: _before(local_commit, "commit_local"),
-    "committed": lambda: _after(local_commit, "commit_local"),
+    "global plan": lambda: before(SaveSession, "plan_global"),
+    "commit": lambda: before(local_commit, "commit_local"),
+    "committed": lambda: after(local_commit, "commit_local"),
 }
 RESTORE_PHASES: dict[str, Callable[[], None]] = {
-    "finding the step": lambda: _before(checkpointers, "restore_newest"),
-    "planning to read": lambda: _before(TierStorageReader, "prepare_local_plan"),
-    "reading": lambda: _before(TierStorageReader, "read_data"),
+    "finding the step": lambda: before(checkpointers, "restore_newest"),
+    "planning to read": lambda: before(TierStorageReader, "prepare_local_plan"),
+    "reading": lambda: before(TierStorageReader, "read_data"),
 }
 PHASES = SAVE_PHASES | COORDINATOR_PHASES | RESTORE_PHASES
 
@@ -138,17 +117,13 @@ def lose_a_rank(folder: Path, uri: str, way: str, phase: str, victim: int, bug: 
     os._exit(0)  # the process group is broken: leave as a job does that is about to be restarted
 
 
-def come_back(folder: Path, uri: str) -> None:
-    """The job again: restore the newest step, whole on every rank and the same one, then save and drain another."""
+def come_back(folder: Path, uri: str) -> tuple[int | None, bool]:
+    """The restarted job: restore the newest step, save and drain another. Returns the step and whether it is whole."""
     rank = dist.get_rank()
     with tierckpt.Checkpointer(uri, timeout_seconds=60) as checkpointer:
         state = state_of(rank, 0)
         step = checkpointer.restore(state)
-        wanted = state_of(rank, step or 0)
-        whole = all(
-            torch.equal(value, wanted[name]) if isinstance(value, torch.Tensor) else value == wanted[name]
-            for name, value in state.items()
-        )
+        whole = same(state, state_of(rank, step or 0))
         checkpointer.save(3, state_of(rank, 3))
         checkpointer.wait()
-    (folder / f"back-{rank}").write_text(json.dumps([step, whole]))
+    return step, whole

@@ -209,8 +209,8 @@ def _become_rank(request: dict[str, Any], module: Any, rank: int, port: str) -> 
         value = _run(request, module, folder)
         if value is not None:
             result.write_text(json.dumps(value))
-    except KeyboardInterrupt:
-        raise  # ends the process as Ctrl-C ends a program
+    except (KeyboardInterrupt, SystemExit):
+        raise  # ends the process as it ends a program
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -226,6 +226,7 @@ def _run(request: dict[str, Any], module: Any, folder: Path) -> Any:
     from tierckpt.ipc import agent_client
 
     logging.basicConfig(level=logging.INFO)
+    logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False  # logs every step of every save
     if request["threads"] is not None:
         torch.set_num_threads(request["threads"])
     agent_client.IDLE_SECONDS = request["arguments"].pop("idle_seconds", agent_client.IDLE_SECONDS)

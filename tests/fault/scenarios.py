@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from typing import Any
 
 import torch
@@ -11,8 +10,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.fault.kills import before
 from tests.states import raises_ours
 from tierckpt.errors import CapacityError, TierckptError
+from tierckpt.save import flush
 
 
 def state_of(rank: int, value: float) -> dict[str, Any]:
@@ -21,7 +22,6 @@ def state_of(rank: int, value: float) -> dict[str, Any]:
 
 def _fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
-        from tierckpt.save import flush
 
         def full(*_: Any, **__: Any) -> None:
             raise CapacityError("no room (seeded)", tier="local")
@@ -73,12 +73,7 @@ def checkpointer_with_a_killed_rank(uri: str, killed: int, results: str) -> None
     checkpointer.save(1, state_of(rank, 1.0))
     checkpointer.wait()
     if rank == killed:
-        from tierckpt.save import flush
-
-        def die(*_: Any, **__: Any) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        flush.ShardFile.finish = die  # type: ignore[method-assign,assignment]
+        before(flush.ShardFile, "finish")
     checkpointer.save(2, state_of(rank, 2.0))
     try:
         checkpointer.wait("local")

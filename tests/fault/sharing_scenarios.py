@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.fault.kills import before, until
+from tests.states import same
 from tierckpt import telemetry
 from tierckpt.arena.shared_buffer import SharedWindow
 from tierckpt.dcp import read_sharing
@@ -23,7 +25,6 @@ from tierckpt.read.replicated_file import ReplicatedFile
 TENSORS, ELEMENTS = 16, 1 << 18
 """1 MiB each."""
 WINDOW_BYTES = 2 << 20
-LATE_SECONDS_MAX = 60.0
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -37,11 +38,8 @@ class Reader(tierckpt.TierStorageReader):
         self.folder, self.loaded, self.is_late = folder, loaded, is_late
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        deadline = time.monotonic() + LATE_SECONDS_MAX
-        while self.is_late and len(list(self.folder.glob("read-*"))) < dist.get_world_size() - 1:
-            time.sleep(0.05)
-            if time.monotonic() > deadline:
-                raise TimeoutError("the others wait for the late one")
+        if self.is_late:
+            until(lambda: len(list(self.folder.glob("read-*"))) >= dist.get_world_size() - 1)
         alone: list[float] = []
         read: list[float] = []
 
@@ -55,7 +53,7 @@ class Reader(tierckpt.TierStorageReader):
         begun = time.monotonic()
         done = super().read_data(plan, planner)
         stop()
-        right = all(torch.equal(self.loaded[name], value) for name, value in state().items())
+        right = same(self.loaded, state())
         outcome = {"right": right, "alone": len(alone), "read": sum(read), "seconds": time.monotonic() - begun}
         (self.folder / f"read-{dist.get_rank()}.json").write_text(json.dumps(outcome))
         return done
@@ -88,29 +86,24 @@ def load_together(folder: Path, uri: str, victim: int, fault: str, nth: int, bug
 
 
 def _at_read(nth: int, folder: Path, number: signal.Signals) -> None:
-    real, count = ReplicatedFile.part, 0
+    count = 0
 
-    def part(self: ReplicatedFile, index: int, *rest: Any) -> Any:
+    def part(file: ReplicatedFile, *_: Any) -> None:
         nonlocal count
-        if self.entry.path.endswith(".distcp"):
-            count += 1
-            if count == nth:
-                (folder / "fired").touch()
-                os.kill(os.getpid(), number)
-        return real(self, index, *rest)
+        count += file.entry.path.endswith(".distcp")
+        if count == nth and file.entry.path.endswith(".distcp"):
+            (folder / "fired").touch()
+            os.kill(os.getpid(), number)
 
-    ReplicatedFile.part = part  # type: ignore[method-assign]
+    before(ReplicatedFile, "part", part)
 
 
 def _take_slowly(folder: Path) -> None:
-    real = shared_read.UnitThreads.take_unit
-
-    def take(self: shared_read.UnitThreads, unit: int) -> None:
+    def wait(*_: Any) -> None:
         (folder / "fired").touch()
         time.sleep(0.1)  # the others are quicker, on a busy machine too
-        real(self, unit)
 
-    shared_read.UnitThreads.take_unit = take  # type: ignore[method-assign]
+    before(shared_read.UnitThreads, "take_unit", wait)
 
 
 def _reuse_at_once() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.fault.kills import after, before, die, until
 from tests.states import raises_ours
 from tierckpt.checkpoint import local_commit, shared_commit
 from tierckpt.dcp.shard_delivery import ShardDelivery
@@ -20,25 +19,15 @@ from tierckpt.errors import AlreadyCommittedError
 from tierckpt.format.layout import pending
 from tierckpt.save import flush
 
-MEET_SECONDS = 60.0
 
-
-def die(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def race(uri: str, folder: Path, root: str, value: int, meet: str, of: int) -> None:
-    """Save when every one of the ``of`` savers has looked at what stands under the id, and has seen nothing."""
+def race(uri: str, folder: Path, root: str, value: int, of: int) -> str:
+    """Save when each of the ``of`` savers has read that nothing is saved under the id. Returns what it was told."""
     writer = tierckpt.TierStorageWriter(uri, local_root=root)
     plan = writer.prepare_global_plan
 
     def late(plans: Any) -> Any:
-        Path(meet, f"ready.{value}").touch()
-        deadline = time.monotonic() + MEET_SECONDS
-        while len(list(Path(meet).glob("ready.*"))) < of:
-            if time.monotonic() > deadline:
-                raise TimeoutError("the other savers did not get there")
-            time.sleep(0.001)
+        (folder.parent / f"ready.{value}").touch()
+        until(lambda: len(list(folder.parent.glob("ready.*"))) == of)
         return plan(plans)
 
     writer.prepare_global_plan = late  # type: ignore[method-assign]
@@ -46,10 +35,9 @@ def race(uri: str, folder: Path, root: str, value: int, meet: str, of: int) -> N
         with raises_ours():
             dcp.save({"w": torch.full((1000,), float(value))}, storage_writer=writer, no_dist=True)
         tierckpt.wait(uri, timeout_seconds=60, local_root=root)
-        told = "won"
+        return "won"
     except AlreadyCommittedError as error:
-        told = f"lost {error.context['winner']}"
-    Path(meet, f"told.{value}").write_text(told)
+        return f"lost {error.context['winner']}"
 
 
 def _half(directory: Path, location: Any, manifest: Any, metadata: Any) -> None:
@@ -58,25 +46,18 @@ def _half(directory: Path, location: Any, manifest: Any, metadata: Any) -> None:
     die()
 
 
-def _commits_and_dies(*arguments: Any) -> None:
-    _commit_local(*arguments)
-    die()
-
-
-_commit_local = local_commit.commit_local
-
-POINTS: dict[str, tuple[Any, str, Any]] = {
-    "before shards": (ShardDelivery, "write", die),
-    "in a shard": (flush.ShardFile, "write", die),
-    "before the commit": (local_commit, "commit_local", die),
+POINTS: dict[str, Callable[[], None]] = {
+    "before shards": lambda: before(ShardDelivery, "write"),
+    "in a shard": lambda: before(flush.ShardFile, "write"),
+    "before the commit": lambda: before(local_commit, "commit_local"),
     # private: between the two writes of one local commit there is nothing public
-    "between metadata and manifest": (local_commit, "_publish", _half),
-    "after the commit": (local_commit, "commit_local", _commits_and_dies),
+    "between metadata and manifest": lambda: setattr(local_commit, "_publish", _half),
+    "after the commit": lambda: after(local_commit, "commit_local"),
 }
 
 
 def die_at(uri: str, folder: Path, point: str) -> None:
-    setattr(*POINTS[point])
+    POINTS[point]()
     state = {"w": torch.full((100_000,), 2.0)}
     dcp.save(state, storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)
 

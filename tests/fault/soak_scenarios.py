@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import tierckpt
+from tests.states import same
 from tierckpt.errors import TierckptError
 
 TENSORS = 8
@@ -25,10 +26,6 @@ RESTORE_EVERY = 5
 
 def state_of(step: int) -> dict[str, Any]:
     return {str(index): torch.arange(ELEMENTS, dtype=torch.int32) * (step % 97) + index for index in range(TENSORS)}
-
-
-def _is(state: dict[str, Any], step: int) -> bool:
-    return all(torch.equal(state[name], value) for name, value in state_of(step).items())
 
 
 def _resident_bytes() -> int:
@@ -55,7 +52,7 @@ def train(folder: Path, uri: str, name: str, seconds: float, **settings: Any) ->
     with tierckpt.Checkpointer(f"{uri}/{name}", keep_last=KEEP, timeout_seconds=60, **settings) as checkpointer:
         state = state_of(0)
         restored = checkpointer.restore(state)
-        facts: dict[str, Any] = {"restored": restored, "good": restored is None or _is(state, restored)}
+        facts: dict[str, Any] = {"restored": restored, "good": restored is None or same(state, state_of(restored))}
         os.write(line, (json.dumps(facts) + "\n").encode())
         step = restored or 0
         while time.monotonic() < deadline:
@@ -72,7 +69,7 @@ def train(folder: Path, uri: str, name: str, seconds: float, **settings: Any) ->
             good = True
             if step % RESTORE_EVERY == 0:
                 found = checkpointer.restore(state, None)
-                good = found is not None and _is(state, found)
+                good = found is not None and same(state, state_of(found))
             facts = {
                 "step": step,
                 "told": told,

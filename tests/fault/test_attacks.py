@@ -16,6 +16,7 @@ import pytest
 
 from tests.fault import attacks, attacks_try
 from tests.fault.attacks_fuzz import INPUTS_MIN
+from tests.fault.runner import start
 from tests.states import save, small_state
 
 FUZZ_SECONDS = float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", "2"))
@@ -27,16 +28,11 @@ HARMLESS = {"good and evil under one name"}
 """Torch reads the good pickle here, so tierckpt does too: the planner gets only that one."""
 
 
-def run(what: str, directory: Path, *options: str, timeout_seconds: float = CORPUS_SECONDS) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fault.attacks_try", what, str(directory), *options],
-        capture_output=True,
-        timeout=timeout_seconds,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=Path(__file__).parents[2],
+def run(what: str, directory: Path, timeout_seconds: float = CORPUS_SECONDS, **options: Any) -> list[dict[str, Any]]:
+    reports: list[dict[str, Any]] = start(attacks_try.try_attacks, directory, what=what, **options).result(
+        timeout_seconds
     )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return reports
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +76,7 @@ def test_attacks_find_every_seeded_bug(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fuzzed_metadata_and_manifests_are_rejected_or_safe(tmp_path: Path) -> None:
     """Only errors of tierckpt, no unsafe result, no changed class, bounded memory."""
-    [counts] = run("fuzz", tmp_path, str(FUZZ_SECONDS), timeout_seconds=FUZZ_SECONDS + CORPUS_SECONDS - 20)
+    [counts] = run("fuzz", tmp_path, FUZZ_SECONDS + CORPUS_SECONDS - 20, seconds=FUZZ_SECONDS)
     print(counts)
     assert counts["polluted"] == []
     assert counts["grown_bytes"] < attacks_try.GROWN_BYTES_MAX

@@ -8,11 +8,9 @@ process, and no shared memory is leaked.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,8 +22,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import tierckpt
+from tests.fault import flush_children
 from tests.fault.flush_children import ACTS, SEEDED, TRACED
-from tests.services import REPOSITORY, needs
+from tests.fault.runner import start
+from tests.services import needs
 from tests.states import load, raises_ours, same, zeros_like
 from tierckpt.arena import slots
 from tierckpt.checkpoint.journal import Journal
@@ -367,38 +367,21 @@ class Outcomes:
     """Outcomes of ``flush_children``. Both programs run in parallel with earlier tests."""
 
     def __init__(self, folder: Path, kills: list[str]) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TIERCKPT_")}
-        self._running: dict[str, tuple[Path, subprocess.Popen[str]]] = {}
-        for what in ("kills", "traced"):
-            if what == "traced" and shutil.which("strace") is None:
-                continue
-            place = folder / what
-            place.mkdir()
-            command = [sys.executable, "-m", "tests.fault.flush_children", what, str(place), *kills]
-            process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
-            self._running[what] = (place, process)
+        self._jobs = {"kills": start(flush_children.kills, folder / "kills", named=kills)}
+        if shutil.which("strace") is not None:
+            self._jobs["traced"] = start(flush_children.traced, folder / "traced")
         self._found: dict[str, Any] = {}
 
     def of(self, what: str) -> Any:
         if what not in self._found:
-            if what not in self._running:
+            if what not in self._jobs:
                 pytest.skip("strace is not installed")
-            place, process = self._running[what]
-            _, errors = process.communicate(timeout=CHILDREN_SECONDS)
-            assert process.returncode == 0, errors[-4000:]
-            self._found[what] = json.loads((place / "outcome.json").read_text())
+            self._found[what] = self._jobs[what].result(CHILDREN_SECONDS)
         return self._found[what]
-
-    def end(self) -> None:
-        for _, process in self._running.values():
-            process.kill()
-            process.wait(60)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Run the kills that tests of this session need."""
     asked = [
         item
@@ -406,9 +389,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         if getattr(item, "originalname", "") == test_kill_9_keeps_the_last_commit.__name__
     ]
     kills = ["{phase}/{way}".format_map(item.callspec.params) for item in asked]  # type: ignore[attr-defined]
-    started = Outcomes(tmp_path_factory.mktemp("children"), kills)
-    yield started
-    started.end()
+    return Outcomes(tmp_path_factory.mktemp("children"), kills)
 
 
 def check_restart(found: dict[str, Any], newest: int) -> None:

@@ -3,11 +3,8 @@ parent transfers (fork_scenarios.py); and what a child holds of its parent's (no
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.services import ENVIRONMENT, REPOSITORY, azurite_server, moto_server
+from tests.fault.fork_scenarios import use_storage_in_children
+from tests.fault.runner import start
+from tests.services import ENVIRONMENT, azurite_server, moto_server
 from tierckpt.disk import read_lease
 from tierckpt.disk.file_lock import try_lock
 
@@ -55,16 +54,11 @@ def test_children_can_do_all_that_their_parent_can(
 ) -> None:
     root, environment = place
     (tmp_path / "local").mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fault.fork_scenarios", root, *ways],
-        cwd=REPOSITORY,
-        env={**os.environ, **environment, "TIERCKPT_MOVER": mover},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    job = start(
+        use_storage_in_children, tmp_path / "job", env={**environment, "TIERCKPT_MOVER": mover}, idle_seconds=1.0,
+        root=root, ways=ways,
+    )  # fmt: skip
+    said = job.result(800 if EVERY else 250)
     wanted = {
         "latest": f"{root}/run/step-2",
         "ls": ["step-0", "step-1", "step-2"],
@@ -80,7 +74,7 @@ def test_children_can_do_all_that_their_parent_can(
         if way == "exit":
             assert said[way] == [7, True]
         else:
-            assert said[way] == (8 if way.startswith("loader") else wanted), (way, said[way], done.stderr[-6000:])
+            assert said[way] == (8 if way.startswith("loader") else wanted), (way, said[way], job.output()[-6000:])
 
 
 def test_a_lock_and_a_lease_end_with_their_process_though_a_child_lives_on(tmp_path: Path) -> None:

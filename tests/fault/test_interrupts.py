@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.services import ENVIRONMENT, REPOSITORY, moto_server
+from tests.fault import interrupt_scenarios
+from tests.fault.runner import start
+from tests.services import ENVIRONMENT, moto_server
 from tierckpt.stores.common import ended, to_completion
 
 TIMES = int(ENVIRONMENT.get("TIERCKPT_TEST_INTERRUPTS", "1"))
@@ -35,20 +36,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[
     local = tmp_path_factory.mktemp("local")
     with moto_server(keep_alive=True) as server, server.bucket() as bucket:
         environment = {
-            **ENVIRONMENT,
             **server.environment(),
             "TIERCKPT_LOCAL_ROOT": str(local),
             "TIERCKPT_MOVER": "inline",
         }
         root = f"s3://{bucket}/top"
-        _begin("prepare", root, environment).communicate(timeout=120)
+        start(interrupt_scenarios.prepare, local / "job", env=environment, root=root).result()
         yield root, environment
-
-
-def _begin(verb: str, root: str, environment: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.fault.interrupt_scenarios", verb, root]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 @pytest.mark.slow
@@ -60,16 +54,13 @@ def test_an_interrupt_ends_a_verb_and_says_nothing_else(
 ) -> None:
     root, environment = place
     (tmp_path / "local").mkdir(exist_ok=True)
-    child = _begin(verb, root, {**environment, "TIERCKPT_LOCAL_ROOT": str(tmp_path / "local")})
-    assert child.stdout is not None
-    assert child.stdout.readline() == "begun\n", child.communicate()[1]
+    environment = {**environment, "TIERCKPT_LOCAL_ROOT": str(tmp_path / "local")}
+    child = start(interrupt_scenarios.repeat, tmp_path / "job", env=environment, root=root, verb=verb)
+    child.until(lambda: child.lines() == ["begun"], "the verb to begin")
     time.sleep(random.Random(f"{verb} {seed}").uniform(0.0, 1.5))
-    child.send_signal(signal.SIGINT)
-    try:
-        _, said = child.communicate(timeout=120)
-    finally:
-        child.kill()
-    assert child.returncode == -signal.SIGINT, said[-4000:]
+    os.kill(child.pids[0], signal.SIGINT)
+    codes, said = child.codes(120), child.output()
+    assert codes == [-signal.SIGINT], said[-4000:]
     assert said.count("\nKeyboardInterrupt") == 1, said[-4000:]
     assert not [noise for noise in NOISE if noise in said], said[-4000:]
 

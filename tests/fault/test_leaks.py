@@ -3,15 +3,13 @@ no collector runs (leak_scenarios.py)."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.fault.leak_scenarios import measure
+from tests.fault.runner import start
 from tests.services import ENVIRONMENT, S3Server, moto_server
 
 OPERATIONS = int(ENVIRONMENT.get("TIERCKPT_TEST_LEAK_OPERATIONS", "10"))
@@ -41,17 +39,11 @@ def server() -> Iterator[S3Server]:
 def test_nothing_stays_without_a_collector(server: S3Server, tmp_path: Path, mover: str) -> None:
     (tmp_path / "local").mkdir()
     with server.bucket() as bucket:
-        arguments = [f"s3://{bucket}/run", str(OPERATIONS), *SCENARIOS[mover]]
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.fault.leak_scenarios", *arguments],
-            env={**os.environ, **server.environment(), "TIERCKPT_MOVER": mover},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    print(done.stdout)
-    assert done.returncode == 0, done.stderr[-4000:]
-    grown = [json.loads(line) for line in done.stdout.splitlines()]
+        options = {"uri": f"s3://{bucket}/run", "operations": OPERATIONS, "scenarios": SCENARIOS[mover]}
+        environment = {**server.environment(), "TIERCKPT_MOVER": mover}
+        job = start(measure, tmp_path / "job", env=environment, idle_seconds=1.0, **options)
+        grown = job.result(250 + 20 * OPERATIONS)
+    print(grown)
     assert [growth["scenario"] for growth in grown] == SCENARIOS[mover]
     for growth in grown:
         assert growth["descriptors"] <= 4, growth  # a pool may grow by a connection or two when requests meet

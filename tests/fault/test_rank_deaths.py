@@ -100,7 +100,7 @@ def _problems_after(home: Path, codes: list[int | None], job: Job) -> Iterator[s
     if codes != [0] * RANKS:
         yield f"the job does not come back: {codes}\n{job.output()[-3000:]}"
         return
-    found = [json.loads((home / f"back-{rank}").read_text()) for rank in range(RANKS)]
+    found = [*job.results().values()]
     steps = {step for step, _ in found}
     saved = any(told.startswith("saved") for told, _ in _told(home).values())
     if len(steps) != 1 or not steps <= {1, 2} or not all(whole for _, whole in found):

@@ -85,21 +85,12 @@ def test_a_lock_held_while_a_worker_forks_is_released(tmp_path: Path) -> None:
 
 def _race(folder: Path, uri: str, roots: list[Path]) -> list[str]:
     """Start one saver a root, let all go at once, return each one's outcome."""
+    options = {"uri": uri, "of": len(roots)}
     savers = [
-        start(
-            single_scenarios.race,
-            folder / str(index),
-            uri=uri,
-            root=str(root),
-            value=index,
-            meet=str(folder),
-            of=len(roots),
-        )
+        start(single_scenarios.race, folder / str(index), **options, root=str(root), value=index)
         for index, root in enumerate(roots)
     ]
-    for saver in savers:
-        assert saver.codes(60) == [0], saver.output()
-    return [(folder / f"told.{index}").read_text() for index in range(len(roots))]
+    return [saver.result(60) for saver in savers]
 
 
 @pytest.mark.slow

@@ -19,9 +19,11 @@ from typing import Any
 
 import pytest
 
+from tests.fault.runner import start
 from tests.fault.sweep.bugs import BUGS
 from tests.fault.sweep.phases import PHASES
 from tests.fault.sweep.races import BUGS as RACE_BUGS
+from tests.fault.sweep.races import run_races
 from tests.services import needs
 
 LENGTH = os.environ.get("TIERCKPT_TEST_SWEEP", "part")
@@ -105,16 +107,14 @@ def test_sweeps_find_every_seeded_bug(folder: Path) -> None:
     assert found == dict.fromkeys(BUGS, True)
 
 
-def run_races(folder: Path, races: int, *bug: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.fault.sweep.races", str(folder), str(races), *bug]
-    subprocess.run(command, check=True, timeout=SECONDS_MAX)
-    outcome: dict[str, Any] = json.loads((folder / "outcome.json").read_text())
+def race_outcome(folder: Path, races: int, bug: str = "") -> dict[str, Any]:
+    outcome: dict[str, Any] = start(run_races, folder, races=races, bug=bug).result(SECONDS_MAX)
     return outcome
 
 
 @pytest.mark.slow
 def test_exactly_one_of_2_to_32_concurrent_writers_commits(tmp_path: Path, record_property: Any) -> None:
-    outcome = run_races(tmp_path, RACES)
+    outcome = race_outcome(tmp_path, RACES)
     record_property("races", outcome["races"])
     assert outcome["violations"] == []
     assert sum(outcome["races"].values()) == RACES
@@ -123,4 +123,4 @@ def test_exactly_one_of_2_to_32_concurrent_writers_commits(tmp_path: Path, recor
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", RACE_BUGS)
 def test_races_find_a_seeded_bug(bug: str, tmp_path: Path) -> None:
-    assert run_races(tmp_path, BUG_RACES_MAX, bug)["violations"]
+    assert race_outcome(tmp_path, BUG_RACES_MAX, bug)["violations"]

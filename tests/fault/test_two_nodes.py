@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.fault.two_nodes import Verdict, judge
+from tests.fault.runner import start
+from tests.fault.two_nodes import Verdict, judge, save_steps
 
 STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_NODES", "6"))
 """Of each of the two; the second half is saved twice."""
@@ -21,25 +20,9 @@ pytestmark = pytest.mark.timeout(SECONDS_MAX + 30)
 
 
 def run(uri: str, folder: Path, *, keep: int = 0, store: str = "", bug: str = "", steps: int = STEPS) -> Verdict:
-    folder.mkdir(parents=True, exist_ok=True)
-    processes = []
-    for name in ("one", "two"):
-        arguments = [uri, str(folder / f"root-{name}"), name, str(steps), str(keep), store, bug]
-        with (folder / f"{name}.log").open("wb") as log:
-            command = [sys.executable, "-m", "tests.fault.two_nodes", *arguments]
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log))
-    try:
-        deadline = time.monotonic() + SECONDS_MAX
-        while not all((folder / f"{name}.ready").exists() for name in ("one", "two")):
-            assert time.monotonic() < deadline, (folder / "one.log").read_text()
-            time.sleep(0.01)
-        (folder / "go").touch()
-        for process, name in zip(processes, ("one", "two"), strict=True):
-            assert process.wait(SECONDS_MAX) == 0, (folder / f"{name}.log").read_text()[-3000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    options: dict[str, Any] = {"uri": uri, "steps": steps, "keep": keep, "store": store, "bug": bug}
+    for job in [start(save_steps, folder, **options, name=name) for name in ("one", "two")]:
+        assert job.codes(SECONDS_MAX) == [0], job.output()[-3000:]
     lines = [json.loads(line) for name in ("one", "two") for line in (folder / f"{name}.jsonl").open()]
     return judge(uri, lines, store)
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 import tierckpt
+from tests.fault.kills import before
+from tierckpt.save import flush
 
 PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer")
 
@@ -71,15 +73,7 @@ def train(
 
 def train_on_a_slow_disk(folder: Path, uri: str, slow_seconds: float, **options: Any) -> None:
     """Two saves that take ``slow_seconds`` to be durable, then steps without any until the end."""
-    from tierckpt.save import flush
-
-    real = flush.ShardFile.finish
-
-    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(slow_seconds)
-        return real(self, *args, **kwargs)
-
-    flush.ShardFile.finish = late  # type: ignore[method-assign]
+    before(flush.ShardFile, "finish", lambda *_: time.sleep(slow_seconds))
     state = {"w": torch.zeros(1000)}
     log = os.open(folder / "seen-000-0", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     with tierckpt.Checkpointer(uri, interval=None, timeout_seconds=60, **options) as checkpointer:

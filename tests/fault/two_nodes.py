@@ -1,10 +1,8 @@
 """One node of two that save the same steps of one run, by mistake, with other content.
 
-    python -m tests.fault.two_nodes URI LOCAL_ROOT NAME STEPS KEEP STORE BUG      writes LOCAL_ROOT/../NAME.jsonl
-
-It saves as ``dcp/writer.py`` does, drains each save at once, and goes back to the middle when it is through: a node
-that comes back. Each line says what was told: what a save replaces, that it is committed on the shared tier, that it
-was refused, what retention has removed. ``judge`` holds all lines against what stands in the end.
+A node saves as ``dcp/writer.py`` does and drains each save at once. It logs what it was told: which attempts a save
+replaces, that a save is committed on the shared tier, that it was refused, what retention has removed. ``judge``
+compares all lines with what is on the shared tier in the end.
 """
 
 from __future__ import annotations
@@ -12,16 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
+from tests.fault.kills import until
 from tests.fault.sweep.saver import CHUNK_BYTES, Saver, content
 from tierckpt.checkpoint import marks, retention, shared_commit
 from tierckpt.checkpoint.retention import Policy, Rule
@@ -34,7 +33,6 @@ from tierckpt.stores.base import Store
 from tierckpt.stores.fsspec_store import UniversalStore
 from tierckpt.stores.retry import Retries
 
-START_SECONDS = 30.0
 MEET_SECONDS = 1.0
 LATE_SECONDS = 0.3
 """A bug that is seeded takes this long, so that the other node comes between."""
@@ -55,22 +53,22 @@ def settings_of(root: Path) -> Settings:
 
 
 class Node:
-    def __init__(self, uri: str, root: Path, name: str, keep: int, *, is_met: bool) -> None:
+    def __init__(self, uri: str, folder: Path, name: str, keep: int, *, is_met: bool) -> None:
         self.run, self.name, self.keep = parse_uri(uri), name, keep
         self._runner = asyncio.Runner()
-        self.saver = Saver(settings_of(root), self._runner.run)
+        self.saver = Saver(settings_of(folder / f"root-{name}"), self._runner.run)
         self.mover = self.saver.mover
-        self._lines = (root.parent / f"{name}.jsonl").open("a", buffering=1)
+        self._lines = (folder / f"{name}.jsonl").open("a", buffering=1)
         self._attempts: dict[str, str] = {}
         self._told: set[str] = set()
-        self.folder, self._is_met = root.parent, is_met
+        self.folder, self._is_met = folder, is_met
 
     def meet(self, moment: str) -> None:
         """Wait for the other node to be as far, if it comes."""
         (self.folder / f"{self.name}-{moment}").touch()
-        deadline = time.monotonic() + MEET_SECONDS
-        while self._is_met and len(list(self.folder.glob(f"*-{moment}"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        if self._is_met:
+            with suppress(TimeoutError):
+                until(lambda: len(list(self.folder.glob(f"*-{moment}"))) == 2, MEET_SECONDS)
 
     def tell(self, what: str, **facts: Any) -> None:
         self._lines.write(json.dumps({"what": what, "by": self.name, **facts}) + "\n")
@@ -168,7 +166,7 @@ async def _torn(store: Store, attempt: str, saves: dict[str, Any], location: Loc
             yield f"{location.uri}: stock PyTorch does not read {label}: {error.message}"
 
 
-def no_condition() -> None:
+def no_condition(_: Path) -> None:
     """What stands is replaced, whatever was seen.
 
     A claim comes when the other node is between its last look and the commit.
@@ -181,14 +179,14 @@ def no_condition() -> None:
     shared_commit.replace = replace
 
 
-def no_look() -> None:
+def no_look(folder: Path) -> None:
     """Retention removes the step, whoever it belongs to by then: between its look and the delete the other saves it."""
 
     async def remove(store: Store, key: str, etag: str | None) -> bool:
         if key == MANIFEST:
             step = Path(store.uri).name.removeprefix("step-")
-            removing, saved = Path(sys.argv[2]).with_name("removing"), Path(sys.argv[2]).with_name(f"saved-{step}")
-            removing.write_text(step)
+            saved = folder / f"saved-{step}"
+            (folder / "removing").write_text(step)
             for _ in range(1000):
                 await asyncio.sleep(0 if saved.exists() else 0.001)
         await store.delete(key)
@@ -210,32 +208,22 @@ def save_what_is_removed(node: Node, last: int) -> None:
         time.sleep(0.001)
 
 
-BUGS = {"": lambda: None, "no condition": no_condition, "no look": no_look}
+BUGS: dict[str, Callable[[Path], None]] = {"no condition": no_condition, "no look": no_look}
 
 
-def main() -> None:
-    uri, root, name, steps, keep, kind, bug = sys.argv[1:8]
-    root_path = Path(root)
-    root_path.mkdir(parents=True, exist_ok=True)
+def save_steps(folder: Path, uri: str, name: str, steps: int, keep: int, store: str, bug: str) -> None:
+    """Save each step and the second half once more, as a node that comes back. Log what it was told."""
     retry.PAUSE_SECONDS_MAX = 0.05
-    BUGS[bug]()
-    if kind == "plain":
+    if bug:
+        BUGS[bug](folder)
+    if store == "plain":
         Drainer.store = lambda self, location: plain_store(location)  # type: ignore[method-assign]
-    node = Node(uri, root_path, name, int(keep), is_met=bug == "no condition")
-    (root_path.parent / f"{name}.ready").touch()
-    deadline = time.monotonic() + START_SECONDS
-    while not (root_path.parent / "go").exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    draw, last = random.Random(name), int(steps)
+    node, draw = Node(uri, folder, name, keep, is_met=bug == "no condition"), random.Random(name)
     if bug == "no look" and name == "two":
-        save_what_is_removed(node, last)
+        save_what_is_removed(node, steps)
         return
-    for turn, begin in enumerate((1, last // 2)):
-        for step in range(begin, last + 1):
+    for turn, begin in enumerate((1, steps // 2)):
+        for step in range(begin, steps + 1):
             node.save(step, turn)
             node.prune()
             time.sleep(draw.random() * 0.005)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,7 @@
-"""A job of one rank that saves in DCP's process mode, with each kind of staging memory. Run by test_stager.py.
-
-Prints one line of JSON: for each way what a reader found wrong, and how often the saving process was seen alive.
-"""
+"""A job of one rank that saves in DCP's process mode, with each kind of staging memory."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +43,11 @@ def save_some(uri: str, **options: Any) -> list[str]:
     return wrong
 
 
-def main() -> None:
-    folder = sys.argv[1]
+def save_in_process_mode(folder: Path) -> dict[str, list[str]]:
+    """Return what a reader finds wrong, for each kind of staging memory."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-    found = {
+    return {
         "TierStager()": save_some(f"{folder}/private", async_stager=tierckpt.TierStager()),
         "TierStager(shared=True)": save_some(f"{folder}/shared", async_stager=tierckpt.TierStager(shared=True)),
         "the writer itself": save_some(f"{folder}/writer"),
     }
-    dist.destroy_process_group()
-    Path(folder, "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -21,7 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import tierckpt
 from tests.compat.everything import blank, differences, everything
-from tests.services import REPOSITORY, unavailable
+from tests.fault import runner
+from tests.integration.process_save import save_in_process_mode
+from tests.services import unavailable
 from tests.states import load, raises_ours, same, save
 from tierckpt.arena import slots
 from tierckpt.dcp import staging_copy
@@ -379,15 +378,7 @@ def test_close_removes_the_optimizer_hooks() -> None:
 def test_process_mode(tmp_path: Path) -> None:
     """AsyncCheckpointerType.PROCESS: another process receives and writes the state during training."""
     before = set(os.listdir("/dev/shm"))  # noqa: PTH208
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.process_save", str(tmp_path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = runner.start(save_in_process_mode, tmp_path).result(150)
     assert len(found) == 3 and not any(found.values()), found
     left = {name for name in os.listdir("/dev/shm") if "tierckpt" in name} - before  # noqa: PTH208
     assert not left

@@ -1,7 +1,5 @@
 """Concurrent saves to one checkpoint: on one node, or each on a node of its own.
 
-    python -m tests.fault.sweep.races FOLDER RACES [BUG]      writes FOLDER/outcome.json
-
 Each writer finds no checkpoint, waits for the others, and commits. Exactly one must succeed, all others must get
 AlreadyCommittedError, and each tier must hold one whole save.
 """
@@ -11,12 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import gc
-import json
 import os
 import random
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -146,11 +141,8 @@ BUGS: dict[str, Callable[[], None]] = {
 }
 
 
-def main() -> None:
-    folder, races = Path(sys.argv[1]), int(sys.argv[2])
-    bug = sys.argv[3] if len(sys.argv) > 3 else ""
-    folder.mkdir(parents=True, exist_ok=True)
-    gc.freeze()
+def run_races(folder: Path, races: int, bug: str = "") -> dict[str, Any]:
+    """Run ``races`` races, or until the bug is found."""
     found: list[str] = []
     run: Counter[str] = Counter()
     for turn in range(races):
@@ -163,8 +155,4 @@ def main() -> None:
         run[kind] += 1
         if bug and found:
             break
-    (folder / "outcome.json").write_text(json.dumps({"races": run, "violations": found}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"races": run, "violations": found}
