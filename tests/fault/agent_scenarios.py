@@ -1,7 +1,7 @@
-"""What one rank does in the tests of the agent.
+"""The ranks of the tests of the agent.
 
-A *point* is a place in a save where a rank is to be killed. When a rank gets there it leaves a file, so that the test
-can count that it did; ranks die when all of them are there, one a moment after the other, as a job's ranks do.
+A *point* is a place in a save where a rank is killed. A rank that reaches it creates a file, which the test counts.
+When all ranks are there, they die one a moment after the other, as a job's ranks do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader, Dataset
 
 import tierckpt
-from tests.fault.kills import after, before, die, replace, until
+from tests.fault.scenario_tools import after, before, die, replace, until
 from tests.states import same, zeros_like
 from tierckpt.arena import slots
 from tierckpt.checkpoint import local_commit
@@ -106,7 +106,7 @@ def _job(way: str, uri: str, **settings: Any) -> Any:
 
 
 class Points:
-    """The files by which ranks tell where they are."""
+    """Files that show which points the ranks have reached."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, (self.rank, self.world_size) = folder, _here()
@@ -212,7 +212,7 @@ def all_die(
 ) -> None:
     """Step 1 is committed, and all ranks are killed at ``point`` of step 2; rank ``late`` before it has staged that.
 
-    ``is_direct_put``: shards go straight to the shared tier; at the point "handed in" none has arrived there.
+    ``is_direct_put``: shards go straight to the shared tier; at the point "handed in" all are still on the way.
     """
     points = Points(folder)
     _be_on_one_of(nodes, points)
@@ -350,7 +350,7 @@ def killed_when_a_staged_one_was_dropped(
 ) -> None:
     """The flush of step 2 hangs, step 3 is staged and gives its place to step 4; then the kill.
 
-    Seeded bug: the handoff of step 3 is not taken back. ``is_deaf``: it is, and the agent does not hear of it.
+    Seeded bug: the handoff of step 3 is not revoked. ``is_deaf``: it is revoked, but the agent does not receive that.
     """
     points = Points(folder)
     checkpointer = _checkpointer(uri, staging_policy="drop_oldest_unflushed", **settings)
@@ -414,7 +414,7 @@ def killed_while_workers_live_on(uri: str, folder: Path, **settings: Any) -> Non
 
 
 def restarts(uri: str, folder: Path, world_size: int = 1, **settings: Any) -> None:
-    """What a job does when it is started again."""
+    """Restore the newest step, as a restarted job."""
     begun = time.monotonic()
     checkpointer = _checkpointer(uri, **settings)
     state = zeros_like(whole_state(0, world_size))
@@ -427,9 +427,9 @@ def restarts(uri: str, folder: Path, world_size: int = 1, **settings: Any) -> No
 def restarts_and_saves(
     uri: str, folder: Path, step: int, as_step: int, way: str = "Checkpointer", **settings: Any
 ) -> None:
-    """Start again and save, as ``step``, the state of ``as_step``: what the job was about to save is another one.
+    """Restore, and save the state of ``as_step`` as ``step``.
 
-    It stands still before it commits that, until the file ``go`` is there.
+    Waits before the commit until the file ``go`` exists.
     """
     points = Points(folder)
 
@@ -453,7 +453,7 @@ def restarts_and_saves(
 
 
 def restarts_plainly(uri: str, folder: Path, **settings: Any) -> None:
-    """What a job of ``dcp.async_save`` does when it is started again: look for the newest, and save that once more."""
+    """Find the newest step and save it once more, as a restarted job of ``dcp.async_save``."""
     points, job = Points(folder), _job("async_save", uri, **settings)
     newest = tierckpt.latest(uri, mover="agent")
     (points.folder / "restored").write_text(str(newest))

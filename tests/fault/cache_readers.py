@@ -38,7 +38,7 @@ LIMIT_SECONDS = 120
 
 
 class CountingStore(LocalStore):
-    """A directory that takes its time, and notes who asked for what. A request that was noted is a chunk on its way."""
+    """A slow directory that logs the process and the range of each request. A logged request is a chunk on its way."""
 
     answers_left = math.inf
 
@@ -74,7 +74,7 @@ def no_second_look() -> None:
 
 
 def line_first() -> None:
-    """A chunk is said to be here before its bytes are."""
+    """The journal lists a chunk before its bytes are written."""
     real = PartialEntry.land
 
     def land(self: PartialEntry, index: int, chunk: int, data: Buffer, digest: str = "", **more: Any) -> None:
@@ -128,7 +128,7 @@ class Node:
 
 
 def read(folder: Path, number: int, answers: int | None, bug: str) -> list[str]:
-    """Fill the cache or only read ranges through it. Returns the names of what had wrong bytes.
+    """Fill the cache or only read ranges through it. Returns the names of files with wrong bytes.
 
     ``answers``: how many requests have an answer; None for all.
     """
@@ -169,7 +169,7 @@ def run(folder: Path, readers: int, killed: int, bug: str = "") -> dict[str, Any
         job = runner.start(read, folder / f"reader-{number}", number=number, answers=answers, bug=bug)
         jobs.append(job)
         time.sleep(STAGGER_SECONDS)
-        if number < killed:  # its claims stay behind
+        if number < killed:  # its claims remain
             job.until(lambda: node.requests_of(job.pids[0]) > ANSWERED, "requests without an answer")  # noqa: B023
             job.kill()
     ends = Counter(code for job in jobs for code in job.codes(LIMIT_SECONDS))

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tierckpt
+from tests.fault.scenario_tools import of_each_rank
 
 REPLICAS = 2
 """Data-parallel groups: this many ranks hold each shard."""
@@ -61,8 +62,7 @@ def restore(uri: str, nodes: list[dict[str, str]]) -> dict[str, Any]:
     dcp.load(loaded, storage_reader=tierckpt.TierStorageReader(uri))
     seconds = time.monotonic() - begun
     right = all(torch.equal(_local(loaded[name]), _local(value)) for name, value in wanted.items())
-    outcomes: list[Any] = [None] * world_size
-    dist.all_gather_object(outcomes, {"right": right, "seconds": seconds})
+    outcomes = of_each_rank({"right": right, "seconds": seconds})
     return {name: [one[name] for one in outcomes] for name in outcomes[0]}
 
 

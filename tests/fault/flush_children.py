@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import tierckpt
-from tests.fault.kills import after, before, die, until
+from tests.fault.scenario_tools import after, before, die, until
 from tests.services import in_full, shared_memory_alone
 from tests.states import raises_ours, same
 from tierckpt.arena import capacity
@@ -38,7 +38,7 @@ BEGAN_AHEAD = "began-ahead"
 TRIES = 3
 
 
-# --- what the children do -----------------------------------------------------------------------------------------
+# --- the acts of the children --------------------------------------------------------------------------------------
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def save(uri: str, step: int, way: str) -> str:
 
 
 def examine(uri: str) -> dict[str, Any]:
-    """What a job finds that starts anew: which step is the newest, does it load by both readers, can it go on?"""
+    """Restart the job: find the newest step, load it with both readers, and save again."""
     newest = tierckpt.latest(uri)
     step = int(newest.rpartition("-")[2]) if newest else 0
     loads = []
@@ -158,11 +158,11 @@ def commit_too_early() -> None:
     after(local_commit, "commit_local")
 
 
-# --- who runs them ------------------------------------------------------------------------------------------------
+# --- the parent ---------------------------------------------------------------------------------------------------
 
 
 class Child:
-    """A forked process that runs ``act`` when told to, and leaves what it returns in a file."""
+    """A forked process that runs ``act`` after ``go``, and writes its result to a file."""
 
     def __init__(self, folder: Path, act: Callable[[], Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -202,7 +202,7 @@ def run(folder: Path, act: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def kill(folder: Path, phase: str, way: str) -> dict[str, Any]:
-    """Save step 1, die in step 2, start anew."""
+    """Save step 1, die in step 2, restart."""
     uri = str(folder / "shared")
 
     def act() -> Any:
@@ -223,7 +223,7 @@ def kill(folder: Path, phase: str, way: str) -> dict[str, Any]:
     }
 
 
-def kills(folder: Path, *named: str) -> dict[str, Any]:
+def kills(folder: Path, named: list[str]) -> dict[str, Any]:
     io_tuner.SHAPES = (IoShape(1, 64 * KiB),)
     outcome = {}
     for number, (phase, _, way) in enumerate(act.partition("/") for act in ("/sync", f"{SEEDED}/sync", *named)):

@@ -1,4 +1,4 @@
-"""A process that has used storage, and its children by each start method: what works there, and what they hold."""
+"""A process that has used storage, and its children by each start method."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Histories of a run whose job goes back, saves, is killed, pruned and started again, on one node or two.
+"""Histories of a run on one or two nodes: the job goes back, saves, is killed, pruned and started again.
 
-Each start of the job is a process of its own, which prints what it was told: steps restored, saves acknowledged. The
-tiers are read between the starts. A model that knows only the tree of starts and steps says which step a restart takes,
-which steps are abandoned, and what retention may remove.
+Each start of the job is a process of its own, which prints the steps that it restored and the saves that were
+acknowledged. The tiers are read between the starts. A model with only the tree of starts and steps predicts the step of
+a restart, the abandoned steps, and the steps that retention may remove.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 import tierckpt
-from tests.fault.kills import die
 from tests.fault.runner import Job, start
+from tests.fault.scenario_tools import die
 from tierckpt.checkpoint import branches, local_commit
 from tierckpt.checkpoint.branches import Branch
 from tierckpt.checkpoint.prune import Pruner
@@ -49,7 +49,7 @@ SHARED = "shared"
 
 @dataclass(eq=False)
 class Line:
-    """A line of steps: the first of the run, or one that a job began by going back to ``base`` of ``parent``."""
+    """A line of steps: the first of the run, or one that began when a job went back to ``base`` of ``parent``."""
 
     parent: Line | None = None
     base: int = 0
@@ -66,7 +66,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint: ``life`` numbers the starts of the job."""
+    """A checkpoint. ``life`` is the number of the start of the job."""
 
     step: int
     life: int
@@ -79,10 +79,10 @@ class Saved:
 class Model:
     tiers: dict[str, dict[int, Saved]]
     noted: dict[str, dict[Line, int]]
-    """The lines that a tier knows to have gone back, and the last start that committed there."""
+    """The lines that a tier has branch records of, and the last start that committed there."""
 
     def seen(self, node: str) -> dict[int, Saved]:
-        """What a job on ``node`` finds. Of two saves of one step the later start's counts."""
+        """The checkpoints that a job on ``node`` finds. Of two saves of one step, the later start's counts."""
         found: dict[int, Saved] = {}
         for tier in (SHARED, node):
             for step, one in self.tiers[tier].items():
@@ -136,7 +136,7 @@ class Plan:
 
 
 def live(folder: Path, run: str, fields: dict[str, Any], bug: str) -> None:
-    """Start the job as planned. Print what it was told."""
+    """Start the job as planned. Print each result."""
     seed_bug(bug)
     plan = Plan(**fields)
 
@@ -187,7 +187,7 @@ def prune_abandoned(folder: Path, run: str, bug: str) -> None:
 
 
 def is_noted(run: Path, manifest: Manifest) -> bool:
-    """False for a commit that was killed before it noted its branch. It counts when the job was told of it (B2)."""
+    """False for a commit that was killed before it wrote its branch record. An acknowledged one still counts (B2)."""
     branch = branches.parse(manifest.notes.get(branches.NOTE))
     return branch is not None and any((run / BRANCHES_DIR).glob(f"*{branch.order}-{branch.id}.json"))
 
@@ -213,7 +213,7 @@ class History:
         self.model = Model({tier: {} for tier in self.tiers}, {tier: {} for tier in self.tiers})
         self.attempts: dict[str, Saved] = {}
         self.acknowledged = set[tuple[str, str]]()
-        """Tier and attempt of what the job was told to be there."""
+        """Tier and attempt of each acknowledged save."""
         self.values: dict[tuple[int, int], float] = {}
         self.root = Line()
 
@@ -288,7 +288,7 @@ class History:
         return current or restored.line
 
     def _look(self, plan: Plan | None, line: Line | None) -> None:
-        """Read what stands on the tiers now."""
+        """Read the checkpoints on the tiers."""
         for tier, directory in self.tiers.items():
             standing: dict[int, Saved] = {}
             for path in directory.glob("step-*"):
@@ -310,10 +310,10 @@ class History:
             self.model.tiers[tier] = standing
 
     def _check_kept(self, plan: Plan, saved: list[int], before: dict[int, Saved], line: Line) -> None:
-        """What was acknowledged stands; what another branch had still stands, unless it was saved again."""
+        """Acknowledged saves are there; so are another branch's, except steps that were saved again."""
         local, shared = self.model.tiers[plan.node], self.model.tiers[SHARED]
         for tier, standing in ((plan.node, local), *(((SHARED, shared),) if plan.drains else ())):
-            # A save that was killed before anybody was told of it may have committed: retention counts it.
+            # A save that was killed before its acknowledgement may have committed: retention counts it.
             late = [step for step in plan.saves if step not in saved and step in standing]
             own = list(dict.fromkeys(reversed([*saved, *(step for step in late if standing[step].life == plan.life)])))
             for step in own[: plan.keep_last or len(own)]:
@@ -378,7 +378,7 @@ async def _never_async(*_: Any, **__: Any) -> None:
 
 
 def seed_bug(name: str) -> None:
-    """Make tierckpt wrong in one of the ways of ``BUGS``."""
+    """Seed a bug of ``BUGS``."""
     if name:
         setattr(*BUGS[name])
 

@@ -18,7 +18,7 @@ BYTES = 4 << 20
 
 
 def prepare(folder: Path, root: str) -> None:
-    """Put on the store what the verbs read."""
+    """Put a model and a run on the store."""
     for number in range(FILES):
         put_model(f"{root}/model/model-{number}.safetensors", {f"w{number}": torch.ones(BYTES // 4)})
     with tierckpt.Checkpointer(f"{root}/run") as made:

@@ -139,7 +139,7 @@ def grown(operation: Callable[[int], None], operations: int) -> dict[str, Any]:
     first = _numbers()
     for step in range(WARM_UP, WARM_UP + operations):
         operation(step)
-    time.sleep(0.5)  # what threads let go of a moment after it was done
+    time.sleep(0.5)  # threads release objects a moment after a result
     growth: dict[str, Any] = {}
     for _ in Poll(SETTLE_SECONDS):  # or later, on a busy machine
         growth = {name: value - first[name] for name, value in _numbers().items()}

@@ -1,4 +1,4 @@
-"""A job whose optimizer's state is on the SSD. The job or the process of its optimizer is killed.
+"""A job with an optimizer near storage. The job or the process of its optimizer is killed.
 
 ``python -m tests.fault.near_storage_job BUG FILE`` is the process of an optimizer with a seeded bug.
 """
@@ -119,7 +119,7 @@ def with_bug(name: str, made: Path) -> None:
 def train(folder: Path, bug: str = "") -> list[int]:
     """Resume at the newest step and train until the file ``folder``/stop exists. Returns the checksums.
 
-    Prints "step N" when step N is made, and "process N" when there is a new process of the optimizer.
+    Prints "step N" after step N, and "process N" when there is a new process of the optimizer.
     """
     start = updater_process.start_python
     if bug:

@@ -1,4 +1,4 @@
-"""What four ranks do of which one is killed in the middle of something."""
+"""Ranks that fail, or are killed in a phase of a save or a restore."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
-from tests.fault.kills import after, before
-from tests.states import same
+from tests.fault.scenario_tools import after, before, of_each_rank
+from tests.states import raises_ours, same
 from tierckpt.checkpoint import local_commit
 from tierckpt.dcp.reader import TierStorageReader
 from tierckpt.dcp.save_session import SaveSession, encode_results
 from tierckpt.dcp.stager import TierStager
 from tierckpt.drain.drainer import Drainer
-from tierckpt.errors import TierckptError
+from tierckpt.errors import CapacityError, TierckptError
+from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.rank_store import RankStore
 from tierckpt.save import flush
 from tierckpt.training import checkpointer as checkpointers
@@ -71,7 +72,7 @@ def wait_for_ever() -> None:
 
 
 def commit_without_the_dead() -> None:
-    """Seeded bug: the coordinator commits what it has heard of when the time is up."""
+    """Seeded bug: at the deadline the coordinator commits without the missing ranks."""
     real = RankStore.wait
 
     def wait(self: RankStore, names: list[str], *rest: Any) -> Any:
@@ -88,7 +89,7 @@ BUGS = {"wait for ever": wait_for_ever, "commit without the dead": commit_withou
 
 
 def lose_a_rank(folder: Path, uri: str, way: str, phase: str, victim: int, bug: str = "") -> None:
-    """Save step 1, then step 2 or restore while ``victim`` dies in ``phase``. Each survivor leaves what it was told."""
+    """Save step 1, then step 2 or restore while ``victim`` dies in ``phase``. Survivors write results to files."""
     rank = dist.get_rank()
     checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=SAVE_TIMEOUT_SECONDS)
     checkpointer.save(1, state_of(rank, 1))
@@ -127,3 +128,51 @@ def come_back(folder: Path, uri: str) -> tuple[int | None, bool]:
         checkpointer.save(3, state_of(rank, 3))
         checkpointer.wait()
     return step, whole
+
+
+def save_with_a_failing_rank(uri: str, way: str, failing: int) -> dict[str, Any]:
+    """Save step 1, then step 2, which ``failing`` cannot write. Returns each rank's error and the restored step."""
+    rank = dist.get_rank()
+    checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=60)
+    checkpointer.save(1, state_of(rank, 1))
+    checkpointer.wait()
+    if rank == failing:
+        flush.ShardFile.finish = full  # type: ignore[method-assign,assignment]
+    error = ""
+    try:
+        if way == "dcp.save":
+            with raises_ours():
+                dcp.save(state_of(rank, 2), storage_writer=tierckpt.TierStorageWriter(f"{uri}/step-2"))
+        else:
+            checkpointer.save(2, state_of(rank, 2))
+            checkpointer.wait("local")
+    except TierckptError as caught:
+        error = type(caught).__name__
+    errors, state = of_each_rank(error), state_of(rank, 0)
+    step = checkpointer.restore(state)
+    return {"errors": errors, "step": step, "latest": tierckpt.latest(uri), "right": same(state, state_of(rank, 1))}
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise CapacityError("no room (seeded)", tier="local")
+
+
+def two_ranks_one_bad_shard(uri: str) -> dict[str, Any]:
+    """Save two steps, and damage the newer shard of rank 1 on both tiers. Returns what each rank restores."""
+    name = f"rank-{dist.get_rank()}"
+    with tierckpt.Checkpointer(uri) as checkpointer:
+        checkpointer.save(1, {name: torch.full((10_000,), 1.0)})
+        checkpointer.save(2, {name: torch.full((10_000,), 2.0)})
+    if dist.get_rank() == 0:
+        directory = local_dir(Path(os.environ["TIERCKPT_LOCAL_ROOT"]), parse_uri(f"{uri}/step-2"))
+        for place in (directory, Path(uri, "step-2")):
+            (shard,) = place.glob("__1_*.distcp")
+            data = bytearray(shard.read_bytes())
+            data[len(data) // 2] ^= 1
+            shard.unlink()
+            shard.write_bytes(data)
+    dist.barrier()
+    target = {name: torch.zeros(10_000)}
+    step = tierckpt.Checkpointer(uri).restore(target)
+    found = of_each_rank((step, target[name].unique().tolist()))
+    return {"steps": [step for step, _ in found], "values": [value for _, value in found]}

@@ -1,4 +1,4 @@
-"""What agents of test_replica_faults.py do besides: end by SIGKILL at a chosen operation, or have a seeded bug."""
+"""Faults of the agents of test_replica_faults.py: SIGKILL at a chosen operation, or a seeded bug."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierckpt.stores import verified_read
 AT = "TIERCKPT_TEST_KILL_AT"
 LOG = "TIERCKPT_TEST_KILL_LOG"
 ON = "TIERCKPT_TEST_KILL_ON"
-"""Only operations on files whose names have this in them count."""
+"""Count only operations on file names with this part."""
 EVENTS = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link"})
 
 

@@ -101,7 +101,7 @@ class Job:
                     os.killpg(pid, signal.SIGKILL)
 
     def results(self) -> dict[int, Any]:
-        """What each rank returned, by rank; a rank that has not returned is missing."""
+        """The return values by rank, of the ranks that have returned."""
         paths = {rank: self.folder / f"result-{rank}.json" for rank in range(len(self.pids))}
         return {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.exists()}
 
@@ -161,7 +161,7 @@ def _serve() -> None:
         else:
             running = [pid for pid in request["pids"] if codes.get(pid, 0) is None]
             is_kill = request["verb"] == "kill"
-            for pid in running if is_kill else ():  # all before the first wait: a rank fails when its peers are gone
+            for pid in running if is_kill else ():  # all before the first wait: a rank fails without its peers
                 os.kill(pid, signal.SIGKILL)
             for pid in running:
                 found, status = os.waitpid(pid, 0 if is_kill else os.WNOHANG)

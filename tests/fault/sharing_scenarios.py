@@ -1,4 +1,4 @@
-"""One rank of a load in which all want the same bytes, and something happens to one of them."""
+"""Ranks that load the same bytes together, one of them with a fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
-from tests.fault.kills import before, until
+from tests.fault.scenario_tools import before, until
 from tests.states import same
 from tierckpt import telemetry
 from tierckpt.arena.shared_buffer import SharedWindow
@@ -32,7 +32,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 class Reader(tierckpt.TierStorageReader):
-    """Notes what this rank has when its own part of the load is done: after that, DCP waits for the others."""
+    """Writes this rank's result before DCP waits for the others."""
 
     def watch(self, folder: Path, loaded: dict[str, torch.Tensor], is_late: bool) -> None:
         self.folder, self.loaded, self.is_late = folder, loaded, is_late
@@ -78,7 +78,7 @@ def load_together(folder: Path, uri: str, victim: int, fault: str, nth: int, bug
     reader.watch(folder, loaded, is_victim and fault == "late")
     try:
         dcp.load(loaded, storage_reader=reader)
-    except BaseException as error:  # of the collective that follows, when a rank is gone
+    except BaseException as error:  # the collective that follows fails without the rank
         print(f"{type(error).__name__}: {error}")
         if fault not in ("kill", "stop"):
             raise
@@ -114,7 +114,7 @@ def _never_take_over() -> None:
     real = SharedWindow.claim
 
     def claim(self: SharedWindow, unit: int) -> bool:
-        begun = 4096 + (1 << 20) + unit  # beyond what this many units take of the window's head
+        begun = 4096 + (1 << 20) + unit  # behind the units in the window's head
         if self._memory.view[begun] or not real(self, unit):
             return False
         self._memory.view[begun] = 1

@@ -1,8 +1,8 @@
 """A long run under random faults: ``python -m tests.fault.soak [--seconds 3600]``. ``make soak`` runs an hour.
 
-Two trainers save to S3 through a proxy that breaks answers in all its ways; one of them, and the agent, is killed again
-and again. What is restored is always the step that it says it is, nothing acknowledged is lost, and the trainer that
-lives on keeps its memory, descriptors and threads: the medians of the first and last third are compared.
+Two trainers save to S3 through a proxy that breaks answers in all its ways. One of them and its agent are killed again
+and again. A restore always gives the bytes of the step that it names, no acknowledged save is lost, and the memory,
+descriptors and threads of the other trainer do not grow: the medians of the second and last third are compared.
 """
 
 from __future__ import annotations

@@ -11,21 +11,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import tierckpt
+from tests.fault.scenario_tools import counted_state
 from tests.states import same
 from tierckpt.errors import TierckptError
 
-TENSORS = 8
-ELEMENTS = 1 << 19
-"""2 MiB each, 16 MiB together."""
 KEEP = 3
 RESTORE_EVERY = 5
 
 
 def state_of(step: int) -> dict[str, Any]:
-    return {str(index): torch.arange(ELEMENTS, dtype=torch.int32) * (step % 97) + index for index in range(TENSORS)}
+    """16 MiB."""
+    return counted_state(8, 1 << 19, step % 97)
 
 
 def _resident_bytes() -> int:
@@ -33,18 +30,18 @@ def _resident_bytes() -> int:
 
 
 def _threads_by_name() -> dict[str, int]:
-    """What would tell who starts them, should their number grow."""
+    """Shows where threads come from when their number grows."""
     names: Counter[str] = Counter()
     for comm in Path("/proc/self/task").glob("*/comm"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread ended
             names[comm.read_text().strip()] += 1
     return names
 
 
 def train(folder: Path, uri: str, name: str, seconds: float, **settings: Any) -> None:
-    """Resume from the newest step, then save one after the other, restoring now and then. Each line tells a step.
+    """Resume from the newest step, then save one after the other, restoring now and then. Writes a line for each step.
 
-    What goes wrong on the way to shared storage may be told; what is restored must be the step it says it is.
+    An error of a drain is recorded. A restore must give the bytes of the step that it names.
     """
     line = os.open(folder / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""A job whose Checkpointer logs every step, or whose optimizer is near storage, and which is killed."""
+"""A job that is killed, with a log of every step or an optimizer near storage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpo
 
 
 class Job:
-    """What is random comes from the generators of the process, which are part of the state."""
+    """Random numbers come from the generators of the process, which are part of the state."""
 
     def __init__(
         self, *, parallel: str = "", has_statistics: bool = True, near: bool = False, folder: Path = Path()
@@ -31,7 +31,7 @@ class Job:
         for seed in (torch.manual_seed, random.seed, numpy.random.seed):
             seed(5)
         layers: list[nn.Module] = [nn.Linear(24, 64), nn.Dropout(0.2), nn.Tanh(), nn.Linear(64, 8)]
-        if has_statistics and not parallel:  # each rank has statistics of its own, and a checkpoint those of one
+        if has_statistics and not parallel:  # each rank has its own statistics, and a checkpoint has one rank's
             layers.insert(1, nn.BatchNorm1d(64))
         self.model = nn.Sequential(*layers).to(torch.bfloat16 if near else torch.float32)
         if parallel == "FSDP2":
@@ -87,7 +87,7 @@ def train(
     window_steps: int | None = None,
     **options: Any,
 ) -> None:
-    """Each rank says what a step led to, before it is logged, and when it is."""
+    """Each rank writes the digest of a step before it is logged, and a line when it is durable."""
     seed_log_bug(bug)
     rank = dist.get_rank() if dist.is_initialized() else 0
     parallel = parallel if dist.is_initialized() else ""
@@ -107,5 +107,5 @@ def train(
                 checkpointer.wait("local")  # the first window is of so many steps
             os.write(seen, f"ended {at} \n".encode())
         if near:
-            dist.barrier()  # the first rank has the store that says to others how the save has ended
-        os._exit(0)  # as if it were killed here: nothing is saved at the end
+            dist.barrier()  # the first rank hosts the store with the result of the save
+        os._exit(0)  # as a kill: no final save

@@ -1,4 +1,4 @@
-"""The harness of test_store_faults.py: save, drain and read back through the fault proxy, and keep account."""
+"""The harness of test_store_faults.py: save, drain and read back through the fault proxy, and record violations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CHUNK_BYTES = 512 * KiB
 
 DAMAGE = {Kind.BIT_FLIP, Kind.WRONG_OBJECT, Kind.SHORT, Kind.TRUNCATED}
 PASSING = (StoreUnavailableError, OperationTimeoutError, PartialTransferError)
-"""What a caller may meet while its store fails: each says "later". All else would be a wrong verdict."""
+"""Errors that a caller may get while its store fails: each means "later". Any other is a wrong verdict."""
 
 
 def settings_for(root: Path, **more: object) -> Settings:
@@ -73,7 +73,7 @@ def digest(data: bytes) -> str:
 
 @dataclass
 class Saved:
-    """One checkpoint and what the test itself knows of its bytes."""
+    """A checkpoint and the test's own digests of its files."""
 
     location: Location
     token: str
@@ -109,7 +109,7 @@ def _entry(path: str, data: bytes, token: str, source: str = "") -> FileEntry:
 
 
 def wrong_files(directory: Path, saved: Saved) -> list[str]:
-    """Names of the files in ``directory`` that are not, byte for byte, what was saved."""
+    """Names of the files in ``directory`` with other bytes than were saved."""
     return [
         path
         for path, expected in saved.digests.items()
@@ -122,7 +122,7 @@ def wrong_files(directory: Path, saved: Saved) -> list[str]:
 
 @dataclass
 class Loop:
-    """Save, drain and read back through one plan of the proxy, and keep account of what was not as it must be."""
+    """Save, drain and read back through one plan of the proxy, and record each violation."""
 
     uri: str
     plan: Plan
@@ -157,7 +157,7 @@ class Loop:
         return saved
 
     async def _read_back(self, saved: Saved, root: Path) -> None:
-        """As a node that has nothing of it: every way to read, each checked by our own digests."""
+        """Read in every way as a node without a copy, and check the bytes by our own digests."""
         async with mover_at(root) as reader:
             checkpoint = await self._tried("find", reader.selector.find(saved.location))
             if checkpoint is not None and checkpoint.manifest is not None:
@@ -202,7 +202,7 @@ class Loop:
         return None
 
     async def _healed(self, saver: Mover, saved: Saved) -> None:
-        """Without faults, what was saved is drained, or was, and can be read back."""
+        """Without faults, every save is drained and can be read back."""
         try:
             await saver.drains.wait(saved.location, Tier.SHARED, HEAL_SECONDS)
             target = self.root / f"healed-{saved.token}"
@@ -216,7 +216,7 @@ class Loop:
 
 @dataclass
 class Outage:
-    """Saves go on through it. What the server saw, and how long it took to make good afterwards."""
+    """Saves go on through it. Request rates of the server, and the recovery time."""
 
     normal_per_second: float = 0.0
     outage_per_second: float = 0.0
@@ -231,7 +231,7 @@ class Outage:
 
 
 async def outage(uri: str, plan: Plan, root: Path, seconds: float, normal_seconds: float = 5.0) -> Outage:
-    """Save every half second, as a job does (it asks who owns the id, too); let the store fail; let it come back."""
+    """Save every half second, as a job does (it also looks for the owner of the id), through a failure of the store."""
     result, saved, steps = Outage(), [], 0
     async with mover_at(root, exit_timeout_seconds=0) as mover:
 
@@ -241,7 +241,7 @@ async def outage(uri: str, plan: Plan, root: Path, seconds: float, normal_second
                 while time.monotonic() < begun + duration:
                     group.create_task(save_one())
                     await asyncio.sleep(0.5)
-                count = plan.requests - first  # before those that still wait for the store have come to an end
+                count = plan.requests - first  # before the saves that still wait for the store end
             return count / duration
 
         async def save_one() -> None:
@@ -274,7 +274,7 @@ async def outage(uri: str, plan: Plan, root: Path, seconds: float, normal_second
 
 
 async def drained(mover: Mover, saved: Saved, root: Path) -> None:
-    """Drain, and read it back as a node that has nothing of it."""
+    """Drain, and read it back as a node without a copy."""
     mover.drains.submit(saved.token)
     await mover.drains.wait(saved.location, Tier.SHARED, 30)
     async with mover_at(root / "reader") as reader:
@@ -283,7 +283,7 @@ async def drained(mover: Mover, saved: Saved, root: Path) -> None:
 
 
 async def race(uri: str, root: Path, writers: int) -> list[str]:
-    """Save to one id from nodes that know nothing of each other. Returns what each was told."""
+    """Save to one id from independent nodes. Returns the outcome of each."""
     location = parse_uri(f"{uri}/step-1")
 
     async def one(index: int) -> str:

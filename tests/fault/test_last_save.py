@@ -39,10 +39,7 @@ def steps_done(folder: Path, rank: int = 0) -> int:
 
 
 def until_step(job: Job, folder: Path, step: int, ranks: int = 1) -> None:
-    deadline = time.monotonic() + 60
-    while min(steps_done(folder, rank) for rank in range(ranks)) < step:
-        assert time.monotonic() < deadline, job.output()[-3000:]
-        time.sleep(0.005)
+    job.until(lambda: min(steps_done(folder, rank) for rank in range(ranks)) >= step, f"step {step}")
 
 
 def newest(local_root: Path, uri: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault import load_scenarios
+from tests.fault import single_scenarios
 from tests.fault.runner import start
 from tests.services import ALONE_SECONDS, shared_memory_alone
 
@@ -39,7 +39,7 @@ def shared() -> Iterator[str]:
 def test_savers_of_one_node_share_it_fairly(tmp_path: Path, shared: str, record_property: Any) -> None:
     options = {"uri": shared, "savers": SAVERS, "saves": SAVES}
     savers = range(SAVERS)
-    jobs = [start(load_scenarios.save_often, tmp_path / str(saver), saver=saver, **options) for saver in savers]
+    jobs = [start(single_scenarios.save_often, tmp_path / str(saver), saver=saver, **options) for saver in savers]
     codes = [job.codes(30 + 15 * SAVERS)[0] for job in jobs]
     for job in jobs:
         job.kill()

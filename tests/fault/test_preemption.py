@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.fault import preemption_scenarios
+from tests.fault import single_scenarios
 from tests.fault.runner import start
 from tests.fault.test_agent import IDLE_SECONDS, until
 from tests.services import ALONE_SECONDS, shared_memory_alone
@@ -42,7 +42,7 @@ def shared() -> Iterator[str]:
 
 def preempt(folder: Path, shared: str, **settings: Any) -> tuple[int | None, float, str]:
     """Send SIGTERM as soon as step 2 is staged. Returns the exit code, None if SIGKILL was needed; seconds; the log."""
-    job = start(preemption_scenarios.train_until_told, folder, uri=shared, **settings)
+    job = start(single_scenarios.train_until_told, folder, uri=shared, **settings)
     until((folder / "staged").exists, 60, "the second step to be staged")
     begun = time.monotonic()
     os.kill(job.pids[0], signal.SIGTERM)
@@ -54,7 +54,7 @@ def preempt(folder: Path, shared: str, **settings: Any) -> tuple[int | None, flo
 
 def comes_back(folder: Path, shared: str, **arguments: Any) -> tuple[int | None, bool]:
     """Which step a restarted job finds, and whether it is whole."""
-    job = start(preemption_scenarios.come_back, folder, uri=shared, **arguments)
+    job = start(single_scenarios.come_back, folder, uri=shared, **arguments)
     step, whole = job.result(60)
     return step, whole
 

@@ -127,7 +127,7 @@ def test_the_command_walks_back_too(run: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_ranks_go_back_together_when_one_of_them_finds_no_good_copy(file_uri: str) -> None:
     """Only rank 1 reads the damaged shard; rank 0 could have loaded the newest step."""
-    found = launch("tests.fault.set_cover:two_ranks_one_bad_shard", 2, uri=file_uri, timeout_seconds=90)
+    found = launch("tests.fault.rank_scenarios:two_ranks_one_bad_shard", 2, uri=file_uri, timeout_seconds=90)
     assert found == {"steps": [1, 1], "values": [[1.0], [1.0]]}
 
 

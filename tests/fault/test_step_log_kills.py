@@ -68,11 +68,8 @@ class Seen:
 
 
 def wait_for(job: Job, folder: Path, word: str, times: int, ranks: int = 1) -> None:
-    deadline = time.monotonic() + 120
     seen = [folder / f"seen-{rank}" for rank in range(ranks)]
-    while not all(path.exists() and path.read_text().count(word) >= times for path in seen):
-        assert time.monotonic() < deadline, job.output()[-3000:]
-        time.sleep(0.002)
+    job.until(lambda: all(path.exists() and path.read_text().count(word) >= times for path in seen), word, 120)
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (1, {"window_steps": 4}), (2, {})], ids=["1", "windows", "2"])

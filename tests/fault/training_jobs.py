@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import tierckpt
-from tests.fault.kills import after, before, die
 from tests.fault.log_bugs import seed_log_bug
+from tests.fault.scenario_tools import after, before, die
 from tierckpt.dcp.reader import TierStorageReader
 from tierckpt.dcp.save_session import SaveSession
 from tierckpt.replay import redo
@@ -220,7 +220,7 @@ def seed_redo_bug(name: str) -> None:
 
 WINDOW = 4
 FIRST, SECOND = 8, 16
-"""Steps at which windows begin."""
+"""The first steps of windows."""
 
 
 class WindowKill:

@@ -1,9 +1,8 @@
-"""Random training loops with a gradient log, killed at a random step: what a restore gives, against what training had.
+"""Random training loops with a gradient log, killed at a random step; a restore is compared with training.
 
-Each loop is drawn from its seed: modules, optimizers, schedules, how gradients are made and cleared, averages of
-weights, and edits of everything that a log claims, with and without a trace in version counters. ``run_loop`` trains
-one, takes an image of the local root as a kill would leave it, restores it into new objects, and compares bits.
-``train_for_ever`` trains one until it is killed.
+The seed of a loop draws its modules, optimizers, schedules, gradients, averages of weights, and edits of everything
+that a log covers, with and without a trace in version counters. ``train_and_kill`` trains one and keeps the local root
+as a kill leaves it; ``check`` restores that into new objects and compares bits. ``train_for_ever`` trains until killed.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any], bool]] = [
 
 
 class Loop:
-    """The objects of a training loop, and what it does in a step. All of it follows from ``seed``."""
+    """The objects and the steps of a training loop, all drawn from ``seed``."""
 
     def __init__(self, seed: int, *, has_group: bool = False) -> None:
         chosen = self.chosen = random.Random(seed)
@@ -211,7 +210,7 @@ def plain(value: Any) -> Any:
     return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
 
 
-# --- what is done to a loop beside its steps ------------------------------------------------------------------------
+# --- edits of a loop between its steps ------------------------------------------------------------------------------
 
 
 def stepped(loop: Loop) -> nn.Parameter:
@@ -314,7 +313,7 @@ def replace_moment(loop: Loop) -> None:
 
 def drop_state(loop: Loop) -> None:
     loop.optimizers[0].state.clear()
-    if isinstance(loop.optimizers[0], torch.optim.Adagrad):  # which makes its state when it is made
+    if isinstance(loop.optimizers[0], torch.optim.Adagrad):  # its constructor makes its state
         loop.optimizers[0].__init__(loop.optimizers[0].param_groups)  # type: ignore[misc]
 
 
@@ -509,7 +508,7 @@ class Run:
 
 
 def train_and_kill(run: Run, *, tell: Callable[[int, str], None] = lambda number, digest: None) -> Log:
-    """Train, and leave below the root what a process that is killed after the last step leaves."""
+    """Train, and leave the root as a process that is killed after the last step leaves it."""
     image = run.root / "image"
     with heard() as log, looking(always=run.always_looks):
         with suppress(KeyboardInterrupt), run.checkpointer() as checkpointer:
@@ -522,7 +521,7 @@ def train_and_kill(run: Run, *, tell: Callable[[int, str], None] = lambda number
 
 
 def check(run: Run, trained: Log) -> tuple[str, Log]:
-    """Restore, and return what is wrong; '' when nothing is."""
+    """Restore, and return the problem, or ''."""
     with heard() as said:
         step, loop = run.restored()
     if step is None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import tierckpt
-from tests.fault.kills import before
+from tests.fault.scenario_tools import before
 from tierckpt.save import flush
 
 PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer")
@@ -34,9 +34,9 @@ def train(
     hold_at: int = 0,
     **options: Any,
 ) -> None:
-    """Train until the data or ``steps`` end. Each rank writes what it saw, step by step, before it says so.
+    """Train until the data or ``steps`` end. Each rank writes the samples of a step to a file before it calls ``step``.
 
-    ``hold_at``: behind this step nothing is done but to wait for the end.
+    ``hold_at``: after this step, wait to be killed.
     """
     from tierckpt.training import preemption_notices, run_log
 

@@ -1,8 +1,8 @@
 """One node of two that save the same steps of one run, by mistake, with other content.
 
-A node saves as ``dcp/writer.py`` does and drains each save at once. It logs what it was told: which attempts a save
-replaces, that a save is committed on the shared tier, that it was refused, what retention has removed. ``judge``
-compares all lines with what is on the shared tier in the end.
+A node saves as ``dcp/writer.py`` does and drains each save at once. It logs which attempts a save replaces, each commit
+on the shared tier, each refusal, and the steps that retention removes. ``judge`` compares all lines with the final
+shared tier.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import fsspec
 
-from tests.fault.kills import until
+from tests.fault.scenario_tools import until
 from tests.fault.sweep.saver import CHUNK_BYTES, Saver, content
 from tierckpt.checkpoint import marks, retention, shared_commit
 from tierckpt.checkpoint.retention import Policy, Rule
@@ -90,7 +90,7 @@ class Node:
             results, errors = [], [error]
         outcomes = {result.token: result.outcome for result in results}
         for attempt in [one for one in self._attempts if one not in self._told]:
-            # Where links can, the commit was done before the save returned: then the local copy bears the mark.
+            # With hard links the commit is done before the save returns, and the local copy has the mark.
             is_linked = marks.is_drained(self.mover.directory(location), attempt)
             if outcomes.get(attempt) == "committed" or is_linked:
                 self._told.add(attempt)
@@ -100,7 +100,7 @@ class Node:
                 self.tell("failed", step=step, error=repr(error))
         for entry in self.mover.journal.entries():
             if entry.error:
-                self.mover.journal.remove(entry.token)  # refused, and told so: what the next save says counts
+                self.mover.journal.remove(entry.token)  # a refusal; only the next save's result counts
                 self.tell("refused", step=step, attempt=entry.token)
 
     def prune(self) -> None:
@@ -117,7 +117,7 @@ class Node:
 
 @dataclass
 class Verdict:
-    """``wrong`` names each acknowledged attempt that is gone and nobody has decided on, or that is not whole."""
+    """``wrong`` names each acknowledged attempt that is torn, or that is gone without a decision of a node."""
 
     wrong: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -141,7 +141,7 @@ async def _judge(run: Location, lines: list[dict[str, Any]], kind: str) -> Verdi
         standing = await shared_commit.read_shared_manifest(store)
         mine = {attempt for attempt in acknowledged if saves[attempt]["step"] == step}
         for attempt in mine - removed - replaced - ({standing.attempt} if standing else set()):
-            verdict.wrong.append(f"step {step}: {attempt} was acknowledged and nobody who saw it took it away")
+            verdict.wrong.append(f"step {step}: {attempt} was acknowledged and is gone without a decision of a node")
         if standing is not None:
             verdict.counts["standing"] += 1
             verdict.wrong += [text async for text in _torn(store, standing.attempt, saves, location)]
@@ -167,9 +167,9 @@ async def _torn(store: Store, attempt: str, saves: dict[str, Any], location: Loc
 
 
 def no_condition(_: Path) -> None:
-    """What stands is replaced, whatever was seen.
+    """A commit replaces any checkpoint, without a condition.
 
-    A claim comes when the other node is between its last look and the commit.
+    A claim is written when the other node is between its last look and the commit.
     """
 
     async def replace(store: Store, key: str, data: bytes, etag: str | None) -> None:
@@ -180,7 +180,7 @@ def no_condition(_: Path) -> None:
 
 
 def no_look(folder: Path) -> None:
-    """Retention removes the step, whoever it belongs to by then: between its look and the delete the other saves it."""
+    """Retention removes the step without a condition. The other node saves it between the look and the delete."""
 
     async def remove(store: Store, key: str, etag: str | None) -> bool:
         if key == MANIFEST:
@@ -212,7 +212,7 @@ BUGS: dict[str, Callable[[Path], None]] = {"no condition": no_condition, "no loo
 
 
 def save_steps(folder: Path, uri: str, name: str, steps: int, keep: int, store: str, bug: str) -> None:
-    """Save each step and the second half once more, as a node that comes back. Log what it was told."""
+    """Save each step and the second half once more, as a node that comes back. Log the results."""
     retry.PAUSE_SECONDS_MAX = 0.05
     if bug:
         BUGS[bug](folder)

@@ -1,4 +1,4 @@
-"""What scenarios of forks, interrupts and leaks share: a model and a run on storage, and places for what is read."""
+"""A model and a run on storage, for scenarios of forks, interrupts and leaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def local_root() -> Path:
 
 
 def empty_root() -> Path:
-    """A new local root, so that what is read comes from the store."""
+    """A new local root, so that reads come from the store."""
     return Path(tempfile.mkdtemp(dir=local_root()))
 
 

@@ -1,4 +1,4 @@
-"""What a rank does in ``test_multi_step_ranks.py``: trains a sharded model, and copies its state over several steps."""
+"""A rank of ``test_multi_step_ranks.py``: trains a sharded model, and copies its state over several steps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.fault.scenario_tools import of_each_rank
 from tierckpt.replay.multi_step import MultiStepStager
 
 STEPS = 4
@@ -38,7 +39,7 @@ def same(found: Any, wanted: Any) -> bool:
 
 
 def windows_copied_whole(kind: str) -> list[list[str]]:
-    """Train; compare what each of three windows has. Return what each rank says of windows that it copied whole."""
+    """Train, and check the state of each of three windows. Returns each rank's reasons for copying a window whole."""
     rank = dist.get_rank()
     model = model_of(kind)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -67,9 +68,3 @@ def windows_copied_whole(kind: str) -> list[list[str]]:
             assert same(snapshot.state, states[snapshot.steps]), f"not the state after step {snapshot.steps}"
             fallbacks += [snapshot.fallback] if snapshot.fallback else []
     return of_each_rank(fallbacks)
-
-
-def of_each_rank(lines: list[str]) -> list[list[str]]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, lines)
-    return found

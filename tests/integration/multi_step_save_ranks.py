@@ -1,5 +1,5 @@
-"""What a rank does in ``test_multi_step_save_ranks.py`` and ``test_redo_log_ranks.py``: trains, saves over several
-steps; or restores and compares."""
+"""A rank of ``test_multi_step_save_ranks.py`` and ``test_redo_log_ranks.py``: trains and saves over several steps, or
+restores and compares."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import tierckpt
-from tests.fault.training_jobs import Deferring
-from tests.integration.multi_step_ranks import model_of, of_each_rank, same
+from tests.fault.scenario_tools import of_each_rank
+from tests.fault.training_jobs import Deferring, Job
+from tests.integration.multi_step_ranks import model_of, same
 from tierckpt.replay.optimizers import local_shard
 from tierckpt.training.every_step import window
 
@@ -20,27 +21,17 @@ INTERVAL, WINDOW, STEPS = 8, 4, 21
 FAULTY_STEP = 10
 
 
-class Job:
+class RankJob(Job):
     def __init__(self, kind: str, rank: int, seed: int) -> None:
-        self.model, self.rank, self.number = model_of(kind), rank, 0
+        self.model, self.rank, self.step = model_of(kind), rank, 0
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.mul_(1 + 0.1 * seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, foreach=True)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
 
-    @property
-    def state(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "rng": tierckpt.RngState(),
-            "number": self.number,
-        }
-
     def train(self) -> None:
-        self.number += 1
+        self.step += 1
         self.optimizer.zero_grad()
         inputs = torch.randn(3, 12) + self.rank
         self.model(inputs).square().mean().backward()
@@ -79,10 +70,10 @@ def save(directory: str, kind: str, fault: str = "") -> list[list[str]]:
     with tierckpt.Checkpointer(Path(directory) / "run", every_step=every_step, interval=INTERVAL) as checkpointer:
         for _ in range(STEPS):
             job.train()
-            if fault and job.rank == 1 and job.number == FAULTY_STEP:
+            if fault and job.rank == 1 and job.step == FAULTY_STEP:
                 job.fail(fault)
-            kept[job.number] = job.values()
-            checkpointer.step(job.number, job.state)
+            kept[job.step] = job.values()
+            checkpointer.step(job.step, job.state)
     for record in checkpointer.stats:
         torch.save(kept[record.step], Path(directory) / f"{record.step}-{job.rank}.pt")
     return of_each_rank([f"saved {one.step} {one.window_steps} {one.fallback}" for one in checkpointer.stats])
@@ -106,7 +97,7 @@ def restore(directory: str, kind: str) -> list[list[str]]:
     return of_each_rank(lines)
 
 
-def begun(kind: str, seed: int) -> Job:
-    job = Job(kind, dist.get_rank(), seed)
+def begun(kind: str, seed: int) -> RankJob:
+    job = RankJob(kind, dist.get_rank(), seed)
     torch.manual_seed(job.rank)
     return job

@@ -44,7 +44,7 @@ def save_some(uri: str, **options: Any) -> list[str]:
 
 
 def save_in_process_mode(folder: Path) -> dict[str, list[str]]:
-    """Return what a reader finds wrong, for each kind of staging memory."""
+    """Return the errors that a reader finds, for each kind of staging memory."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     return {
         "TierStager()": save_some(f"{folder}/private", async_stager=tierckpt.TierStager()),

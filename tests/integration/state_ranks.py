@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 from tests.compat import layouts
 from tests.exact import check_same
+from tests.fault.scenario_tools import of_each_rank
 from tests.integration.state_compare import frozen
 from tests.integration.state_objects import Loader
 from tests.states import drawn
@@ -129,8 +130,7 @@ def gathered(job: RankJob) -> dict[str, Any]:
         ({key: value for key, value in group.items() if key != "params"}, [names[p] for p in group["params"]])
         for group in optimizer.param_groups
     ]
-    others: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(others, (mine, groups))
+    others = of_each_rank((mine, groups))
     whole: dict[str, Any] = {
         key: {name: one for other, _ in others for name, one in other[key].items()} for key in mine
     }
@@ -258,8 +258,7 @@ def _agreed(compare: Callable[[], None]) -> str:
         mine = "equal"
     except AssertionError as error:
         mine = f"differs: {str(error)[:300]}"
-    others: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(others, mine)
+    others = of_each_rank(mine)
     return next((one for one in others if one != "equal"), "equal")
 
 
@@ -292,8 +291,7 @@ def refused(uri: str, layout: str, change: str) -> dict[str, str]:
     changed = {owners.get(key, key) for key in was if frozen(was[key]) != frozen(now[key])}
     if any(name not in message for name in changed):
         mine += f", and changed {sorted(changed)}"
-    others: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(others, mine)
+    others = of_each_rank(mine)
     return {str(rank): one for rank, one in enumerate(others)}
 
 

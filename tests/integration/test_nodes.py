@@ -9,7 +9,7 @@ import pytest
 from tests.compat.worker import launch
 
 pytestmark = pytest.mark.distributed
-SCENARIOS = "tests.integration.scenarios"
+SCENARIOS = "tests.integration.node_scenarios"
 
 
 @pytest.mark.slow

@@ -350,7 +350,7 @@ def test_agents_are_found_through_the_jobs_store(nodes: Callable[..., list[Node]
 def test_torchrun_job_introduces_the_agents_of_its_nodes(nodes: Callable[..., list[Node]]) -> None:
     cluster = [node.start() for node in nodes(3, peers="torchrun")]
     until(lambda: all(node.live() == {node.address} for node in cluster), "three unconnected agents")
-    launch("tests.integration.peer_ranks:meet", 3, roots=[str(node.root) for node in cluster])
+    launch("tests.integration.node_scenarios:meet", 3, roots=[str(node.root) for node in cluster])
     until(lambda: agree(cluster), "three connected agents")
 
 

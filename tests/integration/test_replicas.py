@@ -29,7 +29,7 @@ from tierckpt.client import close_all, get_client
 from tierckpt.format.layout import parse_uri
 
 pytestmark = pytest.mark.distributed
-SCENARIOS = "tests.integration.peer_scenarios"
+SCENARIOS = "tests.integration.node_scenarios"
 
 
 class EmptyBucket(HttpServer):

@@ -42,10 +42,9 @@ def killed_once(folder: Path, uri: str) -> tuple[float, float]:
     options: dict[str, Any] = {"uri": uri, "step_seconds": STEP_SECONDS, "interval": 20, "line_seconds": 0.05}
     job = start(training_scenarios.train, folder, start=0, hold_at=55, **options)
     newest = functools.partial(tierckpt.latest, uri, local_root=folder / "looker")
-    seen, deadline = folder / "seen-000-0", time.monotonic() + 60
-    while not (seen.exists() and len(seen.read_text().splitlines()) == 55 and newest() == f"{uri}/step-40"):
-        assert time.monotonic() < deadline, job.output()[-3000:]
-        time.sleep(0.05)
+    seen = folder / "seen-000-0"
+    job.until(lambda: seen.exists() and len(seen.read_text().splitlines()) == 55, "step 55")
+    job.until(lambda: newest() == f"{uri}/step-40", "the checkpoint of step 40")
     job.kill()
     died = time.monotonic()
     time.sleep(0.5)
@@ -96,12 +95,10 @@ def test_lost_steps_equal_repeated_steps_for_any_number_of_ranks(
 
     def killed_at_25(life: int) -> dict[str, Any]:
         job = start(training_scenarios.train, folder, 2, start=life, hold_at=25, **options)
-        seen, deadline = folder / f"seen-{life:03d}-0", time.monotonic() + 90
-        while not (seen.exists() and seen.read_text().splitlines()[-1:] == ["25 "]):
-            assert time.monotonic() < deadline, job.output()[-3000:]
-            time.sleep(0.05)
-        while (found := report(capsys, file_uri))["tiers"]["shared"]["reached"] < 2:  # steps 10 and 20
-            assert time.monotonic() < deadline
+        seen = folder / f"seen-{life:03d}-0"
+        job.until(lambda: seen.exists() and seen.read_text().splitlines()[-1:] == ["25 "], "step 25")
+        found: dict[str, Any] = {}
+        job.until(lambda: found.update(report(capsys, file_uri)) or found["tiers"]["shared"]["reached"] >= 2, "step 20")
         job.kill()
         return found
 

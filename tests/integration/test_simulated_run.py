@@ -39,10 +39,8 @@ def killed_at_random(folder: Path, uri: str) -> None:
     options: dict[str, Any] = {"step_seconds": STEP_SECONDS, "interval": INTERVAL_STEPS, "line_seconds": 0.02}
     for life in range(KILLS + 1):
         job = start(training_scenarios.train, folder, uri=uri, start=life, **options)
-        seen, deadline = folder / f"seen-{life:03d}-0", time.monotonic() + 60
-        while not (seen.exists() and seen.stat().st_size):
-            assert time.monotonic() < deadline, job.output()[-3000:]
-            time.sleep(0.005)
+        seen = folder / f"seen-{life:03d}-0"
+        job.until(lambda: seen.exists() and seen.stat().st_size, "the first step")  # noqa: B023
         time.sleep(0.3 + chance.expovariate(1 / (MEAN_SECONDS - 0.3)))
         job.kill()
 

@@ -180,7 +180,7 @@ def prepare_restore(world: World) -> None:
 
 
 def restore(world: World) -> None:
-    """Restore this step: a restore of the run may rightly fall back to an older step (set_cover.py)."""
+    """Restore this step: a restore of the run may rightly fall back to an older step (test_set_cover.py)."""
     job = Job(world)
     job.wait(restore_directory(job.mover, world.step(2), world.place("", TARGET)))
     job.acknowledge("step-2", TARGET)

@@ -1,7 +1,10 @@
-"""What one rank does in the tests of several nodes: each has a local root of its own. Run by tests/compat/worker.py."""
+"""The ranks of the tests of several nodes: rank N is on node N, with its own local root, and with peers an agent."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -12,8 +15,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.fault.scenario_tools import of_each_rank
+from tests.states import same
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_commit import read_local_manifest
+from tierckpt.config import Settings
+from tierckpt.drain.drainer import Drainer
 from tierckpt.format.layout import local_dir, parse_uri
 
 
@@ -44,19 +51,14 @@ def save_on_two_nodes(uri: str, roots: str, use_collectives: bool, slow: int) ->
     dcp.load(loaded, storage_reader=tierckpt.TierStorageReader(step, **options))
     outcome["value"] = loaded[f"rank-{rank}"].unique().tolist() == [1.0 + rank]
     outcome["latest"] = tierckpt.latest(uri, **options) == step
-    outcomes: list[Any] = [None] * 2
-    dist.all_gather_object(outcomes, outcome)
+    outcomes = of_each_rank(outcome)
     return {name: [one[name] for one in outcomes] for name in outcome}
 
 
 def _delay_drain(seconds: float) -> None:
-    from tierckpt.drain.drainer import Drainer
-
     real = Drainer.send_files
 
     async def late(self: Drainer, entry: Any) -> None:
-        import asyncio
-
         await asyncio.sleep(seconds)
         await real(self, entry)
 
@@ -80,6 +82,55 @@ def restart_from_what_is_left(uri: str, roots: str, lose: int) -> dict[str, Any]
     state = {f"rank-{rank}": torch.zeros(5000), "both": torch.zeros(10)}
     begun = time.monotonic()
     step = checkpointer.restore(state)
-    outcomes: list[Any] = [None] * 2
-    dist.all_gather_object(outcomes, (step, state[f"rank-{rank}"].unique().tolist(), state["both"].unique().tolist()))
+    outcomes = of_each_rank((step, state[f"rank-{rank}"].unique().tolist(), state["both"].unique().tolist()))
     return {"outcomes": outcomes, "seconds": time.monotonic() - begun}
+
+
+# --- with peers -------------------------------------------------------------------------------------------------------
+
+ROWS = 40_000
+
+
+def rows_of(rank: int, step: int) -> dict[str, Any]:
+    """Each rank has a tensor of its own; one is on all of them."""
+    return {
+        f"rank-{rank}": torch.arange(ROWS, dtype=torch.float32) + 1000.0 * step + rank,
+        "both": torch.full((ROWS,), float(step)),
+    }
+
+
+def save(uri: str, nodes: list[str], step: int) -> dict[str, Any]:
+    rank = dist.get_rank()
+    settings = Settings(**json.loads(nodes[rank]))
+    with tierckpt.Checkpointer(uri, settings=settings, timeout_seconds=60) as checkpointer:
+        checkpointer.save(step, rows_of(rank, step))
+        checkpointer.wait("local")
+        dist.barrier()
+        checkpointer.flush_before_exit(0.0)
+    return {"rank": rank}
+
+
+def save_locally(uri: str, nodes: list[str], step: int) -> dict[str, Any]:
+    """With what dcp itself offers; returns when it is committed on the coordinator's node."""
+    rank = dist.get_rank()
+    settings = Settings(**json.loads(nodes[rank]))
+    dcp.save(rows_of(rank, step), storage_writer=tierckpt.TierStorageWriter(f"{uri}/step-{step}", settings=settings))
+    dist.barrier()
+    return {"rank": rank}
+
+
+def restore(uri: str, nodes: list[str]) -> dict[str, Any]:
+    """Restore. Returns each rank's step, and whether its bytes are right."""
+    rank = dist.get_rank()
+    settings = Settings(**json.loads(nodes[rank]))
+    checkpointer = tierckpt.Checkpointer(uri, settings=settings, timeout_seconds=60)
+    state = {f"rank-{rank}": torch.zeros(ROWS), "both": torch.zeros(ROWS)}
+    step = checkpointer.restore(state)
+    return {"outcomes": of_each_rank((step, same(state, rows_of(rank, step or 0))))}
+
+
+def meet(roots: list[str]) -> None:
+    """Each rank is the first of its own node, and the agent already runs."""
+    os.environ["LOCAL_RANK"] = "0"
+    settings = Settings.load(local_root=roots[dist.get_rank()], peers="torchrun")
+    tierckpt.Checkpointer(f"{roots[0]}-run", settings=settings).close()

@@ -1,4 +1,4 @@
-"""What scenarios share: to die at a point of the code, and to wait for other processes."""
+"""What scenarios share: kills at a point of the code, waits for other processes, and large states."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import signal
 import time
 from collections.abc import Callable
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -58,3 +61,15 @@ def until(is_true: Callable[[], Any], timeout_seconds: float = 60.0) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout_seconds:g} s for another process")
         time.sleep(0.002)
+
+
+def of_each_rank(value: Any) -> list[Any]:
+    """Return the values of all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def counted_state(tensors: int, elements: int, factor: int = 1) -> dict[str, Any]:
+    """A state of integers in which each tensor and each ``factor`` has other values."""
+    return {str(index): torch.arange(elements, dtype=torch.int32) * factor + index for index in range(tensors)}
