@@ -180,13 +180,13 @@ def test_agent_and_trainer_have_one_record_each(
 
     lines = (local_root / "agent" / LOG).read_text().splitlines()
     print("\n".join(lines))
-    records_by_level = [line.split(": ", 1) for line in lines]
-    bad = [words for head, words in records_by_level if " WARNING " in head or " ERROR " in head]
+    agent_records = [line.split(": ", 1) for line in lines]
+    bad = [words for head, words in agent_records if " WARNING " in head or " ERROR " in head]
     assert len(bad) == 1 and re.search(text.format(bucket=bucket), bad[0]), lines
-    assert sum(bool(re.search(END.format(bucket=bucket), words)) for _, words in records_by_level) == 1
+    assert sum(bool(re.search(END.format(bucket=bucket), words)) for _, words in agent_records) == 1
     for step in (2, 3, 4):  # retention keeps the last two; a waiting trainer drains one that the agent has delayed
         drained = f"drained {s3_uri}/step-{step} "
-        count = sum(words.startswith(drained) for _, words in records_by_level) + len(records.of(f"^{drained}"))
+        count = sum(words.startswith(drained) for _, words in agent_records) + len(records.of(f"^{drained}"))
         assert count == 1 or (count == 0 and step == 2)
-    assert sum("is ready" in words for _, words in records_by_level) == 1
+    assert sum("is ready" in words for _, words in agent_records) == 1
     assert not any(line.startswith("Traceback") for line in lines)
