@@ -53,7 +53,7 @@ LAYOUTS: dict[str, Layout] = {
     "shards of two versions and an index": Layout(
         {**TWO, "model-00001-of-00003.safetensors": ("a",)}, _sharded(INDEX, TWO), SHARDS
     ),
-    "one file beside shards of the version before": Layout(
+    "one file and shards of the previous version": Layout(
         {**WHOLE, **TWO}, _sharded(INDEX, TWO), ("model.safetensors",)
     ),
     "Mistral: one file of each naming": Layout({**WHOLE, **MISTRAL}, loaded=("model.safetensors",)),
@@ -69,14 +69,14 @@ LAYOUTS: dict[str, Layout] = {
         asked={"index": "consolidated.safetensors.index.json"},
     ),
     "Mistral: only its own naming": Layout(MISTRAL, loaded=tuple(MISTRAL)),
-    "an adapter beside its model": Layout(
+    "an adapter and its model": Layout(
         {**WHOLE, "adapter_model.safetensors": ("lora",)}, loaded=("model.safetensors",)
     ),
     "an adapter alone": Layout({"adapter_model.safetensors": ("lora",)}, loaded=("adapter_model.safetensors",)),
     "an adapter beside Mistral's naming": Layout(
         {**MISTRAL, "adapter_model.safetensors": ("lora",)}, refused="several sets"
     ),
-    "a variant beside the model": Layout(
+    "a model and a variant": Layout(
         {**WHOLE, "model.fp16.safetensors": ("a", "b")}, loaded=("model.safetensors",)
     ),
     "the variant of two": Layout(
@@ -122,7 +122,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "files of names of one's own": Layout({"first.safetensors": ("a",), "last.safetensors": ("b",)},
                                            loaded=("first.safetensors", "last.safetensors")),
-    "a model beside a file of another name": Layout(
+    "a model and a file of another name": Layout(
         {**WHOLE, "vision.safetensors": ("v",)}, loaded=("model.safetensors",)
     ),
     "one name in two files, no index": Layout(

@@ -548,9 +548,9 @@ def files_of_vllm(vllm: VLLM, directory: Path, load_format: str, monkeypatch: py
 
 VLLM_READS_MORE = {
     "Mistral: one file of each naming",
-    "an adapter beside its model",
-    "a variant beside the model",
-    "a model beside a file of another name",
+    "an adapter and its model",
+    "a model and a variant",
+    "a model and a file of another name",
 }
 """Layouts without an index covering these files: vLLM reads all of them, and the last file with a tensor wins."""
 
@@ -562,7 +562,7 @@ def test_vllm_selects_the_same_files(name: str, vllm: VLLM, tmp_path: Path, monk
     if layout.asked.keys() - {"index"}:
         pytest.skip("vLLM is not asked for a variant or a subfolder here")
     files, ours = files_of_vllm(vllm, directory, load_format, monkeypatch), set(layout.loaded or ())
-    if name == "one file beside shards of the version before":  # vLLM follows the index, transformers the file
+    if name == "one file and shards of the previous version":  # vLLM follows the index, transformers the file
         assert (files, ours) == (set(SHARDS), {"model.safetensors"})
         return
     assert files > ours if name in VLLM_READS_MORE else files == ours
