@@ -321,7 +321,7 @@ def test_file_changed_during_a_fetch_is_an_error(
         fetch(served, tmp_path / "to")
 
 
-def test_file_rewritten_in_the_same_second_is_fetched(served: Server, tmp_path: Path) -> None:
+def test_file_modified_in_the_same_second_raises(served: Server, tmp_path: Path) -> None:
     """``Last-Modified`` has a resolution of one second, so a file modified in this second may change again."""
     served.etags, served.changed = "disagreeing", time.time()
     with pytest.raises(IntegrityError, match="changed in the store"):

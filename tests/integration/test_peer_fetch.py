@@ -321,7 +321,7 @@ async def test_a_peer_that_claims_another_digest_than_its_bytes_have_is_banned()
     assert session.sources.banned == {"evil"}
 
 
-async def test_ban_outlasts_a_correct_chunk() -> None:
+async def test_correct_digest_claim_does_not_lift_a_ban() -> None:
     peers_cluster = SimulatedCluster(has_digests=False, holders={"evil": ALL_CHUNKS})
     peers_cluster.give = lambda name, ordinal, data: data[::-1]
     peers_cluster.claim = lambda name, ordinal, digest: digest_of(peers_cluster.chunks[ordinal])
