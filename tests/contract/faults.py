@@ -215,8 +215,8 @@ class FaultyStore:
     async def available(self) -> bool:
         return False
 
-    def hasten(self) -> None:
-        self.fired["hasten"] += 1
+    def probe_soon(self) -> None:
+        self.fired["probe_soon"] += 1
 
     async def close(self) -> None:
         await self.inner.close()

@@ -79,7 +79,9 @@ def test_the_agent_and_what_it_starts_run_no_planted_code(
 @pytest.mark.slow
 def test_what_finishes_a_staged_save_runs_no_planted_code(hostile: Path) -> None:
     """Started by an agent that a person has started there. It imports torch, and ends at the first descriptor."""
-    save = SaveHandoffs("none", 1, True, {0: HeldHandoff(ClientProcess(1), {"will": os.open(os.devnull, os.O_RDONLY)})})
+    save = SaveHandoffs(
+        "none", 1, True, {0: HeldHandoff(ClientProcess(1), {"handoff": os.open(os.devnull, os.O_RDONLY)})}
+    )
     process, life = handoffs.start_executor(save)
     save.close()
     process.wait(120)

@@ -187,7 +187,7 @@ def test_stream_is_in_file_order_and_bounded(model: Path, monkeypatch: pytest.Mo
     reads: list[int] = []
     real = fill.fill
 
-    def seen(wants: list[fill.Want], *rest: object) -> dict[str, torch.Tensor]:
+    def seen(wants: list[fill.TensorRequest], *rest: object) -> dict[str, torch.Tensor]:
         reads.append(sum(want.size_bytes for want in wants))
         return real(wants, *rest)  # type: ignore[arg-type]
 

@@ -51,10 +51,10 @@ def require(more_bytes: int, *, asked_bytes: int, root: Path = ROOT) -> None:
 
     Raises CapacityError with the total request, the free bytes, and what to change.
     """
-    tight = [limit for limit in limits(root) if limit.usable_bytes < more_bytes]
-    if not tight:
+    exceeded = [limit for limit in limits(root) if limit.usable_bytes < more_bytes]
+    if not exceeded:
         return
-    limit = min(tight, key=lambda limit: limit.usable_bytes)
+    limit = min(exceeded, key=lambda limit: limit.usable_bytes)
     kept_bytes = margin_bytes(limit.total_bytes)
     raise CapacityError(
         f"no room for {mebibytes(asked_bytes)} of staging memory: {mebibytes(limit.free_bytes)} of "

@@ -140,7 +140,7 @@ class Memory:
             if numa_nodes:
                 free = pages.free_bytes(numa_nodes, huge_pool=kind is Kind.HUGETLB)
                 pages.prefer(memory.address, pages.plan(size_bytes, free, HUGE_PAGE_BYTES))
-            memory._prefault(fresh=True)
+            memory._prefault(is_new=True)
         except BaseException:
             memory.close()
             raise
@@ -189,7 +189,7 @@ class Memory:
         if not fill:
             return memory
         try:
-            memory._prefault(fresh=False)
+            memory._prefault(is_new=False)
         except BaseException:
             memory.close()
             raise
@@ -307,10 +307,10 @@ class Memory:
         the reservation is never released: it costs addresses, not memory.
         """
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        elsewhere = _libc.mmap(None, self.size_bytes, access, mmap.MAP_SHARED, fd, 0)
-        if elsewhere == _FAILED:
+        trial_address = _libc.mmap(None, self.size_bytes, access, mmap.MAP_SHARED, fd, 0)
+        if trial_address == _FAILED:
             raise _no_memory(self.size_bytes, self.kind, ctypes.get_errno())
-        _libc.munmap(elsewhere, self.size_bytes)
+        _libc.munmap(trial_address, self.size_bytes)
         if _libc.mmap(self.address, self.size_bytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _FAILED:
             code = ctypes.get_errno()
             _abandoned.append(self._map)
@@ -320,9 +320,9 @@ class Memory:
         if _libc.madvise(self.address, self.size_bytes, advice) != 0:
             log.debug("madvise(%d) on %s memory: %s", advice, self.kind, os.strerror(ctypes.get_errno()))
 
-    def _prefault(self, *, fresh: bool) -> None:
-        """Allocate every page. ``fresh``: no other process uses the memory yet."""
-        counted = fresh and self.kind is not Kind.HUGETLB  # the others' pages, and the pool's, are taken already
+    def _prefault(self, *, is_new: bool) -> None:
+        """Allocate every page. ``is_new``: no other process uses the memory yet."""
+        counted = is_new and self.kind is not Kind.HUGETLB  # the others' pages, and the pool's, are taken already
         position, end, lock = self.address, self.address + self.size_bytes, threading.Lock()
 
         def take() -> tuple[int, int]:
@@ -336,7 +336,7 @@ class Memory:
             nonlocal position
             try:
                 while position < end:
-                    self._fill(*take(), fresh=fresh)
+                    self._fill(*take(), is_new=is_new)
             except BaseException:
                 position = end  # stop the other thread
                 raise
@@ -346,18 +346,18 @@ class Memory:
                 done.result()
         self._huge = None  # measure again
 
-    def _fill(self, start: int, size_bytes: int, *, fresh: bool) -> None:
-        if fresh and self.kind is Kind.SHM:
+    def _fill(self, start: int, size_bytes: int, *, is_new: bool) -> None:
+        if is_new and self.kind is Kind.SHM:
             _collapse(start, size_bytes)
         code = populate(start, size_bytes) if size_bytes else 0
         if code in (errno.EINVAL, errno.ENOSYS):
-            self._touch(start, size_bytes, fresh=fresh)
+            self._touch(start, size_bytes, is_new=is_new)
         elif code:
             raise _no_memory(self.size_bytes, self.kind, code)
 
-    def _touch(self, start: int, size_bytes: int, *, fresh: bool) -> None:
+    def _touch(self, start: int, size_bytes: int, *, is_new: bool) -> None:
         """Allocate pages on a kernel before 5.14, which cannot do it by advice."""
-        if not fresh:
+        if not is_new:
             return  # other bytes are in there: allocate pages on first use
         if self.fd is not None:
             try:  # an unavailable page is an error here, and a SIGBUS on access

@@ -118,10 +118,10 @@ def plan(size_bytes: int, free: Mapping[int, int], granule_bytes: int) -> list[S
     stretches: list[Stretch] = []
     left = size_bytes
     for node, room in free.items():
-        taken = min(left, room // granule_bytes * granule_bytes)
-        if taken:
-            stretches.append((node, taken))
-            left -= taken
+        node_bytes = min(left, room // granule_bytes * granule_bytes)
+        if node_bytes:
+            stretches.append((node, node_bytes))
+            left -= node_bytes
     if left:
         each = ", ".join(f"node {node}: {mebibytes(room)}" for node, room in free.items())
         raise CapacityError(

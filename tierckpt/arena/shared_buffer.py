@@ -63,12 +63,12 @@ def reserve(slots_bytes: int) -> Memory:
 class SharedWindow:
     """One member's view of a window. Thread-safe, except that two threads must not claim the same unit."""
 
-    def __init__(self, memory: Memory, members: Sequence[Process], me: int, slot_bytes: int) -> None:
+    def __init__(self, memory: Memory, members: Sequence[Process], own_index: int, slot_bytes: int) -> None:
         if memory.fd is None or len(members) > MEMBERS_MAX:
             raise ConfigError(f"no window for {len(members)} members in {memory!r}", hint="Use shared memory")
         self.slot_bytes = slot_bytes
         self.slots = (memory.size_bytes - HEADER_BYTES) // slot_bytes
-        self._memory, self._members, self._member = memory, members, me
+        self._memory, self._members, self._member = memory, members, own_index
         self._is_own = True
         self._file: int = memory.fd
         self._words = memory.view[_WORDS_AT : _WORDS_AT + 8 * MEMBERS_MAX].cast("Q")
@@ -78,12 +78,12 @@ class SharedWindow:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, name: str, members: Sequence[Process], me: int, slot_bytes: int) -> SharedWindow:
+    def open(cls, name: str, members: Sequence[Process], own_index: int, slot_bytes: int) -> SharedWindow:
         """Return the window in another member's memory ``name``.
 
         Raises ConfigError: its owner ended, or its memory cannot be opened.
         """
-        window = cls(Memory.open(name, fill=False), members, me, slot_bytes)
+        window = cls(Memory.open(name, fill=False), members, own_index, slot_bytes)
         window._is_own = False
         return window
 
@@ -174,14 +174,14 @@ class SharedWindow:
             self._memory.view[_UNITS_AT + unit] = 1
         self._unlock(_UNITS_AT + unit)
 
-    def _try_lock(self, at: int) -> bool:
+    def _try_lock(self, offset: int) -> bool:
         try:
-            return lock_record(self._file, fcntl.F_WRLCK, at)
+            return lock_record(self._file, fcntl.F_WRLCK, offset)
         except OSError as error:
             raise CapacityError(f"shared memory cannot be locked: {error.strerror}") from error
 
-    def _unlock(self, at: int) -> None:
-        lock_record(self._file, fcntl.F_UNLCK, at)
+    def _unlock(self, offset: int) -> None:
+        lock_record(self._file, fcntl.F_UNLCK, offset)
 
     def leave(self) -> None:
         """Leave the window. The last member frees the pages. The own memory stays open for late members."""

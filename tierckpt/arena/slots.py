@@ -200,7 +200,7 @@ class Arena:
                 f"staging needs {size_bytes_kept} bytes and staging_bytes_max is {self.size_bytes_max}",
                 hint="Raise staging_bytes_max, or use dcp.save, which stages nothing",
             )
-        begun, collected = time.monotonic(), False
+        started_at, collected = time.monotonic(), False
         for _ in Poll(self.timeout_seconds, BRIEF):
             with self._lock:
                 lease = self._take(size_bytes, drop=False)
@@ -212,7 +212,7 @@ class Arena:
                 return None
             if requests.is_ill:
                 raise ill_disk("the local root")
-            if not collected and time.monotonic() - begun > min(COLLECT_SECONDS, self.timeout_seconds / 2):
+            if not collected and time.monotonic() - started_at > min(COLLECT_SECONDS, self.timeout_seconds / 2):
                 # A failed save's error may keep its tensors in a cycle, and a waiting thread runs no GC.
                 collected = True
                 gc.collect()
@@ -331,16 +331,16 @@ class BounceBufferPool:
         Raises OperationTimeoutError: other flushes used all of them for ``timeout_seconds``. CapacityError: no
         memory for one.
         """
-        taken = self._take(count, size_bytes, timeout_seconds)
-        usable = taken
+        used_bytes = self._take(count, size_bytes, timeout_seconds)
+        usable = used_bytes
         try:
-            yield taken
+            yield used_bytes
         except (OperationTimeoutError, KeyboardInterrupt):
             usable = []  # a hanging thread may still use them: drop them
             raise
         finally:
             with self._changed:
-                self._taken -= len(taken)
+                self._taken -= len(used_bytes)
                 self._free += usable
                 self._changed.notify_all()
 

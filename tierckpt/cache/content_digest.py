@@ -28,10 +28,10 @@ def check_content(file: int, item: FileSpec, where: str) -> None:
         digest = hashlib.sha1(b"blob %d\0" % item.size_bytes, usedforsecurity=False)
     else:
         return
-    into, at = bytearray(READ_BYTES), 0
-    while count := os.preadv(file, [into], at):
+    into, offset = bytearray(READ_BYTES), 0
+    while count := os.preadv(file, [into], offset):
         digest.update(memoryview(into)[:count])
-        at += count
+        offset += count
     if digest.hexdigest() != expected:
         raise IntegrityError(
             f"{item.path} of {where} has not the {kind} that its repository lists",

@@ -219,7 +219,7 @@ class CacheEntry:
 
     def _has(self, index: int, byte_range: ByteRange) -> bool:
         return self._partial_entry is None or all(
-            self._partial_entry.has(index, at) for at in self.frozen.touched(byte_range)
+            self._partial_entry.has(index, chunk_range) for chunk_range in self.frozen.touched(byte_range)
         )
 
     def read_available(self, path: str, byte_range: ByteRange, into: memoryview) -> bool:
@@ -294,8 +294,8 @@ class CacheEntry:
 
     async def _read_chunk(self, index: int, chunk: int, byte_range: ByteRange, into: memoryview) -> None:
         """Copy one chunk's part of the range: from memory if just fetched, else from the file."""
-        at = self.frozen.chunk_range(index, chunk)
-        part = ByteRange(max(at.start, byte_range.start), min(at.stop, byte_range.stop))
+        chunk_range = self.frozen.chunk_range(index, chunk)
+        part = ByteRange(max(chunk_range.start, byte_range.start), min(chunk_range.stop, byte_range.stop))
         target = into[part.start - byte_range.start : part.stop - byte_range.start]
         data = await self._ensure_once(index, chunk)
         if data is None:
@@ -303,7 +303,7 @@ class CacheEntry:
                 return
             data = await self._once((index, chunk, True), partial(mend, self.checker, self._chunks, self.target))
             assert data is not None
-        target[:] = memoryview(data)[part.start - at.start : part.stop - at.start]
+        target[:] = memoryview(data)[part.start - chunk_range.start : part.stop - chunk_range.start]
 
     async def ensure(self, path: str, byte_range: ByteRange) -> None:
         """Fetch the range. Raises as ``read``; CapacityError: no room to keep it."""

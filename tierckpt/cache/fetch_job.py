@@ -72,14 +72,16 @@ class ChunkFetcher:
 
         If the store can, it is received in aligned memory, digested and written from there.
         """
-        started_at, at = time.monotonic(), self.partial_entry.frozen.chunk_range(index, chunk)
-        wanted_bytes = at.size_bytes if self.peers is not None or isinstance(self.chunks.store, ReadsInto) else 0
+        started_at, chunk_range = time.monotonic(), self.partial_entry.frozen.chunk_range(index, chunk)
+        wanted_bytes = (
+            chunk_range.size_bytes if self.peers is not None or isinstance(self.chunks.store, ReadsInto) else 0
+        )
         peer: str | None = None
         with receive_memory(wanted_bytes) as memory:
             if self.peers is None:
                 data, digest = await self.chunks.read(index, chunk, memory)
             else:
-                data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
+                data = memory if memory is not None else memoryview(bytearray(chunk_range.size_bytes))
                 received = await self.peers.fetch_chunk(index, chunk, data, request)
                 digest, peer = received.digest, received.source
             try:
@@ -90,7 +92,9 @@ class ChunkFetcher:
                     await self.peers.chunk_written(index, chunk)
             kept = bytes(data) if keep and memory is not None else data
         if (index, chunk) not in self.writer.streamed:
-            self.writer.stats.note(self.partial_entry.frozen.files[index].path, at, time.monotonic() - started_at, peer)
+            self.writer.stats.note(
+                self.partial_entry.frozen.files[index].path, chunk_range, time.monotonic() - started_at, peer
+            )
         return kept if keep else None
 
     async def close(self) -> None:
@@ -113,26 +117,26 @@ class FetchJob:
         self.fetcher, self.partial_entry, self.listener = fetcher, fetcher.partial_entry, listener
         self.frozen, self.stats, self._stall_seconds = self.partial_entry.frozen, fetcher.writer.stats, stall_seconds
         self.partial_entry.refresh()
-        wanted = list(indexes)
+        requested = list(indexes)
         todo = [
             (index, chunk)
-            for index in wanted
+            for index in requested
             for chunk in range(self.frozen.chunks_of(index))
             if not self.partial_entry.has(index, chunk)
         ]
-        self.total = sum(self.frozen.files[index].size_bytes for index in wanted)
+        self.total = sum(self.frozen.files[index].size_bytes for index in requested)
         self._lacking_bytes = Counter[int]()
         for index, chunk in todo:
             self._lacking_bytes[index] += self.frozen.chunk_range(index, chunk).size_bytes
         self._files: dict[int, FileProgress] = {}
         self._fetching: list[int] = []
         self.count = len(todo)
-        is_all = len(wanted) == len(self.frozen.files)
+        is_all = len(requested) == len(self.frozen.files)
         peers = fetcher.peers
         self.order: ChunkOrder = InOrder(todo) if peers is None else peers.order(todo, whole=is_all)
         self.done_bytes = self.total - self._lacking_bytes.total()
         self.failures: dict[int, TierckptError] = {}
-        self.wanted = wanted
+        self.wanted = requested
         self.fatal = False
         self._idle, self._poll = asyncio.Lock(), Poll()
         self._moved_at = time.monotonic()

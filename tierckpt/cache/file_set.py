@@ -155,12 +155,12 @@ def decode(data: bytes, *, where: str) -> Receipt:
         raise ManifestError(f"{where}: {reason}", hint="The record is damaged and was not used")
 
     body = unseal(data, _FIELDS, where=where, size_bytes_max=MANIFEST_BYTES_MAX)
-    chunk, uri, wanted, landed = body["chunk_size_bytes"], body["uri"], body["wanted"], body["landed"]
+    chunk, uri, items, landed = body["chunk_size_bytes"], body["uri"], body["wanted"], body["landed"]
     if not isinstance(chunk, int) or not 0 < chunk <= SIZE_BYTES_MAX or not isinstance(uri, str):
         bad("no chunk size or URI that can be")
-    if not isinstance(wanted, list) or not isinstance(landed, list):
+    if not isinstance(items, list) or not isinstance(landed, list):
         bad("no list of files")
-    files = tuple(_decode_wanted(item, bad) for item in wanted)
+    files = tuple(_decode_wanted(item, bad) for item in items)
     frozen = FileSet(uri, files, chunk)
     if frozen.version != body["files"] or len({item.path for item in files}) != len(files):
         bad("it is not of the files that it names")
@@ -173,11 +173,11 @@ def decode(data: bytes, *, where: str) -> Receipt:
 def _decode_wanted(item: Json, bad: Any) -> FileSpec:
     try:
         digests = tuple(map(str, item["digests"]))
-        wanted = FileSpec(item["path"], item["key"], item["size_bytes"], item["etag"], digests)
+        items = FileSpec(item["path"], item["key"], item["size_bytes"], item["etag"], digests)
     except (KeyError, TypeError):
         bad("a file entry lacks a field")
-    if not is_safe_path(wanted.path) or not isinstance(wanted.key, str) or not isinstance(wanted.etag, str | None):
-        bad(f"a file {wanted.path!r:.80} cannot be")
-    if not isinstance(wanted.size_bytes, int) or not 0 <= wanted.size_bytes <= SIZE_BYTES_MAX:
-        bad(f"{wanted.path}: size {wanted.size_bytes!r:.80} cannot be")
-    return wanted
+    if not is_safe_path(items.path) or not isinstance(items.key, str) or not isinstance(items.etag, str | None):
+        bad(f"a file {items.path!r:.80} cannot be")
+    if not isinstance(items.size_bytes, int) or not 0 <= items.size_bytes <= SIZE_BYTES_MAX:
+        bad(f"{items.path}: size {items.size_bytes!r:.80} cannot be")
+    return items

@@ -151,8 +151,8 @@ class NodeCache:
                 await asyncio.sleep(seconds)
                 info = await store.head(name)
         path = name if is_safe_path(name) else digest_of(name.encode(errors="replace"))  # no file has such a name here
-        wanted = FileSpec(path, name, info.size_bytes, info.etag)
-        return ResolvedUri(location, store, self._frozen(location, [wanted]), only=wanted)
+        item = FileSpec(path, name, info.size_bytes, info.etag)
+        return ResolvedUri(location, store, self._frozen(location, [item]), only=item)
 
     async def _directory(self, location: Location, files: FileFilter) -> ResolvedUri:
         store = self.store_at(location)
@@ -235,10 +235,10 @@ class NodeCache:
         """Find an entry of the URI, or of a directory above it, with all of ``resolved`` in the same versions."""
         if not self.pool.root.is_dir():
             return None
-        places = [resolved.location]
-        while resolved.only is not None and places[-1].path.strip("/") and len(places) < ANCESTORS_MAX:
-            places.append(places[-1].parent)
-        rows = self.pool.rows(*(place.uri for place in places))
+        locations = [resolved.location]
+        while resolved.only is not None and locations[-1].path.strip("/") and len(locations) < ANCESTORS_MAX:
+            locations.append(locations[-1].parent)
+        rows = self.pool.rows(*(place.uri for place in locations))
         exact = next((row for row in rows if row.name == resolved.frozen.name), None)
         if exact is not None and exact.state == "complete":
             return None

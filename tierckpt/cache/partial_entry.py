@@ -364,11 +364,11 @@ class PartialEntry:
         return len(self.claims.held(FETCHES, FETCHES + self.frozen.first_ordinals[-1]))
 
     def mark_shared(self, index: int, chunk: int, is_fetched: bool) -> None:
-        at = SHARED + self.frozen.first_ordinals[index] + chunk
+        offset = SHARED + self.frozen.first_ordinals[index] + chunk
         if is_fetched:
-            self.claims.take(at)
+            self.claims.take(offset)
         else:
-            self.claims.release(at)
+            self.claims.release(offset)
 
     def refresh(self) -> None:
         """Read lines appended by other processes. Cost: one fstat when there are none."""
@@ -410,13 +410,13 @@ class PartialEntry:
             IntegrityError: the digest differs; nothing was written.
             CapacityError, StoreError: it could not be written.
         """
-        item, at = self.frozen.files[index], self.frozen.chunk_range(index, chunk)
+        item, offset = self.frozen.files[index], self.frozen.chunk_range(index, chunk)
         digest = digest or digest_of(data)
-        if len(data) != at.size_bytes or (item.digests and not same_digest(data, digest, item.digests[chunk])):
-            raise corrupt(item.path, at, Tier.SHARED, self.frozen.uri)
+        if len(data) != offset.size_bytes or (item.digests and not same_digest(data, digest, item.digests[chunk])):
+            raise corrupt(item.path, offset, Tier.SHARED, self.frozen.uri)
         path = self.prepare(index)
-        if clone_of is None or not clone_range(clone_of, path, at):
-            write_at(path, data, at.start)
+        if clone_of is None or not clone_range(clone_of, path, offset):
+            write_at(path, data, offset.start)
         self._put_blocks(index, chunk, digest.blocks if isinstance(digest, ChunkDigest) else blocks_of(data))
         self.append_line(f"{index} {chunk} {digest}")
         self.refresh()
@@ -476,13 +476,13 @@ class PartialEntry:
         with translated(path):
             make_dirs(path.parent, is_durable=False)
             self.refresh()
-            had = bool(self._lines.landed.get(index))
+            had_chunks = bool(self._lines.landed.get(index))
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path))
-                if had and self.is_published():  # another process has made the directory again since
+                if had_chunks and self.is_published():  # another process has made the directory again since
                     os.close(file)
                     raise ObjectNotFoundError(f"{self.incoming} was published", tier=Tier.LOCAL)
-                if had:  # the file was removed, but not its lines
+                if had_chunks:  # the file was removed, but not its lines
                     log.warning("%s is missing: fetching it again", path)
                     self.append_line(f"!{index}.")
             except FileExistsError:
@@ -595,12 +595,12 @@ class PartialEntry:
         else:
             self._move_in(receipt)
         tidy(self.directory)
-        if others := other_weights(self.directory, self.frozen):
+        if weights := other_weights(self.directory, self.frozen):
             log.warning(
                 "%s has files that look like weights and are not of %s: %s. A loader may read them",
                 self.directory,
                 self.frozen.uri,
-                ", ".join(others[:OTHERS_SHOWN]),
+                ", ".join(weights[:OTHERS_SHOWN]),
             )
 
     def _move_in(self, receipt: bytes) -> None:

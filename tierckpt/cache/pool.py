@@ -95,8 +95,8 @@ class Pool:
         stems = {stem_of(uri) for uri in uris}
         names = [name for name in self._names() if not uris or name.rpartition("-")[0] in stems]
         found = [row for name in names if (row := self.describe(name)) is not None]
-        wanted = [row for row in found if not uris or row.uri in uris]
-        return sorted(wanted, key=lambda row: (row.used_unix_ns, row.name))
+        selected = [row for row in found if not uris or row.uri in uris]
+        return sorted(selected, key=lambda row: (row.used_unix_ns, row.name))
 
     def _names(self) -> set[str]:
         """Return names of whole and partial entries, some perhaps evicted meanwhile.
@@ -178,11 +178,11 @@ class Pool:
         It may be evicted before: check that it exists after the call. Raises as ``make_local_root``.
         """
         make_local_root(self.settings)
-        hold = contextlib.ExitStack()  # closed in reverse order
-        hold.callback(self.remove_state, name)
-        hold.enter_context(read_lease.holding(self.lease_path(name)))
-        hold.callback(self.used, name)
-        return hold
+        stack = contextlib.ExitStack()  # closed in reverse order
+        stack.callback(self.remove_state, name)
+        stack.enter_context(read_lease.holding(self.lease_path(name)))
+        stack.callback(self.used, name)
+        return stack
 
     def leases(self, name: str) -> list[int]:
         return read_lease.holders(self.lease_path(name))

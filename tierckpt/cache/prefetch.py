@@ -132,23 +132,23 @@ async def from_listing(
         ConfigError: a dangling link, a link to a parent directory, a device or pipe, or an object with the
             name of a directory; names them.
     """
-    wanted = await _listed(store, files, strict, infos)
-    if isinstance(store, LocalStore) and (seconds := etag_reuse_seconds(item.etag for item in wanted)):
+    requested = await _listed(store, files, strict, infos)
+    if isinstance(store, LocalStore) and (seconds := etag_reuse_seconds(item.etag for item in requested)):
         await asyncio.sleep(seconds)
-        wanted = await _listed(store, files, strict)
-    if not wanted:
+        requested = await _listed(store, files, strict)
+    if not requested:
         raise ObjectNotFoundError(
             f"{store.uri} has no files", hint="Check the URI; `tierckpt ls` lists its content", tier=Tier.SHARED
         )
-    return sorted(wanted, key=lambda item: item.path)
+    return sorted(requested, key=lambda item: item.path)
 
 
 async def _listed(
     store: Store, files: FileFilter, strict: bool, listed: Sequence[ObjectInfo] | None = None
 ) -> list[FileSpec]:
-    others: dict[str, str] = {}
+    other_kinds: dict[str, str] = {}
     if isinstance(store, LocalStore):
-        infos, others = await asyncio.to_thread(store.files)
+        infos, other_kinds = await asyncio.to_thread(store.files)
     else:
         infos = [*listed] if listed is not None else [info async for info in store.list()]
     infos = [info for info in infos if not info.key.endswith("/")]
@@ -161,8 +161,10 @@ async def _listed(
         )
     chosen = [info for info in infos if files.has(info.key, {info.key})]
     folders = {str(parent) for info in chosen for parent in PurePosixPath(info.key).parents}
-    others |= {info.key: f"is an object, and others are below {info.key}/" for info in chosen if info.key in folders}
-    bad = [f"{key!r} {what}" for key, what in sorted(others.items()) if files.has(key, {key})]
+    other_kinds |= {
+        info.key: f"is an object, and others are below {info.key}/" for info in chosen if info.key in folders
+    }
+    bad = [f"{key!r} {what}" for key, what in sorted(other_kinds.items()) if files.has(key, {key})]
     if bad and strict:
         more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
         raise ConfigError(
@@ -171,21 +173,23 @@ async def _listed(
             uri=store.uri,
         )
     names = {info.key for info in infos if is_safe_path(info.key)}
-    wanted = [FileSpec(info.key, info.key, info.size_bytes, info.etag) for info in infos if info.key in names]
+    requested = [FileSpec(info.key, info.key, info.size_bytes, info.etag) for info in infos if info.key in names]
     for info in chosen:
         if info.key not in names:
             path = _legal_name(info.key, names)
             names.add(path)
             log.warning("%s: the key %r is no name of a file, and is fetched as %s", store.uri, info.key, path)
-            wanted.append(FileSpec(path, info.key, info.size_bytes, info.etag))
-    return [item for item in wanted if item.key not in others]
+            requested.append(FileSpec(path, info.key, info.size_bytes, info.etag))
+    return [item for item in requested if item.key not in other_kinds]
 
 
-def _legal_name(key: str, taken: Container[str]) -> str:
+def _legal_name(key: str, used_names: Container[str]) -> str:
     """Return a path for an object with an invalid key: without empty parts and ``.``, odd parts encoded."""
     parts = [part for part in key.split("/") if part not in ("", ".")]
     path = "/".join(map(_legal_part, parts))[-PATH_BYTES_MAX:].strip("/")
-    return path if path and path not in taken else f"{path or 'object'}~{digest_of(key.encode(errors='replace'))[:8]}"
+    return (
+        path if path and path not in used_names else f"{path or 'object'}~{digest_of(key.encode(errors='replace'))[:8]}"
+    )
 
 
 def _legal_part(part: str) -> str:
@@ -203,7 +207,7 @@ PART_BYTES_KEPT = 200
 
 async def fill_directory(
     store: RangeSource,
-    wanted: Sequence[FileSpec],
+    requested: Sequence[FileSpec],
     directory: Path,
     *,
     chunk_size_bytes: int,
@@ -214,9 +218,9 @@ async def fill_directory(
     files: FileFilter = ALL_FILES,
     copy_sources: Sequence[CopySource] = (),
 ) -> PrefetchResult:
-    """Fill ``directory`` with exactly these versions of ``wanted``, copying chunks that ``copy_sources`` has.
+    """Fill ``directory`` with exactly these versions of ``requested``, copying chunks that ``copy_sources`` has.
 
-    Publication removes files of an earlier prefetch that ``wanted`` lacks and ``files`` would choose. Other files
+    Publication removes files of an earlier prefetch that ``requested`` lacks and ``files`` would choose. Other files
     stay; a warning names possible weights. Returns when every file is whole and durable. Idempotent. Concurrent
     processes share the chunks; with ``peer_join``, all nodes do.
 
@@ -226,7 +230,7 @@ async def fill_directory(
         IntegrityError: something changed or is damaged in the store.
         CheckpointError: another version was published in ``directory`` meanwhile.
     """
-    frozen = FileSet(store.uri, tuple(wanted), chunk_size_bytes)
+    frozen = FileSet(store.uri, tuple(requested), chunk_size_bytes)
     fetch_slots = asyncio.Semaphore(concurrency)
     cached = CacheEntry(
         store,
@@ -281,8 +285,8 @@ def check_size(frozen: FileSet, size_bytes_max: int | None) -> None:
 def _check_room(frozen: FileSet, directory: Path) -> None:
     incoming = incoming_of(directory, frozen.version)
     free = space_of(incoming).free_bytes
-    here = allocated_bytes(incoming) if incoming.exists() else reusable_bytes(frozen, [directory])
-    if free < frozen.size_bytes - here:
+    present_bytes = allocated_bytes(incoming) if incoming.exists() else reusable_bytes(frozen, [directory])
+    if free < frozen.size_bytes - present_bytes:
         raise CapacityError(
             f"{frozen.uri} has {human_bytes(frozen.size_bytes)}, {human_bytes(free)} are free for {directory.parent}",
             hint="Free some space or give another directory; nothing was fetched",

@@ -57,15 +57,15 @@ def reuse(partial_entry: PartialEntry, directories: Iterable[Path]) -> None:
             blocks = (directory / BLOCKS).read_bytes() if (directory / BLOCKS).exists() else b""
         except OSError:
             continue
-        for index, before in _same(frozen, receipt).items():
+        for index, old_index in _same(frozen, receipt).items():
             if receipt is None or partial_entry.has_file(index):
                 continue
             item = frozen.files[index]
             if not _take(directory / item.path, partial_entry.incoming / item.path, item.size_bytes, written_ns):
                 continue
-            for chunk, digest in enumerate(receipt.landed[before]):
-                at = receipt.frozen.blocks_range(before, chunk)
-                partial_entry.take_over(index, chunk, digest, blocks[at.start : at.stop])
+            for chunk, digest in enumerate(receipt.landed[old_index]):
+                chunk_range = receipt.frozen.blocks_range(old_index, chunk)
+                partial_entry.take_over(index, chunk, digest, blocks[chunk_range.start : chunk_range.stop])
             partial_entry.keep(index)
             reused += 1
     if reused:
@@ -77,8 +77,8 @@ def copies_of(frozen: FileSet, copy_sources: Iterable[CopySource]) -> dict[tuple
     return {
         (index, chunk): (directory / frozen.files[index].path, digest)
         for directory, receipt in copy_sources
-        for index, before in _same(frozen, receipt).items()
-        for chunk, digest in enumerate(receipt.landed[before])
+        for index, old_index in _same(frozen, receipt).items()
+        for chunk, digest in enumerate(receipt.landed[old_index])
         if digest
     }
 
@@ -89,15 +89,15 @@ def copy_chunk(partial_entry: PartialEntry, index: int, chunk: int, source: Path
     False if ``source`` is missing or differs from the digest ``expected``: fetch it. Raises CapacityError,
     StoreError: it could not be written.
     """
-    at = partial_entry.frozen.chunk_range(index, chunk)
-    with receive_memory(at.size_bytes) as memory:
-        data = memory if memory is not None else memoryview(bytearray(at.size_bytes))
+    chunk_range = partial_entry.frozen.chunk_range(index, chunk)
+    with receive_memory(chunk_range.size_bytes) as memory:
+        data = memory if memory is not None else memoryview(bytearray(chunk_range.size_bytes))
         try:
-            if not read_file(source, at, data):
+            if not read_file(source, chunk_range, data):
                 return False
-            BYTES.emit(at.size_bytes, tier=Tier.LOCAL, direction="read")
+            BYTES.emit(chunk_range.size_bytes, tier=Tier.LOCAL, direction="read")
             if not same_digest(data, digest := digest_of(data), expected):
-                raise corrupt(str(source), at, Tier.LOCAL, partial_entry.frozen.uri)
+                raise corrupt(str(source), chunk_range, Tier.LOCAL, partial_entry.frozen.uri)
         except (StoreError, IntegrityError) as error:
             log.warning("%s: not copied from the node cache but fetched: %s", partial_entry.frozen.uri, error.message)
             return False
@@ -111,20 +111,20 @@ def _same(frozen: FileSet, receipt: Receipt | None) -> dict[int, int]:
     known = {item.path: index for index, item in enumerate(receipt.frozen.files)}
     found = {index: known[item.path] for index, item in enumerate(frozen.files) if item.path in known}
     return {
-        index: before
-        for index, before in found.items()
-        if _is_same(frozen.files[index], receipt.frozen.files[before])
-        and len(receipt.landed[before]) == frozen.chunks_of(index) > 0
+        index: old_index
+        for index, old_index in found.items()
+        if _is_same(frozen.files[index], receipt.frozen.files[old_index])
+        and len(receipt.landed[old_index]) == frozen.chunks_of(index) > 0
     }
 
 
-def _is_same(item: FileSpec, before: FileSpec) -> bool:
-    if item.size_bytes != before.size_bytes:
+def _is_same(item: FileSpec, old_index: FileSpec) -> bool:
+    if item.size_bytes != old_index.size_bytes:
         return False
-    if item.digests and before.digests:
-        return item.digests == before.digests
+    if item.digests and old_index.digests:
+        return item.digests == old_index.digests
     is_strong = item.etag is not None and not item.etag.startswith("W/")  # a weak etag does not identify bytes
-    return is_strong and item.etag == before.etag
+    return is_strong and item.etag == old_index.etag
 
 
 def _take(source: Path, path: Path, size_bytes: int, written_ns: int) -> bool:

@@ -125,7 +125,7 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
     """
     if _checkpoint_shortfall(settings, needed_bytes, directory, reserved_bytes).is_none:
         return
-    begun, said = time.monotonic(), False
+    started_at, is_logged = time.monotonic(), False
     for _ in Poll(ROOM_SECONDS, SHARED):
         plan = evict(settings, needed_bytes, directory, reserved_bytes)
         if plan.lack.is_none:
@@ -137,11 +137,11 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
             return
         if settings.local_full_policy == "error":
             break
-        if not said:
+        if not is_logged:
             what = ", ".join(sorted(plan.waits))
             log.warning("the local tier is full: a save of %s waits for %s", human_bytes(needed_bytes), what)
-            said = True
-    waited_seconds = round(time.monotonic() - begun, 1)
+            is_logged = True
+    waited_seconds = round(time.monotonic() - started_at, 1)
     raise _no_room(
         "the local tier has no room for this save",
         needed_bytes,
@@ -181,10 +181,10 @@ def evict(
                 return plan
             candidates = [_checkpoints(settings, directory, plan), () if spares_cache else _entries(Pool(settings))]
             _choose(plan, chain(*candidates), "checkpoint")
-            gone = [one for one in plan.evicted if _evict(one, plan)]
-            for one in gone:
+            freed = [one for one in plan.evicted if _evict(one, plan)]
+            for one in freed:
                 log.warning("evicted %s from the local tier: a save needs %s", one.uri, human_bytes(needed_bytes))
-            if not gone:
+            if not freed:
                 for one in plan.leased:
                     if one.kind == "checkpoint":
                         plan.waits[f"the reader of {Path(one.uri).name}"] = one.size_bytes
@@ -342,38 +342,38 @@ def _entries(pool: Pool, rows: list[CacheRow] | None = None) -> Iterator[Candida
 def _checkpoints(settings: Settings, directory: Path, plan: AdmissionPlan) -> Iterator[Candidate]:
     """Return checkpoints in eviction order, except ``directory``. Adds running drains to ``plan``."""
     root = settings.local_root
-    here = list(local_checkpoints(root))
-    abandoned = abandoned_here(here)
-    stay = _newest_of_each_run(here, abandoned) | {directory}
+    local_copies = list(local_checkpoints(root))
+    abandoned = abandoned_here(local_copies)
+    kept = _newest_of_each_run(local_copies, abandoned) | {directory}
     busy = set()
     for entry in Journal(root).entries():
         place = local_dir(root, entry.location)
         busy.add(place)
         if entry.error:
             plan.drain_error = entry.error  # its drain failed for good: waiting is useless
-        elif entry.state == READY and settings.drain and place not in stay:
+        elif entry.state == READY and settings.drain and place not in kept:
             plan.waits[f"the drain of {entry.uri}"] = plan.waits.get(f"the drain of {entry.uri}", 0) + entry.size_bytes
-    for old, manifest in sorted(_oldest_first(here), key=lambda item: item[0] not in abandoned):
-        if old in stay | busy or not marks.is_evictable(old, manifest.attempt):
+    for old, manifest in sorted(_oldest_first(local_copies), key=lambda item: item[0] not in abandoned):
+        if old in kept | busy or not marks.is_evictable(old, manifest.attempt):
             continue
         if size_bytes := _own_bytes(old, manifest):  # else linked to the shared tier: removal frees nothing
             is_used, remove = partial(read_lease.is_read, root, old), partial(_remove, root, old, manifest.attempt)
             yield Candidate("checkpoint", str(old), size_bytes, False, is_used, remove)
 
 
-def _oldest_first(here: list[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
+def _oldest_first(local_copies: list[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
     """By step within a run, between runs by time, so a clock set back does not reorder steps."""
     ages: dict[Path, float] = {}
     latest: dict[Path, float] = {}
-    for directory, manifest in sorted(here, key=lambda item: age_of(item[0].name)):
+    for directory, manifest in sorted(local_copies, key=lambda item: age_of(item[0].name)):
         latest[directory.parent] = max(latest.get(directory.parent, 0.0), manifest.created_unix_seconds)
         ages[directory] = latest[directory.parent]
-    return sorted(here, key=lambda item: (ages[item[0]], age_of(item[0].name)))
+    return sorted(local_copies, key=lambda item: (ages[item[0]], age_of(item[0].name)))
 
 
-def _newest_of_each_run(here: list[tuple[Path, Manifest]], abandoned: Set[Path]) -> set[Path]:
+def _newest_of_each_run(local_copies: list[tuple[Path, Manifest]], abandoned: Set[Path]) -> set[Path]:
     runs: dict[Path, list[CheckpointCopy]] = {}
-    for directory, manifest in here:
+    for directory, manifest in local_copies:
         step = step_of(directory.name)
         copy = CheckpointCopy(
             directory.name,

@@ -56,15 +56,15 @@ class StoreChunks:
             IntegrityError: it is damaged in the store, or the file has changed since it was listed.
             StoreError: the store cannot return it.
         """
-        item, at, reads = self.frozen.files[index], self.frozen.chunk_range(index, chunk), 0
+        item, chunk_range, reads = self.frozen.files[index], self.frozen.chunk_range(index, chunk), 0
         try:
             while True:
                 try:
-                    data = await self._versions.read(item, at, into)
+                    data = await self._versions.read(item, chunk_range, into)
                     digest = await asyncio.to_thread(digest_of, data)
-                    BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
+                    BYTES.emit(chunk_range.size_bytes, tier=Tier.SHARED, direction="read")
                     if item.digests and not same_digest(data, digest, item.digests[chunk]):
-                        raise corrupt(item.path, at, Tier.SHARED, self.store.uri)
+                        raise corrupt(item.path, chunk_range, Tier.SHARED, self.store.uri)
                     break
                 except RangesIgnoredError:
                     data, digest = await self._read_streamed(index, chunk, into)
@@ -86,12 +86,12 @@ class StoreChunks:
 
     async def _read_streamed(self, index: int, chunk: int, into: memoryview | None) -> tuple[Buffer, str]:
         """Read a chunk of a file that its server only sends whole: all of the file lands."""
-        at, writer = self.frozen.chunk_range(index, chunk), self._writer
-        data = into if into is not None else memoryview(bytearray(at.size_bytes))
+        chunk_range, writer = self.frozen.chunk_range(index, chunk), self._writer
+        data = into if into is not None else memoryview(bytearray(chunk_range.size_bytes))
         if writer is not None and writer.has_room and not await asyncio.to_thread(writer.partial_entry.is_published):
             try:
                 await self._stream_of(writer, index).wait(chunk)
-                if await asyncio.to_thread(writer.partial_entry.read, index, at, data):
+                if await asyncio.to_thread(writer.partial_entry.read, index, chunk_range, data):
                     return data, writer.partial_entry.digest(index, chunk)
             except CapacityError as error:
                 if not writer.is_cache:
@@ -270,26 +270,26 @@ async def _stream(versions: Versions, frozen: FileSet, index: int, target: FileS
 
 async def _stream_once(versions: Versions, frozen: FileSet, index: int, target: FileStream | OneChunk) -> None:
     item = frozen.files[index]
-    wanted = [chunk for chunk in range(frozen.chunks_of(index)) if target.wants(chunk)]
-    if not wanted:
+    requested = [chunk for chunk in range(frozen.chunks_of(index)) if target.wants(chunk)]
+    if not requested:
         return
     taking: asyncio.Future[None] | None = None
     try:
         async with versions.reading(item) as fill:
-            for chunk in range(wanted[-1] + 1):
-                at = frozen.chunk_range(index, chunk)
+            for chunk in range(requested[-1] + 1):
+                chunk_range = frozen.chunk_range(index, chunk)
                 with contextlib.ExitStack() as stack:
-                    memory = stack.enter_context(receive_memory(at.size_bytes))
-                    view = memory if memory is not None else memoryview(bytearray(at.size_bytes))
+                    memory = stack.enter_context(receive_memory(chunk_range.size_bytes))
+                    view = memory if memory is not None else memoryview(bytearray(chunk_range.size_bytes))
                     await fill(view)
-                    BYTES.emit(at.size_bytes, tier=Tier.SHARED, direction="read")
+                    BYTES.emit(chunk_range.size_bytes, tier=Tier.SHARED, direction="read")
                     if taking is not None:
                         await taking
                         taking = None
                     if target.wants(chunk):
                         digest = await asyncio.to_thread(digest_of, view)
                         if item.digests and not same_digest(view, digest, item.digests[chunk]):
-                            raise corrupt(item.path, at, Tier.SHARED, versions.store.uri)
+                            raise corrupt(item.path, chunk_range, Tier.SHARED, versions.store.uri)
                         taking = asyncio.ensure_future(_take(target, chunk, view, digest, stack.pop_all().close))
             if taking is not None:
                 await taking

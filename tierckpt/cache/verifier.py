@@ -61,8 +61,8 @@ class Checker:
         chunk without block digests.
         """
         for chunk in self.frozen.touched(byte_range):
-            at = self.frozen.chunk_range(index, chunk)
-            part = ByteRange(max(at.start, byte_range.start), min(at.stop, byte_range.stop))
+            chunk_range = self.frozen.chunk_range(index, chunk)
+            part = ByteRange(max(chunk_range.start, byte_range.start), min(chunk_range.stop, byte_range.stop))
             piece = data[part.start - byte_range.start : part.stop - byte_range.start]
             try:
                 if self._is_good(index, chunk, part, piece):
@@ -78,10 +78,16 @@ class Checker:
             is_new = (index, chunk) not in self.bad
             self.bad.add((index, chunk))
         if is_new:
-            at = self.frozen.chunk_range(index, chunk)
+            chunk_range = self.frozen.chunk_range(index, chunk)
             QUARANTINES.emit(1, tier=Tier.LOCAL)
             path = self.frozen.files[index].path
-            log.error("%s: bytes %d-%d of %s are damaged on this node", self.frozen.uri, at.start, at.stop, path)
+            log.error(
+                "%s: bytes %d-%d of %s are damaged on this node",
+                self.frozen.uri,
+                chunk_range.start,
+                chunk_range.stop,
+                path,
+            )
 
     def note_good(self, index: int, chunk: int) -> None:
         with self._lock:
@@ -91,18 +97,20 @@ class Checker:
         digest = self.digest(index, chunk)
         if not digest:
             return True
-        at = self.frozen.chunk_range(index, chunk)
+        chunk_range = self.frozen.chunk_range(index, chunk)
         known = self._blocks_of(index, chunk, digest)
-        start, stop = at.start, at.stop
+        start, stop = chunk_range.start, chunk_range.stop
         if known:
-            start = part.start - (part.start - at.start) % DIGEST_BLOCK_BYTES
-            stop = min(at.stop, part.stop + -(part.stop - at.start) % DIGEST_BLOCK_BYTES)
+            start = part.start - (part.start - chunk_range.start) % DIGEST_BLOCK_BYTES
+            stop = min(chunk_range.stop, part.stop + -(part.stop - chunk_range.start) % DIGEST_BLOCK_BYTES)
         pieces = (self._range(index, start, part.start), data, self._range(index, part.stop, stop))
         found = blocks_of(*pieces)
         if known:
-            first = (start - at.start) // DIGEST_BLOCK_BYTES * BLOCK_DIGEST_BYTES
+            first = (start - chunk_range.start) // DIGEST_BLOCK_BYTES * BLOCK_DIGEST_BYTES
             return known[first : first + len(found)] == found
-        if not digest.startswith("t") and at.size_bytes > DIGEST_BLOCK_BYTES:  # of a manifest of the first release
+        if (
+            not digest.startswith("t") and chunk_range.size_bytes > DIGEST_BLOCK_BYTES
+        ):  # of a manifest of the first release
             is_good = has_digest(b"".join(pieces), digest)
         else:
             is_good = digest_of_blocks(found) == digest
@@ -123,11 +131,14 @@ class Checker:
         known = self._blocks.get((index, chunk), b"")
         if known or not digest.startswith("t"):
             return known
-        at = self.frozen.blocks_range(index, chunk)
-        into = bytearray(at.size_bytes)
+        chunk_range = self.frozen.blocks_range(index, chunk)
+        into = bytearray(chunk_range.size_bytes)
         for directory in self.directories():
             with contextlib.suppress(TierckptError):
-                if read_file(directory / BLOCKS, at, memoryview(into)) and digest_of_blocks(bytes(into)) == digest:
+                if (
+                    read_file(directory / BLOCKS, chunk_range, memoryview(into))
+                    and digest_of_blocks(bytes(into)) == digest
+                ):
                     self._blocks[index, chunk] = bytes(into)
                     return bytes(into)
         return b""
@@ -141,7 +152,7 @@ async def mend(checker: Checker, chunks: StoreChunks, target: str, index: int, c
     Raises IntegrityError: damaged here, and no good copy from the store. StoreError: missing here, and unavailable.
     """
     frozen, digest = checker.frozen, checker.digest(index, chunk)
-    item, at = frozen.files[index], frozen.chunk_range(index, chunk)
+    item, chunk_range = frozen.files[index], frozen.chunk_range(index, chunk)
     if (index, chunk) not in checker.bad:
         log.warning("%s: %s is missing in the cache, reading from the store", frozen.uri, target)
         return (await chunks.read(index, chunk))[0]
@@ -151,7 +162,7 @@ async def mend(checker: Checker, chunks: StoreChunks, target: str, index: int, c
             raise IntegrityError("the store has other bytes there now", tier=Tier.SHARED)
     except TierckptError as error:
         raise IntegrityError(
-            f"bytes {at.start}-{at.stop} of {item.path} are damaged in the node cache, "
+            f"bytes {chunk_range.start}-{chunk_range.stop} of {item.path} are damaged in the node cache, "
             f"and the store has no good ones: {error.message}",
             hint=f"Load it again when {chunks.store.uri} can be reached, or fetch it again: "
             f"`tierckpt cache evict {frozen.uri}`, then `tierckpt prefetch`",

@@ -505,7 +505,7 @@ class _Wait:
     async def _pause(self) -> None:
         await asyncio.sleep(max(0.0, min(PAUSE_SECONDS, self._end - time.monotonic())))
         if isinstance(self._store, Recoverable):
-            self._store.hasten()
+            self._store.probe_soon()
 
     def _is_over(self, error: StoreError) -> bool:
         now = time.monotonic()

@@ -53,28 +53,28 @@ class Claims:
         self._lock = threading.Lock()
         self.has_locks = True
 
-    def take(self, at: int) -> bool:
+    def take(self, offset: int) -> bool:
         """Claim a byte; False if any other claim, also of this process, has it."""
         if self._pid != os.getpid():
             return True  # as without locks (C3): the descriptor was closed at the fork (C2)
         with self._lock:
-            if at in self._taken or not self._set(fcntl.F_WRLCK, at):
+            if offset in self._taken or not self._set(fcntl.F_WRLCK, offset):
                 return False
-            self._taken.add(at)
+            self._taken.add(offset)
             return True
 
-    def share(self, at: int) -> bool:
-        return self._set(fcntl.F_RDLCK, at)
+    def share(self, offset: int) -> bool:
+        return self._set(fcntl.F_RDLCK, offset)
 
-    def release(self, at: int) -> None:
+    def release(self, offset: int) -> None:
         if self._pid != os.getpid():
             return  # a copied block ends in the fork; the descriptor may be another file's by now
         with self._lock:
-            self._taken.discard(at)
-            self._set(fcntl.F_UNLCK, at)
+            self._taken.discard(offset)
+            self._set(fcntl.F_UNLCK, offset)
 
     def held(self, start: int, stop: int) -> list[int]:
-        own = [at for at in tuple(self._taken) if start <= at < stop]
+        own = [offset for offset in tuple(self._taken) if start <= offset < stop]
         return sorted({*own, *locked(self._file, start, stop)})
 
     def close(self) -> None:
@@ -85,9 +85,9 @@ class Claims:
             close_lock(self._file)
             self._file = -1
 
-    def _set(self, kind: int, at: int) -> bool:
+    def _set(self, kind: int, offset: int) -> bool:
         try:
-            return lock_record(self._file, kind, at)
+            return lock_record(self._file, kind, offset)
         except OSError as error:  # C3
             if self.has_locks:
                 log.debug("no file locks here, so claims are not exclusive: %s", error)
@@ -108,11 +108,11 @@ def locked(file: int, start: int, stop: int) -> list[int]:
             if first >= end:
                 continue
             question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, end - first, 0)
-            kind, _, at, size, _ = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, question))
+            kind, _, offset, size, _ = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, question))
             if kind != fcntl.F_UNLCK:
-                last = at + size if size else end
-                found += range(max(first, at), min(last, end))
-                ranges += [(first, at), (last, end)]
+                last = offset + size if size else end
+                found += range(max(first, offset), min(last, end))
+                ranges += [(first, offset), (last, end)]
     return found
 
 
@@ -218,9 +218,11 @@ class HostLease:
 
     def _overtake(self, holder: bytes, written_ns: int) -> bool:
         """Remove a silent holder's lease; False when another host does."""
-        right = self._sibling(f"{written_ns:x}")  # the right to remove that lease: only one host creates this file
+        takeover_mark = self._sibling(
+            f"{written_ns:x}"
+        )  # the right to remove that lease: only one host creates this file
         try:
-            write_new(right, b"", is_durable=False)
+            write_new(takeover_mark, b"", is_durable=False)
         except FileExistsError:
             if time.monotonic() - self._seen_at < 2 * SILENT_SECONDS:  # else that host died here
                 return False

@@ -37,15 +37,15 @@ def open_beneath(directory: Path, relative: str) -> int:
     *folders, name = relative.split("/")
     if "\0" in relative or any(part in ("", ".", "..") for part in (*folders, name)):
         raise OSError(errno.EXDEV, "it leads out, or is no path", relative)
-    at = os.open(directory, _DIRECTORY)
+    directory_fd = os.open(directory, _DIRECTORY)
     try:
         for folder in folders:
-            below = os.open(folder, _DIRECTORY, dir_fd=at)
-            os.close(at)
-            at = below
-        file = os.open(name, _FLAGS, dir_fd=at)
+            below = os.open(folder, _DIRECTORY, dir_fd=directory_fd)
+            os.close(directory_fd)
+            directory_fd = below
+        file = os.open(name, _FLAGS, dir_fd=directory_fd)
     finally:
-        os.close(at)
+        os.close(directory_fd)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(errno.EINVAL, "no regular file", relative)
@@ -188,18 +188,18 @@ class DirectFile:
             self.fd = -1
 
 
-def read_direct(file: int, into: memoryview, offset: int, through: memoryview | None = None) -> int:
-    """Read whole blocks into ``into``, ``through`` a buffer if given. Returns the number of bytes.
+def read_direct(file: int, into: memoryview, offset: int, bounce: memoryview | None = None) -> int:
+    """Read whole blocks into ``into``, ``bounce`` a buffer if given. Returns the number of bytes.
 
     An error ends it like the end of the file: reading the rest through the page cache raises it.
     """
     done = 0
     with contextlib.suppress(OSError):
         while done < len(into):
-            part = into[done:] if through is None else through[: len(into) - done]
+            part = into[done:] if bounce is None else bounce[: len(into) - done]
             count = os.preadv(file, [part], offset + done)
-            if through is not None:
-                ctypes.memmove(address_of(into) + done, address_of(through), count)  # without the interpreter lock
+            if bounce is not None:
+                ctypes.memmove(address_of(into) + done, address_of(bounce), count)  # without the interpreter lock
             done += count
             if not count or count % DISK_BLOCK_BYTES:
                 break

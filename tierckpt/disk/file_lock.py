@@ -61,11 +61,11 @@ def try_lock(
     ``inherited``: the descriptor of a holder that may be dead (K4); closed at the end.
     """
     file, pid = open_lock(path) if inherited is None else inherited, os.getpid()
-    held = False
+    is_held = False
     try:
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            held = _is_file(file, path)  # K3
+            is_held = _is_file(file, path)  # K3
         except BlockingIOError:
             pass
         except OSError as error:
@@ -78,11 +78,11 @@ def try_lock(
                 tier=Tier.LOCAL,
                 errno=error.errno,
             ) from error
-        yield LockAttempt(held, file)
+        yield LockAttempt(is_held, file)
     finally:
         if os.getpid() == pid:  # K5
             try:
-                if held and remove:
+                if is_held and remove:
                     with suppress(OSError):  # if the file stays, the next holder locks it
                         if is_shared:
                             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if there is another holder
@@ -97,8 +97,8 @@ def try_lock(
 @contextmanager
 def lock(path: Path, timeout_seconds: float, what: str) -> Iterator[None]:
     for _ in Poll(timeout_seconds, BRIEF):
-        with try_lock(path) as held:
-            if held:
+        with try_lock(path) as is_held:
+            if is_held:
                 yield
                 return
     raise _late(timeout_seconds, what)
@@ -108,8 +108,8 @@ def lock(path: Path, timeout_seconds: float, what: str) -> Iterator[None]:
 async def lock_async(path: Path, timeout_seconds: float, what: str) -> AsyncIterator[None]:
     """``lock`` for coroutines; the file is removed with the lock."""
     async for _ in Poll(timeout_seconds, BRIEF):
-        with try_lock(path, remove=True) as held:
-            if held:
+        with try_lock(path, remove=True) as is_held:
+            if is_held:
                 yield
                 return
     raise _late(timeout_seconds, what)
@@ -123,14 +123,16 @@ def _late(timeout_seconds: float, what: str) -> OperationTimeoutError:
     )
 
 
-def lock_record(file: int, kind: int, at: int = 0, *, is_process: bool = False) -> bool:
-    """Set byte ``at`` to ``fcntl.F_WRLCK``, ``F_RDLCK`` or ``F_UNLCK``. False if another holder conflicts.
+def lock_record(file: int, kind: int, offset: int = 0, *, is_process: bool = False) -> bool:
+    """Set byte ``offset`` to ``fcntl.F_WRLCK``, ``F_RDLCK`` or ``F_UNLCK``. False if another holder conflicts.
 
     The lock ends with the open file, which forked children share; with ``is_process``, with this process, or when
     it closes any descriptor of the file. Never blocks. Cost: about 1 microsecond.
     """
     try:
-        fcntl.fcntl(file, fcntl.F_SETLK if is_process else fcntl.F_OFD_SETLK, _RECORD.pack(kind, os.SEEK_SET, at, 1, 0))
+        fcntl.fcntl(
+            file, fcntl.F_SETLK if is_process else fcntl.F_OFD_SETLK, _RECORD.pack(kind, os.SEEK_SET, offset, 1, 0)
+        )
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
@@ -138,9 +140,9 @@ def lock_record(file: int, kind: int, at: int = 0, *, is_process: bool = False) 
     return True
 
 
-def record_holder(file: int, at: int = 0, *, is_process: bool = False) -> int | None:
-    """Return the process that locks byte ``at``, None without one; negative if unknown. Takes no lock."""
-    asked = _RECORD.pack(fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
+def record_holder(file: int, offset: int = 0, *, is_process: bool = False) -> int | None:
+    """Return the process that locks byte ``offset``, None without one; negative if unknown. Takes no lock."""
+    asked = _RECORD.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
     answer = fcntl.fcntl(file, fcntl.F_GETLK if is_process else fcntl.F_OFD_GETLK, asked)
     kind, _, _, _, pid = _RECORD.unpack(answer)
     return int(pid) if kind != fcntl.F_UNLCK else None

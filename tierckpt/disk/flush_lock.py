@@ -36,10 +36,10 @@ def flushing(local_root: Path, size_bytes: int = 0) -> Iterator[None]:
     Cost: about 5 microseconds.
     """
     file, pid = _mark(local_root), os.getpid()
-    begun = time.monotonic()
+    started_at = time.monotonic()
     try:
         yield
-        FLUSH_SECONDS.emit(time.monotonic() - begun)
+        FLUSH_SECONDS.emit(time.monotonic() - started_at)
         BYTES.emit(size_bytes, tier=Tier.LOCAL, direction="written")
     finally:
         if file >= 0 and pid == os.getpid():

@@ -102,8 +102,8 @@ def _clear(path: Path, before_unix_seconds: float) -> bool:
         return True
     if path.with_suffix(".json").exists():
         return False
-    with try_lock(path, remove=True) as held:
-        return bool(held)
+    with try_lock(path, remove=True) as is_held:
+        return bool(is_held)
 
 
 def filesystem_type(path: Path) -> str:

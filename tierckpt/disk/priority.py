@@ -59,8 +59,8 @@ class CpuThrottle:
             if now - self._own[0] >= OWN_WINDOW_SECONDS:
                 then, process, used = self._own
                 self._own = (now, time.process_time(), self.used_seconds)
-                others = self._own[1] - process - (self.used_seconds - used)
-                self._own_busy = others / (now - then) / self._processors >= BUSY_SHARE
+                other_ticks = self._own[1] - process - (self.used_seconds - used)
+                self._own_busy = other_ticks / (now - then) / self._processors >= BUSY_SHARE
             if now - self._node[0] >= NODE_WINDOW_SECONDS:
                 _, work, total = self._node
                 self._node = (now, *_ticks())

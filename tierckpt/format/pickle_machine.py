@@ -30,12 +30,12 @@ PROTOCOLS = range(2, 6)
 class RefusedPickle(Exception):
     """The data contains an unsupported opcode or global.
 
-    ``wanted``: the unknown global, if any. ``is_hostile``: only damage or intent explains it.
+    ``global_name``: the unknown global, if any. ``is_hostile``: only damage or intent explains it.
     """
 
     def __init__(self, reason: str, wanted: str = "", *, is_hostile: bool = False) -> None:
         super().__init__(reason)
-        self.wanted = wanted
+        self.global_name = wanted
         self.is_hostile = is_hostile
 
 
@@ -112,31 +112,31 @@ class PickleMachine:
         data, memo = self.data, self.memo
         stack: list[Any] = []
         outer: list[list[Any]] = []  # stacks below the open marks
-        at = self._header()
+        position = self._header()
         while True:
-            op = data[at]
-            at += 1
+            op = data[position]
+            position += 1
             if op == MEMOIZE:
                 memo.append(stack[-1])
             elif op == LONG_BINGET:
-                stack.append(memo[_unpack_unsigned(data, at)[0]])
-                at += 4
+                stack.append(memo[_unpack_unsigned(data, position)[0]])
+                position += 4
             elif op == BINGET:
-                stack.append(memo[data[at]])
-                at += 1
+                stack.append(memo[data[position]])
+                position += 1
             elif op == TUPLE3:
                 last, middle = stack.pop(), stack.pop()
                 arguments = (stack[-1], middle, last)
-                if data[at : at + 3] == CALL:  # four opcodes as one: a call with three arguments
+                if data[position : position + 3] == CALL:  # four opcodes as one: a call with three arguments
                     del stack[-1]
                     made = _call(stack[-1], arguments)
                     memo += (arguments, made)
                     stack[-1] = made
-                    at += 3
+                    position += 3
                 else:
                     stack[-1] = arguments
             elif op == EMPTY_TUPLE:
-                if data[at : at + 5] == NEW_WITH_STATE:  # six opcodes as one: an object and its state begin
+                if data[position : position + 5] == NEW_WITH_STATE:  # six opcodes as one: an object and its state begin
                     record = _new(stack[-1], ())
                     state: Any = {}
                     memo += (record, state)
@@ -144,34 +144,34 @@ class PickleMachine:
                     stack.append(state)
                     outer.append(stack)
                     stack = []
-                    at += 5
+                    position += 5
                 else:
                     stack.append(())
             elif op == SETITEMS:
                 items, stack = stack, outer.pop()
                 self._set_items(stack[-1], items)
-                if data[at] == BUILD:
+                if data[position] == BUILD:
                     state = stack.pop()
                     _build(stack[-1], state)
-                    at += 1
+                    position += 1
             elif op == REDUCE:
                 arguments = stack.pop()
                 stack[-1] = _call(stack[-1], arguments)
             elif op == BININT:
-                stack.append(_unpack_int(data, at)[0])
-                at += 4
+                stack.append(_unpack_int(data, position)[0])
+                position += 4
             elif op == TUPLE1:
                 stack[-1] = (stack[-1],)
             elif op == BININT1:
-                stack.append(data[at])
-                at += 1
+                stack.append(data[position])
+                position += 1
             elif op == BININT2:
-                stack.append(data[at] | data[at + 1] << 8)
-                at += 2
+                stack.append(data[position] | data[position + 1] << 8)
+                position += 2
             elif op == SHORT_BINUNICODE:
-                end = at + 1 + data[at]
-                stack.append(str(data[at + 1 : end], "utf-8", "surrogatepass"))
-                at = end
+                end = position + 1 + data[position]
+                stack.append(str(data[position + 1 : end], "utf-8", "surrogatepass"))
+                position = end
             elif op == EMPTY_LIST:
                 stack.append([])
             elif op == APPEND:
@@ -203,29 +203,29 @@ class PickleMachine:
                 items = [stack.pop(-2), stack.pop()]
                 self._set_items(stack[-1], items)
             elif op == STOP:
-                return self.result(stack, outer, at)
+                return self.result(stack, outer, position)
             else:
                 rare = _RARE.get(op)
                 if rare is None:
-                    raise RefusedPickle(f"opcode {bytes([op])!r} at byte {at - 1} is not one that DCP writes")
-                at = rare(self, stack, at)
+                    raise RefusedPickle(f"opcode {bytes([op])!r} at byte {position - 1} is not one that DCP writes")
+                position = rare(self, stack, position)
 
     def _header(self) -> int:
         if self.data[0] != PROTO or self.data[1] not in PROTOCOLS:
             raise RefusedPickle("it is no pickle of protocol 2 to 5")
         return 2
 
-    def result(self, stack: list[Any], outer: list[list[Any]], at: int) -> Any:
+    def result(self, stack: list[Any], outer: list[list[Any]], position: int) -> Any:
         if len(stack) != 1 or outer:
-            raise RefusedPickle(f"it ends at byte {at}, where something else is missing or left over")
-        if at != len(self.data):
-            raise RefusedPickle(f"it goes on after its end, at byte {at}")
+            raise RefusedPickle(f"it ends at byte {position}, where something else is missing or left over")
+        if position != len(self.data):
+            raise RefusedPickle(f"it goes on after its end, at byte {position}")
         return stack[0]
 
-    def take(self, at: int, count: int) -> bytes:
-        taken = self.data[at : at + count]
+    def take(self, position: int, count: int) -> bytes:
+        taken = self.data[position : position + count]
         if len(taken) != count:
-            raise RefusedPickle(f"a length of {count} at byte {at} is longer than the file")
+            raise RefusedPickle(f"a length of {count} at byte {position} is longer than the file")
         return taken
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
@@ -236,71 +236,71 @@ class PickleMachine:
             raise RefusedPickle("a key of a dict is neither a string nor an integer nor an index")
         target.update(zip(keys, items[1::2], strict=True))
 
-    def _true(self, stack: list[Any], at: int) -> int:
+    def _true(self, stack: list[Any], position: int) -> int:
         stack.append(True)
-        return at
+        return position
 
-    def _false(self, stack: list[Any], at: int) -> int:
+    def _false(self, stack: list[Any], position: int) -> int:
         stack.append(False)
-        return at
+        return position
 
-    def _long(self, stack: list[Any], at: int) -> int:
+    def _long(self, stack: list[Any], position: int) -> int:
         """Accept at most 64 bits, enough for sizes: wider integers could all share one hash."""
-        count = self.data[at]
+        count = self.data[position]
         if count > 8:
-            raise RefusedPickle(f"an integer of {count} bytes at byte {at}")
-        stack.append(int.from_bytes(self.take(at + 1, count), "little", signed=True))
-        return at + 1 + count
+            raise RefusedPickle(f"an integer of {count} bytes at byte {position}")
+        stack.append(int.from_bytes(self.take(position + 1, count), "little", signed=True))
+        return position + 1 + count
 
-    def _float(self, stack: list[Any], at: int) -> int:
-        stack.append(_unpack_double(self.data, at)[0])
-        return at + 8
+    def _float(self, stack: list[Any], position: int) -> int:
+        stack.append(_unpack_double(self.data, position)[0])
+        return position + 8
 
-    def _text(self, stack: list[Any], at: int) -> int:
-        count: int = _unpack_unsigned(self.data, at)[0]
-        text = str(self.take(at + 4, count), "utf-8", "surrogatepass")
+    def _text(self, stack: list[Any], position: int) -> int:
+        count: int = _unpack_unsigned(self.data, position)[0]
+        text = str(self.take(position + 4, count), "utf-8", "surrogatepass")
         # As dict keys, two long equal texts would be compared letter by letter each time.
         stack.append(self.texts.setdefault(text, text))
-        return at + 4 + count
+        return position + 4 + count
 
-    def _short_bytes(self, stack: list[Any], at: int) -> int:
-        count = self.data[at]
-        stack.append(self.take(at + 1, count))
-        return at + 1 + count
+    def _short_bytes(self, stack: list[Any], position: int) -> int:
+        count = self.data[position]
+        stack.append(self.take(position + 1, count))
+        return position + 1 + count
 
-    def _bytes(self, stack: list[Any], at: int) -> int:
-        count: int = _unpack_unsigned(self.data, at)[0]
-        stack.append(self.take(at + 4, count))
-        return at + 4 + count
+    def _bytes(self, stack: list[Any], position: int) -> int:
+        count: int = _unpack_unsigned(self.data, position)[0]
+        stack.append(self.take(position + 4, count))
+        return position + 4 + count
 
-    def _frame(self, stack: list[Any], at: int) -> int:
-        count = _unpack_long(self.data, at)[0]
-        if count > len(self.data) - at - 8:
-            raise RefusedPickle(f"a frame of {count} bytes at byte {at} is longer than the file")
-        return at + 8
+    def _frame(self, stack: list[Any], position: int) -> int:
+        count = _unpack_long(self.data, position)[0]
+        if count > len(self.data) - position - 8:
+            raise RefusedPickle(f"a frame of {count} bytes at byte {position} is longer than the file")
+        return position + 8
 
-    def _put(self, stack: list[Any], at: int) -> int:
-        return self.put_at(stack, self.data[at], at + 1)
+    def _put(self, stack: list[Any], position: int) -> int:
+        return self.put_at(stack, self.data[position], position + 1)
 
-    def _long_put(self, stack: list[Any], at: int) -> int:
-        return self.put_at(stack, _unpack_unsigned(self.data, at)[0], at + 4)
+    def _long_put(self, stack: list[Any], position: int) -> int:
+        return self.put_at(stack, _unpack_unsigned(self.data, position)[0], position + 4)
 
-    def put_at(self, stack: list[Any], index: int, at: int) -> int:
+    def put_at(self, stack: list[Any], index: int, position: int) -> int:
         """Picklers number memo entries consecutively. Another index would only enlarge the memo."""
         if index != len(self.memo):
-            raise RefusedPickle(f"memo index {index} at byte {at} where {len(self.memo)} comes next")
+            raise RefusedPickle(f"memo index {index} at byte {position} where {len(self.memo)} comes next")
         self.memo.append(stack[-1])
-        return at
+        return position
 
-    def _stack_global(self, stack: list[Any], at: int) -> int:
+    def _stack_global(self, stack: list[Any], position: int) -> int:
         name, module = stack.pop(), stack.pop()
         stack.append(self.lookup(module, name))
-        return at
+        return position
 
-    def _global(self, stack: list[Any], at: int) -> int:
-        middle = self.data.index(b"\n", at)
+    def _global(self, stack: list[Any], position: int) -> int:
+        middle = self.data.index(b"\n", position)
         end = self.data.index(b"\n", middle + 1)
-        stack.append(self.lookup(str(self.data[at:middle], "utf-8"), str(self.data[middle + 1 : end], "utf-8")))
+        stack.append(self.lookup(str(self.data[position:middle], "utf-8"), str(self.data[middle + 1 : end], "utf-8")))
         return end + 1
 
     def lookup(self, module: Any, name: Any) -> Any:

@@ -183,8 +183,8 @@ def absolute(path: str) -> Path:
     parts = whole.parts[1:]
     if ".." not in parts:
         return Path("/", *parts)
-    upto = len(parts) - parts[::-1].index("..")
-    return Path(os.path.realpath(Path("/", *parts[:upto])), *parts[upto:])
+    last_parent = len(parts) - parts[::-1].index("..")
+    return Path(os.path.realpath(Path("/", *parts[:last_parent])), *parts[last_parent:])
 
 
 def _refuse_misspelt(text: str) -> None:
@@ -226,10 +226,10 @@ def _container(text: str, authority: str) -> str:
     """Return the container of ``CONTAINER@ACCOUNT.dfs.core.windows.net``. Raises ConfigError if the environment has
     another account, which would get the files."""
     container, _, host = authority.partition("@")
-    account, told = host.partition(".")[0], _azure_account()
-    if account and told and account != told:
+    account, environment_account = host.partition(".")[0], _azure_account()
+    if account and environment_account and account != environment_account:
         raise ConfigError(
-            f"{text} names the account {account}, and the environment has credentials of {told}",
+            f"{text} names the account {account}, and the environment has credentials of {environment_account}",
             hint=f"Set AZURE_STORAGE_ACCOUNT_NAME={account} and its key, or write az://{container}",
             uri=text,
         )
@@ -252,8 +252,8 @@ def _check(text: str, location: Location) -> None:
             hint=f"Write {scheme}://BUCKET/KEY: '#', '?' and '%' have no meaning of their own",
             uri=text,
         )
-    strange = {".", ".."} if scheme in {"http", "https"} else {"", ".", ".."}
-    if location.path and strange & {*parts}:
+    invalid_parts = {".", ".."} if scheme in {"http", "https"} else {"", ".", ".."}
+    if location.path and invalid_parts & {*parts}:
         kept = "/".join(part for part in parts if part not in {"", ".", ".."})
         raise ConfigError(
             f"{text!r} has an empty part, '.' or '..' in its key",

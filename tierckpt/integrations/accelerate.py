@@ -54,26 +54,28 @@ class TierState:
             )
         if name is not None and (step_of(name) is None or Path(name).name != name):
             raise ConfigError(f"{name!r} is no name of a checkpoint", hint="Say save(f'step-{step}'): no path, a step")
-        place = self.directory / (name or f"checkpoint_{self._configuration.iteration}")
-        begun = companion_path(self.directory.parent / place.name, "-begun")  # Accelerate would use it inside
+        directory = self.directory / (name or f"checkpoint_{self._configuration.iteration}")
+        started_mark = companion_path(
+            self.directory.parent / directory.name, "-begun"
+        )  # Accelerate would use it inside
         if self.accelerator.is_local_main_process:
-            if not self._names or begun.exists():
-                remove_tree(place, ignore_errors=True)  # of an interrupted save
-            elif not place.exists():  # else Accelerate refuses: it is not of a save of ours
-                begun.parent.mkdir(parents=True, exist_ok=True)
-                begun.touch()
+            if not self._names or started_mark.exists():
+                remove_tree(directory, ignore_errors=True)  # of an interrupted save
+            elif not directory.exists():  # else Accelerate refuses: it is not of a save of ours
+                started_mark.parent.mkdir(parents=True, exist_ok=True)
+                started_mark.touch()
         self.accelerator.wait_for_everyone()
-        self.accelerator.save_state(None if self._names else str(place), **options)
+        self.accelerator.save_state(None if self._names else str(directory), **options)
         self.accelerator.wait_for_everyone()
-        adopted = self.run.save(place)
+        adopted = self.run.save(directory)
         self.accelerator.wait_for_everyone()
         if not self._names:
             self.run.forget(adopted)
         if self.accelerator.is_local_main_process:
             if self._names:
-                begun.unlink(missing_ok=True)
+                started_mark.unlink(missing_ok=True)
             else:
-                remove_tree(place, ignore_errors=True)
+                remove_tree(directory, ignore_errors=True)
         return adopted
 
     def load(self, **options: Any) -> int | None:

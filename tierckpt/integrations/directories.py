@@ -66,7 +66,7 @@ class Directories:
     def _warn_of_removed(self) -> None:
         """Warn if the host's retention removed an undrained directory, which stays here."""
         left = {entry.uri for entry in Journal(self.settings.local_root).entries()}
-        gone = [uri for uri, place in self._saved.items() if not place.exists()]
+        gone = [uri for uri, directory in self._saved.items() if not directory.exists()]
         for uri in gone:
             if uri in left:
                 log.warning("%s was removed and is not drained yet: tierckpt keeps it until it is", self._saved[uri])
@@ -136,8 +136,8 @@ def make_way(directory: Path) -> None:
 
     Only directories of other names are removed. Call it before any rank writes there.
     """
-    for above, _, names in os.walk(directory):
-        for path in (Path(above, name) for name in names):
+    for folder, _, names in os.walk(directory):
+        for path in (Path(folder, name) for name in names):
             with contextlib.suppress(FileNotFoundError):  # another rank's
                 if path.lstat().st_nlink > 1:
                     path.unlink()
@@ -150,13 +150,13 @@ def rank_0_finds(what: str, find: Callable[[], str]) -> str:
 
     Raises ConfigError: ``WORLD_SIZE`` above 1 without a process group. OperationTimeoutError: rank 0 did not arrive.
     """
-    of_job = ranks_of_job()
-    if of_job is None and os.environ.get("WORLD_SIZE", "1") != "1":
+    job_ranks = ranks_of_job()
+    if job_ranks is None and os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(
             f"ranks cannot agree on the newest checkpoint of {what}: there is no process group yet",
             hint="Ask when the framework is set up: after Accelerator(), Trainer() or init_process_group()",
         )
-    if of_job is None or of_job[1] == 1:
+    if job_ranks is None or job_ranks[1] == 1:
         return find()
     return RankStore.numbered(f"tierckpt/newest/{what}", RESTORE_SECONDS).broadcast(
         "found",

@@ -45,23 +45,23 @@ _CLOSES_ALWAYS = ("fsspec.core", "pandas.io.common")
 class _CachedFile(RangeFile):
     """A file through the node cache. Thread-safe; a forked child reopens it in the same version."""
 
-    def __init__(self, thing: Thing, settings: Settings) -> None:
-        super().__init__(thing.size_bytes)
-        self._entry, self._settings = thing, settings
-        self._path = thing.location.name if thing.entry is None else thing.entry.path
+    def __init__(self, entry: Thing, settings: Settings) -> None:
+        super().__init__(entry.size_bytes)
+        self._entry, self._settings = entry, settings
+        self._path = entry.location.name if entry.entry is None else entry.entry.path
         self._pid = 0
         self._lock = threading.Lock()
         self._view = self._opened()
 
     def _opened(self) -> CachedView:
         if self._pid != os.getpid():
-            client, thing = get_client(self._settings), self._entry
-            if thing.checkpoint is not None:
-                place = thing.checkpoint.location
+            client, entry = get_client(self._settings), self._entry
+            if entry.checkpoint is not None:
+                place = entry.checkpoint.location
                 cached = client.run(client.mover.node_cache.open_at(place, kind="directory"))
             else:
-                info = ObjectInfo(thing.location.name, thing.size_bytes, thing.etag)
-                cached = client.run(client.mover.node_cache.open_at(thing.location, kind="object", info=info))
+                info = ObjectInfo(entry.location.name, entry.size_bytes, entry.etag)
+                cached = client.run(client.mover.node_cache.open_at(entry.location, kind="object", info=info))
             self._view, self._pid = CachedView(client, cached), os.getpid()
             only = self._view.only
             self._path = only.path if only is not None else self._path
@@ -142,28 +142,28 @@ class _WrittenFile(RangeFile):
         super().close()
 
 
-def open_raw(thing: Thing, settings: Settings) -> RangeFile:
-    if not thing.size_bytes:
+def open_raw(entry: Thing, settings: Settings) -> RangeFile:
+    if not entry.size_bytes:
         return RangeFile(0)  # nothing to fetch or keep
-    if thing.written is not None:
+    if entry.written is not None:
         try:
-            return _WrittenFile(thing.written, settings)
+            return _WrittenFile(entry.written, settings)
         except ObjectNotFoundError:  # drained meanwhile
             client = get_client(settings)
-            return open_raw(client.run(client.mover.browser.look(thing.location)), settings)
-    if thing.checkpoint is not None and thing.entry is not None:
-        local = thing.checkpoint.local_path(thing.entry)
+            return open_raw(client.run(client.mover.browser.look(entry.location)), settings)
+    if entry.checkpoint is not None and entry.entry is not None:
+        local = entry.checkpoint.local_path(entry.entry)
         if local is not None:
-            return _LocalFile(thing, thing.checkpoint, thing.entry, local, settings)
-    return _CachedFile(thing, settings)
+            return _LocalFile(entry, entry.checkpoint, entry.entry, local, settings)
+    return _CachedFile(entry, settings)
 
 
 class Reader(io.BufferedReader):
     """A file open for reading, in one version. ``path``, ``size``, ``details``: as in other fsspec files."""
 
-    def __init__(self, fs: Any, path: str, thing: Thing, details: dict[str, Any], settings: Settings) -> None:
-        super().__init__(open_raw(thing, settings), BUFFER_BYTES)
-        self.fs, self.path, self.size, self.details = fs, path, thing.size_bytes, details
+    def __init__(self, fs: Any, path: str, entry: Thing, details: dict[str, Any], settings: Settings) -> None:
+        super().__init__(open_raw(entry, settings), BUFFER_BYTES)
+        self.fs, self.path, self.size, self.details = fs, path, entry.size_bytes, details
         self.blocksize = BUFFER_BYTES
 
     def info(self) -> dict[str, Any]:
@@ -174,9 +174,9 @@ class Reader(io.BufferedReader):
         return _opened_anew, (self.fs, self.path, self.tell())
 
 
-def _opened_anew(fs: Any, path: str, at: int) -> Any:
+def _opened_anew(fs: Any, path: str, position: int) -> Any:
     file = fs.open(path, "rb")
-    file.seek(at)
+    file.seek(position)
     return file
 
 

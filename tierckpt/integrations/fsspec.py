@@ -95,13 +95,13 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _look(self, path: str) -> Thing:
         location = self._location(path)
-        thing: Thing = self._run(self._mover.browser.look(location))
-        return thing
+        entry: Thing = self._run(self._mover.browser.look(location))
+        return entry
 
-    def _info(self, name: str, thing: Thing) -> dict[str, Any]:
-        if thing.is_dir:
+    def _info(self, name: str, entry: Thing) -> dict[str, Any]:
+        if entry.is_dir:
             return {"name": name, "size": 0, "type": "directory"}
-        return {"name": name, "size": thing.size_bytes, "type": "file", "ETag": thing.etag}
+        return {"name": name, "size": entry.size_bytes, "type": "file", "ETag": entry.etag}
 
     @short_traceback
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
@@ -132,8 +132,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         name = self._strip_protocol(path)
         location = self._location(name)
         try:
-            things = self._run(self._mover.browser.level(location))
-            infos = [self._info(f"{name}/{thing.location.name}", thing) for thing in things]
+            entries = self._run(self._mover.browser.level(location))
+            infos = [self._info(f"{name}/{entry.location.name}", entry) for entry in entries]
         except ObjectNotFoundError:
             infos = [self.info(name)]
             if infos[0]["type"] == "directory":
@@ -148,9 +148,9 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         location = self._location(name)
         if location.scheme == "file" or maxdepth is not None:  # real directories; or less than all
             return super().find(name, maxdepth=maxdepth, withdirs=withdirs, detail=detail, **kwargs)
-        things = self._run(self._mover.browser.below(location))
+        entries = self._run(self._mover.browser.below(location))
         skip = len(location.path.rstrip("/")) + 1 if location.path else 0
-        found = {path: self._info(path, thing) for thing in things if (path := f"{name}/{thing.location.path[skip:]}")}
+        found = {path: self._info(path, entry) for entry in entries if (path := f"{name}/{entry.location.path[skip:]}")}
         if not found and self.isfile(name):
             found = {name: self.info(name)}
         if withdirs and found and name not in found:
@@ -188,8 +188,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _open(self, path: str, mode: str = "rb", block_size: Any = None, autocommit: bool = True, **kwargs: Any) -> Any:
         name = self._strip_protocol(path)
         if mode == "rb":
-            thing = self._file(name)
-            return Reader(self, name, thing, self._info(name, thing), self.settings)
+            entry = self._file(name)
+            return Reader(self, name, entry, self._info(name, entry), self.settings)
         if mode not in ("wb", "xb", "ab"):
             raise ConfigError(f"mode {mode!r} is not offered", hint="Use rb, wb, xb or ab", uri=name)
         location, is_new = self._location(name), mode == "xb"
@@ -210,10 +210,10 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return writer
 
     def _file(self, name: str) -> Thing:
-        thing = self._look(name)
-        if thing.is_dir:
+        entry = self._look(name)
+        if entry.is_dir:
             raise IsADirectoryError(name)
-        return thing
+        return entry
 
     @short_traceback
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
@@ -247,11 +247,11 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return results
 
     def _cat(self, path: str, ranges: Sequence[tuple[int | None, int | None]]) -> list[bytes]:
-        thing = self._file(self._strip_protocol(path))
+        entry = self._file(self._strip_protocol(path))
         found = []
-        with open_raw(thing, self.settings) as file:
+        with open_raw(entry, self.settings) as file:
             for bounds in ranges:
-                start, stop, _ = slice(*bounds).indices(thing.size_bytes)
+                start, stop, _ = slice(*bounds).indices(entry.size_bytes)
                 data = bytearray(max(0, stop - start))
                 if data:
                     file.read_into(start, memoryview(data))
@@ -273,8 +273,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
-        thing = self._look(path1)
-        if thing.is_dir:
+        entry = self._look(path1)
+        if entry.is_dir:
             self.makedirs(path2, exist_ok=True)
             return
         with self._open(path1) as stream:
@@ -311,7 +311,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         Raises OperationTimeoutError, with the last error. CommitAbandonedError: the drain of a file failed for
         too long; with the reason.
         """
-        begun: set[str] = set()
+        started_tokens: set[str] = set()
         for _ in Poll(timeout_seconds, LOCAL):
             left = self._undrained(path)
             if not left:
@@ -319,9 +319,9 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             for entry in left:
                 if entry.state in ASIDE:
                     raise set_aside_error(entry)
-            for token in {entry.token for entry in left} - begun:  # also of ended processes
+            for token in {entry.token for entry in left} - started_tokens:  # also of ended processes
                 get_client(self.settings).drain_in_background(token)
-                begun.add(token)
+                started_tokens.add(token)
         raise OperationTimeoutError(
             f"{len(left)} files at {path} are on this node only after {timeout_seconds:g} s",
             hint="`tierckpt status` shows the journal; `tierckpt drain --wait` retries",
@@ -400,11 +400,11 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         # A mover may be sending it, or its replacement: the removal comes after that (W2, W3).
         may_wait = self.write_back and write_back.can_carry(location)
         is_behind = may_wait and not self.is_drained(moved_in or self._parent(path))
-        beside = self._parent(self._parent(path))
-        if may_wait and not (is_behind or moved_in or location.scheme == "file") and "/" in beside:
+        run_path = self._parent(self._parent(path))
+        if may_wait and not (is_behind or moved_in or location.scheme == "file") and "/" in run_path:
             # An older step removed file by file waits as one removed as a whole does (W5).
-            is_behind = any(entry.files for entry in self._undrained(beside))
-            moved_in = beside
+            is_behind = any(entry.files for entry in self._undrained(run_path))
+            moved_in = run_path
         if thing.written is not None or is_behind:
             after = self._location(moved_in) if moved_in else None
             self._remove_behind(location, after)
@@ -450,11 +450,11 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             is_behind = is_behind and any(
                 entry.files and not f"{entry.uri}/".startswith(f"{location.uri}/") for entry in self._undrained(above)
             )
-            beside = self._location(above) if is_behind else None
+            run_path = self._location(above) if is_behind else None
             below.sort(key=lambda thing: thing.location.name != METADATA)  # first the file that marks it as whole
             for thing in below:
                 if is_behind or thing.written is not None:
-                    self._remove_behind(thing.location, beside)
+                    self._remove_behind(thing.location, run_path)
             if is_behind and below:
                 log.warning("%s stays on the store until the files written next to it have been drained", location.uri)
                 continue

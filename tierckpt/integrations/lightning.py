@@ -150,15 +150,15 @@ class _Nothing(dict[str, Any]):
         return False
 
 
-def nothing_to_restore(place: str) -> dict[str, Any]:
-    log.warning("%s has no checkpoint yet: training starts from the beginning", place)
+def nothing_to_restore(location: str) -> dict[str, Any]:
+    log.warning("%s has no checkpoint yet: training starts from the beginning", location)
     return _Nothing({"pytorch-lightning_version": VERSION})
 
 
 def is_of_host(path: str | os.PathLike[str]) -> bool:
-    place = Path(path)
-    is_for_ray = place.name == RAY_NAME and place.is_relative_to(tempfile.gettempdir())
-    return is_for_ray or _OWN.fullmatch(place.name) is not None
+    location = Path(path)
+    is_for_ray = location.name == RAY_NAME and location.is_relative_to(tempfile.gettempdir())
+    return is_for_ray or _OWN.fullmatch(location.name) is not None
 
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:
@@ -214,12 +214,13 @@ def _load_as_rank_0(fs: Any, name: str, *how: Any) -> dict[str, Any]:
             found, version = _loaded_anew(fs, name, version, *how)
         if found is None:
             continue
-        mine = found.get("global_step", 0)
-        if mine == step:
+        local_step = found.get("global_step", 0)
+        if local_step == step:
             return found
-        if mine > step:
+        if local_step > step:
+            url = fs.unstrip_protocol(name)
             raise CheckpointError(
-                f"{fs.unstrip_protocol(name)}: this node has step {mine}, which is newer than rank 0's, step {step}",
+                f"{url}: this node has step {local_step}, which is newer than rank 0's, step {step}",
                 hint="`tierckpt drain --wait` on this node; then start the job again",
             )
         found = None

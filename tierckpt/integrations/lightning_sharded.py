@@ -39,14 +39,14 @@ class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        place, step = Path(self.broadcast(filepath)), checkpoint["global_step"]
-        if is_of_host(place):  # a tuner's, which is no step of the run
-            super().save_checkpoint(checkpoint, place, storage_options)
+        directory, step = Path(self.broadcast(filepath)), checkpoint["global_step"]
+        if is_of_host(directory):  # a tuner's, which is no step of the run
+            super().save_checkpoint(checkpoint, directory, storage_options)
             return
-        make_way(place)  # last.ckpt is written in place, repeatedly
+        make_way(directory)  # last.ckpt is written in place, repeatedly
         self.barrier()
-        super().save_checkpoint(checkpoint, place, storage_options)
-        self.run.save(place, step_name(step))
+        super().save_checkpoint(checkpoint, directory, storage_options)
+        self.run.save(directory, step_name(step))
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None

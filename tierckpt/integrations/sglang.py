@@ -71,10 +71,10 @@ def _connector_class() -> Any:
         def weight_iterator(self, rank: int = 0) -> Generator[tuple[str, Tensor], None, None]:
             """Yield every tensor, as ``stream_safetensors``; layers take their part of each."""
             ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-            ways = SHARED_READ_MODES if ranks > 1 else MODEL_READ_MODES
-            wanted = WantedTensors(self.url, "cpu", None, "", Parts(), Settings.load(), ways)
-            wanted.begin()
-            return wanted.stream(BYTES_IN_FLIGHT_MAX)
+            modes = SHARED_READ_MODES if ranks > 1 else MODEL_READ_MODES
+            selected = WantedTensors(self.url, "cpu", None, "", Parts(), Settings.load(), modes)
+            selected.begin()
+            return selected.stream(BYTES_IN_FLIGHT_MAX)
 
     return TierckptConnector
 

@@ -43,24 +43,24 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
         """Checkpoints of an earlier training in ``output_dir``, by step: this one may write there in place."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        places = Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        self._earlier = {step_of(place.name): place for place in places}
+        directories = Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        self._earlier = {step_of(directory.name): directory for directory in directories}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # A barrier within the step, so that no rank writes yet.
-        if (place := self._earlier.pop(state.global_step + 1, None)) is not None:
-            make_way(place)
+        if (directory := self._earlier.pop(state.global_step + 1, None)) is not None:
+            make_way(directory)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if state.is_hyper_param_search:
-            place = _of_trial(Path(args.output_dir), name, state)
+            directory = _of_trial(Path(args.output_dir), name, state)
             # The next search may write to these directories, in place.
-            self._run_of(place.parent.name).save(place, is_written_once=False)
+            self._run_of(directory.parent.name).save(directory, is_written_once=False)
             return
         # On SIGTERM it may save this step again.
-        place = Path(args.output_dir, name)
-        self.run.save(place, is_written_once=not getattr(args, "enable_jit_checkpoint", False))
+        directory = Path(args.output_dir, name)
+        self.run.save(directory, is_written_once=not getattr(args, "enable_jit_checkpoint", False))
 
     def _run_of(self, trial: str) -> Directories:
         if trial not in self._trials:
@@ -89,10 +89,10 @@ def _of_trial(output_dir: Path, name: str, state: Any) -> Path:
     Each trial has its own log and parameters, written to ``trainer_state.json``. Raises ConfigError: no directory
     below ``output_dir`` has this state.
     """
-    for place in sorted(output_dir.glob(f"*/{name}")):
+    for directory in sorted(output_dir.glob(f"*/{name}")):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            if _identity(json.loads((place / STATE).read_text())) == _identity(vars(state)):
-                return place
+            if _identity(json.loads((directory / STATE).read_text())) == _identity(vars(state)):
+                return directory
     raise ConfigError(
         f"no {name} of this trial is below {output_dir}",
         hint="hyperparameter_search writes to output_dir/run-N, which every rank that saves must see",

@@ -114,9 +114,9 @@ class _Cluster:
         return str(Path(into) / parse_uri(newest).name)
 
 
-def _places(look: Callable[[], str | None]) -> list[str]:
+def _places(find: Callable[[], str | None]) -> list[str]:
     nodes: dict[str, str] = {}
-    for node, place in on_nodes(dict.fromkeys(alive_nodes(), look)).items():
+    for node, place in on_nodes(dict.fromkeys(alive_nodes(), find)).items():
         if place is not None:
             nodes.setdefault(place, node)
     return list(nodes.values())

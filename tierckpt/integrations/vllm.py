@@ -62,9 +62,9 @@ def _loader_class(base: Any) -> Any:
 
         def __init__(self, load_config: Any) -> None:
             self._options = Options(load_config.model_loader_extra_config)
-            ours = copy.copy(load_config)
-            ours.load_format, ours.model_loader_extra_config = "auto", self._options.for_vllm
-            super().__init__(ours)
+            config = copy.copy(load_config)
+            config.load_format, config.model_loader_extra_config = "auto", self._options.for_vllm
+            super().__init__(config)
             # A draft model, secondary weights and a reload from another path share these options, but not the URI.
             current = get_current_vllm_config_or_none()
             self._served = current.model_config.model if current is not None else None
@@ -95,7 +95,7 @@ def _loader_class(base: Any) -> Any:
         def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Tensor]]:
             """Stream one source's weights that this rank loads. Raises as ``stream_safetensors``, mostly before any
             read."""
-            _, places, use_safetensors, _ = self._prepare_weights(
+            _, locations, use_safetensors, _ = self._prepare_weights(
                 source.model_or_path,
                 source.subfolder,
                 source.revision,
@@ -109,7 +109,7 @@ def _loader_class(base: Any) -> Any:
                 self.counter_before_loading_weights = time.perf_counter()
             is_shown = enable_tqdm(self.load_config.use_tqdm_on_load)
             nodes = groups.get_node_count() if _ranks() > 1 else 1
-            tensors = self._options.stream(sorted(places), self._wanted(source.is_unused_weight), is_shown, nodes)
+            tensors = self._options.stream(sorted(locations), self._wanted(source.is_unused_weight), is_shown, nodes)
             return ((source.prefix + name, tensor) for name, tensor in tensors)
 
         def _wanted(self, is_unused: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
@@ -145,8 +145,8 @@ class Options:
     """
 
     def __init__(self, extra: dict[str, Any] | None) -> None:
-        given = dict(extra or {})
-        own = {name: given.pop(name) for name in _OWN if name in given}
+        options = dict(extra or {})
+        own = {name: options.pop(name) for name in _OWN if name in options}
         for name, value in own.items():
             if not isinstance(value, _OWN[name]) or isinstance(value, bool):
                 raise ConfigError(
@@ -154,14 +154,14 @@ class Options:
                 )
         if own.get("bytes_in_flight_max", 1) < 1:
             raise ConfigError("bytes_in_flight_max of model_loader_extra_config is below 1", hint="Give bytes")
-        self.for_vllm = {name: given.pop(name) for name in _VLLM_OWN if name in given}
+        self.for_vllm = {name: options.pop(name) for name in _VLLM_OWN if name in options}
         self.uri: str = own.get("uri", "")
         self._device: str = own.get("device", "cpu")
         self._bytes_in_flight_max: int = own.get("bytes_in_flight_max", BYTES_IN_FLIGHT_MAX)
-        self._settings = Settings.load(**given)
+        self._settings = Settings.load(**options)
 
     def stream(
-        self, places: list[str], names: Callable[[str], bool] | None, is_shown: bool, nodes: int = 1
+        self, locations: list[str], names: Callable[[str], bool] | None, is_shown: bool, nodes: int = 1
     ) -> Generator[tuple[str, Tensor], None, None]:
         """Yield the tensors of files, or of a URI, one location after another; show progress in bytes.
 
@@ -171,34 +171,34 @@ class Options:
         """
         from tqdm.auto import tqdm
 
-        is_fetched, ranks = any(map(scheme_of, places)), _ranks()
+        is_fetched, ranks = any(map(scheme_of, locations)), _ranks()
         is_part = is_fetched and nodes > 1
-        ways: tuple[ReadMode, ...] = MODEL_READ_MODES
+        modes: tuple[ReadMode, ...] = MODEL_READ_MODES
         deferral = None
         if ranks > 1:
-            ways = (replace(SHARED_READ_MODES[0], ranks=max(1, ranks // nodes)),)
+            modes = (replace(SHARED_READ_MODES[0], ranks=max(1, ranks // nodes)),)
             deferral = Deferral(1 if is_part else DEFERRED_BYTES_MIN)  # an unused one would cost a chunk
         with contextlib.ExitStack() as stack:
             every = [
                 stack.enter_context(
-                    contextlib.closing(WantedTensors(place, self._device, names, "", Parts(), self._settings, ways))
+                    contextlib.closing(WantedTensors(location, self._device, names, "", Parts(), self._settings, modes))
                 )
-                for place in places
+                for location in locations
             ]
             bar = stack.enter_context(
                 tqdm(
                     desc="Loading safetensors using tierckpt",
-                    total=sum(want.size_bytes for wanted in every for want in wanted.wants),
+                    total=sum(want.size_bytes for selected in every for want in selected.requests),
                     disable=not is_shown,
                     unit="B",
                     unit_scale=True,
                     mininterval=1.0,
                 )
             )
-            for wanted in every:
+            for selected in every:
                 if not is_part:
-                    wanted.begin()
-                for name, tensor in wanted.stream(self._bytes_in_flight_max, deferral):
+                    selected.begin()
+                for name, tensor in selected.stream(self._bytes_in_flight_max, deferral):
                     bar.update(tensor.nbytes)
                     yield name, tensor
             if deferral is not None and is_fetched:  # a path can be read later, too

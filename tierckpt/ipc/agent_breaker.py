@@ -79,7 +79,7 @@ class AgentBreaker:
 
     def _await(self, probe: Probe, start: bool) -> None:
         poll = Poll(pauses=PROBE_PAUSES)
-        begun = silent_since = time.monotonic()
+        started_at = silent_since = time.monotonic()
         while (answer := probe(STOPPED_SECONDS, start=start)) is not AgentAnswer.YES:
             if answer is not AgentAnswer.SILENT:
                 silent_since = time.monotonic()
@@ -88,7 +88,7 @@ class AgentBreaker:
                 continue
             poll.pause()
         self.is_open = False
-        log.info("the agent of %s answers after %.1f s", self._local_root, time.monotonic() - begun)
+        log.info("the agent of %s answers after %.1f s", self._local_root, time.monotonic() - started_at)
 
     def _end_hung(self, silent_seconds: float) -> bool:
         pid = kill_agent(self._local_root, only_stopped=silent_seconds < HUNG_SECONDS)

@@ -44,7 +44,7 @@ SOCKET = "agent.sock"
 LOG = "agent.log"
 START_LOCK = "agent.starting"
 """Locked by the process that starts it."""
-HANDOFF_NAME, LOCK_NAME = "will", "lock"
+HANDOFF_NAME, LOCK_NAME = "handoff", "lock"
 """Descriptors of a handoff that are not staging memory."""
 LOG_BYTES_MAX = 16 << 20
 MESSAGE_BYTES_MAX = 1 << 20
@@ -260,8 +260,8 @@ class AgentClient:
                     self._unsent -= 1
 
     def _ask_twice(self, question: _Question) -> Any:
-        patience = START_SECONDS if question.start or self._breaker is None else STARVED_SECONDS
-        if not self._lock.acquire(timeout=patience):  # another thread waits for an answer, or a start
+        wait_seconds = START_SECONDS if question.start or self._breaker is None else STARVED_SECONDS
+        if not self._lock.acquire(timeout=wait_seconds):  # another thread waits for an answer, or a start
             raise NotAnsweringError(f"the agent of {self.settings.local_root} has not answered another thread")
         try:
             try:
@@ -419,19 +419,19 @@ class _Listening:
         return message
 
     def _seconds_to_wait(self) -> float:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        remaining_seconds = self._deadline - time.monotonic()
+        if remaining_seconds <= 0:
             raise TimeoutError
         if self._is_patient:
-            return left
+            return remaining_seconds
         silent = time.monotonic() - self._received
         if silent < PATIENCE_SECONDS / 2:
-            return min(left, PATIENCE_SECONDS / 2 - silent + 0.001)
+            return min(remaining_seconds, PATIENCE_SECONDS / 2 - silent + 0.001)
         self._starvation = self._starvation or Starvation(peer_of(self._connection)[0])
         if silent < PATIENCE_SECONDS:
-            return min(left, PATIENCE_SECONDS - silent + 0.001)
+            return min(remaining_seconds, PATIENCE_SECONDS - silent + 0.001)
         if silent < STARVED_SECONDS and self._starvation.is_seen():
-            return min(left, PATIENCE_SECONDS / 2)
+            return min(remaining_seconds, PATIENCE_SECONDS / 2)
         raise _SilentError(f"no answer in {silent:.1f} s")
 
 

@@ -37,14 +37,14 @@ def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 def start_with_order(module: str, order: Json, descriptors: Sequence[int] = ()) -> tuple[subprocess.Popen[bytes], int]:
     """Start ``module`` with ``order`` as JSON on stdin. Returns the process, and our end of the pipe ``order["life"]``:
     closing it ends the process. Raises OSError."""
-    theirs, ours = os.pipe()
-    with os.fdopen(theirs), tempfile.TemporaryFile() as file:  # not a pipe, to avoid waiting for the reader
-        file.write(json.dumps({**order, "life": theirs}).encode())
+    child_end, own_end = os.pipe()
+    with os.fdopen(child_end), tempfile.TemporaryFile() as file:  # not a pipe, to avoid waiting for the reader
+        file.write(json.dumps({**order, "life": child_end}).encode())
         file.seek(0)
         try:
-            return start_python(module, stdin=file, pass_fds=(theirs, *descriptors)), ours
+            return start_python(module, stdin=file, pass_fds=(child_end, *descriptors)), own_end
         except BaseException:
-            os.close(ours)
+            os.close(own_end)
             raise
 
 
@@ -68,9 +68,9 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return kept | {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
 
 
-def _search_path(told: str) -> Iterator[str]:
+def _search_path(search_path: str) -> Iterator[str]:
     home = str(Path(__file__).resolve().parent.parent.parent)
-    for entry in told.split(os.pathsep):
+    for entry in search_path.split(os.pathsep):
         if entry != home and Path(entry).is_absolute() and not _is_open_to_all(Path(entry)):
             yield entry
     if home not in {*site.getsitepackages(), site.getusersitepackages()}:  # else it is found after Python's own

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_internals
-from .fill import Want, fill
+from .fill import TensorRequest, fill
 from .tensor_parts import Bounds
 
 DEFERRED_BYTES_MIN = 1 << 20
@@ -41,23 +41,23 @@ _VIEWS = {
 
 @dataclass(eq=False, slots=True)
 class _Source:
-    want: Want
+    request: TensorRequest
     device: torch.device
     made: list[weakref.ref[DeferredTensor]]
     whole: Tensor | None = None
 
     def read(self, view: Tensor) -> Tensor:
-        bounds = None if self.whole is not None else _bounds_of(view, self.want.shape)
-        if bounds is None or bounds == self.want.bounds:
+        bounds = None if self.whole is not None else _bounds_of(view, self.request.shape)
+        if bounds is None or bounds == self.request.bounds:
             return self.read_all().as_strided(view.shape, view.stride(), view.storage_offset())
-        part = fill([replace(self.want, bounds=bounds)], self.device)[self.want.name]
-        steps = dict(zip(_strides(self.want.shape), part.stride(), strict=True))
+        part = fill([replace(self.request, bounds=bounds)], self.device)[self.request.name]
+        steps = dict(zip(_strides(self.request.shape), part.stride(), strict=True))
         strides = [steps[stride] if size > 1 else 1 for size, stride in zip(view.shape, view.stride(), strict=True)]
         return part.as_strided(view.shape, strides)
 
     def read_all(self) -> Tensor:
         if self.whole is None:
-            self.whole = fill([self.want], self.device)[self.want.name]
+            self.whole = fill([self.request], self.device)[self.request.name]
         return self.whole
 
     def share(self) -> None:
@@ -77,9 +77,9 @@ def _bounds_of(view: Tensor, shape: tuple[int, ...]) -> Bounds | None:
     sizes = {stride: size for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1}
     if len(sizes) < sum(size != 1 for size in view.shape):
         return None
-    at, bounds = int(view.storage_offset()), []
+    position, bounds = int(view.storage_offset()), []
     for size, stride in zip(shape, _strides(shape), strict=True):
-        start, at = divmod(at, stride)
+        start, position = divmod(position, stride)
         stop = start + (sizes.pop(stride, 1) if size > 1 else 1)
         if stop > size:
             return None
@@ -163,14 +163,14 @@ class Deferral:
         self._made: list[weakref.ref[DeferredTensor]] = []
 
     def fill(
-        self, wants: Sequence[Want], device: torch.device, stop: threading.Event | None = None
+        self, requests: Sequence[TensorRequest], device: torch.device, stop: threading.Event | None = None
     ) -> dict[str, Tensor]:
         """``loading.fill.fill``, with large tensors deferred."""
-        tensors = fill([want for want in wants if want.size_bytes < self._bytes_min], device, stop)
-        for want in wants:
-            if want.name not in tensors:
-                view = torch.empty(want.shape, dtype=want.dtype, device="meta")
-                tensors[want.name] = DeferredTensor(_Source(want, device, self._made), view)
+        tensors = fill([request for request in requests if request.size_bytes < self._bytes_min], device, stop)
+        for request in requests:
+            if request.name not in tensors:
+                view = torch.empty(request.shape, dtype=request.dtype, device="meta")
+                tensors[request.name] = DeferredTensor(_Source(request, device, self._made), view)
         return tensors
 
     def settle(self) -> None:

@@ -151,8 +151,8 @@ def _export(
         names = _names(len(shards))
         for name, shard in zip(names, shards, strict=True):
             written_bytes = sum(item.size_bytes for item in shard)
-            with translated(directory / name), files.moving(name, written_bytes, on_bytes) as on_file:
-                write_file(directory / name, shard, reader, on_file)
+            with translated(directory / name), files.moving(name, written_bytes, on_bytes) as on_file_bytes:
+                write_file(directory / name, shard, reader, on_file_bytes)
         if len(names) > 1:
             durable_write(directory / INDEX, _index(names, shards, size_bytes))
     skipped = len(metadata.state_dict_metadata) - len(items)
@@ -258,8 +258,8 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
     with translated(target):
         make_dirs(target.parent)
         check_room(target.parent, size_bytes)
-        with _held_where_locks_are(companion_path(target, ".exporting.lock")) as held:
-            if not held:
+        with _held_where_locks_are(companion_path(target, ".exporting.lock")) as is_held:
+            if not is_held:
                 raise OperationTimeoutError(f"another process is exporting to {target}", hint="Wait for it, or stop it")
             for left in matching(target.parent, f".{glob.escape(stem_of(stem))}.*.tmp"):
                 if is_abandoned(left.name):
@@ -279,12 +279,12 @@ def _held_where_locks_are(path: Path) -> Iterator[bool]:
     """``try_lock``; True on a file system without locks."""
     with contextlib.ExitStack() as stack:
         try:
-            held = bool(stack.enter_context(try_lock(path, remove=True)))
+            is_held = bool(stack.enter_context(try_lock(path, remove=True)))
         except StoreError as error:
             log.info("%s", error.message)
             path.unlink(missing_ok=True)
-            held = True
-        yield held
+            is_held = True
+        yield is_held
 
 
 def check_room(parent: Path, size_bytes: int) -> None:

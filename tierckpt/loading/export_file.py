@@ -176,16 +176,16 @@ def _read(reader: TierStorageReader, window: list[TensorSlice], view: memoryview
     for block in window:
         item = block.item
         raw = torch.frombuffer(view, dtype=item.written, count=block.numel, offset=block.start - begin)
-        place = raw.view(block.sizes)
-        target = place if item.dtype == item.written else torch.empty(block.sizes, dtype=item.dtype, device="cpu")
-        placed.append(place)
+        block_view = raw.view(block.sizes)
+        target = block_view if item.dtype == item.written else torch.empty(block.sizes, dtype=item.dtype, device="cpu")
+        placed.append(block_view)
         targets[item.key, block.offsets] = target
         plan += _reads(block)
     reader.read_data(LoadPlan(plan), _Into(targets))  # type: ignore[arg-type]
-    for block, place in zip(window, placed, strict=True):
+    for block, block_view in zip(window, placed, strict=True):
         target = targets.pop((block.item.key, block.offsets))
-        if target is not place:
-            place.copy_(target)
+        if target is not block_view:
+            block_view.copy_(target)
 
 
 def _reads(block: TensorSlice) -> list[ReadItem]:

@@ -70,7 +70,7 @@ RUN_BYTES_MIN = 1 << 20
 
 
 @dataclass(eq=False, slots=True)
-class Want:
+class TensorRequest:
     name: str
     file: ModelFile
     entry: TensorEntry
@@ -79,7 +79,7 @@ class Want:
     bounds: Bounds
 
     @classmethod
-    def of(cls, name: str, file: ModelFile, entry: TensorEntry, parts: Parts) -> Want:
+    def of(cls, name: str, file: ModelFile, entry: TensorEntry, parts: Parts) -> TensorRequest:
         """Raises ConfigError, StateMismatchError: see ``Parts`` and ``of_entry``."""
         dtype, stored = of_entry(entry)
         return cls(name, file, entry, dtype, stored, parts.of(name, stored))
@@ -174,8 +174,8 @@ def _runs(shape: tuple[int, ...], bounds: Bounds, start: int, into: int) -> Iter
         yield RowRun(start + first * row_bytes, last - first, shape[1:], bounds[1:], into)
     else:
         for row in range(first, last):
-            at = into + (row - first) * _size(bounds[1:])
-            yield from _runs(shape[1:], bounds[1:], start + row * row_bytes, at)
+            offset = into + (row - first) * _size(bounds[1:])
+            yield from _runs(shape[1:], bounds[1:], start + row * row_bytes, offset)
 
 
 @dataclass(slots=True)
@@ -200,10 +200,10 @@ class Job:
         size, step = self.pieces or (1, 1)
         return -(-(self.stop - self.start) // step) * size
 
-    def read(self, into: memoryview | None, through: memoryview | None) -> int:
+    def read(self, into: memoryview | None, bounce: memoryview | None) -> int:
         if self.pieces is not None and self.disk is not None and into is not None:
             return self.disk.read_pieces(self.start, *self.pieces, into[: self.wanted_bytes])
-        return len(self.copy.read(ByteRange(self.start, self.stop), into, through))
+        return len(self.copy.read(ByteRange(self.start, self.stop), into, bounce))
 
     @property
     def disk(self) -> LocalCopy | None:
@@ -211,55 +211,55 @@ class Job:
 
 
 class FileFill:
-    def __init__(self, file: ModelFile, wants: Sequence[Want], device: torch.device) -> None:
-        self.file, self.wants, self.device = file, wants, device
+    def __init__(self, file: ModelFile, requests: Sequence[TensorRequest], device: torch.device) -> None:
+        self.file, self.requests, self.device = file, requests, device
         self.copy = file.open()
         self.tensors: dict[str, Tensor] = {}
         self.jobs: list[Job] = []
         self._memory: Memory | None = None
-        self._direct: list[tuple[Want, RowRun]] = []
-        self._other: list[tuple[Want, list[RowRun]]] = []
-        for want in sorted(wants, key=lambda want: want.entry.start):
-            runs = list(want.runs())
-            if device.type == "cpu" and len(runs) == 1 and want.is_plain(runs[0]):
-                self._direct.append((want, runs[0]))
+        self._direct: list[tuple[TensorRequest, RowRun]] = []
+        self._other: list[tuple[TensorRequest, list[RowRun]]] = []
+        for request in sorted(requests, key=lambda request: request.entry.start):
+            runs = list(request.runs())
+            if device.type == "cpu" and len(runs) == 1 and request.is_plain(runs[0]):
+                self._direct.append((request, runs[0]))
             else:
-                self._other.append((want, runs))
+                self._other.append((request, runs))
         self._extents = self._lay_out()
 
-    def _lay_out(self) -> list[list[tuple[Want, RowRun]]]:
+    def _lay_out(self) -> list[list[tuple[TensorRequest, RowRun]]]:
         """Find the extents to read straight into place; the others use buffers."""
-        extents: list[list[tuple[Want, RowRun]]] = []
-        for want, run in self._direct:
+        extents: list[list[tuple[TensorRequest, RowRun]]] = []
+        for request, run in self._direct:
             if extents and extents[-1][-1][1].stop == run.start:
-                extents[-1].append((want, run))
+                extents[-1].append((request, run))
             else:
-                extents.append([(want, run)])
+                extents.append([(request, run)])
         large = [extent for extent in extents if extent[-1][1].stop - extent[0][1].start >= DIRECT_BYTES_MIN]
-        self._other += [(want, [run]) for extent in extents if extent not in large for want, run in extent]
+        self._other += [(request, [run]) for extent in extents if extent not in large for request, run in extent]
         return large
 
     @property
     def size_bytes(self) -> int:
         """Return the memory for the extents: whole blocks of the file, then whole huge pages."""
         blocks = sum(round_up(extent[-1][1].stop) - _block(extent[0][1].start) for extent in self._extents)
-        gathered = sum(round_up(want.size_bytes) for want, _ in self._other if self._is_large(want))
+        gathered = sum(round_up(request.size_bytes) for request, _ in self._other if self._is_large(request))
         return round_up(blocks + gathered, HUGE_PAGE_BYTES)
 
-    def _is_large(self, want: Want) -> bool:
-        return self.device.type == "cpu" and want.size_bytes >= DIRECT_BYTES_MIN
+    def _is_large(self, request: TensorRequest) -> bool:
+        return self.device.type == "cpu" and request.size_bytes >= DIRECT_BYTES_MIN
 
     def prepare(self) -> None:
         if self.size_bytes:
             self._memory = Memory(self.size_bytes, Kind.PRIVATE, None)
-        at = 0
+        offset = 0
         for extent in self._extents:
-            at = self._place(extent, at)
+            offset = self._place(extent, offset)
         pieces = []
-        for want, runs in self._other:
-            target = self._target(want, at)
-            at += round_up(want.size_bytes) if self._is_large(want) else 0
-            pieces += [(run, want.name, target) for run in runs]
+        for request, runs in self._other:
+            target = self._target(request, offset)
+            offset += round_up(request.size_bytes) if self._is_large(request) else 0
+            pieces += [(run, request.name, target) for run in runs]
         self._gather(sorted(pieces, key=lambda piece: piece[0].start))
 
     def finish(self) -> None:
@@ -268,25 +268,27 @@ class FileFill:
             self._memory.keep_on_fork()
             self._memory.allow_huge_pages()  # the kernel may still merge small ones
 
-    def _place(self, extent: list[tuple[Want, RowRun]], at: int) -> int:
+    def _place(self, extent: list[tuple[TensorRequest, RowRun]], offset: int) -> int:
         begin, end = _block(extent[0][1].start), extent[-1][1].stop
-        view = self._view()[at : at + round_up(end) - begin]
+        view = self._view()[offset : offset + round_up(end) - begin]
         for start in range(begin - begin % READ_BYTES, end, READ_BYTES):
             first, last = max(start, begin), min(start + READ_BYTES, end)
-            name = next(want.name for want, run in extent if run.stop > max(first, extent[0][1].start))
+            name = next(request.name for request, run in extent if run.stop > max(first, extent[0][1].start))
             into = view[first - begin : round_up(last) - begin]
             self.jobs.append(Job(self.copy, first, last, name, into, memory=self._memory))
-        for want, run in extent:
-            self.tensors[want.name] = _tensor(view, run.start - begin, want)
-        return at + round_up(end) - begin
+        for request, run in extent:
+            self.tensors[request.name] = _tensor(view, run.start - begin, request)
+        return offset + round_up(end) - begin
 
-    def _target(self, want: Want, at: int) -> Tensor:
-        if self._is_large(want):
-            tensor = _tensor(self._view(), at, want)
+    def _target(self, request: TensorRequest, offset: int) -> Tensor:
+        if self._is_large(request):
+            tensor = _tensor(self._view(), offset, request)
         else:
             # Not of the shape at once: torch overflows on the strides of (0, 2**63 - 1, 3), which a file may have.
-            tensor = torch.empty(math.prod(want.shape), dtype=want.dtype, device=self.device).reshape(want.shape)
-        self.tensors[want.name] = tensor
+            tensor = torch.empty(math.prod(request.shape), dtype=request.dtype, device=self.device).reshape(
+                request.shape
+            )
+        self.tensors[request.name] = tensor
         return tensor.view(-1).view(torch.uint8)
 
     def _gather(self, pieces: Sequence[tuple[RowRun, str, Tensor]]) -> None:
@@ -325,13 +327,15 @@ def _block(offset: int) -> int:
     return offset - offset % DISK_BLOCK_BYTES
 
 
-def _tensor(view: memoryview, offset: int, want: Want) -> Tensor:
+def _tensor(view: memoryview, offset: int, request: TensorRequest) -> Tensor:
     """A tensor of these bytes, which it keeps alive, with its own storage of the same size."""
-    count = math.prod(want.shape)
-    return torch.frombuffer(view, dtype=want.dtype, count=count, offset=offset).view(want.shape)
+    count = math.prod(request.shape)
+    return torch.frombuffer(view, dtype=request.dtype, count=count, offset=offset).view(request.shape)
 
 
-def fill(wants: Sequence[Want], device: torch.device, stop: threading.Event | None = None) -> dict[str, Tensor]:
+def fill(
+    requests: Sequence[TensorRequest], device: torch.device, stop: threading.Event | None = None
+) -> dict[str, Tensor]:
     """Return the requested tensors by name. They own their memory: it is freed with the last tensor of a file.
 
     ``stop``: when set, reading ends with ``Stopped``.
@@ -341,34 +345,36 @@ def fill(wants: Sequence[Want], device: torch.device, stop: threading.Event | No
         CapacityError: they do not fit into memory; nothing was read. Cost: one request per 8 MiB; memory for
             the tensors, and for each thread's buffer (``disk/io_tuner.py``) if needed.
     """
-    by_file: dict[int, list[Want]] = {}
-    for want in wants:
-        by_file.setdefault(id(want.file), []).append(want)
-    fillings = [FileFill(group[0].file, group, device) for group in by_file.values()]
-    size_bytes = sum(max(filling.size_bytes, sum(w.size_bytes for w in filling.wants)) for filling in fillings)
+    by_file: dict[int, list[TensorRequest]] = {}
+    for request in requests:
+        by_file.setdefault(id(request.file), []).append(request)
+    file_fills = [FileFill(group[0].file, group, device) for group in by_file.values()]
+    size_bytes = sum(
+        max(file_fill.size_bytes, sum(w.size_bytes for w in file_fill.requests)) for file_fill in file_fills
+    )
     if device.type == "cpu" and size_bytes >= DIRECT_BYTES_MIN:  # for less, the query costs more than the read
         _check_room(size_bytes)
     tensors: dict[str, Tensor] = {}
-    for at in range(0, len(fillings), FILES_AT_ONCE):
-        some = fillings[at : at + FILES_AT_ONCE]
-        for filling in some:
-            filling.prepare()
+    for offset in range(0, len(file_fills), FILES_AT_ONCE):
+        some = file_fills[offset : offset + FILES_AT_ONCE]
+        for file_fill in some:
+            file_fill.prepare()
         try:
-            _read([job for filling in some for job in filling.jobs], some[0].file.place, device, stop)
+            _read([job for file_fill in some for job in file_fill.jobs], some[0].file.directory, device, stop)
         finally:
-            for filling in some:
-                filling.copy.close()
-        for filling in some:
-            filling.finish()
-            tensors |= filling.tensors
+            for file_fill in some:
+                file_fill.copy.close()
+        for file_fill in some:
+            file_fill.finish()
+            tensors |= file_fill.tensors
     return tensors
 
 
-def _read(jobs: list[Job], place: ModelDirectory, device: torch.device, stop: threading.Event | None) -> None:
+def _read(jobs: list[Job], directory: ModelDirectory, device: torch.device, stop: threading.Event | None) -> None:
     def run(some: list[Job], threads: int) -> None:
         _Reading(some, device, stop or threading.Event(), threads).run()
 
-    run(tried(jobs, opened_disk(job for job in jobs if job.into is not None), run), place.threads)
+    run(tried(jobs, opened_disk(job for job in jobs if job.into is not None), run), directory.threads)
 
 
 def _check_room(size_bytes: int) -> None:
@@ -404,8 +410,8 @@ class _Reading(ReadThreads):
         self._inference = torch.is_inference_mode_enabled()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         workers = [
-            Worker(partial(self._work, through), "tierckpt-load", READ_BYTES if needs_buffers else 0)
-            for through in self._through()
+            Worker(partial(self._work, bounce), "tierckpt-load", READ_BYTES if needs_buffers else 0)
+            for bounce in self._through()
         ]
         workers += [Worker(self._fill_in, "tierckpt-pages")] * self._fillers
         super().__init__(workers, read_buffers())
@@ -426,7 +432,7 @@ class _Reading(ReadThreads):
             return [None] * self._readers
         size_bytes = round_up(self._readers * BOUNCE_BYTES, HUGE_PAGE_BYTES)
         view = Memory(size_bytes, Kind.PRIVATE, None).view
-        return [view[at : at + BOUNCE_BYTES] for at in range(0, self._readers * BOUNCE_BYTES, BOUNCE_BYTES)]
+        return [view[offset : offset + BOUNCE_BYTES] for offset in range(0, self._readers * BOUNCE_BYTES, BOUNCE_BYTES)]
 
     def _fill_in(self, _: Memory | None) -> None:
         """Allocate pages job by job. The last thread to end lets the readers end."""
@@ -450,21 +456,21 @@ class _Reading(ReadThreads):
             self._room.release()
             yield ready
 
-    def _work(self, through: memoryview | None, memory: Memory | None) -> None:
+    def _work(self, bounce: memoryview | None, memory: Memory | None) -> None:
         with torch.inference_mode(self._inference):
             buffer = self._buffer_of(memory)
             for job in self._next_ready():
-                self._do(job, buffer, through)
+                self._do(job, buffer, bounce)
 
     def _buffer_of(self, memory: Memory | None) -> _Buffer | None:
         if memory is None:
             return None
         return _Buffer(memory) if self._stream is None else _PinnedBuffer(memory, self._stream)
 
-    def _do(self, job: Job, buffer: _Buffer | None, through: memoryview | None) -> None:
+    def _do(self, job: Job, buffer: _Buffer | None, bounce: memoryview | None) -> None:
         into = job.into if job.into is not None or buffer is None else buffer.view
         try:
-            count = job.read(into, through if job.into is not None else None)
+            count = job.read(into, bounce if job.into is not None else None)
         except TierckptError as error:
             error.context.setdefault("tensor", job.name)
             raise
@@ -492,9 +498,9 @@ def put_pages(job: Job) -> None:
     if not is_huge:
         job.memory.use_small_pages(job.into)
     if is_priced or not job.copy.is_in_memory(ByteRange(job.start, job.stop)):
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         job.memory.fill_in(job.into)
-        paging.learn(len(job.into), time.perf_counter() - begun, is_huge=is_huge)
+        paging.learn(len(job.into), time.perf_counter() - started_at, is_huge=is_huge)
 
 
 def _until(stop: threading.Event, jobs: Sequence[Job]) -> Iterator[Job]:

@@ -162,8 +162,8 @@ def parse_header(text: bytes, size_bytes: int) -> Header:
     fields = _json(text)
     if not isinstance(fields, _Object):
         raise Malformed("its header is no JSON object")
-    found = [_TensorFields.of(name, said) for name, said in fields if name != _METADATA]
-    metadata = _metadata([said for name, said in fields if name == _METADATA])
+    found = [_TensorFields.of(name, value) for name, value in fields if name != _METADATA]
+    metadata = _metadata([value for name, value in fields if name == _METADATA])
     begin = LENGTH_BYTES + len(text)
     last = {one.name: one for one in found}
     entries = sorted((parse_entry(one, begin) for one in last.values()), key=lambda one: (one.start, one.stop))

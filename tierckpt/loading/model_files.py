@@ -103,7 +103,7 @@ def choose(where: str, names: Sequence[str], *, variant: str = "", index: str = 
     Raises IntegrityError: several sets without a preferred one, or missing shards. CheckpointNotFoundError: no
     such variant or index, or no safetensors file.
     """
-    sets, others, other_indexes = _sets(names)
+    sets, other_files, other_indexes = _sets(names)
     if index:
         if index not in names:
             raise CheckpointNotFoundError(
@@ -113,10 +113,10 @@ def choose(where: str, names: Sequence[str], *, variant: str = "", index: str = 
     if variant:
         found = [one for base in _FIRST + _LAST for one in sets if (one.base, one.variant) == (base, variant)]
         if not found:
-            there = sorted({one.variant for one in sets if one.variant})
+            variants = sorted({one.variant for one in sets if one.variant})
             raise CheckpointNotFoundError(
                 f"{where} has no weights of the variant {variant!r}",
-                hint=f"It has {_list([repr(one) for one in there])}" if there else "Load it without variant=",
+                hint=f"It has {_list([repr(one) for one in variants])}" if variants else "Load it without variant=",
             )
         return found[0].chosen(where)
     plain = [one for one in sets if not one.variant]
@@ -128,8 +128,8 @@ def choose(where: str, names: Sequence[str], *, variant: str = "", index: str = 
         raise _several(where, other_indexes, f'index="{other_indexes[0]}"')
     if other_indexes:
         return Weights(index=other_indexes[0])
-    if others:
-        return Weights(tuple(others))
+    if other_files:
+        return Weights(tuple(other_files))
     if len(plain) > 1:
         files = [one.names[0] for one in plain]
         raise IntegrityError(
@@ -158,11 +158,11 @@ def _several(where: str, files: Sequence[str], call: str) -> IntegrityError:
 
 def _sets(names: Sequence[str]) -> tuple[list[_Set], list[str], list[str]]:
     sets: dict[tuple[str, str], _Set] = {}
-    others, other_indexes = [], []
+    other_files, other_indexes = [], []
     for name in sorted(names):
         match = _FILE.fullmatch(name) or _INDEX.fullmatch(name)
         if match is None:
-            others += [name] if name.endswith(SUFFIX) else []
+            other_files += [name] if name.endswith(SUFFIX) else []
             other_indexes += [name] if _OTHER_INDEX.fullmatch(name) else []
             continue
         groups = match.groupdict()
@@ -174,7 +174,7 @@ def _sets(names: Sequence[str]) -> tuple[list[_Set], list[str], list[str]]:
             one.shards[int(groups["count"]), int(groups["number"])] = name
         else:
             one.single = name
-    return list(sets.values()), others, other_indexes
+    return list(sets.values()), other_files, other_indexes
 
 
 def _indexes(names: Sequence[str]) -> list[str]:
@@ -260,7 +260,7 @@ class Directory:
 
 @dataclass(eq=False, slots=True)
 class ModelFile:
-    place: ModelDirectory
+    directory: ModelDirectory
     info: ObjectInfo
     entries: dict[str, TensorEntry] = field(default_factory=dict)
 
@@ -270,13 +270,13 @@ class ModelFile:
 
     @property
     def where(self) -> str:
-        return f"{self.place.where}/{self.name}"
+        return f"{self.directory.where}/{self.name}"
 
     def open(self) -> FileCopy:
-        return self.place.open(self.name)
+        return self.directory.open(self.name)
 
     def check_unchanged(self) -> None:
-        if self.place.info(self.name) != self.info:
+        if self.directory.info(self.name) != self.info:
             raise IntegrityError(
                 f"{self.where} was changed while it was read", hint="Load the model again", file=self.name
             )
@@ -287,12 +287,12 @@ class ModelTensors:
     """Location of each tensor by name, in the order of the index, else of the files."""
 
     where: str
-    place: ModelDirectory
+    directory: ModelDirectory
     tensors: dict[str, tuple[ModelFile, TensorEntry]]
 
 
-def open_model(place: ModelDirectory, name: str = "", *, variant: str = "", index: str = "") -> ModelTensors:
-    """Read and check the headers of the files at ``place``, or of its one file ``name``.
+def open_model(directory: ModelDirectory, name: str = "", *, variant: str = "", index: str = "") -> ModelTensors:
+    """Read and check the headers of the files at ``directory``, or of its one file ``name``.
 
     ``variant`` and ``index``: as in ``weights.choose``.
 
@@ -302,39 +302,41 @@ def open_model(place: ModelDirectory, name: str = "", *, variant: str = "", inde
             its file, one name in two files, or an invalid index.
     """
     if name:
-        return ModelTensors(f"{place.where}/{name}", place, _merged(place, _opened(place, [name])))
-    names = place.files()
+        return ModelTensors(f"{directory.where}/{name}", directory, _merged(directory, _opened(directory, [name])))
+    names = directory.files()
     try:
-        weights = choose(place.where, names, variant=variant, index=index)
+        weights = choose(directory.where, names, variant=variant, index=index)
     except CheckpointNotFoundError as error:
-        below = [] if any(map(is_weights, names)) else place.folders_with(SUFFIX)
+        below = [] if any(map(is_weights, names)) else directory.folders_with(SUFFIX)
         if not below:
             raise
         raise CheckpointNotFoundError(
             f"{error.message}; there are some in {', '.join(below)}",
             hint=f'Choose one, such as load_safetensors(..., subfolder="{below[0]}")',
         ) from None
-    tensors = _indexed(place, weights.index) if weights.index else _merged(place, _opened(place, weights.files))
+    tensors = (
+        _indexed(directory, weights.index) if weights.index else _merged(directory, _opened(directory, weights.files))
+    )
     used = {file.name for file, _ in tensors.values()} | {*weights.files}
     skipped = [one for one in names if one.endswith(SUFFIX) and one not in used]
     if skipped:
         log.warning(
             "%s: loading %s; not loaded: %s",
-            place.where,
+            directory.where,
             weights.index or ", ".join(weights.files[:SHOWN]),
             ", ".join(skipped[:SHOWN]) + (f" and {len(skipped) - SHOWN} more" if len(skipped) > SHOWN else ""),
         )
-    return ModelTensors(place.where, place, tensors)
+    return ModelTensors(directory.where, directory, tensors)
 
 
-def _opened(place: ModelDirectory, names: Iterable[str]) -> list[ModelFile]:
+def _opened(directory: ModelDirectory, names: Iterable[str]) -> list[ModelFile]:
     """Read headers, without keeping files open: a model may have more files than descriptors."""
     files = []
     for name in names:
-        info = place.info(name)
+        info = directory.info(name)
         if info is None:
-            raise CheckpointNotFoundError(f"{place.where}/{name} does not exist", hint="Check the name", file=name)
-        file = ModelFile(place, info)
+            raise CheckpointNotFoundError(f"{directory.where}/{name} does not exist", hint="Check the name", file=name)
+        file = ModelFile(directory, info)
         with contextlib.closing(file.open()) as copy:
             header = read_header(file.where, info.size_bytes, _Head(copy, info.size_bytes).read)
         file.entries = {entry.name: entry for entry in header.entries}
@@ -357,13 +359,13 @@ class _Head:
         return self._bytes[byte_range.start : byte_range.stop]
 
 
-def _merged(place: ModelDirectory, files: list[ModelFile]) -> dict[str, tuple[ModelFile, TensorEntry]]:
+def _merged(directory: ModelDirectory, files: list[ModelFile]) -> dict[str, tuple[ModelFile, TensorEntry]]:
     tensors: dict[str, tuple[ModelFile, TensorEntry]] = {}
     for file in files:
         for name, entry in file.entries.items():
             if name in tensors:
                 raise IntegrityError(
-                    f"{file.name} holds {name!r}, which {tensors[name][0].name} of {place.where} holds too",
+                    f"{file.name} holds {name!r}, which {tensors[name][0].name} of {directory.where} holds too",
                     hint="Give the file to load; only an index could say which one counts",
                     file=file.name,
                     tensor=name,
@@ -372,41 +374,42 @@ def _merged(place: ModelDirectory, files: list[ModelFile]) -> dict[str, tuple[Mo
     return tensors
 
 
-def _indexed(place: ModelDirectory, index: str) -> dict[str, tuple[ModelFile, TensorEntry]]:
-    weight_map = _weight_map(place, index)
+def _indexed(directory: ModelDirectory, index: str) -> dict[str, tuple[ModelFile, TensorEntry]]:
+    weight_map = _weight_map(directory, index)
     names = sorted(set(weight_map.values()))
-    missing = [name for name in names if place.info(name) is None]
+    missing = [name for name in names if directory.info(name) is None]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise IntegrityError(
-            f"{place.where}/{index} names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not there",
+            f"{directory.where}/{index} names {', '.join(missing)}, which {verb} not there",
             hint="Fetch the model again, whole: `tierckpt prefetch`",
             file=", ".join(missing),
         )
-    files = {file.name: file for file in _opened(place, names)}
+    files = {file.name: file for file in _opened(directory, names)}
     holders: dict[str, list[ModelFile]] = {}
     for file in files.values():
         for tensor in file.entries:
             holders.setdefault(tensor, []).append(file)
     tensors: dict[str, tuple[ModelFile, TensorEntry]] = {}
-    others = []
+    other_files = []
     for tensor in (*(one for one in weight_map if one in holders), *(one for one in holders if one not in weight_map)):
         named, found = files.get(weight_map.get(tensor, "")), holders[tensor]
         if named not in found:
-            others.append(tensor)
+            other_files.append(tensor)
             if len(found) > 1:
                 raise IntegrityError(
-                    f"{found[0].name} and {found[1].name} of {place.where} both hold {tensor!r}",
+                    f"{found[0].name} and {found[1].name} of {directory.where} both hold {tensor!r}",
                     hint=f"{index} does not say which one counts: ask for the model without it",
                     file=found[1].name,
                     tensor=tensor,
                 )
         file = named if named in found and named is not None else found[0]
         tensors[tensor] = file, file.entries[tensor]
-    if others:
-        log.warning("%s/%s does not name the file of %s", place.where, index, _some(others))
+    if other_files:
+        log.warning("%s/%s does not name the file of %s", directory.where, index, _some(other_files))
     # Many indexes name a head that is tied to another tensor, and is in no file.
     if absent := [tensor for tensor in weight_map if tensor not in holders]:
-        log.warning("%s/%s names %s, which no file holds", place.where, index, _some(absent))
+        log.warning("%s/%s names %s, which no file holds", directory.where, index, _some(absent))
     return tensors
 
 
@@ -415,12 +418,12 @@ def _some(names: Collection[str]) -> str:
     return f"{first} and {len(names) - SHOWN} more" if len(names) > SHOWN else first
 
 
-def _weight_map(place: ModelDirectory, index: str) -> dict[str, str]:
-    where, info = f"{place.where}/{index}", place.info(index)
+def _weight_map(directory: ModelDirectory, index: str) -> dict[str, str]:
+    where, info = f"{directory.where}/{index}", directory.info(index)
     size_bytes = info.size_bytes if info is not None else 0
     if size_bytes > HEADER_BYTES_MAX:
         raise IntegrityError(f"{where} has {size_bytes} bytes, which no index has", file=index)
-    text = _whole(place, index, size_bytes)
+    text = _whole(directory, index, size_bytes)
     try:
         weight_map = json.loads(text)["weight_map"]
         names = set(weight_map.values())
@@ -431,8 +434,8 @@ def _weight_map(place: ModelDirectory, index: str) -> dict[str, str]:
     return cast(dict[str, str], weight_map)
 
 
-def _whole(place: ModelDirectory, name: str, size_bytes: int) -> bytes:
-    with contextlib.closing(place.open(name)) as copy:
+def _whole(directory: ModelDirectory, name: str, size_bytes: int) -> bytes:
+    with contextlib.closing(directory.open(name)) as copy:
         return bytes(copy.read(ByteRange(0, size_bytes)))
 
 

@@ -49,14 +49,14 @@ def find_model(
     """
     if choice.subfolder:
         uri_or_dir = _below(uri_or_dir, choice.subfolder)
-    place, name = _directory_of(uri_or_dir, settings, modes)
+    directory, name = _directory_of(uri_or_dir, settings, modes)
     if name and (choice.variant or choice.index):
-        place.close()
-        raise ConfigError(f"{place.where}/{name} is one file", hint="Give its directory with variant= or index=")
+        directory.close()
+        raise ConfigError(f"{directory.where}/{name} is one file", hint="Give its directory with variant= or index=")
     try:
-        return open_model(place, name, variant=choice.variant, index=choice.index)
+        return open_model(directory, name, variant=choice.variant, index=choice.index)
     except BaseException:
-        place.close()
+        directory.close()
         raise
 
 
@@ -137,14 +137,14 @@ class _CachedCopy:
         self._lock = threading.Lock()
 
     def read(
-        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+        self, byte_range: ByteRange, into: memoryview | None = None, bounce: memoryview | None = None, /
     ) -> Buffer:
         if into is None:
             return self._view.read(self._name, byte_range.start, byte_range.stop)
         if self._view.landed(self._name, byte_range.start, byte_range.stop):
             # The file may be renamed, removed by hand or damaged just now: the view handles that.
             with contextlib.suppress(TierckptError):
-                found = self._available_file().read(byte_range, into, through)
+                found = self._available_file().read(byte_range, into, bounce)
                 if len(found) == byte_range.size_bytes and self._view.is_good(self._name, byte_range.start, found):
                     return found
         part = into[: byte_range.size_bytes]

@@ -98,8 +98,8 @@ def open_directory(directory: Path, settings: Settings, modes: tuple[ReadMode, .
 
     Raises IntegrityError while a prefetch replaces its files by another version.
     """
-    tuner, place = read_tuner_for(settings, modes), directory.resolve()
-    for root in (place, *place.parents):
+    tuner, resolved = read_tuner_for(settings, modes), directory.resolve()
+    for root in (resolved, *resolved.parents):
         with contextlib.suppress(OSError, StoreError):
             if is_half_replaced(root):
                 raise _half_replaced(root)
@@ -127,18 +127,18 @@ class _CheckedCopy(LocalCopy):
         self._prefetched, self._index = prefetched, index
 
     def read(
-        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+        self, byte_range: ByteRange, into: memoryview | None = None, bounce: memoryview | None = None, /
     ) -> Buffer:
         if into is None:
             into = memoryview(bytearray(byte_range.size_bytes))
-        wanted = into[: byte_range.size_bytes]
+        view = into[: byte_range.size_bytes]
         try:
-            data = memoryview(super().read(byte_range, into, through))
+            data = memoryview(super().read(byte_range, into, bounce))
         except StoreError as error:
-            self._prefetched.mend(self._index, byte_range, wanted, error)
-            return wanted
-        if len(data) < len(wanted):
+            self._prefetched.mend(self._index, byte_range, view, error)
+            return view
+        if len(data) < len(view):
             return data  # the caller reports the truncation
-        if not self._prefetched.is_good(self._index, byte_range, wanted):
-            self._prefetched.mend(self._index, byte_range, wanted)
-        return wanted
+        if not self._prefetched.is_good(self._index, byte_range, view):
+            self._prefetched.mend(self._index, byte_range, view)
+        return view

@@ -21,7 +21,7 @@ from ..read.parallel_read import windows
 from ..resources import ThreadPool
 from ..tracebacks import short_traceback
 from .deferred import Deferral
-from .fill import Want, fill
+from .fill import TensorRequest, fill
 from .model_files import ModelTensors, in_file_order
 from .model_source import USUAL, WeightChoice, find_model
 from .tensor_parts import Parts, Plan, Shard, check_device
@@ -129,13 +129,13 @@ def load_safetensors(
         torch.Size([2, 2])
     """
     choice, settings = WeightChoice(variant, subfolder, index), Settings.load(settings, **overrides)
-    wanted = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), settings, choice=choice)
+    selected = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), settings, choice=choice)
     if lazy:
-        return LazyTensors(wanted)
-    with contextlib.closing(wanted):
-        wanted.begin()
-        tensors = fill(wanted.wants, wanted.device)
-    return {name: tensors[name] for name in wanted.names}
+        return LazyTensors(selected)
+    with contextlib.closing(selected):
+        selected.begin()
+        tensors = fill(selected.requests, selected.device)
+    return {name: tensors[name] for name in selected.names}
 
 
 @short_traceback
@@ -182,9 +182,9 @@ def stream_safetensors(
     if bytes_in_flight_max <= 0:
         raise ConfigError(f"bytes_in_flight_max is {bytes_in_flight_max}", hint="Give a number of bytes above 0")
     choice, settings = WeightChoice(variant, subfolder, index), Settings.load(settings, **overrides)
-    wanted = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), settings, choice=choice)
-    wanted.begin()
-    return wanted.stream(bytes_in_flight_max)
+    selected = WantedTensors(uri_or_dir, device, names, prefix, Parts(shard, plan), settings, choice=choice)
+    selected.begin()
+    return selected.stream(bytes_in_flight_max)
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -193,14 +193,14 @@ class LazyTensors(Mapping[str, Tensor]):
     No file stays open. A URI's version stays in the node cache until ``close``, or the end of the process.
     """
 
-    def __init__(self, wanted: WantedTensors) -> None:
-        self._wanted, self._device, self._names = wanted, wanted.device, wanted.names
-        self._wants = {want.name: want for want in wanted.wants}
+    def __init__(self, selected: WantedTensors) -> None:
+        self._selected, self._device, self._names = selected, selected.device, selected.names
+        self._requests = {request.name: request for request in selected.requests}
 
     def close(self) -> None:
         """Release the model; later reads fail. Idempotent."""
-        self._wants, self._names = {}, []
-        self._wanted.close()
+        self._requests, self._names = {}, []
+        self._selected.close()
 
     def __enter__(self) -> LazyTensors:
         return self
@@ -209,7 +209,7 @@ class LazyTensors(Mapping[str, Tensor]):
         self.close()
 
     def __getitem__(self, name: str) -> Tensor:
-        return fill([self._wants[name]], self._device)[name]
+        return fill([self._requests[name]], self._device)[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -218,12 +218,12 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._wants
+        return name in self._requests
 
     def meta(self, name: str) -> Tensor:
         """Return dtype and shape of ``name`` as a meta tensor. Reads no data."""
-        want = self._wants[name]
-        return torch.empty(math.prod(want.shape), dtype=want.dtype, device="meta").reshape(want.shape)
+        request = self._requests[name]
+        return torch.empty(math.prod(request.shape), dtype=request.dtype, device="meta").reshape(request.shape)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self)} tensors>"
@@ -238,17 +238,17 @@ class WantedTensors:
         prefix: str,
         parts: Parts,
         settings: Settings,
-        ways: tuple[ReadMode, ...] = MODEL_READ_MODES,
+        modes: tuple[ReadMode, ...] = MODEL_READ_MODES,
         choice: WeightChoice = USUAL,
     ) -> None:
         self.device = _device(device)
         self._is_all = names is None and not prefix
-        self._model = find_model(uri_or_dir, settings, ways, choice)
+        self._model = find_model(uri_or_dir, settings, modes, choice)
         try:
             self.names = _select(self._model, names, prefix)
             chosen = set(self.names)
             found = (one for one in in_file_order(self._model) if one[0] in chosen)
-            self.wants = [Want.of(name, file, entry, parts) for name, file, entry in found]
+            self.requests = [TensorRequest.of(name, file, entry, parts) for name, file, entry in found]
         except BaseException:
             self.close()
             raise
@@ -256,27 +256,27 @@ class WantedTensors:
     def begin(self) -> None:
         """Announce that all tensors will be read. (For a few, only their chunks are fetched.)"""
         if self._is_all:
-            self._model.place.begin(list(dict.fromkeys(want.file.name for want in self.wants)))
+            self._model.directory.begin(list(dict.fromkeys(request.file.name for request in self.requests)))
 
     def stream(
         self, bytes_in_flight_max: int, deferral: Deferral | None = None
     ) -> Generator[tuple[str, Tensor], None, None]:
         """See ``stream_safetensors``. The end of the generator closes this; with ``deferral`` the caller does."""
         stop = threading.Event()
-        ordered = windows(self.wants, lambda want: want.size_bytes, bytes_in_flight_max // 2)
+        ordered = windows(self.requests, lambda request: request.size_bytes, bytes_in_flight_max // 2)
         read = fill if deferral is None else deferral.fill
         with contextlib.ExitStack() as stack, ThreadPool(1, "tierckpt-stream") as reader:
             if deferral is None:
                 stack.callback(self.close)
 
-            def begin(window: list[Want] | None) -> Future[dict[str, Tensor]] | None:
+            def begin(window: list[TensorRequest] | None) -> Future[dict[str, Tensor]] | None:
                 return reader.submit(read, window, self.device, stop) if window is not None else None
 
             try:
                 window = next(ordered, None)
                 reading = begin(window)
                 while window is not None and reading is not None:
-                    ready = deque((want.name, tensor) for want, tensor in _paired(window, reading.result()))
+                    ready = deque((request.name, tensor) for request, tensor in _paired(window, reading.result()))
                     present, window = window, next(ordered, None)
                     fits = window is not None and _size_bytes(present) + _size_bytes(window) <= bytes_in_flight_max
                     reading = begin(window) if fits else None
@@ -287,15 +287,15 @@ class WantedTensors:
                 stop.set()  # an early stop waits only for running requests
 
     def close(self) -> None:
-        self._model.place.close()
+        self._model.directory.close()
 
 
-def _paired(window: list[Want], tensors: dict[str, Tensor]) -> Iterator[tuple[Want, Tensor]]:
-    return ((want, tensors.pop(want.name)) for want in window)
+def _paired(window: list[TensorRequest], tensors: dict[str, Tensor]) -> Iterator[tuple[TensorRequest, Tensor]]:
+    return ((request, tensors.pop(request.name)) for request in window)
 
 
-def _size_bytes(window: list[Want]) -> int:
-    return sum(want.size_bytes for want in window)
+def _size_bytes(window: list[TensorRequest]) -> int:
+    return sum(request.size_bytes for request in window)
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -313,12 +313,12 @@ def _select(model: ModelTensors, names: Names | None, prefix: str) -> list[str]:
         return chosen
     if callable(names):
         return [name for name in chosen if names(name)]
-    asked = {names} if isinstance(names, str) else set(names)
-    missing = sorted(asked.difference(chosen))
+    requested_names = {names} if isinstance(names, str) else set(names)
+    missing = sorted(requested_names.difference(chosen))
     if missing:
         raise StateMismatchError(
             f"{model.where} does not hold {', '.join(map(repr, missing[:5]))}{', ...' * (len(missing) > 5)}",
             hint="Without names= everything is loaded",
             tensor=missing[0],
         )
-    return [name for name in chosen if name in asked]
+    return [name for name in chosen if name in requested_names]

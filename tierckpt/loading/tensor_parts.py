@@ -21,8 +21,8 @@ def check_device(device: str | int | torch.device) -> torch.device:
     except (RuntimeError, TypeError):
         name = str(device).partition(":")[0].lower()
         near = _SPELT.get(name) or next(iter(difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.5)), "")
-        asked = f"Did you mean {near!r}? " if near else ""
-        raise ConfigError(f"torch knows no device {device!r}", hint=f'{asked}Use "cpu" or "cuda:0"') from None
+        suggestion = f"Did you mean {near!r}? " if near else ""
+        raise ConfigError(f"torch knows no device {device!r}", hint=f'{suggestion}Use "cpu" or "cuda:0"') from None
     if found.type in ("cpu", "meta"):
         return found
     backend = getattr(torch, found.type, None)

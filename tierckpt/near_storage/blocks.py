@@ -81,25 +81,25 @@ def layout_of(
     """
     made: dict[int, dict[str, tuple[torch.dtype, bool]]] = {}
     runs: list[list[TrainerParameter]] = []
-    held = BLOCK_BYTES
+    block_bytes = BLOCK_BYTES
     for one in members:
         if one.group not in made:
             made[one.group] = {MASTER: (MASTER_DTYPE, True)} | _state_of(kind, groups[one.group])
-        if held >= BLOCK_BYTES:
+        if block_bytes >= BLOCK_BYTES:
             runs.append([])
-            held = 0
+            block_bytes = 0
         runs[-1].append(one)
-        held += math.prod(one.shape) * sum(kept.itemsize for kept, _ in made[one.group].values())
+        block_bytes += math.prod(one.shape) * sum(dtype.itemsize for dtype, _ in made[one.group].values())
     blocks: list[StateBlock] = []
     offset = 0
     for run in runs:
         places: list[TensorPlace] = []
         at = round_up(sum(len(made[one.group]) for one in run), ALIGNMENT)
         for one in run:
-            for name, (kept, is_whole) in made[one.group].items():
+            for name, (dtype, is_whole) in made[one.group].items():
                 shape = one.shape if is_whole else ()
-                places.append(TensorPlace(one.key, name, dtype_name(kept), shape, at, len(places)))
-                at = round_up(at + math.prod(shape) * kept.itemsize, ALIGNMENT)
+                places.append(TensorPlace(one.key, name, dtype_name(dtype), shape, at, len(places)))
+                at = round_up(at + math.prod(shape) * dtype.itemsize, ALIGNMENT)
         size_bytes = round_up(at, DISK_BLOCK_BYTES)
         blocks.append(StateBlock(len(blocks), tuple(one.key for one in run), tuple(places), offset, size_bytes))
         offset += size_bytes
@@ -111,10 +111,10 @@ def shared_bytes(members: Sequence[TrainerParameter]) -> int:
 
 
 def shared_tensors(members: Sequence[TrainerParameter], memory: memoryview) -> dict[str, torch.Tensor]:
-    found, at = {}, 0
+    found, offset = {}, 0
     for one in members:
-        found[one.key] = view_of(memory, at, one)
-        at += _shared_bytes(one)
+        found[one.key] = view_of(memory, offset, one)
+        offset += _shared_bytes(one)
     return found
 
 

@@ -21,14 +21,14 @@ def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
     """Yield the frames after ``step`` in order, up to the first damaged one."""
     if (paths := log_segments.paths_in(directory)) and log_segments.step_of_path(paths[0]) > step:
         log.warning("the gradients of step %d are missing: ignoring %s and later files", step + 1, paths[0])
-    for place in _places(directory, step):
-        where, number = place.where, place.number
-        if place.layouts != {"": layout} or number > step + 1:
+    for position in _places(directory, step):
+        where, number = position.where, position.number
+        if position.layouts != {"": layout} or number > step + 1:
             log.warning("ignoring the frame of step %d in %s: it does not follow step %d", number, where, step)
             return
         if number == step + 1:
             try:
-                yield decode(place.read, where=where)
+                yield decode(position.read, where=where)
             except IntegrityError as error:
                 log.warning("%s", error.message)
                 return
@@ -38,11 +38,11 @@ def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
 def _places(directory: Path, step: int) -> Iterator[FramePosition]:
     found, ended = log_segments.segments_in(directory)
     first = next((one for one in reversed(found) if one.step <= step), None)
-    for place in log_segments.walk_from(found, first, ended):
-        if isinstance(place, FramePosition):
-            yield place
-        elif place:
-            log.warning("%s", place)
+    for position in log_segments.walk_from(found, first, ended):
+        if isinstance(position, FramePosition):
+            yield position
+        elif position:
+            log.warning("%s", position)
 
 
 class GradientFiles:

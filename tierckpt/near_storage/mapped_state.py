@@ -148,9 +148,9 @@ class StateHold:
         if not self._answer.done():  # not granted yet: release it when the answer arrives
             self._answer.add_done_callback(self._give_up)
         elif self._answer.exception() is None:
-            held = self._answer.result()
-            answer = self._process.ask({"op": "release", "hold": held["number"]})
-            if self._result(answer, "checked")["pid"] != held["pid"]:
+            hold = self._answer.result()
+            answer = self._process.ask({"op": "release", "hold": hold["number"]})
+            if self._result(answer, "checked")["pid"] != hold["pid"]:
                 raise UpdaterLostError(
                     f"the process of the optimizer in {self._file.directory} ended while its state was saved",
                     hint="The process was restarted. Save again",

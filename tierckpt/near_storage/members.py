@@ -28,10 +28,10 @@ def build_optimizer(
     made = cast(Any, kind)(params, **options)
     if made.state:  # Adagrad creates it at once: with one value, in the parameter's precision
         one = torch.zeros(1, device="cpu")
-        begun = cast(Any, kind)([one], **options).state[one]
+        initial_state = cast(Any, kind)([one], **options).state[one]
         for parameter in parameters_of(made):
             shape = local_shard(parameter.tensor).shape
-            made.state[parameter.tensor] = {k: v.expand(shape) if v.ndim else v for k, v in begun.items()}
+            made.state[parameter.tensor] = {k: v.expand(shape) if v.ndim else v for k, v in initial_state.items()}
     return cast(torch.optim.Optimizer, made)
 
 

@@ -271,12 +271,12 @@ def current_state(directory: Path, layout: BlockLayout) -> Path | None:
     """
     try:
         found = json.loads(read_whole(directory / CURRENT, CURRENT_BYTES_MAX))
-        token, made_of, kind = (str(found[name]) for name in ("token", "layout", "kind"))
+        token, layout_digest, kind = (str(found[name]) for name in ("token", "layout", "kind"))
     except ObjectNotFoundError:
         return None
     except (ValueError, LookupError, TypeError) as error:
         raise _damaged(directory / CURRENT, repr(error)) from None
-    if made_of != layout.digest:
+    if layout_digest != layout.digest:
         raise StateMismatchError(
             f"the optimizer's state in {directory} is of {kind} with other parameters, types or options",
             hint="Build the optimizer with its earlier settings, or use an empty directory",

@@ -45,11 +45,11 @@ class StepChannel:
         self._memory = Memory.allocate(shared_bytes(members), shared=True, numa_nodes=numa_nodes)
         self._shared = shared_tensors(members, self._memory.view)
         descriptor = cast(int, self._memory.fd)
-        told = {
+        shared_order = {
             "members": [[one.key, one.name, one.shape, one.dtype] for one in members],
             "memory": [descriptor, str(self._memory.kind)],
         }
-        self.process = UpdaterProcess({**order, **told}, (descriptor,), timeout_seconds)
+        self.process = UpdaterProcess({**order, **shared_order}, (descriptor,), timeout_seconds)
         self._begun: Sent | None = None
 
     def close(self) -> None:

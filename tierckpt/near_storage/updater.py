@@ -214,23 +214,23 @@ class Updater:
 
     def take(self, keys: Sequence[str]) -> None:
         assert self._begun is not None
-        begun, found = self._begun, {key: self._shared[key] for key in keys}
-        begun.gradients |= found
+        current_step, found = self._begun, {key: self._shared[key] for key in keys}
+        current_step.gradients |= found
         live = self._block_of[keys[0]]
-        begun.work.append(self._do(live.worker, live.apply, begun.step(found)))
+        current_step.work.append(self._do(live.worker, live.apply, current_step.step(found)))
 
     def end_step(self) -> None:
         """Finish a step after all its gradients. Blocks without gradients are at the step too."""
         assert self._begun is not None
-        begun, self._begun = self._begun, None
-        whole, self.step = begun.step(begun.gradients), begun.version
-        begun.work += [
+        current_step, self._begun = self._begun, None
+        whole, self.step = current_step.step(current_step.gradients), current_step.version
+        current_step.work += [
             self._do(live.worker, live.apply, whole)
             for live in self._blocks
-            if begun.gradients.keys().isdisjoint(live.block.keys)
+            if current_step.gradients.keys().isdisjoint(live.block.keys)
         ]
-        frame = Frame(begun.version, {"": whole}, {"": self._digest})
-        self._do(self._logger, self._log, frame, begun.work)
+        frame = Frame(current_step.version, {"": whole}, {"": self._digest})
+        self._do(self._logger, self._log, frame, current_step.work)
 
     def _log(self, frame: Frame, work: list[Future[None]]) -> None:
         self._files.append(frame)

@@ -97,19 +97,19 @@ class UpdaterProcess:
         self.stop()
         if self.is_closed:
             raise CheckpointError("the optimizer near storage is closed", hint="Build it again, and call resume()")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            order = self.order | {"connection": theirs.fileno(), "trainer": os.getpid(), "last_step": last_step}
+        own_end, child_end = socket.socketpair()
+        with child_end:
+            order = self.order | {"connection": child_end.fileno(), "trainer": os.getpid(), "last_step": last_step}
             try:
                 self._process = start_python(
                     "tierckpt.near_storage",
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,  # readers of the trainer's stdout must not wait for this process
-                    pass_fds=(theirs.fileno(), *self._descriptors),
+                    pass_fds=(child_end.fileno(), *self._descriptors),
                     start_new_session=True,  # signals to the job's process group must not end it in a step
                 )
             except OSError as error:
-                ours.close()
+                own_end.close()
                 raise self.lost(f"cannot be started: {error}") from error
         assert self._process.stdin is not None
         try:
@@ -117,9 +117,9 @@ class UpdaterProcess:
                 file.write(json.dumps(order).encode())
         except BrokenPipeError:
             pass  # it died: the closed connection reports it
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._timeout_seconds) + 1, 0))
+        own_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._timeout_seconds) + 1, 0))
         with self.changed:
-            self._connection, self._failure, self.step = Connection(ours.detach()), None, -1
+            self._connection, self._failure, self.step = Connection(own_end.detach()), None, -1
         self.pid = self._process.pid
         hearing = threading.Thread(target=self._hear, args=(self._connection,), name="tierckpt-updater", daemon=True)
         start_thread(hearing)

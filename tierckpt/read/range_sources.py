@@ -117,6 +117,6 @@ class NearestSource:
     async def available(self) -> bool:
         return await available(self._store)
 
-    def hasten(self) -> None:
+    def probe_soon(self) -> None:
         if isinstance(self._store, Recoverable):
-            self._store.hasten()
+            self._store.probe_soon()

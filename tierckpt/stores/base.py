@@ -142,7 +142,7 @@ class Recoverable(Protocol):
     async def available(self) -> bool:
         """Wait until the store is up. False, at once, if it was not down."""
 
-    def hasten(self) -> None:
+    def probe_soon(self) -> None:
         """Let the next request probe a store that was down at once, for a waiter."""
 
 

@@ -82,10 +82,11 @@ def check_size(uri: str, key: str, expected_bytes: int, got_bytes: int) -> None:
         )
 
 
-def short_answer(uri: str, key: str, wanted: ByteRange, got_bytes: int | None) -> IntegrityError:
+def short_answer(uri: str, key: str, byte_range: ByteRange, got_bytes: int | None) -> IntegrityError:
     got = "fewer" if got_bytes is None else str(got_bytes)
+    start, stop = byte_range.start, byte_range.stop
     return IntegrityError(
-        f"bytes {wanted.start}-{wanted.stop} of {key} were asked for and {got} came back: the object is too short",
+        f"bytes {start}-{stop} of {key} were asked for and {got} came back: the object is too short",
         hint="`tierckpt verify` lists damaged files",
         uri=uri,
     )

@@ -53,22 +53,22 @@ class GetConcurrency:
         Its error has the seconds spent in the queue (``crowded_seconds``), which do not count against its deadline.
         """
         asked_at = time.monotonic()
-        for crept in range(CROWDED_RETRIES_MAX + 1):
+        for crowded_retries in range(CROWDED_RETRIES_MAX + 1):
             await self._begin()
-            begun, crowd = time.monotonic(), self._running
+            started_at, concurrent_gets = time.monotonic(), self._running
             try:
                 data = await get()
-                self._went_well(len(data), time.monotonic() - begun)
+                self._went_well(len(data), time.monotonic() - started_at)
                 return data
             except StoreUnavailableError as error:
-                crowd = max(crowd, self._running)
+                concurrent_gets = max(concurrent_gets, self._running)
                 is_crowded = False
                 if error.context.get("too_slow"):
-                    self.reduce(begun)
-                    is_alive = error.context.get("moved_bytes") or self._arrived_at > begun
-                    is_crowded = crowd > 1 and bool(is_alive)
-                if not is_crowded or crept == CROWDED_RETRIES_MAX:
-                    error.context["crowded_seconds"] = round(begun - asked_at, 1)
+                    self.reduce(started_at)
+                    is_alive = error.context.get("moved_bytes") or self._arrived_at > started_at
+                    is_crowded = concurrent_gets > 1 and bool(is_alive)
+                if not is_crowded or crowded_retries == CROWDED_RETRIES_MAX:
+                    error.context["crowded_seconds"] = round(started_at - asked_at, 1)
                     raise
             finally:
                 self._end()
@@ -101,9 +101,9 @@ class GetConcurrency:
         if size_bytes >= seconds * self._ample_bytes_per_second:
             self.gets_max = min(GETS_MAX, self.gets_max + 1 / self.gets_max)
 
-    def reduce(self, begun: float) -> None:
+    def reduce(self, started_at: float) -> None:
         """Halve it, once for all GETs that ran at the same time."""
-        if begun < self._reduced_at:
+        if started_at < self._reduced_at:
             return
         self._reduced_at = time.monotonic()
         self.gets_max = max(1.0, self._running // 2)

@@ -173,9 +173,9 @@ class Connections:
 
     def close(self) -> None:
         with self._lock:
-            left = [sock for idle in self._idle.values() for _, sock in idle]
+            remaining = [sock for idle in self._idle.values() for _, sock in idle]
             self._idle.clear()
-        for sock in left:
+        for sock in remaining:
             sock.close()
 
     def abort(self) -> None:
@@ -240,10 +240,10 @@ class Reply:
     def buffer(self) -> memoryview:
         """Return the memory for the next bytes; empty after the last."""
         if not self._has_answer:
-            left = self._began + self._call.head_seconds - time.monotonic()
-            if left <= 0:
+            remaining = self._began + self._call.head_seconds - time.monotonic()
+            if remaining <= 0:
                 raise self.too_slow()
-            self._sock.settimeout(left)
+            self._sock.settimeout(remaining)
             return memoryview(self._head)[self._received_bytes :]
         missing = len(self._body) - self._done
         self._watermark.expect(missing)
@@ -264,9 +264,9 @@ class Reply:
             self._began, self._counted = now, self._done
 
     def _take_head(self, count: int) -> None:
-        look_from = max(0, self._received_bytes - len(_END) + 1)
+        search_start = max(0, self._received_bytes - len(_END) + 1)
         self._received_bytes += count
-        end = self._head.find(_END, look_from, self._received_bytes)
+        end = self._head.find(_END, search_start, self._received_bytes)
         if end < 0:
             if self._received_bytes == len(self._head):
                 raise HttpError("the head of the answer has no end")

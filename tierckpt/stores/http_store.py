@@ -139,13 +139,13 @@ class HttpStore(UniversalStore):
 
     def _keys(self, prefix: str) -> Iterator[str]:
         """Yield the keys below a directory once each, although pages may link in a circle."""
-        left, known = [prefix], {prefix}
-        while left:
-            directory = left.pop()
+        pending, known = [prefix], {prefix}
+        while pending:
+            directory = pending.pop()
             files, names = self._page(directory)
             yield from files
             below = [f"{directory}/{name}" if directory else name for name in names]
-            left += [name for name in below if name not in known]
+            pending += [name for name in below if name not in known]
             known.update(below)
 
     def _page(self, prefix: str) -> tuple[builtins.list[str], builtins.list[str]]:
@@ -192,7 +192,7 @@ class HttpStore(UniversalStore):
     async def available(self) -> bool:
         return False
 
-    def hasten(self) -> None:
+    def probe_soon(self) -> None:
         """Wait for a probe of a server that is down."""
 
     async def close(self) -> None:

@@ -73,9 +73,9 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         if _mark_of(mark) != own:
             raise StoreUnavailableError(f"{path} is locked by another process", hint="Try again later", path=path)
-        for left in matching(path.parent, f".*{MARK}.*.tmp"):  # left by a process killed while making its mark
-            if is_abandoned(left.name):
-                left.unlink(missing_ok=True)
+        for stale_mark in matching(path.parent, f".*{MARK}.*.tmp"):  # left by a process killed while making its mark
+            if is_abandoned(stale_mark.name):
+                stale_mark.unlink(missing_ok=True)
         yield
     finally:
         with contextlib.suppress(OSError):
@@ -121,8 +121,8 @@ def etag_reuse_seconds(etags: Iterable[str | None]) -> float:
     same etag.
     """
     times = (int(etag.partition("-")[0], 16) for etag in etags if etag)
-    left = (time_ns + TICK_NS - time.time_ns() for time_ns in times if time_ns % 1_000_000_000 == 0)
-    return min(max(0, *left, 0), TICK_NS) / 1e9
+    stale_mark = (time_ns + TICK_NS - time.time_ns() for time_ns in times if time_ns % 1_000_000_000 == 0)
+    return min(max(0, *stale_mark, 0), TICK_NS) / 1e9
 
 
 def _modified_ns(path: Path) -> int:
@@ -328,7 +328,7 @@ class LocalStore:
         ``list`` does not follow links, because its results may be removed.
         """
         infos: builtins.list[ObjectInfo] = []
-        others: dict[str, str] = {}
+        other_entries: dict[str, str] = {}
         waiting: builtins.list[tuple[str, tuple[str, ...]]] = [("", (os.path.realpath(self.root),))]
         while waiting:
             prefix, above = waiting.pop()
@@ -338,7 +338,7 @@ class LocalStore:
                     if entry.is_dir():
                         real = os.path.realpath(entry.path) if entry.is_symlink() else f"{above[-1]}/{entry.name}"
                         if real in above:
-                            others[key] = f"is a link to {real}, which it is in"
+                            other_entries[key] = f"is a link to {real}, which it is in"
                         else:
                             waiting.append((key, (*above, real)))
                     elif entry.is_file():
@@ -346,14 +346,14 @@ class LocalStore:
                             status = entry.stat()
                             infos.append(ObjectInfo(key, status.st_size, stat_version(status)))
                     else:
-                        others[key] = _entry_kind(Path(entry.path))
+                        other_entries[key] = _entry_kind(Path(entry.path))
                 except FileNotFoundError:
                     continue  # vanished
                 except OSError as error:
                     if error.errno != errno.ELOOP:
                         raise translate_os_error(error, Path(entry.path), self.tier) from error
-                    others[key] = _entry_kind(Path(entry.path))
-        return infos, others
+                    other_entries[key] = _entry_kind(Path(entry.path))
+        return infos, other_entries
 
     def _entries(self, prefix: str) -> builtins.list[os.DirEntry[str]]:
         path = self.root / prefix

@@ -75,10 +75,12 @@ def refusal_of_proxy(proxy: Proxy, url: str) -> int | None:
 
     Raises OSError: it does not answer.
     """
-    parts, at = urlsplit(url), urlsplit(proxy.url)
+    parts, proxy_url = urlsplit(url), urlsplit(proxy.url)
     target = f"{parts.hostname}:{parts.port or 443}"
-    connection_type = http.client.HTTPSConnection if at.scheme == "https" else http.client.HTTPConnection
-    connection = connection_type(at.hostname or "", at.port or (443 if at.scheme == "https" else 80), timeout=3.0)
+    connection_type = http.client.HTTPSConnection if proxy_url.scheme == "https" else http.client.HTTPConnection
+    connection = connection_type(
+        proxy_url.hostname or "", proxy_url.port or (443 if proxy_url.scheme == "https" else 80), timeout=3.0
+    )
     try:
         headers = {"Proxy-Authorization": proxy.authorization} if proxy.authorization else {}
         connection.request("CONNECT", target, headers=headers)

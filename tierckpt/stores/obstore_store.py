@@ -249,8 +249,8 @@ class RemoteStore:
         await self._breaker.wait_until_up(self._probe, is_unlimited=True)
         return True
 
-    def hasten(self) -> None:
-        self._breaker.hasten()
+    def probe_soon(self) -> None:
+        self._breaker.probe_soon()
 
     async def head(self, key: str) -> ObjectInfo:
         if key in self._odd:
@@ -381,7 +381,7 @@ class RemoteStore:
         A body within one window is received in one piece, at half the CPU time. After the first that takes
         longer (slow or hung), bodies are read by pieces until they are fast again.
         """
-        window, begun = self._limit_seconds(0), time.monotonic()
+        window, started_at = self._limit_seconds(0), time.monotonic()
         enough = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window))
         moved = counted = 0
         try:
@@ -403,7 +403,7 @@ class RemoteStore:
             error.context |= {"too_slow": self._is_watching, "moved_bytes": moved - counted}
             self._is_watching = True
             raise error from None
-        self._is_watching = time.monotonic() > begun + window / 2
+        self._is_watching = time.monotonic() > started_at + window / 2
         return b"".join(pieces)
 
     def _too_slow(self, key: str, seconds: float) -> StoreUnavailableError:
@@ -595,7 +595,7 @@ class RemoteStore:
 
     async def _listed(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yield the server's listing, each key once. After a failed page it restarts."""
-        seen: set[str] = set()
+        seen_keys: set[str] = set()
         stream: Any = None
 
         async def page(client: Client) -> Any:
@@ -617,14 +617,14 @@ class RemoteStore:
                 metas = await self._request(None, page)
             except OddKeyError as error:
                 for info in await self._odd.list(prefix, error):
-                    if info.key not in seen:
+                    if info.key not in seen_keys:
                         yield info
                 return
             if metas is None:
                 return
             for info in map(self._info, metas):
-                if info.key and info.key not in seen:  # the empty key is the marker of the root itself
-                    seen.add(info.key)
+                if info.key and info.key not in seen_keys:  # the empty key is the marker of the root itself
+                    seen_keys.add(info.key)
                     yield info
 
     async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
@@ -707,14 +707,14 @@ class RemoteStore:
         generation, was_proven = credentials
         if await self._bucket.follow_region(generation, error):
             return in_another_region(self.location, key)
-        ours = await self._endpoint_error(error, key, was_proven) or self._translate(error, key, was_proven)
-        if isinstance(ours, ObjectNotFoundError) and (
+        typed_error = await self._endpoint_error(error, key, was_proven) or self._translate(error, key, was_proven)
+        if isinstance(typed_error, ObjectNotFoundError) and (
             error_code(error) in BUCKET_MISSING or await self._bucket_is_missing(key, writing)
         ):
-            ours = self._missing_bucket()
-        if not isinstance(ours, PermissionDeniedError | StoreUnavailableError | EndpointError):
+            typed_error = self._missing_bucket()
+        if not isinstance(typed_error, PermissionDeniedError | StoreUnavailableError | EndpointError):
             self._bucket.note_accepted(generation)
-        return ours
+        return typed_error
 
     async def _endpoint_error(self, error: Exception, key: str | None, was_proven: bool) -> TierckptError | None:
         endpoint = self._bucket.endpoint

@@ -161,7 +161,7 @@ class StoreBreaker:
             },
         )
 
-    def hasten(self) -> None:
+    def probe_soon(self) -> None:
         """Let the next caller send a probe at once, for a waiter that polls about once a second (R2)."""
         self._next_probe_at = 0.0
 

@@ -107,17 +107,17 @@ class Get(Call):
         return Response(int(match[2]), headers, int(length) if is_plain else -1)
 
     def judge(self, answer: Response) -> memoryview:
-        at, status, headers = self.byte_range, answer.status, answer.headers
+        byte_range, status, headers = self.byte_range, answer.status, answer.headers
         if status == 412:
             raise PreconditionFailedError(f"{self.uri} has changed", tier=Tier.SHARED)
         if status in MAY_PASS:
             raise self.unavailable(f"HTTP {status}", status=status)
         if status == 200 and self.size_bytes is not None:
-            if not at.size_bytes == self.size_bytes == answer.length:
+            if not byte_range.size_bytes == self.size_bytes == answer.length:
                 raise RangesIgnoredError(f"{self.uri} sends the whole object for a range", tier=Tier.SHARED)
         elif status != 206:
             raise NotThisWay(f"HTTP {status}")
-        elif not is_range(headers, at) or answer.length != at.size_bytes:
+        elif not is_range(headers, byte_range) or answer.length != byte_range.size_bytes:
             raise NotThisWay("not the requested range")
         if headers.get("content-encoding", "identity") not in ("identity", "", "aws-chunked"):
             raise NotThisWay("an encoded answer")
@@ -126,7 +126,7 @@ class Get(Call):
             raise PreconditionFailedError(f"{self.uri} has changed", tier=Tier.SHARED)
         if self._is_version is not None and not self._is_version(headers):
             raise PreconditionFailedError(f"{self.uri} has changed", tier=Tier.SHARED)
-        return self.into[: at.size_bytes]
+        return self.into[: byte_range.size_bytes]
 
     def check(self, answer: Response, body: memoryview) -> None:
         """The caller's digests verify content and version."""

@@ -203,8 +203,8 @@ class Checkpointer:
         Raises as ``save``. Costs microseconds without a save.
         """
         self._check_open()
-        step, begun = states.check_step(step), time.monotonic()
-        self._interval.stepped(self._phase(begun), begun)
+        step, started_at = states.check_step(step), time.monotonic()
+        self._interval.stepped(self._phase(started_at), started_at)
         self._run_log.stepped(step)
         self._step_log.stepped(step, state)
         self._last_step.ended(step, state)
@@ -221,7 +221,7 @@ class Checkpointer:
             return self._begin(step, state, is_asked=needs_base) if is_due else None
         finally:
             self._steps_seen += 1
-            self._resume(begun)
+            self._resume(started_at)
 
     @property
     def preempted(self) -> bool:
@@ -237,10 +237,10 @@ class Checkpointer:
         if self._steps_seen:
             self._final_save.request(deadline, reason)
 
-    def _resume(self, begun: float) -> None:
+    def _resume(self, started_at: float) -> None:
         now = time.monotonic()
-        self._interval.resumed(now - begun, now)
-        self._run_log.resumed(now - begun)
+        self._interval.resumed(now - started_at, now)
+        self._run_log.resumed(now - started_at)
 
     def _phase(self, now: float) -> Phase:
         """Return the background activity. Reads the disk at most ten times a second."""
@@ -267,13 +267,13 @@ class Checkpointer:
         Cost: one copy of this rank's share of the state, and planning if the structure has changed.
         """
         self._check_open()
-        step, begun = states.check_step(step), time.monotonic()
+        step, started_at = states.check_step(step), time.monotonic()
         self._run_log.stepped(step, is_save=True)
         self._step_log.stepped(step, state)
         try:
             return self._begin(step, state, is_asked=True)
         finally:
-            self._resume(begun)
+            self._resume(started_at)
 
     def _begin(self, step: int, state: Mapping[str, Any], *, is_asked: bool) -> Future[None]:
         if self._window.is_on:
@@ -299,11 +299,11 @@ class Checkpointer:
         is_asked: bool,
         is_retry: bool = False,
     ) -> Future[None]:
-        begun, step = time.monotonic(), record.step
+        started_at, step = time.monotonic(), record.step
         if (refused := self._running.refuses(record.uri)) is not None:
             self._note(record)
             return left_out(record, refused, is_retry=is_retry)
-        ill = self._disk_worker.run_checked(self._probe_disk)
+        skip_error = self._disk_worker.run_checked(self._probe_disk)
         order = self._interval.before_save(step, self.stats[-RECORDS_USED:], is_asked=is_asked)
         record.is_sent, record.is_direct_put = order.is_sent, order.is_direct_put
         is_new_here = all(other.error or other.uri != record.uri for other in self.stats)
@@ -333,7 +333,7 @@ class Checkpointer:
             with unwrapped():
                 plan, planner, metadata = plan_save(
                     lambda: states.collect(state) if collected is None else collected,
-                    *(session, self._running, lambda: self._raise_failures(ill)),
+                    *(session, self._running, lambda: self._raise_failures(skip_error)),
                     with_addresses=self._stager.needs_addresses and collected is None,
                 )
         except CheckpointSkippedError as error:
@@ -356,7 +356,7 @@ class Checkpointer:
         if failure is not None and not isinstance(failure, CheckpointSkippedError):
             self._running.note_reported({record.uri})
             raise failure
-        record.blocked_seconds += time.monotonic() - begun
+        record.blocked_seconds += time.monotonic() - started_at
         BLOCKED_SECONDS.emit(record.blocked_seconds)
         return future
 
@@ -421,11 +421,11 @@ class Checkpointer:
         self._note_commits()
         self._branch.read_local()
 
-    def _raise_failures(self, ill: CheckpointSkippedError | None) -> None:
-        """Raise the first new error of finished saves and drains; else ``ill``."""
+    def _raise_failures(self, skip_error: CheckpointSkippedError | None) -> None:
+        """Raise the first new error of finished saves and drains; else ``skip_error``."""
         self._running.raise_ended()
-        if ill is not None:
-            raise ill
+        if skip_error is not None:
+            raise skip_error
         self._running.raise_failed_drains(self.location, self.stats)
 
     @short_traceback
@@ -474,12 +474,14 @@ class Checkpointer:
         self._running.finish()
         self._client.recover()
         self._client.enter(self.location, trains=False)  # the first save marks the process as training
-        begun, write = time.monotonic(), partial(self._save_record, is_asked=True)
+        started_at, write = time.monotonic(), partial(self._save_record, is_asked=True)
         fold = partial(make_checkpoint, exact=self._every_step.exact, write=write)
         restore = partial(restore_newest, self._client, self.location, state, options, fold)
-        look = partial(newest_base, self._client, self.location)
+        find_newest = partial(newest_base, self._client, self.location)
         with self._listing():
-            base_step = self._step_log.base_of_newest(state, look) if step is None and options.only is None else None
+            base_step = (
+                self._step_log.base_of_newest(state, find_newest) if step is None and options.only is None else None
+            )
             found = restore_from(base_step, restore) if step is None else restore(step)
         if found is None:
             return None
@@ -488,7 +490,7 @@ class Checkpointer:
             branch = self._branch.restored(uri, is_asked_for=step is not None)
             recover = partial(self._step_log.recover, base, reached, state, restore, branch=branch)
             reached, replayed = recover(is_newest=step is None)
-        self.restore_seconds = time.monotonic() - begun
+        self.restore_seconds = time.monotonic() - started_at
         self._run_log.restored(reached, self.restore_seconds, replayed)
         self._interval.resumed()
         log.info("restored %s in %.2f s", uri, self.restore_seconds)

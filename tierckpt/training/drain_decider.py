@@ -53,16 +53,16 @@ class SaveDirective:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """A rank's measurements. ``room``: further checkpoints that fit on its SSD, with equal shares on all nodes;
+    """A rank's measurements. ``free_checkpoints``: further ones that fit on its SSD, with equal shares on all nodes;
     ``drain_slowdown``: slowdown of its steps by drains, None if unmeasured."""
 
-    room: float = math.inf
+    free_checkpoints: float = math.inf
     drain_slowdown: float | None = None
 
     @classmethod
-    def of_all(cls, seen: Sequence[RankView]) -> RankView:
-        slow = [one.drain_slowdown for one in seen if one.drain_slowdown is not None]
-        return cls(min(one.room for one in seen), max(slow) if slow else None)
+    def of_all(cls, views: Sequence[RankView]) -> RankView:
+        slow = [one.drain_slowdown for one in views if one.drain_slowdown is not None]
+        return cls(min(one.free_checkpoints for one in views), max(slow) if slow else None)
 
 
 class DrainDecider:
@@ -99,7 +99,7 @@ class DrainDecider:
         interval_seconds: float,
         *,
         is_asked: bool = False,
-        sight: RankView | None = None,
+        view: RankView | None = None,
     ) -> SaveDirective:
         """Return the directive for the next save, on rank 0. Explicit saves are drained, unless the policy decides."""
         if not self.drains:
@@ -109,30 +109,30 @@ class DrainDecider:
             is_sent = is_asked or self._since_sent >= every
             self._since_sent = 0 if is_sent else self._since_sent
             return SaveDirective(is_sent)
-        return self._query_policy(step, records, every, interval_seconds, sight or RankView())
+        return self._query_policy(step, records, every, interval_seconds, view or RankView())
 
     def _query_policy(
-        self, step: int, records: Sequence[SaveRecord], every: int, interval_seconds: float, sight: RankView
+        self, step: int, records: Sequence[SaveRecord], every: int, interval_seconds: float, view: RankView
     ) -> SaveDirective:
-        good = [(number, one) for number, one in enumerate(records, 1) if not one.error][-VERSIONS_MAX:]
-        for number, one in good:
+        usable = [(number, one) for number, one in enumerate(records, 1) if not one.error][-VERSIONS_MAX:]
+        for number, one in usable:
             self._observe(number, one)
-        self._learn_slowdown(sight.drain_slowdown)
+        self._learn_slowdown(view.drain_slowdown)
         size_bytes = float(_usual_bytes(records))
         try:
-            standing = self._disk_worker.run(lambda: {number for number, one in good if self._is_on_ssd(one)})
+            on_ssd = self._disk_worker.run(lambda: {number for number, one in usable if self._is_on_ssd(one)})
         except CheckpointSkippedError:
-            standing = {number for number, _ in good}
-        versions = [self._version(number, one, number in standing) for number, one in good]
+            on_ssd = {number for number, _ in usable}
+        versions = [self._version(number, one, number in on_ssd) for number, one in usable]
         arrived = max((version.number for version in versions if version.on_shared), default=0)
-        under_way = [n for n, one in good if one.is_sent and one.shared_commit_seconds is None and n > arrived]
-        flushing = [one for _, one in good if one.local_commit_seconds is None and not one.is_direct_put]
+        under_way = [n for n, one in usable if one.is_sent and one.shared_commit_seconds is None and n > arrived]
+        flushing = [one for _, one in usable if one.local_commit_seconds is None and not one.is_direct_put]
         queue = sum(one.size_bytes or size_bytes for one in flushing)
         used = sum(version.size_bytes for version in versions if version.on_local)
         rules = Rules(
             every=every,
             rpo_seconds=self._settings.exposure_seconds_max or math.inf,
-            local_bytes_max=used + sight.room * size_bytes if size_bytes else math.inf,
+            local_bytes_max=used + view.free_checkpoints * size_bytes if size_bytes else math.inf,
         )
         before = Situation(
             now=0.0,
@@ -143,7 +143,7 @@ class DrainDecider:
             local_queue_bytes=queue,
             local_reserved_bytes=queue,
             step_slowdown=self._slowdown,
-            began_at=-max((one.age_seconds for _, one in good), default=0.0),
+            began_at=-max((one.age_seconds for _, one in usable), default=0.0),
         )
         number = len(records) + 1
         self._state, where = drain_policy.decide(self._state, rules, before)
@@ -154,12 +154,12 @@ class DrainDecider:
             self._say(step, "goes straight to shared storage", why, where, order)
             return order
         here = Version(number, size_bytes, 0.0)
-        asked = drain_policy.with_version(before, here)
-        self._state, decision = drain_policy.decide(self._state, rules, asked, votes=False)
+        policy_input = drain_policy.with_version(before, here)
+        self._state, decision = drain_policy.decide(self._state, rules, policy_input, votes=False)
         is_sent = decision.send == number
-        lasts = max(THROTTLE_SECONDS_MIN, THROTTLE_INTERVALS * interval_seconds)
-        hurts = self._slowdown > rules.step_slowdown_max
-        order = SaveDirective(is_sent, False, decision.rate_bytes_per_second if hurts else None, lasts)
+        throttle_seconds = max(THROTTLE_SECONDS_MIN, THROTTLE_INTERVALS * interval_seconds)
+        is_slowed = self._slowdown > rules.step_slowdown_max
+        order = SaveDirective(is_sent, False, decision.rate_bytes_per_second if is_slowed else None, throttle_seconds)
         self._throttle = order.bytes_per_second
         what = "goes to shared storage" if is_sent else "stays on the SSD"
         self._say(step, what, decision.reason, decision, order)
@@ -216,7 +216,7 @@ class DrainDecider:
             if not is_held_back:
                 self._state = drain_policy.observe(self._state, rules, "shared", one.size_bytes, seconds)
         if len(self._observed) > 4 * VERSIONS_MAX:
-            self._observed = {seen for seen in self._observed if seen[1] > number - VERSIONS_MAX}
+            self._observed = {views for views in self._observed if views[1] > number - VERSIONS_MAX}
 
     def _learn_slowdown(self, measured: float | None) -> None:
         """Update the slowdown, scaled up from a throttled drain to full rate."""

@@ -153,10 +153,12 @@ class IntervalController:
         self.step_seconds = window.baseline(self.step_seconds)
         profile = self._profile(window, records)
         share = window.overhead(self.step_seconds) if self.step_seconds else 0.0
-        tells = self.step_seconds and window.plain.count and window.draining.count
-        sight = self._drain_decider.measure(records, window.drain_slowdown(self.step_seconds or 0.0) if tells else None)
+        is_measurable = self.step_seconds and window.plain.count and window.draining.count
+        view = self._drain_decider.measure(
+            records, window.drain_slowdown(self.step_seconds or 0.0) if is_measurable else None
+        )
         self._forget_window()
-        measured = all_gather((profile, share, sight))
+        measured = all_gather((profile, share, view))
         self.pace, order = broadcast(lambda: self._decide(step, measured, records, is_asked))
         return order
 
@@ -169,13 +171,11 @@ class IntervalController:
     ) -> tuple[Pace | None, SaveDirective]:
         profiles = [profile for profile, _, _ in measured if profile is not None]
         share = max(share for _, share, _ in measured)
-        sight = RankView.of_all([seen for _, _, seen in measured])
+        view = RankView.of_all([views for _, _, views in measured])
         every = 1
         if self.interval == "auto" and len(profiles) == len(measured):
             every = self._adapt(profiles, share)
-        order = self._drain_decider.decide(
-            step, records, every, self._interval_seconds(), is_asked=is_asked, sight=sight
-        )
+        order = self._drain_decider.decide(step, records, every, self._interval_seconds(), is_asked=is_asked, view=view)
         return self.pace, order
 
     def _adapt(self, profiles: list[JobProfile], share: float) -> int:
@@ -193,7 +193,7 @@ class IntervalController:
 
     def _explain(self, pace: Pace, profile: JobProfile, share: float) -> None:
         known = {"local": self.goal.local_mtbf_seconds, "shared": self.goal.shared_mtbf_seconds}
-        facts = {
+        fields = {
             "interval_steps": pace.steps,
             "shared_every": pace.every,
             "step_seconds": round(profile.step_seconds, 6),
@@ -218,15 +218,15 @@ class IntervalController:
             shared,
             100 * share,
             100 * self.goal.overhead_max,
-            extra=facts,
+            extra=fields,
         )
 
     def _profile(self, window: MeasuredSpan, records: Sequence[SaveRecord]) -> JobProfile | None:
-        good = [record for record in records if not record.error]
-        if not good or not self.step_seconds:
+        usable = [record for record in records if not record.error]
+        if not usable or not self.step_seconds:
             return None
         # The first save also pays for memory and plans that later saves reuse.
-        usual = good[1:] or good
+        usual = usable[1:] or usable
         blocked = statistics.median(one.blocked_seconds for one in usual[-RECORDS_MAX:])
         durable = _recent([(one.local_commit_seconds, one.age_seconds) for one in usual])
         if durable is None:

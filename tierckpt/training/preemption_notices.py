@@ -46,10 +46,10 @@ NoticeCallback = Callable[[float, str], None]
 class Notices:
     """Polls until a notice or ``close``. Calls ``told(seconds, why)`` on its own thread."""
 
-    def __init__(self, settings: Settings, told: NoticeCallback) -> None:
+    def __init__(self, settings: Settings, callback: NoticeCallback) -> None:
         self._cloud = settings.preempt_notices
         self._address = ADDRESSES.get(self._cloud, "")
-        self._callback = told
+        self._callback = callback
         self._closed = threading.Event()
         self._has_failed = False
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -60,10 +60,10 @@ class Notices:
         self._closed.set()
 
     def _watch(self) -> None:
-        look = {"aws": self._aws, "gcp": self._gcp, "azure": self._azure}[self._cloud]
+        poll = {"aws": self._aws, "gcp": self._gcp, "azure": self._azure}[self._cloud]
         while not self._closed.is_set():
             try:
-                seconds = look()
+                seconds = poll()
                 self._has_failed = False
             except (OSError, ValueError) as error:
                 self._say_once(error)

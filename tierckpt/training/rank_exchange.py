@@ -115,16 +115,16 @@ def agree_on_name(uri: str) -> str:
 
     Raises ConfigError on all ranks if their ``uri`` differ: each rank would wait for the others.
     """
-    told = all_gather((uuid.uuid4().hex, uri))
-    first = told[0][1]
-    others = [f"rank {rank} has {other}" for rank, (_, other) in enumerate(told) if other != first]
+    gathered = all_gather((uuid.uuid4().hex, uri))
+    first = gathered[0][1]
+    others = [f"rank {rank} has {other}" for rank, (_, other) in enumerate(gathered) if other != first]
     if others:
         more = f" and {len(others) - RANKS_SHOWN} more" if len(others) > RANKS_SHOWN else ""
         raise ConfigError(
             f"the ranks of this job have different URIs: rank 0 has {first}, {', '.join(others[:RANKS_SHOWN])}{more}",
             hint="Give every rank the same URI. A relative path depends on the working directory",
         )
-    return str(told[0][0])
+    return str(gathered[0][0])
 
 
 def same_outcome(work: Callable[[], T]) -> T:
@@ -133,28 +133,28 @@ def same_outcome(work: Callable[[], T]) -> T:
         value, error = work(), None
     except Exception as failure:
         value, error = None, failure
-    told = all_gather(portable(error) if error is not None else None)
-    first = next((rank for rank, found in enumerate(told) if found is not None), None)
+    gathered = all_gather(portable(error) if error is not None else None)
+    first = next((rank for rank, found in enumerate(gathered) if found is not None), None)
     if first is None:
         return cast(T, value)
     if error is not None and first == (dist.get_rank() if is_distributed() else 0):
         raise error
-    raise told[first]
+    raise gathered[first]
 
 
 def broadcast(work: Callable[[], T]) -> T:
     if not is_distributed():
         return work()
-    told: list[Any] = [None]
+    gathered: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            told = [("ok", work())]
+            gathered = [("ok", work())]
         except Exception as error:
-            told = [("error", portable(error))]
-    dist.broadcast_object_list(told, src=0)
-    if told[0][0] == "error":
-        raise told[0][1]
-    return cast(T, told[0][1])
+            gathered = [("error", portable(error))]
+    dist.broadcast_object_list(gathered, src=0)
+    if gathered[0][0] == "error":
+        raise gathered[0][1]
+    return cast(T, gathered[0][1])
 
 
 def all_gather(value: Any) -> list[Any]:

@@ -183,11 +183,11 @@ def restore_newest(
                 walk.note_lost(parse_uri(found), error)
             continue
         if walk.lost:
-            told = "; ".join(
+            message = "; ".join(
                 f"{passed.uri} {'was not replayed' if is_window(passed) else 'has no good copy left'}: {error}"
                 for passed, error in walk.lost
             )
-            log.warning("restored %s, because %s", newest, told)
+            log.warning("restored %s, because %s", newest, message)
         return newest, save
     raise changing(location)
 
@@ -253,35 +253,35 @@ def agreed_latest(
         CheckpointNotFoundError: ranks see checkpoints, but no common one.
         OperationTimeoutError: another job removes checkpoints faster than all ranks can list them.
     """
-    told = ""
+    message = ""
     for _ in range(LISTINGS_MAX):
         try:
             return _agreed_once(client, location, step_max, windows)
         except CheckpointNotFoundError as error:
-            if error.message == told:  # else a job has saved and removed steps between two ranks' listings
+            if error.message == message:  # else a job has saved and removed steps between two ranks' listings
                 raise
-            told = error.message
+            message = error.message
     raise changing(location)
 
 
 def _agreed_once(client: Client, location: Location, step_max: int | None, windows: bool) -> str | None:
     limit, newest = step_max, ""
     while True:
-        mine, found = _look(client, location, limit, windows)
-        seen = _agree(mine)
-        if len({sight.is_blind for sight in seen}) > 1:  # other ranks may see newer checkpoints
-            if mine.is_blind:
-                mine, found = _look(client, location, limit, windows, may_be_own=False)
-            seen = _agree(mine)
-        if all(sight.attempt is None for sight in seen):
+        own_view, found = _look(client, location, limit, windows)
+        views = _agree(own_view)
+        if len({view.is_blind for view in views}) > 1:  # other ranks may see newer checkpoints
+            if own_view.is_blind:
+                own_view, found = _look(client, location, limit, windows, may_be_own=False)
+            views = _agree(own_view)
+        if all(view.attempt is None for view in views):
             if newest:
                 raise _no_common_step(location, newest)
             return None
-        newest = newest or _describe_views(seen)
-        if any(sight.attempt is None for sight in seen):
+        newest = newest or _describe_views(views)
+        if any(view.attempt is None for view in views):
             raise _no_common_step(location, newest)
-        steps = {sight.step for sight in seen if sight.step is not None}
-        if len({(sight.step, sight.attempt) for sight in seen}) == 1:
+        steps = {view.step for view in views if view.step is not None}
+        if len({(view.step, view.attempt) for view in views}) == 1:
             return found.location.uri if found is not None else None
         if len(steps) == 0:
             raise _no_common_step(location, newest)
@@ -301,27 +301,27 @@ def _look(
     return _Sight(step, attempt, newest.unseen is not None), found
 
 
-def _agree(mine: _Sight) -> list[_Sight]:
-    seen: list[_Sight] = all_gather(mine)
-    for rank, sight in enumerate(seen):
-        if sight.error is None:
+def _agree(own_view: _Sight) -> list[_Sight]:
+    views: list[_Sight] = all_gather(own_view)
+    for rank, view in enumerate(views):
+        if view.error is None:
             continue
-        if isinstance(sight.error, TierckptError) and len(seen) > 1:
-            sight.error.context.setdefault("rank", rank)
-        raise sight.error
-    return seen
+        if isinstance(view.error, TierckptError) and len(views) > 1:
+            view.error.context.setdefault("rank", rank)
+        raise view.error
+    return views
 
 
-def _describe_views(seen: Sequence[_Sight]) -> str:
+def _describe_views(views: Sequence[_Sight]) -> str:
     return "; ".join(
-        f"rank {rank} sees {'none' if sight.attempt is None else 'step ' + str(sight.step)}"
-        for rank, sight in enumerate(seen)
+        f"rank {rank} sees {'none' if view.attempt is None else 'step ' + str(view.step)}"
+        for rank, view in enumerate(views)
     )
 
 
-def _no_common_step(location: Location, seen: str) -> CheckpointNotFoundError:
+def _no_common_step(location: Location, views: str) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
-        f"no checkpoint of {location.uri} is visible to every rank: {seen}",
+        f"no checkpoint of {location.uri} is visible to every rank: {views}",
         hint="Some nodes hold undrained checkpoints, or the ranks read different places. Run `tierckpt drain "
         "--wait` on the nodes that hold them, or start there; to start over, use another URI",
     )
@@ -425,10 +425,10 @@ def _below(prefix: str, metadata: Metadata, where: str) -> list[str]:
     names = [name for name in metadata.state_dict_metadata if not name.startswith(f"{STRUCTURE}.")]
     found = [name for name in names if not prefix or name.startswith(f"{prefix}.")]
     if not found:
-        tops = sorted({name.partition(".")[0] for name in names})
-        more = f" and {len(tops) - NAMES_SHOWN} more" if len(tops) > NAMES_SHOWN else ""
+        entries = sorted({name.partition(".")[0] for name in names})
+        more = f" and {len(entries) - NAMES_SHOWN} more" if len(entries) > NAMES_SHOWN else ""
         raise StateMismatchError(
-            f"nothing in {where} is under {prefix!r}; its entries: {', '.join(tops[:NAMES_SHOWN])}{more}",
+            f"nothing in {where} is under {prefix!r}; its entries: {', '.join(entries[:NAMES_SHOWN])}{more}",
             hint="Pass the name that the model was saved under as prefix, or '' if it has none",
         )
     return found
@@ -455,7 +455,9 @@ class unwrapped:
             own = causes.get(dist.get_rank() if is_distributed() else 0)
             if own is not None and not isinstance(own, (Exception, CheckpointException)):
                 raise own from None
-            ours = next((cause for cause in causes.values() if isinstance(cause, TierckptError)), None)
-            if ours is not None:
-                ours.context.setdefault("rank", min(rank for rank, cause in causes.items() if cause is ours))
-                raise ours from error
+            typed_error = next((cause for cause in causes.values() if isinstance(cause, TierckptError)), None)
+            if typed_error is not None:
+                typed_error.context.setdefault(
+                    "rank", min(rank for rank, cause in causes.items() if cause is typed_error)
+                )
+                raise typed_error from error

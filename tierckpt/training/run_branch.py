@@ -31,17 +31,17 @@ class RunBranch:
         ranks if rank 0 cannot read the run.
         """
         self._restored += 1
-        mine: Branch | BaseException | None = None
+        own_branch: Branch | BaseException | None = None
         if not is_distributed() or dist.get_rank() == 0:
             client, name = get_client(self._settings), f"{self._job}-{self._restored}"
             work = branch_of_restored(
                 client.mover.selector, self.location, parse_uri(uri), name, is_asked_for=is_asked_for
             )
             try:
-                mine = client.run(work)
+                own_branch = client.run(work)
             except Exception as error:
-                mine = portable(error)
-        decided: Branch | BaseException = all_gather(mine)[0]
+                own_branch = portable(error)
+        decided: Branch | BaseException = all_gather(own_branch)[0]
         if isinstance(decided, BaseException):
             raise decided
         self.now = decided

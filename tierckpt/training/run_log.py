@@ -253,12 +253,12 @@ class RunLog:
 
         Lines of saves are removed last, as each describes one checkpoint; the newest durable one stays.
         """
-        whats = [json.loads(text)["what"] for text in self._lines]
-        newest = max((n for n, what in enumerate(whats) if what == "durable"), default=-1)
-        gone = set([n for n, what in enumerate(whats[:-1]) if what == "step"][1::2])
-        if len(self._lines) - len(gone) > LINES_MAX * 3 // 4:
-            gone = set([n for n, what in enumerate(whats[:-1]) if what in PROGRESS and n != newest][1::2])
-        self._lines = [text for n, text in enumerate(self._lines) if n not in gone]
+        kinds = [json.loads(text)["what"] for text in self._lines]
+        newest = max((n for n, what in enumerate(kinds) if what == "durable"), default=-1)
+        removed = set([n for n, what in enumerate(kinds[:-1]) if what == "step"][1::2])
+        if len(self._lines) - len(removed) > LINES_MAX * 3 // 4:
+            removed = set([n for n, what in enumerate(kinds[:-1]) if what in PROGRESS and n != newest][1::2])
+        self._lines = [text for n, text in enumerate(self._lines) if n not in removed]
         self._thinned += 1
 
     def _warn(self) -> None:
@@ -268,9 +268,9 @@ class RunLog:
             self._thread = start_thread(threading.Thread(target=self._keep, name="tierckpt-run-log", daemon=True))
         self._lock.notify_all()
         if self._left_seconds > 0:  # a kill hides no step, and a hanging disk costs at most this budget, once
-            begun = time.monotonic()
+            started_at = time.monotonic()
             self._lock.wait_for(lambda: self._written == self._changes, self._left_seconds)
-            self._left_seconds -= time.monotonic() - begun
+            self._left_seconds -= time.monotonic() - started_at
 
     def _flush(self, seconds: float) -> bool:
         """Return whether the file is up to date, now or within ``seconds``."""
@@ -397,13 +397,13 @@ class OtherJobs:
                 found[name] = (info.etag, info.size_bytes)
         before, self._versions = self._versions, found
         changed = [name for name, version in found.items() if before is None or before.get(name) != version]
-        news = False
+        has_progress = False
         for name in sorted(changed)[-RECORDS_READ_MAX:]:
             lines = parse_lines(await store.get(f"{HISTORY_DIR}/{name}"))
             if lines and self._is_at_work(lines, is_first_look=before is None):
                 self._seen_at = time.monotonic()
-                news |= self._warn(name, lines)
-        return news
+                has_progress |= self._warn(name, lines)
+        return has_progress
 
     def _is_at_work(self, lines: Lines, *, is_first_look: bool) -> bool:
         first, last = lines[0], lines[-1]

@@ -288,10 +288,12 @@ class RunningSaves:
         # Planning must know the checkpoint that this save replaces.
         count = 1 if uri in self.uris else self._saves_max if policy == "wait" else math.inf
         while True:
-            told = all_gather(self._has_capacity(count, deadline))
-            if (refused := next((one for one in told if isinstance(one, CheckpointSkippedError)), None)) is not None:
+            outcomes = all_gather(self._has_capacity(count, deadline))
+            if (
+                refused := next((one for one in outcomes if isinstance(one, CheckpointSkippedError)), None)
+            ) is not None:
                 return refused
-            if all(told):
+            if all(outcomes):
                 return None
 
     def _has_capacity(self, count: float, deadline: float) -> CheckpointSkippedError | bool:
@@ -305,8 +307,8 @@ class RunningSaves:
                     return ill_disk(self._settings.local_root, rank=dist.get_rank() if is_distributed() else 0)
                 if time.monotonic() < deadline:
                     return False
-                late = self._not_ended(record)
-                return CheckpointSkippedError(late.message, hint=late.hint, **late.context)
+                hung_error = self._not_ended(record)
+                return CheckpointSkippedError(hung_error.message, hint=hung_error.hint, **hung_error.context)
         if self._settings.staging_policy == "skip" and len(self.unfinished()) >= self._saves_max:
             return CheckpointSkippedError(
                 f"{self._saves_max} saves are still being written",

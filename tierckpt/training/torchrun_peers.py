@@ -39,14 +39,16 @@ def exchange_addresses(settings: Settings) -> None:
             log.warning("peers is torchrun, but this process is in no torch.distributed job: it has no peers")
             return
         contact = shared_client(settings)
-        mine = contact.ask({"op": "peers"})["me"]["address"]
+        own_address = contact.ask({"op": "peers"})["me"]["address"]
         store = RankStore("tierckpt/peers", STORE_SECONDS, connect=connect)
-        told = store.append(os.environ.get("TORCHELASTIC_RUN_ID", ""), f"{mine},")
-        if len(told) > ADDRESSES_BYTES_MAX:
-            told = told[-ADDRESSES_BYTES_MAX:].partition(",")[2]
-        others = [address for address in dict.fromkeys(told.split(",")) if address not in ("", mine)]
-        contact.ask({"op": "peer_addresses", "addresses": others})
-        log.info("found %d other agents of the job", len(others))
+        address_list = store.append(os.environ.get("TORCHELASTIC_RUN_ID", ""), f"{own_address},")
+        if len(address_list) > ADDRESSES_BYTES_MAX:
+            address_list = address_list[-ADDRESSES_BYTES_MAX:].partition(",")[2]
+        other_addresses = [
+            address for address in dict.fromkeys(address_list.split(",")) if address not in ("", own_address)
+        ]
+        contact.ask({"op": "peer_addresses", "addresses": other_addresses})
+        log.info("found %d other agents of the job", len(other_addresses))
     except (TierckptError, OSError, ValueError) as error:
         log.warning("cannot find the agents of the job's other nodes: %s", error)
 

@@ -166,7 +166,7 @@ def test_who_wants_no_more_is_not_given_half_of_it(model: Path, watched: type[Wa
 
     watched.after_each_read = staticmethod(stop_on_the_way)
     with pytest.raises(fill.Stopped):
-        _within_deadline(lambda: fill.fill(wanted.wants, wanted.device, stop))
+        _within_deadline(lambda: fill.fill(wanted.requests, wanted.device, stop))
     assert len(watched.found) <= 3 + fill.AHEAD_MAX + fill.FILLERS_MAX + READ_THREADS_MAX
 
 

@@ -282,7 +282,7 @@ def saves(
     for number in range(1, count + 1):
         for record in records:
             record.begun_at -= 10.0
-        order = adaptive.decide(number, records, 1, 10.0, sight=sight)
+        order = adaptive.decide(number, records, 1, 10.0, view=sight)
         orders.append(order)
         one = SaveRecord(number, "", 10**9, 0.1, local, local + shared, is_sent=order.is_sent)
         if order.is_direct_put:
@@ -308,8 +308,8 @@ def test_a_save_that_is_under_way_has_the_size_of_the_one_before() -> None:
     """Its own size is unknown, and must not count as 0."""
     adaptive = sending(exposure_seconds_max=math.inf)
     records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0), SaveRecord(2, "", 0, 0.1)]
-    assert not adaptive.decide(3, records, 1, 10.0, sight=RankView(2.5)).is_direct_put
-    assert adaptive.decide(4, records, 1, 10.0, sight=RankView(0.5)).is_direct_put
+    assert not adaptive.decide(3, records, 1, 10.0, view=RankView(2.5)).is_direct_put
+    assert adaptive.decide(4, records, 1, 10.0, view=RankView(0.5)).is_direct_put
 
 
 def test_little_room_is_no_reason_and_none_is() -> None:
@@ -335,7 +335,7 @@ def test_a_drain_that_slows_training_down_is_throttled_until_it_costs_what_it_ma
         slowdowns.append(slowdown)
         for record in records:
             record.begun_at -= 100.0
-        order = adaptive.decide(number, records, 1, 100.0, sight=RankView(drain_slowdown=slowdown))
+        order = adaptive.decide(number, records, 1, 100.0, view=RankView(drain_slowdown=slowdown))
         rate = min(200e6, order.bytes_per_second or math.inf)
         rates.append(rate)
         records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 1.0 + 10**9 / rate))
@@ -349,11 +349,11 @@ def test_a_throttle_is_lifted_when_drains_cost_nothing_any_more() -> None:
     adaptive = sending(exposure_seconds_max=math.inf)
     records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0)]
     for number in range(2, 12):
-        throttled = adaptive.decide(number, records, 1, 100.0, sight=RankView(drain_slowdown=0.3))
+        throttled = adaptive.decide(number, records, 1, 100.0, view=RankView(drain_slowdown=0.3))
         records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 6.0))
     assert throttled.bytes_per_second is not None and throttled.bytes_per_second < 100e6
     for number in range(12, 30):
-        free = adaptive.decide(number, records, 1, 100.0, sight=RankView(drain_slowdown=0.0))
+        free = adaptive.decide(number, records, 1, 100.0, view=RankView(drain_slowdown=0.0))
         records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 6.0))
     assert free.bytes_per_second is None or free.bytes_per_second >= 190e6
 
@@ -364,7 +364,7 @@ def test_the_exposure_bound_is_before_the_throttle() -> None:
     for number in range(1, 8):
         for record in records:
             record.begun_at -= 10.0
-        order = adaptive.decide(number, records, 1, 10.0, sight=RankView(drain_slowdown=0.9))
+        order = adaptive.decide(number, records, 1, 10.0, view=RankView(drain_slowdown=0.9))
         records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 6.0))
     assert order.bytes_per_second is None or order.bytes_per_second >= 1e9 / 20
 

@@ -83,7 +83,7 @@ def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata
             return MetadataBuilder(len(data), partial).metadata(_parse(data))
     except RefusedPickle as error:
         message = f"{where} is refused: {error}"
-        raise refusal(message, error.wanted, is_hostile=error.is_hostile, file=where) from None
+        raise refusal(message, error.global_name, is_hostile=error.is_hostile, file=where) from None
     except Exception as error:  # whatever else strange values lead to: nothing was kept of them
         raise refusal(f"{where} is refused: {type(error).__name__}: {error}", file=where) from error
 

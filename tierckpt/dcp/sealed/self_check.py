@@ -32,7 +32,7 @@ def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = Fa
             for path in made[1]:
                 relative_of(path)
         except RefusedPickle as error:
-            raise refusal(f"{where} is refused: {error}", error.wanted, file=where) from None
+            raise refusal(f"{where} is refused: {error}", error.global_name, file=where) from None
         _verified = dict(entries), planner, data
         return
     new = {fqn: entry for fqn, entry in entries.items() if known.get(fqn) is not entry}
@@ -48,5 +48,5 @@ def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = Fa
         with gc_paused():
             check_stored(entries, MetadataBuilder(len(data), partial).places(metadata.storage_data or {}))
     except RefusedPickle as error:
-        raise refusal(f"{where} is refused: {error}", error.wanted, file=where) from None
+        raise refusal(f"{where} is refused: {error}", error.global_name, file=where) from None
     _verified = dict(entries), planner, data

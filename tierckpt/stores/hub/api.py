@@ -367,8 +367,8 @@ def request(url: str, headers: Mapping[str, str], form: bytes | None = None) -> 
     """
     host = check_http(url)
     try:
-        asked = urllib.request.Request(url, data=form, headers={"User-Agent": "tierckpt", **headers})
-        with opener.open(routed(asked), timeout=ANSWER_SECONDS_MAX) as reply:
+        request = urllib.request.Request(url, data=form, headers={"User-Agent": "tierckpt", **headers})
+        with opener.open(routed(request), timeout=ANSWER_SECONDS_MAX) as reply:
             answer = _answer(reply, url, headers)
     except urllib.error.HTTPError as refusal:
         with refusal:
@@ -451,17 +451,19 @@ def check_http(url: str) -> str:
     return parts.netloc
 
 
-def _answer(reply: Any, url: str, asked: Mapping[str, str]) -> Answer:
+def _answer(reply: Any, url: str, request: Mapping[str, str]) -> Answer:
     headers = {name.lower(): value for name, value in reply.headers.items()}
-    wanted = _RANGE.fullmatch(asked.get("Range", "")) if reply.status == 200 else None
-    size_bytes_max = int(wanted[2]) - int(wanted[1]) + 1 if wanted is not None else BODY_BYTES_MAX
+    requested_range = _RANGE.fullmatch(request.get("Range", "")) if reply.status == 200 else None
+    size_bytes_max = (
+        int(requested_range[2]) - int(requested_range[1]) + 1 if requested_range is not None else BODY_BYTES_MAX
+    )
     length = headers.get("content-length", "")
-    if wanted is not None and length.isdecimal() and int(length) > size_bytes_max:
+    if requested_range is not None and length.isdecimal() and int(length) > size_bytes_max:
         return Answer(reply.status, headers, b"", url, is_more=True)
     body = b"" if 300 <= reply.status < 400 else reply.read(size_bytes_max + 1)
     if len(body) <= size_bytes_max:
         return Answer(reply.status, headers, body, url)
-    if wanted is not None:
+    if requested_range is not None:
         return Answer(reply.status, headers, b"", url, is_more=True)
     raise StoreError(f"{urlsplit(url).netloc} sends more than {BODY_BYTES_MAX} bytes", tier=Tier.SHARED)
 

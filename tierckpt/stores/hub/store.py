@@ -251,7 +251,7 @@ class HubStore:
     async def available(self) -> bool:
         return False
 
-    def hasten(self) -> None:
+    def probe_soon(self) -> None:
         """Wait for a probe of a Hub that is down."""
 
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:

@@ -79,15 +79,19 @@ class Attachments:
                 marks[name, key] = begin_digests([local_shard(tensor.detach())])
 
         def read() -> Callable[[], tuple[str, int]]:
-            for place, mark in marks.items():
+            for tensor_key, mark in marks.items():
                 if callable(mark):
-                    marks[place] = sum(mark())
+                    marks[tensor_key] = sum(mark())
             return finish
 
         def finish() -> tuple[str, int]:
             found = dict(zip(marks, digest_values([*marks.values()]), strict=True))
             known, self._marks = self._marks, found
-            changed = [place for place in found if place not in sent and known.get(place, found[place]) != found[place]]
+            changed = [
+                tensor_key
+                for tensor_key in found
+                if tensor_key not in sent and known.get(tensor_key, found[tensor_key]) != found[tensor_key]
+            ]
             self._untraced.update(changed)
             return (UNTRACED.format(".".join(changed[0])) if changed else ""), _total(found)
 
@@ -97,16 +101,16 @@ class Attachments:
         """Return a step's attachment and ``check``. Raises StateMismatchError for values that cannot be restored."""
         encoder = Encoder(_BELOW, is_ambiguous=True)
         tensors: dict[str, dict[str, torch.Tensor]] = {}
-        sent, places = dict[TensorKey, int | torch.Tensor](), set[TensorKey]()
+        sent, tensor_keys = dict[TensorKey, int | torch.Tensor](), set[TensorKey]()
         for name, key, tensor in _tensors_of(state):
             mark = _mark(tensor)
-            places.add((name, key))
+            tensor_keys.add((name, key))
             if self._seen.get((name, key)) != mark or (name, key) in self._untraced:
                 tensors.setdefault(name, {})[key] = tensor.detach()
                 self._seen[name, key] = mark
                 if isinstance(tensor, torch.nn.Parameter):
                     [sent[name, key]] = digests_of([local_shard(tensor.detach())]) or [0]
-        if other := min(places ^ self._places, default=None):
+        if other := min(tensor_keys ^ self._places, default=None):
             raise _mismatch(".".join(other))
         value = {
             "values": {name: _value(one) for name, one in _others(state)},
@@ -150,9 +154,9 @@ class Attached:
             self._mark({(name, key) for key in tensors if isinstance(self._live[name, key], torch.nn.Parameter)})
         return _total(self._marks)
 
-    def _mark(self, places: Collection[TensorKey]) -> None:
-        for place in places:
-            [self._marks[place]] = digest_values(digests_of([local_shard(self._live[place].detach())])) or [0]
+    def _mark(self, tensor_keys: Collection[TensorKey]) -> None:
+        for tensor_key in tensor_keys:
+            [self._marks[tensor_key]] = digest_values(digests_of([local_shard(self._live[tensor_key].detach())])) or [0]
 
     def finish(self) -> None:
         if self._newest is None:
@@ -175,18 +179,22 @@ class Attached:
 def _decode(attachment: bytes, state: Mapping[str, Any]) -> dict[str, Any]:
     view = memoryview(attachment)
     (text_bytes,) = _HEAD.unpack_from(view)
-    fields, at = json.loads(bytes(view[_HEAD.size :][:text_bytes])), _HEAD.size + text_bytes
+    fields, position = json.loads(bytes(view[_HEAD.size :][:text_bytes])), _HEAD.size + text_bytes
     stored, data = {}, {}
     for number, (dtype, size, shape) in enumerate(fields["tensors"]):
         kind: Any = CONSTANTS["dtype"][dtype]
         size_bytes = torch.Size(shape).numel() * kind.itemsize
-        if size_bytes > len(view) - at:
+        if size_bytes > len(view) - position:
             raise bad("a tensor of a step is larger than its bytes")
         name = f"{_BELOW}.{number}"
         stored[name] = TensorStorageMetadata(TensorProperties(dtype=kind), torch.Size(size), [])
-        raw = torch.frombuffer(bytearray(view[at : at + size_bytes]), dtype=torch.uint8) if size_bytes else None
+        raw = (
+            torch.frombuffer(bytearray(view[position : position + size_bytes]), dtype=torch.uint8)
+            if size_bytes
+            else None
+        )
         data[name] = raw.view(kind).view(shape) if raw is not None else torch.empty(shape, dtype=kind, device="cpu")
-        at += size_bytes
+        position += size_bytes
     decoder = Decoder(json.dumps(fields["node"]), Metadata(dict(stored)), lambda: _live(state))
     for name, tensor in decoder.tensors.items():
         if local_shard(tensor).shape != data[name].shape:
@@ -255,7 +263,7 @@ def _parameters_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.T
 
 
 def _total(marks: Mapping[TensorKey, int]) -> int:
-    return int(combined_digest([marks[place] for place in sorted(marks)]), 16) if marks else 0
+    return int(combined_digest([marks[tensor_key] for tensor_key in sorted(marks)]), 16) if marks else 0
 
 
 def _extra_of(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -78,8 +78,8 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
             raise StateMismatchError(f"an entry of the state is named {name!r}", hint="Use another string as its name")
         if isinstance(value, torch.nn.Module):
             tree, versions = modules.state_of(value)
-            odd = not_plain(tree)
-            saved[name], text = _split(name, tree, [*odd, *([(modules.VERSIONS, versions)] if versions else [])])
+            inexact = not_plain(tree)
+            saved[name], text = _split(name, tree, [*inexact, *([(modules.VERSIONS, versions)] if versions else [])])
         elif isinstance(value, torch.optim.Optimizer) and (found := optimizers.state_of(value, names)):
             saved[name], text = _split(name, found.tree, found.inexact)
             if found.lists:
@@ -114,9 +114,9 @@ def _is_unambiguous(flat: dict[str, Any]) -> bool:
     return True
 
 
-def _split(name: str, tree: dict[str, Any], odd: list[tuple[Path, Any]]) -> tuple[dict[str, Any], str]:
+def _split(name: str, tree: dict[str, Any], inexact: list[tuple[Path, Any]]) -> tuple[dict[str, Any], str]:
     nodes, encoder = [], Encoder(name)
-    for path, value in odd:
+    for path, value in inexact:
         node, shown = encoder.encode(value, (name, *path))
         nodes.append([{"tuple": list(path)}, node])
         if path:
@@ -225,10 +225,10 @@ class RestorePlan:
         Call it with ``own_code`` first, on all ranks, so that a failure leaves the others unchanged. Raises
         StateMismatchError, which lists the entries that may have changed.
         """
-        wanted = {name: target for name, target in self._targets.items() if target.is_plain is not own_code}
+        selected = {name: target for name, target in self._targets.items() if target.is_plain is not own_code}
         changed: list[str] = []
         # Objects before modules and optimizers, and plain values last.
-        for name, target in sorted(wanted.items(), key=lambda item: isinstance(item[1], ValueTarget) is not own_code):
+        for name, target in sorted(selected.items(), key=lambda item: isinstance(item[1], ValueTarget) is not own_code):
             try:
                 target.load(loaded, strict=strict)
             except TierckptError:
@@ -236,7 +236,7 @@ class RestorePlan:
             except Exception as error:
                 done = f"{', '.join(changed) or 'no other entry'} was changed before"
                 if is_distributed():
-                    done += f"; other ranks may have changed {', '.join(wanted)}"
+                    done += f"; other ranks may have changed {', '.join(selected)}"
                 raise StateMismatchError(
                     f"load_state_dict of {name!r} raised {type(error).__name__}: {error}; {done}",
                     hint="Restore a checkpoint that fits this object, or exclude it with only=",

@@ -51,16 +51,16 @@ class Names:
 
 
 def parameters_by_name(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    left = [("", module)]
-    while left:
-        prefix, one = left.pop()
+    pending = [("", module)]
+    while pending:
+        prefix, one = pending.pop()
         for key, parameter in one._parameters.items():
             if parameter is not None:
                 yield prefix + key, parameter
         inner = _child_of_wrapper(one)
         for key, child in reversed(one._modules.items()):
             if child is not None:
-                left.append((prefix if key in (inner, CHECKPOINT_WRAPPED) else f"{prefix}{key}.", child))
+                pending.append((prefix if key in (inner, CHECKPOINT_WRAPPED) else f"{prefix}{key}.", child))
 
 
 def _child_of_wrapper(module: torch.nn.Module) -> str:
@@ -70,11 +70,11 @@ def _child_of_wrapper(module: torch.nn.Module) -> str:
 
 
 def _submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    left = [("", module)]
-    while left:
-        prefix, one = left.pop()
+    pending = [("", module)]
+    while pending:
+        prefix, one = pending.pop()
         yield prefix, one
-        left += [(f"{prefix}{key}.", child) for key, child in reversed(one._modules.items()) if child is not None]
+        pending += [(f"{prefix}{key}.", child) for key, child in reversed(one._modules.items()) if child is not None]
 
 
 def is_flat(module: torch.nn.Module) -> bool:
@@ -162,13 +162,13 @@ class ModuleTarget:
 
     def _compare_meta(self) -> None:
         tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
-        left = [key for key, one in tensors if one.is_meta and self._names.saved(key) not in self._live]
+        pending = [key for key, one in tensors if one.is_meta and self._names.saved(key) not in self._live]
         made = [key for key, one in tensors if not one.is_meta]
-        if left or made:
-            some = left or [key for key, one in tensors if one.is_meta]
+        if pending or made:
+            some = pending or [key for key, one in tensors if one.is_meta]
             self.problems.append(
                 f"{some[0]} and {len(some) - 1} more are on the meta device, but "
-                + ("the checkpoint has no buffers of this name" if left else "other tensors of the module are not")
+                + ("the checkpoint has no buffers of this name" if pending else "other tensors of the module are not")
             )
 
     @property
@@ -208,10 +208,10 @@ def _problem(name: str, live: torch.Tensor, found: Any) -> list[str]:
         return []
     if isinstance(found, TensorStorageMetadata | torch.Tensor):
         sizes = tuple(found.size if isinstance(found, TensorStorageMetadata) else found.shape)
-        here = _sizes(live)
+        live_sizes = _sizes(live)
         # torch.load_state_dict accepts one element for a number, as saved before 0.4.
-        same = sizes == here or (sizes, here) == ((1,), ())
-        return [] if same else [f"{name} is {here} here and {sizes} in the checkpoint"]
+        same = sizes == live_sizes or (sizes, live_sizes) == ((1,), ())
+        return [] if same else [f"{name} is {live_sizes} here and {sizes} in the checkpoint"]
     return [f"{name} is a tensor here and an object in the checkpoint"]
 
 

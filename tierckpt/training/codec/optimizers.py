@@ -75,10 +75,10 @@ class ParameterNames:
         lists: list[list[Any]] = [list(map(found.get, map(id, group[PARAMS]))) for group in optimizer.param_groups]
         if all(None not in names for names in lists):
             return lists
-        taken = {*self._first_names.get(owner, {}).values()}
-        taken |= {name for (entry, _), some in self._other_names.items() if entry == owner for name in some}
+        used_names = {*self._first_names.get(owner, {}).values()}
+        used_names |= {name for (entry, _), some in self._other_names.items() if entry == owner for name in some}
         return [
-            [name or _loose(number, index, taken) for index, name in enumerate(names)]
+            [name or _loose(number, index, used_names) for index, name in enumerate(names)]
             for number, names in enumerate(lists)
         ]
 
@@ -122,9 +122,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [one for group in optimizer.param_groups for one in group[PARAMS]]
 
 
-def _loose(group: int, index: int, taken: set[str]) -> str:
+def _loose(group: int, index: int, used_names: set[str]) -> str:
     name = f"{UNNAMED}{group}.{index}"
-    while name in taken:
+    while name in used_names:
         name += "_"
     return name
 
@@ -169,19 +169,19 @@ def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved |
     }
     if not tree[STATE]:
         del tree[STATE]
-    odd = _odd(tree)
-    odd += [((STATE, name, key), one) for name, inner in saved[STATE].items() if type(name) is str
+    inexact = _odd(tree)
+    inexact += [((STATE, name, key), one) for name, inner in saved[STATE].items() if type(name) is str
             for key, one in (inner.items() if isinstance(inner, dict) else ())
             if isinstance(one, torch.Tensor) and is_plain(one) and has_device(one.device.type)]  # fmt: skip
     every = zip(chain.from_iterable(lists), parameters, strict=True)
     if shapes := {name: one.shape for name, one in every if isinstance(one, DTensor)}:
         # State that is sharded differently from its parameter.
-        odd += [((STATE, name, key), one) for name, of_parameter in tree.get(STATE, {}).items()
-                for key, one in of_parameter.items()
+        inexact += [((STATE, name, key), one) for name, parameter_state in tree.get(STATE, {}).items()
+                for key, one in parameter_state.items()
                 if isinstance(one, DTensor) and one.shape != shapes.get(name) and is_plain(one)]  # fmt: skip
-    for name in {path[1] for path, _ in odd if path[0] == STATE}:
+    for name in {path[1] for path, _ in inexact if path[0] == STATE}:
         tree[STATE][name] = dict(tree[STATE][name])  # a copy, as odd values are removed from it
-    return Saved(tree, "" if names.are_on_all_ranks(optimizer) else json.dumps(lists), odd)
+    return Saved(tree, "" if names.are_on_all_ranks(optimizer) else json.dumps(lists), inexact)
 
 
 def _is_of_torch(saved: Any, optimizer: torch.optim.Optimizer) -> bool:
@@ -331,8 +331,8 @@ class OptimizerTarget:
         for path, key in self._stored.below(STRUCTURE).items():
             if is_rank(path[0]) and path[1:] == (self._name,):
                 for known, found in zip(lists, json.loads(objects[key]), strict=False):
-                    there = set(known)
-                    known += [one for one in found if one not in there]
+                    known_names = set(known)
+                    known += [one for one in found if one not in known_names]
         return lists
 
     def _match(self, candidates: Sequence[Sequence[Sequence[str]]], lists: Sequence[Sequence[Any]]) -> dict[int, Any]:

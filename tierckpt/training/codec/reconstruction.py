@@ -101,9 +101,9 @@ class Decoder:
             return nodes
         if depth > 2 * DEPTH_MAX:
             raise bad("it is nested too deep")
-        beside = live if isinstance(live, list | tuple | deque) else ()
-        beside = [*beside, *[None] * (len(nodes) - len(beside))]
-        return [self._decode(node, other, depth + 1) for node, other in zip(nodes, beside, strict=False)]
+        live_items = live if isinstance(live, list | tuple | deque) else ()
+        live_items = [*live_items, *[None] * (len(nodes) - len(live_items))]
+        return [self._decode(node, other, depth + 1) for node, other in zip(nodes, live_items, strict=False)]
 
     def _dict(self, node: Any, live: Any, depth: int) -> dict[Any, Any]:
         if type(node) is not dict or len(node) != 1 or not node.keys() <= {"dict", "map"}:
@@ -112,15 +112,15 @@ class Decoder:
         return self._mapping(body, live, depth) if tag == "dict" else self._map(body, live, depth)
 
     def _mapping(self, body: dict[str, Any], live: Any, depth: int) -> dict[str, Any]:
-        beside = live if isinstance(live, Mapping) else {}
-        return {key: self._decode(item, beside.get(key), depth + 1) for key, item in body.items()}
+        live_items = live if isinstance(live, Mapping) else {}
+        return {key: self._decode(item, live_items.get(key), depth + 1) for key, item in body.items()}
 
     def _map(self, body: list[Any], live: Any, depth: int) -> dict[Any, Any]:
-        beside = live if isinstance(live, Mapping) else {}
+        live_items = live if isinstance(live, Mapping) else {}
         made = {}
         for node, item in body:
             key = self._key(node, depth)
-            made[key] = self._decode(item, beside.get(key), depth + 1)
+            made[key] = self._decode(item, live_items.get(key), depth + 1)
         return made
 
     def _key(self, node: Any, depth: int) -> Any:
@@ -171,8 +171,8 @@ class Decoder:
         return self._filled(types.SimpleNamespace(), body, live, depth)
 
     def _filled(self, made: Any, body: Any, live: Any, depth: int) -> Any:
-        beside = vars(live) if type(live) is type(made) else None
-        vars(made).update(self._dict(body, beside, depth))
+        live_items = vars(live) if type(live) is type(made) else None
+        vars(made).update(self._dict(body, live_items, depth))
         return made
 
     def _generator(self, body: Any, live: Any, depth: int) -> Any:
@@ -244,10 +244,12 @@ class Decoder:
         stored = self._metadata.state_dict_metadata.get(name)
         if not isinstance(stored, TensorStorageMetadata) or name in self.tensors:
             raise bad(f"{name!r:.200} is not a tensor of the checkpoint, or is named twice")
-        along = next((one for one in placed if type(one) is list), None)
+        shard_dims = next((one for one in placed if type(one) is list), None)
         device = next((one for one in placed if type(one) is str), "cpu")
-        beside = live if isinstance(live, torch.Tensor) else None
-        self.tensors[name] = made = empty_like(stored, beside, along, device=device if has_device(device) else "cpu")
+        live_items = live if isinstance(live, torch.Tensor) else None
+        self.tensors[name] = made = empty_like(
+            stored, live_items, shard_dims, device=device if has_device(device) else "cpu"
+        )
         if kind == "parameter":
             return torch.nn.Parameter(made, requires_grad=requires_grad is True)
         return made.requires_grad_() if requires_grad is True else made
@@ -255,8 +257,8 @@ class Decoder:
     def _subclass(self, body: Any, live: Any, depth: int) -> Any:
         module, qualname, inner, described, shape, stride, requires_grad = body
         kind = class_of(module, qualname, is_tensor_subclass)
-        beside = {name: getattr(live, name, None) for name in inner.get("dict", ())} if type(live) is kind else None
-        tensors = self._dict(inner, beside, depth)
+        live_items = {name: getattr(live, name, None) for name in inner.get("dict", ())} if type(live) is kind else None
+        tensors = self._dict(inner, live_items, depth)
         context = self._decode(described, None, depth)
         made = kind.__tensor_unflatten__(tensors, context, torch.Size(shape), tuple(stride))
         return made.requires_grad_() if requires_grad is True else made
@@ -306,20 +308,20 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 def empty_like(
     stored: TensorStorageMetadata,
     live: Any,
-    along: Sequence[int | None] | None = None,
+    shard_dims: Sequence[int | None] | None = None,
     *,
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
     """Return a new tensor for ``stored``, placed like ``live``, or on ``device`` if that is not a tensor.
 
-    ``along``: the dimension sharded over each dimension of a mesh.
+    ``shard_dims``: the dimension sharded over each dimension of a mesh.
     """
     dtype: Any = stored.properties.dtype
     if isinstance(live, DTensor):
         placements = live.placements
-        if along is not None and live.shape != stored.size:
+        if shard_dims is not None and live.shape != stored.size:
             whole = [None] * live.device_mesh.ndim
-            kept = along if len(along) == len(whole) else whole
+            kept = shard_dims if len(shard_dims) == len(whole) else whole
             placements = tuple(Replicate() if dim is None else Shard(dim) for dim in kept)
         return empty_dtensor(stored.size, dtype=dtype, device_mesh=live.device_mesh, placements=placements)
     if isinstance(live, torch.Tensor):

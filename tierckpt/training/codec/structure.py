@@ -107,8 +107,8 @@ class Encoder:
             self._split_values += kind is torch.memory_format
             return node, NOTHING if kind is torch.memory_format else value
         if id(value) in self._open or len(self._open) >= DEPTH_MAX:
-            deep = "contains itself" if id(value) in self._open else f"is nested more than {DEPTH_MAX} deep"
-            raise _refused(path, value, deep)
+            reason = "contains itself" if id(value) in self._open else f"is nested more than {DEPTH_MAX} deep"
+            raise _refused(path, value, reason)
         self._open.add(id(value))
         try:
             return self._container(value, kind, path)
@@ -251,8 +251,8 @@ class Encoder:
             number = str(len(self.numbered))
             name = f"{self._below}.{number}"
             self.numbered[number] = value
-        told = "parameter" if kind is torch.nn.Parameter else ""
-        node = [name, told, value.requires_grad]
+        tensor_kind = "parameter" if kind is torch.nn.Parameter else ""
+        node = [name, tensor_kind, value.requires_grad]
         if isinstance(value, DTensor):
             node.append([one.dim if isinstance(one, Shard) else None for one in value.placements])
         elif value.device.type not in ("cpu", "meta"):

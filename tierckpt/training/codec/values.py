@@ -40,8 +40,8 @@ class ValueTarget:
             if isinstance(self._value, PerRank):
                 own = {path: key for path, key in own.items() if path and path[0] == rank_key()}
             self._below = own
-        others = isinstance(self._value, PerRank) and _is_of_other_ranks(stored, name)
-        self.missing = [] if self._below or text is not None or others else [name]
+        is_of_other_ranks = isinstance(self._value, PerRank) and _is_of_other_ranks(stored, name)
+        self.missing = [] if self._below or text is not None or is_of_other_ranks else [name]
         if self.is_plain:
             self._compare()
         is_optimizers = isinstance(self._value, dict) and self._value.keys() >= {"state", "param_groups"}
@@ -113,26 +113,26 @@ def _is_of_other_ranks(stored: Stored, name: str) -> bool:
 
 
 @torch.no_grad()
-def fill(live: Any, found: Any, seen: set[int] | None = None) -> Any:
-    seen = set() if seen is None else seen
+def fill(live: Any, found: Any, visited_ids: set[int] | None = None) -> Any:
+    visited_ids = set() if visited_ids is None else visited_ids
     if isinstance(found, torch.Tensor):
         if not (isinstance(live, torch.Tensor) and type(live) is type(found) and _can_hold(live, found)):
             return found
-        if id(live) in seen:  # one tensor in two places of the state, but two in the checkpoint
+        if id(live) in visited_ids:  # one tensor in two places of the state, but two in the checkpoint
             return found
-        seen.add(id(live))
+        visited_ids.add(id(live))
         live.detach().copy_(found)
         return live
     if isinstance(found, dict) and isinstance(live, Mapping):
         for key, value in found.items():
             if key in live:
-                found[key] = fill(live[key], value, seen)
+                found[key] = fill(live[key], value, visited_ids)
     elif type(found) is not type(live):
         return found
     elif isinstance(found, list) and len(found) == len(live):
-        found[:] = [fill(other, value, seen) for other, value in zip(live, found, strict=True)]
+        found[:] = [fill(other, value, visited_ids) for other, value in zip(live, found, strict=True)]
     elif type(found) is tuple and len(found) == len(live):
-        return tuple(fill(other, value, seen) for other, value in zip(live, found, strict=True))
+        return tuple(fill(other, value, visited_ids) for other, value in zip(live, found, strict=True))
     return found
 
 

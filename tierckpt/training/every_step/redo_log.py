@@ -202,27 +202,27 @@ def _check_fits(recipe: Json, optimizers: Sequence[torch.optim.Optimizer], path:
 
 
 def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any], path: str) -> dict[str, Any]:
-    mine: set[str] = set()
+    own_names: set[str] = set()
     for _, one in recipe["optimizers"]:
-        mine |= {f"{TENSORS}{stored}" for _, _, stored, _ in one["tensors"]}
-        mine |= {f"{TENSORS}{stored}" for step in one["steps"] for stored in gradient_names(step, one["names"])}
+        own_names |= {f"{TENSORS}{stored}" for _, _, stored, _ in one["tensors"]}
+        own_names |= {f"{TENSORS}{stored}" for step in one["steps"] for stored in gradient_names(step, one["names"])}
     live, _ = flatten_state_dict(states.collect(state))
     target: dict[str, Any] = {}
     for name, found in metadata.state_dict_metadata.items():
-        if name.startswith(f"{WINDOW}.") and name not in mine:
+        if name.startswith(f"{WINDOW}.") and name not in own_names:
             continue
         if not isinstance(found, TensorStorageMetadata):
             target[name] = ""
-        elif isinstance(beside := live.get(name), DTensor):
+        elif isinstance(live_tensor := live.get(name), DTensor):
             target[name] = empty_dtensor(
                 found.size,
                 dtype=found.properties.dtype,
-                device_mesh=beside.device_mesh,
-                placements=beside.placements,
+                device_mesh=live_tensor.device_mesh,
+                placements=live_tensor.placements,
             )
         else:
             target[name] = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
-    if missing := mine - target.keys():
+    if missing := own_names - target.keys():
         raise _bad(path, f"{len(missing)} of its tensors are missing")
     return target
 

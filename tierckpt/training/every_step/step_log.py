@@ -71,14 +71,15 @@ Span = tuple[str, int, int]
 """A segment: the job that wrote it, the step before its first frame, its last step."""
 
 
-def parse(asked: bool | str) -> tuple[int, float] | None:
+def parse(gradient_log: bool | str) -> tuple[int, float] | None:
     """Return the steps, or seconds, per fdatasync; None without a log. Raises ConfigError."""
-    if isinstance(asked, bool):
-        return (1, 0.0) if asked else None
-    match = _ASKED.fullmatch(asked) if isinstance(asked, str) else None
+    if isinstance(gradient_log, bool):
+        return (1, 0.0) if gradient_log else None
+    match = _ASKED.fullmatch(gradient_log) if isinstance(gradient_log, str) else None
     if match is None or int(match[1]) < 1:
         raise ConfigError(
-            f"gradient_log is {asked!r}", hint='Write True (each step is durable), "10 steps" or "500 ms", or False'
+            f"gradient_log is {gradient_log!r}",
+            hint='Write True (each step is durable), "10 steps" or "500 ms", or False',
         )
     return (1, int(match[1]) / 1e3) if match[2] == "ms" else (int(match[1]), 0.0)
 
@@ -129,8 +130,8 @@ class StepLog:
         job: a unique name, the same on all ranks.
     """
 
-    def __init__(self, asked: bool | str, location: Location, settings: Settings, job: str) -> None:
-        every = parse(asked)
+    def __init__(self, gradient_log: bool | str, location: Location, settings: Settings, job: str) -> None:
+        every = parse(gradient_log)
         self.is_on = every is not None
         self._every_steps, self._every_seconds = every or (1, 0.0)
         self._settings = settings
@@ -279,8 +280,8 @@ class StepLog:
             if (found.step if found.steps else step) < self._foreign_step:  # the log is damaged
                 try:
                     newest = restore(None)
-                    if newest is not None and (at := step_of(newest[0])) is not None:
-                        base, step, found = newest[1], at, Recovered(-1, 0)
+                    if newest is not None and (end_step := step_of(newest[0])) is not None:
+                        base, step, found = newest[1], end_step, Recovered(-1, 0)
                 except TierckptError as error:
                     log.warning(
                         "step %d, saved outside the gradient log, cannot be restored: %s", self._foreign_step, error
@@ -300,10 +301,10 @@ class StepLog:
         while last is not None:
             found = self._roll_forward(base, state, last)
             reached: list[tuple[int, str]] = all_gather((found.step, found.end_reason))
-            if all(at == last for at, _ in reached):
+            if all(end_step == last for end_step, _ in reached):
                 break
-            ended |= {rank: why for rank, (at, why) in enumerate(reached) if at < last}
-            lowest = min(at for at, _ in reached)
+            ended |= {rank: why for rank, (end_step, why) in enumerate(reached) if end_step < last}
+            lowest = min(end_step for end_step, _ in reached)
             last, found = lowest if lowest >= 0 else None, Recovered(-1, 0)
             restore()
         why = "; ".join(f"rank {rank}: {reason}" for rank, reason in ended.items())
@@ -363,8 +364,8 @@ class StepLog:
         own, client = self._chain(self._directory, base, optimizers), get_client(self._settings)
         try:
             if client.mover.peers is not None:
-                at = own.last(step)
-                client.run(bring_log(self._settings, client.mover.peers, self._run, self._rank, base, at))
+                end_step = own.last(step)
+                client.run(bring_log(self._settings, client.mover.peers, self._run, self._rank, base, end_step))
         except (TierckptError, OSError, TimeoutError) as error:
             log.warning("cannot fetch the gradient log of rank %d from other nodes: %s", self._rank, error)
         copies = [(self._chain(copy, base, optimizers), copy) for copy in copies_of(self._directory)]
@@ -380,20 +381,20 @@ class StepLog:
     def _chain(self, directory: Path, base: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
         spans, layouts = list[Span](), layouts_of(optimizers)
         try:
-            for place in log_segments.walk(directory, base):
-                if isinstance(place, str):
-                    return _Chain(spans, place)
-                owner, segment = place.segment.owner, place.segment
+            for position in log_segments.walk(directory, base):
+                if isinstance(position, str):
+                    return _Chain(spans, position)
+                owner, segment = position.segment.owner, position.segment
                 if owner["world_size"] != self._owner["world_size"]:
                     return _Chain((), f"it was written by a job of {owner['world_size']} ranks")
                 written = parse_branch(owner.get(NOTE))
-                if self._branch and written and not self._branch.holds(written, place.number):
+                if self._branch and written and not self._branch.holds(written, position.number):
                     return _Chain(spans, "the job returned to an older step later")
-                if not place.layouts.items() <= layouts.items():
+                if not position.layouts.items() <= layouts.items():
                     return _Chain((), "it was written with other optimizers, parameters or shards")
                 if spans and spans[-1][:2] == (owner["job"], segment.step):
                     spans.pop()
-                spans.append((owner["job"], segment.step, place.number))
+                spans.append((owner["job"], segment.step, position.number))
         except (TierckptError, OSError) as error:
             return _Chain(spans, str(error))
         except (KeyError, TypeError) as error:  # a copy from another node may have any fields

@@ -225,12 +225,12 @@ class SaveWindow:
         if window is None:
             return
         if window.is_sealed:
-            begun, record = time.perf_counter(), window.handle.record
+            started_at, record = time.perf_counter(), window.handle.record
             futures.wait(window.rest, COPY_TIMEOUT_SECONDS)  # of a device
             for stager, copied in zip(self._stagers, window.copies, strict=True):
                 if not copied.done() and (stager.failure or not stager.wait([copied])):
                     window.failure = window.failure or stager.failure or COPY_HANGS
-            waited = time.perf_counter() - begun
+            waited = time.perf_counter() - started_at
             record.blocked_seconds += waited
             if waited >= WARNING_SECONDS:
                 log.info("%s: waited %.1f s until its parts were at one version", record.uri, waited)
@@ -291,7 +291,7 @@ class SaveWindow:
         return self._steps or min(traffic.best_steps(), self._longest or STEPS_MAX)
 
     def _advance(self, window: _Window, step: int, state: State, move: Callable[[MultiStepStager], None]) -> None:
-        begun, inside = time.perf_counter(), 0.0
+        started_at, inside = time.perf_counter(), 0.0
         window.made += 1
         collected: dict[str, Any] = {}
         if window.is_sealed:
@@ -310,7 +310,7 @@ class SaveWindow:
                 window.rest += [rest.done] if rest is not None else []
             except MemoryError:
                 window.failure = OUT_OF_MEMORY
-        window.handle.record.blocked_seconds += time.perf_counter() - begun - inside
+        window.handle.record.blocked_seconds += time.perf_counter() - started_at - inside
         if window.is_sealed:
             record = window.handle.record
             record.name(self._location, step)
