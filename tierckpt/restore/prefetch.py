@@ -152,9 +152,9 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
             "chunk_size_bytes": (held[-1][1] if held else resolved).frozen.chunk_size_bytes,
             "concurrency": mover.settings.concurrency * 2,
             "listener": mover.listener,
-            "sharing": mover.sharing,
+            "peer_join": mover.sharing,
             "stall_seconds": mover.node_cache.stall_seconds,
-            "held": held,
+            "copy_sources": held,
         }
         files = resolved.frozen.files
         if request.hf_cache:

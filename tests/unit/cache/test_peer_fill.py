@@ -64,11 +64,11 @@ async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_th
         land(filling, DATA)
 
     fetcher = SimpleNamespace(
-        filling=filling,
+        partial_entry=filling,
         writer=SimpleNamespace(stats=FetchStats(), streamed=()),
         peers=SimpleNamespace(order=lambda todo, whole: order),
         fetches_max=2,
-        gate=asyncio.Semaphore(2),
+        fetch_slots=asyncio.Semaphore(2),
         fetch=fetch,
     )
     async with asyncio.timeout(60):
