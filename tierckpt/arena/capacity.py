@@ -47,10 +47,8 @@ def limits(root: Path = ROOT) -> list[Limit]:
 
 
 def require(more_bytes: int, *, asked_bytes: int, root: Path = ROOT) -> None:
-    """Return if ``more_bytes`` fit under every limit.
-
-    Raises CapacityError with the total request, the free bytes, and what to change.
-    """
+    """Return if ``more_bytes`` fit under every limit. Raises CapacityError with the total request, the free bytes, and
+    what to change."""
     exceeded = [limit for limit in limits(root) if limit.usable_bytes < more_bytes]
     if not exceeded:
         return
@@ -110,7 +108,6 @@ def _cgroups(root: Path) -> Iterator[Limit]:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the memory cgroup of this process and each one above it: any may have a limit."""
     paths = _own_paths(root)
     for line in _read(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")

@@ -171,10 +171,8 @@ class Memory:
 
     @classmethod
     def from_fd(cls, fd: int, kind: Kind, *, fill: bool = True) -> Memory:
-        """Map the shared memory of ``fd``, received from another process. The caller keeps ``fd``.
-
-        ``fill``: as of ``open``. Raises ConfigError: not a memory file of that kind.
-        """
+        """Map the shared memory of ``fd``, received from another process. The caller keeps ``fd``. ``fill``: as of
+        ``open``. Raises ConfigError: not a memory file of that kind."""
         return cls._adopt(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), kind, fill=fill)
 
     @classmethod
@@ -202,10 +200,8 @@ class Memory:
 
     @property
     def huge(self) -> bool:
-        """True if huge pages back at least nine tenths of it, measured once, on first use.
-
-        Cost: 10 to 40 ms for each GiB of 4 KiB pages that this process has in any mapping (``huge_bytes``).
-        """
+        """True if huge pages back at least nine tenths of it, measured once, on first use. Cost: 10 to 40 ms for each
+        GiB of 4 KiB pages that this process has in any mapping (``huge_bytes``)."""
         if self._huge is None:
             self._huge = pages.huge_bytes(self.address, self.size_bytes) >= 0.9 * self.size_bytes
         return self._huge
@@ -321,7 +317,6 @@ class Memory:
             log.debug("madvise(%d) on %s memory: %s", advice, self.kind, os.strerror(ctypes.get_errno()))
 
     def _prefault(self, *, is_new: bool) -> None:
-        """Allocate every page. ``is_new``: no other process uses the memory yet."""
         counted = is_new and self.kind is not Kind.HUGETLB  # the others' pages, and the pool's, are taken already
         position, end, lock = self.address, self.address + self.size_bytes, threading.Lock()
 
@@ -382,7 +377,6 @@ def collapses() -> bool:
 
 
 def _shared_kinds(size_bytes: int) -> list[Kind]:
-    """Return the shared kinds to try, best first. SHM, always available, is the last."""
     return [Kind.HUGETLB, Kind.SHM] if pages.huge_pool().usable_bytes >= size_bytes else [Kind.SHM]
 
 
@@ -417,7 +411,6 @@ def _target_of(fd: int) -> str:
 
 
 def _kind_of(fd: int) -> Kind | None:
-    """Return the kind of our descriptor, by its name from ``_memory_file``."""
     target = _target_of(fd)
     return next((kind for kind in (Kind.HUGETLB, Kind.SHM) if target == f"/memfd:tierckpt-{kind}"), None)
 

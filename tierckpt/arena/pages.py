@@ -111,10 +111,8 @@ def free_bytes(nodes: Sequence[int], *, huge_pool: bool = False, root: Path = RO
 
 
 def plan(size_bytes: int, free: Mapping[int, int], granule_bytes: int) -> list[Stretch]:
-    """Return the bytes per node, in the order of ``free``, in multiples of ``granule_bytes``.
-
-    Raises CapacityError, with the free memory of each, if they do not have enough together.
-    """
+    """Return the bytes per node, in the order of ``free``, in multiples of ``granule_bytes``. Raises CapacityError,
+    with the free memory of each, if they do not have enough together."""
     stretches: list[Stretch] = []
     left = size_bytes
     for node, room in free.items():
@@ -134,10 +132,8 @@ def plan(size_bytes: int, free: Mapping[int, int], granule_bytes: int) -> list[S
 
 
 def prefer(address: int, stretches: Sequence[Stretch]) -> None:
-    """Set the node of each stretch, from ``address`` on, for pages not yet allocated.
-
-    Raises ConfigError: an unknown processor, or a node forbidden to this process (cpuset).
-    """
+    """Set the node of each stretch, from ``address`` on, for pages not yet allocated. Raises ConfigError: an unknown
+    processor, or a node forbidden to this process (cpuset)."""
     number = _MBIND.get(platform.machine())
     if number is None:
         raise ConfigError(f"NUMA placement is not supported on {platform.machine()}", hint="Leave the node list empty")
@@ -189,10 +185,8 @@ def huge_pool(root: Path = ROOT) -> HugePool:
 
 
 def huge_bytes(address: int, size_bytes: int) -> int:
-    """Return how much of this mapping huge pages back, by /proc/self/smaps; 0 if unknown.
-
-    Cost: the kernel walks the page tables of the mappings below and of this one, 10 ms per GiB of 4 KiB pages.
-    """
+    """Return how much of this mapping huge pages back, by /proc/self/smaps; 0 if unknown. Cost: the kernel walks the
+    page tables of the mappings below and of this one, 10 ms per GiB of 4 KiB pages."""
     found, inside = 0, False
     try:
         with Path("/proc/self/smaps").open() as lines:

@@ -79,10 +79,8 @@ class SharedWindow:
 
     @classmethod
     def open(cls, name: str, members: Sequence[Process], own_index: int, slot_bytes: int) -> SharedWindow:
-        """Return the window in another member's memory ``name``.
-
-        Raises ConfigError: its owner ended, or its memory cannot be opened.
-        """
+        """Return the window in another member's memory ``name``. Raises ConfigError: its owner ended, or its memory
+        cannot be opened."""
         window = cls(Memory.open(name, fill=False), members, own_index, slot_bytes)
         window._is_own = False
         return window
@@ -136,7 +134,6 @@ class SharedWindow:
         return bool(self._memory.view[_UNITS_AT + unit])
 
     def has_slot(self, unit: int) -> bool:
-        """Whether every member has passed the unit in the slot of ``unit``."""
         if unit < self.slots:
             return True
         view, left = self._memory.view, unit - self.slots

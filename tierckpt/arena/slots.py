@@ -92,7 +92,6 @@ class Lease:
     tensors: int | None = None
     """Number of tensors with data in it; None if unknown. Set by the code that makes the tensors."""
     ahead: AheadOfFlush | None = None
-    """Writes the data before its flush begins, if set."""
     in_place: bool = False
     """True if the flush wrote files from the staged data. Set by the flush."""
     _writers: int = 0

@@ -74,10 +74,8 @@ class ChunkWriter:
         self._no_room_until = time.monotonic() + NO_ROOM_SECONDS
 
     async def write(self, index: int, chunk: int, data: Buffer, digest: str, *, keep: bool = False) -> None:
-        """Write one chunk. With ``keep`` the caller uses the bytes itself: no CapacityError is raised.
-
-        Raises CapacityError; StoreError and IntegrityError as ``PartialEntry.land``.
-        """
+        """Write one chunk. With ``keep`` the caller uses the bytes itself: no CapacityError is raised. Raises
+        CapacityError; StoreError and IntegrityError as ``PartialEntry.land``."""
         if keep and not self.has_room:
             return
         try:

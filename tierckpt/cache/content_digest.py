@@ -17,10 +17,8 @@ READ_BYTES = 1 << 20
 
 
 def check_content(file: int, item: FileSpec, where: str) -> None:
-    """Raise IntegrityError if ``file`` differs from the digest in the etag of ``item``; no digest, no check.
-
-    Cost: one read of the file, digested at some 1.5 GB/s without the interpreter lock.
-    """
+    """Raise IntegrityError if ``file`` differs from the digest in the etag of ``item``; no digest, no check. Cost: one
+    read of the file, digested at some 1.5 GB/s without the interpreter lock."""
     kind, _, expected = (item.etag or "").partition(":")
     if kind == "sha256":
         digest = hashlib.sha256()

@@ -31,10 +31,8 @@ _receive_buffers = BounceBufferPool(RECEIVE_BUFFERS, "cache")
 
 
 def write_at(path: Path, data: Buffer, offset: int) -> None:
-    """Write all of ``data`` at ``offset`` of an existing file. Not durable before its fsync.
-
-    Raises CapacityError, PermissionDeniedError, StoreError.
-    """
+    """Write all of ``data`` at ``offset`` of an existing file. Not durable before its fsync. Raises CapacityError,
+    PermissionDeniedError, StoreError."""
     view = memoryview(data).cast("B")
     with translated(path):
         done = _write_direct(path, view, offset) if offset % DISK_BLOCK_BYTES == 0 else 0

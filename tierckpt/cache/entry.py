@@ -41,10 +41,8 @@ COPIES_AT_A_TIME = 4
 
 
 class CacheEntry:
-    """One frozen version of some files, open for reading and filling. Close it: it holds a lease.
-
-    ``landed`` and ``read_available`` are thread-safe; coroutines run on one event loop.
-    """
+    """One frozen version of some files, open for reading and filling. Close it: it holds a lease. ``landed`` and
+    ``read_available`` are thread-safe; coroutines run on one event loop."""
 
     def __init__(
         self,
@@ -121,10 +119,8 @@ class CacheEntry:
         return self._is_whole
 
     def begin(self, *, whole: bool) -> None:
-        """Lease the entry, and join the processes that fill it if it is not whole. Blocking.
-
-        ``whole``: reserve room for all of it first. Raises CapacityError.
-        """
+        """Lease the entry, and join the processes that fill it if it is not whole. Blocking. ``whole``: reserve room
+        for all of it first. Raises CapacityError."""
         name = self.frozen.name
         if self.pool is not None:
             self._lease = self.pool.lease(name)
@@ -293,7 +289,6 @@ class CacheEntry:
         await asyncio.gather(*(self._read_chunk(index, chunk, byte_range, into) for chunk in chunks))
 
     async def _read_chunk(self, index: int, chunk: int, byte_range: ByteRange, into: memoryview) -> None:
-        """Copy one chunk's part of the range: from memory if just fetched, else from the file."""
         chunk_range = self.frozen.chunk_range(index, chunk)
         part = ByteRange(max(chunk_range.start, byte_range.start), min(chunk_range.stop, byte_range.stop))
         target = into[part.start - byte_range.start : part.stop - byte_range.start]
@@ -352,7 +347,6 @@ class CacheEntry:
             done.exception()  # retrieved here, since every waiter may have been cancelled
 
     async def _ensure(self, index: int, chunk: int) -> Buffer | None:
-        """Return None when another process fetched the chunk."""
         fetcher, partial_entry = self._fetcher, self._partial_entry
         if fetcher is None or partial_entry is None:
             return None
@@ -423,10 +417,8 @@ class CacheEntry:
                 raise outcome
 
     async def _wait_for_host(self, partial_entry: PartialEntry, listener: ProgressListener) -> bool:
-        """Wait while another host fills the entry on a shared file system. True when it is whole.
-
-        False: this host fills it, as the other released it or landed nothing for ``stall_seconds``.
-        """
+        """Wait while another host fills the entry on a shared file system. True when it is whole. False: this host
+        fills it, as the other released it or landed nothing for ``stall_seconds``."""
         what, landed, moved_at = f"prefetch {self.frozen.uri}", partial_entry.progress_bytes(), time.monotonic()
         async for _ in Poll():
             try:
@@ -448,7 +440,6 @@ class CacheEntry:
         raise AssertionError("unreachable")
 
     async def _publish(self, partial_entry: PartialEntry) -> bool:
-        """Return False when something must be fetched again."""
         async for _ in Poll(self.stall_seconds):
             if await to_completion(asyncio.to_thread(partial_entry.publish)):
                 break

@@ -40,9 +40,7 @@ class InOrder:
 
 class ChunkFetcher:
     """Fetches single chunks of one entry, from other nodes or from the store. Runs on one event loop. Close it.
-
-    ``fetch_slots``, ``fetches_max`` and ``peer_join`` as in ``CacheEntry``.
-    """
+    ``fetch_slots``, ``fetches_max`` and ``peer_join`` as in ``CacheEntry``."""
 
     def __init__(
         self,
@@ -198,7 +196,6 @@ class FetchJob:
 
     @contextlib.contextmanager
     def _claim_chunk(self, index: int, chunk: int) -> Iterator[ChunkAction]:
-        """Hold the claim on a chunk; yield the action for it."""
         if not self._is_overtaking and time.monotonic() >= self._moved_at + self._stall_seconds:
             log.warning(
                 "%s: other processes make no progress, fetching the chunks they claimed", self.partial_entry.incoming

@@ -207,10 +207,8 @@ class NodeCache:
         return cached
 
     async def open_at(self, location: Location, *, kind: Kind = "auto", info: ObjectInfo | None = None) -> CacheEntry:
-        """Open the current version of ``location``: files, a model, one object. The caller closes it.
-
-        Raises ObjectNotFoundError. docs/internals/cache.md says how to use it.
-        """
+        """Open the current version of ``location``: files, a model, one object. The caller closes it. Raises
+        ObjectNotFoundError. docs/internals/cache.md says how to use it."""
         return await self.open(await self.freeze(location, kind=kind, info=info))
 
     async def reopen(self, frozen: FileSet) -> CacheEntry:
@@ -264,10 +262,8 @@ class NodeCache:
         return self._receipts[row.name].frozen
 
     def copy_sources(self, resolved: ResolvedUri, leases: ExitStack) -> list[CopySource]:
-        """Return entries of the same URI to copy files from, the last used at the end. Blocking.
-
-        ``leases`` keeps them from eviction.
-        """
+        """Return entries of the same URI to copy files from, the last used at the end. Blocking. ``leases`` keeps them
+        from eviction."""
         found: list[CopySource] = []
         for row in self.pool.rows(resolved.location.uri) if self.pool.root.is_dir() else ():
             leases.enter_context(self.pool.lease(row.name))
@@ -363,10 +359,8 @@ class NodeCache:
         return rows
 
     def evict(self, location: Location) -> tuple[list[CacheRow], list[CacheRow]]:
-        """Remove all versions of a URI. Returns removed rows, and those pinned or in use.
-
-        Raises ObjectNotFoundError: the cache has no files of it.
-        """
+        """Remove all versions of a URI. Returns removed rows, and those pinned or in use. Raises ObjectNotFoundError:
+        the cache has no files of it."""
         rows = self.pool.rows(location.uri)
         if not rows:
             raise ObjectNotFoundError(
@@ -376,10 +370,8 @@ class NodeCache:
 
 
 async def retry_until_available(work: Callable[[], Awaitable[T]], timeout_seconds: float, what: str) -> T:
-    """Retry ``work`` while ``what`` is uncommitted or missing, or its store is down.
-
-    Raises OperationTimeoutError after ``timeout_seconds``; it names the operation in progress.
-    """
+    """Retry ``work`` while ``what`` is uncommitted or missing, or its store is down. Raises OperationTimeoutError after
+    ``timeout_seconds``; it names the operation in progress."""
     poll, last = Poll(pauses=SHARED), "nothing went wrong"
     try:
         async with asyncio.timeout(timeout_seconds):
@@ -416,7 +408,6 @@ def _check(frozen: FileSet, target: Path) -> CacheCheck:
 
 
 def _has_sizes(frozen: FileSet, target: Path) -> bool:
-    """True for a checkpoint saved on this node: no receipt, and every file."""
     return all(file_size(target / item.path) == item.size_bytes for item in frozen.files)
 
 
@@ -451,5 +442,4 @@ def _is_half(files: Sequence[FileSpec]) -> bool:
 
 
 async def _claimed(store: Store) -> bool:
-    """True during a drain to here: the files are not a complete model."""
     return bool(await store.list_dirs(PRIVATE_DIR)) or await shared_commit.read_claim(store) is not None

@@ -426,10 +426,8 @@ class PartialEntry:
             self._make_durable(index)
 
     def take_over(self, index: int, chunk: int, digest: str, blocks: bytes) -> None:
-        """Note a chunk of a file linked from another version, with its digest there.
-
-        ``blocks``: digests of its blocks, if known, used only if they pass ``digest`` (G5).
-        """
+        """Note a chunk of a file linked from another version, with its digest there. ``blocks``: digests of its blocks,
+        if known, used only if they pass ``digest`` (G5)."""
         if len(blocks) == self.frozen.blocks_range(index, chunk).size_bytes:
             self._put_blocks(index, chunk, blocks)
         self.append_line(f"{index} {chunk} {digest}")
@@ -463,10 +461,8 @@ class PartialEntry:
         raise StoreError(f"{self.progress_path} could not be appended to", path=self.progress_path, tier=Tier.LOCAL)
 
     def prepare(self, index: int) -> Path:
-        """Make the file exist with its full size, and return its path.
-
-        Idempotent, also between processes, and loses nothing: files are only extended.
-        """
+        """Make the file exist with its full size, and return its path. Idempotent, also between processes, and loses
+        nothing: files are only extended."""
         item = self.frozen.files[index]
         path = self.incoming / item.path
         if index in self._prepared:

@@ -86,10 +86,8 @@ class PeerFill(Protocol):
     async def fetch_chunk(
         self, index: int, chunk: int, into: memoryview, request: object | None = None
     ) -> ReceivedChunk:
-        """Fill ``into`` with a chunk, from a peer or from the store. ``request``: from its ``Work``.
-
-        Raises NotNowError: choose again. TierckptError: neither has it.
-        """
+        """Fill ``into`` with a chunk, from a peer or from the store. ``request``: from its ``Work``. Raises
+        NotNowError: choose again. TierckptError: neither has it."""
 
     async def chunk_written(self, index: int, chunk: int) -> None:
         """Report that the chunk is in a file of this node, or never will be."""

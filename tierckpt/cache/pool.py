@@ -88,10 +88,8 @@ class Pool:
         return self.root / ".state" / name
 
     def rows(self, *uris: str) -> list[CacheRow]:
-        """Return all entries, or of ``uris``, least recently used first.
-
-        Cost: three stats per entry; a receipt is read once per process.
-        """
+        """Return all entries, or of ``uris``, least recently used first. Cost: three stats per entry; a receipt is read
+        once per process."""
         stems = {stem_of(uri) for uri in uris}
         names = [name for name in self._names() if not uris or name.rpartition("-")[0] in stems]
         found = [row for name in names if (row := self.describe(name)) is not None]
@@ -99,10 +97,8 @@ class Pool:
         return sorted(selected, key=lambda row: (row.used_unix_ns, row.name))
 
     def _names(self) -> set[str]:
-        """Return names of whole and partial entries, some perhaps evicted meanwhile.
-
-        A listing may miss an entry during its rename, but finds its reservation (H1).
-        """
+        """Return names of whole and partial entries, some perhaps evicted meanwhile. A listing may miss an entry during
+        its rename, but finds its reservation (H1)."""
         found = {path.name for path in matching(self.root / ".state", "*")}
         for path in matching(self.root, "*"):
             if match := _INCOMING.match(path.name):

@@ -269,7 +269,6 @@ def _shortfall(
 
 
 def _choose(plan: AdmissionPlan, candidates: Iterable[Candidate], quota_of: str) -> AdmissionPlan:
-    """Take ``candidates`` in order until enough would go. ``quota_of``: the kind under quota."""
     left = iter(candidates)
     disk_bytes, quota_bytes = max(plan.lack.disk_bytes, plan.lack.mark_bytes), plan.lack.quota_bytes
     while max(disk_bytes, quota_bytes) > 0 and (one := next(left, None)) is not None:
@@ -323,10 +322,8 @@ def _no_room(what: str, needed_bytes: int, plan: AdmissionPlan, hint: str, **fac
 
 
 def _entries(pool: Pool, rows: list[CacheRow] | None = None) -> Iterator[Candidate]:
-    """Return cache entries in eviction order; an unreadable cache has none, unless ``rows`` are given.
-
-    An entry being filled is leased, so it stays.
-    """
+    """Return cache entries in eviction order; an unreadable cache has none, unless ``rows`` are given. An entry being
+    filled is leased, so it stays."""
     if rows is None:
         try:
             with translated(pool.root):
@@ -340,7 +337,6 @@ def _entries(pool: Pool, rows: list[CacheRow] | None = None) -> Iterator[Candida
 
 
 def _checkpoints(settings: Settings, directory: Path, plan: AdmissionPlan) -> Iterator[Candidate]:
-    """Return checkpoints in eviction order, except ``directory``. Adds running drains to ``plan``."""
     root = settings.local_root
     local_copies = list(local_checkpoints(root))
     abandoned = abandoned_here(local_copies)
@@ -470,5 +466,4 @@ def space_counter(local_root: Path) -> SpaceCounter:
 
 
 def _allocated(status: os.stat_result) -> int:
-    """The file's allocated bytes; its size if the file system counts no blocks."""
     return status.st_blocks * 512 or status.st_size

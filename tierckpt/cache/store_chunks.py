@@ -120,10 +120,8 @@ class Versions:
         self._unconditional: set[str] = set()
 
     async def read(self, item: FileSpec, byte_range: ByteRange, memory: memoryview | None) -> Buffer:
-        """Return a range, in ``memory`` if given. Raises PreconditionFailedError: the file has changed.
-
-        Cost: if the condition was refused, a ``head`` after each range.
-        """
+        """Return a range, in ``memory`` if given. Raises PreconditionFailedError: the file has changed. Cost: if the
+        condition was refused, a ``head`` after each range."""
         while True:
             etag = self._condition(item)
             try:
@@ -181,7 +179,6 @@ class Versions:
         return PreconditionFailedError(f"{item.key} has changed", uri=self.store.uri, key=item.key)
 
     async def _has_listed(self, store: Store, item: FileSpec, refusal: TierckptError) -> bool:
-        """True if the store still has the listed version and another way to read it is noted."""
         key = item.key
         found = await store.head(key)
         if found.size_bytes != item.size_bytes:

@@ -175,10 +175,8 @@ async def mend(checker: Checker, chunks: StoreChunks, target: str, index: int, c
 
 
 def _put_back(checker: Checker, index: int, chunk: int, data: Buffer) -> None:
-    """Overwrite bad bytes in place: each reader verifies its bytes (V1).
-
-    A crash in the middle leaves a bad chunk, as before.
-    """
+    """Overwrite bad bytes in place: each reader verifies its bytes (V1). A crash in the middle leaves a bad chunk, as
+    before."""
     frozen = checker.frozen
     path, start = frozen.files[index].path, frozen.chunk_range(index, chunk).start
     for directory in checker.directories():

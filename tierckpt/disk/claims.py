@@ -42,10 +42,8 @@ _FLOCK = struct.Struct("hhqqi0q")
 
 
 class Claims:
-    """Claims on the bytes of the file ``path``, created if missing. Thread-safe. Close it.
-
-    Cost of a call: one system call, about 1 microsecond.
-    """
+    """Claims on the bytes of the file ``path``, created if missing. Thread-safe. Close it. Cost of a call: one system
+    call, about 1 microsecond."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._pid = open_lock(path, file_mode(path)), os.getpid()
@@ -96,10 +94,8 @@ class Claims:
 
 
 def locked(file: int, start: int, stop: int) -> list[int]:
-    """Return the bytes of a range locked by other open files; [] on a file system without locks.
-
-    Cost: a system call for each lock, and for each gap between them.
-    """
+    """Return the bytes of a range locked by other open files; [] on a file system without locks. Cost: a system call
+    for each lock, and for each gap between them."""
     found: list[int] = []
     ranges = [(start, stop)]
     with contextlib.suppress(OSError):
@@ -184,10 +180,8 @@ class HostLease:
                 os.pwrite(file, self._holder, 0)  # some file systems set no times; does not recreate a removed file
 
     def _read(self) -> tuple[bytes, int] | None:
-        """Return the holder, b"" before its name is written, and its last write; None without a lease.
-
-        Opens the file: a network mount may answer a ``stat`` from a cache that is a minute old.
-        """
+        """Return the holder, b"" before its name is written, and its last write; None without a lease. Opens the file:
+        a network mount may answer a ``stat`` from a cache that is a minute old."""
         try:
             file = open_regular(self._path)
         except FileNotFoundError:
@@ -200,10 +194,8 @@ class HostLease:
             os.close(file)
 
     def _is_silent(self, written_ns: int) -> bool:
-        """Whether the other holder has not written for ``SILENT_SECONDS``.
-
-        By this host's clock from the second check on; at the first, by the file system's, which may differ.
-        """
+        """Whether the other holder has not written for ``SILENT_SECONDS``. By this host's clock from the second check
+        on; at the first, by the file system's, which may differ."""
         now = time.monotonic()
         if written_ns == self._seen_ns:
             return now - self._seen_at > SILENT_SECONDS
@@ -217,7 +209,6 @@ class HostLease:
         return age_ns > SILENT_SECONDS * 1e9
 
     def _overtake(self, holder: bytes, written_ns: int) -> bool:
-        """Remove a silent holder's lease; False when another host does."""
         takeover_mark = self._sibling(
             f"{written_ns:x}"
         )  # the right to remove that lease: only one host creates this file

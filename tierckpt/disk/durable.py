@@ -232,7 +232,6 @@ def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL, is_durable: bool = True) -
 
 
 def _not_made(path: Path, error: OSError) -> OSError | ConfigError:
-    """Return the error for ``path``: the system's, unless the local root is no directory."""
     root = root_of(path)
     if root is None or root.is_dir():
         return error
@@ -351,10 +350,8 @@ def name_new(new: Path, path: Path) -> None:
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a directory tree, following no link, even if one is planted meanwhile. Raises OSError.
-
-    ``shutil.rmtree`` compares inode numbers, and removes nothing if those change at each stat (FUSE).
-    """
+    """Remove a directory tree, following no link, even if one is planted meanwhile. Raises OSError. ``shutil.rmtree``
+    compares inode numbers, and removes nothing if those change at each stat (FUSE)."""
     try:
         folder = os.open(path, _FOLDER)
         try:

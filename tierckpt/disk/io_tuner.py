@@ -170,9 +170,7 @@ READ_THREADS_MAX = max(way.threads for way in READ_MODES + MODEL_READ_MODES)
 
 class ReadTuner:
     """Knows how to read checkpoints, or model files, from each device of this node. Thread-safe.
-
-    ``settings.local_root`` has the result; ``modes``: ``READ_MODES`` or ``MODEL_READ_MODES``, the modes to try.
-    """
+    ``settings.local_root`` has the result; ``modes``: ``READ_MODES`` or ``MODEL_READ_MODES``, the modes to try."""
 
     def __init__(self, settings: Settings, modes: tuple[ReadMode, ...] = READ_MODES) -> None:
         use_local_root(settings)
@@ -226,7 +224,6 @@ class ReadTuner:
         return modes
 
     def _record(self, device: str, mode: ReadMode, rates: Mapping[ReadMode, float]) -> None:
-        """If this fails, the next process measures again."""
         entry = {"mode": str(mode), "bytes_per_second": {str(tried): round(rate) for tried, rate in rates.items()}}
         boot = device.rpartition(" ")[2]
         kept = {known: value for known, value in recorded(self.path).items() if known.endswith(boot)}
@@ -255,7 +252,6 @@ def recorded(path: Path) -> dict[str, Any]:
 
 
 def device_of(file: int) -> str:
-    """Return an id of an open file's device: device, mount and boot."""
     mount = boot = "?"
     with contextlib.suppress(OSError):
         boot = boot_id()

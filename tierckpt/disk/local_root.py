@@ -29,18 +29,14 @@ _MODES = {"user": 0o700, "group": 0o750, "all": 0o755}
 
 
 def use_local_root(settings: Settings) -> None:
-    """Check ``local_root`` and mark it as used by this process. Makes nothing.
-
-    Raises PermissionDeniedError: another user owns it, can write to it, or controls a link above it.
-    """
+    """Check ``local_root`` and mark it as used by this process. Makes nothing. Raises PermissionDeniedError: another
+    user owns it, can write to it, or controls a link above it."""
     open_root(settings.local_root, _MODES[settings.local_readable_by])
 
 
 def make_local_root(settings: Settings) -> Path:
-    """Make and return ``local_root``.
-
-    Raises PermissionDeniedError: not safe to use, not writable, or read-only. ConfigError: it cannot be a directory.
-    """
+    """Make and return ``local_root``. Raises PermissionDeniedError: not safe to use, not writable, or read-only.
+    ConfigError: it cannot be a directory."""
     root = settings.local_root
     use_local_root(settings)
     try:

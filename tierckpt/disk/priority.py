@@ -69,10 +69,8 @@ class CpuThrottle:
 
 
 def _ticks() -> tuple[int, int]:
-    """Return processor time at normal priority, and in total, since the start; zeros if unknown.
-
-    Source: proc(5): user, nice, system, idle, iowait, irq, softirq, steal.
-    """
+    """Return processor time at normal priority, and in total, since the start; zeros if unknown. Source: proc(5): user,
+    nice, system, idle, iowait, irq, softirq, steal."""
     try:
         user, _, system, _, _, irq, softirq, *_ = fields = [
             int(f) for f in STAT.read_text().split("\n", 1)[0].split()[1:9]

@@ -90,7 +90,6 @@ def companion_path(path: Path, ending: str) -> Path:
 
 
 def set_aside_name(path: str) -> str:
-    """New path of the damaged checkpoint file ``path``."""
     directory, slash, name = path.rpartition("/")
     return f"{directory}{slash}{stem_of(name)}.bad"
 

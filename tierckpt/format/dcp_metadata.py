@@ -89,7 +89,6 @@ def _object_sizes(storage: Any) -> dict[str, int]:
 
 
 def _fields(record: Any, *names: str) -> Any:
-    """Return the fields of ``record`` by name, or in order if pickled as a tuple (``names``)."""
     state = record.state if type(record) is InertObject else None
     if names and type(state) is tuple:
         return state

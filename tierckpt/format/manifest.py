@@ -105,10 +105,8 @@ class BlockDigests:
 
 
 def blocks_of(*pieces: Buffer) -> bytes:
-    """Return a chunk's concatenated block digests, ``BLOCK_DIGEST_BYTES`` each, at the cost of a digest.
-
-    ``pieces``: the chunk, or its parts in order; nothing is copied.
-    """
+    """Return a chunk's concatenated block digests, ``BLOCK_DIGEST_BYTES`` each, at the cost of a digest. ``pieces``:
+    the chunk, or its parts in order; nothing is copied."""
     digests = BlockDigests()
     for piece in pieces:
         digests.update(piece)

@@ -28,10 +28,8 @@ PROTOCOLS = range(2, 6)
 
 
 class RefusedPickle(Exception):
-    """The data contains an unsupported opcode or global.
-
-    ``global_name``: the unknown global, if any. ``is_hostile``: only damage or intent explains it.
-    """
+    """The data contains an unsupported opcode or global. ``global_name``: the unknown global, if any. ``is_hostile``:
+    only damage or intent explains it."""
 
     def __init__(self, reason: str, wanted: str = "", *, is_hostile: bool = False) -> None:
         super().__init__(reason)

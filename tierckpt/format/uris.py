@@ -119,10 +119,8 @@ def parse_uri(uri: object) -> Location:
 
 
 def scheme_of(text: str) -> str:
-    """Return the scheme of the URL ``text``, in lower case; '' for a path.
-
-    Raises ConfigError with a corrected hint: a missing slash, leading spaces, or a chained URL.
-    """
+    """Return the scheme of the URL ``text``, in lower case; '' for a path. Raises ConfigError with a corrected hint: a
+    missing slash, leading spaces, or a chained URL."""
     trimmed = text.lstrip()
     if _CHAINED.search(trimmed) and re.match(r"[A-Za-z][\w+.\-]*:[:/]", trimmed):
         last = trimmed.rpartition("::")[2]
@@ -200,7 +198,6 @@ def _refuse_misspelt(text: str) -> None:
 
 
 def _inner_uri(text: str) -> tuple[str, str]:
-    """Return scheme and text of the URI inside ``tierckpt://`` (docs/guide/fsspec.md)."""
     scheme, _, rest = text.partition("://")[2].partition("/")
     if not _SCHEME.fullmatch(f"{scheme}://") or scheme.lower() == "tierckpt":
         raise ConfigError(f"{redact(text)} names no store", hint=f"Write {TIER_FORMS}", uri=text)

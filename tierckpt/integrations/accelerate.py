@@ -43,10 +43,8 @@ class TierState:
         self.run = Directories(uri, settings, **overrides)
 
     def save(self, name: str | None = None, **options: Any) -> Adoption:
-        """Adopt ``accelerator.save_state`` to ``name``, which ends in the step; omit it if Accelerate names it.
-
-        Raises ConfigError: a superfluous or missing name, or one without a step. As ``tierckpt.adopt``.
-        """
+        """Adopt ``accelerator.save_state`` to ``name``, which ends in the step; omit it if Accelerate names it. Raises
+        ConfigError: a superfluous or missing name, or one without a step. As ``tierckpt.adopt``."""
         if (name is None) != self._names:
             raise ConfigError(
                 "Accelerate names its checkpoints itself" if name else "a checkpoint of Accelerate has no name",

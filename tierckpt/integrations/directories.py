@@ -45,10 +45,8 @@ class Directories:
     def save(
         self, directory: str | os.PathLike[str], name: str | None = None, *, is_written_once: bool = True
     ) -> Adoption:
-        """Adopt ``directory`` on every rank of a job, as ``name`` (default: the directory's).
-
-        ``is_written_once``: replaced by name or deleted later, so that links suffice (and see ``make_way``).
-        """
+        """Adopt ``directory`` on every rank of a job, as ``name`` (default: the directory's). ``is_written_once``:
+        replaced by name or deleted later, so that links suffice (and see ``make_way``)."""
         place = local_path(directory, "directory")
         uri = self.location.child(name or place.name).uri
         adopted = adopt(place, uri, overwrite=True, links=is_written_once, settings=self.settings)
@@ -64,7 +62,6 @@ class Directories:
             self._saved.pop(adopted.uri, None)
 
     def _warn_of_removed(self) -> None:
-        """Warn if the host's retention removed an undrained directory, which stays here."""
         left = {entry.uri for entry in Journal(self.settings.local_root).entries()}
         gone = [uri for uri, directory in self._saved.items() if not directory.exists()]
         for uri in gone:

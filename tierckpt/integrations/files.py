@@ -79,10 +79,8 @@ class _CachedFile(RangeFile):
 
 
 class _LocalFile(VerifiedFile):
-    """A local-tier checkpoint file, with verified chunks; damaged ones are read from the shared tier.
-
-    The checkpoint stays while this is open.
-    """
+    """A local-tier checkpoint file, with verified chunks; damaged ones are read from the shared tier. The checkpoint
+    stays while this is open."""
 
     def __init__(self, thing: Thing, checkpoint: Checkpoint, entry: FileEntry, local: Path, settings: Settings) -> None:
         self._lease = contextlib.ExitStack()

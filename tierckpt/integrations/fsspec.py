@@ -297,7 +297,6 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _pairs(
         self, old: str, new: str, is_dir: bool, recursive: bool, maxdepth: int | None
     ) -> tuple[list[str], list[str]]:
-        """Return the source and target paths of a copy: fsspec expands no wildcards in lists."""
         old, target = self._strip_protocol(old), new.rstrip("/")
         if is_dir or new.endswith("/"):
             target = f"{target}/{old.rpartition('/')[2]}"
@@ -433,7 +432,6 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self._remove(path, recursive, maxdepth, "")
 
     def _remove(self, path: Any, recursive: bool, maxdepth: int | None, moved_in: str) -> None:
-        """``rm``. ``moved_in``: the target of a move (mv), not a removal."""
         for name in self.expand_path(path):
             if not self.isdir(name):
                 self._remove_file(name, moved_in)

@@ -27,10 +27,8 @@ from .lightning import NEWEST, is_of_host, nothing_to_restore
 
 
 class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
-    """Adopts Lightning's checkpoint directories as ``uri/step-N``, on every rank.
-
-    Raises (in saves) as ``tierckpt.adopt``. Cost: one additional read of the files.
-    """
+    """Adopts Lightning's checkpoint directories as ``uri/step-N``, on every rank. Raises (in saves) as
+    ``tierckpt.adopt``. Cost: one additional read of the files."""
 
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **options: Any) -> None:
         super().__init__(**options)

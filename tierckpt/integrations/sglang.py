@@ -45,7 +45,6 @@ def _connect(original: Callable[..., Any], url: Any, device: Any = None, **optio
 
 
 def _connector_class() -> Any:
-    """Made once SGLang can be imported."""
     from sglang.srt.connector.base_connector import BaseFileConnector
 
     class TierckptConnector(BaseFileConnector):  # type: ignore[misc]

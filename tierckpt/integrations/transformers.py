@@ -31,10 +31,8 @@ STATE = "trainer_state.json"
 
 
 class TierCallback(TrainerCallback):  # type: ignore[misc]
-    """Adopts ``Trainer``'s ``checkpoint-N`` as ``uri/checkpoint-N``, on every rank.
-
-    Raises (in ``on_save``) as ``tierckpt.adopt``. Cost: ``save`` blocks for one read of the files.
-    """
+    """Adopts ``Trainer``'s ``checkpoint-N`` as ``uri/checkpoint-N``, on every rank. Raises (in ``on_save``) as
+    ``tierckpt.adopt``. Cost: ``save`` blocks for one read of the files."""
 
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
         self.run = Directories(uri, settings, **overrides)

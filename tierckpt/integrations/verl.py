@@ -59,10 +59,8 @@ class TierCheckpointCallback(CheckpointCallback):  # type: ignore[misc]
 
 
 class TierCheckpointHandler(CheckpointHandler):  # type: ignore[misc]
-    """verl's SFT handler, with a URI as ``default_hdfs_dir``: checkpoints are adopted to it.
-
-    Raises (in ``save_checkpoint``) as ``tierckpt.adopt``. Cost: one additional read of the files.
-    """
+    """verl's SFT handler, with a URI as ``default_hdfs_dir``: checkpoints are adopted to it. Raises (in
+    ``save_checkpoint``) as ``tierckpt.adopt``. Cost: one additional read of the files."""
 
     def __init__(self, *args: Any, default_hdfs_dir: str | None = None, **options: Any) -> None:
         super().__init__(*args, **options)

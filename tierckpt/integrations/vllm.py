@@ -49,7 +49,6 @@ def register() -> None:
 
 
 def _loader_class(base: Any) -> Any:
-    """Made once vLLM can be imported."""
     import vllm.distributed.parallel_state as groups
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
@@ -77,7 +76,6 @@ def _loader_class(base: Any) -> Any:
             fall_back_to_pt: bool,
             allow_patterns_overrides: list[str] | None,
         ) -> tuple[str, list[str], bool, str]:
-            """Return the location of the weights, and their files: the URI, if given for this model."""
             is_served = self._served is None or model_name_or_path == self._served
             if not self._options.uri or not is_served or allow_patterns_overrides is not None:
                 found: tuple[str, list[str], bool, str] = super()._prepare_weights(

@@ -159,7 +159,6 @@ class Starvation:
 
 
 def _waited_seconds(pid: int) -> dict[str, float]:
-    """Return how long each thread has waited on run queues; empty if the kernel does not report it."""
     waited = {}
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

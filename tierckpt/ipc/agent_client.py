@@ -97,10 +97,8 @@ def encode(message: Json) -> bytes:
 
 
 def take_message(buffer: bytearray) -> Json | None:
-    """Take the first whole message out of ``buffer``; None while it is incomplete.
-
-    Raises ValueError for a malformed message: the connection is then unusable.
-    """
+    """Take the first whole message out of ``buffer``; None while it is incomplete. Raises ValueError for a malformed
+    message: the connection is then unusable."""
     if len(buffer) < _LENGTH.size:
         return None
     (size,) = _LENGTH.unpack_from(buffer)
@@ -116,10 +114,8 @@ def take_message(buffer: bytearray) -> Json | None:
 
 
 def private_directory(local_root: Path) -> Path:
-    """Return the agent's directory, made 0700.
-
-    Raises PermissionDeniedError if it belongs to another user (impersonation).
-    """
+    """Return the agent's directory, made 0700. Raises PermissionDeniedError if it belongs to another user
+    (impersonation)."""
     directory = agent_dir(local_root)
     make_dirs(directory.parent)
     with contextlib.suppress(FileExistsError):

@@ -41,7 +41,6 @@ class CachedView:
 
     @property
     def chunk_size_bytes(self) -> int:
-        """Reads fetch whole chunks."""
         return self._cached.chunk_size_bytes
 
     @property

@@ -145,7 +145,6 @@ class DeferredTensor(Tensor):
 
 
 def _writes(name: str) -> bool:
-    """Whether the operation writes to its first tensor: ``mul_``, ``__setitem__``, ``__iadd__``."""
     if name.endswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__index__", "__int__", "__invert__"))
     return name.endswith("_") and name != "requires_grad_"

@@ -190,7 +190,6 @@ def _select(metadata: Metadata, only: str, dtype: torch.dtype | None, where: str
 
 
 def _check_dtypes(items: list[Item]) -> None:
-    """Checked before the first byte is read."""
     for item in items:
         if name_of(item.written) is None:
             raise StateMismatchError(
@@ -201,7 +200,6 @@ def _check_dtypes(items: list[Item]) -> None:
 
 
 def _cut(items: list[Item], shard_size_bytes_max: int) -> list[list[Item]]:
-    """Fill files in order. A tensor above the limit has its own file."""
     shards: list[list[Item]] = [[]]
     filled = 0
     for item in items:

@@ -180,10 +180,8 @@ def _runs(shape: tuple[int, ...], bounds: Bounds, start: int, into: int) -> Iter
 
 @dataclass(slots=True)
 class Job:
-    """One request: bytes ``start`` to ``stop`` of a file, to ``into`` (whole pages), or through a buffer.
-
-    ``start`` is a multiple of the O_DIRECT block, or else O_DIRECT is not used.
-    """
+    """One request: bytes ``start`` to ``stop`` of a file, to ``into`` (whole pages), or through a buffer. ``start`` is
+    a multiple of the O_DIRECT block, or else O_DIRECT is not used."""
 
     copy: FileCopy
     start: int
@@ -228,7 +226,6 @@ class FileFill:
         self._extents = self._lay_out()
 
     def _lay_out(self) -> list[list[tuple[TensorRequest, RowRun]]]:
-        """Find the extents to read straight into place; the others use buffers."""
         extents: list[list[tuple[TensorRequest, RowRun]]] = []
         for request, run in self._direct:
             if extents and extents[-1][-1][1].stop == run.start:
@@ -292,7 +289,6 @@ class FileFill:
         return tensor.view(-1).view(torch.uint8)
 
     def _gather(self, pieces: Sequence[tuple[RowRun, str, Tensor]]) -> None:
-        """Make jobs of neighbouring pieces, none larger than a buffer."""
         job: Job | None = None
         for run, name, target in pieces:
             start, stop = run.piece
@@ -427,7 +423,6 @@ class _Reading(ReadThreads):
             self._ready.put(None)
 
     def _through(self) -> list[memoryview | None]:
-        """Make a buffer for each reader. Its pages are allocated on first use."""
         if not self._fillers:
             return [None] * self._readers
         size_bytes = round_up(self._readers * BOUNCE_BYTES, HUGE_PAGE_BYTES)

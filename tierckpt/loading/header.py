@@ -124,10 +124,8 @@ def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[
 
 
 def _other_kind(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> tuple[str, str]:
-    """Identify a file that is not safetensors by its first bytes; return its kind and a hint, '' if unknown.
-
-    A valid header length fits four of its eight bytes, so in a damaged safetensors file the others are 0.
-    """
+    """Identify a file that is not safetensors by its first bytes; return its kind and a hint, '' if unknown. A valid
+    header length fits four of its eight bytes, so in a damaged safetensors file the others are 0."""
     begin = bytes(read(ByteRange(0, min(size_bytes, _BEGIN_BYTES))))
     if not any(begin[4:LENGTH_BYTES]):
         return "", ""
@@ -177,7 +175,6 @@ _DEPTH_MAX = 125
 _COUNT_MAX = 1 << 64
 """The format's own reader overflows here, factor by factor."""
 _SIZE_MAX = (1 << 63) - 1
-"""Maximum size of a torch tensor along one dimension."""
 _RARE_NUMBER = re.compile(rb"-0|\d{309}")
 
 

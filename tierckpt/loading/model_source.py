@@ -69,7 +69,6 @@ def _below(uri_or_dir: str | os.PathLike[str], subfolder: str) -> str:
 def _directory_of(
     uri_or_dir: str | os.PathLike[str], settings: Settings, modes: tuple[ReadMode, ...]
 ) -> tuple[ModelDirectory, str]:
-    """Return a place, and the name of its selected file, or ''."""
     if scheme_of(text_of(uri_or_dir, "a model")):
         location = check_location(parse_uri(uri_or_dir))
         is_file = location.name.endswith(SUFFIX)

@@ -59,10 +59,8 @@ class PrefetchedDirectory(Directory):
         return self._checker.is_good(index, byte_range, data)
 
     def mend(self, index: int, byte_range: ByteRange, into: memoryview, cause: StoreError | None = None) -> None:
-        """Fill ``into`` with good bytes, after this node's were damaged, or unreadable (``cause``).
-
-        Raises IntegrityError: no good copy, or a user's directory, perhaps changed on purpose.
-        """
+        """Fill ``into`` with good bytes, after this node's were damaged, or unreadable (``cause``). Raises
+        IntegrityError: no good copy, or a user's directory, perhaps changed on purpose."""
         path = self._receipt.frozen.files[index].path
         if self._root.parent != (self._settings.local_root / "cache").resolve():
             what = f"bytes {byte_range.start}-{byte_range.stop} of {self._root / path} are not those"
@@ -94,10 +92,8 @@ class PrefetchedDirectory(Directory):
 
 
 def open_directory(directory: Path, settings: Settings, modes: tuple[ReadMode, ...] = MODEL_READ_MODES) -> Directory:
-    """Return ``directory``, with verification if it, or a parent, was prefetched and the digests are known.
-
-    Raises IntegrityError while a prefetch replaces its files by another version.
-    """
+    """Return ``directory``, with verification if it, or a parent, was prefetched and the digests are known. Raises
+    IntegrityError while a prefetch replaces its files by another version."""
     tuner, resolved = read_tuner_for(settings, modes), directory.resolve()
     for root in (resolved, *resolved.parents):
         with contextlib.suppress(OSError, StoreError):

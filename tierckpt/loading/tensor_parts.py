@@ -70,10 +70,8 @@ class Parts:
         )
 
     def of(self, name: str, shape: tuple[int, ...]) -> Bounds:
-        """Return the requested part of the tensor ``name``.
-
-        Raises ConfigError: an invalid plan. StateMismatchError: the tensor has no such dimension.
-        """
+        """Return the requested part of the tensor ``name``. Raises ConfigError: an invalid plan. StateMismatchError:
+        the tensor has no such dimension."""
         if self._shard is not None:
             return share_of(self._shard, shape) if self._shard[2] < len(shape) else whole(shape)
         part = self._part_of(name)

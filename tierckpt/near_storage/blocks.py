@@ -75,10 +75,8 @@ def layout_of(
     members: Sequence[TrainerParameter],
     groups: Sequence[Mapping[str, Any]],
 ) -> BlockLayout:
-    """Lay out the state of ``members``. A trial step of one element shows which tensors a step creates.
-
-    ``groups``: hyperparameters of each group.
-    """
+    """Lay out the state of ``members``. A trial step of one element shows which tensors a step creates. ``groups``:
+    hyperparameters of each group."""
     made: dict[int, dict[str, tuple[torch.dtype, bool]]] = {}
     runs: list[list[TrainerParameter]] = []
     block_bytes = BLOCK_BYTES
@@ -130,7 +128,6 @@ def view_of(memory: memoryview, offset: int, one: TrainerParameter | TensorPlace
 
 
 def _state_of(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, tuple[torch.dtype, bool]]:
-    """Return each tensor that a step keeps: its type, and whether it has the parameter's shape."""
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=MASTER_DTYPE, device="cpu"))
     parameter.grad = torch.zeros(2, dtype=MASTER_DTYPE, device="cpu")
     optimizer = cast(Any, kind)([{**group, "params": [parameter]}])

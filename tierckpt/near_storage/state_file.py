@@ -179,10 +179,8 @@ class StateFile:
             os.fdatasync(self._records)
 
     def newest(self, block: StateBlock, last_step: int | None = None) -> tuple[int, int, bytes]:
-        """Return the newest valid version of a block up to ``last_step``, its step and digest.
-
-        Raises IntegrityError: neither is valid. Cost: one pass over the block.
-        """
+        """Return the newest valid version of a block up to ``last_step``, its step and digest. Raises IntegrityError:
+        neither is valid. Cost: one pass over the block."""
         found = []
         for version in (0, 1):
             data = os.pread(self._records, _RECORD.size + 16, self._record_at(block, version))
@@ -237,10 +235,8 @@ LOCK_SECONDS = 60.0
 
 @contextmanager
 def directory_lock(directory: Path, trainer: int) -> Iterator[None]:
-    """Hold ``directory`` for the process ``trainer``, after the updater of an ended trainer.
-
-    Raises PreconditionFailedError: another trainer uses it. OperationTimeoutError: the updater does not end.
-    """
+    """Hold ``directory`` for the process ``trainer``, after the updater of an ended trainer. Raises
+    PreconditionFailedError: another trainer uses it. OperationTimeoutError: the updater does not end."""
     make_dirs(directory)
     path = directory / LOCK
     for _ in Poll(LOCK_SECONDS, LOCAL):
@@ -265,10 +261,8 @@ def directory_lock(directory: Path, trainer: int) -> Iterator[None]:
 
 
 def current_state(directory: Path, layout: BlockLayout) -> Path | None:
-    """Return the path of the current state of ``directory``, or None.
-
-    Raises StateMismatchError: the state is of another optimizer or other parameters.
-    """
+    """Return the path of the current state of ``directory``, or None. Raises StateMismatchError: the state is of
+    another optimizer or other parameters."""
     try:
         found = json.loads(read_whole(directory / CURRENT, CURRENT_BYTES_MAX))
         token, layout_digest, kind = (str(found[name]) for name in ("token", "layout", "kind"))

@@ -25,10 +25,8 @@ class Sent:
 
 
 class StepChannel:
-    """Shared memory for the gradients of a step, and the process that reads them.
-
-    ``tensors``: the trainer's parameters by key. ``order``: settings of the process; see ``UpdaterProcess``.
-    """
+    """Shared memory for the gradients of a step, and the process that reads them. ``tensors``: the trainer's parameters
+    by key. ``order``: settings of the process; see ``UpdaterProcess``."""
 
     def __init__(
         self,

@@ -114,7 +114,6 @@ class LiveBlock:
         return Replay(self._kind, masters, tensors, step)
 
     def _place_new(self, replay: Replay) -> None:
-        """Move tensors that the step created (a new optimizer's state) to their place in the file."""
         state, room, is_new = replay.state, self._room, False
         for key, tensors in state.items():
             for name, tensor in tensors.items():

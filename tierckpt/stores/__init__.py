@@ -14,9 +14,7 @@ REMOTE_SCHEMES = ("s3", "az", "gs")
 
 def open_store(location: Location, settings: Settings, retries: Retries | None = None) -> Store:
     """Return the store with the root ``location``. Makes no request. ``retries``: shared by the stores of one mover.
-
-    Raises ConfigError: unknown scheme. MissingExtraError: a package is missing; the hint names it.
-    """
+    Raises ConfigError: unknown scheme. MissingExtraError: a package is missing; the hint names it."""
     if location.scheme == "file":
         from .local import LocalStore
 

@@ -156,10 +156,8 @@ _ROLE_PATH = "/latest/meta-data/iam/security-credentials/"
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """``options`` and ``provider`` are passed to the client; ``endpoint`` is '' for the cloud's own.
-
-    ``keys`` is a digest of plain keys; '' for issued credentials, which a new request may always renew.
-    """
+    """``options`` and ``provider`` are passed to the client; ``endpoint`` is '' for the cloud's own. ``keys`` is a
+    digest of plain keys; '' for issued credentials, which a new request may always renew."""
 
     endpoint: str
     options: dict[str, Any] = field(repr=False)
@@ -282,10 +280,8 @@ def azure_access(container: str) -> Access:
 
 
 def _azure_credential(options: dict[str, Any], text: str) -> tuple[str, dict[str, Any], str]:
-    """Return the kind of credential ('': none), the client's options for it and their source.
-
-    Same order as the Azure CLI: keys, signatures, then identities.
-    """
+    """Return the kind of credential ('': none), the client's options for it and their source. Same order as the Azure
+    CLI: keys, signatures, then identities."""
     if variable("AZURE_SKIP_SIGNATURE").is_true:
         return "bearer_token", {"token": "anonymous", "skip_signature": "true"}, "none (AZURE_SKIP_SIGNATURE)"
     if key := Found(options.get("account_key", ""), text):
@@ -319,10 +315,8 @@ def _azure_credential(options: dict[str, Any], text: str) -> tuple[str, dict[str
 
 
 def parse_connection_string(text: str) -> dict[str, Any]:
-    """Return the client's options for an Azure connection string.
-
-    Raises ConfigError if it names no account. The message never repeats the string, which holds a key.
-    """
+    """Return the client's options for an Azure connection string. Raises ConfigError if it names no account. The
+    message never repeats the string, which holds a key."""
     pairs = (part.partition("=") for part in text.split(";") if part.strip())
     fields = {name.strip().lower(): value.strip() for name, _, value in pairs}
     if fields.get("usedevelopmentstorage", "").lower() == "true":

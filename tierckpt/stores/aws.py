@@ -141,7 +141,6 @@ def _is_virtual(profile: AwsProfile) -> bool:
 
 
 def _url(bucket: str, endpoint: str, region: str, profile: AwsProfile) -> str:
-    """Return the client's URL: with virtual addressing, the bucket's name is in the host."""
     url = endpoint
     if not url:
         fips = variable("AWS_USE_FIPS_ENDPOINT") or profile.get("use_fips_endpoint")
@@ -330,7 +329,6 @@ def _credentials(profile: AwsProfile, uri: str, endpoint: str, region: str) -> _
 
 
 def _by_botocore(session: Any, profile: AwsProfile, uri: str, region: str) -> _Credentials | None:
-    """Return credentials that botocore finds in profiles, SSO, processes, containers and roles. It renews them."""
     from botocore.credentials import RefreshableCredentials  # type: ignore[import-untyped]
     from botocore.exceptions import (  # type: ignore[import-untyped]
         BotoCoreError,

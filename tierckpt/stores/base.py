@@ -79,16 +79,12 @@ class Conditional(Protocol):
     """Stores that replace or delete an object conditionally on its etag."""
 
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
-        """``put`` over the version ``etag`` only; a plain ``put`` on servers that ignore conditions.
-
-        Raises PreconditionFailedError, also for a removed object.
-        """
+        """``put`` over the version ``etag`` only; a plain ``put`` on servers that ignore conditions. Raises
+        PreconditionFailedError, also for a removed object."""
 
     async def remove(self, key: str, *, etag: str) -> None:
-        """``delete`` the version ``etag`` only; a plain ``delete`` on servers that ignore conditions.
-
-        Raises PreconditionFailedError; no error for a removed object.
-        """
+        """``delete`` the version ``etag`` only; a plain ``delete`` on servers that ignore conditions. Raises
+        PreconditionFailedError; no error for a removed object."""
 
 
 @runtime_checkable

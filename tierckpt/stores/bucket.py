@@ -67,10 +67,8 @@ class Bucket:
         self._clients: dict[tuple[int, float], Client] = {}
 
     async def client(self, part_retries: int, timeout_seconds: float) -> Client:
-        """Return a client that retries requests ``part_retries`` times.
-
-        Raises ConfigError: invalid environment. PermissionDeniedError: no credentials.
-        """
+        """Return a client that retries requests ``part_retries`` times. Raises ConfigError: invalid environment.
+        PermissionDeniedError: no credentials."""
         key = (part_retries, timeout_seconds)
         if key not in self._clients:
             async with self._lock:

@@ -16,10 +16,8 @@ T = TypeVar("T")
 
 
 def check_key(key: str) -> str:
-    """Return ``key`` if it is strictly below the store's root (S5).
-
-    Raises ConfigError: empty, absolute, or with an empty, ``.`` or ``..`` part, or a NUL.
-    """
+    """Return ``key`` if it is strictly below the store's root (S5). Raises ConfigError: empty, absolute, or with an
+    empty, ``.`` or ``..`` part, or a NUL."""
     if "\0" in key or has_odd_parts(key):
         raise ConfigError(f"{key!r} is not a key below a store's root", hint="Write a/b, no empty or relative parts")
     return key

@@ -81,10 +81,8 @@ def open_universal(location: Location) -> UniversalStore:
 
 
 def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSystem, str]:
-    """Return the fsspec file system for a URL, with ``options``, and its root path.
-
-    Raises ConfigError: unknown scheme or bad URL. MissingExtraError: the scheme's package is missing.
-    """
+    """Return the fsspec file system for a URL, with ``options``, and its root path. Raises ConfigError: unknown scheme
+    or bad URL. MissingExtraError: the scheme's package is missing."""
     try:
         fsspec.get_filesystem_class(location.scheme)
     except ImportError as error:
@@ -120,9 +118,7 @@ def _missing_package(scheme: str, error: ImportError) -> MissingExtraError:
 
 class UniversalStore:
     """Files of an fsspec filesystem below ``root``. ``put(if_absent=True)`` checks, then puts: two may both win.
-
-    ``any_key``: accept keys that are no paths (``a//b``).
-    """
+    ``any_key``: accept keys that are no paths (``a//b``)."""
 
     def __init__(self, fs: AbstractFileSystem, root: str, uri: str, *, any_key: bool = False) -> None:
         self.fs = fs
@@ -333,10 +329,8 @@ class UniversalStore:
             self.fs.rm_file(path)
 
     def _remove_empty(self, directory: str) -> None:
-        """Remove directories that are now empty, on backends with real ones.
-
-        One by one: ``rm`` expands wildcards in names, and would remove other data.
-        """
+        """Remove directories that are now empty, on backends with real ones. One by one: ``rm`` expands wildcards in
+        names, and would remove other data."""
         self.fs.invalidate_cache()
         if directory == self.root or not self.fs.isdir(directory):
             return

@@ -344,7 +344,6 @@ def _close(sock: socket.socket | None) -> None:
 
 
 def _is_readable(sock: socket.socket) -> bool:
-    """Return True for an idle connection that the peer closed, or with unexpected data."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))

@@ -118,7 +118,6 @@ class HttpStore(UniversalStore):
     async def _receive_by_library(
         self, key: str, byte_range: ByteRange, into: memoryview, if_match: str | None, answer: NotThisWay
     ) -> None:
-        """Read a range through fsspec, for its errors."""
         data = await super().get_range(key, byte_range, if_match=if_match)
         if len(data) != byte_range.size_bytes:
             raise IntegrityError(f"{self.uri}: {key} is answered with {answer}", tier=Tier.SHARED, file=key)

@@ -217,7 +217,6 @@ class LocalStore:
             fsync_dir(path.parent)
 
     def _claim(self, temporary: Path, path: Path) -> None:
-        """Publish ``temporary`` as ``path`` unless it exists: by the lock if no system call can."""
         exists = PreconditionFailedError(f"{path} exists", path=path, tier=self.tier)
         try:
             name_new(temporary, path)
@@ -250,10 +249,8 @@ class LocalStore:
             pass
 
     def _change(self, path: Path, etag: str, change: Callable[[], None]) -> None:
-        """Do ``change`` if ``path`` is the file of ``etag``, locked against ``replace`` and ``remove``.
-
-        Raises ObjectNotFoundError, PreconditionFailedError.
-        """
+        """Do ``change`` if ``path`` is the file of ``etag``, locked against ``replace`` and ``remove``. Raises
+        ObjectNotFoundError, PreconditionFailedError."""
         with translated(path, self.tier):
             path.stat()  # a missing directory has no lock either
             with _locked(path):
@@ -323,10 +320,8 @@ class LocalStore:
         return infos, directories
 
     def files(self) -> tuple[builtins.list[ObjectInfo], dict[str, str]]:
-        """Return all files, also in linked directories, and the kinds of other entries, by key. Blocking.
-
-        ``list`` does not follow links, because its results may be removed.
-        """
+        """Return all files, also in linked directories, and the kinds of other entries, by key. Blocking. ``list`` does
+        not follow links, because its results may be removed."""
         infos: builtins.list[ObjectInfo] = []
         other_entries: dict[str, str] = {}
         waiting: builtins.list[tuple[str, tuple[str, ...]]] = [("", (os.path.realpath(self.root),))]

@@ -71,10 +71,8 @@ def describe_endpoint(endpoint: str) -> str:
 
 
 def refusal_of_proxy(proxy: Proxy, url: str) -> int | None:
-    """Return the status of a proxy that refuses a tunnel to the host of ``url``; None if it makes one. Blocking.
-
-    Raises OSError: it does not answer.
-    """
+    """Return the status of a proxy that refuses a tunnel to the host of ``url``; None if it makes one. Blocking. Raises
+    OSError: it does not answer."""
     parts, proxy_url = urlsplit(url), urlsplit(proxy.url)
     target = f"{parts.hostname}:{parts.port or 443}"
     connection_type = http.client.HTTPSConnection if proxy_url.scheme == "https" else http.client.HTTPConnection
@@ -174,10 +172,8 @@ AUTHORITY_VARIABLES = {"s3": "AWS_CA_BUNDLE, or SSL_CERT_FILE,", "az": "SSL_CERT
 def translate(
     error: Exception, location: Location, key: str | None, endpoint: str, was_proven: bool = False
 ) -> TierckptError:
-    """Return the tierckpt error for ``error``.
-
-    ``key`` None: a request about the bucket itself. ``was_proven``: the store has answered this process before.
-    """
+    """Return the tierckpt error for ``error``. ``key`` None: a request about the bucket itself. ``was_proven``: the
+    store has answered this process before."""
     target = location.uri if key is None else f"{location.uri}/{key}"
     status, code = http_status(error), error_code(error)
     context: dict[str, Any] = {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
@@ -279,10 +275,8 @@ def wrong_endpoint(
 def untrusted(
     message: str, server: str, kind: str, detail: str, variables: str, variable: str, **context: Any
 ) -> EndpointError:
-    """Return the error for a failed TLS handshake.
-
-    ``variables`` name the file of trusted authorities; ``variable`` the endpoint.
-    """
+    """Return the error for a failed TLS handshake. ``variables`` name the file of trusted authorities; ``variable`` the
+    endpoint."""
     if kind != "InvalidCertificate":
         return EndpointError(
             f"{message}: no TLS connection to {server} ({kind}{f' {detail}' if detail else ''})",

@@ -32,10 +32,8 @@ _needs_copy = _NAME in sys.modules
 
 
 class Module:
-    """Loads obstore's ``path`` on first use, from the library that this process may use.
-
-    Raises StoreError if a forked child cannot have a copy.
-    """
+    """Loads obstore's ``path`` on first use, from the library that this process may use. Raises StoreError if a forked
+    child cannot have a copy."""
 
     def __init__(self, path: str = "") -> None:
         self._path = path

@@ -123,10 +123,7 @@ class OddKeys:
         return found
 
     async def level(self, directory: str, error: OddKeyError) -> tuple[builtins.list[ObjectInfo], builtins.list[str]]:
-        """Return a folder's objects and folder names, without the odd ones.
-
-        Cost: a listing of everything below it.
-        """
+        """Return a folder's objects and folder names, without the odd ones. Cost: a listing of everything below it."""
         start = len(directory) + 1 if directory else 0
         rest = [(info, info.key[start:]) for info in await self.list(directory, error)]
         paths = [(info, key) for info, key in rest if not _is_odd(key)]
@@ -233,10 +230,8 @@ class RemoteStore:
         return self.retries.again(work)
 
     async def reconnect(self, damage: TierckptError) -> None:
-        """Drop the connections after a damaged response, so that the next request uses another path.
-
-        Raises ``damage`` when the budget is exhausted.
-        """
+        """Drop the connections after a damaged response, so that the next request uses another path. Raises ``damage``
+        when the budget is exhausted."""
         if not await self.retries.take_retry():
             raise damage
         self.retries.counts["damaged_answers"] += 1
@@ -372,7 +367,6 @@ class RemoteStore:
         await self._get_concurrency.run(partial(self._bucket.ranges.connections.run, get))
 
     async def _read(self, client: Client, key: str, options: GetOptions) -> Buffer:
-        """Return the body of one GET. Cancels it after a window with too few bytes."""
         return await self._get_concurrency.run(lambda: self._watch(client, key, options))
 
     async def _watch(self, client: Client, key: str, options: GetOptions) -> Buffer:
@@ -786,10 +780,8 @@ class RemoteStore:
 
 
 def _names(answer: Any) -> list[str]:
-    """Return one level's directories, without the nameless one of keys that begin with a slash."""
     return sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]} - {""})
 
 
 def _marks(info: ObjectInfo, directory: str, names: Sequence[str]) -> bool:
-    """True for an empty object that marks this directory or one of ``names`` in it."""
     return not info.size_bytes and (info.key == directory or info.key.rpartition("/")[2] in names)

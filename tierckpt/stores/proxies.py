@@ -43,7 +43,6 @@ class Proxy:
 
     @property
     def name(self) -> str:
-        """For messages: no password."""
         return f"the proxy {self.address} ({self.variable})"
 
     @property
@@ -69,10 +68,8 @@ def is_direct(host: str, port: int | None) -> bool:
 
 
 def client_options(endpoint: str) -> dict[str, str]:
-    """Options that make an obstore client use these proxies, and read no variable itself.
-
-    ``endpoint``: '' for the cloud's own. The client also reaches the hosts that issue credentials.
-    """
+    """Options that make an obstore client use these proxies, and read no variable itself. ``endpoint``: '' for the
+    cloud's own. The client also reaches the hosts that issue credentials."""
     scheme = endpoint.partition("://")[0] or "https"
     found = _configured(scheme) or _configured("https")
     is_excluded = bool(endpoint) and proxy_for(endpoint) is None

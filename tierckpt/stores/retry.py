@@ -131,14 +131,11 @@ class StoreBreaker:
 
     @property
     def is_reported(self) -> bool:
-        """True from the log record of an outage to the record of its end."""
         return self._reported_at > 0
 
     def report(self, cause: str, remedy: str, since_unix_seconds: float, *, ends_with_drain: bool = False) -> None:
-        """Log that the store does not answer: once, until ``succeeded``.
-
-        ``ends_with_drain``: until ``drained``, as the store may answer small requests, and no drain.
-        """
+        """Log that the store does not answer: once, until ``succeeded``. ``ends_with_drain``: until ``drained``, as the
+        store may answer small requests, and no drain."""
         if self.is_reported:
             return
         self._reported_at, self._ends_with_drain = since_unix_seconds, ends_with_drain
@@ -293,7 +290,6 @@ class Retries:
         error.is_logged = True
 
     def is_refused(self, run: str) -> bool:
-        """True from the log record of a refusal to the record of its end."""
         return run in self._refusals
 
     def accepted(self, run: str, operation: str) -> None:
@@ -322,9 +318,7 @@ class Retries:
     @contextlib.asynccontextmanager
     async def request(self, breaker: StoreBreaker, probe: Probe) -> AsyncIterator[None]:
         """Context of one request, entered once the store is up; its outcome counts for ``breaker`` and the budget.
-
-        Raises StoreUnavailableError, without a request, while the breaker is open.
-        """
+        Raises StoreUnavailableError, without a request, while the breaker is open."""
         await breaker.wait_until_up(probe)
         self.counts["requests"] += 1
         try:

@@ -219,7 +219,6 @@ class DrainDecider:
             self._observed = {views for views in self._observed if views[1] > number - VERSIONS_MAX}
 
     def _learn_slowdown(self, measured: float | None) -> None:
-        """Update the slowdown, scaled up from a throttled drain to full rate."""
         if measured is None:
             return
         rate = self._state.shared_rate
@@ -232,5 +231,4 @@ def _usual_bytes(records: Sequence[SaveRecord]) -> int:
 
 
 def _share_of_node() -> float:
-    """This node's share of a checkpoint if all ranks hold equally much, by torchrun's variables."""
     return ranks_of_node() / max(1, int(os.environ.get("WORLD_SIZE", 1)))

@@ -39,7 +39,6 @@ log = logger("checkpointer")
 
 LOOK_SECONDS = 0.25
 STORE_SECONDS = 10.0
-"""Timeout of a write to the rendezvous store, on the agreeing thread."""
 PATIENCE_SECONDS, PATIENCE_STEPS = 3.0, 10
 """Maximum wait of a preempted process for its loop to end a step."""
 SAVES_JUDGED = 5

@@ -238,7 +238,6 @@ class IntervalController:
 
 
 def _recent(times: Sequence[tuple[float | None, float]]) -> float | None:
-    """Return the median of the last known times, or the age of a pending save if longer."""
     known = [seconds for seconds, _ in times if seconds is not None][-RECORDS_MAX:]
     pending = [age for seconds, age in times[-RECORDS_MAX:] if seconds is None]
     if not known:

@@ -90,7 +90,6 @@ def _hear(reading: int) -> None:
 
 
 def _restore_handlers() -> None:
-    """Restore the signals and close the pipe, which ends the thread."""
     for number in tuple(_watched):
         if signal.getsignal(number) is _on_signal:
             signal.signal(number, signal.SIG_DFL)

@@ -53,9 +53,7 @@ class Exchange:
         decode: Callable[[Any], Any] = _same,
     ) -> Any:
         """Run ``work`` on every rank, then ``then`` on rank 0 with all results. Returns its value, JSON, on all ranks.
-
-        ``encode`` converts a result to JSON, ``decode`` back; unused without ranks.
-        """
+        ``encode`` converts a result to JSON, ``decode`` back; unused without ranks."""
         if not is_distributed():
             value = then([work()])
             self.may_be_done = True
@@ -111,10 +109,8 @@ def is_distributed() -> bool:
 
 
 def agree_on_name(uri: str) -> str:
-    """Return a name for the job, the same on every rank.
-
-    Raises ConfigError on all ranks if their ``uri`` differ: each rank would wait for the others.
-    """
+    """Return a name for the job, the same on every rank. Raises ConfigError on all ranks if their ``uri`` differ: each
+    rank would wait for the others."""
     gathered = all_gather((uuid.uuid4().hex, uri))
     first = gathered[0][1]
     others = [f"rank {rank} has {other}" for rank, (_, other) in enumerate(gathered) if other != first]

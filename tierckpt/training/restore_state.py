@@ -114,7 +114,6 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], options: Rest
 
 
 def _unexpected_on_all_ranks(unexpected: list[str]) -> list[str]:
-    """Return keys unexpected on every rank; others belong to another pipeline stage."""
     every = [set(keys) for keys in all_gather(unexpected)]
     return sorted(set.intersection(*every))
 

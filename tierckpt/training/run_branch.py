@@ -15,10 +15,8 @@ from .rank_exchange import all_gather, is_distributed
 
 
 class RunBranch:
-    """The branch that this process continues: the restored checkpoint's, or a new one from there.
-
-    ``job``: the same on all ranks, and unique to this job.
-    """
+    """The branch that this process continues: the restored checkpoint's, or a new one from there. ``job``: the same on
+    all ranks, and unique to this job."""
 
     def __init__(self, location: Location, job: str, settings: Settings) -> None:
         self.location, self._job, self._settings, self._restored = location, job, settings, 0

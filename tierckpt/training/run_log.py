@@ -104,10 +104,8 @@ class RunLog:
                 self._write("restored", step=step, replayed_steps=replayed_steps)
 
     def stepped(self, step: int, *, is_save: bool = False) -> None:
-        """Record the end of training step ``step``; the time since the last call counts as work.
-
-        ``is_save``: the loop called ``save``, perhaps without a call for each earlier step.
-        """
+        """Record the end of training step ``step``; the time since the last call counts as work. ``is_save``: the loop
+        called ``save``, perhaps without a call for each earlier step."""
         with self._lock:
             self._step = step if self._step is None else self._step
             self._begin(0.0, begins_with="save" if is_save else "step")
@@ -249,10 +247,8 @@ class RunLog:
             self._warn()
 
     def _thin(self) -> None:
-        """Remove every second line of progress (L2), and replace the file atomically.
-
-        Lines of saves are removed last, as each describes one checkpoint; the newest durable one stays.
-        """
+        """Remove every second line of progress (L2), and replace the file atomically. Lines of saves are removed last,
+        as each describes one checkpoint; the newest durable one stays."""
         kinds = [json.loads(text)["what"] for text in self._lines]
         newest = max((n for n, what in enumerate(kinds) if what == "durable"), default=-1)
         removed = set([n for n, what in enumerate(kinds[:-1]) if what == "step"][1::2])
@@ -273,7 +269,6 @@ class RunLog:
             self._left_seconds -= time.monotonic() - started_at
 
     def _flush(self, seconds: float) -> bool:
-        """Return whether the file is up to date, now or within ``seconds``."""
         with self._lock:
             return self._thread is not None and self._lock.wait_for(lambda: self._written == self._changes, seconds)
 
@@ -386,10 +381,8 @@ class OtherJobs:
         return time.monotonic() - self._seen_at > OTHER_JOB_SECONDS
 
     async def look(self, mover: Mover, own: frozenset[str]) -> bool:
-        """Check the run. Returns True if another job made progress. ``own``: this process's records.
-
-        Cost: one listing, and a GET per record changed since the last check.
-        """
+        """Check the run. Returns True if another job made progress. ``own``: this process's records. Cost: one listing,
+        and a GET per record changed since the last check."""
         store, found = mover.store(self._location), {}
         async for info in store.list(HISTORY_DIR):
             name = info.key.rpartition("/")[2]

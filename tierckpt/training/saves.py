@@ -226,9 +226,7 @@ def stage(
     stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any], *, is_copied: bool = False
 ) -> tuple[StagedItems, BaseException | None]:
     """Stage this rank's part of the plan. Returns an error instead of raising it: all ranks must receive it.
-
-    ``is_copied``: training no longer uses the tensors.
-    """
+    ``is_copied``: training no longer uses the tensors."""
     try:
         if is_copied:
             return stager.stage_items(plan.items, planner, in_background=True), None
@@ -297,7 +295,6 @@ class RunningSaves:
                 return None
 
     def _has_capacity(self, count: float, deadline: float) -> CheckpointSkippedError | bool:
-        """Return whether fewer than ``count`` run, now or after a short wait; an error if the save is skipped."""
         if len(unfinished := self.unfinished()) >= count:
             record, oldest = unfinished[0]
             futures.wait([oldest], min(ROUND_SECONDS, requests.seconds_left()))

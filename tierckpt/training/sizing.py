@@ -24,5 +24,4 @@ def measure(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = No
 
 
 def _tensor(name: str, tensor: torch.Tensor) -> Tensor:
-    """A DTensor has its global shape."""
     return Tensor(name, tensor.numel(), tensor.numel() * tensor.element_size(), tensor.is_floating_point())

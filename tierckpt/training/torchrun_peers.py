@@ -29,9 +29,7 @@ ADDRESSES_BYTES_MAX = 512 << 10
 
 def exchange_addresses(settings: Settings) -> None:
     """Pass the addresses of the job's other agents to this node's agent. Only logs failures: the node reads alone.
-
-    Cost: two requests to the job's store and two to the agent, on the first rank of each node.
-    """
+    Cost: two requests to the job's store and two to the agent, on the first rank of each node."""
     if settings.peers != "torchrun" or int(os.environ.get("LOCAL_RANK", "0")) != 0:
         return
     try:

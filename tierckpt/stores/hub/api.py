@@ -361,10 +361,8 @@ def hub_of(retries: Retries) -> Hub:
 
 
 def request(url: str, headers: Mapping[str, str], form: bytes | None = None) -> Answer:
-    """Make one GET, or POST of ``form``; return any response. A redirect is not followed. Blocking.
-
-    Raises StoreUnavailableError: no complete response. StoreError: no HTTP URL.
-    """
+    """Make one GET, or POST of ``form``; return any response. A redirect is not followed. Blocking. Raises
+    StoreUnavailableError: no complete response. StoreError: no HTTP URL."""
     host = check_http(url)
     try:
         request = urllib.request.Request(url, data=form, headers={"User-Agent": "tierckpt", **headers})

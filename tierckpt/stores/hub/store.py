@@ -86,7 +86,6 @@ class HubStore:
         return self._commit
 
     async def _files(self) -> dict[str, HubFile]:
-        """Return the files by key, listed within ``LISTED_SECONDS``."""
         async with self._listing:
             repository, hub = self.repository, hub_of(self.retries)
             is_old = not repository.is_commit and time.monotonic() - self._listed_at > LISTED_SECONDS

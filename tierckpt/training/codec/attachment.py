@@ -130,10 +130,8 @@ class Attachments:
 
 
 class Attached:
-    """Restores attachments to ``state``: tensors of modules in order, the rest of the newest one in ``finish``.
-
-    Raises UnsafeCheckpointError: not an attachment. StateMismatchError: it does not fit the state.
-    """
+    """Restores attachments to ``state``: tensors of modules in order, the rest of the newest one in ``finish``. Raises
+    UnsafeCheckpointError: not an attachment. StateMismatchError: it does not fit the state."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state

@@ -224,10 +224,8 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 
 @torch.no_grad()
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each second tensor into the first, like ``load_state_dict``, in a few batched calls.
-
-    Tied tensors are copied one by one, so that the last one wins: a batched call on a GPU has no order.
-    """
+    """Copy each second tensor into the first, like ``load_state_dict``, in a few batched calls. Tied tensors are copied
+    one by one, so that the last one wins: a batched call on a GPU has no order."""
     plain = []
     owners = Counter(local_shard(to).data_ptr() for to, _ in pairs if type(to) in _PLAIN)
     for to, source in pairs:

@@ -83,7 +83,6 @@ class ParameterNames:
         ]
 
     def _owner(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return the module that has all parameters that any module has; "" if there is none."""
         if len(self._first_names) == 1:
             [(entry, names)] = self._first_names.items()
             return entry if any(id(one) in names for one in parameters_of(optimizer)) else ""
@@ -322,7 +321,6 @@ class OptimizerTarget:
         self._compare(candidates, lists)
 
     def _lists(self, below: Mapping[Path, str], objects: Mapping[str, Any]) -> list[list[Any]]:
-        """Return the names of each group's parameters: of the first rank, and the additional ones of other ranks."""
         numbers = [int(path[1]) for path in below if path[0] == GROUPS]
         lists: list[list[Any]] = [[] for _ in range(max(numbers, default=-1) + 1)]
         for path, key in below.items():
@@ -487,10 +485,8 @@ class OptimizerTarget:
                 group.update({key: value for key, value in loaded_group.items() if key != PARAMS})
 
     def _keep_dtypes(self, optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
-        """Undo the cast of ``Optimizer.load_state_dict`` of all state but "step" to the dtype of its parameter.
-
-        Numbers keep the dtype that the optimizer gave them; so does other state if the parameter has its saved dtype.
-        """
+        """Undo the cast of ``Optimizer.load_state_dict`` of all state but "step" to the dtype of its parameter. Numbers
+        keep the dtype that the optimizer gave them; so does other state if the parameter has its saved dtype."""
         for parameter in parameters_of(optimizer):
             name = self._saved_name.get(id(parameter))
             for key, value in state.get(name, {}).items():

@@ -52,10 +52,8 @@ class PerRank:
 
 
 class _Rng:
-    """The random number generators of this process, as tensors and (lists of) numbers.
-
-    A restore reads these without trusting the checkpoint.
-    """
+    """The random number generators of this process, as tensors and (lists of) numbers. A restore reads these without
+    trusting the checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": _listed(random.getstate())}

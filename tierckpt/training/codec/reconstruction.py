@@ -313,9 +313,7 @@ def empty_like(
     device: str | torch.device = "cpu",
 ) -> torch.Tensor:
     """Return a new tensor for ``stored``, placed like ``live``, or on ``device`` if that is not a tensor.
-
-    ``shard_dims``: the dimension sharded over each dimension of a mesh.
-    """
+    ``shard_dims``: the dimension sharded over each dimension of a mesh."""
     dtype: Any = stored.properties.dtype
     if isinstance(live, DTensor):
         placements = live.placements

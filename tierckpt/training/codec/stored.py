@@ -22,10 +22,8 @@ _EXACT = frozenset({type(None), bool, float, complex, bytes, torch.dtype, torch.
 
 
 class Stored:
-    """The items of a checkpoint. ``below(name)`` maps the path of each item under an entry to its name.
-
-    Cost: one pass over the metadata for any number of entries.
-    """
+    """The items of a checkpoint. ``below(name)`` maps the path of each item under an entry to its name. Cost: one pass
+    over the metadata for any number of entries."""
 
     def __init__(self, metadata: Metadata) -> None:
         self.metadata = metadata

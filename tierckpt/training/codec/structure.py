@@ -90,9 +90,7 @@ class Encoder:
 
     def encode(self, value: Any, path: PathOf) -> tuple[Any, Any]:
         """Return the node of ``value``, and the part of it that DCP saves: its tensors, and readable plain values.
-
-        Raises StateMismatchError naming a value that cannot be restored. Cost: about a microsecond per value.
-        """
+        Raises StateMismatchError naming a value that cannot be restored. Cost: about a microsecond per value."""
         kind = type(value)
         if kind in NUMBERS:
             return value, value
@@ -260,7 +258,6 @@ class Encoder:
         return {"tensor": node}, NOTHING if self._is_ambiguous else value
 
     def _subclass(self, value: Any, path: PathOf) -> tuple[Any, Any]:
-        """Encode a tensor made of others, like quantized weights and low-bit optimizer state."""
         names, context = value.__tensor_flatten__()
         inner, shown = self._dict({name: getattr(value, name) for name in names}, path)
         described, _ = self.encode(context, (*path, "context"))

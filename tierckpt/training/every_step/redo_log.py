@@ -55,10 +55,8 @@ def is_window(location: Location) -> bool:
 
 
 def stored(tree: Any, redos: Mapping[int, Redo]) -> tuple[dict[str, Any], Notes]:
-    """Return the state to save for a window, and the notes of its manifest.
-
-    ``tree``: the state, with gaps for the optimizers' tensors: (number of optimizer, key, name).
-    """
+    """Return the state to save for a window, and the notes of its manifest. ``tree``: the state, with gaps for the
+    optimizers' tensors: (number of optimizer, key, name)."""
     found = list(gaps(tree))
     names: dict[int, dict[str, str]] = {number: {} for number in redos}
     for path, (number, key, _) in found:
@@ -150,10 +148,8 @@ def make_checkpoint(
     exact: Exact,
     write: Callable[[SaveRecord, Mapping[str, Any], dict[str, Any]], Future[None]],
 ) -> str:
-    """Fold the redo log of ``reader``, and save the result. Returns the URI of that checkpoint. Collective.
-
-    Raises the errors of ``fold``, on all ranks, and of ``write`` and the save.
-    """
+    """Fold the redo log of ``reader``, and save the result. Returns the URI of that checkpoint. Collective. Raises the
+    errors of ``fold``, on all ranks, and of ``write`` and the save."""
     window = parse_uri(reader.path)
     try:
         collected, notes = same_outcome(lambda: fold(reader, state, exact))

@@ -152,7 +152,6 @@ class StepLog:
         """``has_branched``: an older step was restored and no save followed yet. Frames logged before that save is
         committed are not restored: a restart would replay the abandoned steps (branches.py, B1)."""
         self._foreign_step = -1
-        """The newest checkpoint, if another writer saved it; else -1."""
 
     @functools.cached_property
     def link(self) -> Link:
@@ -177,10 +176,8 @@ class StepLog:
         return self.is_on and (not self._has_base or self.has_branched or self._has_ended)
 
     def stepped(self, step: int, state: Mapping[str, Any]) -> None:
-        """Log ``step``, at its end. Any failure to log ends the log.
-
-        Raises ConfigError: before the first checkpoint, if the state has no optimizer or one that cannot be replayed.
-        """
+        """Log ``step``, at its end. Any failure to log ends the log. Raises ConfigError: before the first checkpoint,
+        if the state has no optimizer or one that cannot be replayed."""
         if self.is_on and self._log is None:
             _check(optimizers_in(state))
         if self._log is None:

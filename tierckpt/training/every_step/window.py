@@ -173,7 +173,6 @@ class SaveWindow:
 
     @property
     def is_open(self) -> bool:
-        """True from ``open`` until the window is written."""
         return self._window is not None
 
     @property
@@ -397,7 +396,6 @@ class SaveWindow:
 
 
 def _outcome(window: _Window) -> str:
-    """Return this rank's failure; else whether its parts are complete."""
     failed = [error for one in window.work if one.done() and (error := one.exception()) is not None]
     if window.failure or failed:
         return window.failure or str(failed[0])
