@@ -1,6 +1,6 @@
-"""Bit rot in the node cache: no flipped bit of a model's files is loaded, whatever reads them, and good ones come back.
+"""Bit rot in the node cache: no reader returns a flipped bit of a model's files, and the files are repaired.
 
-TIERCKPT_TEST_CACHE_FLIPS sets how many random bits are flipped for each reader, beside those that are telling.
+TIERCKPT_TEST_CACHE_FLIPS sets the number of random flips for each reader, in addition to edge cases.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tierckpt.telemetry import QUARANTINES, Metric, listen
 FLIPS = int(os.environ.get("TIERCKPT_TEST_CACHE_FLIPS", "1"))
 KIB = 1024
 FILE = "model-00001-of-00002.safetensors"
-OTHER = "model-00002-of-00002.safetensors"
+OTHER_FILE = "model-00002-of-00002.safetensors"
 
 
 class Model:
-    """A model of two files in a store that is a directory, and what it holds."""
+    """A model of two files in a directory as store, and its contents."""
 
     def __init__(self, root: Path) -> None:
         self.store, self.local_root = root / "store" / "model", root / "local"
@@ -46,22 +46,22 @@ class Model:
         generator = torch.Generator().manual_seed(7)
         self.tensors = {f"w{index}": torch.randn(96, 2048, generator=generator) for index in range(4)}  # 768 KiB each
         self.tensors["small"] = torch.randn(17, generator=generator)
-        weight_map = {name: OTHER if name == "w3" else FILE for name in self.tensors}
-        for file in (FILE, OTHER):
+        weight_map = {name: OTHER_FILE if name == "w3" else FILE for name in self.tensors}
+        for file in (FILE, OTHER_FILE):
             save_file({name: self.tensors[name] for name in weight_map if weight_map[name] == file}, self.store / file)
         (self.store / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
         self.uri = self.store.as_uri()
         self.bytes = {path.name: path.read_bytes() for path in self.store.iterdir()}
 
     def tensor_range(self) -> tuple[int, int]:
-        """Of FILE: where the tensors begin, and its size."""
+        """Return the start of the tensors in FILE, and the size of FILE."""
         data = self.bytes[FILE]
         return 8 + int.from_bytes(data[:8], "little"), len(data)
 
-    def offsets(self, chance: random.Random) -> list[int]:
+    def offsets(self, rng: random.Random) -> list[int]:
         begin, end = self.tensor_range()
-        telling = [0, 9, begin - 1, begin, end - 1, end // 2]
-        return telling + [chance.randrange(end) for _ in range(FLIPS)]
+        edge_cases = [0, 9, begin - 1, begin, end - 1, end // 2]
+        return edge_cases + [rng.randrange(end) for _ in range(FLIPS)]
 
 
 @pytest.fixture(params=["64KiB", "1MiB"])
@@ -92,22 +92,22 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1 << offset % 8]))
 
 
-# --- what reads --------------------------------------------------------------------------------------------------
+# --- readers -----------------------------------------------------------------------------------------------------
 
 Reader = Callable[[Model, Path], bool]
-"""Reads all of FILE, and says whether it is right."""
+"""Reads all of FILE and returns whether it is correct."""
 
 
-def loads(model: Model, _: Path) -> bool:
+def load_uri(model: Model, _: Path) -> bool:
     return same(tierckpt.load_safetensors(model.uri), model.tensors)
 
 
-def loads_the_directory(model: Model, entry: Path) -> bool:
+def load_directory(model: Model, entry: Path) -> bool:
     return same(tierckpt.load_safetensors(entry), model.tensors)
 
 
-def read_by(way: ReadMode, reader: Reader) -> Reader:
-    """All of the disk is read in one way, whatever is in the page cache."""
+def with_read_mode(way: ReadMode, reader: Reader) -> Reader:
+    """Read the disk in one mode, whatever is in the page cache."""
 
     def read(model: Model, entry: Path) -> bool:
         with pytest.MonkeyPatch.context() as patch:
@@ -119,33 +119,33 @@ def read_by(way: ReadMode, reader: Reader) -> Reader:
     return read
 
 
-def loads_the_file(model: Model, entry: Path) -> bool:
+def load_file(model: Model, entry: Path) -> bool:
     return all(same(tensor, model.tensors[name]) for name, tensor in tierckpt.load_safetensors(entry / FILE).items())
 
 
-def streams(model: Model, _: Path) -> bool:
+def stream_tensors(model: Model, _: Path) -> bool:
     return same(dict(tierckpt.stream_safetensors(model.uri, bytes_in_flight_max=2 << 20)), model.tensors)
 
 
-def lazily(model: Model, entry: Path) -> bool:
+def load_lazily(model: Model, entry: Path) -> bool:
     with tierckpt.load_safetensors(model.uri, lazy=True) as found:
         return same(dict(found), model.tensors)
 
 
-def in_parts(model: Model, entry: Path) -> bool:
-    """Rows of each tensor, and of the last one columns: each part alone is less than a block."""
+def load_parts(model: Model, entry: Path) -> bool:
+    """Read rows of each tensor, and columns: each part is smaller than a block."""
     parts = [tierckpt.load_safetensors(entry, shard=(rank, 3, 0)) for rank in range(3)]
     columns = [tierckpt.load_safetensors(model.uri, shard=(rank, 2, 1), prefix="w") for rank in range(2)]
     rows = all(same(torch.cat([part[name] for part in parts]), tensor) for name, tensor in model.tensors.items())
     return rows and all(same(torch.cat([one[n] for one in columns], 1), model.tensors[n]) for n in columns[0])
 
 
-def views(model: Model, _: Path) -> bool:
+def read_view(model: Model, _: Path) -> bool:
     with open_cached(model.uri) as view:
         return bytes(view.read(FILE)) == model.bytes[FILE]
 
 
-def views_in_pieces(model: Model, _: Path) -> bool:
+def read_view_in_pieces(model: Model, _: Path) -> bool:
     data, into = model.bytes[FILE], bytearray(31 * KIB)
     with open_cached(model.uri) as view:
         for start in range(0, len(data), len(into)):
@@ -156,30 +156,30 @@ def views_in_pieces(model: Model, _: Path) -> bool:
     return True
 
 
-def opens(model: Model, _: Path) -> bool:
+def read_stream(model: Model, _: Path) -> bool:
     fs = fsspec.filesystem("tierckpt", skip_instance_cache=True)
     with fs.open(f"tierckpt://file{model.store}/{FILE}") as stream:
         return bool(stream.read() == model.bytes[FILE])
 
 
-def cats(model: Model, _: Path) -> bool:
+def cat_file(model: Model, _: Path) -> bool:
     fs = fsspec.filesystem("tierckpt", skip_instance_cache=True)
     return bool(fs.cat_file(f"tierckpt://file{model.store}/{FILE}") == model.bytes[FILE])
 
 
 READERS: dict[str, Reader] = {
-    "uri": loads,
-    **{f"uri, {way}": read_by(way, loads) for way in MODEL_READ_MODES},
-    "directory": loads_the_directory,
-    **{f"directory, {way}": read_by(way, loads_the_directory) for way in MODEL_READ_MODES},
-    "file": loads_the_file,
-    "stream": streams,
-    "lazy": lazily,
-    "parts": in_parts,
-    "view": views,
-    "view in pieces": views_in_pieces,
-    "open": opens,
-    "cat": cats,
+    "uri": load_uri,
+    **{f"uri, {way}": with_read_mode(way, load_uri) for way in MODEL_READ_MODES},
+    "directory": load_directory,
+    **{f"directory, {way}": with_read_mode(way, load_directory) for way in MODEL_READ_MODES},
+    "file": load_file,
+    "stream": stream_tensors,
+    "lazy": load_lazily,
+    "parts": load_parts,
+    "view": read_view,
+    "view in pieces": read_view_in_pieces,
+    "open": read_stream,
+    "cat": cat_file,
 }
 
 
@@ -188,19 +188,19 @@ READERS: dict[str, Reader] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
-def test_no_flipped_bit_is_read_and_the_file_is_mended(name: str, model: Model, quarantined: list[float]) -> None:
+def test_flipped_bit_is_detected_and_the_file_repaired(name: str, model: Model, quarantined: list[float]) -> None:
     entry, read = tierckpt.prefetch(model.uri), READERS[name]
     for offset in model.offsets(random.Random(name)):
         before = len(quarantined)
         flip(entry / FILE, offset)
         assert read(model, entry), f"bit {offset % 8} of byte {offset}"
-        assert (entry / FILE).read_bytes() == model.bytes[FILE], f"byte {offset} is not mended"
+        assert (entry / FILE).read_bytes() == model.bytes[FILE], f"byte {offset} is not repaired"
         assert len(quarantined) > before
 
 
 @pytest.mark.parametrize("model", ["1MiB"], indirect=True)
 @pytest.mark.parametrize("name", READERS)
-def test_with_verification_off_the_harness_finds_it(
+def test_control_without_verification_flips_are_read(
     name: str, model: Model, monkeypatch: pytest.MonkeyPatch, quarantined: list[float]
 ) -> None:
     """Control."""
@@ -212,7 +212,7 @@ def test_with_verification_off_the_harness_finds_it(
 
 
 @pytest.mark.parametrize("name", ["directory", "file", "parts"])
-def test_without_its_store_the_error_names_file_entry_and_tier(name: str, model: Model) -> None:
+def test_error_without_the_store_names_file_entry_and_tier(name: str, model: Model) -> None:
     entry = tierckpt.prefetch(model.uri)
     model.store.rename(model.store.with_name("away"))
     for offset in model.offsets(random.Random(name)):
@@ -226,7 +226,7 @@ def test_without_its_store_the_error_names_file_entry_and_tier(name: str, model:
     assert same(tierckpt.load_safetensors(entry), model.tensors)
 
 
-def test_what_is_open_when_the_store_goes_names_it_too(model: Model) -> None:
+def test_open_view_without_the_store_names_the_file(model: Model) -> None:
     entry = tierckpt.prefetch(model.uri)
     with open_cached(model.uri) as view:
         model.store.rename(model.store.with_name("away"))
@@ -234,10 +234,10 @@ def test_what_is_open_when_the_store_goes_names_it_too(model: Model) -> None:
         with pytest.raises(IntegrityError, match="node cache") as caught:
             view.read(FILE, 4990, 5010)
         assert caught.value.context["file"] == FILE
-        assert bytes(view.read(OTHER, 10, 20)) == model.bytes[OTHER][10:20]
+        assert bytes(view.read(OTHER_FILE, 10, 20)) == model.bytes[OTHER_FILE][10:20]
 
 
-def test_a_store_that_has_other_bytes_by_now_mends_nothing(model: Model) -> None:
+def test_changed_store_object_repairs_nothing(model: Model) -> None:
     entry = tierckpt.prefetch(model.uri)
     status = (model.store / FILE).stat()
     (model.store / FILE).write_bytes(bytes(len(model.bytes[FILE])))
@@ -249,7 +249,7 @@ def test_a_store_that_has_other_bytes_by_now_mends_nothing(model: Model) -> None
     assert (entry / FILE).read_bytes() == damaged
 
 
-def test_a_small_read_costs_a_block_not_a_chunk(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_read_reads_a_block_not_a_chunk(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     read_here = CacheEntry.read_here
 
@@ -264,12 +264,12 @@ def test_a_small_read_costs_a_block_not_a_chunk(model: Model, monkeypatch: pytes
     assert sum(read) <= 256 * KIB
 
 
-# --- what knows less -------------------------------------------------------------------------------------------------
+# --- missing digests -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["lost", "zeros", "torn"])
-def test_digests_of_blocks_that_are_lost_or_damaged_cost_a_larger_read(damage: str, model: Model) -> None:
+def test_lost_or_damaged_block_digests_fall_back_to_chunks(damage: str, model: Model) -> None:
     entry = tierckpt.prefetch(model.uri)
     blocks = entry / BLOCKS
     if not blocks.exists():
@@ -278,14 +278,14 @@ def test_digests_of_blocks_that_are_lost_or_damaged_cost_a_larger_read(damage: s
         blocks.unlink()
     else:
         blocks.write_bytes(bytes(blocks.stat().st_size) if damage == "zeros" else blocks.read_bytes()[:21])
-    assert in_parts(model, entry)
+    assert load_parts(model, entry)
     flip(entry / FILE, 70_000)
-    assert in_parts(model, entry)
+    assert load_parts(model, entry)
     assert (entry / FILE).read_bytes() == model.bytes[FILE]
 
 
-def test_an_entry_without_digests_is_loaded_as_it_is(model: Model) -> None:
-    """Those of before: nothing is known of them."""
+def test_entry_without_digests_is_loaded_unverified(model: Model) -> None:
+    """Such an entry cannot be verified."""
     entry = tierckpt.prefetch(model.uri)
     receipt = read_receipt(entry)
     assert receipt is not None
@@ -299,8 +299,8 @@ def test_an_entry_without_digests_is_loaded_as_it_is(model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", ["uri", f"uri, {MODEL_READ_MODES[-1]}", "stream", "view", "view in pieces", "open"])
-def test_what_has_landed_of_a_partial_entry_is_verified(name: str, model: Model, quarantined: list[float]) -> None:
-    """Holes beside it, and nobody has published it."""
+def test_partial_entry_is_verified(name: str, model: Model, quarantined: list[float]) -> None:
+    """Of an incomplete, unpublished entry."""
     with open_cached(model.uri) as view:
         view.read(FILE, 200_000, 400_000)
         [incoming] = model.local_root.glob("cache/.model-*.incoming")
@@ -311,10 +311,10 @@ def test_what_has_landed_of_a_partial_entry_is_verified(name: str, model: Model,
     assert (whole / FILE).read_bytes() == model.bytes[FILE]
 
 
-# --- directories of the user's ----------------------------------------------------------------------------------------
+# --- prefetched directories -------------------------------------------------------------------------------------------
 
 
-def test_a_directory_that_was_prefetched_is_verified_where_it_lies(model: Model, tmp_path: Path) -> None:
+def test_prefetched_directory_is_verified_in_place(model: Model, tmp_path: Path) -> None:
     directory = tierckpt.prefetch(model.store.parent.as_uri(), tmp_path / "mine" / "models") / "model"
     assert same(tierckpt.load_safetensors(directory), model.tensors)
     for offset in model.offsets(random.Random(1)):
@@ -329,7 +329,7 @@ def test_a_directory_that_was_prefetched_is_verified_where_it_lies(model: Model,
     assert same(tierckpt.load_safetensors(directory / "added.safetensors"), {"mine": torch.ones(3)})
 
 
-def test_a_file_that_was_changed_on_purpose_is_loaded_when_the_receipt_has_gone(model: Model, tmp_path: Path) -> None:
+def test_changed_file_is_loaded_after_removal_of_the_receipt(model: Model, tmp_path: Path) -> None:
     directory = tierckpt.prefetch(model.uri, tmp_path / "mine")
     save_file({"mine": torch.ones(3)} | model.tensors, directory / FILE)
     with pytest.raises(IntegrityError):
@@ -341,10 +341,10 @@ def test_a_file_that_was_changed_on_purpose_is_loaded_when_the_receipt_has_gone(
     assert same(tierckpt.load_safetensors(directory / FILE), {"mine": torch.ones(3)})
 
 
-# --- checkpoints of ours ------------------------------------------------------------------------------------------
+# --- checkpoints --------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_shard_of_the_local_tier_is_read_from_the_store(tmp_path: Path) -> None:
+def test_damaged_local_shard_is_read_from_the_store(tmp_path: Path) -> None:
     location = parse_uri(tmp_path / "shared" / "run" / "step-1")
     save(location.uri, small_state(1))
     tierckpt.wait(location.uri, timeout_seconds=60)
@@ -353,7 +353,7 @@ def test_a_damaged_shard_of_the_local_tier_is_read_from_the_store(tmp_path: Path
     good = shard.read_bytes()
     copy = shard.with_name("aside")
     copy.write_bytes(good)
-    copy.replace(shard)  # not linked to the store's any more
+    copy.replace(shard)  # no link to the store's file
     flip(shard, len(good) // 2)
     fs = fsspec.filesystem("tierckpt", skip_instance_cache=True)
     with fs.open(f"tierckpt://file{location.path}/{shard.name}") as stream:

@@ -1,4 +1,4 @@
-"""What finishes a staged save for dead trainers never commits it once their job has been started again (F1 to F3)."""
+"""A staged save of dead trainers is never committed after their job was restarted (F1 to F3)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tierckpt.disk.file_lock import try_lock
 from tierckpt.disk.local_root import use_local_root
 from tierckpt.errors import CommitAbandonedError
 from tierckpt.format.layout import agent_dir, local_dir, parse_uri
-from tierckpt.ipc import agent_client as contacts
+from tierckpt.ipc import agent_client
 from tierckpt.ipc.agent_breaker import LOCK
 from tierckpt.ipc.agent_client import SOCKET
 
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.distributed
 
 SETTINGS: dict[str, Any] = {"mover": "agent"}
 JOB = {"idle_seconds": 0.7, **SETTINGS}
-OTHER = 77
-"""The state that the restarted job saves as step 2."""
+RESTARTED_SEED = 77
+"""Seed of the state that the restarted job saves as step 2."""
 
 HOOK = """
 import os, sys, time
@@ -60,9 +60,9 @@ if "tierckpt.dcp.handoff.finish" in sys.orig_argv:
 
 
 @pytest.fixture(autouse=True)
-def short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents that this process starts leave soon."""
-    monkeypatch.setattr(contacts, "IDLE_SECONDS", 0.7)
+def short_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make agents started by this process exit soon."""
+    monkeypatch.setattr(agent_client, "IDLE_SECONDS", 0.7)
 
 
 def until(is_true: Callable[[], Any], timeout_seconds: float, what: str) -> Any:
@@ -81,13 +81,13 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def known_root(local_root: Path) -> None:
+def initialised_root(local_root: Path) -> None:
     use_local_root(Settings.load(local_root=local_root))
 
 
 @pytest.fixture
 def slow_agent(tmp_path: Path, local_root: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts an agent whose helpers stop at a point of the commit until the file ``go`` is there."""
+    """Start an agent whose helper processes stop at a point of the commit until the file ``go`` exists."""
     hooks, folder, started = tmp_path / "hooks", tmp_path / "points", []
     hooks.mkdir(mode=0o755)
     folder.mkdir()
@@ -96,7 +96,7 @@ def slow_agent(tmp_path: Path, local_root: Path) -> Iterator[Callable[..., subpr
     def start(at: str, *, lives: bool) -> subprocess.Popen[bytes]:
         environment = os.environ | {"PYTHONPATH": str(hooks), "HOOK_FOLDER": str(folder), "HOOK_AT": at}
         environment |= {"HOOK_LIVES": "1"} if lives else {}
-        directory = contacts.private_directory(local_root)
+        directory = agent_client.private_directory(local_root)
         with (directory / "agent.log").open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tierckpt.agent", "60"],
@@ -118,17 +118,17 @@ def slow_agent(tmp_path: Path, local_root: Path) -> Iterator[Callable[..., subpr
         process.kill()
         process.wait()
     close_all()
-    until(lambda: not _is_held(local_root), 60, "the last agent to leave")
+    until(lambda: not _agent_runs(local_root), 60, "the last agent to exit")
 
 
-def _is_held(root: Path) -> bool:
+def _agent_runs(root: Path) -> bool:
     with try_lock(agent_dir(root) / LOCK) as free:
         return not free
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ill", "at", "way"),
+    ("agent_fault", "at", "way"),
     [
         ("killed", "commit_local", "async_save"),
         ("stopped", "write_attempt_metadata", "Checkpointer"),
@@ -143,8 +143,8 @@ def _is_held(root: Path) -> bool:
         ),
     ],
 )
-def test_a_staged_save_is_not_committed_beside_the_job_that_was_started_again(
-    ill: str,
+def test_staged_save_is_not_committed_after_the_job_restarted(
+    agent_fault: str,
     at: str,
     way: str,
     slow_agent: Callable[..., subprocess.Popen[bytes]],
@@ -152,42 +152,48 @@ def test_a_staged_save_is_not_committed_beside_the_job_that_was_started_again(
     local_root: Path,
     tmp_path: Path,
 ) -> None:
-    agent = slow_agent(at, lives=ill == "stopped")
+    agent = slow_agent(at, lives=agent_fault == "stopped")
     reached = tmp_path / "points" / "reached"
     job = start(agent_scenarios.all_die, tmp_path / "job", uri=s3_uri, way=way, point="handed in", **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
-    finisher = int(until(lambda: reached.exists() and reached.read_text(), 120, "the save to be finished"))
-    os.kill(agent.pid, signal.SIGKILL if ill == "killed" else signal.SIGSTOP)
-    if ill == "killed":
-        until(lambda: is_gone(finisher), 60, "the process that finishes it to end with its agent")
+    helper = int(until(lambda: reached.exists() and reached.read_text(), 120, "the helper to reach the commit"))
+    os.kill(agent.pid, signal.SIGKILL if agent_fault == "killed" else signal.SIGSTOP)
+    if agent_fault == "killed":
+        until(lambda: is_gone(helper), 60, "the helper to end with its agent")
     again = start(
-        agent_scenarios.restarts_and_saves, tmp_path / "again", uri=s3_uri, way=way, step=2, as_step=OTHER, **JOB
+        agent_scenarios.restarts_and_saves,
+        tmp_path / "again",
+        uri=s3_uri,
+        way=way,
+        step=2,
+        as_step=RESTARTED_SEED,
+        **JOB,
     )
     until(lambda: list(again.folder.glob("commits.*")) or again.codes(0.0) != [None], 120, "the save")
-    (tmp_path / "points" / "go").touch()  # the old one comes first, when the new one has seen that nothing stands there
-    until(lambda: is_gone(finisher), 60, "the process that finishes the old save to give up")
+    (tmp_path / "points" / "go").touch()  # the old commit continues after the new save's check for commits
+    until(lambda: is_gone(helper), 60, "the helper to abandon the old save")
     (again.folder / "go").touch()
     assert again.codes(120.0) == [0], again.output()  # no AlreadyCommittedError
     restored = (tmp_path / "again" / "restored").read_text()
     assert restored in ("1", f"{s3_uri}/step-1")
-    until(lambda: Journal(local_root).entries() == [], 60, "all to be drained or put away")
+    until(lambda: Journal(local_root).entries() == [], 60, "an empty journal")
     close_all()
-    wanted = whole_state(OTHER, 1)
+    expected = whole_state(RESTARTED_SEED, 1)
     for root in (local_root, tmp_path / "another node"):
         assert tierckpt.latest(s3_uri, local_root=root) == f"{s3_uri}/step-2"
-        assert same(load(f"{s3_uri}/step-2", wanted, local_root=root), wanted)
+        assert same(load(f"{s3_uri}/step-2", expected, local_root=root), expected)
     directory = local_dir(local_root, parse_uri(f"{s3_uri}/step-2"))
     manifest = read_local_manifest(directory)
     assert manifest is not None
     files = {str(path.relative_to(directory)) for path in directory.glob("*.distcp")}
-    assert files == {file.key for file in manifest.files if file.key.endswith(".distcp")}  # the old shards are gone
+    assert files == {file.key for file in manifest.files if file.key.endswith(".distcp")}  # no old shards
 
 
-# --- the fence ------------------------------------------------------------------------------------------------------
+# --- epochs ---------------------------------------------------------------------------------------------------------
 
 RUN = parse_uri("s3://bucket/run")
 
-LIVES = (
+RUN_USER_PROGRAM = (
     "import sys\n"
     "from pathlib import Path\n"
     "from tierckpt.format.layout import parse_uri\n"
@@ -206,10 +212,10 @@ LIVES = (
 
 
 @contextlib.contextmanager
-def another(root: Path, what: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Another process that comes to the run, and stays. Yields the epoch that it is in."""
-    contacts.private_directory(root)
-    command = [sys.executable, "-c", LIVES, str(root), what]
+def run_user(root: Path, what: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run another process that uses the run until exit. Yields its epoch."""
+    agent_client.private_directory(root)
+    command = [sys.executable, "-c", RUN_USER_PROGRAM, str(root), what]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
@@ -217,75 +223,75 @@ def another(root: Path, what: str) -> Iterator[tuple[subprocess.Popen[str], str]
 
 
 @pytest.fixture
-def here(local_root: Path) -> Iterator[Path]:
-    contacts.private_directory(local_root)
+def local_run(local_root: Path) -> Iterator[Path]:
+    agent_client.private_directory(local_root)
     yield local_root
-    for run in epochs.runs.values():  # this process lives on: the next test's trainers are others
+    for run in epochs.runs.values():  # forget this process's epochs for the next test
         os.close(run.file)
     epochs.runs.clear()
 
 
 @pytest.mark.slow
-def test_a_second_rank_begins_no_epoch_and_a_second_start_does(here: Path) -> None:
-    with another(here, "trains") as (first, epoch):
-        with another(here, "trains") as (_, same_epoch), another(here, "looks") as (_, seen):
+def test_restart_begins_an_epoch_but_a_second_rank_does_not(local_run: Path) -> None:
+    with run_user(local_run, "trains") as (first, epoch):
+        with run_user(local_run, "trains") as (_, same_epoch), run_user(local_run, "looks") as (_, seen):
             assert epoch == same_epoch == seen
-        assert epochs.current(here, RUN) == epoch
+        assert epochs.current(local_run, RUN) == epoch
         first.kill()
         first.wait()
-        with another(here, "trains") as (_, next_epoch):
+        with run_user(local_run, "trains") as (_, next_epoch):
             assert next_epoch not in ("", epoch)
 
 
-def test_who_looks_begins_one_when_no_trainer_lives_and_not_again_at_each_look(here: Path) -> None:
-    with another(here, "trains") as (_, epoch):
+def test_first_reader_after_dead_trainers_begins_an_epoch(local_run: Path) -> None:
+    with run_user(local_run, "trains") as (_, epoch):
         pass
     seen = []
     for _ in range(3):
-        epochs.enter(here, RUN, trains=False)
-        seen.append(epochs.current(here, RUN))
+        epochs.enter(local_run, RUN, trains=False)
+        seen.append(epochs.current(local_run, RUN))
     assert seen[0] != epoch
     assert len(set(seen)) == 1
-    with another(here, "trains") as (_, after):  # who only looks does not count as one that lives
+    with run_user(local_run, "trains") as (_, after):  # a reader is no live trainer
         assert after != seen[0]
 
 
-def test_what_was_staged_in_another_epoch_is_not_committed(here: Path) -> None:
-    epochs.enter(here, RUN, trains=False)
-    epoch = epochs.current(here, RUN)
-    with epochs.committing(here, RUN, epoch):
+def test_save_staged_in_an_older_epoch_is_not_committed(local_run: Path) -> None:
+    epochs.enter(local_run, RUN, trains=False)
+    epoch = epochs.current(local_run, RUN)
+    with epochs.committing(local_run, RUN, epoch):
         pass
-    with another(here, "trains"):
+    with run_user(local_run, "trains"):
         pass
-    with pytest.raises(CommitAbandonedError, match="started again"), epochs.committing(here, RUN, epoch):
-        pytest.fail("it was committed")
+    with pytest.raises(CommitAbandonedError, match="started again"), epochs.committing(local_run, RUN, epoch):
+        pytest.fail("a save of an old epoch was committed")
 
 
-def test_who_hangs_in_a_commit_is_killed_before_an_epoch_begins(here: Path) -> None:
-    with another(here, "commits") as (process, _):
+def test_process_stuck_in_a_commit_is_killed_before_a_new_epoch(local_run: Path) -> None:
+    with run_user(local_run, "commits") as (process, _):
         os.kill(process.pid, signal.SIGSTOP)
-        epochs.enter(here, RUN, trains=True)
+        epochs.enter(local_run, RUN, trains=True)
         assert process.wait(60) == -signal.SIGKILL
-    assert epochs.current(here, RUN) != ""
+    assert epochs.current(local_run, RUN) != ""
 
 
-def test_a_forked_child_is_no_trainer(here: Path) -> None:
-    with another(here, "looks"):
+def test_forked_child_is_no_trainer(local_run: Path) -> None:
+    with run_user(local_run, "looks"):
         pass
-    epochs.enter(here, RUN, trains=True)
+    epochs.enter(local_run, RUN, trains=True)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(writer)
         os.read(reader, 1)
         os._exit(0)
-    with another(here, "trains") as (_, epoch):
-        assert epoch == epochs.current(here, RUN)  # its parent lives
+    with run_user(local_run, "trains") as (_, epoch):
+        assert epoch == epochs.current(local_run, RUN)  # the parent is a live trainer
     os.close(writer)
     os.close(reader)
     os.waitpid(child, 0)
 
 
-def test_where_nothing_was_ever_staged_who_looks_leaves_nothing(local_root: Path) -> None:
+def test_reader_creates_no_files_without_staged_saves(local_root: Path) -> None:
     epochs.enter(local_root, RUN, trains=False)
     assert not local_root.exists()

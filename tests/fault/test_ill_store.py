@@ -1,4 +1,4 @@
-"""A shared store goes silent around a save: training goes on, waits for it no longer than half a second, and saves."""
+"""A shared store that stops answering around a save: saves return within half a second and are committed locally."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def state(value: float) -> dict[str, Any]:
 
 
 @pytest.fixture
-def silent(monkeypatch: Patch) -> Iterator[None]:
-    """A server whose connections the kernel accepts, and nobody answers."""
+def silent_store(monkeypatch: Patch) -> Iterator[None]:
+    """A server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=256) as server:
         for name, value in {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.getsockname()[1]}",
@@ -45,9 +45,9 @@ def silent(monkeypatch: Patch) -> Iterator[None]:
         tierckpt.client.close_all()
 
 
-@pytest.mark.usefixtures("silent")
-def test_saves_go_on_while_a_store_is_silent(local_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It has ten seconds to say what stands there, of which no step knows: not even one that needs the room."""
+@pytest.mark.usefixtures("silent_store")
+def test_saves_continue_while_the_store_is_silent(local_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The store has ten seconds to list its attempts; no step waits for them, not even one that needs space."""
     checkpointer = tierckpt.Checkpointer(URI, checkpoints_in_flight_max=2)
     saved = []
     for step in range(1, 6):
@@ -56,13 +56,13 @@ def test_saves_go_on_while_a_store_is_silent(local_root: Path, caplog: pytest.Lo
     for one in saved:
         one.result(SECONDS)
     outages = [one for one in caplog.records if "does not answer" in one.getMessage() and one.levelno > logging.DEBUG]
-    assert [one.levelname for one in outages] == ["WARNING"]  # one for all saves
+    assert [one.levelname for one in outages] == ["WARNING"]  # one line for all saves
     assert read_local_manifest(local_dir(local_root, parse_uri(f"{URI}/step-5"))) is not None
 
 
-@pytest.mark.usefixtures("silent")
-def test_the_wait_that_was_for_a_silent_store_is_found(monkeypatch: Patch) -> None:
-    """Seeded: planning waits for its answer."""
+@pytest.mark.usefixtures("silent_store")
+def test_control_wait_for_a_silent_store_is_found(monkeypatch: Patch) -> None:
+    """Seeded bug: planning waits for the store."""
     monkeypatch.setattr(save_planning, "wait_while", lambda work, progress: not futures.wait(work, SECONDS).not_done)
     checkpointer = tierckpt.Checkpointer(URI)
     with counted(SEEDED_SECONDS), pytest.raises(CheckpointException, match=TooLongError.__name__):
@@ -71,23 +71,23 @@ def test_the_wait_that_was_for_a_silent_store_is_found(monkeypatch: Patch) -> No
 
 @pytest.mark.parametrize("answer", ["f" * 16, BucketNotFoundError("no bucket")], ids=["attempt", "refusal"])
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_what_a_store_says_late_is_heeded_before_the_commit(
+def test_late_answer_of_the_store_is_respected_before_the_commit(
     answer: str | BucketNotFoundError, overwrite: bool, file_uri: str, local_root: Path, monkeypatch: Patch
 ) -> None:
-    async def standing(store: Any) -> set[str]:
+    async def list_attempts(store: Any) -> set[str]:
         await asyncio.sleep(1.0)
         if isinstance(answer, BucketNotFoundError):
             raise answer
         return {answer}
 
-    monkeypatch.setattr(shared_commit, "attempts_standing", standing)
+    monkeypatch.setattr(shared_commit, "attempts_standing", list_attempts)
     checkpointer = tierckpt.Checkpointer(file_uri, overwrite=overwrite)
     with counted():
         saved = checkpointer.save(1, state(1.0))
     error = saved.exception(SECONDS)
-    made = read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-1")))
+    manifest = read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-1")))
     if isinstance(answer, str) and overwrite:
-        assert error is None and made is not None and made.replaces == (answer,)
+        assert error is None and manifest is not None and manifest.replaces == (answer,)
     else:
         assert isinstance(error, AlreadyCommittedError if isinstance(answer, str) else BucketNotFoundError)
-        assert made is None
+        assert manifest is None

@@ -1,4 +1,4 @@
-"""The process of an optimizer near storage is stopped, or its disk cannot be read: nothing is lost, and it is said."""
+"""A stopped near-storage optimizer process, or an unreadable disk below it, loses no step and raises clear errors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tierckpt.near_storage.mapped_state import StateHold
 from tierckpt.near_storage.state_file import StateFile, begin_state, current_state
 from tierckpt.near_storage.updater_process import UpdaterProcess
 
-ANSWER_SECONDS = 150.0
+TIMEOUT_SECONDS = 150.0
 
 
-def test_a_state_that_cannot_be_read_is_an_error_of_the_trainers_call_and_no_signal(tmp_path: Path) -> None:
-    """Where a mapping would end the process (N6): all that the trainer reads, and what a save reads."""
+def test_unreadable_state_raises_instead_of_a_signal(tmp_path: Path) -> None:
+    """A read error raises, instead of SIGBUS from a mapping (N6), in every read of trainer and save."""
     weight = torch.randn(3000)
     layout = layout_of(torch.optim.AdamW, [TrainerParameter("0.0", "weight", (3000,), "float32")], [{}])
     begin_state(tmp_path, layout, {"0.0": {"": weight}}, 0)
@@ -40,52 +40,52 @@ def test_a_state_that_cannot_be_read_is_an_error_of_the_trainers_call_and_no_sig
     read(target.data_ptr() + 4, 0, 4)
     assert target[:3].tolist() == [weight[1].item(), weight[0].item(), 0.0] and file.present(block, 0) == {"0.0": {""}}
     os.truncate(found / "state", 0)
-    asked: list[Callable[[], object]] = [
+    reads: list[Callable[[], object]] = [
         lambda: file.present(block, 0),
         lambda: read(target.data_ptr(), 0, 4),
         lambda: file.digest(block, 0, is_trainers=True),
     ]
-    for one in asked:
+    for read_state in reads:
         with pytest.raises(IntegrityError, match="cannot be read: it is too short"):
-            one()
+            read_state()
 
 
-def test_a_process_that_its_disk_has_ended_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended_by_its_disk(_: str, **options: Any) -> subprocess.Popen[bytes]:
+def test_process_killed_by_sigbus_raises_an_integrity_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed_by_sigbus(_: str, **options: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-S", "-c", "import os; os.kill(os.getpid(), 7)"], cwd=tmp_path, **options
         )
 
-    monkeypatch.setattr(updater_process, "start_python", ended_by_its_disk)
+    monkeypatch.setattr(updater_process, "start_python", killed_by_sigbus)
     with pytest.raises(IntegrityError, match="SIGBUS") as caught:
         UpdaterProcess({"directory": str(tmp_path)}, (), 5.0).start()
     assert str(tmp_path) in caught.value.message and "restore the newest checkpoint" in caught.value.hint
 
 
 @pytest.mark.slow
-def test_a_disk_that_cannot_be_read_fails_the_save_and_the_trainer_restores(
+def test_unreadable_disk_fails_the_save_and_the_trainer_restores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state file is cut off when a save is about to read it. The trainer goes on from the checkpoint before."""
+    """The state file is truncated during a save. The trainer restores the previous checkpoint."""
     job = NearJob(tmp_path / "near")
     job.train()
     state = {"model": job.model, "optimizer": job.optimizer}
     with tierckpt.Checkpointer(tmp_path / "run", local_root=tmp_path / "local") as checkpointer:
-        checkpointer.save(1, state).result(ANSWER_SECONDS)
+        checkpointer.save(1, state).result(TIMEOUT_SECONDS)
         wait, [path] = StateHold.wait, list((tmp_path / "near").glob("*/state"))
 
-        def cut_off(self: StateHold, seconds: float) -> None:
+        def truncate_state(self: StateHold, seconds: float) -> None:
             wait(self, seconds)
             os.truncate(path, 4096)
 
-        monkeypatch.setattr(StateHold, "wait", cut_off)
+        monkeypatch.setattr(StateHold, "wait", truncate_state)
         job.train()
         checkpointer.save(2, state)
         with pytest.raises(IntegrityError, match="cannot be read"):
             checkpointer.wait("local")
         monkeypatch.undo()
-        for told in ("SIGBUS|it is too short", "it is too short"):  # a save may have begun the process again
-            with pytest.raises(IntegrityError, match=told):
+        for message in ("SIGBUS|it is too short", "it is too short"):  # the save may have restarted the process
+            with pytest.raises(IntegrityError, match=message):
                 job.train()
         job.optimizer.close()
         again = NearJob(tmp_path / "another")
@@ -97,10 +97,10 @@ def test_a_disk_that_cannot_be_read_fails_the_save_and_the_trainer_restores(
 
 
 @pytest.mark.slow
-def test_a_step_waits_and_loses_nothing(
+def test_step_waits_for_a_stopped_process_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While its process is stopped a step waits, and says so; one that never goes on is ended, and the step made."""
+    """A step waits for a stopped process with a log line; after the timeout the process is killed and restarted."""
     monkeypatch.setattr(updater_process, "IDLE_SECONDS", 0.2)
     job = NearJob(tmp_path / "near", timeout_seconds=3.0)
     with job.optimizer:

@@ -1,7 +1,7 @@
-"""Seeded bugs of a multi-step save: the checks must find each mistake that others have made.
+"""Seeded bugs of a multi-step save; letters mark known mistakes of other implementations.
 
-A bug is found when the window gives itself up (its record says why), when the restored state is not that of the step
-that it names, or when training waits for what it need not wait for.
+A bug counts as found if the window is abandoned (its record says why), if the restored state is not that of its step,
+or if training waits unnecessarily.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from tierckpt.replay.link import GRADIENTS, Link, TensorCopy
 from tierckpt.training.codec import job_state as states
 from tierckpt.training.every_step import window
 
-WINDOW, BEGUN = 4, 3
+WINDOW, WINDOW_START = 4, 3
 Patch = pytest.MonkeyPatch
 Bug = Callable[[Patch, Job], None]
 
 
-def taken_when_it_is_written(patch: Patch, job: Job) -> None:
-    """(a) Buffers, schedule and random state are of a later step."""
+def rest_captured_late(patch: Patch, job: Job) -> None:
+    """(a) Buffers, schedule and random state come from a later step."""
 
-    def late(tree: Any, copies: Any) -> Any:
+    def fill_late(tree: Any, copies: Any) -> Any:
         now = states.collect(job.state)
         filled = original(tree, copies)
         return now | {"model": filled["model"] | {"seen": now["model"]["seen"]}, "optimizer": filled["optimizer"]}
 
     original, matches = window.fill, Fingerprint.matches
-    patch.setattr(window, "fill", late)
+    patch.setattr(window, "fill", fill_late)
     patch.setattr(Fingerprint, "matches", lambda *of: time.sleep(0.05) or matches(*of))  # parts complete later
 
 
 def replayed_in_another_layout(patch: Patch, job: Job) -> None:
-    """(b) A fused step of pieces has other bits than one of whole tensors."""
+    """(b) A fused step over pieces is not bit-equal to one over whole tensors."""
 
     def apply(replay: Replay, step: Step) -> None:
         replay.version = step.version
@@ -70,12 +70,12 @@ def replayed_in_another_layout(patch: Patch, job: Job) -> None:
 
 
 def gradients_in_half_precision(patch: Patch, job: Job) -> None:
-    """(c) Gradients are cast, whatever that loses."""
+    """(c) Gradients are cast to bfloat16, with a loss of bits."""
     patch.setattr(link, "lossless_upper_halves", lambda one: one.view(-1).to(torch.bfloat16).view(torch.int16))
 
 
 def replayed_out_of_order(patch: Patch, job: Job) -> None:
-    """(d) A step that came early is applied, and the version is the largest that was seen."""
+    """(d) Two steps are applied in the wrong order, and the version is the larger one."""
     waiting: dict[int, Step] = {}
 
     def apply(replay: Replay, step: Step) -> None:
@@ -113,36 +113,36 @@ def hyperparameters_of_the_first_step(patch: Patch, job: Job) -> None:
 
 
 def without(name: str) -> Bug:
-    """(g) An option of the optimizer is not known to the replay."""
+    """(g) The replay ignores an option of the optimizer."""
 
     def bug(patch: Patch, job: Job) -> None:
-        def fewer(optimizer: Any, group: Any) -> Any:
+        def without_option(optimizer: Any, group: Any) -> Any:
             return original(optimizer, group) | {name: False}
 
         original = capture.hyperparameters_of
-        patch.setattr(capture, "hyperparameters_of", fewer)
+        patch.setattr(capture, "hyperparameters_of", without_option)
 
     return bug
 
 
-def skipped_steps_are_made(patch: Patch, job: Job) -> None:
-    """(g) What a GradScaler skips is replayed."""
+def skipped_steps_replayed(patch: Patch, job: Job) -> None:
+    """(g) Steps that a GradScaler skips are replayed."""
     patch.setattr(Step, "is_skipped", False)
 
 
-def gradients_before_they_are_clipped(patch: Patch, job: Job) -> None:
-    """(g) The clip coefficient is not known to the replay."""
+def unclipped_gradients(patch: Patch, job: Job) -> None:
+    """(g) The replay does not apply gradient clipping."""
 
-    def copied(this: Link, sources: Any, priority: int) -> TensorCopy:
+    def copy(this: Link, sources: Any, priority: int) -> TensorCopy:
         return original(this, [3 * one for one in sources] if priority == GRADIENTS else sources, priority)
 
     original = Link.copy
-    patch.setattr(Link, "copy", copied)
+    patch.setattr(Link, "copy", copy)
 
 
-def a_part_is_copied_late(patch: Patch, job: Job) -> None:
-    """The update does not wait for the copy of what it writes over (W1)."""
-    patch.setattr(TensorCopy, "next_chunk", slow(TensorCopy.next_chunk))
+def part_copied_late(patch: Patch, job: Job) -> None:
+    """The update does not wait for the copy of the tensors that it overwrites (W1)."""
+    patch.setattr(TensorCopy, "next_chunk", slow_down(TensorCopy.next_chunk))
     hooks: list[Any] = []
 
     def register(this: torch.optim.Optimizer, hook: Any) -> Any:
@@ -153,7 +153,7 @@ def a_part_is_copied_late(patch: Patch, job: Job) -> None:
     patch.setattr(torch.optim.Optimizer, "register_step_pre_hook", register)
 
 
-def slow(original: Callable[[TensorCopy, float], Any]) -> Callable[[TensorCopy, float], Any]:
+def slow_down(original: Callable[[TensorCopy, float], Any]) -> Callable[[TensorCopy, float], Any]:
     def next_chunk(this: TensorCopy, _: float) -> Any:
         time.sleep(0.02)
         return original(this, 1)  # a tensor
@@ -163,86 +163,86 @@ def slow(original: Callable[[TensorCopy, float], Any]) -> Callable[[TensorCopy, 
 
 FUSED = {"fused": True}
 BUGS: dict[str, tuple[Bug, dict[str, Any]]] = {
-    "(a) the rest is taken when it is written": (taken_when_it_is_written, {}),
+    "(a) the rest is captured late": (rest_captured_late, {}),
     "(b) replayed in another layout": (replayed_in_another_layout, FUSED),
     "(c) gradients are cast": (gradients_in_half_precision, {}),
     "(d) replayed out of order": (replayed_out_of_order, {}),
     "(g) amsgrad": (without("amsgrad"), {"amsgrad": True}),
-    "(g) skipped steps": (skipped_steps_are_made, FUSED | {"scaled": True}),
-    "(g) the clip coefficient": (gradients_before_they_are_clipped, {}),
-    "a step is left out": (one_step_left_out, {}),
+    "(g) skipped steps": (skipped_steps_replayed, FUSED | {"scaled": True}),
+    "(g) the clip coefficient": (unclipped_gradients, {}),
+    "a skipped step": (one_step_left_out, {}),
     "stale hyperparameters": (hyperparameters_of_the_first_step, {}),
-    "a part is copied late": (a_part_is_copied_late, {}),
+    "part copied late": (part_copied_late, {}),
 }
 
 
-def job_of(options: dict[str, Any]) -> Job:
+def make_job(options: dict[str, Any]) -> Job:
     job = Job(**{name: value for name, value in options.items() if name != "scaled"})
     if "scaled" in options:
         job.scaler = torch.amp.GradScaler("cpu")
     return job
 
 
-def fault_found(job: Job, uri: Path) -> str:
-    """Save over several steps. Returns what is wrong with that, in words; '' when all is well."""
+def find_problem(job: Job, uri: Path) -> str:
+    """Run a multi-step save. Returns the problem found, or ""."""
     with tierckpt.Checkpointer(uri, every_step=tierckpt.EveryStep(window_steps=WINDOW)) as checkpointer:
-        kept, saved = {}, None
+        expected, saved = {}, None
         while saved is None or not saved.done():
             job.train()
-            kept[job.step] = job.values()
+            expected[job.step] = job.values()
             checkpointer.step(job.step, job.state)
-            if job.step == BEGUN:
+            if job.step == WINDOW_START:
                 saved = checkpointer.save(job.step, job.state)
         saved.result()
     (record,) = checkpointer.stats
     if record.fallback:
         return record.fallback
-    assert record.window_steps == WINDOW and record.step == BEGUN + WINDOW - 1
+    assert record.window_steps == WINDOW and record.step == WINDOW_START + WINDOW - 1
     again = Job(type(job.optimizer), **{n: v for n, v in job.optimizer.defaults.items() if n in ("amsgrad", "fused")})
     restored(uri, again, record.step)
     try:
-        check_same(again.values(), kept[record.step])
+        check_same(again.values(), expected[record.step])
     except AssertionError as error:
-        return f"another state: {error}"
+        return f"wrong state: {error}"
     return ""
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_each_bug_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_find_each_seeded_bug(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bug, options = BUGS[name]
-    job = job_of(options)
+    job = make_job(options)
     with monkeypatch.context() as patch:
         bug(patch, job)
-        assert fault_found(job, tmp_path / "run")
+        assert find_problem(job, tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["(a) the rest is taken when it is written", "(g) amsgrad", "(g) skipped steps"])
-def test_nothing_is_found_where_there_is_no_bug(name: str, tmp_path: Path) -> None:
-    assert not fault_found(job_of(BUGS[name][1]), tmp_path / "run")
+@pytest.mark.parametrize("name", ["(a) the rest is captured late", "(g) amsgrad", "(g) skipped steps"])
+def test_checks_find_no_problem_without_a_bug(name: str, tmp_path: Path) -> None:
+    assert not find_problem(make_job(BUGS[name][1]), tmp_path / "run")
 
 
-def test_without_the_fingerprint_a_mixed_version_would_be_written(
+def test_control_without_the_fingerprint_a_wrong_state_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seeded: the comparison with the state of the step must be able to fail, too."""
+    """The state comparison of the harness must also find bugs without the fingerprint."""
     monkeypatch.setattr(Fingerprint, "matches", lambda *_: True)
     job = Job()
     one_step_left_out(monkeypatch, job)
-    assert "another state" in fault_found(job, tmp_path / "run")
+    assert "wrong state" in find_problem(job, tmp_path / "run")
 
 
-@pytest.mark.parametrize("is_broken", [False, True], ids=["as it is", "(f) host waits in every step"])
-def test_no_call_waits_for_the_copy_that_it_begins(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[TensorCopy] = []
+@pytest.mark.parametrize("is_broken", [False, True], ids=["no bug", "(f) host waits in every step"])
+def test_begin_does_not_wait_for_its_copy(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[TensorCopy] = []
 
-    def copied(this: Link, sources: Any, priority: int) -> TensorCopy:
-        begun.append(original(this, sources, priority))
+    def copy(this: Link, sources: Any, priority: int) -> TensorCopy:
+        copies.append(original(this, sources, priority))
         if is_broken:
-            begun[-1].done.result(60)
-        return begun[-1]
+            copies[-1].done.result(60)
+        return copies[-1]
 
     original = Link.copy
-    monkeypatch.setattr(Link, "copy", copied)
+    monkeypatch.setattr(Link, "copy", copy)
     job = Job()
     job.train()
     with (
@@ -250,19 +250,19 @@ def test_no_call_waits_for_the_copy_that_it_begins(is_broken: bool, monkeypatch:
         multi_step.MultiStepStager(job.optimizer, 2, link=slow_link) as stager,
     ):
         stager.begin(job.optimizer.state_dict)
-        assert begun[0].done.done() == is_broken
+        assert copies[0].done.done() == is_broken
 
 
-@pytest.mark.parametrize("is_broken", [False, True], ids=["as it is", "(e) memory is mapped anew for each window"])
-def test_windows_in_the_steady_state_map_no_memory(is_broken: bool, tmp_path: Path, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("is_broken", [False, True], ids=["no bug", "(e) memory is mapped for each window"])
+def test_later_windows_allocate_no_memory(is_broken: bool, tmp_path: Path, monkeypatch: Patch) -> None:
     maps, tensors = [0], link.PinnedMemory.tensors
     allocate = Memory.allocate
 
-    def counting(*given: Any, **options: Any) -> Memory:
+    def counting_allocate(*arguments: Any, **options: Any) -> Memory:
         maps[0] += 1
-        return allocate(*given, **options)
+        return allocate(*arguments, **options)
 
-    monkeypatch.setattr(Memory, "allocate", counting)
+    monkeypatch.setattr(Memory, "allocate", counting_allocate)
     if is_broken:
         monkeypatch.setattr(link.PinnedMemory, "tensors", lambda _, sources: tensors(link.PinnedMemory(), sources))
     job, counts = Job(), []
@@ -279,54 +279,56 @@ def test_windows_in_the_steady_state_map_no_memory(is_broken: bool, tmp_path: Pa
     assert (counts[-1] > counts[2]) == is_broken, counts
 
 
-class HungLink:
-    """No chunk is copied from when ``moves`` is cleared until it is set again."""
+class BlockedCopies:
+    """Blocks the copy of chunks while ``can_copy`` is cleared."""
 
     def __init__(self, patch: Patch) -> None:
-        self.moves = threading.Event()
-        self.moves.set()
+        self.can_copy = threading.Event()
+        self.can_copy.set()
         original = TensorCopy.next_chunk
 
         def next_chunk(this: TensorCopy, chunk_bytes: float) -> Any:
-            self.moves.wait(60)
+            self.can_copy.wait(60)
             return original(this, chunk_bytes)
 
         patch.setattr(TensorCopy, "next_chunk", next_chunk)
 
 
-WAITS = {"save on a window that is copied": WINDOW, "the step that writes over a part": 2}
+STEPS_TO_CALL = {"save during a window's copy": WINDOW, "step that overwrites an uncopied part": 2}
 
 
-@pytest.mark.parametrize("bug", [False, True], ids=["as it is", "the wait that was"])
-@pytest.mark.parametrize("where", WAITS)
-def test_nothing_waits_for_a_link_that_hangs(where: str, bug: bool, tmp_path: Path, monkeypatch: Patch) -> None:
-    """Half a second at most; then the state is copied whole, and the record says why."""
-    job, held = Job(), HungLink(monkeypatch)
+@pytest.mark.parametrize("bug", [False, True], ids=["no bug", "unbounded wait"])
+@pytest.mark.parametrize("call", STEPS_TO_CALL)
+def test_training_waits_at_most_half_a_second_for_a_blocked_copy(
+    call: str, bug: bool, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """The call waits at most half a second; then the state is copied whole, and the record says why."""
+    job, link_copies = Job(), BlockedCopies(monkeypatch)
     if bug:
         monkeypatch.setattr(poll, "LOOK_SECONDS", 600.0)
     with tierckpt.Checkpointer(tmp_path / "run", every_step=tierckpt.EveryStep(window_steps=WINDOW)) as checkpointer:
         job.train()
         checkpointer.save(job.step, job.state)
-        for _ in range(WAITS[where] - 2):
+        for _ in range(STEPS_TO_CALL[call] - 2):
             job.train()
             checkpointer.step(job.step, job.state)
         job.train()
-        held.moves.clear()
-        checkpointer.step(job.step, job.state)  # begins to copy a part
+        link_copies.can_copy.clear()
+        checkpointer.step(job.step, job.state)  # starts the copy of a part
         found = pytest.raises(TooLongError) if bug else contextlib.nullcontext()
         with found, counted(SEEDED_SECONDS if bug else ANSWER_SECONDS):
-            if WAITS[where] < WINDOW:
+            if STEPS_TO_CALL[call] < WINDOW:
                 job.train()
                 checkpointer.step(job.step, job.state)
             else:
                 checkpointer.save(job.step, job.state)
-        held.moves.set()
+        link_copies.can_copy.set()
         while not (bug or checkpointer.stats):
             job.train()
             checkpointer.step(job.step, job.state)
-        step, kept = job.step, job.values()
+        step, expected = job.step, job.values()
     if not bug:
         assert checkpointer.stats[0].fallback == multi_step.COPY_HANGS and checkpointer.stats[0].step == step
         again = Job()
         assert restored(tmp_path / "run", again) == step
-        check_same(again.values(), kept)
+        check_same(again.values(), expected)

@@ -1,4 +1,4 @@
-"""Two nodes that save the same steps of one run: what one was told is never taken back by one that did not see it."""
+"""Two nodes save the same steps of one run: neither reverts a commit that was acknowledged to the other."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.fault.runner import start
 from tests.fault.two_nodes import Verdict, judge, save_steps
 
 STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_NODES", "6"))
-"""Of each of the two; the second half is saved twice."""
-SECONDS_MAX = 120 + 20 * STEPS  # tells what hangs from what is slow
+"""Steps of each node; the second half is saved twice."""
+SECONDS_MAX = 120 + 20 * STEPS  # longer than a slow run takes
 
 pytestmark = pytest.mark.timeout(SECONDS_MAX + 30)
 
@@ -28,7 +28,7 @@ def run(uri: str, folder: Path, *, keep: int = 0, store: str = "", bug: str = ""
 
 
 @pytest.mark.parametrize(
-    ("where", "keep"),
+    ("tier", "keep"),
     [
         ("file", 1),
         pytest.param("s3", 0, marks=pytest.mark.server),
@@ -36,8 +36,10 @@ def run(uri: str, folder: Path, *, keep: int = 0, store: str = "", bug: str = ""
         pytest.param("s3", 1, marks=[pytest.mark.server, pytest.mark.slow]),
     ],
 )
-def test_two_nodes_save_one_run(where: str, keep: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    uri = request.getfixturevalue(f"{where}_uri")
+def test_two_nodes_save_one_run_consistently(
+    tier: str, keep: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    uri = request.getfixturevalue(f"{tier}_uri")
     verdict = run(uri, tmp_path / "nodes", keep=keep)
     print(verdict.counts)
     assert not verdict.wrong
@@ -47,8 +49,8 @@ def test_two_nodes_save_one_run(where: str, keep: int, tmp_path: Path, request: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("bug", "keep"), [("no condition", 0), ("no look", 1)])
-def test_a_seeded_bug_is_found(bug: str, keep: int, file_uri: str, tmp_path: Path) -> None:
+def test_two_nodes_find_a_seeded_bug(bug: str, keep: int, file_uri: str, tmp_path: Path) -> None:
     for turn in range(5):
         if run(f"{file_uri}-{turn}", tmp_path / f"nodes-{turn}", keep=keep, bug=bug, steps=8).wrong:
             return
-    pytest.fail(f"nobody saw {bug!r}")
+    pytest.fail(f"{bug!r} was not found")
