@@ -111,7 +111,7 @@ def with_read_mode(way: ReadMode, reader: Reader) -> Reader:
 
     def read(model: Model, entry: Path) -> bool:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ReadTuner, "way", lambda *_: way)
+            patch.setattr(ReadTuner, "mode", lambda *_: way)
             patch.setattr(ReadTuner, "is_known", lambda *_: True)
             patch.setattr(LocalCopy, "is_in_memory", lambda *_: False)
             return reader(model, entry)
