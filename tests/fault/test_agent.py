@@ -384,7 +384,7 @@ def test_agent_releases_a_finished_save_of_live_trainers(
     assert not list(job.folder.glob("failed-*"))
     assert len(list(job.folder.glob("handed in.*"))) == 3
     now = until(lambda: (now := status(local_root)) and not now["staged_saves"] and now, 60, "the end of the handoffs")
-    assert (now["memory_held_bytes"], now["processes"], now["wills_executed"]) == (0, 3, 0)
+    assert (now["memory_held_bytes"], now["processes"], now["handoffs_executed"]) == (0, 3, 0)
     (job.folder / "leave").touch()
     assert job.codes() == [0, 0, 0], job.output()
     wait_until_idle(local_root, job)
@@ -419,7 +419,7 @@ def test_agent_releases_a_save_that_failed_on_one_rank(
     until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 60, "the saves")
     assert sorted(path.name for path in job.folder.glob("failed-*")) == [f"failed-2.{rank}" for rank in range(3)]
     until(lambda: not status(local_root)["staged_saves"], 60, "the end of the handoffs")
-    assert status(local_root)["wills_executed"] == 0
+    assert status(local_root)["handoffs_executed"] == 0
     (job.folder / "leave").touch()
     assert job.codes() == [0, 0, 0], job.output()
     assert_newest_is(file_uri, 3, local_root, 3)

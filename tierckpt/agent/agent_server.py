@@ -567,7 +567,7 @@ class Agent:
             "processes": len(self._connections),
             "staged_saves": len(self.handoffs.saves),
             "memory_held_bytes": self.handoffs.size_bytes,
-            "wills_executed": self.handoffs.executed,
+            "handoffs_executed": self.handoffs.executed,
             "draining": len(self.mover.drains.draining),
             "moving": [
                 {"what": what, "done_bytes": progress.done_bytes, "total_bytes": progress.total_bytes}

@@ -155,10 +155,10 @@ class ClusterDrains:
             "at_unix_seconds": time.time(),
             "problem": self._problem(),
             "nodes": sorted([this, *rows], key=_need, reverse=True),
-            "never_heard": self._never_heard(members),
+            "unreachable": self._unreachable(members),
         }
 
-    def _never_heard(self, members: Iterable[tuple[Member, str, float]]) -> list[str]:
+    def _unreachable(self, members: Iterable[tuple[Member, str, float]]) -> list[str]:
         """Return the configured addresses without a known member."""
         known = {place for member, _, _ in members for place in (member.address, host_and_port(member.address)[0])}
         return [

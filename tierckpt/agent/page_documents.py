@@ -217,7 +217,7 @@ class PageDocuments:
     def _cluster(self) -> Json:
         def ask() -> Json:
             answer, problem = self._ask("cluster")
-            return answer or {"at_unix_seconds": time.time(), "problem": problem, "nodes": [], "never_heard": []}
+            return answer or {"at_unix_seconds": time.time(), "problem": problem, "nodes": [], "unreachable": []}
 
         return self._once(("cluster",), CLUSTER_SECONDS, ask)
 

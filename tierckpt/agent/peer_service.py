@@ -59,7 +59,7 @@ SETS_MAX = 20_000
 """Sets of lost nodes that are enumerated at most."""
 TOLD_BYTES_MAX = 768 << 10
 """Size of the members in one answer: a message has at most a MiB (ipc/agent_client.py). Enough for 5000."""
-UNHEARD_MAX = 256
+UNREACHABLE_MAX = 256
 NOWHERE = ("192.0.2.1:9", "[2001:db8::1]:9")
 """Addresses for documentation (RFC 5737, RFC 3849): their route is the default route. Nothing is sent."""
 
@@ -261,11 +261,11 @@ class PeerService:
             "live": _fitting([member.to_json() for member in live]),
             "interested": sorted(interested),
             "slow_to": sorted(server.slow_to(version)) if version is not None else [],
-            "unheard": self._unheard(gossip)[:UNHEARD_MAX],
+            "unreachable": self._unreachable(gossip)[:UNREACHABLE_MAX],
             "denied": gossip.denied,
         }
 
-    def _unheard(self, gossip: Gossip) -> list[str]:
+    def _unreachable(self, gossip: Gossip) -> list[str]:
         """Return the configured nodes with no answering member at any address."""
         places = self._lookup.places() if self._lookup is not None else {}
         return [place for place, addresses in places.items() if not any(map(gossip.is_reachable, addresses))]
@@ -353,11 +353,11 @@ class PeerService:
             return []
         table, now = self.gossip.table, time.monotonic()
         records = sorted(table.records.values(), key=lambda record: record.member.name)
-        return [(record.member, table.state(record), max(0.0, now - record.beat_at)) for record in records]
+        return [(record.member, table.state(record), max(0.0, now - record.heartbeat_at)) for record in records]
 
     def unreachable_nodes(self) -> list[str]:
         """Return the addresses of configured nodes that have never answered."""
-        return self._unheard(self.gossip)[:UNHEARD_MAX] if self.gossip is not None else []
+        return self._unreachable(self.gossip)[:UNREACHABLE_MAX] if self.gossip is not None else []
 
     async def ask_drains(self, member: Member) -> Json:
         """Return the state of the drains of ``member``.
@@ -425,7 +425,7 @@ def _my_address(advertise: str | None, listening: str, seeds: Sequence[str]) -> 
 def _row(record: MemberRecord, now: float) -> Json:
     return {
         **record.member.to_json(),
-        "heard_seconds_ago": max(0.0, now - record.beat_at),
+        "heard_seconds_ago": max(0.0, now - record.heartbeat_at),
         "failures": record.failures,
     }
 

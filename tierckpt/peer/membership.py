@@ -1,10 +1,10 @@
 """Membership: the list of other nodes, each live, suspect, dead or left. Pure: clocks are arguments. See gossip.py.
 
-Each member has a **beat**, a number that only it raises, at least twice a second, and that others pass on. A member
-whose beat has not risen for a while is suspect, then dead (van Renesse et al., "A Gossip-Style Failure Detection
-Service", 1998). As in SWIM (Das et al., 2002) a suspect is probed itself before it is dead, and a member that receives
-false rows about itself raises its beat beyond them. A beat is the time in milliseconds, or one more than the last beat
-where that is greater: a member that restarts without its state, or at another address, overrides its old rows.
+Each member has a heartbeat, a number that only it raises, at least twice a second, and that others pass on. A member
+whose heartbeat has not risen for a while is suspect, then dead (van Renesse et al., "A Gossip-Style Failure Detection
+Service", 1998). As in SWIM (Das et al., 2002) a suspect is probed directly before it is dead, and a member that gets
+false rows about itself raises its heartbeat beyond them. A heartbeat is the time in milliseconds, or the last heartbeat
+plus one if that is greater: a member that restarts without its state, or at another address, overrides its old rows.
 
 Why gossip, and not health checks of all configured nodes by each (measured, docs/internals/fanout.md): at 64, 256 and
 512 nodes gossip takes 0.3, 0.9 and 1.8 % of a core, checks every second 1.3, 5.3 and 10.7 %. Nodes that know one
@@ -17,9 +17,9 @@ Invariants:
     M3  Bounded: at most ``MEMBERS_MAX`` members, ``ROWS_MAX`` rows in an answer; dead members are forgotten.
     M4  A stall of this node is not silence of the others, and while its own rounds are late it gives others more time
         (Dadgar et al., "Lifeguard", 2018).
-    M5  A member that sends this node authenticated requests is not dead although its beat is late: on a full link the
-        beat waits behind its data. Only for ``BUSY_SECONDS_MAX`` after its last answer, so that M2 holds, and not when
-        its machine refuses the connection.
+    M5  A member that sends this node authenticated requests is not dead although its heartbeat is late: on a full link
+        it waits behind the data. Only for ``BUSY_SECONDS_MAX`` after its last answer, so that M2 holds, and not if its
+        machine refuses the connection.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ BUSY_SECONDS_MAX = 10.0
 """For this long, a member that sends requests but does not answer is assumed to be behind a full link."""
 FORGET_SECONDS = 600.0
 """How long a dead member is remembered: a partition that heals before that heals by itself."""
-BEAT_AHEAD_MAX_MS = 3_600_000
-"""A beat further ahead of this node's clock is false: requests are signed with the time, so clocks agree."""
+HEARTBEAT_AHEAD_MAX_MS = 3_600_000
+"""A heartbeat further ahead of this node's clock is false: requests are signed with the time, so clocks agree."""
 WEIGHT_MAX = 1e13
 WEIGHT_RATIO_MAX = 16.0
 """Upper bound of a weight as a multiple of the median: a wrong weight must not draw all the work to one node."""
@@ -161,11 +161,11 @@ class MemberRecord:
     """State of another member. Times are of the monotonic clock."""
 
     member: Member
-    beat: int
-    beat_at: float
-    """When its beat last rose, in a row from any node."""
+    heartbeat: int
+    heartbeat_at: float
+    """When its heartbeat last rose, in a row from any node."""
     is_confirmed: bool = False
-    """It has answered itself, or its beat has risen since the first row: the row is not an old one."""
+    """It has answered itself, or its heartbeat has risen since the first row: the row is not an old one."""
     answered_at: float | None = None
     request_at: float = -math.inf
     """When it last sent this node a request."""
@@ -201,7 +201,7 @@ class MemberList:
         self.contested = 0
         """Rows with this node's name and another address."""
         self._clock, self._unix = clock, unix
-        self._beat = 0
+        self._heartbeat = 0
         self._is_leaving = False
         self.patience = 1.0
         """Factor of all times that others get (M4): from 1 to ``PATIENCE_MAX``."""
@@ -211,9 +211,9 @@ class MemberList:
     # --- this node -----------------------------------------------------------------------------------------------
 
     def my_row(self) -> Json:
-        """This node's row, with a higher beat than the last one."""
-        self._beat = max(self._beat + 1, int(self._unix() * 1000))
-        return {**self.me.to_json(), "beat": self._beat, **({"left": True} if self._is_leaving else {})}
+        """This node's row, with a higher heartbeat than the last one."""
+        self._heartbeat = max(self._heartbeat + 1, int(self._unix() * 1000))
+        return {**self.me.to_json(), "heartbeat": self._heartbeat, **({"left": True} if self._is_leaving else {})}
 
     def leave(self) -> None:
         """Make this node's row a goodbye."""
@@ -228,10 +228,10 @@ class MemberList:
         dead_seconds = self._dead_seconds()
         self.patience = max(1.0, late, self.patience * PATIENCE_DECAY)
         for record in self.records.values() if stalled > 0 else ():
-            if before - record.beat_at < dead_seconds:
-                record.beat_at = min(now, record.beat_at + stalled)
+            if before - record.heartbeat_at < dead_seconds:
+                record.heartbeat_at = min(now, record.heartbeat_at + stalled)
         for name, record in list(self.records.items()):
-            if self.state(record) in ("dead", "left") and now - record.beat_at >= FORGET_SECONDS:
+            if self.state(record) in ("dead", "left") and now - record.heartbeat_at >= FORGET_SECONDS:
                 del self.records[name]
 
     # --- rows in -------------------------------------------------------------------------------------------------
@@ -248,40 +248,40 @@ class MemberList:
     def merge(self, row: Any, *, address: str | None = None) -> None:
         """Merge one row. ``address``: the row is about the node that answered there, from itself."""
         try:
-            member, beat = member_of(row), int(row["beat"])
+            member, heartbeat = member_of(row), int(row["heartbeat"])
         except (ValueError, KeyError, TypeError, OverflowError):
             self.refused += 1
             return
-        has_left, is_ahead = row.get("left") is True, beat > self._unix() * 1000 + BEAT_AHEAD_MAX_MS
+        has_left, is_ahead = row.get("left") is True, heartbeat > self._unix() * 1000 + HEARTBEAT_AHEAD_MAX_MS
         if member.name == self.me.name:
             if member.address != self.me.address:
                 # An answer from another address is certain; a row from others may be an outdated one of this node.
-                self.contested += CONTESTED_MAX if address is not None else beat > self._beat
-            if beat > self._beat and address != self.me.address and not is_ahead:
-                self._beat = beat  # this node's next row overrides it
+                self.contested += CONTESTED_MAX if address is not None else heartbeat > self._heartbeat
+            if heartbeat > self._heartbeat and address != self.me.address and not is_ahead:
+                self._heartbeat = heartbeat  # this node's next row overrides it
         elif is_ahead or (_is_on_loopback(member.address) and not _is_on_loopback(self.me.address)):
             self.refused += 1
         else:
-            self._merge(member, beat, address, has_left=has_left)
+            self._merge(member, heartbeat, address, has_left=has_left)
 
-    def _merge(self, member: Member, beat: int, address: str | None, *, has_left: bool) -> None:
+    def _merge(self, member: Member, heartbeat: int, address: str | None, *, has_left: bool) -> None:
         now, record = self._clock(), self.records.get(member.name)
         if record is None:
             if (has_left and address is None) or not self._make_room():
                 return
-            record = self.records[member.name] = MemberRecord(member, beat, now)
+            record = self.records[member.name] = MemberRecord(member, heartbeat, now)
         elif has_left and address is None:
-            record.is_leaving |= beat >= record.beat  # probed next: its own answer or silence decides (M1)
+            record.is_leaving |= heartbeat >= record.heartbeat  # probed next: its own answer or silence decides (M1)
             return
-        elif beat > record.beat:
+        elif heartbeat > record.heartbeat:
             if record.member.address != member.address:
                 record.failures = 0
-            record.member, record.beat, record.beat_at = member, beat, now
+            record.member, record.heartbeat, record.heartbeat_at = member, heartbeat, now
             record.is_confirmed, record.has_left = True, False
         if address is not None and address == member.address == record.member.address:
-            # Its own row, at its known address, overrides a higher beat in rows of others (M1).
-            record.member, record.beat = member, beat
-            record.beat_at = record.answered_at = now
+            # Its own row, at its known address, overrides a higher heartbeat in rows of others (M1).
+            record.member, record.heartbeat = member, heartbeat
+            record.heartbeat_at = record.answered_at = now
             record.failures, record.is_confirmed = 0, True
             record.is_leaving, record.has_left = False, has_left
 
@@ -310,7 +310,7 @@ class MemberList:
             return False  # the round began without dead members: a flood of names costs one scan per round
         gone = [name for name, record in self.records.items() if self.state(record) in ("dead", "left")]
         if gone:
-            gone.sort(key=lambda name: self.records[name].beat_at)
+            gone.sort(key=lambda name: self.records[name].heartbeat_at)
             for name in gone[: 1 + len(gone) // 2]:
                 del self.records[name]
         self._is_full = not gone
@@ -321,7 +321,7 @@ class MemberList:
     def state(self, record: MemberRecord) -> State:
         if record.has_left:
             return "left"
-        silent, dead_seconds = self._clock() - record.beat_at, self._dead_seconds()
+        silent, dead_seconds = self._clock() - record.heartbeat_at, self._dead_seconds()
         if silent >= dead_seconds:
             return "suspect" if self._is_busy(record) else "dead"
         is_late = silent >= dead_seconds - SUSPECT_ROUNDS * self.timing.interval_seconds
@@ -372,7 +372,7 @@ class MemberList:
         if len(alive) > ROWS_MAX:
             alive = rng.sample(alive, ROWS_MAX)
         rows = [
-            {**record.member.to_json(), "beat": record.beat, **({"left": True} if record.is_leaving else {})}
+            {**record.member.to_json(), "heartbeat": record.heartbeat, **({"left": True} if record.is_leaving else {})}
             for record in alive
         ]
         return {"me": self.my_row(), "members": rows}

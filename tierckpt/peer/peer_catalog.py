@@ -319,7 +319,7 @@ def live_of(answer: Any) -> Live:
     me = member_of(answer["me"])
     rows = (member_of(row) for row in answer["live"])
     others = tuple(member for member in rows if member.name != me.name)
-    return Live(me, others, tuple(map(str, answer.get("unheard", ()))), str(answer.get("denied", "")))
+    return Live(me, others, tuple(map(str, answer.get("unreachable", ()))), str(answer.get("denied", "")))
 
 
 class PeerWire:

@@ -93,5 +93,5 @@ async def test_512_nodes_are_asked_a_few_at_a_time(answer: Json) -> None:
     assert not nodes["n-001"]["answers"] and nodes["n-001"]["silent_since_unix_seconds"] is not None
     assert nodes["n-002"]["answers"] and "version" in nodes["n-002"]["problem"]
     assert nodes["n-004"]["drains"] == answer
-    assert document["never_heard"] == ["10.9.9.9:7117"]
+    assert document["unreachable"] == ["10.9.9.9:7117"]
     await drains.close()

@@ -12,10 +12,10 @@ import pytest
 
 from tierckpt.peer.gossip import Gossip
 from tierckpt.peer.membership import (
-    BEAT_AHEAD_MAX_MS,
     BUSY_SECONDS_MAX,
     CONTESTED_MAX,
     FORGET_SECONDS,
+    HEARTBEAT_AHEAD_MAX_MS,
     MEMBERS_MAX,
     ROWS_MAX,
     WEIGHT_RATIO_MAX,
@@ -77,8 +77,15 @@ class World:
         return all(self.live_of(name) == (names or set(self.tables)) for name in (names or self.tables))
 
 
-def row(name: str = "b", beat: float = EPOCH * 1000, **fields: Any) -> dict[str, Any]:
-    return {"name": name, "address": "10.1.1.1:7117", "weight": 1.0, "domain": "", "beat": int(beat), **fields}
+def row(name: str = "b", heartbeat: float = EPOCH * 1000, **fields: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "address": "10.1.1.1:7117",
+        "weight": 1.0,
+        "domain": "",
+        "heartbeat": int(heartbeat),
+        **fields,
+    }
 
 
 @pytest.fixture
@@ -237,13 +244,13 @@ def test_the_dead_are_forgotten_and_a_tale_of_them_does_not_raise_them(world: Wo
 
 
 def test_nobody_is_talked_out_by_claims_of_others(world: World) -> None:
-    """A liar tells everybody, in every round, that n5 has left, lives elsewhere, or is far ahead of its own beat."""
+    """A member claims in every round that n5 has left, has another address, or a far higher heartbeat."""
     world.run(4)
     victim = world.tables["n5"]
     lies = (
-        lambda beat: row("n5", beat + 5000, address=victim.me.address, left=True),
-        lambda beat: row("n5", beat + BEAT_AHEAD_MAX_MS - 10_000, address=victim.me.address),
-        lambda beat: row("n5", 1 << 70, address=victim.me.address),
+        lambda heartbeat: row("n5", heartbeat + 5000, address=victim.me.address, left=True),
+        lambda heartbeat: row("n5", heartbeat + HEARTBEAT_AHEAD_MAX_MS - 10_000, address=victim.me.address),
+        lambda heartbeat: row("n5", 1 << 70, address=victim.me.address),
     )
     for lie in lies:
         for _ in range(12):
@@ -252,7 +259,7 @@ def test_nobody_is_talked_out_by_claims_of_others(world: World) -> None:
                     table.merge(lie((EPOCH + world.now) * 1000))
             world.round()
             assert all("n5" in world.live_of(name) for name in world.tables)
-    world.run(8)  # and when the liar falls silent, its high beats do not make the true ones look old
+    world.run(8)  # and when the liar falls silent, its high heartbeats do not make the true ones look old
     assert world.agree()
 
 
@@ -278,7 +285,7 @@ def test_its_own_word_at_its_address_holds_against_a_higher_beat_that_others_tol
     table = world.tables["n0"]
     table.merge(row("b", EPOCH * 1000 + 100_000))
     table.merge_answer({"me": row("b", EPOCH * 1000 + 7), "members": []}, "10.1.1.1:7117")
-    assert table.records["b"].beat == EPOCH * 1000 + 7
+    assert table.records["b"].heartbeat == EPOCH * 1000 + 7
     table.merge_answer({"me": row("b", EPOCH * 1000 + 3, left=True), "members": []}, "10.6.6.6:7117")
     assert table.state(table.records["b"]) == "live", "an answer from another address is not b's"
 
@@ -298,7 +305,8 @@ def test_who_was_never_heard_of_twice_is_not_offered(world: World) -> None:
         row(address="169.254.169.254:80"), row(address="[fe80::1]:7117"), row(address="[::ffff:169.254.169.254]:80"),
         row(address="[fd00:ec2::254]:80"), row(address="224.0.0.1:7117"), row(address="0.0.0.0:7117"),
         row(address="10.0.0.1:0"), row(address="10.0.0.1:99999"), row(address="10.0.0.1"), row(address="fd00::1:7117"),
-        row(address="127.0.0.1:7117"), row(beat=1 << 60), row() | {"beat": "x"}, row() | {"beat": float("inf")},
+        row(address="127.0.0.1:7117"), row(heartbeat=1 << 60), row() | {"heartbeat": "x"},
+        row() | {"heartbeat": float("inf")},
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_be_is_refused_and_counted(world: World, bad: Any) -> None:
@@ -336,8 +344,10 @@ def test_a_flood_of_names_fills_the_list_only_to_its_bound(world: World) -> None
 def test_a_round_asks_few_however_many_there_are(world: World) -> None:
     table = world.tables["n0"]
     for index in range(2000):
-        for beat in (1, 2):
-            table.merge(row(f"x{index}", beat + EPOCH * 1000, address=f"10.5.{index // 250}.{index % 250 + 1}:7117"))
+        for heartbeat in (1, 2):
+            table.merge(
+                row(f"x{index}", heartbeat + EPOCH * 1000, address=f"10.5.{index // 250}.{index % 250 + 1}:7117")
+            )
     seeds = [f"10.7.{index // 250}.{index % 250 + 1}:7117" for index in range(2000)]
     assert len(table.targets(random.Random(0), seeds)) <= 12
     assert len(table.answer(random.Random(0))["members"]) == ROWS_MAX
