@@ -35,7 +35,7 @@ MEMORY_BYTES = 1 << 30
 """Memory limit of an attempt, above the process's size at its start."""
 ATTEMPT_SECONDS = 60
 BUG_SECONDS = 5
-"""Time limit for bugs whose attack never ends. A rejection takes 10 milliseconds."""
+"""Time limit for endless attacks of seeded bugs. Rejections take 10 milliseconds."""
 GROWN_BYTES_MAX = 300 << 20
 CACHES = {"__slotnames__"}
 """Attributes that pickling leaves on a class."""

@@ -290,7 +290,7 @@ LIST_ATTACKS: tuple[Attack, ...] = (
 )
 """Attacks on requests for holdings."""
 HARMLESS = frozenset({"wrong_digest", "no_digest", "path_as_digest", "extra_answer", "more_than_announced"})
-"""Attacks whose chunk is correct: the client may accept it if the manifest has the digest."""
+"""Attacks with a correct chunk: the client may accept it if the manifest has the digest."""
 
 
 @dataclass

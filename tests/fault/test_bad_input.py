@@ -1,4 +1,4 @@
-"""Bad input: each gets a typed error that names what is wrong and what to do, and nothing is lost."""
+"""Bad input raises a typed error that names the cause and the next step; nothing is lost."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_unknown_scheme() -> None:
 
 def test_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingExtraError, match="pip install"):
-        save("gdrive://folder/step-1", small_state())  # fsspec knows the scheme, its package is not installed
+        save("gdrive://folder/step-1", small_state())  # known to fsspec, but its package is not installed
 
 
 def test_missing_credentials(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_step_already_committed(shared_uri: str) -> None:
     assert same(load(uri, small_state(1)), small_state(1))
 
 
-def test_stock_checkpoint_is_not_overwritten_without_leave(file_uri: str) -> None:
+def test_stock_checkpoint_is_not_overwritten_by_default(file_uri: str) -> None:
     dcp.save(small_state(1), checkpoint_id=f"{file_uri}/step-1", no_dist=True)
     with pytest.raises(AlreadyCommittedError):
         save(f"{file_uri}/step-1", small_state(2), overwrite=False)
@@ -150,7 +150,7 @@ def test_shared_tier_on_a_read_only_mount(small_disk: Path) -> None:
         tierckpt.wait(uri, timeout_seconds=60)
 
 
-def test_no_room_for_the_save_is_said_before_the_first_byte(small_disk: Path, file_uri: str) -> None:
+def test_save_without_space_fails_before_the_first_byte(small_disk: Path, file_uri: str) -> None:
     save(f"{file_uri}/step-1", small_state(1), local_root=small_disk, drain=False)
     with pytest.raises(CapacityError, match="needed"):
         save(f"{file_uri}/step-2", {"big": torch.ones(4 << 20)}, local_root=small_disk, drain=False)
@@ -159,7 +159,7 @@ def test_no_room_for_the_save_is_said_before_the_first_byte(small_disk: Path, fi
 
 
 def test_disk_full_in_the_middle_of_a_save(small_disk: Path, file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate is blind here (as it is for objects, or when others fill the disk): the write itself fails."""
+    """The space estimate is disabled, as if others filled the disk meanwhile: a write fails."""
     options = {"local_root": small_disk, "drain": False, "shard_size_bytes_max": "1MiB", "chunk_size_bytes": "64KiB"}
     save(f"{file_uri}/step-1", small_state(1), **options)
     monkeypatch.setattr("tierckpt.cache.space.make_room", lambda *_, **__: None)
@@ -167,15 +167,15 @@ def test_disk_full_in_the_middle_of_a_save(small_disk: Path, file_uri: str, monk
     with pytest.raises(CapacityError, match="no room") as caught:
         save(f"{file_uri}/step-2", big, **options)
     assert caught.value.context["tier"] == "local"
-    assert not list(small_disk.rglob("step-2/*.distcp"))  # the partial save is gone
+    assert not list(small_disk.rglob("step-2/*.distcp"))  # the partial save is removed
     assert Journal(small_disk).entries() == []
     assert same(load(f"{file_uri}/step-1", small_state(1), **options), small_state(1))
-    save(f"{file_uri}/step-3", small_state(3), **options)  # and the next one works
+    save(f"{file_uri}/step-3", small_state(3), **options)  # the next save works
 
 
 @pytest.mark.slow
 def test_drained_copies_make_room_for_a_new_save(small_disk: Path, tmp_path: Path) -> None:
-    shared = str(tmp_path / "shared")  # another file system: links do not help
+    shared = str(tmp_path / "shared")  # another file system: no links
     for step in (1, 2, 3, 4):
         save(f"{shared}/step-{step}", {"w": torch.full((400_000,), float(step))}, local_root=small_disk)
         tierckpt.wait(f"{shared}/step-{step}", timeout_seconds=60, local_root=small_disk)
@@ -209,7 +209,7 @@ DAMAGES = [flip, zero, truncate, remove]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_local_shard_is_read_from_the_shared_tier(damage: object, s3_uri: str, local_root: Path) -> None:
+def test_damaged_local_shard_is_read_from_the_shared_tier(damage: object, s3_uri: str, local_root: Path) -> None:
     uri, state = f"{s3_uri}/step-1", small_state(1)
     save(uri, state)
     tierckpt.wait(uri, timeout_seconds=60)
@@ -218,7 +218,7 @@ def test_a_damaged_local_shard_is_read_from_the_shared_tier(damage: object, s3_u
     assert same(load(uri, state), state)
 
 
-def test_a_bad_copy_is_put_aside_and_kept(s3_uri: str, local_root: Path) -> None:
+def test_damaged_copy_is_quarantined_and_kept(s3_uri: str, local_root: Path) -> None:
     uri, state = f"{s3_uri}/step-1", small_state(1)
     save(uri, state)
     tierckpt.wait(uri, timeout_seconds=60)
@@ -247,9 +247,7 @@ def test_without_a_good_copy_the_error_names_tensor_file_and_tier(
     assert target["only"].unique().tolist() == [7.0]  # never wrong bytes
 
 
-def test_damage_is_found_before_the_drain_publishes_it(
-    s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drain_finds_damage_before_publishing(s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = f"{s3_uri}/step-1"
     with monkeypatch.context() as patch:
         patch.setattr("tierckpt.drain.background_drains.BackgroundDrains.submit", lambda *_: None)
@@ -271,7 +269,7 @@ def test_damaged_metadata_is_read_from_the_other_tier(s3_uri: str, local_root: P
     assert same(load(uri, state), state)
 
 
-def test_a_damaged_local_manifest_gives_way_to_the_shared_one(s3_uri: str, local_root: Path) -> None:
+def test_damaged_local_manifest_is_replaced_by_the_shared_one(s3_uri: str, local_root: Path) -> None:
     uri, state = f"{s3_uri}/step-1", small_state(1)
     save(uri, state)
     tierckpt.wait(uri, timeout_seconds=60)
@@ -279,7 +277,7 @@ def test_a_damaged_local_manifest_gives_way_to_the_shared_one(s3_uri: str, local
     assert same(load(uri, state), state)
 
 
-def test_a_damaged_manifest_without_another_is_an_error(file_uri: str, local_root: Path) -> None:
+def test_damaged_only_manifest_is_an_error(file_uri: str, local_root: Path) -> None:
     uri = f"{file_uri}/step-1"
     save(uri, small_state(1), drain=False)
     flip(local_dir(local_root, parse_uri(uri)) / ".tierckpt/manifest.json")
@@ -290,7 +288,7 @@ def test_a_damaged_manifest_without_another_is_an_error(file_uri: str, local_roo
 # --- state dicts ------------------------------------------------------------------------------------------------
 
 
-def test_meta_tensors_are_refused_by_name(file_uri: str) -> None:
+def test_meta_tensors_are_rejected_by_name(file_uri: str) -> None:
     state = {"model": {"ghost": torch.empty(3, device="meta")}}
     with pytest.raises(StateMismatchError, match="ghost"):
         save(f"{file_uri}/step-1", state)
@@ -302,7 +300,7 @@ def test_meta_tensors_are_refused_by_name(file_uri: str) -> None:
 
 
 @pytest.mark.slow
-def test_other_shapes_than_the_checkpoint_are_refused(file_uri: str) -> None:
+def test_shapes_that_differ_from_the_checkpoint_are_rejected(file_uri: str) -> None:
     model = torch.nn.Linear(4, 4)
     with tierckpt.Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, {"model": model})
@@ -329,7 +327,7 @@ def test_non_contiguous_tensors_are_saved(file_uri: str) -> None:
 # --- options ----------------------------------------------------------------------------------------------------
 
 
-def test_safetensors_format_is_refused_with_the_way_to_get_it(file_uri: str) -> None:
+def test_safetensors_format_is_rejected_with_a_hint(file_uri: str) -> None:
     from torch.distributed.checkpoint.filesystem import SerializationFormat
 
     with pytest.raises(ConfigError, match="export"):
@@ -337,13 +335,13 @@ def test_safetensors_format_is_refused_with_the_way_to_get_it(file_uri: str) -> 
 
 
 @pytest.mark.parametrize("options", [{"thread_count": 0}, {"colour": "red"}, {"concurrency": -1}])
-def test_options_that_cannot_work_are_refused(options: dict[str, object], file_uri: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, object], file_uri: str) -> None:
     with pytest.raises(ConfigError):
         tierckpt.TierStorageWriter(file_uri, **options)  # type: ignore[arg-type]
 
 
-def test_an_error_in_any_writing_thread_fails_the_save(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock DCP loses it: with several threads it returns as if all was well."""
+def test_error_in_any_writer_thread_fails_the_save(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock DCP loses the error: with several threads it returns normally."""
     from tierckpt.save.flush import ShardFile
 
     real, calls = ShardFile.finish, []
@@ -361,15 +359,15 @@ def test_an_error_in_any_writing_thread_fails_the_save(file_uri: str, monkeypatc
     assert tierckpt.latest(file_uri) is None
 
 
-def test_every_error_here_says_what_to_do() -> None:
-    """A hint is what turns an error into an answer: the ones raised for users carry one."""
+def test_every_user_error_has_a_hint() -> None:
+    """Errors raised for users carry a hint."""
     try:
         parse_uri("")
     except TierckptError as error:
         assert error.hint
 
 
-def test_two_saves_with_one_writer_at_once_are_an_error_never_a_mix(file_uri: str) -> None:
+def test_concurrent_saves_with_one_writer_raise(file_uri: str) -> None:
     import threading
 
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

@@ -46,7 +46,7 @@ BLOCK_BYTES = 512
 
 
 def state_of(seed: int) -> dict[str, Any]:
-    """Return a state whose checkpoint, with metadata and manifest, is a little above 64 KiB."""
+    """Return a state with a checkpoint of slightly more than 64 KiB, metadata and manifest included."""
     return {"weight": torch.randn(16_000, generator=torch.Generator().manual_seed(seed)), "step": seed}
 
 
@@ -365,7 +365,7 @@ def test_damage_to_a_part_record_has_no_effect(node: Node) -> None:
 
 
 def test_records_without_a_digest_are_accepted(node: Node) -> None:
-    """Those records have no digest. A record whose digest field has a damaged name is still rejected."""
+    """Those records have no digest. A damaged name of the digest field is still rejected."""
     claim, note = node.shared / CLAIM, node.local / DRAINED
     attempt = node.manifest.attempt
     claims, notes = claim.read_bytes(), note.read_bytes()

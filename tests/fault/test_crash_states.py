@@ -535,7 +535,7 @@ def test_acknowledged_saves_survive_a_crash_at_any_point(
     assert verdicts.states >= -(-STATES // len(RUNS))
     assert len(verdicts.samples) == SAMPLES
     for state in verdicts.samples:
-        # A journal entry of a rank whose coordinator never committed stays (commit.md 4) and fails `wait` for its id.
+        # A journal entry without a commit of its coordinator stays (commit.md 4) and fails `wait` for its id.
         recover_and_save_again(world, state, (9,) if run is save_of_two_ranks else (1, 2))
 
 
@@ -652,7 +652,7 @@ def manifest_before_shards(patch: pytest.MonkeyPatch) -> None:
 
 
 def data_name_reused(patch: pytest.MonkeyPatch) -> None:
-    """Shards have DCP's own names, and a new save overwrites those of the previous one."""
+    """Shards have DCP's own names, and a new save overwrites the shards of the previous one."""
     open_file = os.open
 
     def open_over(path: Any, flags: int, *rest: Any, **options: Any) -> int:
@@ -742,7 +742,7 @@ SEEDED_BUGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEEDED_BUGS)
 def test_crash_states_find_a_seeded_bug(name: str, tmp_path: Path) -> None:
-    """A run without a crash finds none of these bugs; a killed process finds few."""
+    """Runs without a crash find no such bug, and kills of a process few."""
     seed, run, kinds = SEEDED_BUGS[name]
     world = World(tmp_path / "world")
     with contextlib.suppress(TierckptError), world.recorder, pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""A job that is killed at any moment resumes at a step that it had made durable, or later, bit for bit."""
+"""A job killed at any moment resumes at its last durable step, or later, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def begin(directory: Path, steps: int, bug: str = "") -> runner.Job:
 
 
 class Reference:
-    """The same job, never killed."""
+    """The same job without kills."""
 
     def __init__(self) -> None:
         self.job = Job()
@@ -46,27 +46,27 @@ class Reference:
         return self.job.train_to(step).checksum()
 
 
-def test_a_killed_job_loses_no_durable_step(tmp_path: Path) -> None:
-    """Each kill is one of a job that has resumed from the log of those before."""
+def test_killed_job_loses_no_durable_step(tmp_path: Path) -> None:
+    """Each killed job has resumed from the log of the previous one."""
     chosen, reference, resumed, lost = random.Random(11), Reference(), 0, []
     for _ in range(KILLS):
         child = begin(tmp_path, STEPS)
         assert child.until(child.lines, "the job to resume")[0] == f"resumed {resumed}"
         time.sleep(chosen.uniform(0.0, 0.4))
         child.kill()
-        told = child.lines()[1:]
-        durable = max([resumed, *(int(line.split()[1]) for line in told)])
+        lines = child.lines()[1:]
+        durable = max([resumed, *(int(line.split()[1]) for line in lines)])
         again = Job()
         again.resume(tmp_path / "log")
         assert again.step >= durable, "a step that was durable is lost"
         assert again.checksum() == reference.at(again.step)
-        lost.append(resumed + len(told) - again.step)
+        lost.append(resumed + len(lines) - again.step)
         resumed = again.step
-    print(f"{KILLS} kills over {resumed} steps; steps lost, by what was printed: {max(lost)} at most")
+    print(f"{KILLS} kills over {resumed} steps; steps lost: {max(lost)} at most")
 
 
 @pytest.mark.parametrize("bug", ["a missing frame", "a frame of another step", "a byte of a gradient"])
-def test_a_log_with_a_fault_leads_to_the_step_before_it_and_says_so(bug: str, tmp_path: Path) -> None:
+def test_replay_stops_before_a_fault_in_the_log_and_reports_it(bug: str, tmp_path: Path) -> None:
     begin(tmp_path, 9, bug).result()
     job = Job()
     found = job.resume(tmp_path / "log")
@@ -74,8 +74,8 @@ def test_a_log_with_a_fault_leads_to_the_step_before_it_and_says_so(bug: str, tm
     assert job.checksum() == Reference().at(4)
 
 
-def test_a_stale_hyperparameter_is_seen_by_the_bits(tmp_path: Path) -> None:
-    """Seeded: the comparison of the kills must be able to fail."""
+def test_control_stale_hyperparameter_is_found(tmp_path: Path) -> None:
+    """Control: the comparison of bits finds a seeded bug."""
     begin(tmp_path, 9, "a stale hyperparameter").result()
     job = Job()
     job.resume(tmp_path / "log")
@@ -83,10 +83,10 @@ def test_a_stale_hyperparameter_is_seen_by_the_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_checked", [True, False], ids=["as it is", "nobody looks"])
-def test_an_edit_through_data_ends_the_log_at_the_step_before(
+def test_edit_through_data_ends_the_log_before_that_step(
     is_checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "CHECK_SHARE", 0.0)  # the thread that trains does not look: the digest of a frame does
+    monkeypatch.setattr(guard, "CHECK_SHARE", 0.0)  # no check by the training thread: the frame's digest must find it
     monkeypatch.setattr(guard, "FREE_SECONDS", -1.0)
     if not is_checked:  # seeded
         monkeypatch.setattr(guard, "frame_digest", lambda seen, others: "")
@@ -103,9 +103,9 @@ def test_an_edit_through_data_ends_the_log_at_the_step_before(
         again.resume(tmp_path)
         assert again.step == 8 and again.checksum() != job.checksum(), "a state that training never had"
         return
-    with pytest.raises(IntegrityError, match=r"after step 5: they were changed .* roll forward to step 4") as told:
+    with pytest.raises(IntegrityError, match=r"after step 5: they were changed .* roll forward to step 4") as caught:
         again.resume(tmp_path)
-    assert told.value.context["verified_step"] == 4
+    assert caught.value.context["verified_step"] == 4
     again = Job()
     found = roll_forward(again.optimizer, tmp_path, BASE, last_step=4)
     assert found.step == found.verified_step == 4 and again.checksum() == Reference().at(4)
@@ -123,7 +123,7 @@ def logged(directory: Path, steps: int) -> Job:
     return job
 
 
-def test_damage_anywhere_leads_to_a_step_before_it(tmp_path: Path) -> None:
+def test_replay_stops_before_damage_at_any_place(tmp_path: Path) -> None:
     logged(tmp_path, 6)
     [path], reference = paths_in(tmp_path), Reference()
     whole, states = path.read_bytes(), {step: reference.at(step) for step in range(7)}
@@ -138,27 +138,27 @@ def test_damage_anywhere_leads_to_a_step_before_it(tmp_path: Path) -> None:
         job = Job()
         found = job.resume(tmp_path)
         assert job.checksum() == states[job.step]
-        assert job.step < 6 or data.count(0) >= whole.count(0) - 1  # what fills the last block of a frame is not read
+        assert job.step < 6 or data.count(0) >= whole.count(0) - 1  # padding of a frame's last block is not read
         ended += bool(found.end_reason)
     assert ended > 30
 
 
-def test_steps_can_be_left_out_at_the_end_only(tmp_path: Path) -> None:
-    """What all ranks have is the minimum over them."""
+def test_replay_can_stop_at_an_earlier_step(tmp_path: Path) -> None:
+    """Ranks resume at the minimum of their last steps."""
     logged(tmp_path, 5)
     job = Job()
     assert roll_forward(job.optimizer, tmp_path, BASE, last_step=3).step == 3
     assert job.checksum() == Reference().at(3)
 
 
-def test_a_log_fits_its_base_and_its_optimizer(tmp_path: Path) -> None:
+def test_log_of_another_base_or_optimizer_is_rejected(tmp_path: Path) -> None:
     logged(tmp_path, 3)
     assert roll_forward(Job().optimizer, tmp_path, "another base").steps == 0
     with pytest.raises(IntegrityError, match="another optimizer"):
         roll_forward(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]), tmp_path, BASE)
 
 
-def test_what_cannot_be_logged_is_said(tmp_path: Path) -> None:
+def test_unloggable_changes_of_the_optimizer_are_reported(tmp_path: Path) -> None:
     job = Job()
     with GradientLog(job.optimizer, tmp_path) as log:
         log.begin(BASE)
@@ -182,7 +182,7 @@ def test_what_cannot_be_logged_is_said(tmp_path: Path) -> None:
             log.sync()
 
 
-def test_a_disk_that_fails_ends_the_log_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_disk_ends_the_log_but_not_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job()
     with GradientLog(job.optimizer, tmp_path) as log:
         log.begin(BASE)
@@ -208,7 +208,7 @@ def test_a_disk_that_fails_ends_the_log_and_not_the_training(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("call", ["append", "sync"])
-def test_whoever_waits_for_a_disk_that_fails_is_told(
+def test_waiting_call_raises_the_error_of_a_failing_disk(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job()
@@ -242,7 +242,7 @@ def train(job: Job, log: GradientLog, steps: int) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("every_seconds", [0.0, 0.01])
-def test_a_disk_that_hangs_costs_half_a_second_and_the_log_and_nothing_else(
+def test_hung_disk_ends_the_log_and_costs_half_a_second(
     call: str, every_seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(log_writer, "QUEUED_BYTES", 0)  # two steps, as for a large model
@@ -256,19 +256,19 @@ def test_a_disk_that_hangs_costs_half_a_second_and_the_log_and_nothing_else(
     with counted():
         train(job, log, 8)
         deadline = time.monotonic() + 60
-        while not log.failure and time.monotonic() < deadline:  # a request that may wait is begun a moment later
+        while not log.failure and time.monotonic() < deadline:  # the request may begin a moment later
             train(job, log, 1)
         assert "has not completed a request" in log.failure
         log.begin("base-8")
         train(job, log, 2)
     assert disk.in_it.is_set() and threading.active_count() - others < 12
-    told = caplog.text
-    assert "no step after" in told and str(tmp_path) in told and "dmesg" in told and "are not logged" in told
+    message = caplog.text
+    assert all(text in message for text in ("no step after", str(tmp_path), "dmesg", "are not logged"))
     with pytest.raises(CheckpointError, match="has not completed a request"):
         log.sync()
     disk.hangs.set()
     deadline = time.monotonic() + 60
-    while log.failure and time.monotonic() < deadline:  # its thread has to come back
+    while log.failure and time.monotonic() < deadline:  # the writer thread has to return
         log.begin("base-10")
     train(job, log, 1)
     log.sync()
@@ -280,7 +280,7 @@ def test_a_disk_that_hangs_costs_half_a_second_and_the_log_and_nothing_else(
     assert reference.job.checksum() == job.checksum()
 
 
-def test_a_disk_that_comes_back_in_time_has_all_steps(
+def test_disk_that_recovers_in_time_has_all_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk, job = Disk(monkeypatch, os, "fdatasync"), Job()
@@ -299,8 +299,8 @@ def test_a_disk_that_comes_back_in_time_has_all_steps(
     assert again.step == 12 and again.checksum() == job.checksum()
 
 
-def test_the_wait_that_was_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seeded: ten seconds for a disk that hangs."""
+def test_control_long_wait_for_the_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a wait of ten seconds for a hung disk is found."""
     disk, job = Disk(monkeypatch, os, "fdatasync"), Job()
     monkeypatch.setattr(log_writer, "ILL_SECONDS", 10.0)
     log = GradientLog(job.optimizer, tmp_path)
@@ -312,20 +312,20 @@ def test_the_wait_that_was_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     log.close()
 
 
-@pytest.mark.parametrize("shows_progress", [True, False], ids=["as it is", "one clock for a whole frame"])
-def test_a_disk_that_is_slow_is_not_ill_as_long_as_it_moves(
+@pytest.mark.parametrize("shows_progress", [True, False], ids=["no bug", "one clock for a whole frame"])
+def test_slow_disk_with_progress_is_not_hung(
     shows_progress: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A frame takes 8 requests, and each of them three quarters of what a request may take. The clock is the test's."""
-    now, ill = [0.0], list[bool]()
+    """A frame takes 8 requests, each three quarters of the limit of a request, by a simulated clock."""
+    now, hung = [0.0], list[bool]()
     monkeypatch.setattr(log_segments, "REQUEST_BYTES_MAX", 1 << 20)
     monkeypatch.setattr(log_writer, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     real, append = file_io.DirectFile.write, log_segments.SegmentFile.append
 
-    def write(*given: Any) -> None:
+    def write(*arguments: Any) -> None:
         now[0] += 0.75 * log_writer.ILL_SECONDS
-        ill.append(log._writer.is_hung)  # type: ignore[union-attr]  # private: it is asked in the middle of a request
-        real(*given)
+        hung.append(log._writer.is_hung)  # type: ignore[union-attr]  # private: read during a request
+        real(*arguments)
 
     monkeypatch.setattr(file_io.DirectFile, "write", write)
     if not shows_progress:
@@ -338,10 +338,10 @@ def test_a_disk_that_is_slow_is_not_ill_as_long_as_it_moves(
         optimizer.step()
         log.end_of_step(1)
         log.sync()
-    assert len(ill) >= 8 and any(ill) != shows_progress
+    assert len(hung) >= 8 and any(hung) != shows_progress
 
 
-def test_gradients_in_buffers_that_are_used_again_are_logged_from_the_next_base_on(tmp_path: Path) -> None:
+def test_gradients_in_reused_buffers_are_logged_from_the_next_base(tmp_path: Path) -> None:
     job = Job()
     with contextlib.closing(Link(bytes_per_second=2e5)) as link, GradientLog(job.optimizer, tmp_path, link=link) as log:
         for base in ("one", "two"):

@@ -1,4 +1,4 @@
-"""What is planted where a process of ours is started does not run: in the working directory, or on a relative path."""
+"""Helper processes of tierckpt run no modules planted in the working directory or on a relative path."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SETTINGS = {"mover": "agent"}
 
 
 @pytest.fixture(autouse=True)
-def short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents that this process starts leave soon."""
+def short_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make agents started by this process exit soon."""
     monkeypatch.setattr(contacts, "IDLE_SECONDS", 0.5)
 
 
 @pytest.fixture
 def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory: each module that is imported from it leaves a mark. Yields where the marks are."""
+    """A working directory with modules that leave marks when imported. Yields the directory of the marks."""
     marks, folder = tmp_path / "marks", tmp_path / "cwd"
     marks.mkdir()
     folder.mkdir(mode=0o777)
@@ -54,17 +54,17 @@ def runs(marks: Path, *command: str, **environment: str) -> list[str]:
     return marks_of(marks)
 
 
-def test_the_trap_works(hostile: Path) -> None:
+def test_control_planted_modules_run_without_protection(hostile: Path) -> None:
     assert "torch" in runs(hostile, "-c", "import torch")
-    assert "sitecustomize" in runs(hostile, "-c", "", PYTHONPATH=":/nowhere")  # an empty entry is the working directory
+    assert "sitecustomize" in runs(hostile, "-c", "", PYTHONPATH=":/nowhere")  # an empty entry: the working directory
 
 
 @pytest.mark.parametrize("path", ["", ".:", "cwd"])
-def test_the_agent_and_what_it_starts_run_no_planted_code(
+def test_agent_and_its_helpers_run_no_planted_code(
     path: str, hostile: Path, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = str(Path.cwd()) if path == "cwd" else path
-    monkeypatch.setenv("PYTHONPATH", told)
+    path_list = str(Path.cwd()) if path == "cwd" else path
+    monkeypatch.setenv("PYTHONPATH", path_list)
     monkeypatch.setenv("PYTHONSTARTUP", str(Path.cwd() / "torch.py"))
     monkeypatch.setenv("PYTHONWARNINGS", "ignore::torch.Warning")
     with contextlib.closing(AgentClient(Settings.load(local_root=local_root, **SETTINGS))) as contact:
@@ -77,8 +77,8 @@ def test_the_agent_and_what_it_starts_run_no_planted_code(
 
 
 @pytest.mark.slow
-def test_what_finishes_a_staged_save_runs_no_planted_code(hostile: Path) -> None:
-    """Started by an agent that a person has started there. It imports torch, and ends at the first descriptor."""
+def test_helper_that_finishes_a_save_runs_no_planted_code(hostile: Path) -> None:
+    """The helper of an agent that a user started there; it imports torch and ends at the first descriptor."""
     save = SaveHandoffs(
         "none", 1, True, {0: HeldHandoff(ClientProcess(1), {"handoff": os.open(os.devnull, os.O_RDONLY)})}
     )
@@ -91,8 +91,8 @@ def test_what_finishes_a_staged_save_runs_no_planted_code(hostile: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [("-m",), ("-P", "-m")])
-def test_the_command_line_runs_no_planted_code(options: tuple[str, ...], hostile: Path, local_root: Path) -> None:
-    (Path.cwd() / "tierckpt.py").unlink()  # nobody can help who names the module that is planted
+def test_command_line_runs_no_planted_code(options: tuple[str, ...], hostile: Path, local_root: Path) -> None:
+    (Path.cwd() / "tierckpt.py").unlink()  # `python -m tierckpt` imports that one by design
     assert runs(hostile, *options, "tierckpt.cli", "status", "--local-root", str(local_root)) == []
     command = [sys.executable, *options, "tierckpt.cli", "agent", "--leave-when-idle", "--local-root", str(local_root)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -107,19 +107,21 @@ def test_the_command_line_runs_no_planted_code(options: tuple[str, ...], hostile
     assert marks_of(hostile) == []
 
 
-def test_of_the_search_path_only_what_is_absolute_and_not_open_to_all_goes_on(tmp_path: Path) -> None:
+def test_only_absolute_and_protected_path_lists_are_inherited(tmp_path: Path) -> None:
     own, open_to_all = tmp_path / "own", tmp_path / "open"
     own.mkdir(mode=0o755)
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
-    told = f"{own}:relative:.::{open_to_all}:{tmp_path / 'missing'}"
-    cleaned = clean_environment({"PYTHONPATH": told, "PYTHONINSPECT": "1", "LD_PRELOAD": "/lib/x.so", "HOME": "/h"})
+    path_list = f"{own}:relative:.::{open_to_all}:{tmp_path / 'missing'}"
+    cleaned = clean_environment(
+        {"PYTHONPATH": path_list, "PYTHONINSPECT": "1", "LD_PRELOAD": "/lib/x.so", "HOME": "/h"}
+    )
     home = str(Path(handoffs.__file__).parents[2])
     assert cleaned.pop("PYTHONPATH").split(":") in ([str(own), home], [str(own)])
     assert cleaned == {"PYTHONSAFEPATH": "1", "LD_PRELOAD": "/lib/x.so", "HOME": "/h"}
 
 
-def test_an_executable_that_is_not_absolute_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_executable_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "python")
     with pytest.raises(FileNotFoundError):
         start_python("tierckpt.agent")

@@ -1,6 +1,6 @@
-"""The disk of the local tier hangs around a save: training goes on, and waits for it no longer than half a second.
+"""A hung disk of the local tier around a save: training continues and waits at most half a second.
 
-That nothing else waits is shown by what the thread that trains asks the disk for: nothing.
+The tests count the disk requests of the training thread: there must be none.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ def state(value: float) -> dict[str, Any]:
     return {"w": torch.full((1000,), value)}
 
 
-def check_left_out(left: Any, uri: str, local_root: Path) -> None:
-    error = left.exception(0)
+def check_skipped(skipped: Any, uri: str, local_root: Path) -> None:
+    error = skipped.exception(0)
     assert isinstance(error, CheckpointSkippedError) and str(local_root) in error.message
     assert (error.context["checkpoint"], error.context["rank"], error.context["tier"]) == (uri, 0, "local")
     assert "dmesg" in error.hint and "the next save" in error.hint
 
 
 @pytest.mark.parametrize("call", ["pwrite", "mkdir"])
-def test_a_save_is_left_out_while_the_one_before_it_hangs(
+def test_save_is_skipped_while_the_previous_one_hangs(
     call: str, file_uri: str, local_root: Path, monkeypatch: Patch
 ) -> None:
     disk = Disk(monkeypatch, os, call)
     with tierckpt.Checkpointer(file_uri, checkpoints_in_flight_max=1) as checkpointer:
         checkpointer.save(1, state(1.0)).result(SECONDS)
         tierckpt.wait(f"{file_uri}/step-1", tier="shared")
-        while requests.seconds_left() != illness.ILL_SECONDS:  # what ends meanwhile says that the disk is not ill
+        while requests.seconds_left() != illness.ILL_SECONDS:  # a request that ends resets the clock
             time.sleep(0.01)
         disk.hangs.clear()
         first = checkpointer.save(2, state(2.0))
         assert disk.in_it.wait(SECONDS)
-        while requests.seconds_left() == illness.ILL_SECONDS:  # the records may be the first to hang
+        while requests.seconds_left() == illness.ILL_SECONDS:  # the request for the records may hang first
             time.sleep(0.01)
         with counted():
-            left = [checkpointer.save(step, state(float(step))) for step in (3, 4)]
+            skipped = [checkpointer.save(step, state(float(step))) for step in (3, 4)]
             for step in range(5, 15):
                 checkpointer.step(step, state(float(step)))
-        for step, one in zip((3, 4), left, strict=True):
-            check_left_out(one, f"{file_uri}/step-{step}", local_root)
+        for step, one in zip((3, 4), skipped, strict=True):
+            check_skipped(one, f"{file_uri}/step-{step}", local_root)
         disk.hangs.set()
         first.result(SECONDS)
         checkpointer.save(15, state(15.0)).result(SECONDS)
@@ -71,8 +71,8 @@ def test_a_save_is_left_out_while_the_one_before_it_hangs(
     assert tierckpt.Checkpointer(file_uri).restore(again) == 15 and again["w"][0] == 15.0
 
 
-def test_the_wait_that_was_for_an_ill_disk_is_found(file_uri: str, monkeypatch: Patch) -> None:
-    """Seeded: the oldest save is waited for whatever it does."""
+def test_control_wait_for_a_hung_disk_is_found(file_uri: str, monkeypatch: Patch) -> None:
+    """Control: an unbounded wait for the oldest save is found."""
     monkeypatch.setattr(Requests, "seconds_left", lambda self: 600.0)
     monkeypatch.setattr(jobs, "ROUND_SECONDS", 600.0)
     disk = Disk(monkeypatch, os, "pwrite")
@@ -85,32 +85,32 @@ def test_the_wait_that_was_for_an_ill_disk_is_found(file_uri: str, monkeypatch: 
         disk.hangs.set()
 
 
-def test_a_disk_that_is_slow_is_waited_for(monkeypatch: Patch) -> None:
-    """Requests of three quarters of what one may take, one after another. The clock is the test's."""
-    asked, now = Requests(), [0.0]
+def test_slow_disk_is_waited_for(monkeypatch: Patch) -> None:
+    """Sequential requests of three quarters of the limit, by a simulated clock."""
+    requests, now = Requests(), [0.0]
     monkeypatch.setattr(illness.time, "monotonic", lambda: now[0])
     for _ in range(8):
-        with asked.counted():
+        with requests.counted():
             now[0] += 0.75 * illness.ILL_SECONDS
-            assert not asked.is_ill
-    assert asked.seconds_left() == illness.ILL_SECONDS, "it was asked for nothing"
-    with asked.counted(), asked.counted():
+            assert not requests.is_ill
+    assert requests.seconds_left() == illness.ILL_SECONDS, "it was requests for nothing"
+    with requests.counted(), requests.counted():
         now[0] += illness.ILL_SECONDS
-        assert asked.is_ill
+        assert requests.is_ill
 
 
-def test_when_the_disk_of_one_rank_is_ill_all_leave_the_save_out(local_root: Path, monkeypatch: Patch) -> None:
+def test_all_ranks_skip_a_save_if_one_disk_hangs(local_root: Path, monkeypatch: Patch) -> None:
     ill = illness.ill_disk("/nvme", rank=3)
     settings = tierckpt.Settings.load(local_root=local_root)
     running = jobs.RunningSaves(settings, 60.0)
     monkeypatch.setattr(jobs, "all_gather", lambda mine: [mine, ill])
     refused = running.refuses("s3://bucket/run/step-2")
     assert refused is ill
-    left = jobs.left_out(jobs.SaveRecord(2, "s3://bucket/run/step-2"), refused).exception(0)
-    assert isinstance(left, CheckpointSkippedError) and left.context["rank"] == 3 and "step 2 was" in left.message
+    error = jobs.left_out(jobs.SaveRecord(2, "s3://bucket/run/step-2"), refused).exception(0)
+    assert isinstance(error, CheckpointSkippedError) and error.context["rank"] == 3 and "step 2 was" in error.message
 
 
-def test_staging_does_not_wait_for_a_slot_that_an_ill_disk_holds(monkeypatch: Patch) -> None:
+def test_staging_does_not_wait_for_a_slot_held_by_a_hung_disk(monkeypatch: Patch) -> None:
     arena = slots.Arena(slots_max=1, timeout_seconds=SECONDS)
     lease = arena.lease(1 << 20)
     assert lease is not None
@@ -120,24 +120,24 @@ def test_staging_does_not_wait_for_a_slot_that_an_ill_disk_holds(monkeypatch: Pa
     arena.close()
 
 
-def test_planning_does_not_wait_for_a_disk_that_hangs(file_uri: str, local_root: Path, monkeypatch: Patch) -> None:
+def test_planning_does_not_wait_for_a_hung_disk(file_uri: str, local_root: Path, monkeypatch: Patch) -> None:
     disk, threads = Disk(monkeypatch, local_commit, "read_local_manifest"), threading.active_count()
     with tierckpt.Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, state(1.0)).result(SECONDS)
         disk.hangs.clear()
         with counted():
-            left = [checkpointer.save(step, state(float(step))) for step in (2, 3, 4)]
-        assert threading.active_count() - threads < 12, "one thread hangs, and no other is sent after it"
-        for step, one in zip((2, 3, 4), left, strict=True):
-            check_left_out(one, f"{file_uri}/step-{step}", local_root)
+            skipped = [checkpointer.save(step, state(float(step))) for step in (2, 3, 4)]
+        assert threading.active_count() - threads < 12, "more than one thread waits for the disk"
+        for step, one in zip((2, 3, 4), skipped, strict=True):
+            check_skipped(one, f"{file_uri}/step-{step}", local_root)
         disk.hangs.set()
         while checkpointer.save(5, state(5.0)).exception(SECONDS) is not None:
-            pass  # its thread has to come back
+            pass  # the thread has to return
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-5"
 
 
-def test_the_last_step_of_a_job_is_saved_once_the_disk_is_back(file_uri: str, monkeypatch: Patch) -> None:
-    """Nothing trains any more that a wait would hold up."""
+def test_last_step_is_saved_once_the_disk_recovers(file_uri: str, monkeypatch: Patch) -> None:
+    """After the last step, a wait blocks no training."""
     disk = Disk(monkeypatch, local_commit, "read_local_manifest")
     with tierckpt.Checkpointer(file_uri, interval=2) as checkpointer:
         for step in range(1, 4):
@@ -150,8 +150,8 @@ def test_the_last_step_of_a_job_is_saved_once_the_disk_is_back(file_uri: str, mo
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-3"
 
 
-def test_the_first_save_of_a_process_goes_on_when_the_disk_comes_back(file_uri: str, monkeypatch: Patch) -> None:
-    """Of what it makes below the local root, and looks for there, the thread that trains waits for nothing in vain."""
+def test_first_save_continues_when_the_disk_recovers(file_uri: str, monkeypatch: Patch) -> None:
+    """The training thread does not wait for directories and files below the local root."""
     disk = Disk(monkeypatch, os, "mkdir")
     with tierckpt.Checkpointer(file_uri) as checkpointer:
         disk.hangs.clear()
@@ -169,7 +169,7 @@ def test_the_first_save_of_a_process_goes_on_when_the_disk_comes_back(file_uri: 
     assert tierckpt.Checkpointer(file_uri).restore(again, step=1) == 1 and again["w"][0] == 1.0
 
 
-def test_a_save_that_waits_for_its_disk_says_which_and_is_waited_for_once(
+def test_sync_save_on_a_hung_disk_names_its_step_and_waits_once(
     file_uri: str, local_root: Path, monkeypatch: Patch
 ) -> None:
     disk = Disk(monkeypatch, os, "pwrite")
@@ -177,20 +177,20 @@ def test_a_save_that_waits_for_its_disk_says_which_and_is_waited_for_once(
     checkpointer.save(1, state(1.0))
     disk.hangs.clear()
     monkeypatch.setattr(jobs, "EXTRA_SECONDS", 0.2 - SECONDS)
-    with pytest.raises(OperationTimeoutError, match="step-2 has not finished") as late:
+    with pytest.raises(OperationTimeoutError, match="step-2 has not finished") as caught:
         checkpointer.save(2, state(2.0))
-    assert (late.value.context["tier"], late.value.context["checkpoint"]) == ("local", f"{file_uri}/step-2")
-    assert str(local_root) in late.value.hint and "dmesg" in late.value.hint
+    assert (caught.value.context["tier"], caught.value.context["checkpoint"]) == ("local", f"{file_uri}/step-2")
+    assert str(local_root) in caught.value.hint and "dmesg" in caught.value.hint
     with counted():
-        left = [checkpointer.save(step, state(float(step))) for step in (3, 4)]
-    assert all(isinstance(one.exception(0), CheckpointSkippedError) for one in left)
+        skipped = [checkpointer.save(step, state(float(step))) for step in (3, 4)]
+    assert all(isinstance(one.exception(0), CheckpointSkippedError) for one in skipped)
     monkeypatch.setattr(jobs, "EXTRA_SECONDS", SECONDS)
     disk.hangs.set()
     checkpointer.close()
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-2"
 
 
-def test_an_errand_that_hangs_is_given_up_and_its_errors_are_the_callers() -> None:
+def test_hung_errand_is_abandoned_and_errors_reach_the_caller() -> None:
     errands, hangs = Errands("/nvme"), threading.Event()
     assert errands.run(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
@@ -202,33 +202,33 @@ def test_an_errand_that_hangs_is_given_up_and_its_errors_are_the_callers() -> No
     hangs.set()
 
 
-ASKS = (
+DISK_CALLS = (
     *("stat", "lstat", "open", "mkdir", "rmdir", "listdir", "scandir", "statvfs", "pwrite", "pread", "preadv", "fsync"),
     *("fdatasync", "ftruncate", "truncate", "rename", "replace", "unlink", "remove", "link", "symlink", "access"),
 )
-"""Functions of ``os`` that may wait for a disk."""
+"""Functions of ``os`` that may block on a disk."""
 
 
 class DiskCalls:
-    """What a thread asks the disk below ``root`` for."""
+    """Records the disk calls of a thread below ``root``."""
 
     def __init__(self, patched: Patch, root: Path) -> None:
         self.found: list[str] = []
         self.is_counting = False
         thread, names = threading.current_thread(), (str(root), f"{root}/")
 
-        def heard(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*given: Any, **options: Any) -> Any:
+        def recording(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
                 if self.is_counting and threading.current_thread() is thread:
-                    is_there = isinstance(given[0], int) or os.fspath(given[0]).startswith(names)
+                    is_there = isinstance(arguments[0], int) or os.fspath(arguments[0]).startswith(names)
                     if is_there:
-                        self.found.append(f"os.{name}{given[:1]} by\n" + "".join(traceback.format_stack(limit=12)))
-                return real(*given, **options)
+                        self.found.append(f"os.{name}{arguments[:1]} by\n" + "".join(traceback.format_stack(limit=12)))
+                return real(*arguments, **options)
 
             return call
 
-        for name in ASKS:
-            patched.setattr(os, name, heard(name, getattr(os, name)))
+        for name in DISK_CALLS:
+            patched.setattr(os, name, recording(name, getattr(os, name)))
 
 
 @pytest.fixture
@@ -253,31 +253,31 @@ def trained(uri: str, calls: DiskCalls, **options: Any) -> None:
                 checkpointer.wait("local")
 
 
-WAYS: dict[str, dict[str, Any]] = {
+SAVE_MODES: dict[str, dict[str, Any]] = {
     "async, adaptive": {"exposure_seconds_max": 60.0},
     "multi-step, with a gradient log": {"every_step": tierckpt.EveryStep(window_steps=2, gradient_log=True)},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_thread_that_trains_asks_the_disk_for_nothing(way: str, file_uri: str, calls: DiskCalls) -> None:
-    trained(file_uri, calls, **WAYS[way])
+@pytest.mark.parametrize("way", SAVE_MODES)
+def test_training_thread_makes_no_disk_calls(way: str, file_uri: str, calls: DiskCalls) -> None:
+    trained(file_uri, calls, **SAVE_MODES[way])
     assert not calls.found, "\n\n".join(calls.found)
 
 
-def at_once(self: Errands, work: Callable[[], Any]) -> Future[Any]:
+def run_immediately(self: Errands, work: Callable[[], Any]) -> Future[Any]:
     done: Future[Any] = Future()
     done.set_result(work())
     return done
 
 
 @pytest.mark.parametrize("bug", ["planning", "records"])
-def test_a_request_of_the_thread_that_trains_is_found(
+def test_control_disk_call_of_the_training_thread_is_found(
     bug: str, file_uri: str, calls: DiskCalls, monkeypatch: Patch
 ) -> None:
-    """Seeded: what threads were to do is done at once."""
+    """Control: errands that run in the calling thread are found."""
     if bug == "planning":
-        monkeypatch.setattr(Errands, "begin", at_once)
+        monkeypatch.setattr(Errands, "begin", run_immediately)
     else:
         real = RunLog._warn  # private: there the bug is
 

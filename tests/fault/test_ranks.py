@@ -1,4 +1,4 @@
-"""Ranks that fail or die, and saves that race for one id: nobody hangs, nothing mixed is ever visible."""
+"""Ranks that fail or die, and concurrent saves of one checkpoint: no rank hangs, no mixed checkpoint is visible."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCENARIO = "tests.fault.rank_scenarios:save_with_a_failing_rank"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_when_one_rank_cannot_write_all_ranks_raise(failing: int, file_uri: str) -> None:
+def test_all_ranks_raise_if_one_cannot_write(failing: int, file_uri: str) -> None:
     outcome = launch(SCENARIO, 3, uri=file_uri, way="dcp.save", failing=failing)
     assert outcome["errors"] == ["CapacityError"] * 3
     assert outcome["latest"] == f"{file_uri}/step-1"
@@ -43,7 +43,7 @@ def test_when_one_rank_cannot_write_all_ranks_raise(failing: int, file_uri: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
-def test_in_the_background_too(failing: int, s3_uri: str) -> None:
+def test_all_ranks_raise_if_one_cannot_write_asynchronously(failing: int, s3_uri: str) -> None:
     outcome = launch(SCENARIO, 2, uri=s3_uri, way="Checkpointer", failing=failing)
     errors = outcome["errors"]
     assert errors[failing] == "CapacityError"
@@ -53,7 +53,7 @@ def test_in_the_background_too(failing: int, s3_uri: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_when_a_rank_dies_the_others_raise_within_the_deadline(killed: int, file_uri: str, tmp_path: Path) -> None:
+def test_other_ranks_raise_in_time_if_one_dies(killed: int, file_uri: str, tmp_path: Path) -> None:
     # The rank that hosts the rendezvous store takes it along when it dies; the others then lose the store at once.
     options = {"uri": file_uri, "way": "Checkpointer", "phase": "flush", "victim": killed}
     job = start(rank_scenarios.lose_a_rank, tmp_path / "job", 2, **options)
@@ -63,8 +63,8 @@ def test_when_a_rank_dies_the_others_raise_within_the_deadline(killed: int, file
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
 
 
-def test_a_lock_held_while_a_worker_forks_is_released(tmp_path: Path) -> None:
-    """The child has a copy of the descriptor; the lock must not stay with it."""
+def test_lock_held_during_a_fork_is_released(tmp_path: Path) -> None:
+    """The child inherits the descriptor, but not the lock."""
     journal = Journal(tmp_path)
     journal.open("aa", parse_uri("/somewhere"), 0, 4096)
     with journal.own("aa") as held:
@@ -85,7 +85,7 @@ def test_a_lock_held_while_a_worker_forks_is_released(tmp_path: Path) -> None:
 
 
 def _race(folder: Path, uri: str, roots: list[Path]) -> list[str]:
-    """Start one saver a root, let all go at once, return each one's outcome."""
+    """Start one saver for each root, release them together, and return their outcomes."""
     options = {"uri": uri, "of": len(roots)}
     savers = [
         start(single_scenarios.race, folder / str(index), **options, root=str(root), value=index)
@@ -96,7 +96,7 @@ def _race(folder: Path, uri: str, roots: list[Path]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("node", ["one", "many"])
-def test_of_saves_that_race_for_one_id_exactly_one_wins(node: str, shared_uri: str, tmp_path: Path) -> None:
+def test_exactly_one_of_concurrent_saves_commits(node: str, shared_uri: str, tmp_path: Path) -> None:
     roots = [tmp_path / "local" if node == "one" else tmp_path / f"local-{index}" for index in range(4)]
     outcomes = _race(tmp_path / "race", f"{shared_uri}/step-1", roots)
     winners = [index for index, outcome in enumerate(outcomes) if outcome == "won"]
@@ -117,7 +117,7 @@ def test_of_saves_that_race_for_one_id_exactly_one_wins(node: str, shared_uri: s
         ("after the commit", 2.0),
     ],
 )
-def test_a_saver_killed_at_any_point_leaves_the_old_checkpoint_or_the_new(
+def test_killed_save_leaves_the_old_or_the_new_checkpoint(
     point: str, survivor: float, s3_uri: str, local_root: Path, tmp_path: Path
 ) -> None:  # P2, P3
     uri = f"{s3_uri}/step-1"
@@ -126,8 +126,8 @@ def test_a_saver_killed_at_any_point_leaves_the_old_checkpoint_or_the_new(
     saver = start(single_scenarios.die_at, tmp_path / "saver", uri=uri, point=point)
     assert saver.codes() == [-signal.SIGKILL], saver.output()  # the fault really fired
     assert load(uri, {"w": torch.zeros(100_000)})["w"].unique().tolist() == [survivor]
-    close_all()  # what a restarted job is: a process that reads the journal anew
-    save(uri, {"w": torch.full((100_000,), 3.0)})  # the next save works and puts the leftovers away
+    close_all()  # as in a restarted job, the journal is read again
+    save(uri, {"w": torch.full((100_000,), 3.0)})  # the next save works and removes the leftovers
     tierckpt.wait(uri, timeout_seconds=60)
     assert load(uri, {"w": torch.zeros(100_000)})["w"].unique().tolist() == [3.0]
     deadline = time.monotonic() + 60
@@ -137,7 +137,7 @@ def test_a_saver_killed_at_any_point_leaves_the_old_checkpoint_or_the_new(
     assert len(list(local_dir(local_root, parse_uri(uri)).glob("*.distcp"))) == 1
 
 
-def test_a_mover_killed_in_the_drain_publishes_nothing_and_the_next_one_finishes(
+def test_killed_drain_publishes_nothing_and_the_next_mover_finishes(
     s3_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     uri = f"{s3_uri}/step-1"
@@ -150,8 +150,8 @@ def test_a_mover_killed_in_the_drain_publishes_nothing_and_the_next_one_finishes
     assert loaded["w5"].unique().tolist() == [5.0]
 
 
-def test_a_fork_leaves_the_parents_client_alone(file_uri: str) -> None:
-    """DataLoader workers fork: the child must neither hang nor drain what is the parent's."""
+def test_forked_child_does_not_use_the_parents_client(file_uri: str) -> None:
+    """DataLoader workers fork: the child must neither hang nor drain the parent's saves."""
     save(f"{file_uri}/step-1", {"w": torch.ones(10)})
     child = os.fork()
     if child == 0:
@@ -174,10 +174,8 @@ def test_a_fork_leaves_the_parents_client_alone(file_uri: str) -> None:
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
 
 
-def test_what_a_lost_node_left_on_the_shared_tier_goes_with_the_next_save(
-    s3_uri: str, local_root: Path, tmp_path: Path
-) -> None:
-    """Killed in the drain, after the shard and before the commit; its node is lost; the id is saved again elsewhere."""
+def test_next_save_removes_shared_leftovers_of_a_lost_node(s3_uri: str, local_root: Path, tmp_path: Path) -> None:
+    """The node is lost after a shard was sent, before the commit; another node saves the same step."""
     uri = f"{s3_uri}/step-1"
     mover = start(single_scenarios.die_before_the_shared_commit, tmp_path / "mover", uri=uri)
     assert mover.codes() == [-signal.SIGKILL], mover.output()

@@ -1,6 +1,6 @@
-"""Killing the agent that makes copies, at any operation: never a wrong byte, never half a copy that counts as one (R1).
+"""Kills of the agent that copies replicas, at any operation: no wrong byte, and no incomplete copy counts (R1).
 
-``TIERCKPT_TEST_REPLICA_KILLS=N`` has more kills than the few of every run.
+``TIERCKPT_TEST_REPLICA_KILLS=N`` sets the number of kills.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.distributed
 KILLS = int(os.environ.get("TIERCKPT_TEST_REPLICA_KILLS", "4"))
 SHARDS = 12
 OPERATIONS = 90
-"""Kills are at an operation up to this one: a copy of one step takes more."""
+"""Kills happen up to this operation; a copy of one step takes more."""
 SETTINGS = {"replicas": 2, "drain": False, "chunk_size_bytes": 16384, "shard_size_bytes_max": 40_000}
 
 
@@ -43,14 +43,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @dataclass
 class Kills:
-    """A node whose agent is killed again and again while it copies what another one saves."""
+    """A node whose agent is killed repeatedly while it copies the saves of another node."""
 
     nodes: Nodes
     folder: Path
     bug: str = "kill"
     step: int = 0
-    fired: int = 0
-    at: list[str] = field(default_factory=list)
+    killed: int = 0
+    killed_at: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -68,7 +68,7 @@ class Kills:
         close_all()
 
     def kill(self, operation: int) -> bool:
-        """Run the holder's agent until it is killed, and look at what it has left. False when it never got there."""
+        """Run the holder's agent until it is killed, then check its files. False: it did not reach the operation."""
         log = self.folder / "operations"
         log.unlink(missing_ok=True)
         self.holder.env |= {AT: str(operation), LOG: str(log)}
@@ -77,15 +77,15 @@ class Kills:
         assert self.holder.process is not None
         ended = self.holder.process.wait(60)
         self.holder.kill()
-        fired = ended is not None and ended.code == -signal.SIGKILL
-        if fired:
-            self.fired += 1
-            self.at.append(log.read_text().splitlines()[-1])
+        killed = ended is not None and ended.code == -signal.SIGKILL
+        if killed:
+            self.killed += 1
+            self.killed_at.append(log.read_text().splitlines()[-1])
         self.problems += self.judge()
-        return fired
+        return killed
 
     def judge(self) -> list[str]:
-        """What is wrong on the holder's disk: other bytes than the source's, or saves that count and are not there."""
+        """Return the problems on the holder's disk: wrong bytes, or counted shards without files."""
         good = {path.name: _digest(path) for path in (self.source.root / "checkpoints").rglob("*.distcp")}
         copies = (self.holder.root / "checkpoints").rglob("*.distcp")
         wrong = [path.name for path in copies if _digest(path) != good.get(path.name)]
@@ -96,18 +96,18 @@ class Kills:
                 continue
             held = here(directory, location, manifest).held
             lacking = [e.key for e in manifest.files if e.token in held and not (directory / e.key).exists()]
-            problems += [f"step {self.step}: {key} counts and is not there" for key in lacking]
+            problems += [f"step {self.step}: {key} counts but is missing" for key in lacking]
         return problems
 
     def finish(self) -> None:
-        """An agent that is not killed completes the newest copy, and leaves nothing half done beside it."""
+        """Run the agent without kills: it completes the newest copy and leaves no temporary files."""
         self.holder.bug = "none, but hurry"
         self.holder.start()
         uri = f"{self.folder}/run/step-{self.step}"
-        self.nodes.until(lambda: self.source.has_all_replicas(uri), "the copies to be whole")
+        self.nodes.until(lambda: self.source.has_all_replicas(uri), "complete copies")
         newest = self.holder.directory(uri)
         left = [path.name for path in newest.rglob("*") if path.name.endswith((".tmp", ".incoming"))]
-        self.problems += self.judge() + [f"{name} was left over" for name in left]
+        self.problems += self.judge() + [f"temporary file {name} left" for name in left]
 
 
 def _digest(path: Path) -> str:
@@ -120,7 +120,7 @@ def run(fleet: Fleet, folder: Path, operations: Sequence[int], bug: str, on: str
         nodes[1].env[ON] = on
         nodes[1].kill()
         for operation in operations:
-            result.save()  # so that there is always something to copy
+            result.save()  # new data to copy
             if not result.kill(operation):
                 result.save()
                 result.kill(operation // 2)
@@ -130,24 +130,24 @@ def run(fleet: Fleet, folder: Path, operations: Sequence[int], bug: str, on: str
 
 
 @pytest.mark.slow
-def test_a_killed_copy_is_never_wrong_and_never_counts_before_it_is_whole(fleet: Fleet, tmp_path: Path) -> None:
-    chance = random.Random(KILLS)
-    result = run(fleet, tmp_path, [chance.randint(1, OPERATIONS) for _ in range(KILLS)], "kill")
+def test_interrupted_copy_has_no_wrong_bytes_and_does_not_count(fleet: Fleet, tmp_path: Path) -> None:
+    rng = random.Random(KILLS)
+    result = run(fleet, tmp_path, [rng.randint(1, OPERATIONS) for _ in range(KILLS)], "kill")
     assert result.problems == []
-    assert result.fired == KILLS, f"{result.fired} of {KILLS} kills fired, at {result.at}"
+    assert result.killed == KILLS, f"{result.fired} of {KILLS} kills fired, at {result.at}"
 
 
 @pytest.mark.slow
-def test_control_a_name_that_comes_before_the_bytes_is_found(fleet: Fleet, tmp_path: Path) -> None:
-    """Killed when the first shard has been opened, and the first of its three pieces written."""
+def test_control_file_name_before_its_bytes_is_found(fleet: Fleet, tmp_path: Path) -> None:
+    """The kill comes after the first of three pieces of the first shard."""
     result = run(fleet, tmp_path, [3], "names before bytes", on=".distcp")
-    assert result.fired == 1, result.at
-    assert any("wrong bytes" in problem for problem in result.problems), result.at
+    assert result.killed == 1, result.killed_at
+    assert any("wrong bytes" in problem for problem in result.problems), result.killed_at
 
 
 @pytest.mark.slow
-def test_a_copy_is_not_made_of_damaged_bytes(fleet: Fleet, tmp_path: Path) -> None:
-    """The source's disk has lost a bit since the save: what it gives is not taken, and the copy is not said to be."""
+def test_damaged_bytes_are_not_copied(fleet: Fleet, tmp_path: Path) -> None:
+    """The source's disk lost a bit after the save: the holder rejects the bytes and reports no copy."""
     with cluster(fleet, tmp_path, 2, **SETTINGS) as nodes:
         nodes[1].kill()
         uri = f"{tmp_path}/run/step-1"

@@ -1,7 +1,7 @@
-"""Safetensors files damaged at random: each is refused by a typed error, or is what the format's own reader reads.
+"""Randomly damaged safetensors files: a typed error is raised, or the result equals that of the format's own reader.
 
-Seeded. TIERCKPT_TEST_FUZZ_SECONDS runs it for as long; without it a few hundred files are tried. The controls take one
-of the checks away, and the same harness must then find a file that is wrongly accepted.
+Seeded. TIERCKPT_TEST_FUZZ_SECONDS sets the duration; the default is a few hundred files. Controls remove one check: the
+harness must then find a wrongly accepted file.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FILES = 400
 Mutation = Callable[[random.Random, dict[str, Any], bytes], tuple[bytes, bytes]]
 
 
-def good(generator: random.Random) -> tuple[dict[str, Any], bytes]:
-    """Header and data of a whole file of a few tensors."""
+def valid_file(generator: random.Random) -> tuple[dict[str, Any], bytes]:
+    """Return header and data of a valid file with a few tensors."""
     fields: dict[str, Any] = {}
     position = 0
     for index in range(generator.randint(1, 5)):
@@ -70,7 +70,7 @@ def change_a_field(generator: random.Random, fields: dict[str, Any], data: bytes
 
 
 def swap_ranges(generator: random.Random, fields: dict[str, Any], data: bytes) -> tuple[bytes, bytes]:
-    """Two tensors change places; of one size that is no damage, and the values go with the names."""
+    """Swap the ranges of two tensors; harmless if they have the same size."""
     one, other = generator.choice(list(fields)), generator.choice(list(fields))
     a, b = fields[one], fields[other]
     a["data_offsets"], b["data_offsets"] = b["data_offsets"], a["data_offsets"]
@@ -94,7 +94,7 @@ def cut_or_add(generator: random.Random, fields: dict[str, Any], data: bytes) ->
     return _split(fields, data + bytes(generator.randint(1, 9)))
 
 
-def say_it_twice(generator: random.Random, fields: dict[str, Any], data: bytes) -> tuple[bytes, bytes]:
+def duplicate_a_name(generator: random.Random, fields: dict[str, Any], data: bytes) -> tuple[bytes, bytes]:
     name = generator.choice(list(fields))
     text = json.dumps(fields)
     return f'{{"{name}": {json.dumps(fields[name])}, {text[1:]}'.encode(), data
@@ -108,21 +108,21 @@ MUTATIONS: list[Mutation] = [
     share_a_range,
     drop_a_tensor,
     cut_or_add,
-    say_it_twice,
+    duplicate_a_name,
 ]
 
 
-def damaged(generator: random.Random) -> tuple[str, bytes]:
+def damaged_file(generator: random.Random) -> tuple[str, bytes]:
     mutate = generator.choice(MUTATIONS)
-    content = encode(*mutate(generator, *good(generator)))
-    if generator.random() < 0.1:  # the length itself, too
+    content = encode(*mutate(generator, *valid_file(generator)))
+    if generator.random() < 0.1:  # change the header length too
         length = generator.choice([0, 1, len(content), 1 << 27, 1 << 63, int.from_bytes(content[:8], "little") + 1])
         content = length.to_bytes(8, "little") + content[8:]
     return mutate.__name__, content
 
 
-def verdict(path: Path, content: bytes) -> str:
-    """``refused`` or ``accepted``; an AssertionError says how we were fooled."""
+def check_file(path: Path, content: bytes) -> str:
+    """Return ``refused`` or ``accepted``; raises AssertionError if the result is wrong."""
     path.write_bytes(content)
     try:
         found = tierckpt.load_safetensors(path)
@@ -131,14 +131,14 @@ def verdict(path: Path, content: bytes) -> str:
         return "refused"
     except Exception as error:
         raise AssertionError(f"ended in {type(error).__name__}: {error}") from error
-    held = sum(value.nbytes for value in found.values())
-    assert held <= len(content), f"{held} bytes of tensors out of a file of {len(content)}"
+    tensor_bytes = sum(value.nbytes for value in found.values())
+    assert tensor_bytes <= len(content), f"{tensor_bytes} bytes of tensors out of a file of {len(content)}"
     try:
         expected = safetensors.torch.load_file(path)
     except safetensors.SafetensorError as error:
-        raise AssertionError(f"accepted what the format's own reader refuses: {error}") from error
+        raise AssertionError(f"accepted, but the format's own reader rejects it: {error}") from error
     except (KeyError, RuntimeError, TypeError):
-        return "accepted"  # a dtype or a misaligned place that it has no tensor for, and we have
+        return "accepted"  # a dtype or alignment that only tierckpt supports
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert (value.dtype, value.shape) == (found[name].dtype, found[name].shape), name
@@ -150,9 +150,9 @@ def run(folder: Path, seed: int, files: int = FILES, seconds: float = 0.0) -> Co
     generator, counted = random.Random(seed), Counter[str]()
     end = time.monotonic() + seconds
     while counted["tried"] < files or time.monotonic() < end:
-        kind, content = damaged(generator)
+        kind, content = damaged_file(generator)
         try:
-            outcome = verdict(folder / "m.safetensors", content)
+            outcome = check_file(folder / "m.safetensors", content)
         except AssertionError as error:
             raise AssertionError(f"{kind}, file {counted['tried']} of seed {seed}: {error}") from error
         counted.update(["tried", kind, outcome])
@@ -160,30 +160,30 @@ def run(folder: Path, seed: int, files: int = FILES, seconds: float = 0.0) -> Co
 
 
 @pytest.mark.slow
-def test_damaged_files_are_refused_or_harmless(tmp_path: Path) -> None:
+def test_damaged_files_are_rejected_or_harmless(tmp_path: Path) -> None:
     counted = run(tmp_path, seed=11, seconds=float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", 0)))
     assert counted["tried"] >= FILES
     assert all(counted[mutation.__name__] >= FILES / len(MUTATIONS) / 3 for mutation in MUTATIONS), counted
     assert counted["refused"] >= FILES / 2, counted
-    assert counted["accepted"] >= FILES / 40, "nothing harmless was among them, so nothing was compared"
+    assert counted["accepted"] >= FILES / 40, "too few accepted files to compare"
 
 
-def _no_cover(monkeypatch: pytest.MonkeyPatch) -> None:
+def _unchecked_coverage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(header, "check_cover", lambda *_: None)
 
 
-def _no_look_at_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tensor is what it says it is."""
+def _unchecked_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the check of tensors against their ranges."""
 
-    def believe(one: Any, begin: int) -> TensorEntry:
+    def accept_any(one: Any, begin: int) -> TensorEntry:
         start, stop = one.offsets
         return TensorEntry(one.name, one.dtype, tuple(one.shape), begin + start, begin + stop)
 
-    monkeypatch.setattr(header, "parse_entry", believe)
+    monkeypatch.setattr(header, "parse_entry", accept_any)
 
 
-@pytest.mark.parametrize("bug", [_no_cover, _no_look_at_tensors])
-def test_the_control_a_check_that_is_missing_is_found(
+@pytest.mark.parametrize("bug", [_unchecked_coverage, _unchecked_tensors])
+def test_control_missing_check_is_found(
     bug: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bug(monkeypatch)
@@ -191,12 +191,12 @@ def test_the_control_a_check_that_is_missing_is_found(
         run(tmp_path, seed=11)
 
 
-def test_a_refusal_reads_nothing_but_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejection_reads_only_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fill, "Memory", None)
     monkeypatch.setattr(fill.ReadThreads, "run", None)
     generator, refused = random.Random(5), 0
     while refused < 50:
-        _, content = damaged(generator)
+        _, content = damaged_file(generator)
         (tmp_path / "m.safetensors").write_bytes(content)
         try:
             tierckpt.load_safetensors(tmp_path, lazy=True)
@@ -206,7 +206,7 @@ def test_a_refusal_reads_nothing_but_the_header(tmp_path: Path, monkeypatch: pyt
             pass
 
 
-# --- headers, beside the format's own reader ----------------------------------------------------------------------
+# --- headers, compared with the format's own reader ---------------------------------------------------------------
 
 HEADERS = 200_000 if float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", 0)) >= 60 else 4000
 NAMES = ["a", "b", "", "a", "\\u0061", "__metadata__", "w.\\ud83d\\ude00", "\\ud800", "x\\udc00", "é", "a\\/b"]
@@ -217,56 +217,56 @@ ODD_VALUES = ["null", "{}", "[]", "1", '"x"', "1e400", "-0", "[" * 124 + "]" * 1
               "9" * 400, '"\\ud800"', '{"x":1,"x":2}', '{"a":' * 125 + "1" + "}" * 125, "1e-999"]  # fmt: skip
 
 
-def header_text(chance: random.Random) -> tuple[bytes, int]:
-    """The JSON of a header, by chance with things that a reader may take or not, and the size of its data."""
+def header_text(rng: random.Random) -> tuple[bytes, int]:
+    """Return the JSON of a header, randomly with odd constructs, and the size of its data."""
     position, parts = 0, []
-    for name in chance.sample(NAMES[:2] if chance.random() < 0.6 else NAMES, chance.randint(1, 2)):
-        dtype = chance.choice(["F32", "U8", "F4", "BF16", "C64"])
-        shape = [chance.choice([0, 1, 2, 4]) for _ in range(2)]
+    for name in rng.sample(NAMES[:2] if rng.random() < 0.6 else NAMES, rng.randint(1, 2)):
+        dtype = rng.choice(["F32", "U8", "F4", "BF16", "C64"])
+        shape = [rng.choice([0, 1, 2, 4]) for _ in range(2)]
         size_bytes = torch.Size(shape).numel() * DTYPE_BITS[dtype] // 8
-        said = tensor_text(chance, dtype, [str(one) for one in shape], [str(position), str(position + size_bytes)])
-        parts.append(f'"{name}"{_space(chance)}:{said}')
-        if chance.random() < 0.1:  # the same name again, with other fields
-            parts.insert(0, f'"{name}":' + tensor_text(chance, dtype, ["7"], ["0", "1"]))
+        tensor_json = tensor_text(rng, dtype, [str(one) for one in shape], [str(position), str(position + size_bytes)])
+        parts.append(f'"{name}"{_space(rng)}:{tensor_json}')
+        if rng.random() < 0.1:  # a duplicate name with other fields
+            parts.insert(0, f'"{name}":' + tensor_text(rng, dtype, ["7"], ["0", "1"]))
         position += size_bytes
-    for _ in range(chance.choice([0, 0, 1, 1, 2]) if chance.random() < 0.5 else 0):
+    for _ in range(rng.choice([0, 0, 1, 1, 2]) if rng.random() < 0.5 else 0):
         values = ["null", "{}", "[]", '{"x":"1"}', '{"x":"1","x":"2"}', '{"x":null}', '{"x":1}', '{"":"\\udfff"}']
-        parts.insert(chance.randint(0, len(parts)), f'"__metadata__":{chance.choice(values)}')
-    text = f"{_space(chance)}{{{_space(chance)}{','.join(parts)}}}{_space(chance)}"
-    if chance.random() < 0.05:
-        at = chance.randrange(len(text))
-        text = text[:at] + chance.choice([*' ,:[]{}"0\0\x0c', "\ufeff", ""]) + text[at + chance.randint(0, 1) :]
+        parts.insert(rng.randint(0, len(parts)), f'"__metadata__":{rng.choice(values)}')
+    text = f"{_space(rng)}{{{_space(rng)}{','.join(parts)}}}{_space(rng)}"
+    if rng.random() < 0.05:
+        at = rng.randrange(len(text))
+        text = text[:at] + rng.choice([*' ,:[]{}"0\0\x0c', "\ufeff", ""]) + text[at + rng.randint(0, 1) :]
     return text.encode(), position
 
 
-def tensor_text(chance: random.Random, dtype: str, shape: list[str], offsets: list[str]) -> str:
-    if chance.random() < 0.12:
-        numbers = chance.choice([shape, offsets])
-        numbers[chance.randrange(len(numbers))] = chance.choice(ODD_NUMBERS)
+def tensor_text(rng: random.Random, dtype: str, shape: list[str], offsets: list[str]) -> str:
+    if rng.random() < 0.12:
+        numbers = rng.choice([shape, offsets])
+        numbers[rng.randrange(len(numbers))] = rng.choice(ODD_NUMBERS)
     shown = [f'"{dtype}"', f'{{"{dtype}":null}}', f'["{dtype}"]', f'"{dtype.lower()}"']
-    values = [shown[chance.choice([0] * 30 + [1, 2, 3])], f"[{','.join(shape)}]", f"[{','.join(offsets)}]"]
-    if chance.random() < 0.05:
+    values = [shown[rng.choice([0] * 30 + [1, 2, 3])], f"[{','.join(shape)}]", f"[{','.join(offsets)}]"]
+    if rng.random() < 0.05:
         values.append("1")
-    if chance.random() < 0.1:
+    if rng.random() < 0.1:
         return f"[{','.join(values)}]"
     names = ("dtype", "shape", "data_offsets", "more")
     fields = [f'"{name}":{value}' for name, value in zip(names, values, strict=False)]
-    if chance.random() < 0.2:
-        fields.insert(chance.randint(0, 3), f'"{chance.choice(["x", "Dtype"])}":{chance.choice(ODD_VALUES)}')
-    if chance.random() < 0.05:
-        fields.append(chance.choice(fields))
-    if chance.random() < 0.03:
-        fields.pop(chance.randrange(len(fields)))
-    chance.shuffle(fields)
-    return f"{{{_space(chance)}{','.join(fields)}}}"
+    if rng.random() < 0.2:
+        fields.insert(rng.randint(0, 3), f'"{rng.choice(["x", "Dtype"])}":{rng.choice(ODD_VALUES)}')
+    if rng.random() < 0.05:
+        fields.append(rng.choice(fields))
+    if rng.random() < 0.03:
+        fields.pop(rng.randrange(len(fields)))
+    rng.shuffle(fields)
+    return f"{{{_space(rng)}{','.join(fields)}}}"
 
 
-def _space(chance: random.Random) -> str:
-    return chance.choice(["", "", "", " ", "\n\t\r"])
+def _space(rng: random.Random) -> str:
+    return rng.choice(["", "", "", " ", "\n\t\r"])
 
 
-def as_the_format_reads(content: bytes) -> set[tuple[str, str, tuple[int, ...], bytes]] | None:
-    """Name, dtype, shape and data of each tensor; None for what safetensors, or torch below it, refuses."""
+def read_by_safetensors(content: bytes) -> set[tuple[str, str, tuple[int, ...], bytes]] | None:
+    """Return name, dtype, shape and data of each tensor; None if safetensors or torch rejects the file."""
     try:
         found = safetensors.deserialize(content)
     except safetensors.SafetensorError:
@@ -275,7 +275,7 @@ def as_the_format_reads(content: bytes) -> set[tuple[str, str, tuple[int, ...], 
     return None if any(size >= 1 << 63 for _, _, shape, _ in tensors for size in shape) else tensors
 
 
-def as_we_read(content: bytes) -> set[tuple[str, str, tuple[int, ...], bytes]] | None:
+def read_by_tierckpt(content: bytes) -> set[tuple[str, str, tuple[int, ...], bytes]] | None:
     length = int.from_bytes(content[:8], "little")
     try:
         found = header.parse_header(content[8 : 8 + length], len(content))
@@ -285,23 +285,23 @@ def as_we_read(content: bytes) -> set[tuple[str, str, tuple[int, ...], bytes]] |
 
 
 def compare_headers(seed: int, count: int) -> Counter[bool]:
-    chance, counted = random.Random(seed), Counter[bool]()
+    rng, counted = random.Random(seed), Counter[bool]()
     for number in range(count):
-        text, size_bytes = header_text(chance)
-        content = len(text).to_bytes(8, "little") + text + chance.randbytes(size_bytes)
-        wanted = as_the_format_reads(content)
-        assert as_we_read(content) == wanted, f"header {number} of seed {seed}: {text!r}"
-        counted[wanted is not None] += 1
+        text, size_bytes = header_text(rng)
+        content = len(text).to_bytes(8, "little") + text + rng.randbytes(size_bytes)
+        expected = read_by_safetensors(content)
+        assert read_by_tierckpt(content) == expected, f"header {number} of seed {seed}: {text!r}"
+        counted[expected is not None] += 1
     return counted
 
 
-def test_headers_are_read_as_the_formats_own_reader_does() -> None:
+def test_headers_are_read_like_the_formats_own_reader() -> None:
     counted = compare_headers(23, HEADERS)
     assert min(counted[True], counted[False]) > HEADERS / 5, counted
 
 
 @pytest.mark.parametrize("check", ["_has_half_a_character", "_depth", "_integer"])
-def test_the_control_a_rule_of_the_format_that_is_missing_is_found(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_missing_rule_of_the_format_is_found(check: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(header, check, {"_depth": lambda _: 0, "_integer": int}.get(check, lambda _: False))
     with pytest.raises(AssertionError, match="header"):
         compare_headers(23, HEADERS)

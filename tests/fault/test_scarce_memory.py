@@ -1,6 +1,6 @@
-"""A job whose address space is nearly used up: what the system refuses is a typed error, and costs no training.
+"""A job with almost no address space left: failed allocations raise typed errors, and training continues.
 
-One process sets everything up, and its forked children train with less and less memory, threads' stacks included.
+One process prepares everything; its forked children train with less and less memory, thread stacks included.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from tests.services import REPOSITORY
 
 MARGINS_MIB = (-1, 2, 6, 12, 16, 32)
-"""Above what the process uses when training begins; -1: no limit. A thread takes 8 MiB for its stack."""
+"""MiB above the process's size at the start of training; -1: no limit. A thread's stack takes 8 MiB."""
 CHILD = """
 import faulthandler, json, logging, os, pathlib, resource, sys, threading
 import torch, tierckpt
@@ -79,14 +79,14 @@ def trained(folder: Path, margins: tuple[int, ...]) -> dict[int, tuple[list[str]
     command = [sys.executable, "-c", CHILD, str(folder), json.dumps(margins)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
-    return {margin: (rows, told) for margin, (rows, told) in map(json.loads, done.stdout.splitlines())}
+    return {margin: (rows, messages) for margin, (rows, messages) in map(json.loads, done.stdout.splitlines())}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-def test_training_goes_on_without_the_log_and_every_refusal_is_typed(tmp_path: Path) -> None:
+def test_training_continues_without_memory_and_errors_are_typed(tmp_path: Path) -> None:
     found = trained(tmp_path, MARGINS_MIB)
     assert found[-1] == (["ok"] * 6, []), found
     assert not [rows for rows, _ in found.values() if any(row.startswith("BARE") for row in rows)], found
-    without_log = [margin for margin, (rows, told) in found.items() if told and set(rows) == {"ok"}]
+    without_log = [margin for margin, (rows, messages) in found.items() if messages and set(rows) == {"ok"}]
     assert without_log, found

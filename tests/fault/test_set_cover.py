@@ -1,4 +1,4 @@
-"""Restore finds the newest step whose every file has a good copy somewhere, and says what it passed over (P5)."""
+"""Restore takes the newest step of which each file has a good copy on some tier, and logs the skipped ones (P5)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shards(directory: Path) -> list[Path]:
 
 
 def damage(path: Path) -> None:
-    """Flip a bit in the middle, in a file of its own: where links made both copies one, the other stays good."""
+    """Flip a bit in a new file, so that a linked copy stays good."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.unlink()
@@ -36,7 +36,7 @@ def damage(path: Path) -> None:
 
 @pytest.fixture
 def run(file_uri: str, tmp_path: Path) -> str:
-    """Three steps, each whole on the local and on the shared tier."""
+    """Save three steps, each whole on both tiers."""
     with Checkpointer(file_uri) as checkpointer:
         for step in STEPS:
             checkpointer.save(step, state(float(step)))
@@ -53,7 +53,7 @@ def restored(run: str, step: int | None = None) -> tuple[int | None, dict[str, A
 
 
 @pytest.mark.slow
-def test_a_bad_local_copy_is_set_aside_and_the_shared_one_used(
+def test_damaged_local_copy_is_quarantined_and_the_shared_one_used(
     run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (shard,) = shards(local(run, 3, tmp_path))
@@ -65,7 +65,7 @@ def test_a_bad_local_copy_is_set_aside_and_the_shared_one_used(
     assert restored(run)[0] == 3
 
 
-def test_without_any_good_copy_the_step_before_is_restored_and_one_line_says_why(
+def test_previous_step_is_restored_without_a_good_copy_and_logged(
     run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (2, 3):
@@ -79,20 +79,20 @@ def test_without_any_good_copy_the_step_before_is_restored_and_one_line_says_why
     assert line.index("step-3 has no good copy") < line.index("step-2 has no good copy")
 
 
-def test_a_lost_file_is_like_a_bad_one(run: str, tmp_path: Path) -> None:
+def test_missing_file_counts_as_damaged(run: str, tmp_path: Path) -> None:
     shards(local(run, 3, tmp_path))[0].unlink()
     shards(Path(run, "step-3"))[0].unlink()
     assert restored(run)[0] == 2
 
 
-def test_damaged_metadata_is_like_a_bad_file(run: str, tmp_path: Path) -> None:
+def test_damaged_metadata_counts_as_a_damaged_file(run: str, tmp_path: Path) -> None:
     for directory in (local(run, 3, tmp_path), Path(run, "step-3")):
         for metadata in (directory / ".tierckpt" / "metadata").iterdir():
             damage(metadata)
     assert restored(run)[0] == 2
 
 
-def test_when_no_step_is_left_the_newest_ones_error_is_raised(run: str, tmp_path: Path) -> None:
+def test_error_of_the_newest_step_is_raised_if_no_step_is_left(run: str, tmp_path: Path) -> None:
     for step in STEPS:
         damage(shards(local(run, step, tmp_path))[0])
         damage(shards(Path(run, f"step-{step}"))[0])
@@ -102,7 +102,7 @@ def test_when_no_step_is_left_the_newest_ones_error_is_raised(run: str, tmp_path
 
 
 @pytest.mark.slow
-def test_a_step_that_was_asked_for_by_number_is_not_replaced_by_another(run: str, tmp_path: Path) -> None:
+def test_explicit_step_is_not_replaced_by_another(run: str, tmp_path: Path) -> None:
     damage(shards(local(run, 2, tmp_path))[0])
     damage(shards(Path(run, "step-2"))[0])
     with pytest.raises(IntegrityError):
@@ -111,7 +111,7 @@ def test_a_step_that_was_asked_for_by_number_is_not_replaced_by_another(run: str
 
 
 @pytest.mark.slow
-def test_the_command_walks_back_too(run: str, tmp_path: Path) -> None:
+def test_restore_command_falls_back_to_an_older_step(run: str, tmp_path: Path) -> None:
     from tierckpt.cli.ui.app import run as command
 
     damage(shards(local(run, 3, tmp_path))[0])
@@ -125,14 +125,14 @@ def test_the_command_walks_back_too(run: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_ranks_go_back_together_when_one_of_them_finds_no_good_copy(file_uri: str) -> None:
-    """Only rank 1 reads the damaged shard; rank 0 could have loaded the newest step."""
+def test_all_ranks_fall_back_to_the_same_step(file_uri: str) -> None:
+    """Only rank 1 reads the damaged shard."""
     found = launch("tests.fault.rank_scenarios:two_ranks_one_bad_shard", 2, uri=file_uri, timeout_seconds=90)
     assert found == {"steps": [1, 1], "values": [[1.0], [1.0]]}
 
 
-def test_a_checkpoint_with_every_file_somewhere_is_whole_though_no_tier_has_all(file_uri: str, tmp_path: Path) -> None:
-    """Half of the shards on this node, the other half on the shared tier."""
+def test_checkpoint_spread_over_both_tiers_is_whole(file_uri: str, tmp_path: Path) -> None:
+    """Half of the shards are on this node, the other half on the shared tier."""
     writer = tierckpt.TierStorageWriter(f"{file_uri}/step-5", single_file_per_rank=False)
     tensors = {f"w{index}": torch.full((2000,), float(index)) for index in range(4)}
     torch.distributed.checkpoint.save(tensors, storage_writer=writer, no_dist=True)

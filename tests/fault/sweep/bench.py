@@ -76,7 +76,7 @@ class Bench:
     def _kill(self, act: Callable[[], None], name: str, number: int) -> Ended:
         return child.trace(act, "act", self.folder / "trace", [f"{name}:signal=KILL:when={number}"], name)
 
-    def answer(self, phase: Phase, injections: Sequence[str]) -> tuple[Ended, list[Call]]:
+    def inject(self, phase: Phase, injections: Sequence[str]) -> tuple[Ended, list[Call]]:
         """Run ``phase`` with injected results of system calls."""
         self.set_up(phase)
         log = self.folder / "trace"
@@ -98,13 +98,13 @@ class Bench:
     def judge(self, phase: Phase) -> str:
         """Return the first problem that a fresh process finds, or ""."""
 
-        def look() -> list[str]:
+        def check() -> list[str]:
             if not phase.links:
                 disable_links()
             checker.check_after(self.world, phase)
             return checker.check_restart(self.world, phase, self.golden.get(phase.name))
 
-        ended = child.run(look, "again")
+        ended = child.run(check, "again")
         if ended.code != 0:
             return f"{ended.error or ended.code}: {ended.text}"
         self.golden.setdefault(phase.name, ended.answer)

@@ -82,14 +82,14 @@ ERRNOS = {
     "close": ("EIO", "EINTR"),
 }
 """The injected errors of each call. All other calls read: EIO, or EINTR."""
-READING = ("EIO", "EINTR")
-CREATING = ("ENOSPC", "EIO", "EROFS", "EINTR")
-LIES = {"fsync": "retval=0", "write": "retval=0", "pwrite64": "retval=0"}
+READ_ERRNOS = ("EIO", "EINTR")
+CREATE_ERRNOS = ("ENOSPC", "EIO", "EROFS", "EINTR")
+SILENT_FAILURES = {"fsync": "retval=0", "write": "retval=0", "pwrite64": "retval=0"}
 """An fsync without effect that reports success; a write that writes no byte and returns 0."""
 
 
-def answers(call: Call) -> tuple[str, ...]:
+def injections_for(call: Call) -> tuple[str, ...]:
     """Return the possible injections into ``call``, in strace's syntax."""
-    errnos = CREATING if call.creates else ERRNOS.get(call.name, READING)
-    lie = (LIES[call.name],) if call.name in LIES else ()
-    return (*(f"error={errno}" for errno in errnos), *lie)
+    errnos = CREATE_ERRNOS if call.creates else ERRNOS.get(call.name, READ_ERRNOS)
+    silent = (SILENT_FAILURES[call.name],) if call.name in SILENT_FAILURES else ()
+    return (*(f"error={errno}" for errno in errnos), *silent)

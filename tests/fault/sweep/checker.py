@@ -73,7 +73,7 @@ def committed_label(directory: Path, *, may_lack: bool) -> str | None:
     label = str(labels.pop())
     for entry in manifest.files:
         if not (may_lack and not (directory / entry.key).exists()):
-            compare(directory / entry.key, label)
+            check_shard(directory / entry.key, label)
     return label
 
 
@@ -84,11 +84,11 @@ def stock_label(directory: Path, *, may_lack: bool) -> str | None:
     for one in metadata:
         for name in one["files"]:
             if not (may_lack and not (directory / name).exists()):
-                compare(directory / name, one["label"])
+                check_shard(directory / name, one["label"])
     return str(metadata[0]["label"]) if metadata else None
 
 
-def compare(path: Path, label: str) -> None:
+def check_shard(path: Path, label: str) -> None:
     match = _SHARD.match(path.name)
     if match is None or _read(path) != content(label, int(match[1]), int(match[2])):
         raise Violation(f"{path} does not hold the bytes of save {label!r}")
@@ -126,7 +126,7 @@ def _check_stock(world: World, phase: Phase, found: State) -> None:
 
 
 def _check_latest(world: World, found: State) -> None:
-    """Check that ``latest`` is the newest commit of any tier and restores one of its saves."""
+    """Check that ``latest`` is the newest commit of any tier and restores a committed save."""
     job = Job(world)
     newest = max(name for name, tier in found if tier != TARGET)
     checkpoint = job.wait(job.mover.selector.newest(world.run)).checkpoint
@@ -161,7 +161,7 @@ def check_restart(world: World, phase: Phase, golden: Iterable[str] | None) -> l
     found = state_of(world, phase)
     if found != phase.end:
         raise Violation(f"the repeated phase ends with {found}, not {phase.end}")
-    names = tree(world)
+    names = file_names(world)
     if golden is not None and not abandoned:
         more, fewer = Counter(names) - Counter(golden), Counter(golden) - Counter(names)
         if more or fewer:
@@ -170,7 +170,7 @@ def check_restart(world: World, phase: Phase, golden: Iterable[str] | None) -> l
 
 
 def recover(world: World) -> bool:
-    """Recover as the next process. True: the entry of a rank whose coordinator never committed stays."""
+    """Recover as the next process. True: an entry without a commit of its coordinator stays."""
     job = Job(world)
     try:
         job.recover()
@@ -193,7 +193,7 @@ def shard_stamps(world: World) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths if path.name[0] != "."}
 
 
-def tree(world: World) -> list[str]:
+def file_names(world: World) -> list[str]:
     """Return the names of all files, with random parts replaced."""
     paths = (str(path.relative_to(world.root)) for path in world.root.rglob("*") if path.is_file())
     return sorted(

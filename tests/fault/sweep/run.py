@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from tests.fault.sweep import bugs
 from tests.fault.sweep.bench import Bench
-from tests.fault.sweep.calls import Call, answers
+from tests.fault.sweep.calls import Call, injections_for
 from tests.fault.sweep.child import Ended
 from tests.fault.sweep.phases import BY_NAME, PHASES, Phase
 
@@ -79,7 +79,7 @@ def sample_evenly(items: Sequence[T], count: int) -> list[T]:
     return [items[index * len(items) // count] for index in range(count)]
 
 
-def distinct(points: Sequence[tuple[Phase, Call]]) -> list[tuple[Phase, Call]]:
+def distinct_sites(points: Sequence[tuple[Phase, Call]]) -> list[tuple[Phase, Call]]:
     """Return one point for each call name and file; all points in a full sweep."""
     if is_full():
         return list(points)
@@ -95,7 +95,7 @@ class Sweep:
         self.share, self.of = share, of
         self.outcome = Outcome()
 
-    def mine(self, points: Iterable[T]) -> Iterator[T]:
+    def own_share(self, points: Iterable[T]) -> Iterator[T]:
         return itertools.islice(points, self.share, None, self.of)
 
     def calls(self) -> dict[str, list[Call]]:
@@ -115,7 +115,7 @@ class Sweep:
 
     def kills(self) -> None:
         points = [(phase, call) for phase, call in _points(self.calls()) if call.changes or is_full()]
-        for number, (phase, call) in enumerate(self.mine(sample_evenly(points, KILLS))):
+        for number, (phase, call) in enumerate(self.own_share(sample_evenly(points, KILLS))):
             for _ in range(TRIES):
                 ended = self.bench.kill(phase, call)
                 if ended.code == -9 and number % KILL_AGAIN_EVERY == 0:
@@ -129,22 +129,22 @@ class Sweep:
     def errnos(self) -> None:
         recorded = self.calls()
         points = []
-        for number, (phase, call) in enumerate(distinct(_points(recorded))):
-            kinds = answers(call)
+        for number, (phase, call) in enumerate(distinct_sites(_points(recorded))):
+            kinds = injections_for(call)
             wanted = kinds if is_full() else kinds[number % len(kinds) :][:1]
             points += [(phase, call, kind) for kind in wanted]
-        chosen = _mostly_changing(points, ERRNOS)
+        chosen = sample_mostly_changing(points, ERRNOS)
         there = {phase.name for phase, _, _ in chosen}
         rest = {phase.name: (phase, call) for phase, call in _points(recorded) if call.changes}
-        chosen += [(phase, call, answers(call)[0]) for name, (phase, call) in rest.items() if name not in there]
-        for phase, call, kind in self.mine(chosen):
-            self.answer(phase, [f"{call.name}:{kind}:when={call.number}"], f"{call.name} {call.number} {kind}")
-        was_short = [
+        chosen += [(phase, call, injections_for(call)[0]) for name, (phase, call) in rest.items() if name not in there]
+        for phase, call, kind in self.own_share(chosen):
+            self.inject(phase, [f"{call.name}:{kind}:when={call.number}"], f"{call.name} {call.number} {kind}")
+        short_writes = [
             (BY_NAME[name], number + 1)
             for name, calls in recorded.items()
             for number in range(sum(call.name in ("write", "pwrite64") for call in calls))
         ]
-        for phase, number in self.mine(sample_evenly(was_short, HALVES)):
+        for phase, number in self.own_share(sample_evenly(short_writes, HALVES)):
             ended = self.bench.short_write(phase, number)
             wrong = "" if ended.code == 0 else f"a short write was not continued: {ended.text}"
             self.outcome.note(phase, f"half of write {number}", True, str(ended.code), [wrong, self.bench.judge(phase)])
@@ -156,16 +156,16 @@ class Sweep:
         for _ in range(PAIRS):
             name = rng.choice(sorted(recorded))
             first, second = sorted(rng.sample(range(len(recorded[name])), 2))
-            pair = [(recorded[name][at], rng.choice(answers(recorded[name][at]))) for at in (first, second)]
+            pair = [(recorded[name][at], rng.choice(injections_for(recorded[name][at]))) for at in (first, second)]
             if pair[0][0].name != pair[1][0].name:  # strace takes one injection for each call name
                 points.append((BY_NAME[name], pair))
-        for phase, pair in self.mine(points):
+        for phase, pair in self.own_share(points):
             injections = [f"{call.name}:{kind}:when={call.number}" for call, kind in pair]
-            self.answer(phase, injections, " and ".join(injections))
+            self.inject(phase, injections, " and ".join(injections))
 
-    def answer(self, phase: Phase, injections: Sequence[str], kind: str) -> None:
+    def inject(self, phase: Phase, injections: Sequence[str], kind: str) -> None:
         for _ in range(TRIES):
-            ended, calls = self.bench.answer(phase, injections)
+            ended, calls = self.bench.inject(phase, injections)
             fired = any(call.is_injected for call in calls)
             wrong = [_exit_problem(ended), fsync_violation(calls), self.bench.judge(phase)]
             if fired or any(wrong):
@@ -177,7 +177,7 @@ class Sweep:
         for name in {bug.phase for bug in bugs.BUGS.values()}:
             self.bench.record_checked(BY_NAME[name])
         found = {}
-        for name in self.mine(bugs.BUGS):
+        for name in self.own_share(bugs.BUGS):
             self.bench.bug, phase = name, BY_NAME[bugs.BUGS[name].phase]
             calls = self.bench.record(phase)
             find = self._kills_find if bugs.BUGS[name].harness == bugs.KILLS else self._errnos_find
@@ -200,7 +200,7 @@ class Sweep:
                 return True
         for call in calls:
             if call.name in ("fsync", "write", "pwrite64"):
-                ended, seen = self.bench.answer(phase, [f"{call.name}:error=EIO:when={call.number}"])
+                ended, seen = self.bench.inject(phase, [f"{call.name}:error=EIO:when={call.number}"])
                 if _exit_problem(ended) or fsync_violation(seen) or self.bench.judge(phase):
                     return True
         return False
@@ -210,7 +210,7 @@ def _points(recorded: dict[str, list[Call]]) -> list[tuple[Phase, Call]]:
     return [(BY_NAME[name], call) for name, calls in recorded.items() for call in calls]
 
 
-def _mostly_changing(points: list[Any], count: int) -> list[Any]:
+def sample_mostly_changing(points: list[Any], count: int) -> list[Any]:
     """Return ``count`` points, four in five of them calls that change the disk."""
     changing = [point for point in points if point[1].changes]
     others = [point for point in points if not point[1].changes]
