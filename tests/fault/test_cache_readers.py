@@ -1,6 +1,6 @@
-"""Many processes of one node that read one cold model: each chunk is fetched once, and no byte is wrong.
+"""Many processes of one node read one uncached model: each chunk is fetched once, and no byte is wrong.
 
-The readers are real processes (tests/fault/cache_readers.py). Cites tierckpt/disk/claims.py (C1 to C3) and
+The readers are processes of tests/fault/cache_readers.py. Invariants: tierckpt/disk/claims.py (C1 to C3) and
 tierckpt/cache/partial_entry.py (G1, G2, G4).
 """
 
@@ -16,12 +16,10 @@ from tests.fault.cache_readers import BUGS, run
 
 READERS = int(os.environ.get("TIERCKPT_TEST_CACHE_READERS", "80"))
 WORKERS = 4
-"""Chunks that one reader has on their way at a time: twice its concurrency."""
+"""Chunks in flight of one reader: twice its concurrency."""
 
 
-def test_80_staggered_readers_of_a_cold_model_fetch_each_chunk_once_and_get_no_wrong_byte(
-    tmp_path: Path, record_property: Any
-) -> None:
+def readers(tmp_path: Path, record_property: Any) -> None:
     outcome = run(tmp_path, READERS, 0)
     record_property("outcome", outcome)
     assert outcome["ends"] == {0: READERS}
@@ -30,7 +28,7 @@ def test_80_staggered_readers_of_a_cold_model_fetch_each_chunk_once_and_get_no_w
     assert (outcome["directories"], outcome["whole"], outcome["left"]) == (1, True, [])
 
 
-def test_what_killed_readers_had_claimed_is_taken_over_and_fetched_once_more_at_most(tmp_path: Path) -> None:
+def test_chunks_claimed_by_killed_readers_are_fetched_at_most_once_more(tmp_path: Path) -> None:
     outcome = run(tmp_path, 10, 4)
     assert outcome["ends"] == {-9: 4, 0: 6}
     assert outcome["wrong"] == []
@@ -41,6 +39,6 @@ def test_what_killed_readers_had_claimed_is_taken_over_and_fetched_once_more_at_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_mistake_put_in_on_purpose_is_found(bug: str, tmp_path: Path) -> None:
+def test_readers_find_a_seeded_bug(bug: str, tmp_path: Path) -> None:
     outcome = run(tmp_path, 5, 0, bug)
     assert outcome["wrong"] or outcome["requests"] > outcome["chunks"] or outcome["ends"] != {0: 5}

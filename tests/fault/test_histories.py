@@ -1,4 +1,4 @@
-"""Random histories of a run whose job goes back to older steps, against a model (``histories.py``)."""
+"""Random histories of a run that restores older steps, compared with a model (``histories.py``)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tests.fault.histories import BUGS, History, play
 
 HISTORIES = int(os.environ.get("TIERCKPT_TEST_HISTORIES", "4"))
-SEEDED = 40
-SECONDS = 60 + 40 * HISTORIES  # tells what hangs from what is slow
+HISTORIES_OF_BUGS = 40
+SECONDS = 60 + 40 * HISTORIES  # longer than a slow run takes
 
 pytestmark = pytest.mark.timeout(max(SECONDS, 600) + 30)
 
@@ -27,8 +27,8 @@ def play_until_wrong(first: int, count: int, bug: str = "") -> list[History]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
-def test_each_seeded_bug_is_found(bug: str) -> None:
-    assert any(one.wrong for one in play_until_wrong(0, SEEDED, bug)), f"{SEEDED} histories do not find it"
+def test_histories_find_each_seeded_bug(bug: str) -> None:
+    assert any(one.wrong for one in play_until_wrong(0, HISTORIES_OF_BUGS, bug)), "not found"
 
 
 def test_a_job_that_goes_back_loses_nothing_it_was_told() -> None:

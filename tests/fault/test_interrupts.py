@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of any verb ends it with one KeyboardInterrupt, and nothing else is said."""
+"""Ctrl-C at any moment ends any operation with one KeyboardInterrupt and no other output."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[
 @pytest.mark.timeout(600 + 120 * TIMES)
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("seed", range(TIMES))
-def test_an_interrupt_ends_a_verb_and_says_nothing_else(
+def test_interrupt_ends_an_operation_without_other_output(
     place: tuple[str, dict[str, str]], tmp_path: Path, verb: str, seed: int
 ) -> None:
     root, environment = place
@@ -65,17 +65,17 @@ def test_an_interrupt_ends_a_verb_and_says_nothing_else(
     assert not [noise for noise in NOISE if noise in said], said[-4000:]
 
 
-async def test_work_that_its_caller_closes_has_ended_however_often_it_is_cancelled() -> None:
+async def test_closed_work_has_ended_however_often_it_is_cancelled() -> None:
 
     at_work, may_end = threading.Event(), threading.Event()
 
     def work() -> None:
         at_work.set()
         may_end.wait(60)
-        raise OSError("it fails, and nobody waits for it any more")
+        raise OSError("fails after its caller has ended")
 
-    told: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    loop_errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
     task = asyncio.ensure_future(to_completion(asyncio.to_thread(work)))
     await asyncio.to_thread(at_work.wait, 30)
     for _ in range(3):
@@ -87,4 +87,4 @@ async def test_work_that_its_caller_closes_has_ended_however_often_it_is_cancell
     assert task.cancelled()
     del task
     await asyncio.sleep(0.05)
-    assert not told
+    assert not loop_errors

@@ -1,4 +1,4 @@
-"""A job that is killed while it saves or replays a redo log has the checkpoint before it, or the right one."""
+"""A job killed while it saves or replays a redo log has the previous checkpoint, or the right new one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.services import in_full
 from tierckpt.client import close_all
 
 SECONDS = 120.0
-EVERY = bool(in_full([1]))
-# CI kills before a few of the points, and the seeded bugs are found there; `make torture-redo` before and after each.
-SIDES = ("before", "after") if EVERY else ("before",)  # after one point is before the next, but for the last
+IS_FULL = bool(in_full([1]))
+# CI kills before a few points and checks the seeded bugs there; `make torture-redo` kills before and after each point.
+SIDES = ("before", "after") if IS_FULL else ("before",)  # after a point is before the next, except for the last
 SAVE = ("pack", "write", "commit", "drain")
 FOLD = ("read", "replay", "save", "write", "commit", "drain", "load")
 
@@ -35,7 +35,7 @@ def run_job(what: Callable[..., None], root: Path, run: Path, seconds: float = S
 
 
 def check_run(run: Path, steps: set[int]) -> None:
-    """What stock PyTorch reads is of one version; what is restored is one of ``steps``, bit for bit."""
+    """Check that stock PyTorch reads one version, and that the restored step is one of ``steps``, bit for bit."""
     for metadata in run.glob("step-*/.metadata"):
         step = int(metadata.parent.name.removeprefix("step-"))
         read, wanted = Job(), Job().train_to(step)
@@ -55,8 +55,8 @@ def root(local_root: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", SIDES)
-@pytest.mark.parametrize("point", SAVE if EVERY else ("commit",))
-def test_a_kill_while_a_redo_log_is_written(point: str, when: str, root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("point", SAVE if IS_FULL else ("commit",))
+def test_kill_during_the_write_of_a_redo_log(point: str, when: str, root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_job(save_redo_log, root, run, point=point, when=when) == -signal.SIGKILL
     is_committed = (point, when) in {("commit", "after"), ("drain", "before"), ("drain", "after")}
@@ -66,8 +66,8 @@ def test_a_kill_while_a_redo_log_is_written(point: str, when: str, root: Path, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", SIDES)
-@pytest.mark.parametrize("point", FOLD if EVERY else ("replay", "commit"))
-def test_a_kill_while_a_redo_log_becomes_a_checkpoint(point: str, when: str, root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("point", FOLD if IS_FULL else ("replay", "commit"))
+def test_kill_during_the_replay_of_a_redo_log(point: str, when: str, root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_job(save_redo_log, root, run) == 0
     assert not (run / f"step-{REDO}").exists()
@@ -80,9 +80,9 @@ def test_a_kill_while_a_redo_log_becomes_a_checkpoint(point: str, when: str, roo
 
 
 @pytest.mark.slow
-def test_kills_at_any_moment(root: Path, tmp_path: Path) -> None:
+def test_kills_at_random_moments(root: Path, tmp_path: Path) -> None:
     chosen = random.Random(7)
-    for number in range(20 if EVERY else 1):
+    for number in range(20 if IS_FULL else 1):
         run = tmp_path / f"run-{number}"
         run_job(save_redo_log, root, run, chosen.uniform(0.0, 6.0))
         for _ in range(2):
@@ -93,7 +93,7 @@ def test_kills_at_any_moment(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", ["a missing step", *in_full(["a stale hyperparameter"])])
-def test_a_redo_log_that_is_wrong_is_passed_over(bug: str, root: Path, tmp_path: Path) -> None:
+def test_wrong_redo_log_is_skipped(bug: str, root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert run_job(save_redo_log, root, run, bug=bug) == 0
     check_run(run, {PLAIN})
@@ -102,8 +102,8 @@ def test_a_redo_log_that_is_wrong_is_passed_over(bug: str, root: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_mixed_version_would_be_seen(root: Path, tmp_path: Path) -> None:
-    """Seeded: a window published as a checkpoint before it was replayed."""
+def test_control_mixed_version_is_found(root: Path, tmp_path: Path) -> None:
+    """Control: a window published as a checkpoint before its replay."""
     run = tmp_path / "run"
     assert run_job(save_redo_log, root, run, bug="a mixed version as a checkpoint") == 0
     assert (run / f"step-{REDO}" / ".metadata").exists()
@@ -112,5 +112,5 @@ def test_a_mixed_version_would_be_seen(root: Path, tmp_path: Path) -> None:
     close_all()
 
 
-def test_every_point_is_killed_at() -> None:
+def test_every_point_is_covered() -> None:
     assert set(REDO_POINTS) == {*SAVE, *FOLD}

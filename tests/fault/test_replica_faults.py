@@ -134,7 +134,7 @@ def test_interrupted_copy_has_no_wrong_bytes_and_does_not_count(fleet: Fleet, tm
     rng = random.Random(KILLS)
     result = run(fleet, tmp_path, [rng.randint(1, OPERATIONS) for _ in range(KILLS)], "kill")
     assert result.problems == []
-    assert result.killed == KILLS, f"{result.fired} of {KILLS} kills fired, at {result.at}"
+    assert result.killed == KILLS, f"{result.killed} of {KILLS} kills fired, at {result.killed_at}"
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
-"""Anything unexpected under the local root: each small file and directory of state, as another kind of thing.
+"""Unexpected files in the local root: each small state file and directory is replaced by another kind of file.
 
-A local root that was copied without its links, unpacked from an archive or mended by fsck. Each verb runs in a child
-under a deadline and must go well or raise a TierckptError: no hang, no bare OSError, no traceback of another kind.
+As after a copy without links, an unpacked archive, or fsck. Each operation runs in a child with a time limit and must
+succeed or raise a TierckptError: no hang, no OSError, no other traceback.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from tierckpt.errors import TierckptError
 from tierckpt.format.layout import parse_uri
 from tierckpt.mover import Mover
 
-ALL = os.environ.get("TIERCKPT_TEST_STRANGE_FILES") == "all"
-PART = 4
-"""Without ``all``: so many pairs of a place and a kind, the same in every run, and four verbs for each."""
+IS_FULL = os.environ.get("TIERCKPT_TEST_STRANGE_FILES") == "all"
+SAMPLE_SIZE = 4
+"""Default: this many pairs of place and kind, the same in every run, with four operations each."""
 VERB_SECONDS = 60.0
 
 Verb = Callable[["Node"], Any]
 
 
 class Node:
-    """A local root with a checkpoint that is drained, one that is not, and a model in the cache."""
+    """A local root with a drained checkpoint, an undrained one, and a cached model."""
 
     def __init__(self, root: Path, shared: Path) -> None:
         self.root, self.shared = root, shared
@@ -154,7 +154,7 @@ KINDS = {kind.__name__.strip("_"): kind for kind in (
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What each case begins with a copy of. The URIs are the same for all: the local tier mirrors them."""
+    """The files that each case starts with a copy of. All cases have the same URIs, which the local tier mirrors."""
     base = tmp_path_factory.mktemp("strange")
     shared = base / "shared"
     (shared / "model").mkdir(parents=True)
@@ -181,18 +181,18 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def node(template: Path) -> Iterator[Node]:
-    _put_back(template)
+    _restore_template(template)
     yield Node(template / "local", template / "shared")
 
 
-def _put_back(template: Path) -> None:
+def _restore_template(template: Path) -> None:
     for name, origin in (("local", "as it was"), ("shared", "shared as it was")):
         shutil.rmtree(template / name, ignore_errors=True)
         shutil.copytree(template / origin, template / name, symlinks=True)
 
 
 def places(node: Node) -> list[Path]:
-    """Each small file and directory of state, and those that come and go: claims, locks, leases, marks."""
+    """Return all small state files and directories, and temporary ones: claims, locks, leases, marks."""
     standing = [path for path in sorted(node.root.rglob("*")) if not path.name.endswith((".distcp", ".bin"))]
     entry = next(path for path in (node.root / "cache").iterdir() if not path.name.startswith((".", "index")))
     state = node.root / "cache" / ".state" / entry.name
@@ -222,55 +222,55 @@ def plant(path: Path, kind: str) -> None:
 
 
 def judge(node: Node, verb: str) -> str:
-    """'' when ``verb`` went well or raised an error of ours, in time; else what happened."""
+    """Return "" if ``verb`` succeeded or raised a TierckptError in time, else the problem."""
     out, into = os.pipe()
     child = os.fork()
     if not child:
-        said = "ended without a word"
+        outcome = "ended without output"
         try:
             os.close(out)
             ownership.roots.clear()
             logging.disable(logging.CRITICAL)
             VERBS[verb](node)
-            said = "fine"
+            outcome = "fine"
         except (TierckptError, CheckpointException) as error:
             failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
             others = [one for one, _ in failures if not isinstance(one, TierckptError)]
-            said = f"{type(others[0]).__name__}: {others[0]}" if others else "fine"
+            outcome = f"{type(others[0]).__name__}: {others[0]}" if others else "fine"
         except BaseException as error:
             import traceback
 
-            said = f"{type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-4:])}"
+            outcome = f"{type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-4:])}"
         finally:
-            os.write(into, said.encode()[:60_000])
+            os.write(into, outcome.encode()[:60_000])
             os._exit(0)
     os.close(into)
     ready, _, _ = select.select([out], [], [], VERB_SECONDS)
     if not ready:
         os.kill(child, signal.SIGKILL)
     with os.fdopen(out, "rb") as stream:
-        said = stream.read().decode() if ready else f"nothing for {VERB_SECONDS:g} s"
+        outcome = stream.read().decode() if ready else f"nothing for {VERB_SECONDS:g} s"
     os.waitpid(child, 0)
-    return "" if said == "fine" else f"{verb}: {said}"
+    return "" if outcome == "fine" else f"{verb}: {outcome}"
 
 
-def test_whatever_lies_under_the_local_root_no_verb_hangs_or_raises_another_error(node: Node, template: Path) -> None:
-    assert not [wrong for verb in VERBS if (wrong := judge(node, verb))], "not even as it was"
-    _put_back(template)  # one of the verbs evicts
-    problems, done, begun = [], 0, time.monotonic()
+def test_no_operation_hangs_or_fails_untyped_on_unexpected_files(node: Node, template: Path) -> None:
+    assert not [wrong for verb in VERBS if (wrong := judge(node, verb))], "fails on the unchanged local root"
+    _restore_template(template)  # one of the operations evicts
+    problems, done, started = [], 0, time.monotonic()
     cases = [(path.relative_to(template / "local"), kind) for path in places(node) for kind in KINDS]
-    chosen = sorted(cases, key=_drawn)[: None if ALL else PART]
+    chosen = sorted(cases, key=_sample_number)[: None if IS_FULL else SAMPLE_SIZE]
     for place, kind in chosen:
-        _put_back(template)
+        _restore_template(template)
         plant(node.root / place, kind)
-        verbs = list(VERBS) if ALL else itertools.islice(itertools.cycle(VERBS), done, done + 4)
+        verbs = list(VERBS) if IS_FULL else itertools.islice(itertools.cycle(VERBS), done, done + 4)
         problems += [f"{kind} at {place}: {wrong}" for verb in verbs if (wrong := judge(node, verb))]
         done += 1
-    print(f"{done} cases in {time.monotonic() - begun:.0f} s")
+    print(f"{done} cases in {time.monotonic() - started:.0f} s")
     assert not problems, "\n".join(problems)
 
 
-def _drawn(case: tuple[Path, str]) -> int:
-    """The same in every run, and by the name: the paths of tokens and entries differ from run to run."""
+def _sample_number(case: tuple[Path, str]) -> int:
+    """Return a number that depends only on names that are the same in every run (not on tokens)."""
     place = "/".join(part for part in case[0].parts if len(part) < 14)
     return int(hashlib.sha256(f"{place} {case[1]}".encode()).hexdigest(), 16)

@@ -1,6 +1,6 @@
-"""Random training loops with a gradient log: a restore has the bits of training, and says why where it has fewer steps.
+"""Random training loops with a gradient log: a restore has the bits of training, or reports why it has fewer steps.
 
-``TIERCKPT_TEST_TRAINING_LOOPS`` loops from seed ``TIERCKPT_TEST_SEED`` on; for each hundred a process is killed.
+``TIERCKPT_TEST_TRAINING_LOOPS`` loops from seed ``TIERCKPT_TEST_SEED``; in each hundred, a process is killed.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_a_restored_loop_has_the_bits_of_training_or_says_why_not(tmp_path: Path) -> None:
+def test_restored_loop_equals_training_or_reports_why_not(tmp_path: Path) -> None:
     wrong, fired, ended = dict[int, str](), Counter[str](), Counter[str]()
     for seed in range(SEED, SEED + LOOPS):
         run = Run(seed, tmp_path / str(seed))
         trained = train_and_kill(run)
-        reason, said = check(run, trained)
+        reason, log = check(run, trained)
         if reason:
             wrong[seed] = f"{reason} ({dict(run.fired)})"
         fired += run.fired
         ended.update(one.partition(",")[0][:60] for one in trained.ends())
-        ended["at the restore"] += any("which ends there" in line for line in said.lines)
+        ended["at the restore"] += any("which ends there" in line for line in log.lines)
     print(f"{LOOPS} loops from seed {SEED}; logs that ended: {dict(ended)}; events: {dict(fired)}")
     assert not wrong
-    assert LOOPS < 500 or {name.partition(",")[0] for name in fired} >= set(EVENTS), "some kind of event never came"
+    assert LOOPS < 500 or {name.partition(",")[0] for name in fired} >= set(EVENTS), "an event kind never occurred"
 
 
 @pytest.mark.parametrize("event", ["edit_element", "edit_storage", "zero_moment_data", "edit_frozen"])
-@pytest.mark.parametrize("is_on", [True, False], ids=["as it is", "without digests"])
-def test_a_log_without_digests_is_found(
+@pytest.mark.parametrize("is_on", [True, False], ids=["no bug", "without digests"])
+def test_control_log_without_digests_is_found(
     event: str, is_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seeded: what the digest of a frame is for."""
+    """Control: without frame digests a wrong state is restored."""
     if not is_on:
         monkeypatch.setattr(guard, "frame_digest", lambda seen, others: "")
         monkeypatch.setattr(Attachments, "check", lambda *_: guard.no_check)
@@ -68,7 +68,7 @@ def test_a_log_without_digests_is_found(
     assert ("other bits" in reason) is not is_on
 
 
-def test_a_killed_process_leaves_a_log_with_the_bits_of_training(tmp_path: Path) -> None:
+def test_killed_process_leaves_a_log_equal_to_training(tmp_path: Path) -> None:
     chosen = random.Random(SEED)
     for number in range(max(1, LOOPS // 100)):
         run = Run(SEED + 100_000 + number, tmp_path / str(number))
@@ -83,5 +83,5 @@ def test_a_killed_process_leaves_a_log_with_the_bits_of_training(tmp_path: Path)
         run.steps = max(run.digests)
         for step in range(1, run.steps + 1):
             run.fired.update(f"{name}, {where}" for name, where in run.events.get(step, ()))
-        reason, said = check(run, Log())
-        assert not reason, (run.seed, run.events, reason, said.lines)
+        reason, log = check(run, Log())
+        assert not reason, (run.seed, run.events, reason, log.lines)
