@@ -27,7 +27,6 @@ from typing import Any
 from tests.services import ENVIRONMENT, REPOSITORY, die_with_parent, free_port
 
 OUR_ENV = ("TIERCKPT_", "AWS_", "AZURE_", "AZURITE_", "GOOGLE_")
-OUTPUT_CHARS_MAX = 6000
 
 _server: subprocess.Popen[str] | None = None
 _started: set[int] = set()

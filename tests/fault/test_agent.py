@@ -534,10 +534,7 @@ def test_commit_survives_a_coordinator_killed_after_it(file_uri: str, local_root
 
 def _outcomes_of(job: Job, ranks: list[int]) -> list[tuple[str, str]]:
     files = [job.folder / f"outcome.{rank}" for rank in ranks]
-    try:
-        until(lambda: all(file.exists() and file.read_text() for file in files), 60, "the outcomes of the other ranks")
-    except AssertionError as error:
-        raise AssertionError(f"{error}\n{job.output()}") from None
+    job.until(lambda: all(file.exists() and file.read_text() for file in files), "the outcomes of the other ranks")
     told = [file.read_text().split("|") for file in files]
     return [(outcome, seconds) for outcome, seconds in told]
 

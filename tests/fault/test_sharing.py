@@ -34,13 +34,8 @@ def survivors(
     others = [rank for rank in range(RANKS) if fault not in ("kill", "stop") or rank != victim]
     found = [folder / f"read-{rank}.json" for rank in others]
     try:
-        job.codes(0.0 if fault == "stop" else RETURN_SECONDS_MAX)
-        for _ in range(int(RETURN_SECONDS_MAX * 10)):
-            if all(path.exists() and path.read_text() for path in found):
-                break
-            job.codes(0.1)
+        job.until(lambda: all(path.exists() and path.read_text() for path in found), "the others", RETURN_SECONDS_MAX)
         assert (folder / "fired").exists(), "the fault has not happened"
-        assert all(path.exists() for path in found), job.output()[-6000:]
         return [json.loads(path.read_text()) for path in found]
     finally:
         job.kill()
