@@ -533,7 +533,7 @@ class Agent:
 
     def _on_peer_addresses(self, connection: Connection, received: list[int], addresses: list[str]) -> None:
         """Add the agents' addresses from the job's own store."""
-        self._cluster().record_report(addresses)
+        self._cluster().add_job_addresses(addresses)
 
     def _on_peer_status(self, connection: Connection, received: list[int]) -> Coroutine[Any, Any, Json]:
         return self._cluster().status()

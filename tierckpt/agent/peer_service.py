@@ -305,7 +305,7 @@ class PeerService:
         if (owner, version) in self._reports or len(self._reports) < FILLS_MAX:
             self._reports[(owner, version)] = clean
 
-    def record_report(self, addresses: Sequence[str]) -> None:
+    def add_job_addresses(self, addresses: Sequence[str]) -> None:
         """Add the agents' addresses from the job's own store (``peers=torchrun``)."""
         if self._lookup is not None and self.gossip is not None:
             self._lookup.set_job_addresses([str(address) for address in addresses])

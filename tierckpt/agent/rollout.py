@@ -261,7 +261,7 @@ ASKED_AT_A_TIME = 32
 
 
 class RolloutWatch:
-    """Follows the distribution of one version to all nodes. ``look`` queries each node once and updates ``rollout``.
+    """Follows the distribution of one version to all nodes. ``poll`` queries each node once and updates ``rollout``.
 
     Args:
         uri: URI of the version; None: the version that most nodes fill.

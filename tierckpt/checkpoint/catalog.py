@@ -61,7 +61,7 @@ async def listed_again(
     names: Callable[[], Awaitable[Collection[str]]],
     look: Callable[[Collection[str]], Awaitable[tuple[T, set[str]]]],
 ) -> T:
-    """Return what ``look`` makes of ``names``; list them again when one that it did not find is no longer there.
+    """Return the result of ``look`` for ``names``; list them again if a name that it did not find was removed.
 
     ``look`` returns its result and the names that it did not find.
 

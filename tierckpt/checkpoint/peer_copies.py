@@ -44,7 +44,7 @@ class PeerCopies(Protocol):
         """Ask which files each has, once. Returns itself."""
 
     def holders(self, entry: FileEntry) -> Sequence[Member]:
-        """Who had the whole of ``entry`` at the last ``look``."""
+        """Who had the whole of ``entry`` at the last ``query_files``."""
 
     def missing(self, entries: Iterable[FileEntry]) -> list[FileEntry]: ...
 

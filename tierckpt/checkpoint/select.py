@@ -469,7 +469,7 @@ class _Wait:
         look: Callable[[], Awaitable[T]],
         instead: Callable[[StoreError], Awaitable[T | None]] | None = None,
     ) -> T:
-        """``look`` until the store answers; after the first failure, take what ``instead`` has, if it has something."""
+        """Call ``look`` until the store answers; after a failure, return the value of ``instead``, if it has one."""
         while True:
             try:
                 return await self._answer(look())

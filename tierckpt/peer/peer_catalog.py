@@ -270,7 +270,7 @@ class PeerReplicas:
         return self
 
     def holders(self, entry: FileEntry) -> Sequence[Member]:
-        """Return the members that had all of ``entry`` at the last ``look``."""
+        """Return the members that had all of ``entry`` at the last ``query_files``."""
         return self._holders.get(entry.key, ()) if self._holders is not None else ()
 
     def missing(self, entries: Iterable[FileEntry]) -> list[FileEntry]:

@@ -53,7 +53,7 @@ class LocalCheckpoint:
 
 
 class LocalIndex:
-    """Index of the checkpoints below one local root, refreshed by ``look``. Reads an unchanged manifest once."""
+    """Index of the checkpoints below one local root, refreshed by ``refresh``. Reads an unchanged manifest once."""
 
     def __init__(self, local_root: Path) -> None:
         self._root = local_root
@@ -83,7 +83,7 @@ class LocalIndex:
         self._manifests = {path: known for path, known in self._manifests.items() if path in standing}
 
     def copies(self) -> list[LocalCheckpoint]:
-        """Return the checkpoints of any age with copies of others' saves, as of the last ``look``."""
+        """Return the checkpoints of any age with copies of others' saves, as of the last ``refresh``."""
         known = [(directory, manifest) for directory, (_, manifest) in self._manifests.items()]
         return list(self._here(step for step in known if (step[0] / REPLICA).exists()))
 
