@@ -359,7 +359,7 @@ def read_settings_file() -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no TOML: {error}", hint="Write lines like `concurrency = 2`") from None
+        raise ConfigError(f"{path} is not valid TOML: {error}", hint="Write lines like `concurrency = 2`") from None
 
 
 def _read_file(path: Path) -> bytes:

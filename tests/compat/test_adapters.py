@@ -459,7 +459,7 @@ def test_accelerate_removes_nothing_that_is_not_of_a_save_of_ours(s3_uri: str, t
     (own / "model").write_text("from before")
     run = TierState(Accelerator(cpu=True, project_dir=str(tmp_path / "out")), f"{s3_uri}/run")
     for name in (str(tmp_path / "out"), "../out", "checkpoints/checkpoint_0", "best", ""):
-        with pytest.raises(ConfigError, match="no name of a checkpoint"):
+        with pytest.raises(ConfigError, match="not a checkpoint name"):
             run.save(name)
     named = ProjectConfiguration(str(tmp_path / "out"), automatic_checkpoint_naming=True)
     run = TierState(Accelerator(cpu=True, project_config=named), f"{s3_uri}/run")

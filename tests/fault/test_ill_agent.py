@@ -181,7 +181,7 @@ def test_stopped_agent_costs_half_a_second_and_is_replaced(
     os.kill(real_agent, signal.SIGSTOP)
     assert_bounded_cost(waits, caplog, train(s3_uri, local_root))
     until(lambda: is_gone(real_agent), 60, "the end of the stopped agent")
-    assert len([text for text in warnings_of(caplog) if f"process {real_agent}) has said nothing" in text]) == 1
+    assert len([text for text in warnings_of(caplog) if f"process {real_agent}) did not respond" in text]) == 1
 
 
 @pytest.mark.slow

@@ -404,7 +404,7 @@ async def test_request_for_another_node_is_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("address", ["node-1:7117", "169.254.169.254:80", "[fe80::1]:80", "0.0.0.0:1", "127.0.0.1"])
 async def test_invalid_peer_address_gets_no_request(tmp_path: Path, address: str) -> None:
     node = Node(tmp_path)
-    with pytest.raises(PeerError, match="no address"):
+    with pytest.raises(PeerError, match="not a valid peer address"):
         await node.client().status(Member("x", address))
     await node.client().close()
 

@@ -228,7 +228,7 @@ def test_port_in_use_is_reported_and_bound_when_free(nodes: Callable[..., list[N
     [
         ("169.254.169.254", "", "not an address of a node"),
         ("slurm", "", "SLURM_JOB_NODELIST"),
-        ("127.0.0.1", "0.0.0.0:0", "to whoever asks"),
+        ("127.0.0.1", "0.0.0.0:0", "without authentication"),
     ],
 )
 def test_unusable_peer_settings_are_reported_and_the_agent_continues(

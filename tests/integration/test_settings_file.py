@@ -109,11 +109,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("not = [toml", "is no TOML"),
+        ("not = [toml", "is not valid TOML"),
         ("colour = 1", "colour"),
         ("concurrency = 0", "concurrency"),
         ('drain = "perhaps"', "drain"),
-        ("\0", "is no TOML"),
+        ("\0", "is not valid TOML"),
         ("#" * (2 << 20), "larger than"),
     ],
 )
@@ -126,7 +126,7 @@ def test_error_in_own_file_names_the_file(own: Path, text: str, said: str) -> No
 
 def test_non_utf8_file_raises(own: Path) -> None:
     own.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is no TOML"):
+    with pytest.raises(ConfigError, match="is not valid TOML"):
         Settings.load()
 
 

@@ -98,7 +98,7 @@ class Metrics:
         """
         if not is_loopback(host):
             raise ConfigError(
-                f"metrics are served on a loopback address only, {host!r} is none",
+                f"metrics are served on a loopback address only, not on {host!r}",
                 hint="Scrape them from the node itself, with a sidecar or the node's own exporter",
             )
         server = WebServer(self.settings, host=host, port=port, routes={"/metrics": self.page})

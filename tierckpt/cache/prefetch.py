@@ -178,7 +178,7 @@ async def _listed(
         if info.key not in names:
             path = _legal_name(info.key, names)
             names.add(path)
-            log.warning("%s: the key %r is no name of a file, and is fetched as %s", store.uri, info.key, path)
+            log.warning("%s: the key %r is not a valid file name; fetching it as %s", store.uri, info.key, path)
             requested.append(FileSpec(path, info.key, info.size_bytes, info.etag))
     return [item for item in requested if item.key not in other_kinds]
 

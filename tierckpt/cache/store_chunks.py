@@ -140,7 +140,7 @@ class Versions:
     async def reading(self, item: FileSpec) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
         """``ReadsWhole.reading`` of the listed version. Raises StoreError: not supported by the store."""
         if not isinstance(self.store, ReadsWhole):
-            raise StoreError(f"{self.store.uri} gives no whole files", file=item.path, tier=Tier.SHARED)
+            raise StoreError(f"{self.store.uri} does not return whole files", file=item.path, tier=Tier.SHARED)
         async with contextlib.AsyncExitStack() as stack:
             while True:
                 etag = self._condition(item)

@@ -188,5 +188,5 @@ def _put_back(checker: Checker, index: int, chunk: int, data: Buffer) -> None:
             log.warning("%s: cannot repair the damage in %s: %s", frozen.uri, directory, error)
             return
         checker.note_good(index, chunk)
-        log.warning("%s: %s is mended in %s, from the store", frozen.uri, path, directory)
+        log.warning("%s: %s is repaired in %s, from the store", frozen.uri, path, directory)
         return

@@ -36,7 +36,7 @@ def open_beneath(directory: Path, relative: str) -> int:
     """
     *folders, name = relative.split("/")
     if "\0" in relative or any(part in ("", ".", "..") for part in (*folders, name)):
-        raise OSError(errno.EXDEV, "it leads out, or is no path", relative)
+        raise OSError(errno.EXDEV, "it leads outside, or is not a path", relative)
     directory_fd = os.open(directory, _DIRECTORY)
     try:
         for folder in folders:

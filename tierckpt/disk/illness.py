@@ -68,7 +68,7 @@ os.register_at_fork(after_in_child=requests.forget)  # threads of the parent mad
 def ill_disk(where: object, **context: object) -> CheckpointSkippedError:
     return CheckpointSkippedError(
         f"the disk below {where} has not ended a request for {ILL_SECONDS:g} s",
-        hint=f"Training goes on, and the next save is tried again. Meanwhile {HINT}",
+        hint=f"Training continues, and the next save is tried. Meanwhile {HINT}",
         tier=Tier.LOCAL,
         **context,
     )

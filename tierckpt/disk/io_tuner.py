@@ -152,7 +152,7 @@ class ReadMode:
     def parse(cls, text: str) -> ReadMode:
         mode, _, threads = text.partition("/")
         if mode not in ("direct", "buffered", "straight") or not 1 <= int(threads) <= 256:
-            raise ValueError(f"{text!r} is no way to read")
+            raise ValueError(f"{text!r} is not a read mode")
         return cls(mode != "buffered", int(threads), mode == "straight")
 
 

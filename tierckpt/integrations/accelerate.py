@@ -51,7 +51,7 @@ class TierState:
                 hint="save(name), or automatic_checkpoint_naming=True of ProjectConfiguration and save()",
             )
         if name is not None and (step_of(name) is None or Path(name).name != name):
-            raise ConfigError(f"{name!r} is no name of a checkpoint", hint="Say save(f'step-{step}'): no path, a step")
+            raise ConfigError(f"{name!r} is not a checkpoint name", hint="Say save(f'step-{step}'): no path, a step")
         directory = self.directory / (name or f"checkpoint_{self._configuration.iteration}")
         started_mark = companion_path(
             self.directory.parent / directory.name, "-begun"

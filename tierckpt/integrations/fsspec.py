@@ -378,7 +378,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if old == new:
             return
         if f"{new}/".startswith(f"{old}/"):
-            raise ConfigError(f"{new} lies in {old}", hint="Move it to a place outside")
+            raise ConfigError(f"{new} is inside {old}", hint="Move it to a place outside")
         self.copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
         above = posixpath.commonpath([self._parent(old), self._parent(new)])
         if "/" not in above:  # two stores, or buckets: drains to them are unordered

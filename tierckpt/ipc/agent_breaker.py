@@ -94,7 +94,7 @@ class AgentBreaker:
         pid = kill_agent(self._local_root, only_stopped=silent_seconds < HUNG_SECONDS)
         if pid is not None:
             log.warning(
-                "the agent of %s (process %d) has said nothing for %.0f s and was killed: the next one goes on",
+                "the agent of %s (process %d) did not respond for %.0f s and was killed; the next one continues",
                 self._local_root,
                 pid,
                 silent_seconds,

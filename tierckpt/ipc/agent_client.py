@@ -109,7 +109,7 @@ def take_message(buffer: bytearray) -> Json | None:
     message = json.loads(bytes(buffer[_LENGTH.size : _LENGTH.size + size]))
     del buffer[: _LENGTH.size + size]
     if not isinstance(message, dict):
-        raise ValueError("a message that is no object")  # noqa: TRY004  # of the same kind as the one above
+        raise ValueError("a message that is not a JSON object")  # noqa: TRY004  # of the same kind as the one above
     return message
 
 

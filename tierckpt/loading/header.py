@@ -198,7 +198,7 @@ def _json(text: bytes) -> Any:
 def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):  # JSON has no NaN either
-        raise ValueError(f"{text[:20]} is no number of JSON")
+        raise ValueError(f"{text[:20]} is not a JSON number")
     return value
 
 

@@ -104,7 +104,7 @@ def check_listen(settings: Settings) -> tuple[str, int]:
     is_alone = is_loopback(host) or host == "localhost"
     if not (is_alone or read_secret(settings) is not None or settings.peer_tls_dir is not None):
         raise ConfigError(
-            f"peers would be served on {host} to whoever asks",
+            f"peers on {host} would be served without authentication",
             hint="Set peer_secret_file (the same on all nodes) or peer_tls_dir, or listen on 127.0.0.1",
         )
     return host, port

@@ -119,7 +119,7 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part.strip(), re.ASCII)
         if match is None:
-            raise _bad(text, f"has [{ranges}], which is no list of numbers and ranges")
+            raise _bad(text, f"has [{ranges}], which is not a list of numbers and ranges")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise _bad(text, f"has the range {part}, which goes down")
@@ -130,7 +130,7 @@ def _host_and_port(item: str) -> tuple[str, int]:
     if item.startswith("["):
         host, closing, port = item[1:].partition("]")
         if not closing or (port and not port.startswith(":")):
-            raise _bad(item, "is no IPv6 address in brackets")
+            raise _bad(item, "is not an IPv6 address in brackets")
         return _checked(host, item), _port(port[1:], item) if port else PORT
     if item.count(":") > 1:  # a bare IPv6 address
         return _checked(item, item), PORT

@@ -84,9 +84,9 @@ def _member(name: Any, address: Any, domain: Any, weight: float) -> Member:
     if not is_member_name(name):
         raise ValueError("not a member's name")
     if not (isinstance(domain, str) and _DOMAIN.fullmatch(domain)):
-        raise ValueError(f"the domain of {name} is none")
+        raise ValueError(f"the domain of {name} is invalid")
     if not (isinstance(address, str) and is_plain_address(address)):
-        raise ValueError(f"the address of {name} is no IP address with a port")
+        raise ValueError(f"the address of {name} is not an IP address with a port")
     if not 0 <= weight <= WEIGHT_MAX:  # False for NaN
         raise ValueError(f"the weight of {name} is {weight}")
     return Member(name, address, weight, domain)

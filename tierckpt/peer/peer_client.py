@@ -220,7 +220,7 @@ class PeerClient:
     ) -> tuple[Response, memoryview]:
         address = member if isinstance(member, str) else member.address
         if not is_plain_address(address):
-            raise PeerError(f"{address!r:.100} is no address that a peer can have", tier=Tier.PEER)
+            raise PeerError(f"{address!r:.100} is not a valid peer address", tier=Tier.PEER)
         for is_last in (False, True):
             call = _PeerCall(self, member, address, target, into, most, about_me, patience_seconds)
             body = await self._connections.run(call)

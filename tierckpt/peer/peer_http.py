@@ -191,7 +191,7 @@ def _parse_head(data: bytes) -> tuple[str, dict[str, str]]:
         raise WireError("a head without an end")
     first, *lines = data[: -len(_END)].split(b"\r\n")
     if not first.isascii() or not all(b":" in line for line in lines):
-        raise WireError("a head that is not ASCII, or a line that is no header")
+        raise WireError("a head that is not ASCII, or a malformed header")
     return first.decode(), _headers([(name, value) for name, _, value in (line.partition(b":") for line in lines)])
 
 
@@ -232,7 +232,7 @@ def host_and_port(address: str) -> tuple[str, int]:
     """Split ``host:port`` or ``[v6]:port``. Raises ConfigError: it is neither."""
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match["port"]) > 65535:
-        raise ConfigError(f"{address!r:.100} is no address", hint="Write host:port, or [v6]:port")
+        raise ConfigError(f"{address!r:.100} is not an address", hint="Write host:port, or [v6]:port")
     return match["six"] or match["host"], int(match["port"])
 
 

@@ -141,7 +141,7 @@ class Redo:
             except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
                 raise IntegrityError(
                     f"the steps of a window cannot be replayed: {type(error).__name__}: {error}",
-                    hint="It is damaged, or of another release. The previous checkpoint is used",
+                    hint="It is damaged, or from another release. The previous checkpoint is used",
                 ) from error
         return accepted
 
@@ -328,7 +328,7 @@ def unpack(tensors: Mapping[str, torch.Tensor], recipe: Json) -> Redo:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise IntegrityError(
             f"the recipe of a window cannot be used: {type(error).__name__}: {error}",
-            hint="It is damaged, or of another release. The previous checkpoint is used",
+            hint="It is damaged, or from another release. The previous checkpoint is used",
         ) from error
     return redo
 

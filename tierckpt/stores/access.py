@@ -126,7 +126,7 @@ def existing_file(found: Found) -> str:
     """Return the path ``found``. Raises ConfigError, with its variable, if the file is missing."""
     path = path_of(found)
     if not path.is_file():
-        raise ConfigError(f"{found.source} names {str(path)!r}, which is no file", hint=f"Correct {found.source}")
+        raise ConfigError(f"{found.source} names {str(path)!r}, which is not a file", hint=f"Correct {found.source}")
     return str(path)
 
 

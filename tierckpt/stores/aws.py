@@ -255,7 +255,7 @@ def _parse(path: str) -> dict[str, dict[str, Any]]:
         parser.read(path, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} is no file of AWS profiles: {type(error).__name__}",
+            f"{path} is not an AWS profile file: {type(error).__name__}",
             hint="Correct it; `aws configure list` reads it too",
         ) from None
     found = {

@@ -239,7 +239,7 @@ class LocalStore:
             write = partial(self._write, path, data)
             await to_completion(asyncio.to_thread(self._change, path, etag, write))
         except ObjectNotFoundError:
-            raise PreconditionFailedError(f"{path} is gone", path=path, tier=self.tier) from None
+            raise PreconditionFailedError(f"{path} no longer exists", path=path, tier=self.tier) from None
 
     async def remove(self, key: str, *, etag: str) -> None:
         path = self._path(key)

@@ -178,15 +178,15 @@ def translate(
     status, code = http_status(error), error_code(error)
     context: dict[str, Any] = {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
     if code == "NoSuchUpload":  # completed or aborted by a request with a lost response: a HEAD will tell
-        return StoreUnavailableError(f"the transfer of {target} is gone", hint="Try again", status=404, **context)
+        return StoreUnavailableError(
+            f"the upload of {target} no longer exists", hint="Try again", status=404, **context
+        )
     if is_missing(error):
         return ObjectNotFoundError(f"{target} does not exist", **context)
     if isinstance(error, obstore_errors.AlreadyExistsError):
         if status == 409 and location.scheme == "s3":
             # Not "exists" but "another write is running", which may still fail. (For Azure 409 is "exists".)
-            return StoreUnavailableError(
-                f"{target} is being written by somebody else", hint="Try again", status=409, **context
-            )
+            return StoreUnavailableError(f"another client is writing {target}", hint="Try again", status=409, **context)
         return PreconditionFailedError(f"{target} exists", **context)
     if isinstance(error, obstore_errors.PreconditionError | obstore_errors.NotModifiedError):
         return PreconditionFailedError(f"{target} has changed", **context)

@@ -462,7 +462,7 @@ class RemoteStore:
         except BucketNotFoundError:
             raise
         except ObjectNotFoundError:
-            raise PreconditionFailedError(f"{self.uri}/{key} is gone", uri=self.uri, key=key) from None
+            raise PreconditionFailedError(f"{self.uri}/{key} no longer exists", uri=self.uri, key=key) from None
 
     async def remove(self, key: str, *, etag: str) -> None:
         """Conditional ``delete``. After a HEAD, because servers without conditional DELETE ignore the condition (Ceph

@@ -60,7 +60,7 @@ def check_target(location: Location, local_root: Path) -> None:
         _check_fsspec_name(location)
     if location.scheme == "file" and Path(location.path).is_relative_to(local_root):
         raise ConfigError(
-            f"{location.path} lies inside local_root {local_root}",
+            f"{location.path} is inside local_root {local_root}",
             hint="Save to a directory outside it; local_root belongs to tierckpt",
         )
     if location.scheme == "file":

@@ -278,7 +278,7 @@ def test_an_assumed_role(way: str, moto: S3Server, monkeypatch: pytest.MonkeyPat
 
 def test_a_file_of_profiles_that_cannot_be_parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "bad").write_text("[default\nregion\n")
-    with pytest.raises(ConfigError, match="bad is no file of AWS profiles"):
+    with pytest.raises(ConfigError, match="bad is not an AWS profile file"):
         resolved(KEYS | {"AWS_CONFIG_FILE": str(tmp_path / "bad")}, monkeypatch)
 
 

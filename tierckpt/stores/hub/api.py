@@ -445,7 +445,7 @@ def check_http(url: str) -> str:
     """Return a URL's host. Raises StoreError: a Hub must not redirect to local files."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise StoreError(f"a Hub leads to {redact(url)[:100]!r}, which is no URL of HTTP", tier=Tier.SHARED)
+        raise StoreError(f"a Hub redirects to {redact(url)[:100]!r}, which is not an HTTP URL", tier=Tier.SHARED)
     return parts.netloc
 
 
