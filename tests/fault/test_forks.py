@@ -1,5 +1,5 @@
-"""Children of a process that has used storage: each start method, each verb that makes sense in a worker, while the
-parent transfers (fork_scenarios.py); and what a child holds of its parent's (nothing)."""
+"""Children of a process that has used storage: each start method, each operation of a worker, during transfers of the
+parent (fork_scenarios.py). A child holds no lock or lease of its parent."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.services import ENVIRONMENT, azurite_server, moto_server
 from tierckpt.disk import read_lease
 from tierckpt.disk.file_lock import try_lock
 
-EVERY = bool(ENVIRONMENT.get("TIERCKPT_TEST_FORKS"))
+IS_FULL = bool(ENVIRONMENT.get("TIERCKPT_TEST_FORKS"))
 FULL_SUM = float(sum(range(100_000)))
-WAYS = ("fork", "grandchild", "loader-fork", "exit", "forkserver", "spawn", "loader-spawn")
+METHODS = ("fork", "grandchild", "loader-fork", "exit", "forkserver", "spawn", "loader-spawn")
 
 
 @pytest.fixture
@@ -41,15 +41,19 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
 
 CASES = [
     ("s3", "inline", ("fork", "loader-fork", "loader-spawn", "exit")),
-    *([("s3", mover, WAYS) for mover in ("inline", "agent")] if EVERY else []),
-    *([("az", "inline", WAYS), ("directory", "agent", WAYS), ("directory", "inline", WAYS)] if EVERY else []),
+    *([("s3", mover, METHODS) for mover in ("inline", "agent")] if IS_FULL else []),
+    *(
+        [("az", "inline", METHODS), ("directory", "agent", METHODS), ("directory", "inline", METHODS)]
+        if IS_FULL
+        else []
+    ),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900 if EVERY else 300)
+@pytest.mark.timeout(900 if IS_FULL else 300)
 @pytest.mark.parametrize(("place", "mover", "ways"), CASES, indirect=["place"])
-def test_children_can_do_all_that_their_parent_can(
+def test_children_can_use_storage_like_their_parent(
     place: tuple[str, dict[str, str]], tmp_path: Path, mover: str, ways: tuple[str, ...]
 ) -> None:
     root, environment = place
@@ -58,8 +62,8 @@ def test_children_can_do_all_that_their_parent_can(
         use_storage_in_children, tmp_path / "job", env={**environment, "TIERCKPT_MOVER": mover}, idle_seconds=1.0,
         root=root, ways=ways,
     )  # fmt: skip
-    said = job.result(800 if EVERY else 250)
-    wanted = {
+    results = job.result(800 if IS_FULL else 250)
+    expected = {
         "latest": f"{root}/run/step-2",
         "ls": ["step-0", "step-1", "step-2"],
         "read": 1_200_080,
@@ -72,12 +76,16 @@ def test_children_can_do_all_that_their_parent_can(
     }
     for way in ways:
         if way == "exit":
-            assert said[way] == [7, True]
+            assert results[way] == [7, True]
         else:
-            assert said[way] == (8 if way.startswith("loader") else wanted), (way, said[way], job.output()[-6000:])
+            assert results[way] == (8 if way.startswith("loader") else expected), (
+                way,
+                results[way],
+                job.output()[-6000:],
+            )
 
 
-def test_a_lock_and_a_lease_end_with_their_process_though_a_child_lives_on(tmp_path: Path) -> None:
+def test_lock_and_lease_end_with_their_process_despite_a_live_child(tmp_path: Path) -> None:
     path, directory = tmp_path / "entry.lock", tmp_path / "step-1"
     reading, writing = os.pipe()
     holder = os.fork()
@@ -102,7 +110,7 @@ def test_a_lock_and_a_lease_end_with_their_process_though_a_child_lives_on(tmp_p
         os.kill(worker, signal.SIGKILL)
 
 
-def test_a_child_that_ends_what_its_parent_began_lets_go_of_nothing(tmp_path: Path) -> None:
+def test_child_cannot_release_its_parents_locks(tmp_path: Path) -> None:
     path, directory = tmp_path / "entry.lock", tmp_path / "step-1"
     with ExitStack() as block:
         assert block.enter_context(try_lock(path, remove=True))

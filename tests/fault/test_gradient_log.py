@@ -58,7 +58,7 @@ def test_killed_job_loses_no_durable_step(tmp_path: Path) -> None:
         durable = max([resumed, *(int(line.split()[1]) for line in lines)])
         again = Job()
         again.resume(tmp_path / "log")
-        assert again.step >= durable, "a step that was durable is lost"
+        assert again.step >= durable, "a durable step is lost"
         assert again.checksum() == reference.at(again.step)
         lost.append(resumed + len(lines) - again.step)
         resumed = again.step

@@ -28,10 +28,12 @@ def play_until_wrong(first: int, count: int, bug: str = "") -> list[History]:
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_histories_find_each_seeded_bug(bug: str) -> None:
-    assert any(one.wrong for one in play_until_wrong(0, HISTORIES_OF_BUGS, bug)), "not found"
+    assert any(one.wrong for one in play_until_wrong(0, HISTORIES_OF_BUGS, bug)), (
+        f"not found in {HISTORIES_OF_BUGS} histories"
+    )
 
 
-def test_a_job_that_goes_back_loses_nothing_it_was_told() -> None:
+def test_histories_lose_no_acknowledged_checkpoint() -> None:
     histories = play_until_wrong(0, HISTORIES)
     assert not [one for one in histories if one.wrong], histories[-1].told
     assert len(histories) == HISTORIES

@@ -93,7 +93,7 @@ def test_slow_disk_is_waited_for(monkeypatch: Patch) -> None:
         with requests.counted():
             now[0] += 0.75 * illness.ILL_SECONDS
             assert not requests.is_ill
-    assert requests.seconds_left() == illness.ILL_SECONDS, "it was requests for nothing"
+    assert requests.seconds_left() == illness.ILL_SECONDS, "a request is pending"
     with requests.counted(), requests.counted():
         now[0] += illness.ILL_SECONDS
         assert requests.is_ill

@@ -59,10 +59,10 @@ def test_interrupt_ends_an_operation_without_other_output(
     child.until(lambda: child.lines() == ["begun"], "the verb to begin")
     time.sleep(random.Random(f"{verb} {seed}").uniform(0.0, 1.5))
     os.kill(child.pids[0], signal.SIGINT)
-    codes, said = child.codes(120), child.output()
-    assert codes == [-signal.SIGINT], said[-4000:]
-    assert said.count("\nKeyboardInterrupt") == 1, said[-4000:]
-    assert not [noise for noise in NOISE if noise in said], said[-4000:]
+    codes, errors = child.codes(120), child.output()
+    assert codes == [-signal.SIGINT], errors[-4000:]
+    assert errors.count("\nKeyboardInterrupt") == 1, errors[-4000:]
+    assert not [noise for noise in NOISE if noise in errors], errors[-4000:]
 
 
 async def test_closed_work_has_ended_however_often_it_is_cancelled() -> None:

@@ -1,4 +1,4 @@
-"""A node is lost with its gradient log: the job goes on elsewhere, at the step that the other node had, bit for bit."""
+"""A node is lost with its gradient log: the job resumes elsewhere at the step of the peer's copy, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.fault import step_log_scenarios
 from tests.fault.log_copies_bugs import PIECES
 from tests.fault.runner import start
-from tests.fault.test_step_log_kills import Seen
+from tests.fault.test_step_log_kills import JobOutput
 from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
 from tierckpt.format.layout import GRADIENTS_DIR
@@ -31,16 +31,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def acknowledged(node: Node) -> int:
-    """Up to which step the other node has the logs of all ranks, as this one's status says."""
+    """Return the step up to which the peer has the logs of all ranks, by this node's status."""
     return min((row["peers_step"] for row in node.replicas()["logs"]), default=-1)
 
 
-def train(node: Node, folder: Path, steps: int, ranks: int = 1, **options: Any) -> Seen:
+def train(node: Node, folder: Path, steps: int, ranks: int = 1, **options: Any) -> JobOutput:
     job = start(
         step_log_scenarios.train, folder, ranks, env=node.env, uri=f"{folder}/run", steps=steps, interval=20, **options
     )
     assert job.codes(120) == [0] * ranks, job.output()[-3000:]
-    return Seen(folder, ranks)
+    return JobOutput(folder, ranks)
 
 
 def copies(node: Node, folder: Path) -> list[Path]:
@@ -48,7 +48,7 @@ def copies(node: Node, folder: Path) -> list[Path]:
     return sorted(found.rglob("*.gradients"))
 
 
-def begins(node: Node, folder: Path) -> list[int]:
+def first_log_steps(node: Node, folder: Path) -> list[int]:
     return [log_segments.step_of_path(path) for path in copies(node, folder)]
 
 
@@ -57,15 +57,15 @@ def all_copied(nodes: Nodes, folder: Path, step: int) -> None:
     nodes.until(lambda: nodes[0].has_all_replicas(uri), f"a copy of step {step}")
 
 
-def test_a_lost_node_costs_what_its_peer_had_not_acknowledged(fleet: Fleet, tmp_path: Path) -> None:
+def test_lost_node_loses_only_steps_without_a_copy(fleet: Fleet, tmp_path: Path) -> None:
     with cluster(fleet, tmp_path, 2, **SETTINGS) as nodes:
         train(nodes[0], tmp_path, 47, RANKS)
         all_copied(nodes, tmp_path, 40)
-        nodes.until(lambda: acknowledged(nodes[0]) >= 46, "the log to be copied")
-        # Here two checkpoints lead to the newest step. There one that both nodes have is enough.
-        nodes.until(lambda: begins(nodes[1], tmp_path) == [40, 40], "what a copied checkpoint has to go")
+        nodes.until(lambda: acknowledged(nodes[0]) >= 46, "a copy of the log")
+        # This node needs two checkpoints for its newest step; one that both nodes have suffices there.
+        nodes.until(lambda: first_log_steps(nodes[1], tmp_path) == [40, 40], "the removal of older logs")
         job = start(step_log_scenarios.train, tmp_path, RANKS, env=nodes[0].env, uri=f"{tmp_path}/run", steps=10**6)
-        nodes.until(lambda: acknowledged(nodes[0]) >= 60, "more of the log to be copied")
+        nodes.until(lambda: acknowledged(nodes[0]) >= 60, "a longer copy of the log")
         job.kill()
         at = acknowledged(nodes[0])
         nodes[0].lose()
@@ -73,25 +73,27 @@ def test_a_lost_node_costs_what_its_peer_had_not_acknowledged(fleet: Fleet, tmp_
 
 
 @pytest.mark.parametrize("bug", ["stall", "counted before it is whole"])
-def test_a_frame_counts_when_it_is_whole(fleet: Fleet, tmp_path: Path, bug: str) -> None:
-    """The other node's agent is killed in the middle of a segment, and then the node that it copies from is lost."""
+def test_only_whole_frames_count(fleet: Fleet, tmp_path: Path, bug: str) -> None:
+    """The peer's agent is killed within a segment, then the node that it copies from is lost."""
     with cluster(fleet, tmp_path, 2, **SETTINGS) as nodes:
         nodes[1].kill()
         train(nodes[0], tmp_path, 9)
         [own] = (nodes[0].directory(f"{tmp_path}/run") / GRADIENTS_DIR / "rank-0").glob("*.gradients")
         frame = (own.stat().st_size - 4096) // own.read_bytes().count(log_segments.FRAME)
-        blocks = 1 + 5 * frame // 4096 + frame // 8192  # the head, five frames, and half of one
+        blocks = 1 + 5 * frame // 4096 + frame // 8192  # the head, five frames and half of one
         nodes[1].env[PIECES], nodes[1].bug = str(blocks), bug
         nodes[1].start()
         nodes.meet(2)
         all_copied(nodes, tmp_path, 1)
-        told = 6 if bug == "stall" else 7
-        nodes.until(lambda: acknowledged(nodes[0]) == told, "five steps behind the first to be copied")
+        copied_step = 6 if bug == "stall" else 7
+        nodes.until(lambda: acknowledged(nodes[0]) == copied_step, "copies of five steps after the first")
         nodes[1].kill()
         [copy] = copies(nodes[1], tmp_path)
-        assert copy.stat().st_size == 4096 * blocks, "it was not killed in the middle of a frame"
+        assert copy.stat().st_size == 4096 * blocks, "the kill was not within a frame"
         nodes[0].lose()
         nodes[1].bug = "none, but hurry"
         nodes[1].start()
         seen = train(nodes[1], tmp_path, 0)
-        assert (seen.resumed() >= told) == (bug == "stall"), f"resumed at {seen.resumed()}, {told} was acknowledged"
+        assert (seen.resumed() >= copied_step) == (bug == "stall"), (
+            f"resumed at {seen.resumed()}, {copied_step} was acknowledged"
+        )

@@ -1,6 +1,6 @@
-"""A rank of four is killed in each phase of a save and of a restore: the others return, and the job comes back.
+"""One rank of four is killed in each phase of a save and of a restore: the others return, and the job restarts.
 
-Cites docs/internals/commit.md 4. ``TIERCKPT_TEST_RANK_DEATHS`` is how often (``make torture``: 10).
+Invariants: docs/internals/commit.md 4. ``TIERCKPT_TEST_RANK_DEATHS`` sets the repetitions (``make torture``: 10).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ RANKS = 4
 LAST = RANKS - 1
 RETURN_SECONDS_MAX = 60.0
 TIMES = int(os.environ.get("TIERCKPT_TEST_RANK_DEATHS", "1"))
-AT_ONCE = 7
-"""Jobs that run side by side: most of the time of each is waiting."""
+PARALLEL_JOBS = 7
+"""Jobs that run in parallel: most of their time is waiting."""
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300 * TIMES)]
 
@@ -55,11 +55,11 @@ BUGS = [
     Death("Checkpointer", "flush", LAST, "wait for ever"),
     Death("Checkpointer", "flush", LAST, "commit without the dead"),
 ]
-"""Controls: what must be found."""
+"""Seeded bugs that must be found."""
 
 
 def lose_ranks(folder: Path, deaths: list[Death], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What goes wrong when each of ``deaths`` comes to pass, each in a job of its own."""
+    """Run each of ``deaths`` in a job of its own and return the problems."""
     jobs: list[tuple[Death, Path, Job]] = []
     for number, death in enumerate(deaths):
         home = folder / str(number)
@@ -83,40 +83,40 @@ def lose_ranks(folder: Path, deaths: list[Death], monkeypatch: pytest.MonkeyPatc
     return problems
 
 
-def _told(home: Path) -> dict[int, tuple[str, float]]:
+def _outcomes(home: Path) -> dict[int, tuple[str, float]]:
     return {int(path.name[5:]): tuple(json.loads(path.read_text())) for path in home.glob("told-*")}
 
 
 def _problems(death: Death, home: Path, codes: list[int | None], job: Job) -> Iterator[str]:
     if codes[death.victim] != -9:
-        yield f"nobody died there: {codes}"
-    told = _told(home)
+        yield f"no rank died there: {codes}"
+    outcomes = _outcomes(home)
     for rank in set(range(RANKS)) - {death.victim}:
-        if rank not in told:
+        if rank not in outcomes:
             yield f"rank {rank} has not returned ({codes[rank]})\n{job.output()[-2000:]}"
 
 
 def _problems_after(home: Path, codes: list[int | None], job: Job) -> Iterator[str]:
     if codes != [0] * RANKS:
-        yield f"the job does not come back: {codes}\n{job.output()[-3000:]}"
+        yield f"the job does not restart: {codes}\n{job.output()[-3000:]}"
         return
     found = [*job.results().values()]
     steps = {step for step, _ in found}
-    saved = any(told.startswith("saved") for told, _ in _told(home).values())
+    saved = any(outcome.startswith("saved") for outcome, _ in _outcomes(home).values())
     if len(steps) != 1 or not steps <= {1, 2} or not all(whole for _, whole in found):
         yield f"restored {found}"
     elif saved and steps != {2}:
-        yield f"went back to step 1, though a rank was told that step 2 was saved: {_told(home)}"
+        yield f"restored step 1, although a rank reported step 2 as saved: {_outcomes(home)}"
 
 
 @pytest.mark.slow
-def test_the_others_return_and_the_job_comes_back(
+def test_other_ranks_return_and_the_job_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     problems = []
     deaths = BUGS + (DEATHS[::3] if TIMES == 1 else (DEATHS + MORE_DEATHS) * TIMES)
-    for at in range(0, len(deaths), AT_ONCE):
-        problems += lose_ranks(tmp_path / str(at), deaths[at : at + AT_ONCE], monkeypatch)
+    for at in range(0, len(deaths), PARALLEL_JOBS):
+        problems += lose_ranks(tmp_path / str(at), deaths[at : at + PARALLEL_JOBS], monkeypatch)
     record_property("deaths", len(deaths) - len(BUGS))
     found = [problem for problem in problems if any(bug.bug in problem for bug in BUGS)]
     assert any("wait for ever: rank" in problem and "has not returned" in problem for problem in found), found

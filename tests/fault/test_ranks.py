@@ -54,7 +54,7 @@ def test_all_ranks_raise_if_one_cannot_write_asynchronously(failing: int, s3_uri
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_other_ranks_raise_in_time_if_one_dies(killed: int, file_uri: str, tmp_path: Path) -> None:
-    # The rank that hosts the rendezvous store takes it along when it dies; the others then lose the store at once.
+    # If the rank with the rendezvous store dies, the others lose the store at once.
     options = {"uri": file_uri, "way": "Checkpointer", "phase": "flush", "victim": killed}
     job = start(rank_scenarios.lose_a_rank, tmp_path / "job", 2, **options)
     assert job.codes(60)[killed] == -signal.SIGKILL, job.output()
@@ -124,7 +124,7 @@ def test_killed_save_leaves_the_old_or_the_new_checkpoint(
     save(uri, {"w": torch.full((100_000,), 1.0)})
     tierckpt.wait(uri, timeout_seconds=60)
     saver = start(single_scenarios.die_at, tmp_path / "saver", uri=uri, point=point)
-    assert saver.codes() == [-signal.SIGKILL], saver.output()  # the fault really fired
+    assert saver.codes() == [-signal.SIGKILL], saver.output()  # the kill happened
     assert load(uri, {"w": torch.zeros(100_000)})["w"].unique().tolist() == [survivor]
     close_all()  # as in a restarted job, the journal is read again
     save(uri, {"w": torch.full((100_000,), 3.0)})  # the next save works and removes the leftovers

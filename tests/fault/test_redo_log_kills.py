@@ -38,10 +38,10 @@ def check_run(run: Path, steps: set[int]) -> None:
     """Check that stock PyTorch reads one version, and that the restored step is one of ``steps``, bit for bit."""
     for metadata in run.glob("step-*/.metadata"):
         step = int(metadata.parent.name.removeprefix("step-"))
-        read, wanted = Job(), Job().train_to(step)
+        read, expected = Job(), Job().train_to(step)
         model = read.model.state_dict()
         dcp.load({"model": model}, checkpoint_id=metadata.parent)
-        assert all((one == model[name]).all() for name, one in wanted.model.state_dict().items()), metadata
+        assert all((one == model[name]).all() for name, one in expected.model.state_dict().items()), metadata
     job = Job()
     restored(run, job)
     assert job.step in steps

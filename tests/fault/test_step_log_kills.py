@@ -1,4 +1,4 @@
-"""A job with a gradient log that is killed at any moment resumes at most one step before, bit for bit."""
+"""A job with a gradient log, killed at any moment, loses at most one step, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1200)]
 KILLS = int(ENVIRONMENT.get("TIERCKPT_TEST_LOG_KILLS", "1"))
 
 
-class Seen:
-    """What the ranks of a job, in all its lives, said of each step."""
+class JobOutput:
+    """The output of all ranks of a job, over all its restarts."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.lines = [
@@ -32,14 +32,14 @@ class Seen:
             for rank in range(ranks)
         ]
 
-    def said(self, rank: int, word: str) -> list[tuple[int, str]]:
+    def lines_with(self, rank: int, word: str) -> list[tuple[int, str]]:
         return [(int(line[1]), line[2].strip()) for line in self.lines[rank] if line[0] == word and len(line) == 3]
 
     def count(self, word: str) -> int:
-        return len(self.said(0, word))
+        return len(self.lines_with(0, word))
 
     def ended(self) -> int:
-        """The newest step that ended on all ranks, in the last life."""
+        """The newest step that ended on all ranks since the last restart."""
         return min(max((step for step, _ in self._last_life(rank, "ended")), default=0) for rank in range(self.ranks))
 
     @property
@@ -47,8 +47,8 @@ class Seen:
         return len(self.lines)
 
     def resumed(self) -> int:
-        """Where the last life began: at one step, and with the bits that an earlier life had there."""
-        steps = {self.said(rank, "resumed")[-1][0] for rank in range(self.ranks)}
+        """The step of the last resume, the same on all ranks, with the bits that it had before."""
+        steps = {self.lines_with(rank, "resumed")[-1][0] for rank in range(self.ranks)}
         assert len(steps) == 1, steps
         self.check()
         return steps.pop()
@@ -56,15 +56,15 @@ class Seen:
     def check(self) -> None:
         for rank in range(self.ranks):
             trained: dict[int, str] = {}
-            for step, digest in self.said(rank, "trained"):
+            for step, digest in self.lines_with(rank, "trained"):
                 assert trained.setdefault(step, digest) == digest, f"step {step} of rank {rank} has other bits"
-            for step, digest in self.said(rank, "resumed"):
-                assert not step or trained[step] == digest, f"rank {rank} was brought to other bits at step {step}"
+            for step, digest in self.lines_with(rank, "resumed"):
+                assert not step or trained[step] == digest, f"rank {rank} resumed with other bits at step {step}"
 
     def _last_life(self, rank: int, word: str) -> list[tuple[int, str]]:
         lines = self.lines[rank]
-        begun = max(number for number, line in enumerate(lines) if line[0] == "resumed")
-        return [(int(line[1]), line[2].strip()) for line in lines[begun:] if line[0] == word and len(line) == 3]
+        last_resume = max(number for number, line in enumerate(lines) if line[0] == "resumed")
+        return [(int(line[1]), line[2].strip()) for line in lines[last_resume:] if line[0] == word and len(line) == 3]
 
 
 def wait_for(job: Job, folder: Path, word: str, times: int, ranks: int = 1) -> None:
@@ -73,7 +73,7 @@ def wait_for(job: Job, folder: Path, word: str, times: int, ranks: int = 1) -> N
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (1, {"window_steps": 4}), (2, {})], ids=["1", "windows", "2"])
-def test_a_job_that_is_killed_loses_one_step_at_most(
+def test_killed_job_loses_at_most_one_step(
     tmp_path: Path, local_root: Path, file_uri: str, ranks: int, options: dict[str, Any]
 ) -> None:
     chosen, lost, ended = random.Random(ranks), [], 0
@@ -82,11 +82,11 @@ def test_a_job_that_is_killed_loses_one_step_at_most(
             step_log_scenarios.train, tmp_path, ranks, uri=file_uri, interval=20 if not options else 6, **options
         )
         wait_for(job, tmp_path, "resumed", kill + 1, ranks)
-        first = 4 if options and not kill else 0  # nothing is logged before the first checkpoint
-        wait_for(job, tmp_path, "ended", Seen(tmp_path, 1).count("ended") + first + chosen.choice((0, 3, 10, 30)))
+        first = 4 if options and not kill else 0  # no log before the first checkpoint
+        wait_for(job, tmp_path, "ended", JobOutput(tmp_path, 1).count("ended") + first + chosen.choice((0, 3, 10, 30)))
         time.sleep(chosen.uniform(0.0, 0.05))
         job.kill()
-        seen = Seen(tmp_path, ranks)
+        seen = JobOutput(tmp_path, ranks)
         resumed = seen.resumed()
         lost.append(ended - resumed)
         assert lost[-1] <= 1, job.output()[-3000:]
@@ -94,15 +94,15 @@ def test_a_job_that_is_killed_loses_one_step_at_most(
     print(f"{KILLS} kills over {ended} steps; steps lost: {max(lost)} at most")
 
 
-def test_ranks_with_optimizers_near_storage_go_on_from_one_checkpoint(
+def test_ranks_with_near_storage_optimizers_resume_from_one_checkpoint(
     tmp_path: Path, local_root: Path, file_uri: str
 ) -> None:
-    """Its shards are joined, nothing of the optimizer was copied, and plain PyTorch reads it."""
+    """The shards are joined without copies of the optimizer, and plain PyTorch reads the checkpoint."""
     chosen = random.Random(0)
     for kill in range(max(1, KILLS // 2)):
         job = start(step_log_scenarios.train, tmp_path, 2, uri=file_uri, near=True, interval=3)
         wait_for(job, tmp_path, "resumed", kill + 1)
-        wait_for(job, tmp_path, "ended", Seen(tmp_path, 1).count("ended") + chosen.choice((4, 5, 8)))
+        wait_for(job, tmp_path, "ended", JobOutput(tmp_path, 1).count("ended") + chosen.choice((4, 5, 8)))
         time.sleep(chosen.uniform(0.0, 0.05))
         job.kill()
     seen, _ = run(tmp_path, 2, uri=file_uri, near=True, interval=3, steps=12)
@@ -121,37 +121,35 @@ def test_ranks_with_optimizers_near_storage_go_on_from_one_checkpoint(
     assert torch.equal(found["optimizer.state.0.weight.master"].bfloat16(), found["model.0.weight"])
 
 
-def run(folder: Path, ranks: int, **options: Any) -> tuple[Seen, str]:
+def run(folder: Path, ranks: int, **options: Any) -> tuple[JobOutput, str]:
     job = start(step_log_scenarios.train, folder, ranks, **options)
     assert job.codes(120) == [0] * ranks, job.output()[-3000:]
-    return Seen(folder, ranks), job.output()
+    return JobOutput(folder, ranks), job.output()
 
 
 @pytest.mark.parametrize("bug", ["a missing frame", "a frame of another step", "frames out of order"])
-def test_what_does_not_follow_is_not_applied_and_said(
+def test_gap_in_the_log_ends_the_replay_and_is_reported(
     tmp_path: Path, local_root: Path, file_uri: str, bug: str
 ) -> None:
     run(tmp_path, 1, uri=file_uri, steps=9, bug=bug)
-    seen, said = run(tmp_path, 1, uri=file_uri, steps=9)
-    assert seen.resumed() == 5  # the first step is a checkpoint, and the fifth frame is of the sixth
-    assert "4 steps of the gradient log" in said and ", which ends there" in said
+    seen, output = run(tmp_path, 1, uri=file_uri, steps=9)
+    assert seen.resumed() == 5  # the first step is a checkpoint, so the fifth frame is step 6
+    assert "4 steps of the gradient log" in output and ", which ends there" in output
 
 
 @pytest.mark.parametrize("bug", ["a stale hyperparameter", "gradients cast"])
-def test_a_step_that_is_made_again_otherwise_is_seen_by_its_bits(
-    tmp_path: Path, local_root: Path, file_uri: str, bug: str
-) -> None:
-    """Seeded: the comparison of the kills must be able to fail."""
+def test_control_step_with_other_bits_is_found(tmp_path: Path, local_root: Path, file_uri: str, bug: str) -> None:
+    """Control: the comparison of bits finds a seeded bug."""
     run(tmp_path, 1, uri=file_uri, steps=9, bug=bug)
     seen, _ = run(tmp_path, 1, uri=file_uri, steps=9)
     with pytest.raises(AssertionError, match="other bits"):
         seen.check()
 
 
-def test_ranks_go_to_the_newest_step_that_all_have(tmp_path: Path, local_root: Path, file_uri: str) -> None:
-    """One rank has lost two steps, then half a frame; then there are other ranks."""
+def test_ranks_resume_at_the_newest_common_step(tmp_path: Path, local_root: Path, file_uri: str) -> None:
+    """One rank loses two steps, then half a frame; then the number of ranks changes."""
     seen, _ = run(tmp_path, 2, uri=file_uri, steps=9)
-    digests = [dict(seen.said(rank, "trained")) for rank in range(2)]
+    digests = [dict(seen.lines_with(rank, "trained")) for rank in range(2)]
     root = local_dir(local_root, parse_uri(file_uri)) / GRADIENTS_DIR
     [path] = log_segments.paths_in(root / "rank-1")
     data = path.read_bytes()
@@ -159,18 +157,18 @@ def test_ranks_go_to_the_newest_step_that_all_have(tmp_path: Path, local_root: P
         log_segments.FRAME
     )  # the head takes a block; the first step is a checkpoint
     path.write_bytes(data[: 4096 + 6 * frame + 5000])
-    seen, said = run(tmp_path, 2, uri=file_uri, steps=0)
+    seen, output = run(tmp_path, 2, uri=file_uri, steps=0)
     at = seen.resumed()
-    assert at == 7, said[-3000:]
-    assert "rank 1:" in said and "cut short" in said
-    assert all(seen.said(rank, "resumed")[-1] == (at, digests[rank][at]) for rank in range(2))
+    assert at == 7, output[-3000:]
+    assert "rank 1:" in output and "cut short" in output
+    assert all(seen.lines_with(rank, "resumed")[-1] == (at, digests[rank][at]) for rank in range(2))
     damaged = bytearray(path.read_bytes())
-    damaged[4096 + 3 * frame + frame // 2] ^= 1  # of a gradient: found when it is read
+    damaged[4096 + 3 * frame + frame // 2] ^= 1  # in a gradient: found by the digest
     path.write_bytes(damaged)
-    seen, said = run(tmp_path, 2, uri=file_uri, steps=0)
+    seen, output = run(tmp_path, 2, uri=file_uri, steps=0)
     back = seen.resumed()
-    assert back == 4 and "does not match its digest" in said
-    assert all(seen.said(rank, "resumed")[-1] == (back, digests[rank][back]) for rank in range(2))
-    _, said = run(tmp_path / "one", 1, uri=file_uri, steps=0, has_statistics=False)
-    assert "it was written by a job of 2 ranks" in said
-    assert Seen(tmp_path / "one", 1).said(0, "resumed")[-1][0] == 1
+    assert back == 4 and "does not match its digest" in output
+    assert all(seen.lines_with(rank, "resumed")[-1] == (back, digests[rank][back]) for rank in range(2))
+    _, output = run(tmp_path / "one", 1, uri=file_uri, steps=0, has_statistics=False)
+    assert "it was written by a job of 2 ranks" in output
+    assert JobOutput(tmp_path / "one", 1).lines_with(0, "resumed")[-1][0] == 1
