@@ -114,7 +114,7 @@ class Job:
         deadline = time.monotonic() + timeout_seconds
         while not (value := is_true()):
             assert time.monotonic() < deadline, f"waited {timeout_seconds:g} s for {what}\n{self.output()}"
-            time.sleep(0.002)
+            time.sleep(0.005)
         return value
 
     def output(self) -> str:
@@ -148,7 +148,9 @@ def _ask(**request: Any) -> Any:
 
 
 def _serve() -> None:
-    import torch  # noqa: F401
+    import torch.distributed  # noqa: F401
+
+    import tierckpt.ipc.agent_client  # noqa: F401  # else each rank would import it
 
     codes: dict[int, int | None] = {}
     """The exit code of each process; None while it runs."""
@@ -213,6 +215,8 @@ def _become_rank(request: dict[str, Any], module: Any, rank: int, port: str) -> 
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+    if getattr(module, "EXITS_AT_ONCE", False):
+        os._exit(0)
     sys.exit(0)  # with all that Python does at the end of a program
 
 
