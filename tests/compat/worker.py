@@ -25,10 +25,8 @@ COLLECTIVE_TIMEOUT_SECONDS = 60.0
 OUTPUT_CHARS_MAX = 6000
 PRELOAD = (
     "torch._dynamo",  # imported by the first DTensor of a process, in two seconds
-    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "tierckpt.training.checkpointer",
 )
 
 

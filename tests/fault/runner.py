@@ -148,9 +148,11 @@ def _ask(**request: Any) -> Any:
 
 
 def _serve() -> None:
-    import torch.distributed  # noqa: F401
+    # Else each rank would import them: tierckpt imports the Checkpointer when it is first used.
+    import torch.distributed.checkpoint.state_dict  # noqa: F401
 
-    import tierckpt.ipc.agent_client  # noqa: F401  # else each rank would import it
+    import tierckpt.ipc.agent_client
+    import tierckpt.training.checkpointer  # noqa: F401
 
     codes: dict[int, int | None] = {}
     """The exit code of each process; None while it runs."""

@@ -19,8 +19,6 @@ import tierckpt
 from tests.fault.log_bugs import seed_log_bug
 from tierckpt.replay.optimizers import local_shard
 
-PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer", "torch.distributed.fsdp")
-
 
 class Job:
     """Random numbers come from the generators of the process, which are part of the state."""

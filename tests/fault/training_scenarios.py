@@ -14,8 +14,6 @@ import tierckpt
 from tests.fault.scenario_tools import before
 from tierckpt.save import flush
 
-PRELOAD = ("torch.distributed.checkpoint.state_dict", "tierckpt.training.checkpointer")
-
 
 def train(
     folder: Path,
