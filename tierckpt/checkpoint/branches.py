@@ -1,18 +1,18 @@
-"""Branches of a run: the steps that follow when a job goes back to an older step and trains on from there.
+"""Branches of a run: a job that goes back to an older step and trains on begins a new branch.
 
 Each save of a Checkpointer notes its branch in the manifest (``NOTE``). A branch that went back records the last step
 of each earlier branch; later steps of that branch are abandoned. Readers take the newest step that is not abandoned.
 
 Decisions:
-    B1  A branch is recorded when its first checkpoint commits, not before. A job that is killed between going back and
-        its first save resumes as if it had not gone back.
+    B1  A branch is recorded when its first checkpoint commits. A job that is killed before that resumes as if it had
+        not gone back.
     B2  A commit writes the note of its branch next to the checkpoints of the run (``layout.BRANCHES_DIR``), after the
         manifest and before it reports the commit. After a crash between the two the note may be missing. A run without
         notes has no branches and costs no extra request.
     B3  The last start decides. ``Branch.order`` is larger than every order that the process has seen, and at least its
         wall clock in milliseconds, so clocks matter only between two starts that cannot have seen each other. A start
-        that continues at a lower step than an unseen branch loses to it, as it would without branches. If two jobs save
-        to one run at the same time, the later start has the newest step; the checkpoints of both stay.
+        that continues at a lower step than an unseen branch loses to it. If two jobs save to one run at the same time,
+        the later start has the newest step; the checkpoints of both stay.
     B4  Only going back abandons steps. ``restore()`` without a step continues the branch that it finds. A step of that
         branch that another node drained late still counts.
     B5  A step that is saved again belongs to the branch of the last save. On a tier that still has the checkpoint of an
@@ -55,14 +55,14 @@ class Branch:
 
     id: str
     order: int = 0
-    """Of the start of the process that saved it (B3)."""
+    """Start order of the process that saved it (B3)."""
     base: int | None = None
-    """The step that its first process went back to; None where none did."""
+    """The step that its first process went back to, if any."""
     ends: Mapping[str, int] = field(default_factory=dict)
-    """The last step of other branches that this one continues, by their ``id``."""
+    """The last step of each other branch that this one continues, by ``id``."""
 
     def holds(self, other: Branch, step: int | None) -> bool:
-        """False for a checkpoint that this branch has abandoned."""
+        """Return False if this branch has abandoned ``step`` of ``other``."""
         if other.id == self.id:
             return True
         if other.id in self.ends:
@@ -76,7 +76,7 @@ class Branch:
 
 
 def parse(note: object) -> Branch | None:
-    """Return the branch that ``Branch.encode`` wrote, None for anything else."""
+    """Parse the result of ``Branch.encode``; None for anything else."""
     match = _ENCODED.fullmatch(note) if isinstance(note, str) else None
     if match is None:
         return None
@@ -86,7 +86,7 @@ def parse(note: object) -> Branch | None:
 
 
 def branch_of(manifest: Manifest | None, name: str) -> Branch:
-    """Return the branch of the checkpoint ``name``; ``manifest`` is None for one that stock DCP wrote."""
+    """Return the branch of the checkpoint ``name``. ``manifest``: None for a checkpoint of stock DCP."""
     if manifest is None:
         return Branch(f"stock-{manifests.digest_of(name.encode())[:16]}")
     return parse(manifest.notes.get(NOTE)) or Branch(manifest.attempt)
@@ -98,14 +98,14 @@ def order_of(manifest: Manifest) -> int:
 
 
 def current_of(seen: Iterable[tuple[Branch, int | None]]) -> Branch | None:
-    """Return the branch that a job of this run continues, None where no checkpoint is abandoned.
+    """Return the branch that a job of this run continues, None if no checkpoint is abandoned.
 
     ``seen``: branch and step of every known checkpoint, and of the notes of the run (``step`` None).
     """
     known = list(seen)
     current = max((one for one, _ in known if one.base is not None), key=_order, default=None)
     while current is not None:
-        # Of processes that did not see the going back, and started after it.
+        # Saved by processes that started after the going back without having seen it.
         newest = max((step for one, step in known if step is not None and current.holds(one, step)), default=-1)
         behind = [(one, step) for one, step in known if step is not None and step > newest]
         later = [one for one, step in behind if one.order > current.order and not current.holds(one, step)]
@@ -116,7 +116,7 @@ def current_of(seen: Iterable[tuple[Branch, int | None]]) -> Branch | None:
 
 
 def abandoned_here(checkpoints: Iterable[tuple[Path, Manifest]]) -> set[Path]:
-    """Return the directories of the local tier with an abandoned checkpoint, according to this node's files."""
+    """Return the local directories with an abandoned checkpoint, according to this node's files."""
     runs: dict[Path, list[tuple[Path, Branch, int | None]]] = {}
     for directory, manifest in checkpoints:
         one = directory, branch_of(manifest, directory.name), step_of(directory.name)
@@ -130,7 +130,7 @@ def abandoned_here(checkpoints: Iterable[tuple[Path, Manifest]]) -> set[Path]:
 
 
 def takes_place(manifest: Manifest, branch: Branch | None, name: str) -> bool:
-    """True when ``manifest`` takes the place of a checkpoint of ``branch`` called ``name``, which it abandons (B5)."""
+    """Return True if ``manifest`` replaces ``name`` of ``branch``, which it abandons (B5)."""
     mine = parse(manifest.notes.get(NOTE))
     if mine is None or branch is None or mine.order <= branch.order:
         return False
@@ -163,7 +163,6 @@ def _order(branch: Branch) -> tuple[int, str]:
 
 
 def run_of(location: Location) -> Location:
-    """The run of a checkpoint or redo log."""
     return location.parent.parent if location.parent.name == WINDOWS_DIR else location.parent
 
 
@@ -182,7 +181,7 @@ def note_local(directory: Path, manifest: Manifest) -> None:
 
 
 def read_local(run: Path) -> Branch | None:
-    """Return the newest branch noted in the directory of a run on the local tier."""
+    """Return the newest branch noted in a local run directory."""
     for path in matching(run / BRANCHES_DIR, "*.json")[::-1]:
         with suppress(ObjectNotFoundError):
             if (branch := _decoded(read_whole(path, manifests.RECORD_BYTES_MAX), str(path))) is not None:
@@ -191,7 +190,7 @@ def read_local(run: Path) -> Branch | None:
 
 
 async def note_shared(store: Store, manifest: Manifest) -> None:
-    """Write the note of the branch of the committed ``manifest`` to ``store``, the run's store (B2). Idempotent."""
+    """Write the branch note of the committed ``manifest`` to ``store``, the run's store (B2). Idempotent."""
     branch = parse(manifest.notes.get(NOTE))
     if branch is None or branch.base is None:
         return

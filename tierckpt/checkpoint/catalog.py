@@ -1,4 +1,4 @@
-"""The catalog: finds one checkpoint on all tiers and lists those of a run (select.py picks the one to load)."""
+"""The catalog: finds one checkpoint on all tiers and lists runs. ``select.py`` picks the one to load."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def listed_again(
     names: Callable[[], Awaitable[Collection[str]]],
     look: Callable[[Collection[str]], Awaitable[tuple[T, set[str]]]],
 ) -> T:
-    """Return the result of ``look`` for ``names``; list them again if a name that it did not find was removed.
+    """Return the result of ``look(names)``; list again if a name that it did not find is no longer there.
 
     ``look`` returns its result and the names that it did not find.
 
@@ -76,10 +76,11 @@ async def listed_again(
 
 
 def read_newest(location: Location, newest: Callable[[], str | None], read: Callable[[str], T]) -> T:
-    """Return what ``read`` makes of the newest checkpoint at or under ``location``, or of ``location`` where ``newest``
-    finds none. One that is removed while it is read, by a job that has committed a newer one, is followed by that.
+    """Read the newest checkpoint at or under ``location``, or ``location`` if ``newest`` finds none.
 
-    Raises OperationTimeoutError: that has happened ``LISTINGS_MAX`` times.
+    If a job removes it meanwhile after committing a newer one, that is read.
+
+    Raises OperationTimeoutError after ``LISTINGS_MAX`` such rounds.
     """
     found = newest()
     for _ in range(LISTINGS_MAX):
@@ -93,23 +94,22 @@ def read_newest(location: Location, newest: Callable[[], str | None], read: Call
 
 
 class WalkBack:
-    """Walks from the newest checkpoint of a run to older ones while those that it meets are damaged or removed."""
+    """Walks from the newest checkpoint of a run to older ones, past damaged and removed ones."""
 
     def __init__(self, run: Location) -> None:
         self._run, self._removed = run, 0
         self.step_max: int | None = None
         """The newest step to look for; None: any."""
         self.lost: list[tuple[Location, TierckptError]] = []
-        """The damaged checkpoints, and their errors."""
 
     def note_removed(self) -> None:
-        """One was removed before it was read: look again. Raises OperationTimeoutError after ``LISTINGS_MAX``."""
+        """A checkpoint was removed before it was read. Raises OperationTimeoutError after ``LISTINGS_MAX``."""
         self._removed += 1
         if self._removed >= LISTINGS_MAX:
             raise changing(self._run)
 
     def note_lost(self, damaged: Location, error: TierckptError) -> None:
-        """Look for older steps. Raises the first error when no step is older: ``damaged`` has none in its name."""
+        """Look for older steps. Raises the first error if ``damaged`` has no step in its name."""
         self.lost.append((damaged, error))
         step = step_of(damaged.name)
         if step is None:
@@ -117,13 +117,13 @@ class WalkBack:
         self.step_max = step - 1
 
     def end(self) -> None:
-        """No older one was found. Raises the error of the newest that was damaged, if there was one."""
+        """Raise the error of the newest damaged checkpoint, if any: no older one was found."""
         if self.lost:
             raise self.lost[0][1]
 
 
 def is_newer(uri: str | None, other: str | None) -> bool:
-    """Return True if the step of ``uri`` is later than the step of ``other``. None is older than all."""
+    """Return True if the step of ``uri`` is later than the step of ``other``. None is oldest."""
     if uri is None or other is None:
         return uri is not None
     step, other_step = (step_of(parse_uri(one).name) for one in (uri, other))
@@ -147,7 +147,7 @@ ASK_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint and where its copies are. ``manifest`` is None when stock DCP wrote it."""
+    """A committed checkpoint and its copies. ``manifest`` is None for a checkpoint of stock DCP."""
 
     location: Location
     manifest: Manifest | None
@@ -155,7 +155,7 @@ class Checkpoint:
     store: Store
     tiers: frozenset[Tier] = field(default_factory=frozenset)
     elsewhere: PeerCopies | None = None
-    """The copies that other nodes have of it."""
+    """The copies on other nodes."""
     unseen: StoreError | None = None
     """The error of the shared tier, if it did not answer: it may hold another attempt."""
 
@@ -170,7 +170,6 @@ class Checkpoint:
 
     @property
     def attempt(self) -> str:
-        """'' for a checkpoint of stock DCP."""
         return self.manifest.attempt if self.manifest is not None else ""
 
     @property
@@ -186,7 +185,7 @@ class Checkpoint:
         return self.branch.order
 
     async def look(self) -> None:
-        """Ask the peers which files they have, when this node lacks some."""
+        """Query the files of the peers if this node lacks some."""
         lacking = await asyncio.to_thread(self.missing_locally) if self.elsewhere is not None else []
         if lacking and self.elsewhere is not None:
             await self.elsewhere.query_files()
@@ -196,7 +195,7 @@ class Checkpoint:
 
 
 def file_size(path: Path) -> int:
-    """Of a regular file; -1 where there is none."""
+    """Return the size of a regular file, -1 without one."""
     try:
         status = path.stat()
     except OSError:
@@ -205,10 +204,10 @@ def file_size(path: Path) -> int:
 
 
 async def find(location: Location, directory: Path, store: Store, cluster: PeerLookup | None = None) -> Checkpoint:
-    """Return the committed checkpoint at ``location``, the newer one when the tiers disagree.
+    """Return the committed checkpoint at ``location``, the newer one if the tiers disagree.
 
-    If the shared tier does not answer, a commit on the local tier or a peer is returned, and the other way
-    round. Among attempts that only peers have, the newest with a copy of every file is returned.
+    If the shared tier does not answer, a commit on the local tier or a peer is returned, and vice versa.
+    Among attempts that only peers have, the newest with a copy of every file is returned.
 
     Raises:
         CheckpointNotFoundError: no tier has files at ``location``.
@@ -236,7 +235,7 @@ async def find(location: Location, directory: Path, store: Store, cluster: PeerL
         return await _newest_complete(manifest, [elsewhere.manifest for elsewhere in found.values()], checkpoint)
     if manifest is not None:
         return checkpoint(manifest)
-    # A damaged copy here says nothing about the shared tier: that nobody could ask it comes first.
+    # A silent shared tier comes first: a damaged local copy says nothing about it.
     for problem in (unseen, local_error if isinstance(local_error, ManifestError) else None, shared_error):
         if problem is not None:
             raise problem
@@ -271,7 +270,7 @@ async def _newest_complete(
 ) -> Checkpoint:
     """Return the newest complete attempt among ``base`` (this node, the shared tier) and ``others`` (peers).
 
-    If no attempt is complete: ``base``, or else the newest attempt, and the reader reports the missing files.
+    If none is complete: ``base`` or the newest attempt; the reader reports missing files.
     """
     attempts = {manifest.attempt: manifest for manifest in others}
     if base is not None:
@@ -307,8 +306,10 @@ def _is_drained(directory: Path, local: Manifest | None) -> bool:
 
 
 def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Manifest | None:
-    """Return the newer of two manifests: one that replaced the other, or one from a process that started later; the
-    local one counts as older once it is drained."""
+    """Return the newer of two manifests: one that replaced the other, or one from a process that started later.
+
+    The local one counts as older once it is drained.
+    """
     if local is None or shared is None or local.attempt == shared.attempt:
         return local or shared
     if local.attempt in shared.replaces:
@@ -322,7 +323,7 @@ def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Ma
 
 
 async def is_stock(store: Store) -> bool:
-    """Return True for a checkpoint of stock DCP: its metadata exists and no file of ours does."""
+    """Return True for a checkpoint of stock DCP: it has metadata and no file of ours."""
     for name in (METADATA, rank_metadata(0)):
         try:
             await store.head(name)
@@ -337,7 +338,7 @@ async def is_stock(store: Store) -> bool:
 
 
 async def stands(checkpoint: Checkpoint) -> bool:
-    """False when a removal or another save was faster than the lease on ``checkpoint``."""
+    """Return False if a removal or another save was faster than the lease on ``checkpoint``."""
     if checkpoint.manifest is None:
         return True
     try:
@@ -352,7 +353,7 @@ async def stands(checkpoint: Checkpoint) -> bool:
         return True  # the restore then reports the unreadable files
     if shared is not None and shared.attempt == checkpoint.manifest.attempt:
         return True
-    # What only peers have may go any moment, lease or not: then the next copy is read, or there is an error.
+    # Copies on peers may be removed any moment, with or without a lease: the next copy is read, or there is an error.
     return Tier.PEER in checkpoint.tiers and (shared is None or checkpoint.attempt not in shared.replaces)
 
 
@@ -380,11 +381,11 @@ class CheckpointRow:
     size_bytes: int
     branch: Branch
     created_unix_seconds: float | None = None
-    """None without a manifest: uncommitted, or a checkpoint of stock DCP."""
+    """None: uncommitted, or stock DCP."""
     is_adopted: bool = False
-    """The files of another writer, under the names that it gave them."""
+    """The files keep the names that another writer gave them."""
     is_abandoned: bool = False
-    """The job went back to an older step later."""
+    """The job later went back to an older step."""
 
     @property
     def name(self) -> str:
@@ -417,7 +418,7 @@ class CheckpointRow:
 
 
 async def describe(location: Location, directory: Path, store: Store) -> CheckpointRow | None:
-    """Return how far ``location`` is on each tier, None when it is no checkpoint."""
+    """Return the state of ``location`` on each tier, None if it is no checkpoint."""
     try:
         local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
     except ManifestError as error:
@@ -468,9 +469,9 @@ async def _is_known_complete(checkpoint: Checkpoint) -> bool:
 
 
 async def is_complete(checkpoint: Checkpoint) -> bool:
-    """True when every file has a copy of its size on some tier. Reads no data.
+    """Return True if every file has a copy of its size on some tier. Reads no data.
 
-    Raises StoreError when the shared tier cannot be listed.
+    Raises StoreError if the shared tier cannot be listed.
     """
     if checkpoint.manifest is None:
         return True

@@ -1,7 +1,7 @@
-"""When checkpoints of a run reached peers and shared storage, for ``tierckpt report``: one small file per node and run.
+"""Records when checkpoints reached peers and shared storage, for ``tierckpt report``: one file per node and run.
 
-The process that completes a drain or a replication writes the line, because the trainer may have exited, and an
-eviction removes the marks of the local copy. The file is in ``layout.HISTORY_DIR``, with the other records of the run.
+The process that completes a drain or a replication writes the line: the trainer may have exited, and an eviction
+removes the marks of the local copy. The file is in ``layout.HISTORY_DIR``, with the other records of the run.
 
     C1  Bounded: a file of more than ``LINES_MAX`` lines keeps the newer half, and a line that says so.
     C2  Crash-safe: a line is written before the work counts as done, so a killed process's successor writes it again.
@@ -38,14 +38,14 @@ FILE_BYTES_MAX = 4 << 20
 LOCK_SECONDS = 5.0
 SEND_SECONDS = 5.0
 STARTS_SENT = 2
-"""A drain may send the records of the newest starts; earlier drains sent older ones."""
+"""Starts that a drain sends records of, the newest; earlier drains sent older ones."""
 TRIMMED = "trimmed"
 
 
 def note(local_root: Path, location: Location, manifest: Manifest, tier: Tier, at: float) -> Path | None:
     """Record that the checkpoint of ``manifest`` reached ``tier`` at ``at`` (Unix seconds). Blocking; never raises.
 
-    Returns the file. None for a checkpoint that no ``Checkpointer`` saved: its run has no records.
+    Returns the file, None for a checkpoint that no ``Checkpointer`` saved: its run has no records.
     """
     step = step_of(location.name)
     if step is None or branches.NOTE not in manifest.notes:
@@ -73,12 +73,11 @@ async def note_shared(
 ) -> None:
     """Record that the shared tier has committed ``manifest``; copy the records to ``run``, the store of the run.
 
-    Those of a trainer too that was killed before it could.
+    Includes the records of a trainer that was killed before it could copy them.
 
     Args:
         store: the store of the checkpoint.
-        committed_at: Unix seconds of the commit; None when another process made it, or one that was killed since: then
-            the store tells when.
+        committed_at: Unix seconds of the commit; None: ask the store, because another process made it.
     Cost: one PUT, and a HEAD without ``committed_at``; after the end of the trainer another HEAD, and once a PUT.
     """
     try:
@@ -96,7 +95,7 @@ async def note_shared(
 
 
 async def _send_ended(run: Store, directory: Path) -> None:
-    """Copy the newest records of ended processes to ``run``, unless it has all of them."""
+    """Copy the newest records of ended processes to ``run``, unless it has them."""
     for path in matching(directory, "*.jsonl")[-STARTS_SENT:]:
         data, key = await asyncio.to_thread(read_whole, path, FILE_BYTES_MAX), f"{HISTORY_DIR}/{path.name}"
         lines = parse_lines(data.partition(b"\n")[0])
@@ -111,13 +110,13 @@ async def _send_ended(run: Store, directory: Path) -> None:
 
 
 def _file_of(directory: Path) -> Path:
-    """The file of this local root: its name is new for each, so no two nodes write to one object of the store."""
+    """Return the file of this local root. Its name is unique, so no two nodes write to one object of the store."""
     found = matching(directory, f"*{COMMITS_SUFFIX}")
     return found[-1] if found else directory / f"{int(time.time() * 1000):014d}-{uuid.uuid4().hex[:8]}{COMMITS_SUFFIX}"
 
 
 def _append(path: Path, line: Json) -> None:
-    # The leading newline ends a line that a crash has torn: at most that one is lost.
+    # The leading newline ends a torn line: a crash loses at most that one.
     data = f"\n{json.dumps(line)}\n".encode()
     file = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
@@ -129,4 +128,4 @@ def _append(path: Path, line: Json) -> None:
     if size_bytes > LINES_MAX * len(data):
         lines = [text for text in read_whole(path, FILE_BYTES_MAX).splitlines() if text]
         kept = [json.dumps({"what": TRIMMED, "at": line["at"]}).encode(), *lines[-LINES_MAX // 2 :]]
-        durable_write(path, b"\n".join(kept) + b"\n")  # C1; a rename: a crash leaves the old file or the new one
+        durable_write(path, b"\n".join(kept) + b"\n")  # C1; a crash leaves the old file or the new one

@@ -19,7 +19,7 @@ log = logger("mover")
 
 
 def describe_committed(checkpoint: Checkpoint, manifest: Manifest, *, is_abandoned: bool) -> Json:
-    """Return save, tiers, branch and files of ``checkpoint``. Blocking: one stat for each file."""
+    """Describe save, tiers, branch and files of ``checkpoint``. Blocking: one stat per file."""
     branch = checkpoint.branch
     files = [
         {
@@ -54,9 +54,9 @@ def describe_committed(checkpoint: Checkpoint, manifest: Manifest, *, is_abandon
 
 
 async def describe_run(selector: Selector, location: Location) -> list[catalog.CheckpointRow]:
-    """Return the checkpoints at or directly under ``location``, by step, uncommitted ones included.
+    """Return the checkpoints at or directly under ``location`` by step, including uncommitted ones.
 
-    Raises CheckpointNotFoundError when there is none.
+    Raises CheckpointNotFoundError without any.
     """
     own = await _describe(selector, location)
     if own is not None:
@@ -92,6 +92,6 @@ async def _describe(selector: Selector, location: Location) -> catalog.Checkpoin
         return await catalog.describe(location, selector.directory_of(location), selector.store_at(location))
     except PermissionDeniedError as error:
         if location.scheme != "file":
-            raise  # the credentials: they are for all of it
+            raise  # credentials hold for all locations
         log.warning("%s is passed over: %s", location.uri, error)  # "lost+found", another user's
         return None

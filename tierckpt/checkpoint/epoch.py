@@ -3,8 +3,7 @@
 The agent's executor finishes the staged saves of dead trainers. It may be slow, and a restarted job may stop waiting
 for it. From then on it must not commit: the new job continues from another state and saves the same steps. So each
 staged save carries the epoch of its run and commits only in that epoch. A process that enters a run without a live
-trainer on this node first waits for the executor, up to a limit, and then begins a new epoch. It sees every commit of
-the old epoch; later ones are refused.
+trainer on this node first waits for the executor, up to a limit, and then begins a new epoch.
 
 A run has one file with the random name of its epoch and two record locks. Record locks belong to a process: a forked
 child does not inherit them, and they end with the process, even if other processes hold the file open.
@@ -42,14 +41,14 @@ from ..telemetry import logger
 log = logger("commit")
 
 ALIVE, COMMIT = 0, 1
-"""Bytes of the file that are locked: shared by the trainers of the run, and by one process that commits."""
+"""Locked bytes of the file. The trainers of the run share ALIVE; one committing process holds COMMIT."""
 COMMIT_SECONDS = 60.0
 EPOCH_BYTES = 16
 
 
 @dataclass(eq=False)
 class _Run:
-    """A run in this process. Its file is opened once and never closed: closing it would release the locks."""
+    """A run in this process. Its file is never closed: closing it would release the locks."""
 
     file: int
     is_joined: bool = False
@@ -62,14 +61,15 @@ _lock = threading.RLock()
 
 
 def enter(local_root: Path, run: Location, *, trains: bool) -> None:
-    """Begin a new epoch of ``run`` if none of its trainers lives on this node. Call it after the wait for their staged
-    saves and before the search for the newest commit.
+    """Begin a new epoch of ``run`` if it has no live trainer on this node.
 
-    ``trains``: this process saves to it from here on. Never fails a job: a local root that cannot be written is logged.
-    Waits for at most ``PATIENCE_SECONDS``, and for a process that it kills.
+    Call it after the wait for their staged saves and before the search for the newest commit. Waits for at most
+    ``PATIENCE_SECONDS``, and for a process that it kills. A local root that cannot be written is logged.
+
+    ``trains``: this process saves to the run.
     """
     if not trains and not agent_dir(local_root).exists():
-        return  # nothing was ever staged for anybody here
+        return  # no save was staged here
     try:
         with _lock:
             found = _open(local_root, run)
@@ -89,16 +89,16 @@ def enter(local_root: Path, run: Location, *, trains: bool) -> None:
 
 
 def current(local_root: Path, run: Location) -> str:
-    """The epoch of ``run``, '' before the first. Raises OSError, PermissionDeniedError."""
+    """Return the epoch of ``run``, '' before the first. Raises OSError, PermissionDeniedError."""
     with _lock:
         return os.pread(_open(local_root, run).file, EPOCH_BYTES, 0).decode("ascii", "replace")
 
 
 @contextlib.contextmanager
 def committing(local_root: Path, run: Location, epoch: str) -> Iterator[None]:
-    """Commit, inside, a save that was staged in ``epoch`` (F2). For a process that finishes what others had staged.
+    """Context manager for the commit of a save that was staged in ``epoch`` (F2).
 
-    Raises CommitAbandonedError when the job has been started again since.
+    Raises CommitAbandonedError if the job has been started again since.
     """
     with _lock:
         file = _open(local_root, run).file
@@ -145,7 +145,7 @@ def _wait_for(file: int, byte: int, kind: int, timeout_seconds: float) -> bool:
 
 
 def _holder(file: int) -> int:
-    """The process that holds COMMIT, as the kernel says; 0 without one, and for one of another container."""
+    """Return the process that holds COMMIT; 0 without one, or if it is in another container."""
     return max(0, record_holder(file, COMMIT, is_process=True) or 0)
 
 
@@ -163,7 +163,7 @@ def _forget_after_fork() -> None:
     global _lock
     _lock = threading.RLock()
     for run in runs.values():
-        os.close(run.file)  # the locks are the parent's, and stay
+        os.close(run.file)  # the parent keeps its locks
     runs.clear()
 
 

@@ -1,4 +1,4 @@
-"""Decides which branch a process continues, or begins, that has restored a checkpoint (branches.py)."""
+"""Decides which branch a process continues or begins after a restore (branches.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .select import Selector, age_of, below
 log = logger("branches")
 
 GATHERED_MAX = 32
-"""Manifests that are read at a time."""
+"""Manifests read at a time."""
 
 
 async def branch_of_restored(
@@ -28,7 +28,7 @@ async def branch_of_restored(
     the shared tier does not answer. Otherwise it continues the branch of the run.
 
     Args:
-        name: of no other branch.
+        name: unique name for a new branch.
         is_asked_for: the caller has named the step.
     Cost: a listing, and with ``is_asked_for`` a manifest of each later step.
     """

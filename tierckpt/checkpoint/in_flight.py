@@ -1,7 +1,7 @@
 """Saves of this process that have not ended yet, for ``tierckpt.wait``.
 
-``dcp.async_save`` returns when the state is staged; another thread writes the first file of the save a moment later.
-Until then the disk shows the earlier checkpoint of that id.
+``dcp.async_save`` returns when the state is staged; another thread writes the first file a moment later. Until then
+the disk shows the earlier checkpoint of that id.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import CheckpointError, OperationTimeoutError
 from ..poll import BRIEF, Poll
 
 ORPHAN_SECONDS = 10.0
-"""A save takes a staged state within moments. After this time the state belongs to a writer of another library."""
+"""A save takes a staged state within moments; an older state belongs to a writer of another library."""
 FAILURES_MAX = 64
 
 
@@ -42,7 +42,7 @@ class Begun:
     def ended(self, error: BaseException | None = None) -> None:
         """Record the end of the save: committed on the local tier or failed. The first call wins.
 
-        A ``wait`` in the thread that saved does not raise the error: its caller already has it.
+        ``wait`` in the thread that saved does not raise the error: its caller already has it.
         """
         with _lock:
             if self.is_over:
@@ -59,7 +59,7 @@ class Begun:
         return self._thread is threading.current_thread()
 
     def check(self) -> None:
-        """End the save if its thread or its writer is gone, or if no save has taken the staged state."""
+        """End the save if its thread or writer ended, or if no save has taken the staged state."""
         if self.uri is None:
             if self._ready_at is not None and time.monotonic() > self._ready_at + ORPHAN_SECONDS:
                 self.ended()
@@ -84,7 +84,7 @@ _failed: dict[tuple[Path, str], Begun] = {}
 
 
 def staged(local_root: Path, ready: Future[Any]) -> None:
-    """A state is staged, or will be when ``ready`` is done, for a save that begins in another thread."""
+    """Register a state that is staged, once ``ready`` is done, for a save in another thread."""
     begun = Begun(local_root, ready)
     with _lock:
         _staged[:] = [one for one in _staged if not one.is_over]
@@ -97,7 +97,7 @@ def begin(local_root: Path, uri: str, writer: object, *, is_of_thread: bool) -> 
 
     Args:
         writer: the save has ended once it is collected.
-        is_of_thread: the calling thread does the whole save, so the save has ended once the thread has.
+        is_of_thread: the calling thread does the whole save, so the save ends with it.
     """
     with _lock:
         mine = next((one for one in _staged if one.local_root == local_root and not one.is_over), None)
@@ -114,7 +114,7 @@ def begin(local_root: Path, uri: str, writer: object, *, is_of_thread: bool) -> 
 
 
 def wait(local_root: Path, uri: str, timeout_seconds: float) -> None:
-    """Return when each save to ``uri`` that this process began is on the local tier.
+    """Wait until each save to ``uri`` that this process began is on the local tier.
 
     Raises the error of the newest of them if another thread made it; OperationTimeoutError.
     """

@@ -1,4 +1,4 @@
-"""The journal: saves that are still to be drained (drainer.py does it), one small file per rank and save, on the SSD.
+"""The journal of saves still to be drained: one small file per rank and save, on the SSD (drainer.py drains them).
 
 Invariants (tests cite them):
     J1  An entry exists on disk, fsynced, before the first shard byte of its save is written: after a crash, every file
@@ -41,21 +41,20 @@ log = logger("journal")
 
 WRITING = "writing"
 AWAITING_COMMIT = "awaiting commit"
-"""The files are durable, and whether the save they belong to was committed is not known on this rank."""
+"""The files are durable; this rank does not know whether their save was committed."""
 READY = "ready"
 LOCAL_ONLY = "local-only"
-"""Committed on the local tier, and to stay there: it is not drained unless somebody asks for it
-(``checkpoint/local_only.py``)."""
+"""Committed on the local tier and not drained unless requested (``checkpoint/local_only.py``)."""
 FILE = "file"
-"""One file, which is no checkpoint: ``uri`` is its own. Without ``files`` it was removed, and the drain removes it."""
+"""A single file at ``uri``, no checkpoint. Without ``files`` it was removed, and the drain removes it."""
 SET_ASIDE = "set aside"
-"""Its drain has failed for so long that no mover tries again by itself. The files stay, and nothing evicts them."""
+"""The drain failed too long: no mover retries by itself. The files stay, and nothing evicts them."""
 FILE_SET_ASIDE = "file set aside"
 TO_DRAIN = (READY, FILE)
 ASIDE = (SET_ASIDE, FILE_SET_ASIDE)
-"""In the order of ``TO_DRAIN``: the state that each becomes."""
+"""States that ``TO_DRAIN`` become when set aside, in its order."""
 ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
-"""It holds a manifest and, on the coordinator, the entries of its own files once more."""
+"""Holds a manifest and, on the coordinator, the entries of its own files once more."""
 FAILING_SINCE = "failing_since_unix_seconds"
 AFTER, BRANCH = "after_uri", "branch"
 _FILE_TOKEN = re.compile(r"file-[0-9a-f]+-([0-9]{20})-[0-9a-f]{8}")
@@ -66,10 +65,10 @@ FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """What one rank of one save has to drain.
+    """The files of one rank of one save to drain.
 
     ``files`` are durable on the local tier once ``state`` is READY or LOCAL_ONLY. ``manifest`` is the whole
-    checkpoint's on the coordinator, this rank's fragment after a save without collectives, None on every other rank.
+    checkpoint's on the coordinator, this rank's fragment after a save without collectives, otherwise None.
     """
 
     token: str
@@ -82,12 +81,11 @@ class JournalEntry:
     manifest: Manifest | None = None
     error: str = ""
     failing_since_unix_seconds: float = 0.0
-    """When the drain failed for the first time in the way that it still fails in, by the wall clock: restarts of the
-    mover do not begin it again. 0: it does not fail."""
+    """Time of the first failure of the current type, kept over restarts of the mover. 0: no failure."""
     after_uri: str = ""
-    """The file was removed with its directory: after all that this node had closed below here by then."""
+    """Set if the file was removed with its directory: drained after all that this node had closed under this URI."""
     branch: str = ""
-    """That of the save, as its manifest notes it (branches.py)."""
+    """Branch of the save, as its manifest notes it (branches.py)."""
 
     @property
     def location(self) -> Location:
@@ -105,13 +103,13 @@ class JournalEntry:
 
 
 class Journal:
-    """The entries under one local root. Blocking, small files; call from a thread."""
+    """The entries under one local root. Blocking; call from a thread."""
 
     def __init__(self, local_root: Path) -> None:
         self.directory = journal_dir(local_root)
 
     def write(self, entry: JournalEntry) -> JournalEntry:
-        """Make ``entry`` durable (J1), replacing an older state of it. Returns it."""
+        """Write ``entry`` durably (J1), replacing an older state of it. Returns it."""
         make_dirs(self.directory)
         durable_write(self.path(entry.token), encode(entry))
         return entry
@@ -125,14 +123,14 @@ class Journal:
         )
 
     def read(self, token: str) -> JournalEntry | None:
-        """Return the entry of ``token``, None when there is none. Raises ManifestError when it is damaged (J4)."""
+        """Return the entry of ``token`` or None. Raises ManifestError if it is damaged (J4)."""
         try:
             return read_entry(self.path(token))
         except ObjectNotFoundError:
             return None
 
     def entries(self) -> list[JournalEntry]:
-        """Every readable entry, newest first. An unreadable one is reported and left for a person to look at."""
+        """Return every readable entry, newest first. Others are logged and kept."""
         return sorted(self._read("*"), key=lambda entry: entry.created_unix_seconds, reverse=True)
 
     def _read(self, pattern: str, before: float = math.inf) -> Iterator[JournalEntry]:
@@ -144,14 +142,14 @@ class Journal:
             try:
                 yield read_entry(path)
             except ObjectNotFoundError:
-                continue  # finished meanwhile
+                continue
             except (ManifestError, StoreError) as error:
                 log.warning("unreadable journal entry %s: %s", path.name, error)
 
     def next_file_token(self, uri: str) -> tuple[str, list[str]]:
-        """A token for a write or a removal of ``uri``, and the tokens that ``uri`` has.
+        """Return a token for a write or removal of ``uri``, and the tokens that ``uri`` has.
 
-        It sorts after every file in the journal (J5).
+        The token sorts after every file in the journal (J5).
         """
         with translated(self.directory, is_above=True):
             tokens = [path.stem for path in matching(self.directory, f"{_files_of(None)}.json")]
@@ -161,26 +159,30 @@ class Journal:
 
     def files(self, uri: str | None = None, *, before: str | None = None) -> list[JournalEntry]:
         """Return the files still to be drained (of ``uri``; None: all), oldest first, up to the token ``before``.
-        A missing local file means that its write was never complete."""
+
+        A missing local file means that its write was never complete.
+        """
         found = [
             entry
             for entry in self._read(_files_of(uri), math.inf if before is None else _order_of(before))
-            # The name alone does not tell: somebody may call an adoption so.
+            # The name is not enough: an adoption may have such a name.
             if entry.state in (FILE, FILE_SET_ASIDE)
             and (not entry.files or written_file(self.directory.parent, entry.token).exists())
         ]
         return sorted(found, key=lambda entry: (_order_of(entry.token), entry.token))
 
     def remove(self, token: str) -> None:
-        """Forget an entry (J3). Cost: nothing durable, unless the save never finished: then two fsyncs."""
+        """Remove an entry (J3). Cost: two fsyncs if the save never finished, else nothing durable."""
         self.settle_removal(token)
         with translated(self.path(token), is_above=True):
             self.path(token).unlink(missing_ok=True)
             self._lock_path(token).unlink(missing_ok=True)
 
     def settle_removal(self, token: str) -> None:
-        """Make the removal of an unfinished save's files durable. Otherwise a power cut could bring them back after
-        the entry is gone, and no entry would name them."""
+        """Make the removal of an unfinished save's files durable.
+
+        Otherwise a power cut could bring them back after the entry is gone, without an entry that names them.
+        """
         try:
             entry = self.read(token)
         except (ManifestError, StoreError):
@@ -189,16 +191,17 @@ class Journal:
             directory = local_dir(self.directory.parent, entry.location)
             for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
                 if changed.is_dir():
-                    with suppress(ObjectNotFoundError):  # removed meanwhile
+                    with suppress(ObjectNotFoundError):
                         fsync_dir(changed)
 
     def fail(
         self, token: str, error: str, *, patience_seconds: float = math.inf, is_passing: bool = False
     ) -> JournalEntry | None:
-        """Record why and since when the drain fails; the entry stays. An entry that fails for longer than
-        ``patience_seconds`` is set aside. Returns the updated entry.
+        """Record why and since when the drain fails; the entry stays. Returns the updated entry.
 
-        A failure of another type begins its own time. ``is_passing`` and ``error`` '': it is still waited for.
+        An entry that fails for longer than ``patience_seconds`` is set aside. A failure of another type restarts the
+        time.
+        ``is_passing`` and ``error`` '': the drain still waits.
         """
         entry, now = self.read(token), time.time()
         if entry is None or entry.state in ASIDE:
@@ -207,13 +210,13 @@ class Journal:
             return entry if entry.error == error else self.write(replace(entry, error=error))
         is_same = is_passing if not entry.error else entry.error.partition(":")[0] == error.partition(":")[0]
         since = entry.failing_since_unix_seconds or now
-        since = min(since, now) if is_same else now  # a clock that went back begins it again
+        since = min(since, now) if is_same else now  # a clock that went back restarts it
         state = ASIDE[TO_DRAIN.index(entry.state)] if now - since > patience_seconds else entry.state
         noted = replace(entry, error=error or entry.error, failing_since_unix_seconds=since, state=state)
         return noted if noted == entry else self.write(noted)
 
     def put_back(self, uri: str | None = None) -> list[JournalEntry]:
-        """Schedule set-aside entries (of ``uri``; None: all of them) for draining again. Returns them."""
+        """Schedule set-aside entries (of ``uri``; None: all) for draining again. Returns them."""
 
         def put_back(entry: JournalEntry) -> None:
             state = TO_DRAIN[ASIDE.index(entry.state)]
@@ -222,12 +225,11 @@ class Journal:
         return self._change_set_aside(uri, put_back)
 
     def forget(self, uri: str) -> list[JournalEntry]:
-        """Stop draining the set-aside entries of ``uri``: the entry is removed (J3), its files stay, except a single
-        file, which no manifest names. Returns the entries."""
+        """Remove the set-aside entries of ``uri`` (J3) and return them. Their files stay, except single files."""
         return self._change_set_aside(uri, self.drop)
 
     def drop(self, entry: JournalEntry) -> None:
-        """Forget an entry, and the file that is its own. Killed in between, a file without bytes was never whole."""
+        """Remove an entry and its single file. After a kill in between, the file was never complete."""
         if entry.state in (FILE, FILE_SET_ASIDE):
             with translated(self.directory, is_above=True):
                 written_file(self.directory.parent, entry.token).unlink(missing_ok=True)
@@ -245,7 +247,7 @@ class Journal:
 
     @contextmanager
     def own(self, token: str, inherited: int | None = None) -> Iterator[LockAttempt]:
-        """Hold the entry (J2). Yields a false hold at once when another live process (or task) holds it.
+        """Hold the entry (J2). Yields a false hold at once if another live process or task holds it.
 
         ``inherited``: the locked descriptor that an ended holder passed to this process.
         """
@@ -264,7 +266,6 @@ class Journal:
 
 
 def set_aside_error(entry: JournalEntry) -> CommitAbandonedError:
-    """Return the error for callers that wait for a set-aside entry."""
     return CommitAbandonedError(
         f"{entry.uri} is on this node only: its drain was set aside ({entry.error})",
         hint="`tierckpt drain --retry` tries again, when the reason is mended",
@@ -281,7 +282,6 @@ def _files_of(uri: str | None) -> str:
 
 
 def _order_of(token: str) -> int:
-    """Return 0 for a token that is not one of a file entry."""
     found = _FILE_TOKEN.fullmatch(token)
     return int(found[1]) if found else 0
 
@@ -365,5 +365,5 @@ def is_uri(value: Any) -> bool:
         value.encode()
         below = os.path.normpath(local_dir(Path("/root"), parse_uri(value)))
         return below.startswith("/root/checkpoints/")
-    except ValueError:  # ConfigError and UnicodeError are
+    except ValueError:  # includes ConfigError and UnicodeError
         return False

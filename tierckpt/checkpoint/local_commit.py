@@ -1,4 +1,4 @@
-"""The commit on the local tier: the only code that makes a checkpoint visible there, or takes it away.
+"""The commit on the local tier: the only code that makes a checkpoint visible there, or removes it.
 
 Under a flock on the checkpoint directory:
     1. every shard is already durable under a name that no commit has used (P3)
@@ -66,13 +66,12 @@ PRIVATE_DIRS = (
     ORIGIN_DIR,
 )
 MARKS = (DRAINED, SUPERSEDED, REPLICATED)
-"""Marks of an attempt, removed with it."""
 
 
 def read_local_manifest(directory: Path) -> Manifest | None:
-    """Return the manifest committed in a local checkpoint directory, None when there is none.
+    """Return the manifest committed in a local checkpoint directory, if any.
 
-    Raises ManifestError when there is one and it is damaged, StoreError when it cannot be read.
+    Raises ManifestError if it is damaged, StoreError if it cannot be read.
     """
     try:
         return _read_manifest(directory / MANIFEST)
@@ -88,10 +87,10 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def commit_local(directory: Path, location: Location, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
-    """Commit ``manifest`` on the local tier. ``metadata`` holds the bytes of each of its metadata files, by path.
+    """Commit ``manifest`` on the local tier. ``metadata``: the bytes of each of its metadata files, by path.
 
-    The attempt's own copy of them is there (``write_attempt_metadata``), and the journal entry that names it: a crash
-    at any moment leaves the old checkpoint, or the new one with everything that its drain reads.
+    The attempt's own copy of them (``write_attempt_metadata``) and its journal entry exist already: a crash at any
+    moment leaves the old checkpoint, or the new one with everything that its drain reads.
 
     Raises:
         AlreadyCommittedError: another attempt is committed here, and ``manifest`` does not replace it.
@@ -101,9 +100,9 @@ def commit_local(directory: Path, location: Location, manifest: Manifest, metada
 
 
 def commit_local_fragment(directory: Path, location: Location, fragment: Manifest) -> Manifest | None:
-    """Keep one rank's fragment; commit the merged manifest when all ranks' fragments lie here. Returns that, if so.
+    """Write one rank's fragment. Commits and returns the merged manifest once all ranks' fragments are here.
 
-    The fragment's own metadata is there before, as for ``commit_local``.
+    The fragment's own metadata is written before, as for ``commit_local``.
     """
     with _locked(directory):
         make_dirs(directory / PARTS_DIR)
@@ -118,7 +117,7 @@ def commit_local_fragment(directory: Path, location: Location, fragment: Manifes
         whole = manifests.merge([_read_manifest(path) for path in parts])
         _publish(directory, location, whole, {entry.path: _kept(directory, entry, whole) for entry in whole.metadata})
         for path in parts:
-            with suppress(OSError):  # it is committed; what stays here goes with the checkpoint
+            with suppress(OSError):  # committed: leftovers are removed with the checkpoint
                 path.unlink(missing_ok=True)
         return whole
 
@@ -131,7 +130,7 @@ def write_attempt_metadata(directory: Path, manifest: Manifest, metadata: Mappin
 
 
 def _kept(directory: Path, entry: FileEntry, manifest: Manifest) -> bytes:
-    """Read back the metadata that another rank has kept here."""
+    """Read back metadata that another rank wrote here."""
     data = read_whole(directory / entry.key, manifests.SIZE_BYTES_MAX)
     check_bytes(data, entry, manifest.chunk_size_bytes, str(directory))
     return data
@@ -148,7 +147,7 @@ def _publish(directory: Path, location: Location, manifest: Manifest, metadata: 
         raise already_committed(location, current.attempt, Tier.LOCAL)
     _replace(directory, current, manifest, metadata)
     for attempt in manifest.replaces if had_manifest and current is None else ():
-        remove_unfinished(directory, attempt)  # no list of its files can be read, but its shards bear its name
+        remove_unfinished(directory, attempt)  # the list of its files is lost, but its shards bear its name
 
 
 def _read_or_set_aside(directory: Path) -> Manifest | None:
@@ -166,7 +165,7 @@ def _read_or_set_aside(directory: Path) -> Manifest | None:
 
 
 def _set_aside(path: Path, reason: str) -> None:
-    """Give a file of ours that is damaged, or no file, a name that nobody looks for. It goes with the checkpoint."""
+    """Rename a damaged file of ours to a name that no code reads. It is removed with the checkpoint."""
     aside = path.with_name(f"{path.name}.{time.time_ns()}{SET_ASIDE}")
     path.replace(aside)
     fsync_dir(aside.parent)
@@ -175,9 +174,9 @@ def _set_aside(path: Path, reason: str) -> None:
 
 
 def _replace(directory: Path, current: Manifest | None, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
-    """Swap the stock metadata, then the manifest, then delete what only ``current`` names, by a note a crash leaves.
+    """Swap the stock metadata, then the manifest; then delete the files of ``current`` alone, noted against a crash.
 
-    An error before the commit puts the stock metadata back: the caller deletes the new shards it would name.
+    An error before the commit restores the stock metadata: the caller deletes the new shards it would name.
     """
     if current is not None and current.attempt != manifest.attempt:
         note = directory / removal_note(current.attempt)
@@ -194,7 +193,7 @@ def _replace(directory: Path, current: Manifest | None, manifest: Manifest, meta
         durable_write(directory / MANIFEST, manifest.encode())
         branches.note_local(directory, manifest)
     except BaseException:
-        with suppress(OSError, TierckptError):  # the first error is the one to tell
+        with suppress(OSError, TierckptError):  # report the first error
             take_back(directory, current, manifest)
         raise
     try:
@@ -205,7 +204,7 @@ def _replace(directory: Path, current: Manifest | None, manifest: Manifest, meta
 
 
 def take_back(directory: Path, current: Manifest | None, failed: Manifest) -> None:
-    """Undo a commit that could not be made durable: the save is reported as failed and its shards are deleted."""
+    """Undo a commit that could not be made durable: the save fails and its shards are deleted."""
     standing = read_local_manifest(directory)
     if standing is not None and standing.attempt == failed.attempt:
         if current is None:
@@ -216,7 +215,7 @@ def take_back(directory: Path, current: Manifest | None, failed: Manifest) -> No
 
 
 def _put_back(directory: Path, unfinished: Manifest) -> None:
-    """Restore the stock metadata of the committed checkpoint, after a save that replaced ``.metadata`` and then failed.
+    """Restore the stock metadata of the committed checkpoint after a failed save that replaced ``.metadata``.
 
     Does nothing if ``unfinished`` is committed.
     """
@@ -232,12 +231,12 @@ def _put_back(directory: Path, unfinished: Manifest) -> None:
 
 
 def discard_attempt(directory: Path, token: str, manifest: Manifest | None = None) -> bool:
-    """Delete the files of one rank's save that never committed, and what points at them.
+    """Delete the files of one rank's save that never committed, and what refers to them.
 
-    Files that the standing manifest names stay, whatever the caller believes of that save; False when there are any.
+    Files that the committed manifest names stay; returns False if there are any.
 
     Args:
-        manifest: the manifest of the failed save, if there was one: stock metadata that names it is replaced.
+        manifest: the manifest of the failed save, if any: stock metadata that names it is replaced.
 
     Raises ManifestError if the committed manifest is damaged; no file was deleted then.
     """
@@ -268,10 +267,7 @@ def _names(standing: Manifest | None, token: str) -> bool:
 
 
 def remove_unfinished(directory: Path, token: str) -> None:
-    """Delete the files of one rank's save that has no commit.
-
-    The directory stays: the next save may be at work in it.
-    """
+    """Delete the files of one rank's uncommitted save. The directory stays: the next save may use it."""
     _remove_fragment(directory, token)
     for path in (*matching(directory, f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
         path.unlink(missing_ok=True)
@@ -279,7 +275,7 @@ def remove_unfinished(directory: Path, token: str) -> None:
 
 
 def _remove_fragment(directory: Path, token: str) -> None:
-    """Remove the fragment before its files: else it and the fragments of other ranks could still be committed."""
+    """Remove the fragment before its files: else a merge of all ranks could still commit it."""
     fragment = directory / part(token)
     with suppress(FileNotFoundError):
         fragment.unlink()
@@ -332,7 +328,7 @@ def remove_local(directory: Path, attempt: str | None = None) -> bool:
 
 
 def finish_removal(directory: Path) -> bool:
-    """Finish the removal of a killed ``remove_local``, and remove empty directories. True if there was a note."""
+    """Finish the removal of a killed ``remove_local`` and remove empty directories. True if there was a note."""
     if not (directory / PRIVATE_DIR).is_dir():
         return False
     with translated(directory), _locked(directory):
@@ -350,7 +346,7 @@ def finish_locked_removal(directory: Path) -> bool:
             log.warning("%s; keeping the files that it names", error)
             continue
         doomed = [entry.key for entry in (stale_files(gone, standing) if standing else gone.entries)]
-        doomed += [set_aside_name(key) for key in doomed]  # put aside by a restore
+        doomed += [set_aside_name(key) for key in doomed]  # renamed by a restore
         dead = gone.tokens - (standing.tokens if standing else set())
         if (directory / ORIGIN_DIR).is_dir():
             doomed += [f"{ORIGIN_DIR}/{token}" for token in dead]
@@ -363,8 +359,8 @@ def finish_locked_removal(directory: Path) -> bool:
             doomed += [f"{PRIVATE_DIR}/{path.name}" for path in matching(directory / PRIVATE_DIR, f"*{SET_ASIDE}")]
         _unlink_all([directory / name for name in doomed] + matching(directory / PARTS_DIR, f"{gone.attempt}-*.json"))
         for place in {gone.attempt, *dead} if standing is None or standing.attempt != gone.attempt else ():
-            remove_tree(directory / adopted_dir(place), ignore_errors=True)  # what directories were in it
-        note.unlink(missing_ok=True)  # last: without it nobody would know what to look for
+            remove_tree(directory / adopted_dir(place), ignore_errors=True)
+        note.unlink(missing_ok=True)  # last: it is the only list of the remaining files
     _remove_empty(directory)
     return bool(notes)
 
@@ -377,19 +373,19 @@ def _unlink_all(paths: list[Path]) -> None:
         else:
             path.unlink(missing_ok=True)
     for parent in {path.parent for path in paths}:
-        with suppress(ObjectNotFoundError):  # gone, with its names
+        with suppress(ObjectNotFoundError):
             fsync_dir(parent)
 
 
 def _remove_empty(directory: Path) -> None:
-    """Remove our private directory and ``directory`` if they are empty except for the lock that we hold."""
+    """Remove our private directory and ``directory`` if they hold nothing but the lock that we hold."""
     private = directory / PRIVATE_DIR
     for empty in PRIVATE_DIRS:
         with suppress(OSError):
             (directory / empty).rmdir()
     names = [path.name for path in (*matching(directory, "*"), *matching(private, "*"))]
     if names != [private.name, "lock"]:
-        return  # a save that goes on here, or somebody else's files
+        return  # a running save, or files of another owner
     (private / "lock").unlink(missing_ok=True)  # a waiting process finds the name gone and makes a new file (K3)
     with suppress(OSError):
         private.rmdir()
@@ -399,7 +395,7 @@ def _remove_empty(directory: Path) -> None:
 
 @contextmanager
 def _closed_quietly() -> Iterator[ExitStack]:
-    """Hold locks and ignore errors of their release: the work under them is done, and they end with the process."""
+    """Hold locks and ignore errors of their release: the work is done, and they end with the process."""
     held = ExitStack()
     try:
         yield held
@@ -410,7 +406,7 @@ def _closed_quietly() -> Iterator[ExitStack]:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Lock the directory against other processes of this node. OS errors become typed errors."""
+    """Lock the directory against other processes of this node. Translates OS errors."""
     deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     with translated(directory, is_above=True), _closed_quietly() as held:
         while True:

@@ -1,9 +1,9 @@
-"""Local-only checkpoints: those that a job saves between two drains, and that stay on the SSD.
+"""Local-only checkpoints: saved between two drains, and kept on the SSD only.
 
 Each has a journal entry (``local-only``) while it may still be needed: the newest of a run goes to shared
-storage after all when the job ends or the node is preempted. Once this node has two newer checkpoints it is
+storage when the job ends or the node is preempted. Once this node has two newer checkpoints it is
 *superseded*: the entry is removed, and the files stay until a save needs the room (``marks.mark_superseded``). A node
-without its manifest, because another node coordinated the save, removes its files then: no manifest names them.
+without its manifest, because another node coordinated the save, removes its files then.
 
 Invariants:
     K0  Older means: abandoned by a job that went back to an older step (branches.py); otherwise, a lower step.
@@ -31,13 +31,13 @@ from .select import age_of
 log = logger("local_only")
 
 LOCAL_ONLY_MAX = 2
-"""Checkpoints of a run that are never superseded: the newest, and the one to go back to if that turns out damaged."""
+"""Newest checkpoints of a run that are never superseded: the second one in case the first is damaged."""
 
 
 def supersede_older(local_root: Path, journal: Journal, newest: JournalEntry) -> list[str]:
-    """``newest`` is committed on this node: supersede older local-only ones. Returns the URIs. Never fails a save.
+    """Supersede local-only checkpoints older than ``newest``, which is committed on this node. Returns their URIs.
 
-    Cost: the entries of the journal are read; two small durable writes for each that is superseded.
+    Never fails a save. Cost: reads the journal; two small durable writes per superseded checkpoint.
     """
     superseded: list[str] = []
     try:
@@ -54,7 +54,7 @@ def supersede_older(local_root: Path, journal: Journal, newest: JournalEntry) ->
 
 
 def promote_newest(local_root: Path, journal: Journal, run: Location | None = None) -> list[JournalEntry]:
-    """Have the newest local-only checkpoint of ``run`` (None: of every run) drained after all. Returns its entries.
+    """Schedule the newest local-only checkpoint of ``run`` (None: of every run) for draining. Returns its entries.
 
     A checkpoint older than one on shared storage, or on its way there, is not promoted.
     """

@@ -26,18 +26,20 @@ DRAINED_FIELDS = frozenset({"attempt"})
 
 
 def mark_origin(directory: Path, token: str) -> None:
-    """Note that a rank of this node makes the save ``token``: its files are for peers to copy, and it hears of its
-    commit from them. Not durable: losing the note costs a copy."""
+    """Note that a rank of this node makes the save ``token``: peers copy its files and report its commit.
+
+    Not durable: losing the note costs a copy.
+    """
     for _ in range(MARK_TRIES):
         with suppress(OSError, TierckptError):
             make_dirs(directory / ORIGIN_DIR)
             (directory / origin_file(token)).touch()
-            return  # else a concurrent commit has removed the empty directory between the two lines
+            return  # a concurrent commit removed the empty directory between the two lines
     log.warning("%s: peers will not learn that this node saves it", directory)
 
 
 def origins(directory: Path) -> frozenset[str]:
-    """The saves here that ranks of this node make, or have made."""
+    """Return the saves that ranks of this node make or have made here."""
     with suppress(OSError):
         return frozenset(os.listdir(directory / ORIGIN_DIR))  # noqa: PTH208
     return frozenset()
@@ -49,7 +51,7 @@ def mark_drained(directory: Path, attempt: str) -> None:
 
 
 def is_drained(directory: Path, attempt: str) -> bool:
-    """Return True if a mark says that the shared tier has ``attempt``. A lost or damaged mark means unknown."""
+    """Return True if marked as drained. A lost or damaged mark means unknown."""
     return _noted(directory / DRAINED) == attempt
 
 
@@ -59,22 +61,21 @@ def mark_superseded(directory: Path, attempt: str) -> None:
 
 
 def mark_replicated(directory: Path, attempt: str) -> None:
-    """Note that all copies of ``attempt`` that this node knows of are whole: older ones are not needed any more."""
+    """Note that all known copies of ``attempt`` are whole: older ones are no longer needed."""
     _note(directory, REPLICATED, attempt)
 
 
 def is_replicated(directory: Path, attempt: str) -> bool:
-    """True when ``mark_replicated`` was called for ``attempt``. A damaged note says nothing."""
     return _noted(directory / REPLICATED) == attempt
 
 
 def is_evictable(directory: Path, attempt: str) -> bool:
-    """Return True if the local copy of ``attempt`` needs no drain any more. A damaged mark means unknown."""
+    """Return True if the local copy of ``attempt`` needs no drain. A damaged mark means unknown."""
     return is_drained(directory, attempt) or _noted(directory / SUPERSEDED) == attempt
 
 
 def read_drained(directory: Path) -> str | None:
-    """Return the attempt that was noted as drained, None when none was. Raises ManifestError when damaged."""
+    """Return the attempt noted as drained, if any. Raises ManifestError if damaged."""
     return _read(directory / DRAINED)
 
 
@@ -84,7 +85,7 @@ def _note(directory: Path, name: str, attempt: str) -> None:
 
 
 def _noted(path: Path) -> str | None:
-    """The attempt that a note is about, None without one. A damaged note says nothing."""
+    """Return the attempt in a note; None without one, or if it is damaged."""
     try:
         return _read(path)
     except (ManifestError, StoreError) as error:

@@ -1,4 +1,4 @@
-"""Listings of files and directories for fsspec: committed checkpoints are there, unfinished saves are not.
+"""Listings of files and directories for fsspec: they show committed checkpoints and hide unfinished saves.
 
     V1  A checkpoint that is committed on some tier is listed, with the files of its manifest: also while it is on the
         local tier only and still drains.
@@ -7,8 +7,7 @@
         hidden, even if the shared tier still has it.
     V4  Everything else (data sets, models, checkpoints of stock DCP) is shown as the store has it.
 
-So a program that lists directories and looks for ``.metadata`` in each finds the newest checkpoint
-that can be loaded, and no other.
+So a program that looks for ``.metadata`` in each directory finds the newest loadable checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from .journal import Journal, JournalEntry
 log = logger("catalog")
 
 REQUESTS_MAX = 16
-"""Directories that are listed at a time."""
+"""Directories listed at a time."""
 
 _RANK_METADATA = re.compile(r"__\d+\.metadata$")
 
@@ -57,7 +56,7 @@ class Thing:
     """One file or directory.
 
     Attributes:
-        checkpoint: the committed checkpoint of the file, if it belongs to one; ``entry`` is its entry in the manifest.
+        checkpoint: the committed checkpoint of the file, if any; ``entry`` is its entry in the manifest.
     """
 
     location: Location
@@ -67,21 +66,19 @@ class Thing:
     checkpoint: Checkpoint | None = None
     entry: FileEntry | None = None
     written: JournalEntry | None = None
-    """The journal entry of a file that is not drained yet."""
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """True for a name that DCP, and only DCP, gives to the files of a checkpoint."""
+    """Return True for a file name that only DCP uses."""
     return name == METADATA or name.endswith(SHARD_SUFFIX) or bool(_RANK_METADATA.match(name))
 
 
 def is_private(location: Location) -> bool:
-    """Return True for a path inside a private directory of tierckpt."""
     return PRIVATE_DIR in location.path.split("/")
 
 
 def root_of(location: Location) -> tuple[Location, str]:
-    """Return the location of the store for ``location`` and its neighbours, and the key of ``location`` there."""
+    """Return the location of the store for ``location`` and its siblings, and the key of ``location`` there."""
     if location.scheme == "hf" and (repository := repository_of(location)) is not None:
         name = location.path.removesuffix(repository.path).rstrip("/")
         return Location(location.scheme, location.authority, name), repository.path
@@ -102,7 +99,7 @@ class Browser:
         self._store_at, self._find, self._directory_of, self._journal = store_at, find, directory_of, journal
         self._gate = asyncio.Semaphore(REQUESTS_MAX)
         self._hung: asyncio.Task[str] | None = None
-        """A look at a mount that does not answer."""
+        """A request to a mount that does not answer."""
 
     # --- one place ----------------------------------------------------------------------------------------------
 
@@ -138,8 +135,10 @@ class Browser:
         return Thing(location, is_dir=True)
 
     async def _adopted(self, location: Location) -> list[Thing]:
-        """Return the file at ``location``, or the files under it, of an adopted checkpoint above it. Only names that
-        end in a step are tried, so a missing file does not cost a request for each parent directory."""
+        """Return the files at or under ``location`` of an adopted checkpoint above it.
+
+        Tries only names that end in a step, so a missing file does not cost a request for each parent directory.
+        """
         above = location.parent
         while root_of(above)[1]:
             if step_of(above.name) is not None and await self._has_manifest(above):
@@ -152,7 +151,7 @@ class Browser:
         return []
 
     async def _file_of_checkpoint(self, location: Location) -> tuple[bool, Thing | None]:
-        """Whether tierckpt saves in the directory of ``location``, and the file there if a commit names it."""
+        """Return whether tierckpt saves in the directory of ``location``, and the file there if a commit names it."""
         is_ours, checkpoint = await self._checkpoint(location.parent)
         for thing in _files(checkpoint):
             if thing.location == location:
@@ -160,8 +159,11 @@ class Browser:
         return is_ours, None
 
     async def _checkpoint(self, location: Location) -> tuple[bool, Checkpoint | None]:
-        """Return whether tierckpt saves at ``location``, and the commit there. Stock checkpoints are not ours, not even
-        while this node drains the ``.metadata`` of one whose shards are on the shared tier (W2)."""
+        """Return whether tierckpt saves at ``location``, and the commit there.
+
+        Stock checkpoints are not ours, not even while this node drains the ``.metadata`` of one with shards on the
+        shared tier (W2).
+        """
         # Local first: a file that is drained between the two requests is then on the shared tier.
         metadata = await asyncio.to_thread(self._journal.files, location.child(METADATA).uri)
         try:
@@ -176,8 +178,7 @@ class Browser:
     # --- one directory ------------------------------------------------------------------------------------------
 
     async def level(self, location: Location) -> list[Thing]:
-        """Return the files and directories directly in ``location``, by name, like ``_level``; and the files that this
-        node has written there."""
+        """Return ``_level`` and the files that this node has written in ``location``, by name."""
         written = await self._written_below(location)
         try:
             things = {thing.location.name: thing for thing in await self._level(location)}
@@ -198,7 +199,7 @@ class Browser:
             if not await self._is_visible(location.child(name)):
                 del things[name]
         if not things and any(entry.after_uri not in ("", location.uri, entry.uri) for entry in written.values()):
-            raise _nothing(location)  # removed with its files
+            raise _nothing(location)
         return sorted(things.values(), key=lambda thing: thing.location.name)
 
     async def _written_below(self, location: Location) -> dict[str, JournalEntry]:
@@ -212,7 +213,7 @@ class Browser:
 
         Raises:
             ObjectNotFoundError: no such directory.
-        Cost: one listing; for each directory in it whose name ends in a number one HEAD, or one and a listing.
+        Cost: one listing; for each directory in it with a number at the end one HEAD, or one and a listing.
         """
         if is_private(location):
             raise _nothing(location)
@@ -252,7 +253,7 @@ class Browser:
     async def _visible(
         self, location: Location, infos: Iterable[ObjectInfo], *, has_private: bool
     ) -> tuple[list[Thing], bool]:
-        """The files of one directory that may be seen, and whether there are others."""
+        """Return the visible files of one directory, and whether there are others."""
         infos = [info for info in infos if not is_temporary(_name(info))]
         if not has_private and not any(is_checkpoint_file(_name(info)) for info in infos):
             return [_thing(location, info) for info in infos], False
@@ -273,7 +274,7 @@ class Browser:
         return True
 
     async def _is_visible(self, location: Location) -> bool:
-        """False for a directory that holds nothing but what some save has not committed."""
+        """Return False for a directory with nothing but uncommitted files."""
         if await self._has_manifest(location):
             return True
         try:
@@ -285,7 +286,7 @@ class Browser:
     # --- all below ----------------------------------------------------------------------------------------------
 
     async def below(self, location: Location) -> list[Thing]:
-        """Return every file below ``location``, [] when there is none. Cost: one listing, and a GET a checkpoint."""
+        """Return every file under ``location``. Cost: one listing, and a GET per checkpoint."""
         if is_private(location):
             return []
         written = await self._written_below(location)  # before the listing: a file drained in between is in both
@@ -312,7 +313,7 @@ class Browser:
         return sorted(found.values(), key=lambda thing: thing.location.path)
 
     async def _shared_below(self, location: Location) -> dict[str, list[ObjectInfo]]:
-        """The objects below ``location`` by directory, relative to it."""
+        """Return the objects under ``location`` by relative directory."""
         root, key = root_of(location)
         directories: dict[str, list[ObjectInfo]] = {}
         skip = len(key) + 1 if key else 0
@@ -329,7 +330,7 @@ class Browser:
     # --- before a change ----------------------------------------------------------------------------------------
 
     async def check_change(self, location: Location) -> None:
-        """Raise ConfigError when a file or directory may not be written or removed: a commit refers to it."""
+        """Raise ConfigError if a file or directory may not be written or removed, because a commit refers to it."""
         if not root_of(location)[1]:
             raise ConfigError(f"{location.uri} names no file", hint="Give a name below it", uri=location.uri)
         if is_private(location):
@@ -340,9 +341,9 @@ class Browser:
                 raise _protected(checkpoint.location)
 
     async def check_write(self, location: Location) -> None:
-        """``check_change``, and of a mount: a file that is written there has no file above it, and no directory's name.
+        """``check_change``; on a mount also: no parent is a file, and no directory has this name.
 
-        A mount that does not answer is not waited for.
+        Does not wait for a mount that does not answer.
         """
         await self.check_change(location)
         if location.scheme != "file" or (self._hung is not None and not self._hung.done()):
@@ -355,7 +356,6 @@ class Browser:
             raise ConfigError(f"{location.uri} cannot be a file: {problem}", hint="Give it another name")
 
     async def check_removal(self, location: Location) -> None:
-        """``check_change`` of all that is below ``location``."""
         await self.check_change(location)
         local = await asyncio.to_thread(lambda: [*_commits(self._directory_of(location))])
         if local:
@@ -380,7 +380,7 @@ def _thing(location: Location, info: ObjectInfo) -> Thing:
 
 
 def _shallow(location: Location, things: Iterable[Thing]) -> list[Thing]:
-    """The files of ``things`` that lie in ``location``, and the directories there that the others lie in."""
+    """Return the files of ``things`` directly in ``location``, and the directories there of the others."""
     found: dict[str, Thing] = {}
     for thing in things:
         name, slash, _ = thing.location.path[len(location.path.rstrip("/")) + 1 :].partition("/")
@@ -393,7 +393,7 @@ def _written(location: Location, entry: JournalEntry) -> Thing:
 
 
 def _files(checkpoint: Checkpoint | None) -> list[Thing]:
-    """The files of a checkpoint of ours that stock PyTorch reads. Their digests are their version."""
+    """Return the files of our checkpoint that stock PyTorch reads. Their digests are their version."""
     if checkpoint is None or checkpoint.manifest is None:
         return []
     return [
@@ -410,7 +410,7 @@ def _files(checkpoint: Checkpoint | None) -> list[Thing]:
 
 
 def _commits(directory: Path) -> Iterator[str]:
-    """Return the directories with a committed checkpoint at or under a local directory, relative to it."""
+    """Yield the relative paths of directories with a committed checkpoint at or under ``directory``."""
     for path, names, _ in os.walk(directory):
         if PRIVATE_DIR in names and Path(path, MANIFEST).exists():
             relative = str(Path(path).relative_to(directory))
@@ -425,8 +425,10 @@ def _has_commit(directory: Path) -> bool:
 
 
 def _suffices(directory: Path) -> bool:
-    """True when a directory of the local tier may be shown alone while the shared tier does not answer: it is a
-    checkpoint, or the newest below it is this node's own (N3). Who takes the newest of a listing must not go back."""
+    """Return True if a local directory may be shown alone while the shared tier does not answer.
+
+    It is a checkpoint, or the newest under it is this node's own (N3): a reader of the newest must not go back.
+    """
     if (directory / MANIFEST).exists():
         return True
     names = sorted(_with_commits(directory), key=select.age_of)
@@ -443,7 +445,6 @@ def _suffices(directory: Path) -> bool:
 
 
 def _with_commits(directory: Path) -> set[str]:
-    """Return the names in a local directory with a committed checkpoint at any depth."""
     try:
         children = [entry.name for entry in os.scandir(directory) if entry.is_dir()]
     except OSError:

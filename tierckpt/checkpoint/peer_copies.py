@@ -17,23 +17,23 @@ from ..types import Buffer, Json
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One node's agent, as it tells of itself."""
+    """The agent of one node, as it describes itself."""
 
     name: str
     """Unique in the cluster, and constant for the lifetime of its local root."""
     address: str
     """``host:port`` of its peer server."""
     weight: float = 1.0
-    """Bytes per second of its network; only the ratio to others counts."""
+    """Network bytes per second; only ratios count."""
     domain: str = ""
-    """Its failure domain: a rack, a power feed."""
+    """Failure domain: a rack, a power feed."""
 
     def to_json(self) -> Json:
         return {"name": self.name, "address": self.address, "weight": self.weight, "domain": self.domain}
 
 
 class PeerCopies(Protocol):
-    """The copies that other nodes have of one checkpoint, all of one attempt."""
+    """The copies of one checkpoint on other nodes, all of one attempt."""
 
     manifest: Manifest
 
@@ -41,10 +41,10 @@ class PeerCopies(Protocol):
     def attempt(self) -> str: ...
 
     async def query_files(self) -> PeerCopies:
-        """Ask which files each has, once. Returns itself."""
+        """Query the files of each member, once. Returns itself."""
 
     def holders(self, entry: FileEntry) -> Sequence[Member]:
-        """Who had the whole of ``entry`` at the last ``query_files``."""
+        """Return the members that had all of ``entry`` at the last query."""
 
     def missing(self, entries: Iterable[FileEntry]) -> list[FileEntry]: ...
 
@@ -52,14 +52,14 @@ class PeerCopies(Protocol):
         """Report wrong bytes from ``member``: it is not used for a while."""
 
     async def chunk(self, member: Member, entry: FileEntry, index: int) -> Buffer:
-        """Chunk ``index`` of ``entry`` from ``member``, verified."""
+        """Return chunk ``index`` of ``entry`` from ``member``, verified."""
 
 
 class PeerLookup(Protocol):
     """Lookup of checkpoints on other nodes."""
 
     async def replicas_at(self, location: Location, known: Iterable[Manifest | None] = ()) -> Mapping[str, PeerCopies]:
-        """The copies of the checkpoint at ``location``, by attempt."""
+        """Return the copies of the checkpoint at ``location``, by attempt."""
 
     async def committed(
         self, parent: Location, *, is_fresh: bool = False
@@ -69,25 +69,25 @@ class PeerLookup(Protocol):
     async def silent(self, parent: Location) -> list[str]:
         """Return the configured nodes that do not answer about ``parent``, after a new request to each.
 
-        Raises PermissionDeniedError: a node does not take this one for a member.
+        Raises PermissionDeniedError: a node does not accept this one as a member.
         """
 
 
 log = logger("select")
 
 DENIED_SECONDS = 5.0
-"""Nodes that are given a new secret have it at different moments; a refusal that lasts longer is meant."""
+"""Nodes receive a new secret at different moments; a longer refusal is permanent."""
 QUIET_SECONDS = 2.0
-"""Nodes that have not answered for so long are reported, and every ``TELL_SECONDS`` from then on."""
+"""Nodes silent for so long are reported, then every ``TELL_SECONDS``."""
 TELL_SECONDS = 10.0
 PAUSES = Pauses(0.2, 1.0)
 
 
 class SilentPeers:
-    """Waits once for each node that is silent; one that has answered since is waited for again.
+    """Waits once for each silent node, and again for one that has answered since.
 
     Args:
-        cluster: the other nodes; None where there are no ``peers``.
+        cluster: the other nodes; None without ``peers``.
         wait_seconds: ``store_wait_seconds``, as for shared storage.
     """
 
@@ -96,9 +96,9 @@ class SilentPeers:
         self._given_up: set[str] = set()
 
     async def wait(self, run: Location) -> list[str]:
-        """Return the nodes that have not said which checkpoints of ``run`` they have; [] when all have.
+        """Return the nodes that have not reported their checkpoints of ``run``.
 
-        Raises PermissionDeniedError: a node does not take this one for a member.
+        Raises PermissionDeniedError: a node does not accept this one as a member.
         """
         if self._cluster is None:
             return []

@@ -1,7 +1,4 @@
-"""Prunes a run on each tier by the rules of retention.py, and finishes interrupted removals.
-
-``cache/space.py`` makes room for a save.
-"""
+"""Prunes a run on each tier by the rules of retention.py, and finishes interrupted removals."""
 
 from __future__ import annotations
 
@@ -36,13 +33,13 @@ log = logger("retention")
 KEPT, WOULD_GO, REMOVED, FAILED = "kept", "would go", "removed", "failed"
 LEADS_ON = "a gradient log leads on from it"
 DUE_SECONDS_MAX = 7 * 86400.0
-"""Time that a run stays due while its store does not answer; the next drain makes it due again."""
+"""Maximum time that a run stays due while its store does not answer; the next drain makes it due again."""
 _DUE_FIELDS = frozenset({"run", "shared"})
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one copy. ``reason`` says why it is kept, goes, or could not be removed."""
+    """The outcome for one copy. ``reason``: why it is kept, removed, or could not be removed."""
 
     copy: CheckpointCopy
     outcome: str
@@ -63,7 +60,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class PruneResult:
-    """Every copy of a run and what became of it; names that are no business of retention, and why; leftovers."""
+    """The outcome for every copy of a run; other names, with a reason; leftovers."""
 
     outcomes: list[Outcome]
     others: dict[str, str] = field(default_factory=dict)
@@ -71,7 +68,7 @@ class PruneResult:
     errors: list[TierckptError] = field(default_factory=list)
 
     def join(self, other: PruneResult, *, below: str) -> None:
-        """Add what became of the copies in the directory ``below`` of the run."""
+        """Add the outcomes of the directory ``below`` of the run."""
         self.outcomes += [
             replace(one, copy=replace(one.copy, name=f"{below}/{one.copy.name}")) for one in other.outcomes
         ]
@@ -100,7 +97,6 @@ class _Seen:
 
     @property
     def branches(self) -> list[tuple[Tier, Branch]]:
-        """Of the committed manifests."""
         copies = ((Tier.LOCAL, self.local), (Tier.SHARED, self.shared))
         return [(tier, branch_of(manifest, self.name)) for tier, manifest in copies if manifest is not None]
 
@@ -131,7 +127,7 @@ class Pruner:
         branch: Branch | None = None,
         own: Sequence[int] = (),
     ) -> PruneResult:
-        """Judge the checkpoints directly under ``run`` and remove those that ``policy`` does not keep.
+        """Remove the checkpoints directly under ``run`` that ``policy`` does not keep.
 
         Redo logs count among themselves and against newer checkpoints; checkpoints count among themselves.
         A copy that cannot be removed does not stop the removal of the others.
@@ -154,7 +150,7 @@ class Pruner:
         result = await self._judge(steps, policy, dry_run, branch, noted, own)
         if windows:
             kept = [one.copy for one in result.only(KEPT) if not one.copy.is_abandoned]
-            beside = [replace(copy, name=f"beside/{copy.name}") for copy in kept]  # nothing becomes of these here
+            beside = [replace(copy, name=f"beside/{copy.name}") for copy in kept]  # these are only compared with
             redo_logs = await self._judge(windows, policy, dry_run, branch, noted, own, beside)
             result.join(redo_logs, below=layout.WINDOWS_DIR)
         if not dry_run:
@@ -165,14 +161,14 @@ class Pruner:
     async def prune_due(self) -> bool:
         """Prune each run with a drain that ended here since, by the rule of its newest checkpoint (N9).
 
-        Returns True when a store did not answer, so that some runs are still due.
+        Returns True if a store did not answer, so that some runs are still due.
         """
         for run, notes in (await asyncio.to_thread(_due, self._root)).items():
             try:
                 seen = await self._look_at_run(run)
                 policy, own = _noted_rule([*seen[0], *seen[1]])
                 if not any(is_shared for _, is_shared in notes):
-                    policy = replace(policy, shared=Rule())  # the node of the coordinator prunes that tier
+                    policy = replace(policy, shared=Rule())  # the coordinator's node prunes that tier
                 is_due = False
                 if policy:
                     result = await self._prune(run, seen, policy, False, None, own)
@@ -186,7 +182,6 @@ class Pruner:
         return await asyncio.to_thread(has_due, self._root)
 
     async def _look_at_run(self, run: Location) -> _Run:
-        """Return the checkpoints directly under ``run``, and its redo logs."""
 
         async def look(names: Iterable[str]) -> list[_Seen]:
             return await asyncio.gather(*(self._look(run.child(name)) for name in names))
@@ -251,7 +246,7 @@ class Pruner:
             seen.is_empty = not [info async for info in store.list()]
 
     async def _read(self, read: Callable[[], Awaitable[Manifest | None]]) -> Manifest | None:
-        """Return a manifest; a damaged one is reported and its checkpoint left alone (N5)."""
+        """Return a manifest; log a damaged one and keep its checkpoint (N5)."""
         try:
             return await read()
         except ManifestError as error:
@@ -271,7 +266,7 @@ class Pruner:
             return False
 
     async def copies_of(self, seen: Sequence[_Seen], branch: Branch | None) -> list[CheckpointCopy]:
-        """Return the copies of the run on both tiers, with what holds each of them."""
+        """Return the copies of the run on both tiers, each with the reason that holds it."""
         busy = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
         linked = await asyncio.to_thread(_linked, [one.location for one in seen if one.other == "a link"])
         base = _base_of_log(seen, branch)
@@ -309,7 +304,7 @@ class Pruner:
         return "being read" if read_lease.is_read(self._root, local_dir(self._root, location)) else ""
 
     async def _with_health(self, copies: list[CheckpointCopy], seen: dict[str, _Seen]) -> list[CheckpointCopy]:
-        """Look at the newest copies of each tier, down to the first that is whole: older ones protect nothing."""
+        """Check the newest copies of each tier down to the first whole one: older ones protect nothing."""
         known: dict[tuple[str, Tier], Health] = {}
         for tier in (Tier.LOCAL, Tier.SHARED):
             here = [copy for copy in copies if copy.tier is tier]
@@ -371,7 +366,6 @@ class Pruner:
             return ""
 
     async def _finish(self, seen: _Seen, dry_run: bool, result: PruneResult) -> None:
-        """Finish interrupted removals on the shared tier."""
         result.leftovers.append(seen.name)
         if dry_run:
             return
@@ -385,14 +379,14 @@ class Pruner:
 
 
 def note_due(local_root: Path, run: Location, token: str, *, is_shared: bool) -> None:
-    """Note that a drain into ``run`` has committed: ``Pruner.prune_due`` prunes it, after a kill as well.
+    """Note that a drain into ``run`` has committed: ``Pruner.prune_due`` prunes it, even after a kill.
 
     Args:
         token: of the journal entry, which is removed after this. So a run stays due until a prune that began later.
-        is_shared: this node prunes the shared tier, too.
+        is_shared: this node also prunes the shared tier.
     """
     path = local_root / layout.RETENTION_DIR / f"{token}.json"
-    if not path.exists():  # else it was written by the commit, which is about the shared tier
+    if not path.exists():  # the commit wrote it, for the shared tier
         make_dirs(path.parent)
         durable_write(path, seal({"run": run.uri, "shared": is_shared}))
 
@@ -402,14 +396,14 @@ def has_due(local_root: Path) -> bool:
 
 
 def _due(local_root: Path) -> dict[Location, list[tuple[Path, bool]]]:
-    """Return the runs that are due, each with its notes and whether they are about the shared tier."""
+    """Return the runs that are due, each with its notes and whether they concern the shared tier."""
     found: dict[Location, list[tuple[Path, bool]]] = {}
     for path in matching(local_root / layout.RETENTION_DIR, "*.json"):
         try:
             note = unseal(read_whole(path, RECORD_BYTES_MAX), _DUE_FIELDS, where=str(path))
             found.setdefault(parse_uri(str(note["run"])), []).append((path, bool(note["shared"])))
         except ObjectNotFoundError:
-            continue  # another mover of this node has pruned the run
+            continue
         except TierckptError as error:
             log.warning("%s", error)
             path.unlink(missing_ok=True)
@@ -428,7 +422,7 @@ def _noted_rule(seen: Sequence[_Seen]) -> tuple[Policy, list[int]]:
     manifests = [(one, manifest) for one in seen for manifest in (one.local, one.shared) if manifest is not None]
     start = max((order_of(manifest) for _, manifest in manifests), default=0)
     if not start:
-        return Policy(), []  # not saved by a Checkpointer: its manifests name their start
+        return Policy(), []  # a Checkpointer's manifests name their start
     own = {
         step: manifest
         for one, manifest in manifests
@@ -443,12 +437,12 @@ def remove_empty(location: Location) -> None:
         return
     directory = Path(location.path)
     for torn in matching(directory / layout.REMOVED_DIR, ".*.tmp"):
-        torn.unlink(missing_ok=True)  # a note that was being written when its writer was killed
+        torn.unlink(missing_ok=True)  # left by a killed writer
     for name in (*local_commit.PRIVATE_DIRS, PRIVATE_DIR, "."):
         try:
             (directory / name).rmdir()
         except OSError:
-            continue  # not there, or somebody's files are in it: they stay
+            continue  # missing, or not empty
 
 
 def finish_local(local_root: Path, journal: Journal) -> list[Path]:
@@ -473,9 +467,9 @@ def finish_local(local_root: Path, journal: Journal) -> list[Path]:
 
 
 def _base_of_log(seen: Sequence[_Seen], branch: Branch | None) -> int | None:
-    """Return the step of the newest checkpoint of ``branch`` that a gradient log leads on from; None without one.
+    """Return the step of the newest checkpoint of ``branch`` with a gradient log, if any.
 
-    The log may reach further than any checkpoint, whichever process has saved that since, and wherever the log is.
+    The log may reach further than any checkpoint, whichever process saved that.
     """
     steps = []
     for one in seen:
@@ -496,7 +490,7 @@ def _has_mark(location: Location) -> bool:
 
 
 def _is_left(directory: Path) -> bool:
-    """True for a note of a removal, and for a directory of ours with nothing in it."""
+    """Return True for a removal note, and for an empty directory of ours."""
     if (directory / layout.REMOVED_DIR).is_dir():
         return True
     return not any(name != "lock" for _, _, names in os.walk(directory) for name in names)

@@ -52,39 +52,35 @@ _NOTED = re.compile(rf"local {_NOTED_RULE} shared {_NOTED_RULE}")
 
 
 class Health(enum.StrEnum):
-    """How much of a committed copy is there, by the sizes of its files. No data is read for it."""
+    """Completeness of a committed copy by the sizes of its files. No data is read."""
 
     WHOLE = "whole"
     PARTIAL = "partial"
-    """Local tier only: all files of some ranks and no files of others, as on each node of a job of several."""
+    """Local tier only: all files of some ranks and none of others, as on each node of a multi-node job."""
     DAMAGED = "damaged"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCopy:
-    """One committed copy of a checkpoint on one tier."""
-
     name: str
     step: int
     tier: Tier
     health: Health | None = None
-    """None: not looked at, because a newer copy of the tier is whole."""
+    """None: not checked, because a newer copy of the tier is whole."""
     is_drained: bool = False
-    """Local tier: the shared tier has committed this attempt, at some time."""
+    """Local tier: the shared tier has at some time committed this attempt."""
     held: str = ""
-    """Why it cannot be removed now: its use by a live process."""
+    """The use by a live process that holds it."""
     attempt: str = ""
     size_bytes: int = 0
     is_replicated: bool = False
     """Local tier: not on the shared tier, and all its copies on other nodes are whole."""
     is_abandoned: bool = False
-    """The job went back to an older step later (branches.py)."""
+    """The job later went back to an older step (branches.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of one copy, and why."""
-
     copy: CheckpointCopy
     remove: bool
     reason: str
@@ -110,7 +106,7 @@ class Rule:
         return kept | dict.fromkeys(newest_first[: self.last or 0], f"among the newest {self.last}")
 
     def kept_of(self, saved: Sequence[int]) -> set[int]:
-        """Return which steps this rule keeps of those that one process has ``saved``, the latest last (N8)."""
+        """Return the kept steps of those that one process has ``saved``, the latest last (N8)."""
         if not self:
             return {*saved}
         latest_first = [*dict.fromkeys(reversed(saved))]
@@ -120,7 +116,7 @@ class Rule:
         return f"{self.last or '-'}/{self.every or '-'}"
 
     def __str__(self) -> str:
-        """Why a step goes that this rule does not keep."""
+        """Describe why this rule does not keep a step."""
         newest = [f"not among the newest {self.last}"] if self.last else []
         return ", ".join(newest + ([f"no multiple of {self.every}"] if self.every else []))
 
@@ -132,13 +128,13 @@ class Policy:
     local: Rule = field(default_factory=Rule)
     shared: Rule = field(default_factory=Rule)
     abandoned: frozenset[Tier] = frozenset()
-    """Where abandoned steps go (N7)."""
+    """Tiers that remove abandoned steps (N7)."""
 
     @classmethod
     def of(
         cls, keep_last: int | Mapping[str, int] | None = None, keep_every: int | Mapping[str, int] | None = None
     ) -> Policy:
-        """Build one from what people write: a number for both tiers, or one by tier. Raises ConfigError."""
+        """Build from user values: a number for both tiers, or one per tier. Raises ConfigError."""
         last, every = _by_tier("keep_last", keep_last), _by_tier("keep_every", keep_every)
         local, shared = (Rule(last.get(tier), every.get(tier)) for tier in ("local", "shared"))
         return cls(local, shared)
@@ -147,12 +143,12 @@ class Policy:
         return bool(self.local or self.shared or self.abandoned)
 
     def encode(self) -> str:
-        """Return the rules as a manifest notes them, for ``noted``: ``local 2/- shared 10/1000``."""
+        """Encode the rules for a manifest: ``local 2/- shared 10/1000``."""
         return f"local {self.local.encode()} shared {self.shared.encode()}"
 
     @classmethod
     def noted(cls, manifest: Manifest) -> Policy:
-        """Return the policy that ``manifest`` carries (N9); one that keeps everything where it carries none."""
+        """Return the policy in ``manifest`` (N9), or one that keeps everything."""
         note = manifest.notes.get(NOTE)
         match = _NOTED.fullmatch(note) if isinstance(note, str) else None
         if match is None:
@@ -161,7 +157,7 @@ class Policy:
         return cls(Rule(last, every), Rule(shared_last, shared_every))
 
     def judge(self, copies: Sequence[CheckpointCopy], *, drains: bool = True, own: Sequence[int] = ()) -> list[Verdict]:
-        """Say what becomes of every copy of a run (N1, N2, N3), newest first, local before shared.
+        """Judge every copy of a run (N1, N2, N3), newest first, local before shared.
 
         Args:
             drains: False without drains: the local tier is then the last one.
@@ -195,7 +191,7 @@ class Policy:
         """``here``: the copies of the tier that are not abandoned; ``every``: all of them."""
         reason = copy.held
         if not reason and not any(one.health in (Health.WHOLE, Health.PARTIAL) for one in here):
-            reason = protect(every).get(copy.name, "")  # the tier has nothing else
+            reason = protect(every).get(copy.name, "")  # the tier has no others
         if not reason and copy.tier not in self.abandoned:
             reason = "abandoned; `tierckpt prune --abandoned` removes it"
         return Verdict(copy, not reason, reason or "abandoned: the job went back to an older step")
@@ -242,9 +238,9 @@ def _by_tier(name: str, value: int | Mapping[str, int] | None) -> dict[str, int]
 
 
 def local_health(directory: Path, manifest: Manifest) -> Health:
-    """How much of ``manifest`` is in ``directory``. Which ranks are this node's is not known: a rank is here or not."""
+    """Return the completeness of ``manifest`` in ``directory``. Each rank is complete, missing or damaged."""
     if any(file_size(directory / entry.key) != entry.size_bytes for entry in manifest.metadata):
-        return Health.DAMAGED  # every node has it
+        return Health.DAMAGED
     here: set[int] = set()
     missing: set[int] = set()
     for entry in manifest.files:
@@ -259,14 +255,14 @@ def local_health(directory: Path, manifest: Manifest) -> Health:
 
 
 async def shared_health(store: Store, manifest: Manifest) -> Health:
-    """WHOLE when the shared tier lists every file of ``manifest`` with its size."""
+    """Return WHOLE if the shared tier lists every file of ``manifest`` with its size."""
     sizes = {info.key: info.size_bytes async for info in store.list()}
     whole = all(sizes.get(entry.key) == entry.size_bytes for entry in manifest.entries)
     return Health.WHOLE if whole else Health.DAMAGED
 
 
 def local_checkpoints(local_root: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Yield every committed checkpoint of the local tier; damaged manifests are logged and skipped."""
+    """Yield every committed checkpoint of the local tier; log and skip damaged manifests."""
     for directory in marked_directories(Path(local_root, "checkpoints")):
         try:
             manifest = local_commit.read_local_manifest(directory)
@@ -278,7 +274,7 @@ def local_checkpoints(local_root: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def marked_directories(top: Path, mark: str = PRIVATE_DIR) -> Iterator[Path]:
-    """Yield the directories at and below ``top`` that bear our mark, the private directory. Links are not followed."""
+    """Yield the directories at and under ``top`` with our private directory. Links are not followed."""
     for path, names, _ in os.walk(top):
         if mark in names:
             names.remove(mark)
@@ -286,7 +282,7 @@ def marked_directories(top: Path, mark: str = PRIVATE_DIR) -> Iterator[Path]:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return ``path``, or its nearest parent that exists and that this user may reach."""
+    """Return ``path`` or its nearest parent that exists and is reachable."""
     while not os.path.exists(path):  # noqa: PTH110  # Path.exists raises for unreachable paths
         path = path.parent
     return path
@@ -296,7 +292,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 async def remove_shared(store: Store, manifest: Manifest) -> bool:
-    """Remove a committed checkpoint from the shared tier (N4, N6). False when another save has taken its id over.
+    """Remove a committed checkpoint from the shared tier (N4, N6). Returns False if another save took over its id.
 
     Order: put a note with the manifest, delete the manifest, delete its files, delete the note. A save that replaces
     this attempt may commit meanwhile. Names that both use are deleted only in the version that was read, so one of
@@ -312,7 +308,7 @@ async def remove_shared(store: Store, manifest: Manifest) -> bool:
     stands = now is not None and now.attempt == manifest.attempt
     if not (is_ours and stands and await shared_commit.remove(store, MANIFEST, standing)):
         if now is None or await shared_commit.read_shared_manifest(store) is None:
-            # Another mover removes it, too. The note of the two is one: it stays until all that it names is deleted.
+            # Another mover removes it, too. They share the note: it stays until all files that it names are deleted.
             await _finish(store, manifest, stock, claim)
         else:
             await store.delete(note)
@@ -322,15 +318,17 @@ async def remove_shared(store: Store, manifest: Manifest) -> bool:
 
 
 async def finish_shared(store: Store, gone: Manifest) -> None:
-    """Delete the files that only the removed manifest ``gone`` names, then the note of its removal. Idempotent."""
+    """Delete the files that only the removed manifest ``gone`` names, then its removal note. Idempotent."""
     stock = {entry.path: await shared_commit.etag_of(store, entry.path) for entry in gone.metadata}
     claim = await shared_commit.etag_of(store, CLAIM)
     await _finish(store, gone, stock, claim)
 
 
 async def _finish(store: Store, gone: Manifest, stock: Mapping[str, str | None], claim: str | None) -> None:
-    """``stock`` and ``claim``: versions from before the owner of the id was known. The claim is deleted
-    last: after a crash before that, the directory is not mistaken for a checkpoint of stock PyTorch."""
+    """``stock`` and ``claim``: versions read before the owner of the id.
+
+    The claim is deleted last: after a crash before that, the directory does not look like a stock checkpoint.
+    """
     standing = await shared_commit.read_shared_manifest(store)
     if standing is None or standing.attempt != gone.attempt:
         owns_id = standing is None and await shared_commit.read_claim(store) in {gone.attempt, None}
@@ -341,7 +339,7 @@ async def _finish(store: Store, gone: Manifest, stock: Mapping[str, str | None],
             if entry.key not in stock:
                 await store.delete(entry.key)
         for place in gone.adopted_dirs:
-            await store.delete_dir(place)  # directories that are empty now
+            await store.delete_dir(place)
         await _delete_parts(store, gone)
         if owns_id and claim is not None:
             await shared_commit.remove(store, CLAIM, claim)
@@ -357,7 +355,6 @@ async def _delete_parts(store: Store, gone: Manifest) -> None:
 
 
 async def removals_begun(store: Store) -> list[Manifest]:
-    """Return the manifests with an unfinished removal from the shared tier."""
     found = []
     async for info in store.list(layout.REMOVED_DIR):
         try:
@@ -365,7 +362,7 @@ async def removals_begun(store: Store) -> list[Manifest]:
         except BucketNotFoundError:
             raise
         except ObjectNotFoundError:
-            continue  # another node finished that removal meanwhile
+            continue
         except ManifestError as error:
             log.warning("%s; keeping the files that it names", error)
     return found

@@ -1,8 +1,8 @@
-"""Chooses the checkpoint that a job resumes from: the newest that can be loaded, or the certainty that there is none.
+"""Chooses the checkpoint that a job resumes from: the newest loadable one, or certainly none.
 
 Invariants (tests cite them):
     N1  "None" is returned only after a complete listing of the shared tier. A store that refuses, fails, hangs or
-        ends a listing early is retried and then raises. A listed run whose names disappear before they are read is
+        ends a listing early is retried and then raises. A listed run that loses its names before they are read is
         listed again: a job that keeps one step has saved the next.
     N2  A checkpoint that the shared tier did not answer about is never skipped in favour of an older one.
     N3  While the shared tier does not answer, the newest local step is taken only if this node saved it and has not
@@ -54,18 +54,18 @@ log = logger("select")
 T = TypeVar("T")
 
 DENIED_SECONDS = 5.0
-"""Credentials that are being renewed are back within moments; a refusal that lasts longer is meant."""
+"""Credentials are renewed within moments; a longer refusal is permanent."""
 LOOK_SECONDS_MIN = 10.0
 """Minimum time for one search, so that ``store_wait_seconds=0`` means one attempt and not none."""
 PAUSE_SECONDS = 1.0
 PEER_SECONDS = 0.5
 """How long a peer may list a checkpoint that it has removed."""
 QUIET_SECONDS = 2.0
-"""A store that has not answered for this long is reported, then every ``TELL_SECONDS``."""
+"""A store silent for this long is reported, then every ``TELL_SECONDS``."""
 TELL_SECONDS = 10.0
 
 LOOK_MAX, AT_ONCE = 256, 16
-"""Directories that a search for runs looks into, a listing and up to four requests each; so many of them at a time."""
+"""Directories that a search for runs visits, and how many at a time: a listing and up to four requests each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class RunDirectory:
     newest: catalog.CheckpointRow
 
     def joined(self, other: RunDirectory | None) -> RunDirectory:
-        """Merge with the findings of an earlier look at the same run."""
+        """Merge with an earlier result for the same run."""
         if other is None:
             return self
         newest = max(other.newest, self.newest, key=lambda row: age_of(row.name))
@@ -100,9 +100,9 @@ class _Near:
     """Checkpoints on this node and its peers, while the shared tier does not answer."""
 
     is_own: bool = False
-    """The newest of it is this node's own (N3)."""
+    """The newest is this node's own (N3)."""
     chosen: Checkpoint | None = None
-    """The newest complete checkpoint of the requested one."""
+    """The newest complete one."""
 
 
 class Selector:
@@ -118,14 +118,13 @@ class Selector:
         self.settings, self.store_at, self.directory_of, self._peers = settings, store_at, directory_of, peers
         self._silent_peers = SilentPeers(peers, settings.store_wait_seconds)
         self.reached: set[tuple[str, str]] = set()
-        """The stores (``place_of``) that have answered in this process as they should."""
+        """The stores (``place_of``) that have answered properly in this process."""
 
     async def find(self, location: Location) -> Checkpoint:
         return await catalog.find(location, self.directory_of(location), self.store_at(location), self._peers)
 
     async def found(self, location: Location) -> Checkpoint:
-        """``find``, waiting for a shared tier that does not answer when this node and its peers lack some file; and for
-        silent peers when nobody else has a checkpoint there."""
+        """``find`` that waits for the shared tier if near copies lack a file, and for silent peers without a copy."""
         wait = _Wait(self.settings, self.store_at(location), location)
 
         async def look() -> Checkpoint:
@@ -201,7 +200,7 @@ class Selector:
     # --- all tiers ----------------------------------------------------------------------------------------------
 
     async def _explicit(self, location: Location) -> Checkpoint:
-        """Return the checkpoint at ``location``. A complete near copy needs no answer of the shared tier."""
+        """Return the checkpoint at ``location``. A complete near copy needs no shared tier."""
         found = await self.find(location)
         if found.unseen is not None and await catalog.lacking_near(found):
             raise found.unseen
@@ -256,7 +255,7 @@ class Selector:
         return names
 
     async def noted_branch(self, location: Location, names: Collection[str], *, is_near: bool = False) -> Branch | None:
-        """The branch noted for the run that was listed as ``names``; ``is_near``: on this node and its peers."""
+        """Return the branch noted for the run listed as ``names``. ``is_near``: on this node and its peers."""
         if BRANCHES_DIR not in names:
             return None
         found = [await asyncio.to_thread(branches.read_local, self.directory_of(location))]
@@ -271,7 +270,7 @@ class Selector:
     async def _first_usable(
         self, location: Location, names: Sequence[str], branch: Branch | None
     ) -> tuple[Checkpoint | None, set[str]]:
-        """The first of ``names`` that is whole, and those before it where no checkpoint is (any more)."""
+        """Return the first whole checkpoint of ``names``, and the names before it that no longer exist."""
         gone: set[str] = set()
         for name in names:
             try:
@@ -298,30 +297,30 @@ class Selector:
     # --- near ---------------------------------------------------------------------------------------------------
 
     async def names(self, location: Location) -> list[str]:
-        """Names below ``location``, on this node and its peers alone when the shared tier does not answer.
+        """Return the names under ``location``; without the shared tier's if it does not answer.
 
         Only for listings and removals of near copies: an omitted checkpoint may be newer than all of them.
         """
         return sorted(name for name in (await self.all_names(location))[0] if not name.startswith("."))
 
     async def windows(self, run: Location) -> list[str]:
-        """Names below ``run`` of its redo logs, near as ``names``."""
+        """Return the names of the redo logs of ``run``, as ``names``."""
         return sorted(below(WINDOWS_DIR, await self.names(run.child(WINDOWS_DIR))))
 
     async def branch(self, location: Location, known: Iterable[tuple[Branch, int | None]] = ()) -> Branch | None:
-        """Return the branch that a job of the run at ``location`` continues; None where no step is abandoned.
+        """Return the branch that a job of the run at ``location`` continues; None if no step is abandoned.
 
-        On this node and its peers alone when the shared tier does not answer, as ``names``. ``known``: branch and step
-        of checkpoints that the caller has seen.
+        Without the shared tier if it does not answer. ``known``: branch and step of checkpoints that the caller has
+        seen.
         """
         names, is_near = await self.all_names(location)
         noted = await self.noted_branch(location, names, is_near=is_near)
         return branches.current_of([*known, *([(noted, None)] if noted is not None else [])])
 
     async def all_names(self, location: Location, timeout_seconds: float | None = None) -> tuple[set[str], bool]:
-        """All names below ``location``, and True when the shared tier did not answer.
+        """Return all names under ``location``, and True if the shared tier did not answer.
 
-        With ``timeout_seconds`` one that has not answered by then, or refuses, counts as one that did not.
+        With ``timeout_seconds``, a timeout or a refusal counts as no answer.
         """
         near = await self._names_near(location)
         try:
@@ -353,8 +352,10 @@ class Selector:
         return sorted(found.values(), key=lambda run: run.location.uri), not places
 
     async def _run_at(self, location: Location) -> tuple[RunDirectory | None, list[Location]]:
-        """Return the run at ``location``, or the run of the checkpoint there, and the directories to search next. If
-        the newest directory is a checkpoint, others with a step number count as checkpoints without a look."""
+        """Return the run at ``location``, or of the checkpoint there, and the directories to search next.
+
+        If the newest directory is a checkpoint, others with a step number count as checkpoints unseen.
+        """
         if location.scheme == "file" and Path(location.path).is_relative_to(self.settings.local_root):
             return None, []
 
@@ -385,7 +386,7 @@ class Selector:
         ]
 
     async def _names_near(self, location: Location, is_again: bool = False) -> list[str]:
-        """Names below ``location`` on this node and, of checkpoints committed there, on its peers."""
+        """Return the names under ``location`` on this node, and of checkpoints committed there on its peers."""
         local = await asyncio.to_thread(_directories, self.directory_of(location))
         if self._peers is None:
             return local
@@ -411,7 +412,7 @@ class Selector:
         return _Near(is_own)
 
     async def committed_near(self, location: Location) -> list[Checkpoint]:
-        """The attempts that this node and its peers have committed at ``location``, the newest first."""
+        """Return the attempts that this node and its peers have committed at ``location``, newest first."""
         directory, store = self.directory_of(location), self.store_at(location)
         try:
             local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
@@ -434,7 +435,7 @@ class Selector:
         ]
 
     def _is_own(self, checkpoint: Checkpoint) -> bool:
-        """True when a rank of this node saved ``checkpoint`` and the shared tier is not known to have it (N3)."""
+        """Return True if a rank of this node saved ``checkpoint`` and the shared tier is not known to have it (N3)."""
         manifest, directory = checkpoint.manifest, checkpoint.directory
         return manifest is not None and Tier.LOCAL in checkpoint.tiers and is_origin(directory, manifest)
 
@@ -446,12 +447,12 @@ def is_origin(directory: Path, manifest: Manifest) -> bool:
 
 
 def place_of(location: Location) -> tuple[str, str]:
-    """A view of the store of ``location``: an error or an answer of it holds for all requests of this search."""
+    """Key of the store of ``location``: requests with one key share an outcome."""
     return location.scheme, location.authority
 
 
 class _Wait:
-    """Waits for a store that does not answer, and says so: at once, and then every ``TELL_SECONDS``."""
+    """Waits for a store that does not answer, and reports it: at once, then every ``TELL_SECONDS``."""
 
     def __init__(self, settings: Settings, store: Store, location: Location) -> None:
         self._store, self._location = store, location
@@ -462,14 +463,14 @@ class _Wait:
         self._has_told = False
         self._denied_at: float | None = None
         self.advice = ""
-        """Return the user's options with the checkpoints of this node."""
+        """The user's options with the checkpoints of this node."""
 
     async def until_seen(
         self,
         look: Callable[[], Awaitable[T]],
         instead: Callable[[StoreError], Awaitable[T | None]] | None = None,
     ) -> T:
-        """Call ``look`` until the store answers; after a failure, return the value of ``instead``, if it has one."""
+        """Call ``look`` until the store answers; after the first failure, take the result of ``instead``, if any."""
         while True:
             try:
                 return await self._answer(look())
@@ -556,7 +557,7 @@ class _Wait:
 
 
 def _advice(near: _Near) -> str:
-    """Describe how to accept a near checkpoint, for a user that knows that it is the newest."""
+    """Describe how to accept a near checkpoint that the user knows to be the newest."""
     offered = near.chosen
     if offered is None:
         return ""
@@ -590,7 +591,7 @@ def _age_of_attempt(manifest: Manifest) -> tuple[int, float]:
 
 
 def newest_of(names: Iterable[str]) -> list[str]:
-    """Those of the highest step: several where names differ in something else."""
+    """Return the names of the highest step: several may differ in other parts."""
     names = list(names)
     newest = max(map(age_of, names), default=None)
     return [name for name in names if age_of(name) == newest]
@@ -614,4 +615,4 @@ def _directories(directory: Path) -> list[str]:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise
-        return []  # also when retention removes it meanwhile
+        return []  # also if retention removes it meanwhile

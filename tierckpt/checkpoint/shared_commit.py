@@ -1,4 +1,4 @@
-"""The commit on the shared tier, where there are no locks and no rename.
+"""The commit on the shared tier, which has no locks and no rename.
 
     1. shards, the attempt's metadata and one part record per rank are put under unique names
     2. ``claim.json`` is put if absent, or in place of exactly the claim that was read: it decides between saves that
@@ -55,13 +55,13 @@ async def read_shared_manifest(store: Store) -> Manifest | None:
     try:
         return await verified(store, read)
     except BucketNotFoundError:
-        raise  # a place that does not exist is not an empty place
+        raise  # a missing bucket is not an empty one
     except ObjectNotFoundError:
         return None
 
 
 async def replaced_by_claim(store: Store) -> frozenset[str]:
-    """Return the attempts that the holder of the claim replaces: each of them is superseded."""
+    """Return the attempts that the holder of the claim replaces: each is superseded."""
     claim = await _read_claim(store)
     return frozenset(claim["replaces"]) if claim else frozenset()
 
@@ -83,7 +83,7 @@ async def read_claim(store: Store) -> str | None:
 
 
 async def attempts_standing(store: Store) -> set[str]:
-    """The attempts that own this id on the shared tier now: a save that begins may replace these and no others.
+    """Return the attempts that own this id on the shared tier: a save that begins may replace only these.
 
     The holder of the claim usually is also the committed attempt. Both are checked, because either can exist without
     the other: a save between its claim and its commit, and a lost claim. A damaged one counts as none.
@@ -105,9 +105,10 @@ async def _standing_attempt(store: Store) -> str | None:
 
 
 async def _read_claim(store: Store) -> Json | None:
-    """A claim decides against a save, and no digest in it would reveal a wrong answer of the store. So a claim names
-    its URI. A claim of another URI is requested again, and believed if it comes again: the checkpoint was copied
-    here, or the node that wrote it has another name for this mount.
+    """Read the claim. It names its URI, because no digest in it would reveal a wrong answer of the store.
+
+    A claim of another URI is requested again, and believed if it comes again: the checkpoint was copied here, or the
+    node that wrote it has another name for this mount.
     """
     where = f"{store.uri}/{CLAIM}"
     from_elsewhere: Json | None = None
@@ -143,13 +144,13 @@ async def _read_claim(store: Store) -> Json | None:
 async def commit_shared(store: Store, location: Location, manifest: Manifest) -> float | None:
     """Commit ``manifest`` on the shared tier, where all its files already are. Idempotent.
 
-    Returns the time of the commit (Unix seconds), None when an earlier call had made it.
+    Returns the time of the commit (Unix seconds), None if an earlier call had made it.
 
     Each put replaces exactly the version that was read before, and only one that ``replaces`` names: a committed
     attempt is never replaced by one that has not read it.
 
     Raises:
-        AlreadyCommittedError: another attempt owns this id and this one was not told to replace it.
+        AlreadyCommittedError: another attempt owns this id and this one does not replace it.
     """
     await put_claim(store, location, manifest)
     current, etag = await _read_versioned(store)
@@ -167,11 +168,11 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
             check_bytes(data, entry, manifest.chunk_size_bytes, store.uri)
             await store.put(entry.path, data)
         if await read_claim(store) != manifest.attempt:
-            # A later save has taken the id over since: its manifest must not be covered by ours.
+            # A later save has taken the id over since: our manifest must not cover its manifest.
             await _restore_stock_metadata(store, manifest)
             raise already_committed(location, "that replaced this one", Tier.SHARED)
         if current is not None:
-            await store.put(removal_note(current.attempt), current.encode())  # for the cleanup after a crash
+            await store.put(removal_note(current.attempt), current.encode())
         await _put_manifest(store, location, manifest, etag)
         committed_at = time.time()
         log.debug("committed %s on the shared tier (attempt %s)", location.uri, manifest.attempt)
@@ -193,8 +194,10 @@ async def _read_versioned(store: Store) -> tuple[Manifest | None, str | None]:
 
 
 async def _put_manifest(store: Store, location: Location, manifest: Manifest, etag: str | None) -> None:
-    """Put the manifest in place of the version ``etag``, or of none (None): it must not overwrite a save that was
-    faster. If retention removed the replaced version meanwhile, that counts as none."""
+    """Put the manifest over the version ``etag`` (None: over none), never over a save that was faster.
+
+    If retention removed the replaced version meanwhile, that counts as none.
+    """
     try:
         if etag is not None:
             try:
@@ -216,17 +219,17 @@ async def _put_manifest(store: Store, location: Location, manifest: Manifest, et
 
 
 async def _restore_stock_metadata(store: Store, loser: Manifest) -> None:
-    """``loser`` overwrote the stock metadata of a committed attempt: restore it for stock PyTorch."""
+    """Restore the stock metadata of a committed attempt that ``loser`` overwrote."""
     try:
         standing = await read_shared_manifest(store)
         for entry in standing.metadata if standing is not None and standing.attempt != loser.attempt else ():
             await store.put(entry.path, await store.get(entry.key))
-    except (StoreError, ManifestError) as error:  # that it has lost is what its caller must hear
+    except (StoreError, ManifestError) as error:  # the caller must see the lost race, not this
         log.warning("%s: stock PyTorch may not be able to read the checkpoint: %s", store.uri, error)
 
 
 async def replace(store: Store, key: str, data: bytes, etag: str | None) -> None:
-    """Put ``data`` over the version ``etag`` of ``key``. Raises PreconditionFailedError when that is not there."""
+    """Put ``data`` over the version ``etag`` of ``key``. Raises PreconditionFailedError without that version."""
     if isinstance(store, Conditional) and etag is not None:
         await store.replace(key, data, etag=etag)
         return
@@ -235,7 +238,7 @@ async def replace(store: Store, key: str, data: bytes, etag: str | None) -> None
 
 
 async def remove(store: Store, key: str, etag: str | None) -> bool:
-    """Delete the version ``etag`` of ``key``. False when another one is there, which stays."""
+    """Delete the version ``etag`` of ``key``. Returns False if another version exists; it stays."""
     try:
         if isinstance(store, Conditional) and etag is not None:
             await store.remove(key, etag=etag)
@@ -281,7 +284,7 @@ async def _remove_replaced(store: Store, manifest: Manifest) -> None:
             try:
                 gone = manifests.decode(await store.get(name), where=f"{store.uri}/{name}")
             except (ObjectNotFoundError, ManifestError):
-                continue  # it had one rank, or left no trace
+                continue  # one rank, or no trace
             tokens |= gone.tokens
             last.append(name)
             if name == removal_note(attempt):
@@ -301,15 +304,15 @@ async def _remove_stale(store: Store, old: Manifest, new: Manifest) -> None:
     for name in (*stale_metadata(old, new), *(entry.key for entry in stale_files(old, new))):
         await store.delete(name)
     for place in old.adopted_dirs:
-        await store.delete_dir(place)  # directories that are empty now
+        await store.delete_dir(place)
     await store.delete(removal_note(old.attempt))
 
 
 async def put_claim(store: Store, location: Location, manifest: Manifest) -> None:
-    """Take the id for this attempt: from nobody, or from exactly the holder that was seen and is to be replaced.
+    """Take the id for this attempt, if it is free or held by exactly the holder that was read and is to be replaced.
 
     A replaced attempt that retention has removed meanwhile does not count: no committed data is lost.
-    The same holds for one of an abandoned branch that this attempt did not see (branches.py, B5).
+    The same holds for an unseen attempt of an abandoned branch (branches.py, B5).
     """
     body = {"attempt": manifest.attempt, "replaces": sorted(manifest.replaces), "uri": store.uri}
     if branches.NOTE in manifest.notes:
@@ -363,6 +366,5 @@ async def holds(store: Store, file: FileEntry) -> bool:
 
 
 async def discard(store: Store, names: Iterable[str]) -> None:
-    """Delete files that no commit names, now or later."""
     for name in names:
         await store.delete(name)

@@ -28,7 +28,7 @@ log = logger("verify")
 CHECKS_BYTES_MAX = 1 << 16
 
 OnBytes: TypeAlias = Callable[[int], None]
-"""Called with the bytes that were read and checked. None: only existence and sizes are checked."""
+"""Called with the number of bytes read and checked. None: only existence and sizes are checked."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class VerifyReport:
 
 
 def record_check(local_root: Path, verb: str, document: Json) -> None:
-    """Record the result ``document`` of ``verb``, verify or drill. Blocking. A lost record is harmless."""
+    """Record the result of ``verb``, verify or drill. Blocking. A lost record is harmless."""
     seen = {name: document[name] for name in ("uri", "good", "seconds") if name in document}
     try:
         body: Json = {**read_checks(local_root), verb: {**seen, "at_unix_seconds": time.time()}}
@@ -66,7 +66,7 @@ def record_check(local_root: Path, verb: str, document: Json) -> None:
 
 
 def read_checks(local_root: Path) -> Json:
-    """The last verify and the last drill on this node, by verb; None where there was none, or its note is damaged."""
+    """Return the last verify and drill of this node, by verb; None without a readable record."""
     try:
         body = json.loads(read_whole(checks_file(local_root), CHECKS_BYTES_MAX))
     except (OSError, TierckptError, ValueError):
@@ -78,7 +78,7 @@ def read_checks(local_root: Path) -> Json:
 async def verify(
     selector: Selector, location: Location, *, read_data: bool, listener: ProgressListener = ignore_progress
 ) -> tuple[Checkpoint, VerifyReport]:
-    """Check every file of a checkpoint on each tier that has it, and our records on both. Reports all problems.
+    """Check every file of a checkpoint on each tier that has it, and our records. Reports all problems.
 
     Cost: three GETs of records and one HEAD a file; with ``read_data`` every byte of every copy is read once.
     """
@@ -87,7 +87,7 @@ async def verify(
         return checkpoint, report
     report.records = await _damaged_records(checkpoint, checkpoint.manifest)
     gate = asyncio.Semaphore(selector.settings.concurrency)
-    total = checkpoint.manifest.size_bytes * len(checkpoint.tiers)  # the stock copy of the metadata is small change
+    total = checkpoint.manifest.size_bytes * len(checkpoint.tiers)
     chunk_size = checkpoint.manifest.chunk_size_bytes
 
     done = 0
@@ -147,7 +147,7 @@ async def _damaged_records(checkpoint: Checkpoint, manifest: Manifest) -> dict[t
         except IntegrityError as error:
             damaged[(tier, name)] = str(error)
         except StoreError:
-            # While the shared tier is away, or was never set up, the files on this node can be verified all the same.
+            # Without a shared tier the files on this node can still be verified.
             if tier in checkpoint.tiers:
                 raise
     return damaged
@@ -156,14 +156,14 @@ async def _damaged_records(checkpoint: Checkpoint, manifest: Manifest) -> dict[t
 async def _check_shared_manifest(store: Store, directory: Path, manifest: Manifest) -> None:
     shared = await shared_commit.read_shared_manifest(store)
     if shared is not None and shared.attempt in manifest.replaces and marks.is_drained(directory, manifest.attempt):
-        # A manifest is followed only by one that replaces it, and this one was seen there.
+        # Only a manifest that replaces it follows a manifest, and this one was seen there.
         raise IntegrityError(f"{store.uri}/{MANIFEST} is of {shared.attempt}, which was replaced by {manifest.attempt}")
 
 
 async def _check_claim(store: Store, manifest: Manifest, *, committed: bool) -> None:
     claim = await shared_commit.read_claim(store)
     if committed and claim in (None, *manifest.replaces):
-        # It is taken before the manifest is put, and only a later save takes it over.
+        # It is put before the manifest, and only a later save takes it over.
         raise IntegrityError(f"{store.uri}/{CLAIM} names {claim or 'nobody'}; committed is {manifest.attempt}")
 
 
@@ -183,11 +183,11 @@ async def _verify_file(
 async def _verify_on_peers(
     copies: PeerCopies, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes | None
 ) -> None:
-    """One whole copy is enough: each node has the shards of its own ranks, and those that it holds for others."""
+    """Verify one whole copy: each node has the shards of its own ranks, and those that it holds for others."""
     if not (holders := copies.holders(entry)):
         raise ObjectNotFoundError(f"no other node has {entry.path}", file=entry.path)
     for index, (byte_range, _) in enumerate(entry.chunks(chunk_size_bytes) if on_bytes is not None else ()):
-        await copies.chunk(holders[0], entry, index)  # verified as it comes
+        await copies.chunk(holders[0], entry, index)
         if on_bytes is not None:
             on_bytes(byte_range.size_bytes)
 

@@ -26,7 +26,7 @@ FINDS_MAX = 5
 
 
 class CheckpointFiles:
-    """Finds files by their names. The checkpoint is held against removal on this node until ``close``."""
+    """Finds files by name. The checkpoint is held against removal on this node until ``close``."""
 
     def __init__(self, client: Client, settings: Settings, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -51,7 +51,7 @@ class CheckpointFiles:
                 stack.callback(files.close)
                 if client.run(catalog.stands(files.checkpoint)):
                     stack.pop_all()
-                    return files  # else it was removed or replaced before it was held: look again
+                    return files  # else it was removed or replaced meanwhile: look again
         raise CheckpointNotFoundError(
             f"{location.uri} is replaced as fast as it can be found",
             hint="Another job saves to this id; give each job a place of its own",
@@ -61,7 +61,7 @@ class CheckpointFiles:
         self._lease.close()
 
     def entry(self, name: str) -> FileEntry:
-        """The manifest's entry of ``name``; for stock checkpoints one made from its size, without digests."""
+        """Return the manifest entry of ``name``; for stock checkpoints one without digests."""
         if self._entries is None:
             return FileEntry(name, self._client.run(self.checkpoint.store.head(name)).size_bytes, ())
         try:
@@ -81,7 +81,7 @@ class CheckpointFiles:
         return ReplicatedFile(entry, self.chunk_size_bytes, self._copies(entry), known)
 
     def _copies(self, entry: FileEntry) -> list[FileCopy]:
-        """The copies of a file, nearest first."""
+        """Return the copies of a file, nearest first."""
         checkpoint, location, tuner = self.checkpoint, self.checkpoint.location, read_tuner_for(self._settings)
         local = checkpoint.local_path(entry) if checkpoint.manifest is not None else None
         copies: list[FileCopy] = [LocalCopy(local, tuner=tuner)] if local is not None else self._on_peers(entry)

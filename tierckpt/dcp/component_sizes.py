@@ -14,7 +14,7 @@ from .reader import TierStorageReader
 
 
 def take_stock_of(uri: str | os.PathLike[str], settings: Settings) -> tuple[Model, TrainingState]:
-    """Return the model and state that the checkpoint at ``uri`` holds; of a run, its newest usable checkpoint.
+    """Return the model and state at ``uri``; for a run, of its newest usable checkpoint.
 
     Raises:
         ConfigError: it holds no weights.
@@ -25,7 +25,7 @@ def take_stock_of(uri: str | os.PathLike[str], settings: Settings) -> tuple[Mode
 
 
 def tensors_of(metadata: Metadata) -> list[Tensor]:
-    """The tensors that DCP's metadata names, with their full sizes."""
+    """Return the tensors in DCP's metadata, with their full sizes."""
     return [
         Tensor(
             name,

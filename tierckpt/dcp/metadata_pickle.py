@@ -1,8 +1,8 @@
-"""DCP's metadata as bytes: what stock DCP unpickles to the same objects, in as few opcodes as there can be.
+"""DCP's metadata as bytes that stock DCP unpickles to the same objects, in few opcodes.
 
-A load reads this file first, alone, and one opcode after the other (``format/pickle_machine.py``). So equal objects are
-written once, and the objects of each tensor are written as calls of their classes; a plain pickle has an empty object,
-a dict with the names of its fields, and their values.
+A load reads this file first, alone, opcode by opcode (``format/pickle_machine.py``). So equal objects are written once,
+and the objects of each tensor as calls of their classes; a plain pickle has an empty object, a dict with the names of
+its fields, and their values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..torch_internals import StorageInfo
 
 
 def encode(metadata: Metadata) -> bytes:
-    """Return what ``pickle.loads``, on any torch that has DCP, makes ``metadata`` of.
+    """Return bytes that ``pickle.loads``, on any torch with DCP, turns into ``metadata``.
 
     Equal objects in ``metadata`` (properties, sizes, chunks) are one object afterwards.
     Cost: 4 microseconds for each tensor; 1 for the metadata of the same plan as in the previous call.
@@ -47,8 +47,7 @@ def encode(metadata: Metadata) -> bytes:
 
 
 def renamed(data: bytes) -> tuple[bytes, set[str]] | None:
-    """Return what ``encode`` has made ``data`` of by changing names, and the names of files in it; None where it has
-    not, or has encoded something else since."""
+    """Return the previous encoding and file names if ``encode`` made ``data`` from it by changing names; else None."""
     last = _last
     if last is None or last.data is not data or last.like is None:
         return None
@@ -70,14 +69,14 @@ def encode_plan(metadata: Metadata) -> bytes:
 
 
 def encode_anew(metadata: Metadata) -> bytes:
-    """As ``encode``, whatever was encoded before."""
+    """As ``encode``, without the cache."""
     stream = io.BytesIO()
     _MetadataPickler(stream, pickle.DEFAULT_PROTOCOL).dump(metadata)
     return stream.getvalue()
 
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:
-    """True if both have the same objects, which nobody changes (``share``)."""
+    """Return True if both have the same objects, which are never modified (``share``)."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
@@ -87,7 +86,6 @@ class _Encoded:
     def __init__(self, metadata: Metadata, places: list[StorageInfo], names: list[str], rest: dict[str, Any]) -> None:
         self.data = b""
         self.like: bytes | None = None
-        """The source of ``data``."""
         self._names, self._rest = names, rest
         self._same = [metadata.planner_data, *metadata.state_dict_metadata.values(), *(metadata.storage_data or ())]
         self.paths = list(map(operator.attrgetter("relative_path"), places))
@@ -95,7 +93,7 @@ class _Encoded:
 
     @classmethod
     def of(cls, metadata: Metadata) -> _Encoded | None:
-        """None for metadata with anything that is not looked at here."""
+        """Return None for metadata with anything that is not compared here."""
         places, of_save = list((metadata.storage_data or {}).values()), metadata.storage_meta
         if not {StorageInfo}.issuperset(map(type, places)) or not isinstance(of_save, StorageMeta):
             return None
@@ -109,7 +107,7 @@ class _Encoded:
         return cls(metadata, places, known, rest)
 
     def with_names_of(self, new: _Encoded) -> bytes | None:
-        """Return the bytes of ``new``, made of these; None when they differ in more than names of equal lengths."""
+        """Make the bytes of ``new`` from these; None if more than names of equal lengths differ."""
         if not _are_same(self._same, new._same) or (self._at, self._rest) != (new._at, new._rest):
             return None
         renamed = dict(zip(self.paths, new.paths, strict=True))
@@ -119,7 +117,7 @@ class _Encoded:
         for old, name in [*renamed.items(), *zip(self._names, new._names, strict=True)]:
             before, after = _short_text(old), _short_text(name)
             if before != after:
-                # Frames of a pickle tell their lengths, and a name that is there twice may mean something else.
+                # Frames of a pickle contain their lengths, and a name that occurs twice may mean something else.
                 if len(before) != len(after) or data.count(before) != 1:
                     return None
                 data = data.replace(before, after)
@@ -127,7 +125,7 @@ class _Encoded:
 
 
 def _short_text(text: str) -> bytes:
-    """The opcode for a text of less than 256 bytes (SHORT_BINUNICODE)."""
+    """Return the opcode for a text of less than 256 bytes (SHORT_BINUNICODE)."""
     encoded = text.encode()
     return b"\x8c" + bytes([len(encoded)]) + encoded if len(encoded) < 256 else encoded
 
@@ -158,7 +156,7 @@ _CALLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], tuple[str, ...]]] = {
 
 
 class _MetadataPickler(pickle.Pickler):
-    """Exactly these classes are written as calls. A subclass, or the class of a later torch, may have more fields."""
+    """Writes exactly these classes as calls. A subclass, or the class of a later torch, may have more fields."""
 
     dispatch_table = {
         **copyreg.dispatch_table,
@@ -171,14 +169,14 @@ class _MetadataPickler(pickle.Pickler):
 
 
 def share(metadata: Metadata) -> None:
-    """Have equal properties, sizes and chunks be one object: the pickle holds each once.
+    """Replace equal properties, sizes and chunks by one object: the pickle holds each once.
 
     It is half as long then, and readers build half as many objects. Shared objects are never modified: DCP and this
     package replace them.
     """
     stored_ones, indexes = [*metadata.state_dict_metadata.values()], [*(metadata.storage_data or ())]
     if _are_same(stored_ones, _shared_ones[0]) and (not indexes or _are_same(indexes, _shared_ones[1])):
-        return  # the save before had the plan of this one, and its objects
+        return  # the previous save had this plan, and its objects
     properties: dict[Any, Any] = {}
     sizes: dict[Any, Any] = {}
     chunks: dict[Any, ChunkStorageMetadata] = {}
@@ -190,19 +188,19 @@ def share(metadata: Metadata) -> None:
     for chunk in chunks.values():
         _share_size(chunk, "offsets", sizes)
         _share_size(chunk, "sizes", sizes)
-    for index in indexes:  # a handoff tells of a save that has not been written yet
+    for index in indexes:  # a handoff describes a save that has not been written yet
         _share_size(index, "offset", sizes)
     _shared_ones[:] = stored_ones, indexes or _shared_ones[1]
 
 
 _shared_ones: list[list[Any]] = [[], []]
-"""The tensors and indexes that were shared last. Keeps them alive, as the memory of plans does (``PlanCache``)."""
+"""The tensors and indexes shared last. Keeps them alive, as plan caches do (``PlanCache``)."""
 
 
 def _shared(one: Any, known: dict[Any, Any]) -> Any:
     try:
         return known.setdefault(tuple(vars(one).values()), one)
-    except TypeError:  # a later torch has added a field that has no hash
+    except TypeError:  # a later torch added a field without a hash
         return one
 
 

@@ -18,7 +18,7 @@ from .. import torch_internals
 from .items import item_format
 
 CHUNK_TENSORS = 256
-"""Looked at in several passes, so many stay in the cache of a core."""
+"""Each chunk is compared in several passes: it stays in the cache of a core."""
 
 LOCAL_PART = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
@@ -31,7 +31,7 @@ _OBJECTS = frozenset({int, float, bool, complex, str, bytes, tuple, type(None)})
 
 @dataclass(frozen=True)
 class _Branch:
-    """A container that DCP flattens: its keys (None for a list), and which of its values are containers in turn."""
+    """A container that DCP flattens: its keys (None for a list), and which of its values are containers."""
 
     kind: object
     length: int
@@ -39,12 +39,12 @@ class _Branch:
     key_types: list[type] | None
     branches: list[tuple[int, _Branch]]
     inner_keys: tuple[str, ...] | None = None
-    """Those of each value, where all are dicts of leaves with these keys: the state of an optimizer."""
+    """Keys of each value, if all are dicts of leaves with these keys: the state of an optimizer."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """All that the plan of a state dict depends on. Holds no tensor, so it keeps no memory of the state dict alive."""
+    """All that the plan of a state dict depends on. Holds no tensor, so it keeps no memory alive."""
 
     root: _Branch
     tensors: list[int]
@@ -55,7 +55,7 @@ class Outline:
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any], flat: Iterable[Any]) -> Outline | None:
-        """Describe ``state_dict``; None if it has an unsupported object: then each save plans anew.
+        """Describe ``state_dict``; None if it has an unsupported object: then each save is planned.
 
         ``flat`` are the values that DCP made of it: the outline is only trusted where its leaves are the same objects.
         """
@@ -77,11 +77,11 @@ class Outline:
     def leaves_of(
         self, state_dict: Mapping[str, Any], *, with_addresses: bool = False
     ) -> tuple[list[Any], list[int] | None] | None:
-        """Return the values of ``state_dict`` in the order of DCP's flattening; None when it looks any different.
+        """Return the values of ``state_dict`` in the order of DCP's flattening; None if it differs.
 
         Args:
-            with_addresses: return where the bytes of its tensors lie, too, in their order; None unless all lie ready in
-                host memory, but for conjugated ones. Later, when the tensors have left the cache of the core, it takes
+            with_addresses: also return the addresses of its tensors, in order; None unless all are contiguous in host
+                memory, but for conjugated ones. Later, when the tensors have left the cache of the core, it takes
                 twice as long.
         """
         leaves: list[Any] = []
@@ -112,7 +112,7 @@ _IS_CPU = operator.attrgetter("is_cpu")
 
 
 def _branch(value: Any) -> _Branch | None:
-    """Describe a container as DCP flattens it: any mapping, and a list that has a tensor or a container in it."""
+    """Describe a container as DCP flattens it: any mapping, and a list that contains a tensor or container."""
     keys: list[Any] | None = None
     types: list[type] | None = None
     if isinstance(value, Mapping):
@@ -139,7 +139,7 @@ def _inner_keys(values: Sequence[Any], branches: Sequence[tuple[int, _Branch]]) 
 
 
 def _collect(value: Any, branch: _Branch, leaves: list[Any]) -> bool:
-    """Append the leaves below ``value`` in order. False, having appended some, when it is not as ``branch`` says."""
+    """Append the leaves of ``value`` in order. False, having appended some, if it differs from ``branch``."""
     if branch.kind is not type(value) or len(value) != branch.length:
         return False
     values = value
@@ -164,7 +164,7 @@ def _collect(value: Any, branch: _Branch, leaves: list[Any]) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """True for what DCP pickles as a whole: neither tensor nor container, nor something that plans for itself."""
+    """Return True for a value that DCP pickles as a whole."""
     if type(value) in _OBJECTS:
         return True
     if type(value) is list and _OBJECTS.issuperset(map(type, value)):
@@ -175,7 +175,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _is_plannable(tensor: torch.Tensor) -> bool:
-    """True when ``_facts`` has all that DCP's plan for it depends on."""
+    """Return True if ``_facts`` has all that DCP's plan for it depends on."""
     if isinstance(tensor, DTensor):
         local = torch_internals.local_tensor_of(tensor)
         return type(tensor) is DTensor and not hasattr(local, "__create_write_items__")
@@ -184,14 +184,14 @@ def _is_plannable(tensor: torch.Tensor) -> bool:
 
 
 def is_local_part(tensor: torch.Tensor) -> bool:
-    """True for a ``CheckpointableTensor`` (torch 2.15): its attributes say which parts of a global tensor it holds."""
-    # The first alone tells nearly all tensors apart.
+    """True for a ``CheckpointableTensor`` (torch 2.15): its attributes describe its parts of a global tensor."""
+    # The first alone excludes nearly all tensors.
     return hasattr(tensor, LOCAL_PART[0]) and all(hasattr(tensor, name) for name in LOCAL_PART)
 
 
 @cache
 def _can_pin() -> bool:
-    """False without a device to pin memory for."""
+    """Return False without a device to pin memory for."""
     return torch.accelerator.is_available()
 
 
@@ -201,7 +201,7 @@ def _are_local_parts(tensors: list[torch.Tensor]) -> list[bool]:
 
 
 def _facts(tensors: list[torch.Tensor]) -> list[Any]:
-    """What goes into write items, by columns: one pass of C code for each is far cheaper than a loop over tensors."""
+    """Return the facts for write items, by columns: one C pass each is far cheaper than a loop over tensors."""
     sharded = [tensor for tensor in tensors if type(tensor) is DTensor]
     local = [torch_internals.local_tensor_of(tensor) for tensor in sharded]
     plain = [tensor for tensor in tensors if type(tensor) is not DTensor] if sharded else tensors
@@ -231,7 +231,7 @@ def _properties(tensors: list[torch.Tensor]) -> list[list[Any] | None]:
 
 
 def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Some hundred at a time: facts are dropped before the garbage collector counts them and looks at everything."""
+    """Some hundred at a time: facts are dropped before they trigger a garbage collection."""
     return (tensors[start : start + CHUNK_TENSORS] for start in range(0, len(tensors), CHUNK_TENSORS))
 
 

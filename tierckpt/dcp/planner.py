@@ -1,6 +1,6 @@
 """TierSavePlanner: plans a structure once; saving it again costs a walk over the state dict and two small messages.
 
-Which rank writes a replicated tensor is decided in ``split``.
+``split`` decides which rank writes a replicated tensor.
 
 A plan depends on keys, shapes, dtypes and layouts, not on values. DCP plans again at every save: flattening, a write
 item for every tensor, all of them pickled to the coordinator, dedup, validation, and all of them pickled back. Here
@@ -45,10 +45,10 @@ from .plan_outline import Outline
 from .split import Held
 
 MEMORIES_MAX = 4
-"""Structures that a rank remembers, and generations that a coordinator does."""
+"""Maximum structures cached by a rank, and generations by a coordinator."""
 
 ITEMS_MAX = 1_000_000
-"""Items of all ranks that a coordinator remembers, in generations before the newest."""
+"""Maximum items of all ranks cached by a coordinator, in generations before the newest."""
 
 
 # --- plans on their way -------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class _Parcel(SavePlan):
     """A plan that is pickled and unpickled without the garbage collector.
 
     A coordinator unpickles the plans of all ranks, millions of small live objects. At 256 ranks the collector would
-    scan all of them a dozen times, which takes several times as long as unpickling.
+    scan them a dozen times, which takes several times longer than unpickling.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,7 +76,7 @@ def _unpack(data: bytes) -> _Parcel:
 
 @dataclass(frozen=True)
 class _Ticket:
-    """``planner_data`` between coordinator and ranks: which plan of which generation.
+    """``planner_data`` between coordinator and ranks: a plan and its generation.
 
     The coordinator drops generations only when it makes a new one; ``alive`` then lists the remaining ones, so no rank
     refers to a dropped one.
@@ -90,7 +90,7 @@ class _Ticket:
 
 @dataclass(eq=False)
 class _PlanMemory:
-    """A rank's memory of one structure."""
+    """A rank's cache of one structure."""
 
     key: Hashable
     outline: Outline
@@ -104,7 +104,7 @@ class _PlanMemory:
 
 @dataclass(frozen=True, eq=False)
 class _Generation:
-    """A coordinator's memory: what every rank had sent, for which kinds of writer, and what came of it."""
+    """A coordinator's cache: the plans of every rank, for which kinds of writer, and the result."""
 
     name: str
     locals: list[SavePlan]
@@ -117,13 +117,13 @@ class _Generation:
 
 
 class PlanCache:
-    """Memories of this process, newest first. Bounded; shared by all planners, because many jobs make one per save."""
+    """Caches of this process, newest first. Bounded; shared by all planners, because many jobs make one per save."""
 
     def __init__(self) -> None:
         self.start_anew()
 
     def start_anew(self) -> None:
-        """Remember nothing, as another coordinator: ranks that were forked from one process are not one."""
+        """Drop all, and become another coordinator: ranks forked from one process differ."""
         self.coordinator = secrets.token_hex(8)
         self._memories: list[_PlanMemory] = []
         self._generations: OrderedDict[str, _Generation] = OrderedDict()
@@ -132,10 +132,10 @@ class PlanCache:
     def find(
         self, key: Hashable, state_dict: Mapping[str, Any], *, with_addresses: bool = False
     ) -> tuple[_PlanMemory, list[Any], list[int] | None] | None:
-        """Return the memory that fits, marked as in use, and what its outline returns; None when there is none.
+        """Return the matching cache entry, marked as in use, and the result of its outline; None without one.
 
-        One that is in use already belongs to a save that never got its answer: forgotten, so that a save that failed
-        for want of a generation is planned in full next time.
+        An entry already in use belongs to a save that never got its answer. It is dropped, so that a save that failed
+        because of a missing generation is planned in full next time.
         """
         with self._lock:
             candidates = [memory for memory in self._memories if memory.key == key]
@@ -151,7 +151,7 @@ class PlanCache:
         return None
 
     def keep(self, memory: _PlanMemory, alive: frozenset[str], replaced: _PlanMemory | None) -> None:
-        """Put ``memory`` first, in place of ``replaced``; drop what its coordinator has forgotten."""
+        """Put ``memory`` first, in place of ``replaced``; drop those that the coordinator dropped."""
         with self._lock:
             if replaced is not None:
                 self._forget(replaced)
@@ -221,7 +221,7 @@ class TierSavePlanner(DefaultSavePlanner):
     """DCP's default planner that plans a structure once. For any StorageWriter.
 
     Guarantee: items, metadata and errors equal those of ``DefaultSavePlanner`` for the same state dict, at every save.
-    Values are looked up at every save; no tensor lives longer than with the stock planner. Use one planner for all
+    Every save looks up the values; no tensor lives longer than with the stock planner. Use one planner for all
     saves or a new one for each: plans are cached per process, at most four structures.
 
     State dicts with ShardedTensor, CheckpointableTensor or objects that plan for themselves
@@ -235,8 +235,8 @@ class TierSavePlanner(DefaultSavePlanner):
         dedup_replicated_tensors: as in DefaultSavePlanner (deprecated there).
         dedup_save_to_lowest_rank: as in DefaultSavePlanner.
         enable_plan_caching: False plans at every save.
-        cache_key: planners of different keys share no memory. Needed where one process saves the same structure with
-            several process groups: a plan is remembered by the coordinator of the group that made it.
+        cache_key: planners of different keys share no cache. Needed if one process saves the same structure with
+            several process groups: the coordinator of each group caches its plans.
 
     Raises (inside DCP's CheckpointException):
         CheckpointError: a rank refers to a plan that the coordinator does not have. The next save plans in full.
@@ -269,16 +269,16 @@ class TierSavePlanner(DefaultSavePlanner):
         self._cache_key = cache_key
         self._turn = _PlanProgress()
         self.is_repeated = False
-        """The cached plan of an earlier save with an equal state dict and equal items."""
+        """The plan is cached, from an earlier save with an equal state dict and equal items."""
         self.with_addresses = False
-        """Whether the caller copies the tensors next, and so has use for ``addresses``."""
+        """The caller copies the tensors next, and so uses ``addresses``."""
         self.addresses: list[int] | None = None
-        """Where the bytes of the tensors of ``state_dict`` lie, in its order, as ``Outline.leaves_of`` returns them."""
+        """Addresses of the tensors of ``state_dict`` from ``Outline.leaves_of``."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take ``state_dict``, and find the remembered plan that fits it. DCP calls this first, on every rank."""
+        """Take ``state_dict``, and find its cached plan. DCP calls this first, on every rank."""
         self._turn, self.is_repeated, self.addresses = _PlanProgress(self._key(is_coordinator), state_dict), False, None
         key, wanted = self._turn.key, self.with_addresses
         found = cache.find(key, state_dict, with_addresses=wanted) if self._remembers else None
@@ -292,7 +292,7 @@ class TierSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Return this rank's plan, or a plan without items that refers to a remembered one."""
+        """Return this rank's plan, or a plan without items that refers to a cached one."""
         turn = self._turn
         if turn.memory is not None and turn.memory.ticket.coordinator == cache.coordinator and not self.is_coordinator:
             # This rank planned alone, without collectives, so no other rank knows the ticket. DCP does not say which
@@ -341,7 +341,7 @@ class TierSavePlanner(DefaultSavePlanner):
         ], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan that this rank writes, and remember it for the next save of this structure.
+        """Return the plan that this rank writes, and cache it for the next save of this structure.
 
         Raises:
             CheckpointError: the coordinator refers to a plan that this rank does not have.
@@ -363,7 +363,7 @@ class TierSavePlanner(DefaultSavePlanner):
         return super().finish_plan(plan)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to one save: DCP pickles planners for ``async_save`` in another process."""
+        """Exclude the state of one save: DCP pickles planners for ``async_save`` in another process."""
         of_a_save = {"state_dict", "plan", "global_plan", "metadata", "_turn", "addresses"}
         return {name: value for name, value in vars(self).items() if name not in of_a_save} | {"mappings": {}}
 
@@ -371,12 +371,12 @@ class TierSavePlanner(DefaultSavePlanner):
         vars(self).update(state, _turn=_PlanProgress(), addresses=None)
 
     def _key(self, is_coordinator: bool) -> Hashable:
-        """Planners and ranks that must not share plans, though their state dicts look the same."""
+        """Key of planners and ranks that may share plans if their state dicts are equal."""
         place = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None
         return type(self), self.dedup_save_to_lowest_rank, self._cache_key, is_coordinator, place
 
     def _as_ticket(self, plan: SavePlan) -> SavePlan:
-        """Return ``plan`` as the ticket it could have been: it has not left this process since it was remembered."""
+        """Return ``plan`` as a ticket, if it has not left this process since it was cached."""
         mine = self._turn.memory
         if mine is None or not plan.usable or plan.items is not mine.local.items:
             return plan
@@ -457,7 +457,6 @@ class TargetPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the metadata. DCP calls this first, on every rank."""
         self.state_dict, self.metadata, self.is_coordinator = self.target, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
@@ -481,5 +480,4 @@ class TargetPlanner(DefaultLoadPlanner):
                 yield name, read_whole(index_of(name, chunk.offsets, 0), chunk.offsets, size)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put the object in ``value``, which the reader has proven to be data, in its place."""
         self.target[read_item.dest_index.fqn] = torch.load(value, weights_only=False)

@@ -32,27 +32,27 @@ WINDOW_BYTES = 256 << 20
 """Memory that one window of items may need in addition to the target tensors."""
 
 SMALL_BYTES = 16 << 10
-"""Tensors up to this size are read many as one piece: a piece of its own takes longer than to copy that once more."""
+"""Up to this size tensors are read in groups: a piece of its own costs more than the extra copy."""
 
 GROUP_BYTES = 1 << 20
 """No group crosses a multiple of this, so damage in a group is reported with it."""
 
 PADDING_BYTES = 4096
-"""Between small tensors that lie side by side there is less."""
+"""Maximum gap between adjacent small tensors."""
 
 
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 class Shapes:
-    """Dtype and shape of each stored chunk of a checkpoint's tensors, as its metadata has them."""
+    """Dtype and shape of each stored chunk of a checkpoint's tensors, from its metadata."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._tensors = metadata.state_dict_metadata
         self._chunks: dict[str, dict[tuple[int, ...], torch.Size]] = {}
 
     def of(self, item: ReadItem) -> tuple[torch.dtype, torch.Size] | None:
-        """None: unknown, or not a tensor."""
+        """Return None if unknown, or not a tensor."""
         index = item.storage_index
         tensor = self._tensors.get(index.fqn)
         if not isinstance(tensor, TensorStorageMetadata):
@@ -67,7 +67,7 @@ class Shapes:
         return None if size is None else (tensor.properties.dtype, size)
 
     def wanted_bytes(self, item: ReadItem, length: int) -> int:
-        """About how many of the ``length`` bytes of an item are read for ``item``: the rows that it wants."""
+        """Return about how many of the ``length`` bytes of an item are read: the requested rows."""
         stored = self.of(item)
         if stored is None or not stored[1] or not item.lengths:
             return length
@@ -76,8 +76,8 @@ class Shapes:
 
 
 def frame_of(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.ItemFrame | None:
-    """Return the frame of an item of ``length`` bytes: ours, or that of plain ``torch.save``. None: neither fits."""
-    if dtype in _QUANTIZED:  # saved by stock DCP
+    """Return our frame, or ``torch.save``'s, for an item of ``length`` bytes. None: neither fits."""
+    if dtype in _QUANTIZED:
         return None
     for known in (item_format.frame, item_format.frame_by_torch):
         frame = known(dtype, tuple(size))
@@ -102,7 +102,7 @@ def has_same_scale(one: torch.Tensor, other: torch.Tensor) -> bool:
 class RowBufferPool:
     """Memory for rows that cannot be read into their tensor directly. Windows reuse it.
 
-    New memory for each would be faulted in page by page each time: for half of the columns of 2 GiB that was a third of
+    New memory for each would be faulted in page by page: for half of the columns of 2 GiB that was a third of
     the processor time. Never holds more than ``size_bytes_max``, unless more is taken at one time.
     """
 
@@ -112,7 +112,7 @@ class RowBufferPool:
         self._free: list[torch.Tensor] = []
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """Return bytes with anything in them: at least ``size_bytes``, and at most twice as many."""
+        """Return uninitialized bytes: at least ``size_bytes``, and at most twice as many."""
         fitting = [bytes_ for bytes_ in self._free if size_bytes <= bytes_.nbytes <= 2 * size_bytes]
         if fitting:
             best = min(fitting, key=lambda bytes_: bytes_.nbytes)
@@ -150,7 +150,7 @@ class RawRead:
     extra_bytes: int = 0
     _is_direct: bool = False
     _start: int = 0
-    """Of the raw bytes that are read, after the head."""
+    """First raw byte to read, after the head."""
     _size_bytes: int = 0
     _row_count: int = 1
     _dim: int = 0
@@ -207,7 +207,7 @@ class RawRead:
             for dim in range(self._dim + 1, len(self.size)):
                 part = part.narrow(dim - self._dim, self.item.storage_offsets[dim], self.item.lengths[dim])
             self.target.copy_(part, non_blocking=self.target.is_cuda)
-            if not self.target.is_cuda:  # torch tracks the copies to CUDA devices
+            if not self.target.is_cuda:
                 self.rows.give_back(self._memory)
             self._memory = None
         return True
@@ -215,8 +215,6 @@ class RawRead:
 
 @dataclass(slots=True)
 class WholeRead:
-    """An item that is read whole and handed to ``take`` as a stream."""
-
     item: ReadItem
     path: str
     offset: int
@@ -242,7 +240,7 @@ class WholeRead:
 
 @dataclass(slots=True)
 class GroupRead:
-    """Small tensors that are wanted whole and lie side by side in one file.
+    """Adjacent small tensors of one file that are read whole.
 
     Attributes:
         start, stop: byte range of the file.
@@ -287,18 +285,18 @@ Finished: TypeAlias = tuple[ReadItem, torch.Tensor | None]
 """A tensor with the item's bytes; None: they differ from the expected frame, and the item must be read whole."""
 
 Read: TypeAlias = RawRead | GroupRead | WholeRead
-"""``count`` items on their way: ``pieces`` makes the memory they need and says where their bytes lie and go; ``finish``
-brings them to their targets."""
+"""``count`` items to read: ``pieces`` makes their memory and returns the positions of their bytes; ``finish`` brings
+them to their targets."""
 
 
 class SmallTensorGrouper:
-    """Finds the small tensors of a load that can be members of a group, and puts them into groups.
+    """Groups the small tensors of a load.
 
-    Nearly all of 50,000 look like the one before, in a checkpoint of ours and to DCP's own planner: so that is what
-    this looks at first, and anything else is for ``RawRead``.
+    Nearly all of 50,000 resemble the previous one, in our checkpoints and to DCP's own planner: that case is checked
+    first, and anything else is left to ``RawRead``.
 
     Args:
-        plain: what ``default_targets`` found.
+        plain: the result of ``default_targets``.
     """
 
     def __init__(self, plain: Mapping[str, Any], shapes: Shapes, chunk_size_bytes: int) -> None:
@@ -309,12 +307,12 @@ class SmallTensorGrouper:
         self._size: torch.Size | None = None
         self._length = 0
         self._frame: item_format.ItemFrame | None = None
-        """Return the frame for this dtype, size and length."""
+        """Frame of this dtype, size and length."""
         self._first: Any = None
         """Offsets that are all 0: most items share them."""
 
     def group(self, group: GroupRead | None, item: ReadItem, info: StorageInfo) -> GroupRead | None:
-        """Return the group that ``item`` is in now: ``group``, or a new one; None: it is not for a group.
+        """Return the group of ``item``: ``group``, or a new one; None: not for a group.
 
         Args:
             info: location of the item.
@@ -358,7 +356,7 @@ class SmallTensorGrouper:
 
 
 def _small_frame(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.ItemFrame | None:
-    """The frame of a tensor that is not empty, and small enough for a group."""
+    """Return the frame of a non-empty tensor that is small enough for a group."""
     frame = frame_of(dtype, size, length)
     return frame if frame is not None and 0 < frame.size_bytes <= SMALL_BYTES else None
 
@@ -369,7 +367,7 @@ def is_framed(item: ReadItem, info: StorageInfo) -> bool:
 
 
 def default_targets(planner: LoadPlanner) -> Mapping[str, Any]:
-    """What DCP's own planner would look up for an item, without five calls for each of 50,000."""
+    """Return the values that DCP's own planner would look up, without five calls for each of 50,000."""
     kind, stock = type(planner), DefaultLoadPlanner
     names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
     if not isinstance(planner, stock) or any(name in vars(planner) for name in names):
@@ -378,7 +376,7 @@ def default_targets(planner: LoadPlanner) -> Mapping[str, Any]:
 
 
 def fits_as_it_is(target: torch.Tensor) -> bool:
-    """True when bytes that are put there one after the other are the tensor."""
+    """Return True if contiguous bytes written there are the tensor."""
     return (
         type(target) is torch.Tensor
         and target.is_cpu
@@ -388,19 +386,18 @@ def fits_as_it_is(target: torch.Tensor) -> bool:
 
 
 class DeviceCopies:
-    """Copies to CUDA devices that go on while the next window is read: of one window, so that memory is bounded."""
+    """Copies of one window to CUDA devices, while the next window is read: memory is bounded."""
 
     def __init__(self) -> None:
         self._under_way: list[torch.cuda.Event] = []
 
     def wait(self) -> None:
-        """Return when all of them are complete."""
         for event in self._under_way:
             event.synchronize()
         self._under_way = []
 
     def begun(self, reads: Iterable[Read]) -> None:
-        """``reads`` have been finished, each on the current stream of its device."""
+        """Register ``reads`` that have been finished, each on the current stream of its device."""
         devices = {read.target.device for read in reads if isinstance(read, RawRead) and read.target.is_cuda}
         self._under_way += [torch.cuda.current_stream(device).record_event() for device in devices]
 

@@ -1,4 +1,4 @@
-"""Shared reads in DCP's planning: the interest of each rank on the way there, its shared plan on the way back.
+"""Shared reads in DCP's planning: each rank sends its interest, and receives its shared plan.
 
 A rank without other ranks on its node, or whose planner drops ``storage_data``, reads alone (read/shared_read.py).
 """
@@ -39,11 +39,11 @@ log = logger("restore")
 WINDOW_BYTES = 64 << 20
 """Memory that the ranks of a node share while they load."""
 IDLE_SECONDS_MAX = 30.0
-"""Without a unit from other ranks for this long, a rank reads the rest for itself."""
+"""Without a unit from other ranks for this long, a rank reads the rest itself."""
 
 
 def spans(item: ReadItem, info: StorageInfo, stored: tuple[torch.dtype, torch.Size] | None) -> list[tuple[int, int]]:
-    """Return the bytes of its file that reading ``item`` takes, without the head of an item that is read by rows."""
+    """Return the file bytes that reading ``item`` takes, without the head of an item read by rows."""
     whole = [(info.offset, info.offset + info.length)]
     if item.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None) or stored is None:
         return whole
@@ -67,7 +67,7 @@ class ReadSharing:
 
     def with_interest(self, plan: LoadPlan, spans_of: Spans, checkpoint: Checkpoint) -> LoadPlan:
         """Return ``plan`` with the interest of this rank. A job of one rank has none."""
-        self._memory = None  # of the load before: every rank ended it or failed
+        self._memory = None  # of the previous load: every rank ended it or failed
         if not dist.is_initialized() or dist.get_world_size() < 2:
             return plan
         window_bytes = WINDOW_BYTES
@@ -109,7 +109,7 @@ class ReadSharing:
 
     @contextlib.contextmanager
     def reading(self, plan: LoadPlan, spans_of: Spans) -> Iterator[SharedRead | None]:
-        """Yield the shared read of ``plan``; None when this rank reads for itself."""
+        """Yield the shared read of ``plan``; None if this rank reads alone."""
         shared = self._open(plan.storage_data, spans_of) if isinstance(plan.storage_data, SharedReadPlan) else None
         if shared is None:
             self._memory = None

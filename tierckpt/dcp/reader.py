@@ -62,11 +62,11 @@ _RANDOM = random.SystemRandom()
 
 UNPACKED_BYTES_MIN = 1 << 20
 UNPACKED_RATIO_MAX = 1024
-"""Bounds the unpacked size of an object with a stream extension. A tensor's is bounded by its metadata, and a frame."""
+"""Bounds the unpacked size of an object with a stream extension. Metadata and frame bound a tensor's."""
 
 FETCH_SHARE = 0.5
-"""A load that needs more than this share of a file missing on this node fetches it whole and caches it for the next
-load; of other files only the needed ranges are read, without caching."""
+"""A load that needs more than this share of a missing file fetches and caches it whole; of others only the needed
+ranges are read, uncached."""
 
 
 class TierStorageReader(Mount, StorageReader):
@@ -74,20 +74,20 @@ class TierStorageReader(Mount, StorageReader):
 
     Each file is read from the local tier if its copy is good, else from peers, else from the shared tier: whole, and
     cached on the local tier for the next restart, if most of it is needed; else only the needed ranges. Every byte is
-    verified before a tensor gets it; a bad copy is set aside and the next one used. Checkpoints of stock DCP have no
+    verified before a tensor gets it; a bad copy is renamed and the next one used. Checkpoints of stock DCP have no
     digests and are read unverified.
 
     Args:
         uri: a checkpoint URI (``tierckpt.latest(run_uri)`` finds the newest).
         _extension_registry: DCP's registry of stream extensions.
         trust_pickle: load items that only an unrestricted unpickler can read. It runs whatever code the checkpoint
-            names: say True only for one you wrote yourself.
+            names: use True only for your own checkpoints.
         settings: a ``Settings``; ``overrides`` are single fields of it.
 
     Raises (inside DCP's CheckpointException, by rank):
         CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError (names tensor, file and tiers), StoreError.
         StoreUnavailableError after ``store_wait_seconds``, when files are neither on this node nor its peers.
-        UnsafeCheckpointError: metadata or an object asks for code, or metadata says what cannot be.
+        UnsafeCheckpointError: metadata or an object refers to code, or metadata has impossible values.
     Cost: each byte that this rank needs is read once, from the nearest copy.
 
     Example:
@@ -126,7 +126,7 @@ class TierStorageReader(Mount, StorageReader):
 
     @short_traceback
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load, of ``checkpoint_id`` if one is given. Raises ConfigError for a URI that cannot work."""
+        """Begin a new load, of ``checkpoint_id`` if given. Raises ConfigError for an invalid URI."""
         self.storage_data = {}
         self._release()
         self._error = None
@@ -138,7 +138,7 @@ class TierStorageReader(Mount, StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata, verified.
 
-        ``dcp.load`` asks again with ``rank=`` when this raises, and turns a second error into a plain AssertionError.
+        ``dcp.load`` calls again with ``rank=`` when this raises, and turns a second error into a plain AssertionError.
         So the second is kept and raised, typed, by ``set_up_storage_reader``, before anything is planned or changed.
         """
         rank = kwargs.get("rank")
@@ -155,7 +155,7 @@ class TierStorageReader(Mount, StorageReader):
         files = self._found()
         entry = files.entry(name)
         if self._metadata is not None and entry.digests and self._metadata[0] == (self.path, entry):
-            return self._metadata[1]  # of the same bytes: a restore looks at it before it calls dcp.load
+            return self._metadata[1]  # of the same bytes: a restore reads it before it calls dcp.load
         with VerifiedFile(files.open(entry)) as stream:
             data = stream.read()
         where = f"{self.path}/{name}"
@@ -172,7 +172,7 @@ class TierStorageReader(Mount, StorageReader):
         return metadata
 
     def notes(self) -> Mapping[str, str | int | bool]:
-        """Return what its manifest says of it. The checkpoint stays in use for a load."""
+        """Return the notes of its manifest. The checkpoint stays in use for a load."""
         manifest = self._found().checkpoint.manifest
         return manifest.notes if manifest is not None else {}
 
@@ -187,7 +187,7 @@ class TierStorageReader(Mount, StorageReader):
         self._shapes = Shapes(metadata)
 
     def read_objects(self, metadata: Metadata, names: Sequence[str]) -> dict[str, Any]:
-        """Return objects of the checkpoint, read by this rank for itself. The checkpoint stays in use for a load."""
+        """Return objects of the checkpoint, read by this rank alone. The checkpoint stays in use for a load."""
         target: dict[str, Any] = dict.fromkeys(names, "")
         self.read_alone(metadata, target)
         return target
@@ -211,17 +211,17 @@ class TierStorageReader(Mount, StorageReader):
 
     @short_traceback
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return each rank's plan with the byte ranges that other ranks of its node read too. On the coordinator."""
+        """Return each rank's plan with the byte ranges that it shares with ranks of its node. On the coordinator."""
         return self._sharing.with_shared_plans(plans)
 
     @short_traceback
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of ``plan`` with verified bytes. The future that it returns is done.
+        """Fill the tensors of ``plan`` with verified bytes. The returned future is done.
 
         Raises:
             IntegrityError: no good copy of some file; names tensor, file and tiers.
             StoreUnavailableError, StoreError: the files are not on this node, and cannot be fetched.
-            UnsafeCheckpointError: an object asks for code.
+            UnsafeCheckpointError: an object refers to code.
         """
         try:
             self._read(plan, planner)
@@ -234,7 +234,7 @@ class TierStorageReader(Mount, StorageReader):
         return future
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Bring what ``plan`` asks for to the targets of ``planner``, window by window."""
+        """Read the items of ``plan`` into the targets of ``planner``, window by window."""
         with gc_paused():
             self._infos = dict(zip(map(id, plan.items), self._infos_of(plan.items), strict=True))
         with contextlib.ExitStack() as stack:
@@ -260,7 +260,7 @@ class TierStorageReader(Mount, StorageReader):
             work.copies.wait()
 
     def _entries(self, found: CheckpointFiles, plan: LoadPlan) -> dict[str, FileEntry]:
-        """The files that ``plan`` reads. Raises when an item does not lie inside its file."""
+        """Return the files that ``plan`` reads. Raises if an item does not lie inside its file."""
         entries: dict[str, FileEntry] = {}
         infos = self._infos
         for item in plan.items:
@@ -280,7 +280,7 @@ class TierStorageReader(Mount, StorageReader):
     def _worth_fetching(
         self, checkpoint: Checkpoint, entries: Mapping[str, FileEntry], plan: LoadPlan
     ) -> list[FileEntry]:
-        """Return the missing files of which ``plan`` needs most (``FETCH_SHARE``): they go to the local tier."""
+        """Return the missing files to cache on the local tier: ``plan`` needs most of each (``FETCH_SHARE``)."""
         if checkpoint.manifest is None:
             return []
         missing = {name: entry for name, entry in entries.items() if checkpoint.local_path(entry) is None}
@@ -292,8 +292,11 @@ class TierStorageReader(Mount, StorageReader):
         return [entry for name, entry in missing.items() if wanted[name] > FETCH_SHARE * entry.size_bytes]
 
     def _fetch(self, checkpoint: Checkpoint, missing: Sequence[FileEntry]) -> None:
-        """Bring these files to the local tier. Other ranks of the node wait for one that this one is bringing
-        (restore/fetch_file.py), so each begins with others."""
+        """Fetch these files to the local tier, in random order.
+
+        Other ranks of the node wait for a file that this one fetches (restore/fetch_file.py), so each begins with
+        others.
+        """
         if missing:
             shuffled = _RANDOM.sample(missing, len(missing))
             self._client.run(fetch_missing(self._client.mover, checkpoint, shuffled))
@@ -309,7 +312,7 @@ class TierStorageReader(Mount, StorageReader):
     def _reads(
         self, items: Sequence[ReadItem], work: _Load, files: Mapping[str, ReplicatedFile], chunk_size_bytes: int
     ) -> Iterator[Read]:
-        """Return how each item is read, in order; small adjacent items form a group."""
+        """Yield the read of each item, in order; small adjacent items form a group."""
         group: GroupRead | None = None
         small = SmallTensorGrouper(work.plain, self._shapes, chunk_size_bytes)
         infos = self._infos
@@ -357,7 +360,7 @@ class TierStorageReader(Mount, StorageReader):
                 if target is not None:
                     work.planner.commit_tensor(item, target)
                     continue
-                info = self._info(item)  # not the frame that its metadata lets expect
+                info = self._info(item)  # not the frame that its metadata implies
                 with VerifiedFile(files[info.relative_path]) as stream:
                     stream.seek(info.offset)
                     self._take_whole(item, io.BytesIO(stream.read(info.length)), work, files[info.relative_path])
@@ -366,7 +369,7 @@ class TierStorageReader(Mount, StorageReader):
     # --- one item -----------------------------------------------------------------------------------------------
 
     def _take_whole(self, item: ReadItem, stream: io.BytesIO, work: _Load, copies: ReplicatedFile) -> None:
-        """Parse an item by torch and hand it to the planner."""
+        """Parse an item by torch and pass it to the planner."""
         with self._naming(item, copies):
             source = self._source(item, stream)
             if item.type == LoadItemType.BYTE_IO:
@@ -398,7 +401,7 @@ class TierStorageReader(Mount, StorageReader):
         return target
 
     def _source(self, item: ReadItem, stream: io.BytesIO) -> io.BytesIO:
-        """The item as ``torch.save`` wrote it. Raises UnsafeCheckpointError when an extension makes too much of it."""
+        """Return the bytes that ``torch.save`` wrote. Raises UnsafeCheckpointError if an extension unpacks too much."""
         info = self._info(item)
         descriptors = getattr(info, "transform_descriptors", None) or ()
         if not descriptors:
@@ -431,14 +434,13 @@ class TierStorageReader(Mount, StorageReader):
             raise self._unfit(item, f"has shape {tuple(stored)}, less than its metadata says")
 
     def _infos_of(self, items: Sequence[ReadItem]) -> list[StorageInfo]:
-        """Return the location of each item: one lookup for its several uses."""
+        """Return the location of each item: one lookup for several uses."""
         try:
             return [self.storage_data[item.storage_index] for item in items]
         except KeyError:
             return [self._info(item) for item in items]  # raises with the name of the missing item
 
     def _info(self, item: ReadItem) -> StorageInfo:
-        """Return the location of an item."""
         if (known := self._infos.get(id(item))) is not None:
             return known
         try:
@@ -457,7 +459,7 @@ class TierStorageReader(Mount, StorageReader):
 
     @contextlib.contextmanager
     def _naming(self, item: ReadItem, copies: ReplicatedFile) -> Iterator[None]:
-        """Add the checkpoint and item to one of our errors, and the location of rejected content."""
+        """Add checkpoint, item and location to our errors."""
         try:
             yield
         except TierckptError as error:
@@ -467,7 +469,7 @@ class TierStorageReader(Mount, StorageReader):
             raise
 
     def _found(self) -> CheckpointFiles:
-        """The checkpoint's files: held against removal until its data is read, or the reader is reset."""
+        """The checkpoint's files, held against removal until the data is read or the reader is reset."""
         if self._files is None:
             self._files = CheckpointFiles.find(self._client, self.settings, self.location)
         return self._files
@@ -480,11 +482,9 @@ class TierStorageReader(Mount, StorageReader):
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """One ``read_data``."""
-
     planner: LoadPlanner
     plain: Mapping[str, Any]
-    """Return the value that DCP's own planner would look up."""
+    """The values that DCP's own planner would look up."""
     objects: Objects
     shared: SharedRead | None
     copies: DeviceCopies = field(default_factory=DeviceCopies)
@@ -501,12 +501,11 @@ def _trusting_load(data: bytes, where: str) -> Metadata:
 
 @lru_cache(maxsize=1024)
 def _warn_of_trust(where: str) -> None:
-    """Said once for each checkpoint."""
+    """Warn once for each checkpoint."""
     log.warning("%s is read with trust_pickle=True: whatever code the checkpoint names runs in this process", where)
 
 
 def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """Return the part of ``tensor`` from ``offsets`` on, as a view."""
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         if length < tensor.size(dim):
             tensor = tensor.narrow(dim, offset, length)

@@ -29,37 +29,37 @@ from .items import records
 from .stager import StagedItems
 
 Route: TypeAlias = Literal["local", "direct put", "local if it fits"]
-"""To the SSD; from memory to the shared tier, or to the SSD where that fails (T2); to the SSD unless it is full."""
+"""To the SSD; from memory to the shared tier, or to the SSD if that fails (T2); to the SSD unless it is full."""
 ItemSource: TypeAlias = SavePlanner | StagedItems
 """Holds the values of a plan's items."""
 
 
 @dataclass(frozen=True)
 class SaveDescription:
-    """One rank's part in a save, and the caller's decisions about the save. Made once, before planning."""
+    """One rank's part in a save, and the caller's decisions about it. Made once, before planning."""
 
     rank: int = 0
     world_size: int = 1
     is_coordinator: bool = True
     use_collectives: bool = True
     name: str = ""
-    """The same on all ranks and of no other save; "" where the plan names the save."""
+    """Same on all ranks and unique; "": the plan names the save."""
     overwrite: bool = True
-    """False refuses an id that holds a checkpoint already."""
+    """False refuses an id that already holds a checkpoint."""
     route: Route = "local"
     """May differ between ranks."""
     is_sent: bool = True
     """False: the checkpoint stays on the local tier instead of being drained. The same on all ranks."""
     keeps_some: bool = False
-    """Some saves of the run stay on the local tier, until a newer one replaces them there."""
+    """Some saves of the run stay on the local tier until a newer one replaces them there."""
     awaits_verdict: bool = False
-    """The caller tells every rank how the save ends; until then the shards are held back from the drain."""
+    """The caller reports the outcome to every rank; until then the shards are held back from the drain."""
     disk: Errands | None = None
-    """Looks at the disk while the save is planned: the caller does not wait for a disk that hangs."""
+    """Checks the disk while the save is planned: the caller does not wait for a hung disk."""
     is_first: bool = False
-    """The first save of a process makes the directories below ``local_root``: planning does not fail by a slow disk."""
+    """The first save of a process makes the directories under ``local_root``: planning does not fail by a slow disk."""
     notes: Mapping[str, str | int | bool] = field(default_factory=dict)
-    """For the manifest. The same on all ranks."""
+    """Notes for the manifest. The same on all ranks."""
     epoch: str | None = None
     """Of a process that replaces an ended rank: it commits only in this epoch."""
     trust_pickle: bool = False
@@ -73,26 +73,28 @@ class SaveDescription:
 
 @dataclass
 class RankAssignment:
-    """``SavePlan.storage_data`` of a rank: the beginning of its file names, and the coordinator's message."""
+    """``SavePlan.storage_data`` of a rank: the prefix of its file names, and the coordinator's message."""
 
     prefix: str
     save: str = ""
-    """The same on all ranks and of no other save; "" without collectives."""
+    """Same on all ranks and unique; "" without collectives."""
     world_size: int = 1
     uri: str = ""
     """The coordinator's target."""
     is_checked: bool = False
     is_taken: bool = False
-    """A planner that keeps plans (``enable_plan_caching`` of torch) shows old assignments again."""
+    """A planner that caches plans (``enable_plan_caching`` of torch) returns old assignments again."""
 
     def take(self) -> bool:
-        """Return True the first time that this process asks for the name of the save."""
+        """Return True on the first call in this process."""
         self.is_taken, was_taken = True, self.is_taken
         return not was_taken
 
     def check(self, uri: str, rank: int) -> None:
-        """Raise ConfigError unless this rank saves to the coordinator's target: half a checkpoint in each of two places
-        is none. An assignment that a planner shows again names the target of an earlier save."""
+        """Raise ConfigError unless this rank saves to the coordinator's target.
+
+        An assignment that a planner returns again names the target of an earlier save.
+        """
         is_new, self.is_checked = not self.is_checked, True
         if is_new and self.save and self.uri != uri:
             raise ConfigError(
@@ -121,7 +123,7 @@ class TargetLookup:
         self._shared: Future[tuple[str, ...]] | None = None
 
     def start(self) -> None:
-        """Look on the disk, and ask the shared tier on the coordinator.
+        """Check the disk and, on the coordinator, the shared tier.
 
         Raises:
             ConfigError, PermissionDeniedError: this node cannot save there.
@@ -156,7 +158,7 @@ class TargetLookup:
         return mover.replaced.find(self._location, here, overwrite=self._description.overwrite)
 
     def await_local(self) -> None:
-        """Wait for the disk, then ask the shared tier. Raises OperationTimeoutError."""
+        """Wait for the disk, then check the shared tier. Raises OperationTimeoutError."""
         if self._local is None:
             return
         seconds = self._settings.commit_timeout_seconds
@@ -183,7 +185,7 @@ class TargetLookup:
 
 @dataclass
 class PlannedShards:
-    """Shards with positioned records; ``streamed`` are the items whose size is known only after they are written.
+    """Shards with positioned records; writing ``streamed`` items determines their size.
 
     ``leases`` are on the staging memory that they are written from; ``parts`` are items that other ranks hold as well.
     """
@@ -200,7 +202,7 @@ class PlannedShards:
 def plan_shards(
     description: SaveDescription, settings: Settings, directory: Path, token: str, plan: SavePlan, source: ItemSource
 ) -> PlannedShards:
-    """Give every record of a rank its place in a shard below ``directory``."""
+    """Assign every record of a rank a position in a shard in ``directory``."""
     prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{description.rank}_"
     written = source.items if isinstance(source, StagedItems) else split.kept_whole(plan.items, source)
     items, streamed = (written, []) if not description.transforms.extensions else ([], list(written))

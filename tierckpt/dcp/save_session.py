@@ -56,7 +56,7 @@ Token: TypeAlias = Callable[[], str]
 
 
 def new_token() -> str:
-    """Return a name that no save has used."""
+    """Return a unique name."""
     return secrets.token_hex(8)
 
 
@@ -66,7 +66,7 @@ class TierWriteResult(WriteResult):
 
     files: tuple[FileEntry, ...] = ()
     parts: tuple[split.Part, ...] = ()
-    """Items that are parts of what other ranks hold too; the metadata must name them."""
+    """Parts of items that other ranks also hold; the metadata must name them."""
 
 
 def told(results: list[WriteResult], files: tuple[FileEntry, ...], parts: tuple[split.Part, ...]) -> list[WriteResult]:
@@ -88,7 +88,7 @@ def encode_results(results: list[WriteResult]) -> dict[str, Any]:
 
 
 def decode_results(body: Mapping[str, Any], chunk_size_bytes: int, *, where: str) -> list[WriteResult]:
-    """Return the results of ``encode_results``. Raises ManifestError when ``body`` is not that."""
+    """Decode ``encode_results``. Raises ManifestError if ``body`` is invalid."""
     with gc_paused():
         try:
             results = [_decode_result(*item) for item in body["results"]]
@@ -121,7 +121,6 @@ def _box(value: list[list[int]]) -> split.Box:
 
 
 def files_of(results: list[list[WriteResult]]) -> list[FileEntry]:
-    """Return the shards of all ranks."""
     return [file for rank in results for file in getattr(rank[0] if rank else None, "files", ())]
 
 
@@ -149,7 +148,7 @@ class SaveListener(Protocol):
         """The shards of a rank that does not learn how the save ends are durable."""
 
     def ended(self) -> None:
-        """The save has ended on this rank. Called more than once."""
+        """Called at the end of the save on this rank, more than once."""
 
 
 class SaveSession:
@@ -193,13 +192,13 @@ class SaveSession:
 
     @property
     def client(self) -> Client:
-        """Made by the first thread that asks the disk, and not before."""
+        """Made by the first thread that uses the disk."""
         return get_client(self.settings)
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """From here on ``tierckpt.wait`` waits for this save."""
+        """Register the save with ``tierckpt.wait``."""
         root, is_of_thread = self.settings.local_root, not self.description.awaits_verdict
         self._outcome = in_flight.begin(root, self.location.uri, self, is_of_thread=is_of_thread)
 
@@ -215,7 +214,7 @@ class SaveSession:
         """Return the plans, with replicated items spread evenly over ranks and each rank's assignment. On the
         coordinator."""
         plans, save = split.balance_replicated(plans), new_token()
-        self.save_id = save  # in the metadata: each rank knows by what name the checkpoint will be found
+        self.save_id = save  # in the metadata: each rank knows the name of the checkpoint
         return [
             dataclasses.replace(plan, storage_data=RankAssignment(f"__{rank}_", save, len(plans), self.location.uri))
             if plan.storage_data is None
@@ -224,16 +223,16 @@ class SaveSession:
         ]
 
     def storage_meta(self) -> StorageMeta:
-        """Return what DCP puts into the metadata: the id and the save's name."""
+        """Return DCP's storage metadata: the id and the save's name."""
         return StorageMeta(checkpoint_id=self.location.uri, save_id=self.save_id)
 
     def prepare(
         self, plan: SavePlan, source: ItemSource, metadata: Metadata | None = None, token: Token = new_token
     ) -> None:
-        """Give the shards their places, and open the journal entry.
+        """Assign the shards their positions, and open the journal entry.
 
         Args:
-            metadata: the coordinator's, where the caller knows it.
+            metadata: the coordinator's, if known.
             token: makes the token of a rank that has shards.
 
         Raises:
@@ -263,9 +262,9 @@ class SaveSession:
         self._is_prepared = True
 
     def open(self, token: str) -> int:
-        """Open a journal entry and hold it: from now on every file of the save has a name there (J1).
+        """Open a journal entry and hold it: from now on it names every file of the save (J1).
 
-        Returns the descriptor of the lock. Raises CheckpointError when another process has an entry of this token.
+        Returns the descriptor of the lock. Raises CheckpointError if another process has an entry of this token.
         """
         with contextlib.ExitStack() as stack:
             # An older checkpoint in the directory may be removed meanwhile, but not the directory itself.
@@ -305,13 +304,13 @@ class SaveSession:
 
     @property
     def is_direct_put(self) -> bool:
-        """Whether this rank's shards went to the shared tier past the SSD."""
+        """Whether this rank's shards bypassed the SSD."""
         return self.is_open and self.delivery.is_direct_put
 
     def write(self, plan: SavePlan, source: ItemSource, token: Token = new_token) -> list[WriteResult]:
         """Write this rank's shards, durably, and return its results for the coordinator.
 
-        Raises what ``prepare`` raises; CapacityError: the SSD is full, and eviction cannot make room.
+        Raises the errors of ``prepare``; CapacityError: the SSD is full, and eviction cannot make room.
         """
         with self._reporting():
             if not self._is_prepared:
@@ -355,7 +354,7 @@ class SaveSession:
                 lease.end_flush(written=written)
 
     def note(self, files: tuple[FileEntry, ...]) -> None:
-        """Note that the shards are durable; in the journal too, where another process may have to know it."""
+        """Note that the shards are durable; in the journal too, if another process may need it."""
         is_held_back = (
             (self.description.awaits_verdict or self._outlives) and not self.description.is_coordinator and bool(files)
         )
@@ -415,7 +414,7 @@ class SaveSession:
         self.hand_over()
 
     def _fence(self) -> contextlib.AbstractContextManager[None]:
-        """A replacement of a dead rank commits only until the job is restarted."""
+        """Let a replacement of a dead rank commit only until the job is restarted."""
         if self.description.epoch is None:
             return contextlib.nullcontext()
         return epochs.committing(self.settings.local_root, self.location.parent, self.description.epoch)
@@ -469,7 +468,7 @@ class SaveSession:
         return READY if is_sent or not self.settings.drain else LOCAL_ONLY
 
     def hand_over(self, *, has_direct_put_ranks: bool = False) -> None:
-        """Give the entry to the drain. If links suffice, the shared commit is done on return. Idempotent.
+        """Pass the entry to the drain. If links suffice, the shared commit is done on return. Idempotent.
 
         Nothing here fails a save that is durable on the local tier: the drain tries again, and ``wait`` says why not.
         """
@@ -492,7 +491,7 @@ class SaveSession:
             log.warning("%s: the journal cannot be written: %s", entry.uri, error)
             return
         finally:
-            self.release()  # from here on the entry is the drain's, whatever happens
+            self.release()  # from here on the drain owns the entry
         if self.description.keeps_some and not self.delivery.is_direct_put:  # this is the newest on this SSD (K1)
             local_only.supersede_older(self.settings.local_root, self._journal, entry)
         if entry.state == LOCAL_ONLY:
@@ -507,7 +506,7 @@ class SaveSession:
             log.warning("%s: the shared tier has to wait: %s", entry.uri, error)
         try:
             self.client.drain_in_background(entry.token)
-        except TierckptError as error:  # this process ends: the journal has the entry, for the next one
+        except TierckptError as error:  # this process ends: the next one finds the entry in the journal
             log.warning("%s: drained when a process next saves here: %s", entry.uri, error)
 
     def settle(self) -> bool:
@@ -531,7 +530,7 @@ class SaveSession:
         return True
 
     def abort(self) -> None:
-        """Put away a save that is not to be committed. One that is, whatever its error says, goes on to the drain.
+        """Remove an uncommitted save. A committed one, whatever its error says, goes on to the drain.
 
         Called at the start of the next save, and from within a failing one. Idempotent.
         """
@@ -541,7 +540,7 @@ class SaveSession:
             return
         token = self.entry.token
         if self.entry.state != WRITING:
-            # A crash after this line must not leave an entry whose files are missing.
+            # A crash after this line must not leave an entry without its files.
             self.entry = self._journal.write(dataclasses.replace(self.entry, state=WRITING))
         if self.entry.manifest is None:
             local_commit.remove_unfinished(self.directory, token)
@@ -558,7 +557,7 @@ class SaveSession:
         self.release()
 
     def _discard_commit(self) -> bool:
-        """Remove a save that has tried to commit. False when the commit may be in place."""
+        """Remove a save that has tried to commit. False if the commit may be in place."""
         try:
             return local_commit.discard_attempt(self.directory, self.entry.token, self.entry.manifest)
         except TierckptError as error:
@@ -566,7 +565,7 @@ class SaveSession:
             return False
 
     def release(self) -> None:
-        """Give up the lock on the journal entry, and end the listener. Idempotent."""
+        """Release the lock on the journal entry, and end the listener. Idempotent."""
         self._lock.close()
         self.is_open = False
         self._end_listener()
@@ -576,13 +575,13 @@ class SaveSession:
             self._listener.ended()
 
     def abandon(self) -> None:
-        """Put the save away, as ``abort`` does; ``tierckpt.wait`` raises that it failed."""
+        """``abort``; ``tierckpt.wait`` raises that the save failed."""
         self.abort()
         if self._outcome is not None:
             self._outcome.abandon()
 
     def report_outcome(self, error: BaseException | None = None) -> None:
-        """Tell ``tierckpt.wait`` that the save is on the local tier, or that it failed. The first outcome counts."""
+        """Report to ``tierckpt.wait`` that the save is on the local tier, or failed. The first outcome counts."""
         if self._outcome is not None:
             self._outcome.ended(error)
 
@@ -603,18 +602,22 @@ def _used_twice(uri: str) -> CheckpointError:
 
 
 def require_files(client: Client, location: Location, files: Sequence[FileEntry]) -> bool:
-    """Whether this node's SSD has these files. Raises CheckpointError when shared storage has not got the others."""
+    """Return whether this node's SSD has these files. Raises CheckpointError if shared storage lacks the others."""
     directory = local_dir(client.settings.local_root, location)
     elsewhere = [file for file in files if file_size(directory / file.key) != file.size_bytes]
     for file in elsewhere:
         if not client.run(shared_commit.holds(client.mover.store(location), file)):
-            raise CheckpointError(f"{file.key} of {location.uri} was durable and is gone", hint="Who removed it?")
+            raise CheckpointError(
+                f"{file.key} of {location.uri} was durable and is gone", hint="Another program removed it"
+            )
     return not elsewhere
 
 
 def _require_whole(metadata: Metadata, uri: str) -> None:
-    """Raise CheckpointError when something that the metadata names has not been written: where all ranks are alive, DCP
-    has seen to that."""
+    """Raise CheckpointError if something that the metadata names has not been written.
+
+    While all ranks are alive, DCP ensures that.
+    """
     for fqn, stored in metadata.state_dict_metadata.items():
         wanted = [MetadataIndex(fqn)]
         if isinstance(stored, TensorStorageMetadata):

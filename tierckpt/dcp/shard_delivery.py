@@ -1,4 +1,4 @@
-"""Writes a rank's shards: to the SSD, or by direct put from memory to the shared tier. Decided in drain_decider.py.
+"""Writes a rank's shards: to the SSD, or by direct put from memory to the shared tier. drain_decider.py decides.
 
 T1 and T2 are in docs/internals/commit.md: the same manifest names a shard that was put directly, and a shard that
 cannot be put goes to the SSD.
@@ -51,7 +51,7 @@ Written: TypeAlias = tuple[list[WriteResult], tuple[FileEntry, ...]]
 """DCP's result for each item, and the manifest's entry for each file."""
 
 STREAMED_BYTES = 256 << 20
-"""Size at which a shard of streamed items is closed: it is in memory until it is written."""
+"""Size limit of a shard of streamed items, which stays in memory until written."""
 
 
 @dataclass
@@ -62,12 +62,12 @@ class ShardDelivery:
     settings: Settings
     location: Location
     entry: JournalEntry
-    """The save's journal entry: token, chunk size, and the time of its beginning."""
+    """The save's journal entry: token, chunk size and start time."""
     directory: Path
     """Of the checkpoint on the local tier."""
     description: SaveDescription
     is_direct_put: bool = False
-    """Whether they went to the shared tier past the SSD."""
+    """Whether they bypassed the SSD."""
 
     def write(self, planned: PlannedShards, source: ItemSource) -> Written:
         """Write the shards by the description's route, durably. On an error, discard a direct put's uploads."""
@@ -93,7 +93,7 @@ class ShardDelivery:
                 ):
                     flushed += self._flush([Shard(self.directory / name, [record])])
                     results = results + more
-                    del record  # and its bytes, before there are others
+                    del record  # frees its bytes before the next
             if self.description.sync_files:
                 fsync_dir(self.directory)
             return results, self._entries(flushed)
@@ -115,7 +115,7 @@ class ShardDelivery:
         return self._entries(flushed)
 
     def discard(self, names: Sequence[str]) -> None:
-        """Remove shards that no commit will name from the shared tier. Never fails: a shard that stays does no harm."""
+        """Remove shards that no commit will name from the shared tier. Never fails: a leftover does no harm."""
         self.is_direct_put = False
         try:
             self.client.run(shared_commit.discard(self.client.mover.store(self.location), names))
@@ -143,7 +143,7 @@ class ShardDelivery:
         except BaseException:
             for shard in planned.shards:
                 for record in shard.records:
-                    record.forget()  # they may be written from the beginning again
+                    record.forget()  # they may be rewritten from the start
             self.discard([shard.path.name for shard in planned.shards])
             raise
         self.is_direct_put = True
@@ -158,13 +158,13 @@ class ShardDelivery:
     # --- to the SSD ---------------------------------------------------------------------------------------------
 
     def _entries(self, flushed: Sequence[Flushed]) -> tuple[FileEntry, ...]:
-        """The entries of the shards, and of their block digests, which are durable when this returns."""
+        """Return the entries of the shards and their block digests, which are durable on return."""
         token, chunk = self.entry.token, self.entry.chunk_size_bytes
         shards = [FileEntry(f.path.name, f.size_bytes, f.digests, self.description.rank, token) for f in flushed]
         return (*shards, *block_digests.keep(self.directory, flushed, self.description.rank, token, chunk))
 
     def _flush(self, shards: list[Shard], *, cached: bool = False) -> list[Flushed]:
-        """Write the shards with the tuner's choice of threads, and tell the tuner the time that took."""
+        """Write the shards with the tuner's number of threads, and report the time to the tuner."""
         settings, size_bytes = self.settings, sum(shard.size_bytes for shard in shards)
         if not shards:
             return []

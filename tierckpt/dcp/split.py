@@ -46,7 +46,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Held:
-    """``SavePlan.storage_data`` on its way to the coordinator: the items of a rank before the planner's dedup."""
+    """``SavePlan.storage_data`` for the coordinator: the items of a rank before the planner's dedup."""
 
     items: tuple[WriteItem, ...]
 
@@ -75,7 +75,6 @@ class PartItem(WriteItem):
 
     @property
     def part(self) -> Part:
-        """The record for ``amend``."""
         return Part(self.index.fqn, _box(self.whole), _box(self))
 
 
@@ -85,7 +84,7 @@ def put_aside(plan: SavePlan) -> SavePlan:
 
 
 def balance_replicated(plans: list[SavePlan], part_bytes_min: int = PART_BYTES_MIN) -> list[SavePlan]:
-    """``spread`` by what ``put_aside`` has put aside, and drop that from the plans.
+    """``spread`` by the items from ``put_aside``, and drop those from the plans.
 
     Plans that DCP's own plan cache keeps are not spread: on a later save that cache replaces the plans of some ranks
     and not of others, which would mix the parts of two assignments. (TierSavePlanner replaces all or none.)
@@ -141,9 +140,10 @@ def resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
 
 
 def kept_whole(items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[WriteItem]:
-    """Return ``items``, with the whole of a tensor subclass in place of its first part, and nothing for the others.
+    """Return ``items``, with the whole of a tensor subclass in place of its first part, without the others.
 
-    A plan does not say the class of a tensor, and few quantized tensors can be cut. All ranks decide the same, because
+    A plan does not contain the class of a tensor, and few quantized tensors can be cut. All ranks decide the same,
+    because
     ranks that share an item hold the same tensor; the metadata has the whole tensor already.
     """
     if not any(isinstance(item, PartItem) for item in items):
@@ -158,13 +158,13 @@ def kept_whole(items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[Wri
 
 
 def amend(metadata: Metadata, parts: Iterable[Part]) -> None:
-    """Put the chunks of ``parts`` in place of those that they cover. Again, or in any order: the same result.
+    """Put the chunks of ``parts`` in place of those that they cover. Idempotent, and in any order.
 
     Pass the items that the ranks wrote, not the assigned ones. Entries are replaced, not modified: a shallow copy of
     ``state_dict_metadata`` protects the original.
 
     Raises:
-        CheckpointError: the parts of a chunk leave a gap or overlap; ``metadata`` is as it was.
+        CheckpointError: the parts of a chunk leave a gap or overlap; ``metadata`` is unchanged.
     """
     tiles: dict[str, dict[Box, set[Box]]] = defaultdict(lambda: defaultdict(set))
     for part in parts:
@@ -177,11 +177,11 @@ def amend(metadata: Metadata, parts: Iterable[Part]) -> None:
 
 
 def _groups(plans: list[SavePlan], held: Sequence[Iterable[WriteItem]]) -> dict[tuple[int, ...], list[WriteItem]]:
-    """Items of the plans that several ranks hold, by these ranks, in the order of the plans.
+    """Return the items that several ranks hold, by these ranks, in the order of the plans.
 
     An index in more than one plan is not included: the planner wants it written twice.
     """
-    # Half a million items at 256 ranks: plain lists and integers, which the garbage collector need not look at.
+    # Half a million items at 256 ranks: plain lists and integers, which the garbage collector does not scan.
     items: list[WriteItem] = []
     holders: list[int] = []  # by item, a bit for each rank that holds it
     owners: list[int] = []
@@ -195,7 +195,7 @@ def _groups(plans: list[SavePlan], held: Sequence[Iterable[WriteItem]]) -> dict[
                 holders.append(0)
                 owners.append(rank)
             if again or isinstance(item, PartItem):
-                owners[place] = len(plans)  # no rank
+                owners[place] = len(plans)
     for rank, of_rank in enumerate(held):
         for item in of_rank:
             known = places.get(item.index)
@@ -227,7 +227,6 @@ def _same(item: WriteItem, other: WriteItem) -> bool:
 
 
 def _cached_by_stock(plans: list[SavePlan]) -> bool:
-    """Return True if DCP's ``enable_plan_caching`` caches one of these plans."""
     caches = cached_global_plans().values()
     ours = set(map(id, plans))
     return any(id(plan) in ours for cached in caches for plan in cached)
@@ -250,7 +249,7 @@ class _Cut:
         return self.rows * self.row_bytes
 
     def rows_of(self, start: int, length: int) -> WriteItem:
-        """Return the item of ``length`` rows from ``start``: the whole one when these are all."""
+        """Return the item of ``length`` rows from ``start``."""
         if length == self.rows:
             return self.item
         data = cast(TensorWriteData, self.item.tensor_data)
@@ -284,7 +283,7 @@ def _deal(
 
 
 def _deal_rows(cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]]) -> None:
-    """Each row to the rank that has least; then the rows of each rank are moved together, so that they are one part."""
+    """Give each row to the rank that has least; then move the rows of each rank together, as one part."""
     heap = [(loads[rank], rank) for rank in ranks]
     heapq.heapify(heap)
     for cut in cuts:
@@ -303,7 +302,7 @@ def _deal_rows(cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], given
 def _level(
     cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]], part_bytes_min: int
 ) -> None:
-    """Lay the items end to end and cut where the share of a rank ends, at the nearest row: the fewest parts possible.
+    """Lay the items end to end and cut at the nearest row to the end of each rank's share: the fewest parts possible.
 
     The wrap-around rule of McNaughton (1959). A border is computed from the start, so rounding does not add up.
     """
@@ -345,7 +344,7 @@ def _shares(total_bytes: int, ranks: tuple[int, ...], loads: list[int], part_byt
 
 
 def _cut(item: WriteItem, part_bytes_min: int) -> _Cut:
-    """How fine ``item`` can be cut: by rows of its first dimension above 1, if it is large enough for that."""
+    """Return how fine ``item`` can be cut: by rows of its first dimension above 1, if it is large enough."""
     data = item.tensor_data
     if data is not None and _size_bytes(data) >= part_bytes_min and _can_narrow(data):
         for dim, rows in enumerate(data.chunk.sizes):
@@ -355,7 +354,6 @@ def _cut(item: WriteItem, part_bytes_min: int) -> _Cut:
 
 
 def _can_narrow(data: TensorWriteData) -> bool:
-    """Return True if a tensor can be cut: not sparse, quantized or empty."""
     return (
         data.chunk.sizes.numel() > 0
         and data.properties.layout == torch.strided
@@ -369,7 +367,7 @@ def _weight(item: WriteItem) -> int:
 
 
 def _size_bytes(data: TensorWriteData) -> int:
-    """Bytes of the chunk; DCP's own ``tensor_storage_size`` counts the global tensor for every shard of it."""
+    """Return the bytes of the chunk; DCP's own ``tensor_storage_size`` counts the global tensor for every shard."""
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
@@ -402,7 +400,7 @@ def _amended(metadata: Metadata, fqn: str, wholes: dict[Box, set[Box]]) -> Tenso
 
 
 def _tiles(boxes: set[Box], whole: Box) -> bool:
-    """True when ``boxes`` lie end to end along one dimension and fill ``whole``."""
+    """Return True if ``boxes`` are adjacent along one dimension and fill ``whole``."""
     dim = next((dim for dim, size in enumerate(whole[1]) if any(sizes[dim] != size for _, sizes in boxes)), None)
     if dim is None:
         return boxes == {whole}

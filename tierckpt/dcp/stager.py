@@ -55,10 +55,10 @@ def outlives_process(settings: Settings) -> bool:
 
 
 def _announce(settings: Settings) -> None:
-    """Have an agent there when the first handoff is sent: it starts as slowly as Python. Returns at once."""
+    """Start an agent before the first handoff is sent: it starts as slowly as Python. Returns at once."""
 
     def start() -> None:
-        with contextlib.suppress(TierckptError, OSError):  # ``Handoff`` reports it
+        with contextlib.suppress(TierckptError, OSError):
             shared_client(settings).ask({"op": "here"})
 
     start_if_possible(threading.Thread(target=start, name="tierckpt-announce", daemon=True))
@@ -74,18 +74,18 @@ class TierStager:
 
     Args:
         mode: "eager" or "lazy".
-        optimizers: for lazy mode. Their parameters and state are what changes in ``step`` and only there; all else in
+        optimizers: for lazy mode. Their parameters and state change in ``step`` and only there; all else in
             the state dict is copied before ``stage`` returns. Without any, that is everything.
         shared: staging memory that another process can map, for ``AsyncCheckpointerType.PROCESS``.
-        numa_nodes: NUMA nodes to take the memory from, in this order: DRAM first, then a CXL node. Empty: where the
-            kernel puts it.
+        numa_nodes: NUMA nodes to take the memory from, in this order: DRAM first, then a CXL node. Empty: the
+            kernel's choice.
         settings: a ``Settings``; ``overrides`` are single fields of it (``checkpoints_in_flight_max=3``).
 
     Raises (from ``stage``):
         StateMismatchError: a tensor on the meta device, quantized, sparse or nested.
-        CapacityError: staging memory cannot be had.
+        CapacityError: no staging memory is available.
         CheckpointSkippedError: all of it is in use (policy "skip"), or the disk that it waits for has not ended a
-        request for 0.4 s. OperationTimeoutError: still in use after ten minutes (policy "wait").
+            request for 0.4 s. OperationTimeoutError: still in use after ten minutes (policy "wait").
 
     Cost: one copy of the state; the first call also pays for the memory. Not thread-safe.
 
@@ -213,18 +213,18 @@ class TierStager:
 
     @property
     def needs_addresses(self) -> bool:
-        """Whether ``stage_items`` has use for the ``addresses`` of a planner."""
+        """Whether ``stage_items`` uses the ``addresses`` of a planner."""
         return self.mode == "eager" and self._repeated is not None
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Have the step of these optimizers too wait for lazy copies."""
+        """Also have the step of these optimizers wait for lazy copies."""
         known = set(map(id, self._optimizers))
         new = tuple(optimizer for optimizer in optimizers if id(optimizer) not in known)
         self._optimizers += new
         self._fences += [optimizer.register_step_pre_hook(self.wait_before_step) for optimizer in new]
 
     def _copy(self, copies: Copies) -> Future[None]:
-        """Make the copies, or in lazy mode those that cannot wait; the future is done when all are."""
+        """Make the copies, or in lazy mode the urgent ones; the future is done when all are."""
         if self.mode == "eager":
             done: Future[None] = Future()
             copies.run()
@@ -236,7 +236,7 @@ class TierStager:
         return copied_in_background(copies)
 
     def synchronize_staging(self) -> None:
-        """Return when the copies of the last ``stage`` are done. Raises what went wrong with them."""
+        """Wait for the copies of the last ``stage``. Raises their errors."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.wait(slots.SLOT_SECONDS)
@@ -249,11 +249,11 @@ class TierStager:
         self._fences.clear()
 
     def wait_before_step(self, *_: Any) -> None:
-        """Wait for the copies, as a hook of ``optimizer.step``. Raises what went wrong with them."""
+        """Wait for the copies, as a hook of ``optimizer.step``. Raises their errors."""
         self.synchronize_staging()
 
     def _changed_by_step(self) -> set[int]:
-        """Storages that change in an optimizer's step and nowhere else."""
+        """Return the storages that change only in an optimizer's step."""
         found = set()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -280,7 +280,7 @@ class TierStager:
         return walk.rebuild(targets), Copies(targets, walk.leaves, ahead)
 
     def _layout_of(self, leaves: Sequence[torch.Tensor]) -> StagingLayout:
-        """Return the position of each tensor in the arena: that of the last save, if its tensors were the same."""
+        """Return the position of each tensor in the arena, as in the last save if its tensors were equal."""
         facts = [(leaf.dtype, leaf.shape) for leaf in leaves]
         if self._layout is None or self._layout.facts != facts:
             self._layout = StagingLayout.of(facts, self.settings)
@@ -307,7 +307,7 @@ class TierStager:
 
 
 def _values_of(planner: SavePlanner) -> Mapping[str, Any]:
-    """Return what DCP's own planner would look up for an item, without four calls for each of 50,000."""
+    """Return the values that DCP's own planner would look up, without four calls for each of 50,000."""
     names = ("resolve_data", "lookup_object", "transform_object")
     kind, stock = type(planner), DefaultSavePlanner
     if not isinstance(planner, stock) or any(name in vars(planner) for name in names):
@@ -316,29 +316,29 @@ def _values_of(planner: SavePlanner) -> Mapping[str, Any]:
 
 
 class Source(Protocol):
-    """Files that have a part of a state, and keep it until it is saved."""
+    """Files that hold a part of a state until it is saved."""
 
     def wait(self, timeout_seconds: float) -> None:
-        """Return when they have it."""
+        """Wait until they have it."""
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, as it was planned, is theirs."""
 
     def reader(self, tensor: torch.Tensor) -> Fetch:
-        """Return the reader of the bytes to save instead of those of ``tensor``."""
+        """Return the reader of the bytes that replace ``tensor``."""
 
     def release(self) -> None:
-        """They need not keep it any more. Raises when they have not."""
+        """Release the files. Raises if they have changed."""
 
 
 class StagedItems:
-    """Stands in for the planner when a save is written: knows the staged data of each item, parts included."""
+    """Replaces the planner when a save is written: knows the staged data of each item, including parts."""
 
     def __init__(self, items: Sequence[WriteItem] = ()) -> None:
         self.items = items
         self._data: dict[MetadataIndex, Any] = {}
         self.placed: Placed | None = None
-        """The tensors, where a save repeats the one before."""
+        """The tensors, if a save repeats the previous one."""
         self._has_placed = False
         self._lock = threading.Lock()
         self.copied: Future[None] = Future()
@@ -350,7 +350,7 @@ class StagedItems:
 
     @property
     def data(self) -> dict[MetadataIndex, Any]:
-        """The staged data, by item. The tensors of ``placed`` are made at the first access."""
+        """The staged data, by item. The first access makes the tensors of ``placed``."""
         with self._lock:
             if self.placed is not None and not self._has_placed:
                 with gc_paused():
@@ -366,7 +366,7 @@ class StagedItems:
         return cast(torch.Tensor, self.resolve_data(item))
 
     def wait(self, timeout_seconds: float) -> None:
-        """Return when all copies are complete. Raises the error of a failed copy."""
+        """Wait for all copies. Raises the error of a failed copy."""
         self.copied.result(timeout_seconds)
         for source in self.sources:
             source.wait(timeout_seconds)
@@ -375,7 +375,7 @@ class StagedItems:
             self.readers |= {i: source.reader(tensor) for i, tensor in found.items()}
 
     def release(self) -> None:
-        """All is read. Raises when a source has changed meanwhile, after all are released."""
+        """Release all after reading; then raise if a source has changed meanwhile."""
         sources, self.sources = self.sources, []
         with contextlib.ExitStack() as stack:
             for source in sources:
@@ -383,7 +383,7 @@ class StagedItems:
 
 
 class _Walk:
-    """Takes a state dict apart into the tensors to copy, and puts it together again around their copies."""
+    """Takes a state dict apart into the tensors to copy, and rebuilds it around their copies."""
 
     def __init__(self, state: Any) -> None:
         self.leaves: list[torch.Tensor] = []
@@ -394,15 +394,15 @@ class _Walk:
         self._root: list[Any] = [None]
         self._visit(self._root, 0, state)
         if self._others is not None:
-            vars(self._others).clear()  # it refers to itself: where no collector runs it would stay, and its copies
+            vars(self._others).clear()  # it refers to itself: without a collector it would stay, with its copies
 
     def rebuild(self, targets: Sequence[torch.Tensor]) -> Any:
-        """The state dict with ``targets`` in place of the leaves. Once."""
+        """Return the state dict with ``targets`` in place of the leaves. Once."""
         for (container, key, like), target in zip(self._places, targets, strict=True):
             container[key] = target if like is None else _distributed(target, like)
         for container, key, facts in self._local_parts:
             vars(container[key]).update(facts)
-        for container, key in self._tuples:  # inner ones first: they were noted first
+        for container, key in self._tuples:  # inner ones were noted first
             container[key] = tuple(container[key])
         return self._root[0]
 
@@ -439,7 +439,7 @@ class _Walk:
             container[key] = self._copied(value)
 
     def _copied(self, value: Any) -> Any:
-        """Anything else: a copy in ordinary memory, tensors inside it moved to the CPU."""
+        """Copy any other value in ordinary memory, with its tensors moved to the CPU."""
         if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
             return self._copied_by_parts(value.detach())
         self._others = self._others or torch_internals.StateDictStager()
@@ -460,7 +460,7 @@ _IMMUTABLE = frozenset({int, float, complex, str, bool, bytes, type(None)})
 
 
 def _distributed(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor around staged memory.
+    """Make a DTensor around staged memory.
 
     Made around an empty tensor first: a wrapper over one with a storage offset claims memory that its own storage does
     not have, and crashes the process that unpickles it.
@@ -472,9 +472,9 @@ def _distributed(local: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def base_of(lease: Lease, size_bytes: int, *, torch_shares: bool = False) -> torch.Tensor:
-    """The leased memory as one tensor of bytes; the lease is free again when no view of it is left.
+    """Return the leased memory as one tensor of bytes; the lease is free again when no view of it is left.
 
-    ``torch_shares``: torch must be able to hand its tensors to another process.
+    ``torch_shares``: torch must be able to pass its tensors to another process.
     """
     if not torch_shares or lease.memory.fd is None:
         base = torch.frombuffer(lease.memory.view[:size_bytes], dtype=torch.uint8)
@@ -522,11 +522,11 @@ _WITHOUT_BYTES = frozenset(
         *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
     )
 )
-"""Integer dtypes that replace those of tensor subclasses."""
+"""Integer dtypes that replace dtypes of tensor subclasses."""
 
 
 def refuse_tensors(state_dict: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise StateMismatchError for the first tensor that a checkpoint cannot give back."""
+    """Raise StateMismatchError for the first tensor that a checkpoint cannot restore."""
     for key, value in state_dict.items():
         if isinstance(value, torch.Tensor):
             refuse_tensor(f"{prefix}{key}", value)

@@ -19,9 +19,9 @@ from ..save.write_ahead import WriteAhead
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 MOVE_BYTES_MIN = 4 << 20
-"""Each call may wait for the interpreter lock: less than this is not worth one."""
+"""Each call may wait for the interpreter lock, so it copies at least this."""
 MOVE_BYTES_MAX = 32 << 20
-"""Of one call, so that threads end together."""
+"""Maximum of one call, so that threads end together."""
 
 
 class Copies:
@@ -47,14 +47,14 @@ class Copies:
         self._on_host = False
 
     def run(self) -> None:
-        """Make all copies, with every thread torch may use. Returns when they are complete."""
+        """Make all copies with all of torch's threads. Returns when they are complete."""
         self.run_now(lambda tensor: True)
         self._done.set()
         if self._ahead is not None:
             self._ahead.start()
 
     def run_now(self, wanted: Callable[[torch.Tensor], bool]) -> None:
-        """Make the copies whose source is ``wanted``, complete on return; the others stay pending."""
+        """Make the copies with a ``wanted`` source, complete on return; the others stay pending."""
         now = [pair for pair in self._pairs if wanted(pair[1])]
         self._pairs = [pair for pair in self._pairs if not wanted(pair[1])] if len(now) < len(self._pairs) else []
         on_device = [pair for pair in now if pair[1].is_cuda]
@@ -64,9 +64,9 @@ class Copies:
             event.synchronize()
 
     def run_in_background(self, done: Callable[[BaseException | None], None]) -> None:
-        """Start the copies that are left, and call ``done`` from another thread when they are complete or failed.
+        """Start the remaining copies; call ``done`` from another thread when they are complete or failed.
 
-        Until then nobody may change the sources; ``wait`` is the fence.
+        Until then the sources must not change; ``wait`` is the fence.
         """
         on_device = [pair for pair in self._pairs if pair[1].is_cuda]
         on_host = [pair for pair in self._pairs if not pair[1].is_cuda]
@@ -87,7 +87,7 @@ class Copies:
         start_thread(threading.Thread(target=work, name="tierckpt-stage", daemon=True))
 
     def wait(self, timeout_seconds: float) -> None:
-        """Return when the sources may change. Raises what went wrong with a copy, which is then lost.
+        """Wait until the sources may change. Raises the error of a failed copy, which is then lost.
 
         This thread does not wait for copies on a device. The device's current stream does: its later work runs after
         them.
@@ -100,7 +100,7 @@ class Copies:
             self._done.wait(timeout_seconds)
         finally:
             if not self._done.is_set():
-                # Whoever waited goes on and may change the sources under the copy: it must not become a checkpoint.
+                # The caller goes on and may change the sources under the copy: it must not become a checkpoint.
                 self._error = OperationTimeoutError(
                     "the copies to staging memory have not ended",
                     hint="Look for a hung device; the checkpoint that was being staged is lost",
@@ -111,7 +111,7 @@ class Copies:
 
 
 def copy_tensors(pairs: Sequence[Pair]) -> None:
-    """Large ones by memmove on as many threads as torch may use, all others in one call of torch's.
+    """Copy large tensors by memmove on torch's number of threads, all others in one call of torch.
 
     memmove does not read the bytes that it overwrites; torch's copy does, and takes 1.4 times the CPU time.
     """
@@ -127,7 +127,7 @@ def copy_tensors(pairs: Sequence[Pair]) -> None:
 
 
 def move_all(pairs: Sequence[Pair], count: int) -> None:
-    """Copy the bytes of ``pairs`` on ``count`` threads, this one among them."""
+    """Copy the bytes of ``pairs`` on ``count`` threads, including this one."""
     pieces = deque(
         (target.data_ptr() + at, source.data_ptr() + at, min(MOVE_BYTES_MAX, source.nbytes - at))
         for target, source in pairs
@@ -141,7 +141,7 @@ def move_all(pairs: Sequence[Pair], count: int) -> None:
 
     threads = [threading.Thread(target=work, name="tierckpt-stage") for _ in range(min(count, len(pieces)) - 1)]
     try:
-        all(start_if_possible(thread) for thread in threads)  # those there are copy all of it
+        all(start_if_possible(thread) for thread in threads)  # the started threads copy all
         work()
     finally:  # after an interrupt, too: returned memory must not be written
         pieces.clear()
@@ -151,13 +151,13 @@ def move_all(pairs: Sequence[Pair], count: int) -> None:
 
 
 def _is_bytes(source: torch.Tensor) -> bool:
-    """True where a copy of the tensor is a copy of its bytes, one after the other. (A freed storage has no address.)"""
+    """Return True if a tensor's copy is a copy of its contiguous bytes. (A freed storage has no address.)"""
     is_plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg()
     return is_plain and source.data_ptr() != 0
 
 
 def copy_beside_training(pairs: Sequence[Pair]) -> None:
-    """One thread, and torch's own only where it must be: its thread pool belongs to the training step."""
+    """Copy on one thread; torch's own only where needed: its pool belongs to the training step."""
     for target, source in pairs:
         if _is_bytes(source):
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
@@ -167,7 +167,7 @@ def copy_beside_training(pairs: Sequence[Pair]) -> None:
 
 
 def _start_on_devices(pairs: Sequence[Pair], priority: int) -> list[Any]:
-    """Start the copies from every device there is. Returns one event for each device."""
+    """Start the copies from every device. Returns one event for each."""
     by_device: dict[torch.device, list[Pair]] = {}
     for pair in pairs:
         by_device.setdefault(pair[1].device, []).append(pair)
@@ -182,7 +182,7 @@ def _start_on_device(device: torch.device, pairs: Sequence[Pair], priority: int)
         targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
         torch_internals.foreach_copy(targets, sources, non_blocking=True)
         for _, source in pairs:
-            source.record_stream(stream)  # freed while the copy runs, it must not be handed out again
+            source.record_stream(stream)  # freed while the copy runs, it must not be reused
         return stream.record_event()
 
 

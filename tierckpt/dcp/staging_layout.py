@@ -33,7 +33,7 @@ Facts = tuple[torch.dtype, torch.Size]
 
 @dataclass(frozen=True)
 class StagingLayout:
-    """The place of each tensor in staging memory: that which it has in the files. Holds no tensor."""
+    """The position of each tensor in staging memory, as in the files. Holds no tensor."""
 
     facts: list[Facts]
     frames: list[ItemFrame]
@@ -62,7 +62,7 @@ class StagingLayout:
 
     @cached_property
     def file_offsets(self) -> list[int]:
-        """Of each tensor's head, in its file."""
+        """Offset of each tensor's head in its file."""
         found = [0] * len(self.frames)
         for shard in self.shards:
             for index, offset in shard:
@@ -75,7 +75,7 @@ class StagingLayout:
 
     @cached_property
     def images(self) -> list[tuple[int, int] | None]:
-        """Where in the memory the image of each file begins, and its size; None for a file without any data."""
+        """Start in memory and size of the image of each file; None for a file without data."""
         found: list[tuple[int, int] | None] = []
         for shard in self.shards:
             staged = [(index, offset) for index, offset in shard if self.frames[index].size_bytes]
@@ -110,7 +110,7 @@ class StagingLayout:
 
 
 def _in_arena(frames: Sequence[ItemFrame], shards: Sequence[Sequence[shard_layout.Placed]]) -> tuple[list[int], int]:
-    """Return the offset of each frame's data in the memory that holds the images of all shards, and its size."""
+    """Return the offset of each frame's data in the memory with the images of all shards, and its size."""
     offsets = [0] * len(frames)
     start = 0
     for shard in shards:
@@ -148,7 +148,7 @@ class RepeatedSave:
             name for name, value in known.items() if isinstance(value, torch.Tensor))}  # fmt: skip
         self._names = [item.index.fqn for item in tensors]
         self._order = [numbers[name] for name in self._names]
-        """Return those tensors of the planner's state dict that are in ``layout``."""
+        """Names of those tensors of the planner's state dict that are in ``layout``."""
         sizes = [frame.size_bytes for frame in layout.frames]
         self._small = [number for number, size in enumerate(sizes) if 0 < size <= SMALL_BYTES_MAX]
         self._large = [number for number, size in enumerate(sizes) if size > SMALL_BYTES_MAX]
@@ -174,8 +174,7 @@ class RepeatedSave:
         return cls(items, [item for item, _ in found], known, layout)
 
     def find(self, known: Mapping[str, Any], addresses: list[int] | None) -> list[int] | None:
-        """Return the addresses of the tensors of this save. None when there are none, a tensor is conjugated, or its
-        storage was freed.
+        """Return the addresses of the tensors of this save; None if unknown, conjugated, or their storage was freed.
 
         Args:
             known: the planner's state dict.
@@ -204,13 +203,11 @@ class Placed:
     lease: Lease
 
     def data(self) -> dict[MetadataIndex, torch.Tensor]:
-        """Return the tensors."""
         indexes = [item.index for item in self.repeated.of_tensors]
         return dict(zip(indexes, self.repeated.layout.views(self.base), strict=True))
 
     def records(self) -> list[ShardRecord] | None:
-        """Return the records to write, in layout order and in their places in the files of the layout; None when
-        ``base`` is another mapping of the memory."""
+        """Return the records to write, at their file positions; None if ``base`` is another mapping of the memory."""
         start, layout, base, lease = self.lease.memory.address, self.repeated.layout, self.base, self.lease
         if base.data_ptr() != start:
             return None

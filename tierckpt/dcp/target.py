@@ -19,12 +19,12 @@ class Mount:
     settings: Settings
     location: Location
     path: str
-    """The checkpoint's URI: DCP's name for where a storage object points."""
+    """The checkpoint's URI, under the name that DCP uses."""
 
     def _point_to(self, uri: str | os.PathLike[str] | None) -> None:
         if uri is None:
             raise ConfigError("no URI", hint=f"{type(self).__name__}('s3://bucket/run/step-100')")
-        if self.settings.local_root not in roots:  # later, paths below it are checked at their use
+        if self.settings.local_root not in roots:  # later, paths in it are checked at their use
             use_local_root(self.settings)
         self.location = check_location(parse_uri(uri))
         self.path = self.location.uri
@@ -36,7 +36,7 @@ class Mount:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True when tierckpt has a store for this place, judged by its spelling alone."""
+        """Return True if tierckpt has a store for this path, judged by its spelling alone."""
         try:
             check_location(parse_uri(checkpoint_id))
         except ConfigError:

@@ -58,11 +58,11 @@ class TierStorageWriter(Mount, StorageWriter):
         single_file_per_rank: False writes one shard per item.
         sync_files: False skips fsync of shards: faster, and a power cut may lose the checkpoint on the local tier.
         thread_count: ignored, as an argument of DCP's writer; threads are chosen by measurement, 8 at most.
-        per_thread_copy_ahead: likewise.
-        cache_staged_state_dict: likewise; staging memory is always kept.
-        overwrite: False refuses an id that holds a checkpoint already.
+        per_thread_copy_ahead: ignored.
+        cache_staged_state_dict: ignored; staging memory is always kept.
+        overwrite: False refuses an id that already holds a checkpoint.
         serialization_format: only TORCH_SAVE; for safetensors use ``tierckpt export``.
-        trust_pickle: accept a planner that puts classes of its own into the metadata (Megatron's does). Only
+        trust_pickle: accept a planner that puts its own classes into the metadata (Megatron's does). Only
             ``TierStorageReader(uri, trust_pickle=True)`` loads such a checkpoint; without it the save fails.
 
     Raises (inside DCP's CheckpointException, by rank):
@@ -120,7 +120,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @short_traceback
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Get ready for a new save, to ``checkpoint_id`` if one is given.
+        """Prepare a new save, to ``checkpoint_id`` if given.
 
         Raises CheckpointError while another thread still writes with this object.
         """
@@ -130,7 +130,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self._save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin a save. An unfinished one of this object is removed, unless it is committed."""
+        """Begin a save. An unfinished earlier save of this object is removed."""
         self._abandon()
         use_collectives = kwargs.get("use_collectives", True)
         rank = kwargs.get("rank")
@@ -166,7 +166,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @short_traceback
     def write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
-        """Write this rank's shards to the SSD, durably. The future that it returns is done.
+        """Write this rank's shards to the SSD, durably. The returned future is done.
 
         Raises:
             CapacityError: the SSD is full, and eviction cannot make room.
@@ -180,12 +180,12 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @short_traceback
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit on the local tier. Raises AlreadyCommittedError when another save took this id meanwhile."""
+        """Commit on the local tier. Raises AlreadyCommittedError if another save took this id meanwhile."""
         with self._working():
             self._save.commit(metadata, results)
 
     def storage_meta(self) -> StorageMeta:
-        """Return what DCP puts into the metadata: the id and the save's name."""
+        """Return DCP's storage metadata: the id and the save's name."""
         save_id = self._session.save_id if self._session is not None else self._save_id
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save_id)
 
@@ -206,10 +206,10 @@ class TierStorageWriter(Mount, StorageWriter):
         return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: ``stage`` returns when the copy is complete."""
+        """Do nothing: ``stage`` returns when the copy is complete."""
 
     def close(self) -> None:
-        """Nothing to release: staging memory belongs to the process."""
+        """Do nothing: staging memory belongs to the process."""
 
     # --- one save -----------------------------------------------------------------------------------------------
 
@@ -220,15 +220,13 @@ class TierStorageWriter(Mount, StorageWriter):
         return self._session
 
     def _abandon(self) -> None:
-        """Remove an unfinished earlier save."""
         with self._working():
             if self._session is not None:
                 self._session.abandon()
         self._session = None
 
     def _token(self) -> str:
-        """A name no save has used. Without collectives all ranks of a save share its first part, through the
-        rendezvous store: one small key, no collective."""
+        """Return a unique name. Without collectives all ranks share its first part, through the rendezvous store."""
         if self._save.description.use_collectives:
             return secrets.token_hex(8)
         return f"{self._agreed_attempt()}-{self._save.description.rank}"
@@ -259,7 +257,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """One thread at a time: a second save must not remove the shards of the first while they are written."""
+        """Refuse a second thread: a second save must not remove the shards of the first while they are written."""
         if not self._busy.acquire(blocking=False):
             raise CheckpointError(
                 f"this TierStorageWriter is still saving to {self.path} in another thread",

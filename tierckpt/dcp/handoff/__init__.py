@@ -1,1 +1,1 @@
-"""Staged saves that outlive their trainers: described to the agent, finished by a process of its own."""
+"""Staged saves that outlive their trainers: described to the agent, finished by a separate process."""

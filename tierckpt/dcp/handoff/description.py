@@ -1,9 +1,8 @@
 """The handoff file: one rank's staged state, for the agent to write if the rank dies before it is on the SSD.
 
-Holds where every record of the rank's shards is to be written and where its bytes lie in memory that the agent holds;
-the coordinator's also holds DCP's metadata. Executed by ``dcp/handoff/finish.py``. A pickle of this process for a
-process of the same user and node, in memory that has no name and goes with its last holder: no checkpoint ever contains
-one.
+Holds the file position and memory address of every record of the rank's shards; the coordinator's also holds DCP's
+metadata. ``dcp/handoff/finish.py`` executes it. A pickle for a process of the same user and node, in unnamed memory
+that is freed with its last holder: no checkpoint contains one.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _VALID, _REVOKED = b"\1", b"\0"
 
 @dataclass(frozen=True, slots=True)
 class MemorySpan:
-    """Bytes of held memory: which, and from where on."""
+    """A range of held memory."""
 
     memory: str
     offset: int
@@ -44,28 +43,27 @@ class MemorySpan:
 
 @dataclass(frozen=True, slots=True)
 class PendingShard:
-    """A shard's records, one column for each thing to know of them: an object for each record takes longer to make and
-    to pickle than ten thousands of small tensors take to write."""
+    """A shard's records, by columns: an object per record takes longer to make and pickle than its bytes to write."""
 
     name: str
     offsets: array[int]
-    """Of their heads, in the file."""
+    """Of the record heads, in the file."""
     kinds: list[tuple[torch.dtype, tuple[int, ...]]]
     """Dtypes and shapes, each once."""
     kind_of: array[int]
     """For each record, its index in ``kinds``; -1: an object with its bytes in ``data``."""
     memories: list[tuple[str, int]]
-    """The held memory that the bytes of tensors lie in, and where the trainer has it."""
+    """Held memory with the bytes of tensors, and its address in the trainer."""
     memory_of: array[int]
-    """Of each record, by its place in ``memories``; -1: it has no bytes there."""
+    """For each record, its index in ``memories``; -1: no bytes there."""
     addresses: array[int]
-    """Where the trainer has the bytes."""
+    """Addresses of the bytes in the trainer."""
     data: list[bytes]
-    """Of objects, in order."""
+    """Bytes of the objects, in order."""
     image: tuple[MemorySpan, int] | None
 
     def records(self, memories: Mapping[str, Memory]) -> Iterator[ShardRecord]:
-        """As this process has to write them."""
+        """Yield the records for this process to write."""
         data = iter(self.data)
         frames: list[Any] = [item_format.frame(dtype, shape) for dtype, shape in self.kinds]
         shifts = [memories[name].address - address for name, address in self.memories]
@@ -82,18 +80,18 @@ class PendingShard:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """DCP's write results of the records, in columns too."""
+    """DCP's write results of the records, by columns."""
 
     indexes: bytes
-    """Pickled: offsets, numbers of parts, and names. Those of a plan are the same at each save."""
+    """Pickled offsets, part numbers and names. Equal at each save of a plan."""
     files: list[tuple[str, int]]
-    """Each file, and how many of them are in it."""
+    """Each file and its number of records."""
     starts: array[int]
     sizes: array[int]
 
     @classmethod
     def of(cls, results: Sequence[WriteResult]) -> Results:
-        """Of what ``TierStorageWriter`` makes: a record is in one piece of one file."""
+        """Convert results of ``TierStorageWriter``: each record is in one piece of one file."""
         stored = [result.storage_data for result in results]
         files = groupby(map(operator.attrgetter("relative_path"), stored))
         return cls(
@@ -132,11 +130,12 @@ def _pickled_indexes(indexes: list[MetadataIndex]) -> bytes:
 
 @dataclass(frozen=True)
 class SaveHandoff:
-    """One rank's, of ``world_size``.
+    """The handoff of one rank of ``world_size``.
 
     ``settings`` are the trainer's, as JSON, and ``environment`` its cloud variables, with secrets: the agent may have
-    been started with others. ``kinds`` has the backing of each memory. ``files`` are the shards of a rank
-    if they are durable and owned by the mover: no data of it needs writing.
+    others. ``kinds`` has the backing of each memory. ``files`` are the rank's shards if they are durable and owned by
+    the
+    mover: no data needs writing.
     """
 
     rank: int
@@ -149,23 +148,23 @@ class SaveHandoff:
     save_id: str
     replaces: tuple[str, ...]
     epoch: str
-    """Of the run on this node (``checkpoint/epoch.py``): in another one it is not committed."""
+    """Epoch of the run on this node (``checkpoint/epoch.py``); commits in no other."""
     shards: tuple[PendingShard, ...]
     results: Results
     parts: tuple[split.Part, ...]
     metadata: bytes | None
-    """DCP's, pickled, of the coordinator."""
+    """DCP's pickled metadata, from the coordinator."""
     kinds: Mapping[str, Kind]
     files: tuple[FileEntry, ...] | None = None
     environment: Mapping[str, str] = field(default_factory=cloud_environment, repr=False)
     notes: Mapping[str, str | int | bool] = field(default_factory=dict)
 
     def durable(self, files: tuple[FileEntry, ...]) -> SaveHandoff:
-        """The handoff of this rank once ``files`` are durable."""
+        """Return the handoff of this rank once ``files`` are durable."""
         return dataclasses.replace(self, shards=(), kinds={}, files=files)
 
     def shards_in(self, directory: Path, memories: Mapping[str, Memory]) -> list[Shard]:
-        """The shards to flush, in ``directory``, from the held memory as this process has mapped it."""
+        """Return the shards to flush in ``directory``, from the mapped memory."""
         return [
             Shard(
                 directory / shard.name,
@@ -187,13 +186,13 @@ class SaveHandoff:
 
 
 def revoke(written: BinaryIO) -> None:
-    """Invalidate a handoff, for all its owners: its memory is about to be reused. Cannot fail."""
+    """Invalidate a handoff for all its owners before its memory is reused. Cannot fail."""
     os.pwrite(written.fileno(), _REVOKED, 0)
 
 
 def read(descriptor: int) -> SaveHandoff | None:
     """Return the handoff of ``descriptor``, and close that; None if it was revoked."""
-    os.lseek(descriptor, 0, os.SEEK_SET)  # the position is its writer's too
+    os.lseek(descriptor, 0, os.SEEK_SET)  # the writer shares the position
     with os.fdopen(descriptor, "rb") as file:
         if file.read(1) != _VALID:
             return None
@@ -202,7 +201,7 @@ def read(descriptor: int) -> SaveHandoff | None:
 
 
 def describe(shards: Sequence[Shard]) -> tuple[tuple[PendingShard, ...], dict[str, Memory]] | None:
-    """The shards as a handoff tells them, and the memory they need; None when nobody could hold some of it."""
+    """Describe the shards and the memory they need; None if some memory cannot be held."""
     known = _Known()
     described = []
     for shard in shards:
@@ -218,7 +217,7 @@ def describe(shards: Sequence[Shard]) -> tuple[tuple[PendingShard, ...], dict[st
 
 
 class _Known:
-    """Return the memory that has the records. Each lease's name is looked up once."""
+    """The memory with the records. Looks up each lease's name once."""
 
     def __init__(self) -> None:
         self.memories: dict[str, Memory] = {}
@@ -228,14 +227,14 @@ class _Known:
         name = self._names.get(id(memory))
         if name is None:
             name = self._names[id(memory)] = memory_name(memory)
-            self.memories[name] = memory  # which keeps it, and its id its own
+            self.memories[name] = memory  # keeps the memory, and its id unique
         return name
 
 
 def _described(
     name: str, records: Sequence[ShardRecord], known: _Known, image: tuple[MemorySpan, int] | None
 ) -> PendingShard | None:
-    """Tell of the records of a shard, column by column; None when nobody could hold the bytes of one."""
+    """Describe the records of a shard by columns; None if the bytes of one cannot be held."""
     loose = [record for record in records if record.lease is None or record.fetch is not None]
     if any(record.frame is not None and record.size_bytes for record in loose):
         return None

@@ -7,8 +7,8 @@ yet, then commits as the coordinator would, or informs the coordinator's node (`
 the job has been restarted (``checkpoint/epoch.py``). Written data stays in the page cache: the restarted trainer reads
 it at memory speed.
 
-Exit code 0: the checkpoint is committed on the local tier, or was settled before. Anything else: it is not, and what
-was written of it is removed.
+Exit code 0: the checkpoint is committed on the local tier, or was settled before. Otherwise it is not, and its files
+are removed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def execute(order: Json) -> bool:
         handoff for descriptors in left if (handoff := descriptions.read(descriptors.pop(HANDOFF_NAME))) is not None
     ]
     if len(found) < len(left):
-        return False  # a rank has seen the end of it, and could not say so
+        return False  # a rank saw the end of the save, but could not report it
     os.environ.update(found[0].environment)
     settings = Settings.received(found[0].settings)
     if _is_fenced_off(settings, found[0]):
@@ -64,12 +64,12 @@ def execute(order: Json) -> bool:
     if coordinator is not None and local_commit.is_committed(
         local_dir(settings.local_root, location), coordinator.token
     ):
-        return False  # the shards of the other ranks are named by it: recovering finds that
+        return False  # the other ranks' shards have its name: recovery finds that
     journal = Journal(settings.local_root)
     if coordinator is None and all(
         handoff.files is not None and journal.read(handoff.token) is None for handoff in found
     ):
-        return False  # drained, and committed: the coordinator is on another node, and these ranks had no message
+        return False  # drained and committed: the coordinator is on another node, and these ranks had no message
     memories = _mapped(found, left)
     sessions: dict[int, SaveSession] = {}
     try:
@@ -104,7 +104,7 @@ def execute(order: Json) -> bool:
 
 
 def _is_fenced_off(settings: Settings, handoff: SaveHandoff) -> bool:
-    """Whether the job was started again since, and went on without this. Asked again at the commit."""
+    """Return True if the job was restarted since, without this save. Checked again at the commit."""
     if epoch.current(settings.local_root, parse_uri(handoff.uri).parent) == handoff.epoch:
         return False
     log.warning("%s: staged before the job was restarted, which continued without it: abandoned", handoff.uri)
@@ -112,7 +112,7 @@ def _is_fenced_off(settings: Settings, handoff: SaveHandoff) -> bool:
 
 
 def _end_with(life: int) -> None:
-    """End when the agent does without having said that this may go on: nobody waits for it any more.
+    """Exit when the agent ends without a release: its result is no longer awaited.
 
     ``life``: a pipe; the agent has the other end. A kill loses no acknowledged data, and the next recovery removes the
     files written here.
@@ -175,7 +175,7 @@ def _finish_shards(session: SaveSession, handoff: SaveHandoff, memories: Mapping
 
 
 def _durable(session: SaveSession, handoff: SaveHandoff) -> tuple[FileEntry, ...] | None:
-    """The shards of ``handoff``, if the journal calls them durable. Raises CheckpointError if they are not there."""
+    """Return the shards that the journal calls durable. Raises CheckpointError if they are missing."""
     noted = {file.path: file for file in session.entry.files}
     if any(shard.name not in noted for shard in handoff.shards):
         return None
@@ -193,7 +193,7 @@ def _meeting(save: str, client: Client, location: Location) -> ResultExchange:
 def _tell(meeting: ResultExchange, results: dict[int, list[WriteResult]], found: list[SaveHandoff]) -> None:
     """Send the list of this node's written shards to the coordinator's node, and wait for the commit.
 
-    Raises OperationTimeoutError when there is none: the shards stay until it is sure that none will come (S3b).
+    Raises OperationTimeoutError without a commit: the shards stay until it is certain that none will come (S3b).
     """
     try:
         for rank, written in results.items():
@@ -229,7 +229,7 @@ def _commit(
 
 
 def _mapped(found: list[SaveHandoff], left: list[dict[str, int]]) -> dict[str, Memory]:
-    """The staging memory that the handoffs speak of, by the names they use."""
+    """Map the staging memory of the handoffs, by name."""
     kinds = {name: kind for handoff in found for name, kind in handoff.kinds.items()}
     descriptors = {name: descriptor for names in left for name, descriptor in names.items()}
     return {name: Memory.from_fd(descriptors[name], kind) for name, kind in kinds.items()}

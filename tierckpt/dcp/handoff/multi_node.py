@@ -1,8 +1,8 @@
 """Exchanges the write results of dead ranks between nodes, as JSON objects on the shared tier (W6).
 
-A save of several nodes is one checkpoint only when every rank has written its part. Each node's executor brings what
-its ranks had staged to its own SSD. Then it puts what those ranks would have told the coordinator into records, one for
-each, and the executor of the coordinator's node reads the records of the others and commits.
+A save of several nodes is one checkpoint only when every rank has written its part. Each node's executor writes the
+staged state of its ranks to its own SSD, then one record of write results per rank. The executor of the coordinator's
+node reads the records of the others and commits.
 
 Why this is safe: a record states that its rank ended and that its shards are durable. Only the coordinator commits,
 and its executor runs after the coordinator's end. A live rank, which may still abandon the save, has no record, so
@@ -39,11 +39,11 @@ _FIELDS = frozenset({"save", "rank", "chunk_size_bytes", "results", "files", "pa
 
 @dataclass(frozen=True)
 class ResultExchange:
-    """Of the executors of one save. Blocking.
+    """The result exchange of the executors of one save. Blocking.
 
     Args:
-        save: what all its ranks call it.
-        wait_seconds: how long each of the waits below may take.
+        save: its name on all ranks.
+        wait_seconds: limit of each wait below.
     """
 
     client: Client
@@ -61,7 +61,7 @@ class ResultExchange:
         """Return the records of ``ranks``, once all of them exist.
 
         Raises:
-            OperationTimeoutError: some were not. They may be alive, or had not staged their part.
+            OperationTimeoutError: some are missing. Their ranks may live, or had not staged their part.
             ManifestError: a record is damaged.
         """
         heard: dict[int, list[WriteResult]] = {}
@@ -79,12 +79,12 @@ class ResultExchange:
         )
 
     def await_commit(self, entry: JournalEntry) -> bool:
-        """Return whether a manifest on the shared tier, committed or to be, names the files of ``entry`` by then."""
+        """Return whether a manifest on the shared tier, committed or pending, names the files of ``entry`` in time."""
         polls = Poll(self.wait_seconds, SHARED)
         return any(self.client.run(self.client.mover.drains.is_named(entry)) for _ in polls)
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """Remove the records, which every reader has read or never will. Never fails: a leftover does no harm."""
+        """Remove records that have no readers any more. Never fails: a leftover does no harm."""
         keys = [self._key(rank) for rank in ranks]
         try:
             self.client.run(shared_commit.discard(self.client.mover.store(self.location), keys))

@@ -31,17 +31,17 @@ from .description import Results, SaveHandoff
 log = logger("save")
 
 OPEN_MAX = 2
-"""Handoffs of one process that wait for the coordinator; of more, the oldest is revoked."""
+"""Maximum handoffs of one process that wait for the coordinator; the oldest is revoked first."""
 
 _open: deque[Handoff] = deque()
 
 
 class Handoff:
-    """Listens to one save, and has the agent finish it should this process end. Thread-safe.
+    """Listens to one save, and has the agent finish it if this process ends. Thread-safe.
 
     A save with a name (``SaveDescription.name``) is always offered: its caller stages every save, and every rank learns
     its outcome. A save that DCP drives is offered if its state is staged. A save that the agent cannot take is only as
-    safe as this process, and the log has the reason. No method fails a save; CheckpointSkippedError fails one whose
+    safe as this process, and the log has the reason. No method fails a save; CheckpointSkippedError fails one
     staged copy was dropped.
     """
 
@@ -51,7 +51,7 @@ class Handoff:
         self._name, self._is_held = "", False
         """The save's name, the same on all ranks; and whether the agent has this rank's handoff."""
         self._written: list[BinaryIO] = []
-        """Those that the agent may have."""
+        """Handoffs that the agent may have."""
 
     def prepared(
         self,
@@ -111,7 +111,7 @@ class Handoff:
     def _offer(self, memories: Mapping[str, Memory], leases: Collection[Lease]) -> None:
         """Hand in; from now on the memory of ``leases`` is dropped only after the handoff has been taken back."""
         for lease in leases:
-            lease.ask_before_drop(lambda: False)  # while it is handed in
+            lease.ask_before_drop(lambda: False)  # during the transfer
         self._is_held = True
         try:
             self.hand_in(memories)
@@ -129,7 +129,7 @@ class Handoff:
         written = self.handoff.written()
         left = {name: memory.fd for name, memory in memories.items() if memory.fd is not None}
         left[HANDOFF_NAME] = written.fileno()
-        world_size = self.handoff.world_size if self.handoff.use_collectives else 1  # without, each rank saves alone
+        world_size = self.handoff.world_size if self.handoff.use_collectives else 1
         message = {"op": "hand_in", "save": self._name, "rank": self.handoff.rank, "world_size": world_size}
         message |= {"is_of_this_node": world_size <= ranks_of_node(), "names": list(left)}
         old = len(self._written)
@@ -138,7 +138,7 @@ class Handoff:
         self._revoke(old)
 
     def opened(self, lock_descriptor: int) -> bool:
-        """Tell the agent that there is a journal entry, and pass it the lock. False: the agent has no handoff."""
+        """Report the journal entry to the agent, and pass it the lock. False: the agent has no handoff."""
         if not self._is_held:
             return False
         message = {"op": "begun", "save": self._name, "rank": self.handoff.rank}
@@ -164,11 +164,11 @@ class Handoff:
             except (TierckptError, OSError) as error:
                 if not is_known(error):
                     log.warning("%s: could not report to the agent that it is durable: %s", self.handoff.uri, error)
-                return  # the agent has the old one, until this rank's save ends
+                return  # the agent keeps the old one until this rank's save ends
         self._is_held = False
         _open.append(self)
         while len(_open) > OPEN_MAX:
-            with contextlib.suppress(IndexError):  # another thread was faster
+            with contextlib.suppress(IndexError):
                 _open.popleft().take_back()
 
     def ended(self) -> None:
@@ -178,7 +178,7 @@ class Handoff:
     def take_back(self) -> bool:
         """Revoke the handoffs of all ranks of the save. True: the memory may be used again.
 
-        That holds even when the agent does not hear of it: it then keeps a revoked handoff until this process ends.
+        That holds even if the agent does not hear of it: it then keeps a revoked handoff until this process ends.
         """
         self._is_held = False
         self._revoke()
@@ -201,7 +201,7 @@ def _is_worth_offering(settings: Settings, planned: PlannedShards | None) -> boo
 
 
 def _metadata_of(planner: ItemSource) -> Metadata | None:
-    """The metadata that DCP passes to ``finish``; None with a planner that may have made another than it keeps."""
+    """Return the metadata that DCP passes to ``finish``; None if the planner may have made another."""
     made_by = getattr(type(planner), "create_global_plan", None)
     if made_by in (DefaultSavePlanner.create_global_plan, TierSavePlanner.create_global_plan):
         return getattr(planner, "metadata", None)

@@ -28,7 +28,7 @@ from zlib_ng import zlib_ng
 
 ALIGNMENT_BYTES = 64
 ZIP64_BYTES = (1 << 32) - (1 << 16)
-"""From here on sizes may need zip64 records, which torch itself makes for us."""
+"""Larger sizes may need zip64 records, which torch itself makes."""
 
 _STORAGE_CLASSES = {
     torch.float64: b"DoubleStorage",
@@ -48,13 +48,13 @@ _STORAGE_CLASSES = {
 
 @dataclass(frozen=True, slots=True)
 class ItemFrame:
-    """What goes around the raw bytes of a contiguous tensor of one dtype and shape."""
+    """The bytes around the raw data of a contiguous tensor of one dtype and shape."""
 
     head: bytes
     tail: bytes
-    """With zeros where the CRC goes."""
+    """With zeros in place of the CRC."""
     size_bytes: int
-    """Of the raw data between them."""
+    """Size of the raw data."""
     crc_at: tuple[int, int]
     """Positions of the data's CRC-32 in the tail; (0, 0) without data."""
     dtype: torch.dtype
@@ -70,7 +70,6 @@ class ItemFrame:
         return len(self.head) + self.size_bytes + len(self.tail)
 
     def tail_with(self, crc: int) -> bytes:
-        """Return the tail of an item whose data has this CRC-32."""
         if not self.size_bytes:
             return self.tail
         value, (before, between, after) = crc.to_bytes(4, "little"), self._around_crc
@@ -95,7 +94,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
 
 @lru_cache(maxsize=1 << 12)
 def frame_by_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
-    """Return what plain ``torch.save`` puts around such a tensor: items of stock DCP. Its tail differs in an id."""
+    """Return the frame by plain ``torch.save``, for items of stock DCP. Its tail differs in an id."""
     size_bytes = dtype.itemsize
     for length in shape:
         size_bytes *= length
@@ -103,7 +102,7 @@ def frame_by_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """True when the raw bytes of ``tensor`` say everything about it: dense, strided, no subclass of its own."""
+    """Return True if the raw bytes describe ``tensor`` completely: dense, strided, no subclass."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
 
 
@@ -122,7 +121,7 @@ def _packed(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> Item
     padding = -(len(head) + len(_local_header(name)) + 4) % ALIGNMENT_BYTES
     central_crc_at = len(central) + _CENTRAL_CRC_AT
     central += _central_header(name, 0, size_bytes, len(head))
-    head += _local_header(name, b"FB" + struct.pack("<H", padding) + b"Z" * padding)  # W3, as torch pads its own
+    head += _local_header(name, b"FB" + struct.pack("<H", padding) + b"Z" * padding)  # W3, padded like torch's own
     tail = _descriptor(0, size_bytes)
     at = len(head) + size_bytes + len(tail)
     central += _central_header(version[0], zlib_ng.crc32(version[1]), len(version[1]), at)
@@ -151,7 +150,7 @@ def _central_header(name: bytes, crc: int, size_bytes: int, offset: int) -> byte
 
 
 def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """``_rebuild_tensor_v2(storage, 0, shape, strides, False, OrderedDict())`` in pickle protocol 2."""
+    """Encode ``_rebuild_tensor_v2(storage, 0, shape, strides, False, OrderedDict())`` in pickle protocol 2."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
@@ -187,11 +186,11 @@ def _tuple(values: Any) -> bytes:
 
 _config_lock = threading.Lock()
 os.register_at_fork(after_in_child=_config_lock._at_fork_reinit)  # type: ignore[attr-defined]
-"""torch's settings are the process's: two threads that change and restore them would leave the wrong ones."""
+"""torch's settings are global: two threads that change and restore them would leave the wrong ones."""
 
 
 class _Hole:
-    """Takes what ``torch.save`` writes; the one seek it makes under ``skip_data`` marks where the data would be."""
+    """Receives the output of ``torch.save``; its one seek under ``skip_data`` marks the position of the data."""
 
     def __init__(self) -> None:
         self.parts = [bytearray()]

@@ -39,11 +39,11 @@ class Sources:
     tensors: list[ShardRecord] = field(default_factory=list)
     objects: list[ShardRecord] = field(default_factory=list)
     others: list[WriteItem] = field(default_factory=list)
-    """Tensors that are more than their raw bytes: torch.save must write them."""
+    """Tensors that need torch.save: more than raw bytes."""
     layout: StagingLayout | None = None
-    """Where ``tensors`` lie in staging memory, if they are all of one layout, in its order and places."""
+    """Layout of ``tensors`` in staging memory, if all are of one layout, in its order and places."""
     lease: Lease | None = None
-    """Of that memory."""
+    """Lease of the staging memory."""
 
     @property
     def leases(self) -> set[Lease]:
@@ -53,10 +53,10 @@ class Sources:
 
 
 def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> Sources:
-    """Ask the planner for each item's data. Copies nothing; data on a device stays there until it is written.
+    """Look up each item's data. Copies nothing; data on a device stays there until it is written.
 
     Raises:
-        StateMismatchError: a tensor that a checkpoint cannot restore (``refuse_tensor``), or a staged copy whose memory
+        StateMismatchError: a tensor that a checkpoint cannot restore (``refuse_tensor``), or staged memory that
             belongs to another checkpoint by now.
         CheckpointSkippedError: the same, and this checkpoint was dropped for the other one.
     """
@@ -92,7 +92,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
             found.others.append(item)
             continue
         dtype, shape = tensor.dtype, tensor.shape
-        if frame is None or dtype is not like[0] or shape != like[1]:  # mostly like the one before
+        if frame is None or dtype is not like[0] or shape != like[1]:
             frame, like = item_format.frame(dtype, shape), (dtype, shape)
         fetch = readers.get(item.index)
         if fetch is None and not _lies_ready(tensor, dtype):
@@ -112,7 +112,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
 
 
 def _gone(item: WriteItem, lease: Lease) -> CheckpointError:
-    """Return the error for staged data whose memory belongs to another checkpoint by now."""
+    """Return the error for staged memory that belongs to another checkpoint by now."""
     if lease.replaced_other:
         return slots.slot_taken_error()
     return StateMismatchError(
@@ -123,7 +123,7 @@ def _gone(item: WriteItem, lease: Lease) -> CheckpointError:
 
 
 def _looked_up(planner: SavePlanner | StagedItems) -> dict[str, Any]:
-    """What DCP's own planner would look up for an item of a plain tensor, without four calls for each of 50,000."""
+    """Return the values that DCP's own planner would look up, without four calls for each of 50,000."""
     kind, stock = type(planner), DefaultSavePlanner
     names = ("resolve_data", "lookup_object", "transform_object")
     if isinstance(planner, stock) and all(getattr(kind, name) is getattr(stock, name) for name in names):
@@ -132,7 +132,7 @@ def _looked_up(planner: SavePlanner | StagedItems) -> dict[str, Any]:
 
 
 def _lies_ready(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True when the bytes to write are in host memory in one piece."""
+    """Return True if the bytes to write are contiguous in host memory."""
     return (
         tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not (dtype.is_complex and tensor.is_conj())
     )
@@ -140,19 +140,18 @@ def _lies_ready(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True)
 class ShardPlan:
-    """One file to be: its records in file order."""
+    """A planned file: its records in file order."""
 
     records: list[ShardRecord]
     image: Image | None = None
 
 
 def lay_out(sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, one_file: bool = True) -> list[ShardPlan]:
-    """Give every tensor and object its place in a shard.
+    """Assign every tensor and object a position in a shard.
 
-    Staged tensors come in the order they were staged in, so that where nothing was left out the arena already is the
-    image of the files.
+    Staged tensors keep their staging order, so the arena already is the image of the complete files.
     """
-    if not one_file:  # nothing is written in place: the arena packs the items
+    if not one_file:
         return [ShardPlan([record]) for record in (*sources.tensors, *sources.objects)]
     tensors, layout = sources.tensors, sources.layout
     unit = image.unit_bytes(chunk_size_bytes)
@@ -178,7 +177,7 @@ def lay_out(sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, on
     if layout is not None and is_placed and sources.lease is not None:
         images = [_image_at(sources.lease, *found) if found is not None else None for found in layout.images]
         if all(made is not None for made, found in zip(images, layout.images, strict=True) if found is not None):
-            for plan, made in zip(plans, images, strict=False):  # objects may have files of their own
+            for plan, made in zip(plans, images, strict=False):  # objects may have their own files
                 plan.image = made
     else:
         _write_in_place(plans)
@@ -186,9 +185,9 @@ def lay_out(sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, on
 
 
 def _write_in_place(plans: Sequence[ShardPlan]) -> None:
-    """Note which staged images can be written from where they lie: all of them, or none.
+    """Note which staged images can be written in place: all of them, or none.
 
-    Heads, tails and padding are filled in between the data of an image. Nothing else may lie there: neither a tensor
+    Heads, tails and padding are filled in between the data of an image. Nothing else may be there: neither a tensor
     that another shard still has to read, nor one that was staged and is not part of this save.
     """
     written = Counter(record.lease for plan in plans for record in plan.records if record.lease is not None)
@@ -203,7 +202,7 @@ def _write_in_place(plans: Sequence[ShardPlan]) -> None:
 
 
 def _image(records: Sequence[ShardRecord]) -> Image | None:
-    """The staged image of this shard, if its tensors lie in the arena as they will lie in the file."""
+    """Return the staged image of this shard, if its tensors have the same positions in the arena and the file."""
     staged = [record for record in records if record.lease is not None]
     if not staged:
         return None
@@ -216,13 +215,13 @@ def _image(records: Sequence[ShardRecord]) -> Image | None:
 
 
 def _image_at(lease: Lease, start: int, size_bytes: int) -> Image | None:
-    """The staged image at byte ``start`` of the memory of ``lease``; None where a file is not written from there.
+    """Return the staged image at byte ``start`` of the memory of ``lease``; None if it cannot be written in place.
 
     Only where the arena has huge pages: from 4 KiB pages a direct write takes 2 to 3 times as long, and a copy into a
     slot of huge pages is the cheaper way.
     """
     address = lease.memory.address + start
-    if not lease.memory.huge or address % DISK_BLOCK_BYTES:  # O_DIRECT takes no other
+    if not lease.memory.huge or address % DISK_BLOCK_BYTES:  # required by O_DIRECT
         return None
     if not lease.memory.address <= address or address + size_bytes > lease.memory.address + lease.size_bytes:
         return None
@@ -231,7 +230,7 @@ def _image_at(lease: Lease, start: int, size_bytes: int) -> Image | None:
 
 
 class _Gathered:
-    """The data of a tensor that does not lie in host memory in one piece."""
+    """The data of a tensor that is not contiguous in host memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -246,7 +245,7 @@ class _Gathered:
             self._written.record(torch.cuda.current_stream(tensor.device))
 
     def fetch(self, target: int, start: int, count: int) -> None:
-        """Put ``count`` bytes from ``start`` on at ``target``.
+        """Copy ``count`` bytes from ``start`` on to ``target``.
 
         One copy of the tensor's size exists while its parts are fetched, on its own device, and is freed with the last.
         """
@@ -266,13 +265,13 @@ class _Gathered:
 
 _PLAIN_TYPES = frozenset({type(None), bool, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 _INTEGER_BITS_MAX = 8 * 255 - 1
-"""``torch.load(weights_only=True)`` reads no wider ones, so that they come back from plain values only."""
+"""``torch.load(weights_only=True)`` reads no wider ones, so they return from plain values only."""
 
 _warned: set[tuple[str, type]] = set()
 
 
 def _warn_of_refusal(name: str, value: Any, data: bytes | memoryview) -> None:
-    """Log a warning, once for each name and type, when a restore will refuse ``data``, the pickle of ``value``.
+    """Warn, once for each name and type, if a restore will refuse ``data``, the pickle of ``value``.
 
     No error: ``trust_pickle=True`` restores it. Plain values are not tried.
     """

@@ -1,4 +1,4 @@
-"""Where each item of a shard goes: the image of the file, the same whether it is staged in the arena or gathered later.
+"""The layout of a shard: the image of the file, whether it is staged in the arena or gathered later.
 
 Small items come first, packed, and none crosses the end of a segment, so one worker can make each segment of them.
 Large items follow, with their raw data on a multiple of 4096 in the file, so that O_DIRECT writes it from the staging
@@ -23,12 +23,12 @@ Placed = tuple[int, int]
 
 
 def unit_bytes(chunk_size_bytes: int) -> int:
-    """What small items do not straddle: whole chunks, and no less than any segment is cut into."""
+    """Return the unit that small items do not straddle: whole chunks, and at least the smallest segment."""
     return chunk_size_bytes * max(1, SEGMENT_BYTES_MIN // chunk_size_bytes)
 
 
 def arrange(frames: Sequence[ItemFrame], *, shard_bytes_max: int, unit: int) -> list[list[Placed]]:
-    """Return for each shard the items in it and their offsets, in file order. The same frames give the same answer.
+    """Return for each shard its items and their offsets, in file order. Deterministic.
 
     A shard is closed when the next item would end beyond ``shard_bytes_max``; an item larger than that gets its own.
     """
@@ -55,7 +55,6 @@ def _in_file_order(frames: Sequence[ItemFrame]) -> Iterable[int]:
 
 
 def _next(position: int, frame: ItemFrame, unit: int) -> int:
-    """Offset of the next item's head, at or after ``position``."""
     head = len(frame.head)
     if frame.size_bytes >= LARGE_BYTES:
         return round_up(position + head) - head

@@ -23,7 +23,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Base:
-    """Stands for the base of the class that ``torch.save`` makes for each call. Deriving from it makes another instance
+    """Replaces the base of the class that ``torch.save`` makes for each call. Deriving from it makes another instance
     instead of a class: a class refers to itself, so only a collector frees it (2 KiB for each object of each save)."""
 
     def __init__(self, _: str, __: tuple[Any, ...], namespace: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ _module = SimpleNamespace(Pickler=_Base("", (), {}), __name__="pickle")
 
 
 def save(value: Any, stream: BinaryIO) -> None:
-    """Write what ``torch.save(value, stream)`` writes, byte for byte."""
+    """Write the bytes of ``torch.save(value, stream)``."""
     torch.save(value, stream, pickle_module=_module)
 
 
@@ -46,7 +46,7 @@ Texts = dict[str, tuple[list[str], bytes]]
 
 
 def resolve_object(planner: SavePlanner, item: WriteItem, known: Texts | None = None) -> BytesIO:
-    """What ``planner`` makes of an item that is no tensor.
+    """Serialise the planner's value of an item that is no tensor.
 
     Args:
         known: of the previous save. An equal list, such as the parameters' names, is not pickled again: 13,000 names

@@ -1,4 +1,4 @@
-"""Reading a checkpoint without running it.
+"""Reading a checkpoint without running its code.
 
 metadata   its permitted content
 self_check the check of a save: could this process load its metadata?

@@ -1,4 +1,4 @@
-"""``.metadata`` of a DCP checkpoint, read without running anything it says, and checked before anybody acts on it.
+"""``.metadata`` of a DCP checkpoint, read without running code in it, and checked before use.
 
 Invariants (tests cite them):
     S4  An accepted file has the value that ``pickle.load`` would return, in any version of torch. A field that a later
@@ -38,7 +38,7 @@ from ..bulk_objects import gc_paused, index_of
 
 try:
     from ...torch_internals import OldMemoryFormatEncoding, OldTensorProperties
-except UnsupportedTorchError:  # then today's class is used for the one of torch before 2.3
+except UnsupportedTorchError:  # then today's class replaces that before torch 2.3
     OldMemoryFormatEncoding, OldTensorProperties = MemoryFormatEncoding, TensorProperties  # type: ignore[assignment]
 
 METADATA_BYTES_MAX = 1 << 31
@@ -48,14 +48,14 @@ DIMENSIONS_MAX = 64
 """A shared size is compared, hashed and multiplied at each reference, so its length is bounded (S6)."""
 LIST_ITEMS_MIN = 1 << 16
 COMPACT_BYTES_MIN = 512
-"""What ``torch.save`` makes of any tensor subclass is larger."""
+"""``torch.save`` makes more of any tensor subclass."""
 COMPACT_RATIO_MAX = 1024
 """Weights of one bit that look like float64 are stored in a 64th of their bytes."""
 CLASHES_MAX = 100
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
-"""Where torch before 2.3 had TensorProperties."""
+"""Module of TensorProperties in torch before 2.3."""
 
 _Made = TypeVar("_Made")
 _PLAIN = frozenset({str, int, float, bool, type(None), bytes, torch.Size, torch.dtype})
@@ -66,17 +66,17 @@ LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(val
 
 
 def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata:
-    """Return the metadata in ``data``, the same that ``pickle.load`` gives for what DCP writes. No code in it runs.
+    """Return the metadata in ``data``, the same that ``pickle.load`` gives for DCP's output. No code in it runs.
 
     Args:
         data: a whole ``.metadata`` file.
-        where: what errors call it: the file.
+        where: the file's name in errors.
         partial: it is the metadata of one rank, which knows the tensors whole and its own chunks of them only.
 
     Raises:
         UnsafeCheckpointError: it is damaged, names a global that is not data, or has impossible values (S5).
     Cost: 9 microseconds for each shard of a tensor that ``dcp.encoding`` wrote, 32 for stock DCP, which repeats equal
-        objects; S2 bounds the memory.
+    objects; S2 bounds the memory.
     """
     try:
         with gc_paused():
@@ -84,7 +84,7 @@ def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata
     except RefusedPickle as error:
         message = f"{where} is refused: {error}"
         raise refusal(message, error.global_name, is_hostile=error.is_hostile, file=where) from None
-    except Exception as error:  # whatever else strange values lead to: nothing was kept of them
+    except Exception as error:  # whatever else invalid values raise
         raise refusal(f"{where} is refused: {type(error).__name__}: {error}", file=where) from error
 
 
@@ -93,7 +93,7 @@ def refusal(message: str, wanted: str = "", *, is_hostile: bool = False, **conte
 
     Args:
         wanted: the unknown global, if that is the reason.
-        is_hostile: only a damaged file, or one made to do harm, has this.
+        is_hostile: only a damaged or malicious file has this.
     """
     if wanted.startswith("torch.distributed.") or wanted.rpartition(".")[0] == "torch":
         hint = (
@@ -136,7 +136,7 @@ def _parse(data: bytes) -> Any:
 
 
 def _index(fqn: Any, offset: Any, index: Any) -> MetadataIndex:
-    """It is used as a key before anything else looks at it, so it is checked here."""
+    """Check the arguments: the index is used as a key before any other check."""
     fqn = _text(fqn, "a name")
     if offset is not None and type(offset) is not torch.Size:
         raise RefusedPickle(f"the offset of {fqn:.200} is no size")
@@ -185,7 +185,7 @@ def _layout(name: Any) -> torch.layout:
 
 
 class _Members(Function):
-    """Stands for an Enum of DCP's: gives its members, those that a later torch has added among them."""
+    """Replaces an Enum of DCP: returns its members, including later ones."""
 
     __slots__ = ("kind",)
 
@@ -209,7 +209,7 @@ class _Members(Function):
 
 
 def _member(owner: Any, name: Any) -> Enum:
-    """``getattr``, with which some Pythons pickle members of an Enum: for Enums only."""
+    """``getattr`` for Enums only: some Pythons pickle members by it."""
     if type(owner) is not _Members:
         raise RefusedPickle(
             "it refers to 'builtins.getattr', which is not part of any checkpoint's metadata", "builtins.getattr"
@@ -256,7 +256,7 @@ _REPEATS = "it says the same things over and over"
 
 
 def _globals() -> dict[tuple[str, str], Any]:
-    """Every global that metadata may name: an exact table, without dotted names or lookups in modules."""
+    """Return every global that metadata may name: an exact table, without dotted names or lookups in modules."""
     dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     return {
         **{name: Function(make) for name, make in _PATHS.items()},
@@ -283,7 +283,7 @@ FIELDS: dict[Any, frozenset[str]] = {
     TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
     StorageInfo: frozenset({"relative_path", "offset", "length", "transform_descriptors"}),
 }
-"""The fields that are checked here, by class. Any other is one that a later torch has added."""
+"""The fields that are checked here, by class. A later torch may have added others."""
 
 _CALLS: dict[Any, Any] = {
     MetadataIndex: _index,
@@ -293,9 +293,9 @@ _CALLS: dict[Any, Any] = {
 _CLASSES: dict[Any, Class] = {kind: Class(kind.__name__, _CALLS.get(kind)) for kind in FIELDS}
 
 _PROPERTIES = (torch.dtype, torch.layout, bool, Enum, bool)
-"""The state of tensor properties begins so, in every torch. Since 2.15 the strides follow."""
+"""The first fields of tensor properties in every torch. Since 2.15 the strides follow."""
 _PROPERTIES_TAKEN = {kind: len(cast(Any, kind)().__getstate__()) for kind in (TensorProperties, OldTensorProperties)}
-"""How much of a state the class takes in the torch that runs: one that a later torch wrote may be longer."""
+"""Length of the state that the running torch accepts: a later torch may have written more."""
 _HAS_STRIDES = {kind: "strides" in {field.name for field in dataclasses.fields(kind)} for kind in _PROPERTIES_TAKEN}
 
 HAS_FURTHER = any(
@@ -375,7 +375,7 @@ class MetadataBuilder:
         return known[1]
 
     def _shared_properties(self, record: Any) -> TensorProperties:
-        """Tensors that share one object of them in the file share one here: metadata of our own does that."""
+        """Tensors that share properties in the file share them here: our own metadata does that."""
         if (known := self._properties.get(id(record))) is None:
             made = self._tensor_properties(record)
             known = self._properties[id(record)] = self._properties[id(made)] = record, made
@@ -418,7 +418,7 @@ class MetadataBuilder:
         if not _PLAIN.issuperset(map(type, value)):
             for item in value:
                 if type(item) is tuple and depth < DEPTH_MAX and _PLAIN.issuperset(map(type, item)):
-                    self.spend(1 + len(item))  # the path of a tensor, one of as many
+                    self.spend(1 + len(item))
                 else:
                     self._check_plain(item, what, depth + 1)
 
@@ -441,7 +441,7 @@ class MetadataBuilder:
             raise RefusedPickle(_REPEATS, is_hostile=True)
 
     def _state(self, record: Any, kind: Any, *needed: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        """Return the fields of ``record`` of ``kind``, and its fields that are unknown here."""
+        """Return the fields of ``record`` of ``kind``, and its unknown fields."""
         if type(record) is not InertObject or record.kind is not _CLASSES[kind]:
             raise RefusedPickle(f"it has another object where a {kind.__name__} belongs")
         state = {} if record.state is None else record.state
@@ -463,7 +463,7 @@ class MetadataBuilder:
             return record
         state, further = self._state(record, MetadataIndex, "fqn")
         made = _with(_index(state["fqn"], state.get("offset"), state.get("index")), further)
-        if further:  # part of its hash, if the class has the field
+        if further:
             if self._hashes.setdefault(hash(made), made) != made:
                 self._clashes += 1
             if self._clashes > CLASHES_MAX:
@@ -481,7 +481,7 @@ class MetadataBuilder:
         return _with(ChunkStorageMetadata(offsets, sizes), further)
 
     def _tensor_properties(self, record: Any) -> Any:
-        """The properties of a tensor, made of their state by torch's own class, which knows its members and fields."""
+        """Build the properties of a tensor by torch's own class, which knows its members and fields."""
         of_old = type(record) is InertObject and record.kind is _CLASSES[OldTensorProperties]
         kind: Any = OldTensorProperties if of_old else TensorProperties
         state = record.state if type(record) is InertObject and record.kind is _CLASSES[kind] else None
@@ -528,8 +528,10 @@ def relative_of(path: Any) -> str:
 
 
 def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageInfo]) -> None:
-    """Check that a dense chunk's bytes are in its item, or ``torch.save``'s bytes of a subclass. A missing item raises
-    when it is read."""
+    """Check that a dense chunk's bytes are in its item, or ``torch.save``'s bytes of a subclass.
+
+    A missing item raises when it is read.
+    """
     needed: dict[int, dict[Any, int]] = {}
     last: ChunkStorageMetadata | None = None
     properties: TensorProperties | None = None
@@ -540,7 +542,7 @@ def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageIn
             continue
         if len(entry.chunks) == 1:
             [chunk] = entry.chunks
-            if chunk is not last or entry.properties is not properties:  # mostly like the one before
+            if chunk is not last or entry.properties is not properties:
                 last, properties = chunk, entry.properties
                 whole = math.prod(chunk.sizes) * properties.dtype.itemsize
             size_bytes = whole if chunk.offsets == index.offset else 0
@@ -554,7 +556,7 @@ def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageIn
 
 
 def _sizes_bytes(entry: TensorStorageMetadata) -> dict[Any, int]:
-    """Return the bytes that chunks need, by their offsets; the maximum of several chunks at one offset."""
+    """Return the bytes that chunks need, by offsets; the maximum of several chunks at one offset."""
     needed: dict[Any, int] = {}
     for chunk in entry.chunks:
         size_bytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
@@ -563,7 +565,7 @@ def _sizes_bytes(entry: TensorStorageMetadata) -> dict[Any, int]:
 
 
 def check_positions(planner_data: Any) -> None:
-    """Paths of DCP's planner name positions in lists, and loaders make lists that long: not longer than can be."""
+    """Bound the list positions in paths of DCP's planner: loaders make lists that long."""
     if type(planner_data) is not dict:
         return
     longest: dict[tuple[Any, ...], int] = {}

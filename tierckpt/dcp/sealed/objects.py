@@ -1,10 +1,10 @@
-"""Items of a checkpoint, loaded as data. What torch pickles can run code; here everything is read ``weights_only``.
+"""Items of a checkpoint, loaded as data. torch's pickles can run code; here everything is read ``weights_only``.
 
 Invariants (tests cite them):
     S7  No item is unpickled except by ``torch.load(weights_only=True)``, before it is rewritten. An item without
         globals is read by a reader that knows none, and so calls nothing: the machine of this package, which takes a
         tenth of the time, or an unpickler, for integers that are too wide for both.
-    S8  A planner gets bytes that were made here from data that passed S7, and that pass it, too. So it does not matter
+    S8  A planner gets bytes made here from data that passed S7, and that pass it, too. So it does not matter
         that planners load them with ``weights_only=False``, nor whether two readers of torch's formats agree about the
         bytes of the file: planners never get those.
     S9  An unpacked item is not much larger than the item: ``torch.save`` never compresses, so an item that is
@@ -37,7 +37,7 @@ _WIDE = f"Unsupported operand {pickle.LONG4[0]}"
 _ZIP = b"PK\3\4"
 
 _DATA_CLASSES = (io.BytesIO,)
-"""Mere data that torch does not know as such. Trainers have long put their counters into a BytesIO."""
+"""Plain data that torch does not register as such. Trainers have long put their counters into a BytesIO."""
 
 _WANTED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 _lock = threading.Lock()
@@ -47,7 +47,7 @@ os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-d
 class Objects:
     """Turns the bytes of objects into bytes that are safe to unpickle.
 
-    Remembers small ones: the options of an optimizer are the same few numbers for thousands of parameters.
+    Caches small ones: the options of an optimizer are the same few numbers for thousands of parameters.
     """
 
     def __init__(self) -> None:
@@ -56,9 +56,9 @@ class Objects:
     def inert(self, data: bytes, name: str) -> bytes:
         """Return bytes of the same object that any ``torch.load`` reads without running code (S8).
 
-            Args:
-                data: the bytes of an item that is no tensor.
-                name: what errors call it.
+        Args:
+            data: the bytes of an item that is no tensor.
+            name: the item's name in errors.
 
         Raises:
             UnsafeCheckpointError: it has more than data, or is not an item of ``torch.save``.
@@ -81,7 +81,7 @@ class Objects:
                 f"{name} is refused: it cannot be written again ({type(error).__name__}: {error})"
             ) from error
         made = stream.getvalue()
-        if not is_simple:  # its pickle names no global
+        if not is_simple:
             _load_object(made, name)  # S8
         if len(data) <= SMALL_BYTES and len(self._known) < KNOWN_MAX:
             self._known[data] = made
@@ -89,8 +89,10 @@ class Objects:
 
 
 def load_tensor(stream: Any, name: str, *, trusted: bool = False) -> torch.Tensor:
-    """Return the tensor in ``stream``, on the CPU. Raises UnsafeCheckpointError when it is no tensor, or more, such as
-    of a subclass that is not among torch's safe globals. ``trusted`` runs whatever code it names."""
+    """Return the tensor in ``stream``, on the CPU. ``trusted`` runs whatever code it names.
+
+    Raises UnsafeCheckpointError: no tensor, or a subclass that is not among torch's safe globals.
+    """
     value = load_object(stream, "cpu", name, trusted=trusted)
     if not isinstance(value, torch.Tensor):
         raise UnsafeCheckpointError(f"{name} is refused: it has a {type(value).__name__} where a tensor belongs")
@@ -98,7 +100,7 @@ def load_tensor(stream: Any, name: str, *, trusted: bool = False) -> torch.Tenso
 
 
 def _load_simple(data: bytes, name: str) -> Any:
-    """Numbers, texts and lists, tuples and dicts of them, such as the names of 13,000 parameters; else ``_MORE``."""
+    """Load numbers, texts and lists, tuples and dicts of them, such as 13,000 parameter names; else ``_MORE``."""
     stream = io.BytesIO(data)
     _check_growth(stream, name)
     try:
@@ -126,7 +128,7 @@ class _NoGlobals(pickle.Unpickler):
 
 
 def _load_plain(data: bytes, error: UnsafeCheckpointError) -> Any:
-    """Numbers, texts and containers, integers of more than 255 bytes among them. Raises ``error`` for anything else."""
+    """Load numbers, texts and containers, including integers of more than 255 bytes. Raises ``error`` for others."""
     try:
         records = PyTorchFileReader(io.BytesIO(data))
         return _NoGlobals(io.BytesIO(records.get_record("data.pkl"))).load()
@@ -135,9 +137,9 @@ def _load_plain(data: bytes, error: UnsafeCheckpointError) -> Any:
 
 
 def load_object(stream: BinaryIO, map_location: str | None, name: str, *, trusted: bool = False) -> Any:
-    """``torch.load(weights_only=True)``, with one kind of error. What reading ``stream`` raised of ours stays as it is.
+    """``torch.load(weights_only=True)``, with one kind of error. Our own errors from ``stream`` pass unchanged.
 
-    Said explicitly, ``weights_only`` is not overridden by any environment variable of torch.
+    Being explicit, ``weights_only`` is not overridden by any environment variable of torch.
     """
     try:
         _check_growth(stream, name)
@@ -149,7 +151,7 @@ def load_object(stream: BinaryIO, map_location: str | None, name: str, *, truste
 
 
 def _check_growth(stream: BinaryIO, name: str) -> None:
-    """Reject an archive whose records are far larger than itself. Torch's own reader reports it without unpacking."""
+    """Reject an archive with far larger records than itself. Torch's reader reports that without unpacking."""
     start, size_bytes = stream.tell(), stream.seek(0, io.SEEK_END)
     stream.seek(start)
     if stream.read(len(_ZIP)) != _ZIP:
@@ -163,11 +165,11 @@ def _check_growth(stream: BinaryIO, name: str) -> None:
 
 
 def _records_bytes(stream: BinaryIO) -> int:
-    """Return the unpacked size that the records of an archive state."""
+    """Return the unpacked size in an archive's headers."""
     reader = PyTorchFileReader(stream)
     if hasattr(reader, "get_record_size"):
         return sum(map(reader.get_record_size, reader.get_all_records()))
-    with zipfile.ZipFile(stream) as archive:  # torch before 2.13 does not tell
+    with zipfile.ZipFile(stream) as archive:  # torch before 2.13 does not report it
         return sum(record.file_size for record in archive.infolist())
 
 
@@ -201,7 +203,7 @@ def _too_large(name: str, size_bytes: int, records: int | None = None) -> Unsafe
 
 
 def _missing_data_classes() -> list[Any]:
-    """Those that the user has not registered: leaving ``safe_globals`` would take them away again."""
+    """Return the classes that the user has not registered: ``safe_globals`` would remove them on exit."""
     registered = torch.serialization.get_safe_globals()
     return [kind for kind in _DATA_CLASSES if kind not in registered]
 
@@ -226,13 +228,13 @@ def _refused(error: Exception, name: str) -> UnsafeCheckpointError:
 
 
 def _gist(error: Exception) -> str:
-    """What torch says, without its advice to load the file unsafely."""
+    """Return torch's message, without its advice to load the file unsafely."""
     lines = [line for line in str(error).splitlines() if line and "documentation" not in line]
     return lines[-1].partition(" In PyTorch 2.6")[0][:300] if lines else ""
 
 
 def _is_class(wanted: str, message: str) -> bool:
-    """May this be advised to be registered? Not what torch never registers, and no function like ``eval``."""
+    """Return True for a class that torch may register; not for functions like ``eval``."""
     if "is blocked" in message:
         return False
     return "." in wanted or isinstance(getattr(builtins, wanted, None), type)

@@ -12,12 +12,12 @@ from ..metadata_pickle import encode, renamed
 from .metadata import FIELDS, HAS_FURTHER, MetadataBuilder, check_stored, load_metadata, refusal, relative_of
 
 _verified: tuple[dict[str, Any], Any, bytes] = {}, None, b""
-"""Entries, planner data and encoding of the newest metadata that was read back: the very objects, which a plan that is
-remembered gives to each save."""
+"""Entries, planner data and encoding of the newest metadata that was read back: the very objects, which a cached plan
+gives to each save."""
 
 
 def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = False) -> None:
-    """Raise what ``load_metadata`` would raise for ``data``, the encoding of ``metadata``.
+    """Raise the error of ``load_metadata`` for ``data``, the encoding of ``metadata``.
 
     Entries that are the objects of the last call were checked; only the other entries and the positions are checked. If
     ``data`` is that of the last call with other names, only the names are.
