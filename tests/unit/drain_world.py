@@ -1,4 +1,4 @@
-"""A node with an SSD and a shared store with bandwidths from a trace, run by a policy and compared with an oracle.
+"""A simulated node with an SSD and a shared store. Bandwidths come from a trace; a policy is compared with an oracle.
 
 Units: GB, seconds. A save of 60 GB every 60 s. The cost of a run is in seconds of training: work lost with a node (the
 age of the newest state on shared storage), work lost in a crash (the newest state anywhere), and a price per byte
@@ -21,8 +21,8 @@ Decide = Callable[[drain_policy.PolicyState, Rules, Situation], tuple[drain_poli
 SIZE, INTERVAL = 60.0, 60
 NODE_LOSS = CRASH = 1 / 86400
 EVERY = 3
-PRICE = NODE_LOSS * (EVERY * INTERVAL) ** 2 / 2  # of one send, so that every third is what Young's formula asks for
-LOOK_EVERY = 5
+PRICE = NODE_LOSS * (EVERY * INTERVAL) ** 2 / 2  # of one drain: Young's formula then drains every third save
+DECIDE_EVERY = 5
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def run(rules: Rules, seconds: int, shared: Trace, local: Trace, decide: Decide = drain_policy.decide) -> Outcome:
-    """One tick is one second. Saves, flushes and drains go on as the policy has it."""
+    """One tick is one second. The policy decides on saves, flushes and drains."""
     return _World(rules, shared, local, decide).run(seconds)
 
 
@@ -50,8 +50,8 @@ class _World:
         self.rules, self.shared, self.local, self.decide = rules, shared, local, decide
         self.state, self.result = drain_policy.PolicyState(), Outcome()
         self.versions: list[Version] = []
-        self.flushing: list[tuple[int, float, int]] = []  # number, bytes left, begun
-        self.waiting: int | None = None  # saved straight to shared storage, in host memory until it is there
+        self.flushing: list[tuple[int, float, int]] = []  # number, bytes left, start time
+        self.waiting: int | None = None  # a direct save, in host memory until it is on shared storage
         self.sending: int | None = None
         self.measured = (0.0, 0)
         self.place = "local"
@@ -61,8 +61,8 @@ class _World:
             if now % INTERVAL == 0:
                 self.save(now)
             changed = self.flush(now) | self.send(now)
-            if changed or now % LOOK_EVERY == 0:
-                self.look(now + 1)
+            if changed or now % DECIDE_EVERY == 0:
+                self.decide_next(now + 1)
             self.count(now + 1)
         return self.result
 
@@ -103,7 +103,7 @@ class _World:
         self.change(version.number, sent_bytes=version.sent_bytes + moved)
         done = version.sent_bytes + moved >= version.size_bytes
         bytes_, ticks = self.measured[0] + moved, self.measured[1] + 1
-        if ticks >= LOOK_EVERY or done:
+        if ticks >= DECIDE_EVERY or done:
             self.state = drain_policy.observe(self.state, self.rules, "shared", bytes_, ticks)
             bytes_, ticks = 0.0, 0
         self.measured = (bytes_, ticks)
@@ -115,7 +115,7 @@ class _World:
         self.sending, self.waiting = self.waiting, None
         return True
 
-    def look(self, now: int) -> None:
+    def decide_next(self, now: int) -> None:
         used = sum(one.size_bytes for one in self.versions if one.on_local) + len(self.flushing) * SIZE
         self.result.local_max = max(self.result.local_max, used)
         seen = Situation(
@@ -157,13 +157,13 @@ class _World:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The least that any policy can pay, knowing the trace; None where even it breaks the bound."""
+    """Lower bound of the cost of any policy that knows the trace; None if even it exceeds the RPO."""
 
     cost: float
 
 
 def oracle(rpo_seconds: float, seconds: int, shared: Trace, local: Trace) -> Oracle | None:
-    """Choose what to send by dynamic programming over all schedules; no send has to wait for the SSD, so it is a bound.
+    """Choose the saves to send by dynamic programming over all schedules. Sends never wait for the SSD: a lower bound.
 
     A label is (cost until its end, end) of a schedule ending with that version; dominated labels are dropped.
     """
@@ -192,7 +192,7 @@ def _ages(begin: int, end: int, taken: int) -> float:
 
 
 def _ages_anywhere(seconds: int, shared: Trace, local: Trace) -> float:
-    """As if each version were written at once, alone, to the faster of the two."""
+    """Assumes that each version is written immediately, alone, to the faster tier."""
     total, newest = 0.0, 0
     for now in range(seconds):
         best = max(shared(now), local(now))

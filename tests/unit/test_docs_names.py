@@ -1,4 +1,4 @@
-"""Names in the documents exist: modules, classes, functions, tests, settings, and links between pages."""
+"""Names and links in the documents exist: modules, classes, functions, tests, settings, pages."""
 
 import builtins
 import functools
@@ -41,7 +41,7 @@ FOREIGN = {
     *dir(builtins),
     *dir(torch.distributed.checkpoint),
 }
-"""Names of Python, PyTorch and HTTP that look like classes of ours."""
+"""Names of Python, PyTorch and HTTP that look like classes of this repository."""
 
 
 @functools.cache
@@ -52,14 +52,14 @@ def our_files() -> frozenset[str]:
 
 @functools.cache
 def our_names() -> frozenset[str]:
-    """Return the classes and functions that are defined in this repository, and the names that it assigns to."""
+    """Return the classes, functions and assigned names of this repository."""
     named = re.compile(r"\b(?:def|class) (\w+)|^\s*([A-Z]\w*)(?:: [^=\n]+)?(?:, [\w, ]+)? = ", re.MULTILINE)
     texts = ((ROOT / path[1:]).read_text() for path in our_files())
     return frozenset(found[1] or found[2] for text in texts for found in named.finditer(text))
 
 
 def unknown_names(text: str) -> list[str]:
-    """Return what ``text`` names in backticks and this repository does not have."""
+    """Return the names in backticks in ``text`` that this repository does not define."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     wrong = []
     for quoted in re.findall(r"`([^`\n]+)`", text):
@@ -78,26 +78,26 @@ def unknown_names(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_names_exists(page: str) -> None:
+def test_names_in_a_page_exist(page: str) -> None:
     assert unknown_names((ROOT / page).read_text()) == []
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_links_to_what_is_there(page: str) -> None:
+def test_links_of_a_page_exist(page: str) -> None:
     place = (ROOT / page).parent
     links = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", (ROOT / page).read_text())
     assert [link for link in links if not (place / link).exists()] == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/internals/")])
-def test_an_internals_page_opens_with_a_figure_and_has_no_line_that_is_too_long(page: str) -> None:
+def test_internals_pages_open_with_a_figure_and_keep_to_the_line_length(page: str) -> None:
     text = (ROOT / page).read_text()
     head = text.split("\n## ")[0]
     assert head.count("```") == 2, "no figure before the first section"
     assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
 
 
-def test_a_name_that_nothing_has_is_found() -> None:
+def test_unknown_names_are_found() -> None:
     assert unknown_names("see `tierckpt/mover/copies.py`, `Testament(1)`, `TIERCKPT_SHELF`") == [
         "tierckpt/mover/copies.py",
         "Testament(1)",

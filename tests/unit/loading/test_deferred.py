@@ -1,4 +1,4 @@
-"""Deferred tensors: operations apply to the numbers in the file, and read only those."""
+"""Deferred tensors: operations read only the part of the file that they use."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ VIEWS: dict[str, tuple[Callable[[Tensor], Any], float]] = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_it_is_the_tensor_and_only_its_part_is_read(
+def test_views_equal_the_tensor_and_read_only_their_part(
     name: str, plain: Tensor, deferred: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use, share = VIEWS[name]
@@ -105,7 +105,7 @@ def listed(found: Any) -> list[Any]:
     return list(found) if isinstance(found, list | tuple) else [found]
 
 
-def test_what_is_copied_from_it_is_read_once(plain: Tensor, deferred: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_copies_read_once(plain: Tensor, deferred: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     target = torch.nn.Parameter(torch.zeros(2, *SHAPE[1:]), requires_grad=False)
     with asked(monkeypatch) as read:
         part = deferred.narrow(0, 4, 2)
@@ -130,22 +130,22 @@ def written_above(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("use", [written_below, written_above])
-def test_what_is_written_to_a_view_the_others_have(
+def test_writes_to_a_view_are_visible_in_others(
     use: Callable[[Tensor], Tensor], plain: Tensor, deferred: Tensor
 ) -> None:
     assert torch.equal(use(deferred) + 0, use(plain.clone()))
 
 
-def test_without_a_storage_nothing_can_be_read_that_is_not_of_the_file(deferred: Tensor) -> None:
+def test_deferred_tensors_have_no_storage(deferred: Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="data pointer"):
         deferred.data_ptr()
 
 
-def test_what_is_kept_is_read_before_the_file_goes(
+def test_kept_tensors_are_read_before_the_file_is_closed(
     plain: Tensor, deferral: Deferral, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = opened(plain, deferral, tmp_path)[6]
-    gc.collect()  # with Python 3.13 the first use in a process leaves the whole tensor to the collector
+    gc.collect()  # since Python 3.13 the first use in a process leaves the tensor to the collector
     with asked(monkeypatch) as read:
         deferral.settle()
     assert 0 < read["files"] <= WHOLE_BYTES / 8 + NOISE_BYTES
@@ -154,8 +154,8 @@ def test_what_is_kept_is_read_before_the_file_goes(
 
 
 @pytest.mark.parametrize("ranks", [1, 4], ids=["others elsewhere", "all on this node"])
-def test_of_columns_the_pieces_are_read(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes between them are read from disk only if other ranks of this node need them."""
+def test_column_shards_read_only_their_pieces(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes between the pieces are read only if other ranks of this node need them."""
     plain, path = torch.randn(64, 16384), tmp_path / "model.safetensors"
     save_file({"w": plain}, path)
     ways = (replace(SHARED_READ_MODES[0], ranks=ranks),)
@@ -169,12 +169,12 @@ def test_of_columns_the_pieces_are_read(ranks: int, tmp_path: Path, monkeypatch:
         assert torch.equal(part, plain[:, 4096:8192])
         assert read["files"] == part.nbytes
         pages = Resident(file.fileno()).pages(0, path.stat().st_size).count(b"\1")
-    # Each piece may end within a page at either end; of all columns some may still be on their way.
+    # Each piece may end within a page at either end; some columns may still be in flight.
     least, most = (1, 1.5) if ranks == 1 else (2, 4.1)
     assert least * part.nbytes <= pages * PAGE_BYTES <= most * part.nbytes
 
 
-def test_a_file_that_has_become_shorter_between_pieces_is_an_error(tmp_path: Path) -> None:
+def test_a_file_truncated_between_reads_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.randn(64, 16384)}, path)
     mode = replace(SHARED_READ_MODES[0], ranks=4)

@@ -1,4 +1,4 @@
-"""Memory gets its pages ahead of the reads that wait for a disk, in order, and whatever ends a load ends all of it."""
+"""Pages are allocated ahead of disk reads, in order; any failure ends the whole load."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 
 def pages_in_place(view: memoryview) -> float:
-    """The part of them that is there."""
+    """The share of its pages that are resident."""
     pages = ctypes.create_string_buffer(-(-len(view) // mmap.PAGESIZE))
     assert _libc.mincore(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view), pages) == 0
     return pages.raw.count(b"\1") / len(pages)
 
 
 class Watched(LocalCopy):
-    """Says what reads found. Class attributes: the files of a model are opened far from here."""
+    """Records what reads found. Uses class attributes, because a load opens the files of a model itself."""
 
     at_hand = False
     found: list[tuple[int, float]]
@@ -81,29 +81,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_what_waits_for_a_disk_is_read_into_pages_that_are_there(model: Path, watched: type[Watched]) -> None:
+def test_disk_reads_find_their_pages_allocated(model: Path, watched: type[Watched]) -> None:
     loaded = tierckpt.load_safetensors(model)
     assert len(watched.found) >= JOBS - 1
     assert {part for _, part in watched.found} == {1.0}
     assert same(loaded["w"], torch.arange(JOBS * 2 * MIB, dtype=torch.int32))
 
 
-def test_what_is_in_memory_already_brings_its_pages_but_for_the_two_whose_price_is_taken(
-    model: Path, watched: type[Watched]
-) -> None:
+def test_cached_files_allocate_pages_on_read_except_two_measured_ones(model: Path, watched: type[Watched]) -> None:
     watched.at_hand = True
     loaded = tierckpt.load_safetensors(model)
     assert sum(part == 1.0 for _, part in watched.found) <= 2
     assert same(loaded["w"], torch.arange(JOBS * 2 * MIB, dtype=torch.int32))
 
 
-def test_few_pages_are_there_before_their_time(
+def test_pages_are_not_allocated_far_ahead(
     model: Path, watched: type[Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the previous pieces show which pages are cheaper."""
+    """Earlier pieces then show which page size is cheaper."""
     most, given, ahead = 4, [], []
     monkeypatch.setattr(fill, "AHEAD_MAX", most)
-    monkeypatch.setattr(fill, "put_pages", given.append)  # at once, so that nothing but the bound holds them back
+    monkeypatch.setattr(fill, "put_pages", given.append)  # immediate, so that only the limit delays them
 
     def look() -> None:
         ahead.append(len(given) - len(watched.found))
@@ -116,7 +114,7 @@ def test_few_pages_are_there_before_their_time(
     assert max(ahead) <= most + 1 + READERS
 
 
-def test_a_read_that_fails_ends_the_load_while_pages_are_still_to_come(model: Path, watched: type[Watched]) -> None:
+def test_a_failed_read_ends_the_load_during_allocation(model: Path, watched: type[Watched]) -> None:
     def fail_once_on_the_way() -> None:
         if len(watched.found) >= 3:
             raise StoreError("seeded", file="model.safetensors")
@@ -128,7 +126,7 @@ def test_a_read_that_fails_ends_the_load_while_pages_are_still_to_come(model: Pa
     assert len(watched.found) < JOBS / 2
 
 
-def test_pages_that_cannot_be_had_end_the_load(
+def test_a_failed_allocation_ends_the_load(
     model: Path, watched: type[Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(job: fill.Job) -> None:
@@ -141,7 +139,7 @@ def test_pages_that_cannot_be_had_end_the_load(
 
 
 @pytest.mark.parametrize("refused", ["tierckpt-load", "tierckpt-pages"])
-def test_a_thread_that_cannot_be_had_ends_the_load(
+def test_a_thread_that_cannot_start_ends_the_load(
     refused: str, model: Path, watched: type[Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
@@ -156,7 +154,7 @@ def test_a_thread_that_cannot_be_had_ends_the_load(
         _within_deadline(lambda: tierckpt.load_safetensors(model))
 
 
-def test_who_wants_no_more_is_not_given_half_of_it(model: Path, watched: type[Watched]) -> None:
+def test_an_interrupted_load_returns_nothing(model: Path, watched: type[Watched]) -> None:
     stop = threading.Event()
     wanted = WantedTensors(model, "cpu", None, "", Parts(), Settings.load())
 
@@ -171,7 +169,7 @@ def test_who_wants_no_more_is_not_given_half_of_it(model: Path, watched: type[Wa
 
 
 def _within_deadline(load: Callable[[], object]) -> None:
-    """Run ``load`` and raise its error. All of its threads have ended."""
+    """Run ``load`` and raise its error. All of its threads must have ended."""
     threads = ThreadPoolExecutor(1)
     try:
         threads.submit(load).result(timeout=DEADLINE_SECONDS)

@@ -1,4 +1,4 @@
-"""A safetensors header is checked before anything is allocated, and the error names file and tensor."""
+"""Safetensors headers are checked before any allocation; errors name file and tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GOOD: Fields = {"a": tensor("F32", [2, 3], 0, 24), "b": tensor("U8", [4], 24, 28
 
 
 @pytest.fixture
-def nothing_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def forbid_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("the tensors were about to be read")
 
@@ -97,8 +97,8 @@ WRONG: dict[str, tuple[bytes, str, str | None]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.usefixtures("nothing_is_allocated")
-def test_what_is_wrong_is_named_before_anything_is_allocated(wrong: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forbid_allocation")
+def test_invalid_headers_are_rejected_before_any_allocation(wrong: str, tmp_path: Path) -> None:
     content, said, named = WRONG[wrong]
     file = write(tmp_path / "m.safetensors", content)
     with pytest.raises(IntegrityError, match=said) as caught:
@@ -118,21 +118,21 @@ def test_what_is_wrong_is_named_before_anything_is_allocated(wrong: str, tmp_pat
         "bytes of nobody at the end": "convert it",
     }.items(),
 )
-def test_the_hint_says_to_fetch_a_file_that_was_cut_short_only(wrong: str, hint: str, tmp_path: Path) -> None:
+def test_only_truncated_files_have_the_hint_to_fetch_again(wrong: str, hint: str, tmp_path: Path) -> None:
     with pytest.raises(IntegrityError) as caught:
         tierckpt.load_safetensors(write(tmp_path / "m.safetensors", WRONG[wrong][0]))
     assert hint in caught.value.hint
 
 
-@pytest.mark.usefixtures("nothing_is_allocated")
-def test_a_header_longer_than_the_first_read_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("forbid_allocation")
+def test_a_header_longer_than_the_first_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {f"tensor.{index}": tensor("U8", [1], index, index + 1) for index in range(4000)}
     file = write(tmp_path / "m.safetensors", encode(fields, raw(4000)))
     assert len(json.dumps(fields)) > 128 << 10
     assert list(tierckpt.load_safetensors(file, lazy=True)) == list(fields)
 
 
-def test_every_dtype_that_torch_has_comes_as_it_is(tmp_path: Path) -> None:
+def test_every_torch_dtype_loads(tmp_path: Path) -> None:
     kinds = {"F8_E8M0": torch.float8_e8m0fnu, "U64": torch.uint64, "C64": torch.complex64, "BOOL": torch.bool}
     for name, dtype in kinds.items():
         size_bytes = 6 * dtype.itemsize
@@ -144,7 +144,7 @@ def test_every_dtype_that_torch_has_comes_as_it_is(tmp_path: Path) -> None:
     assert (loaded.dtype, tuple(loaded.shape)) == (torch.float4_e2m1fn_x2, (2, 3))
 
 
-def test_what_torch_has_no_tensor_for_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+def test_unsupported_dtypes_are_named_and_can_be_excluded(tmp_path: Path) -> None:
     content = encode({"odd": tensor("F6_E2M3", [4], 0, 3), "x": tensor("U8", [1], 3, 4)}, raw(4))
     file = write(tmp_path / "m.safetensors", content)
     with pytest.raises(StateMismatchError, match="F6_E2M3"):
@@ -174,13 +174,13 @@ def _model(directory: Path, weight_map: object) -> Path:
         "[" * 100_000,
     ],
 )
-@pytest.mark.usefixtures("nothing_is_allocated")
-def test_an_index_is_believed_as_little(weight_map: object, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forbid_allocation")
+def test_invalid_indexes_are_rejected(weight_map: object, tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match=r"model\.safetensors\.index\.json"):
         tierckpt.load_safetensors(_model(tmp_path / "m", weight_map))
 
 
-def test_a_file_in_a_directory_below_is_fine_and_a_directory_is_no_file(tmp_path: Path) -> None:
+def test_an_index_may_name_files_in_subdirectories(tmp_path: Path) -> None:
     directory = _model(tmp_path / "m", {"a": "below/one.safetensors"})
     (directory / "below").mkdir()
     (directory / "one.safetensors").rename(directory / "below/one.safetensors")
@@ -191,12 +191,12 @@ def test_a_file_in_a_directory_below_is_fine_and_a_directory_is_no_file(tmp_path
         tierckpt.load_safetensors(directory)
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_during_a_load_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "m.safetensors", encode(GOOD, raw(28)))
     lazy = tierckpt.load_safetensors(file, lazy=True)
     assert lazy["b"].tolist() == list(raw(28)[24:])
     write(tmp_path / "other", encode(GOOD, bytes(28))).replace(file)
     with pytest.raises(IntegrityError, match="changed while it was read"):
         lazy["b"]
-    monkeypatch.setattr(fill.FileFill, "finish", lambda self: None)  # the control: nobody looks
+    monkeypatch.setattr(fill.FileFill, "finish", lambda self: None)  # control: without the final check
     assert lazy["b"].tolist() == [0, 0, 0, 0]

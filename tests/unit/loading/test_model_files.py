@@ -1,4 +1,4 @@
-"""One set of weights is loaded of a directory that may hold several; see ``tests/model_layouts.py``."""
+"""One set of weights is loaded from a directory that may hold several; see ``tests/model_layouts.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierckpt.errors import CheckpointNotFoundError, ConfigError, IntegrityError
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("place", ["a path", "a URI"])
-def test_the_layouts_that_people_publish(
+def test_published_layouts(
     name: str, place: str, tmp_path: Path, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     layout, directory = LAYOUTS[name], write(LAYOUTS[name], tmp_path / "model")
@@ -42,7 +42,7 @@ def test_the_layouts_that_people_publish(
 
 
 @pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if re.search(r"\w+=\"", layout.refused)])
-def test_the_call_in_a_hint_works(name: str, tmp_path: Path, local_root: Path) -> None:
+def test_the_call_suggested_by_a_hint_works(name: str, tmp_path: Path, local_root: Path) -> None:
     directory = write(LAYOUTS[name], tmp_path / "model")
     with pytest.raises((IntegrityError, CheckpointNotFoundError)) as caught:
         tierckpt.load_safetensors(directory)
@@ -50,7 +50,7 @@ def test_the_call_in_a_hint_works(name: str, tmp_path: Path, local_root: Path) -
     assert tierckpt.load_safetensors(directory, **{argument: value})
 
 
-def test_a_choice_with_one_file_and_a_folder_outside_are_refused(tmp_path: Path, local_root: Path) -> None:
+def test_invalid_arguments_are_rejected(tmp_path: Path, local_root: Path) -> None:
     directory = write(LAYOUTS["one file"], tmp_path / "model")
     with pytest.raises(ConfigError, match="is one file"):
         tierckpt.load_safetensors(directory / "model.safetensors", variant="fp16")
@@ -60,7 +60,7 @@ def test_a_choice_with_one_file_and_a_folder_outside_are_refused(tmp_path: Path,
         tierckpt.load_safetensors(directory, index="b.json")
 
 
-def test_a_tensor_in_two_shards_that_the_index_does_not_name_is_refused(tmp_path: Path, local_root: Path) -> None:
+def test_a_tensor_in_two_shards_missing_from_the_index_is_rejected(tmp_path: Path, local_root: Path) -> None:
     layout = LAYOUTS["shards and an index"]
     twice = {file: (*tensors, "both") for file, tensors in layout.files.items()}
     directory = write(type(layout)(twice, layout.indexes), tmp_path / "model")

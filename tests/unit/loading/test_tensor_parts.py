@@ -1,4 +1,4 @@
-"""Of each tensor the part that is wanted, bit for bit, whatever way its bytes take; and no more bytes than it needs."""
+"""Parts of tensors: bit-identical on every read path, with few extra bytes read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bytes_read() -> Iterator[list[float]]:
 
 @pytest.fixture(params=["as it is", "tiny reads"])
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once with the real sizes, once with such that small tensors go every way that large ones go."""
+    """The real sizes, and small ones that send small tensors through every read path."""
     if request.param == "tiny reads":
         monkeypatch.setattr(fill, "READ_BYTES", 16 * KIB)
         monkeypatch.setattr(fill, "DIRECT_BYTES_MIN", 6 * KIB)
@@ -61,7 +61,7 @@ def some_tensors(generator: random.Random, count: int) -> dict[str, torch.Tensor
 @pytest.mark.usefixtures("sizes")
 @pytest.mark.parametrize("dim", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 3, 8])
-def test_a_shard_is_what_torch_chunk_gives(world: int, dim: int, tmp_path: Path) -> None:
+def test_a_shard_equals_torch_chunk(world: int, dim: int, tmp_path: Path) -> None:
     tensors = some_tensors(random.Random(world * 10 + dim), 24)
     save_file(tensors, tmp_path / "m.safetensors")
     for rank in range(world):
@@ -99,7 +99,7 @@ def _expected(value: torch.Tensor, part: Any) -> torch.Tensor:
 
 @pytest.mark.usefixtures("sizes")
 @pytest.mark.parametrize("seed", range(6))
-def test_any_plan_is_what_slicing_gives(seed: int, tmp_path: Path) -> None:
+def test_a_plan_equals_slicing(seed: int, tmp_path: Path) -> None:
     generator = random.Random(seed)
     tensors = some_tensors(generator, 30)
     save_file(tensors, tmp_path / "m.safetensors")
@@ -112,7 +112,7 @@ def test_any_plan_is_what_slicing_gives(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("sizes")
-def test_tensors_that_begin_at_odd_bytes_are_right_too(tmp_path: Path) -> None:
+def test_misaligned_tensors(tmp_path: Path) -> None:
     data, fields, position = raw(200_000), {}, 0
     for index, (dtype, shape) in enumerate([("U8", [3]), ("F32", [40, 100]), ("U8", [1]), ("I64", [9]), ("F32", [])]):
         size_bytes = torch.Size(shape).numel() * {"U8": 1, "F32": 4, "I64": 8}[dtype]
@@ -129,7 +129,7 @@ def test_tensors_that_begin_at_odd_bytes_are_right_too(tmp_path: Path) -> None:
     assert same(half, whole[:, 50:].contiguous())
 
 
-def test_a_shard_of_the_rows_reads_little_more_than_they_are(tmp_path: Path, bytes_read: list[float]) -> None:
+def test_a_row_shard_reads_few_extra_bytes(tmp_path: Path, bytes_read: list[float]) -> None:
     tensors = {f"w{index}": torch.randn(1024, 1024) for index in range(6)} | {"bias": torch.randn(1024)}
     save_file(tensors, tmp_path / "m.safetensors")
     loaded = tierckpt.load_safetensors(tmp_path, shard=(1, 4, 0))
@@ -140,11 +140,11 @@ def test_a_shard_of_the_rows_reads_little_more_than_they_are(tmp_path: Path, byt
     tierckpt.load_safetensors(tmp_path, names=["w3"])
     assert sum(bytes_read) <= 1.1 * tensors["w3"].nbytes
     bytes_read.clear()
-    tierckpt.load_safetensors(tmp_path, shard=(1, 4, 1))  # the control: columns need whole rows
+    tierckpt.load_safetensors(tmp_path, shard=(1, 4, 1))  # control: columns need whole rows
     assert sum(bytes_read) > 3 * needed
 
 
-def test_long_rows_are_not_read_for_a_part_of_each(tmp_path: Path, bytes_read: list[float]) -> None:
+def test_a_part_of_long_rows_does_not_read_whole_rows(tmp_path: Path, bytes_read: list[float]) -> None:
     experts = torch.randn(3, 1024, 1024)
     save_file({"experts": experts}, tmp_path / "m.safetensors")
     loaded = tierckpt.load_safetensors(tmp_path, shard=(2, 4, 1))["experts"]
@@ -153,7 +153,7 @@ def test_long_rows_are_not_read_for_a_part_of_each(tmp_path: Path, bytes_read: l
 
 
 @pytest.mark.parametrize("shard", [(0, 0, 0), (2, 2, 0), (-1, 2, 0), (0, 2, -1), (0, 2), "0/2", (0.0, 2, 0)])
-def test_a_shard_that_cannot_be_is_refused(shard: Any) -> None:
+def test_invalid_shards_are_rejected(shard: Any) -> None:
     with pytest.raises(ConfigError, match="shard"):
         Parts(shard)
 
@@ -167,7 +167,7 @@ def test_a_shard_that_cannot_be_is_refused(shard: Any) -> None:
         ((slice(0), slice(0), slice(0)), StateMismatchError),
     ],
 )
-def test_a_plan_that_does_not_fit_names_the_tensor(part: Any, error: type[Exception], tmp_path: Path) -> None:
+def test_a_mismatched_plan_names_the_tensor(part: Any, error: type[Exception], tmp_path: Path) -> None:
     save_file({"w": torch.ones(4, 4)}, tmp_path / "m.safetensors")
     with pytest.raises(error, match="'w'"):
         tierckpt.load_safetensors(tmp_path, plan={"w": part})
@@ -175,7 +175,7 @@ def test_a_plan_that_does_not_fit_names_the_tensor(part: Any, error: type[Except
         tierckpt.load_safetensors(tmp_path, plan={"w": None}, shard=(0, 1, 0))
 
 
-def test_names_and_prefixes_choose(tmp_path: Path) -> None:
+def test_selection_by_names_and_prefixes(tmp_path: Path) -> None:
     tensors = {"a.x": torch.ones(1), "a.y": torch.ones(2), "b.x": torch.ones(3)}
     save_file(tensors, tmp_path / "m.safetensors")
     assert tierckpt.load_safetensors(tmp_path, prefix="a.").keys() == {"a.x", "a.y"}

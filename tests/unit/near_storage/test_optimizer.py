@@ -1,4 +1,4 @@
-"""The optimizer near storage has the bits of one in the trainer, without its state, and rejects invalid input."""
+"""The near-storage optimizer: bit-identical to one in the trainer, keeps no state there, rejects invalid input."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bo
         *in_full([name for name in KINDS if name not in ("AdamW", "Adam, amsgrad and decay", "SGD, Nesterov, fused")]),
     ],
 )
-def test_steps_have_the_bits_of_the_optimizer_over_masters(kind: str, tmp_path: Path) -> None:
+def test_steps_are_bit_identical_to_the_reference_optimizer(kind: str, tmp_path: Path) -> None:
     reference, trainer = Reference(KINDS[kind]()), Trainer(tmp_path / "near", KINDS[kind](), persist_every=3)
     with trainer.optimizer as optimizer:
         for number in range(1, STEPS + 1):
@@ -202,8 +202,8 @@ class TestTraining:
         trainer.optimizer.close()
 
     @pytest.mark.slow
-    def test_each_step_is_there_when_the_trainer_is_gone(self, trainer: Trainer, tmp_path: Path) -> None:
-        """Without a save. The process ends with its trainer."""
+    def test_every_step_survives_the_end_of_the_trainer(self, trainer: Trainer, tmp_path: Path) -> None:
+        """No save is needed. The updater process ends with its trainer."""
         reference = Reference(KINDS["AdamW"]())
         for number in (1, 2, 3):
             trainer.train(number)
@@ -226,9 +226,7 @@ class TestTraining:
             for one, other in zip(again.model.parameters(), reference.model.parameters(), strict=True):
                 assert torch.equal(one, other)
 
-    def test_a_process_that_is_gone_is_begun_again_and_training_has_the_same_bits(
-        self, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_restarted_updater_continues_bit_for_bit(self, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
         reference = Reference(KINDS["AdamW"]())
         trainer.train(1)
         reference.train(1)
@@ -255,8 +253,8 @@ class TestTraining:
             assert torch.equal(one, other)
 
     @pytest.mark.slow
-    def test_a_rank_goes_back_to_what_all_ranks_have(self, trainer: Trainer, tmp_path: Path) -> None:
-        """Its later steps count, although their numbers were used before."""
+    def test_a_rank_rolls_back_to_the_newest_common_step(self, trainer: Trainer, tmp_path: Path) -> None:
+        """Later steps reuse the numbers and count."""
         reference = Reference(KINDS["AdamW"]())
         for number in (1, 2, 3, 5, 6, 7, 8, 9):
             trainer.train(number)
@@ -267,7 +265,7 @@ class TestTraining:
         assert again.optimizer.resume() == 8
         with pytest.raises(IntegrityError, match="newer than step 1"):
             again.optimizer.resume(1)
-        assert again.optimizer.resume() == 8  # nothing was changed
+        assert again.optimizer.resume() == 8  # the failed rollback changed nothing
         assert again.optimizer.resume(7) == 7
         for one, other in zip(again.model.parameters(), reference.model.parameters(), strict=True):
             assert torch.equal(one, other)
@@ -283,7 +281,7 @@ class TestTraining:
                 assert torch.equal(one, other)
 
     @pytest.mark.slow
-    def test_the_trainer_has_four_bytes_a_parameter(self, trainer: Trainer) -> None:
+    def test_the_trainer_holds_four_bytes_per_parameter(self, trainer: Trainer) -> None:
         trainer.train(1)
         count = sum(one.numel() for one in trainer.model.parameters())
         parameters = sum(one.nbytes for one in trainer.model.parameters())
@@ -297,7 +295,7 @@ class TestTraining:
         assert trainer.optimizer.moved_bytes == 2 * (gradients_up + parameters_down) - unused
 
     @pytest.mark.slow
-    def test_a_checkpoint_restores_in_an_empty_directory(self, trainer: Trainer, tmp_path: Path) -> None:
+    def test_restore_into_an_empty_directory(self, trainer: Trainer, tmp_path: Path) -> None:
         for number in (1, 2):
             trainer.train(number)
         save_step(tmp_path / "run", 2, trainer.model, trainer.optimizer)
@@ -320,8 +318,8 @@ class TestTraining:
             assert torch.equal(one, same)
 
     @pytest.mark.slow
-    def test_a_checkpoint_that_does_not_fit_changes_nothing(self, trainer: Trainer, tmp_path: Path) -> None:
-        """Nor does it take space."""
+    def test_a_mismatched_checkpoint_changes_nothing(self, trainer: Trainer, tmp_path: Path) -> None:
+        """It takes no disk space either."""
         trainer.train(1)
         had = sorted((tmp_path / "near").iterdir())
         job = {"model": trainer.model, "optimizer": trainer.optimizer}
@@ -333,7 +331,7 @@ class TestTraining:
         assert sorted((tmp_path / "near").iterdir()) == had
 
     @pytest.mark.slow
-    def test_a_checkpointer_saves_what_is_in_the_files(
+    def test_a_checkpointer_saves_the_state_files(
         self, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         trainer.train(1)
@@ -383,12 +381,12 @@ class TestTraining:
         assert all(torch.equal(found[name], wanted[name]) for name in moments)
 
     @pytest.mark.slow
-    def test_a_directory_has_one_trainer(self, trainer: Trainer, tmp_path: Path) -> None:
+    def test_one_trainer_per_directory(self, trainer: Trainer, tmp_path: Path) -> None:
         with pytest.raises(PreconditionFailedError, match="running"):
             Trainer(tmp_path / "near", KINDS["AdamW"]())
 
     @pytest.mark.slow
-    def test_groups_are_fixed_and_gradients_have_the_precision_of_parameters(self, trainer: Trainer) -> None:
+    def test_parameter_groups_and_gradient_dtypes_are_fixed(self, trainer: Trainer) -> None:
         with pytest.raises(ConfigError, match="cannot be added"):
             trainer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]})
         trainer.model.large.grad_dtype = torch.float32
@@ -416,13 +414,13 @@ class TestTraining:
 
 
 @pytest.mark.slow
-def test_a_directory_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_a_directory_of_a_different_optimizer_is_rejected(tmp_path: Path) -> None:
     Trainer(tmp_path / "near", KINDS["SGD"]()).optimizer.close()
     with pytest.raises(StateMismatchError, match="is of SGD"):
         Trainer(tmp_path / "near", KINDS["AdamW"]())
 
 
-def test_what_cannot_be_stepped_near_storage_is_refused(tmp_path: Path) -> None:
+def test_unsupported_models_and_optimizers_are_rejected(tmp_path: Path) -> None:
     def build(params: Any, *arguments: Any, **options: Any) -> None:
         NearStorageOptimizer(params, *arguments, directory=tmp_path, **options)
 
@@ -459,7 +457,7 @@ def flip(path: Path, at: int) -> None:
 
 
 class TestDamage:
-    """Flipped bits on the disk are neither stepped nor saved; a good copy is used if one exists."""
+    """Flipped bits on disk are neither stepped nor saved; an intact version is used if one exists."""
 
     @pytest.fixture
     def file(self, tmp_path: Path) -> StateFile:
@@ -471,10 +469,8 @@ class TestDamage:
 
     @pytest.mark.parametrize("steps", [0, 1, 2, 3])
     @pytest.mark.parametrize("is_counted", [True, False])
-    def test_a_block_is_compared_with_what_was_written_before_each_step(
-        self, file: StateFile, steps: int, is_counted: bool
-    ) -> None:
-        """Recorded after the second step, so that each version then has a state; the other one is overwritten."""
+    def test_each_step_verifies_block_digests(self, file: StateFile, steps: int, is_counted: bool) -> None:
+        """The digest is recorded after the second step, when both versions hold a state; the older is overwritten."""
 
         def apply() -> None:
             step = Step(live.step + 1, [{"lr": 0.1}], {"0.0": torch.ones(3000)})
@@ -505,7 +501,7 @@ class TestDamage:
     @pytest.fixture(scope="class")
     @classmethod
     def trained(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[torch.Tensor]]:
-        """The directory of step 8 (first block recorded then); its process's arguments; the masters."""
+        """The directory of step 8 (first block recorded then); the arguments of its process; the masters."""
         directory = tmp_path_factory.mktemp("trained") / "near"
         trainer = Trainer(directory, KINDS["AdamW"](), persist_every=4)
         for number in (1, 2, 3, 5, 6, 7, 8, 9):
@@ -520,7 +516,7 @@ class TestDamage:
 
     @staticmethod
     def opened(order: dict[str, Any], directory: Path) -> tuple[int, list[torch.Tensor]]:
-        """Open a directory like its process."""
+        """Open a directory as its process does."""
         updater = Updater({**order, "directory": str(directory)}, Pipe()[0])
         found = [one.clone() for live in updater._blocks for one in live.masters().values()]  # private: no other access
         return updater.step, found
@@ -544,7 +540,7 @@ class TestDamage:
             ("the token", ManifestError),
         ],
     )
-    def test_a_directory_gives_the_newest_step_or_an_error(
+    def test_damage_yields_the_newest_step_or_an_error(
         self, damage: str, outcome: Any, trained: tuple[Path, dict[str, Any], list[torch.Tensor]], tmp_path: Path
     ) -> None:
         origin, order, masters = trained
@@ -607,10 +603,10 @@ class TestDamage:
             assert step == 8 and equal_all(found, masters)
 
     @pytest.mark.slow
-    def test_training_and_saves_go_on_from_the_good_version(
+    def test_training_and_saves_continue_from_the_intact_version(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Between steps, and while a save reads. If no version is intact, the error of ``step`` has the next call."""
+        """Damage between steps and during saves. If no version is intact, the next call raises the error."""
         reference, trainer = Reference(KINDS["AdamW"]()), Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
         wait, [path] = StateHold.wait, list((tmp_path / "near").glob("*/state"))
 
@@ -657,8 +653,8 @@ class TestDamage:
             assert "restore the newest checkpoint" in caught.value.hint
 
 
-def test_the_frames_of_steps_that_were_given_up_do_not_come_back(tmp_path: Path) -> None:
-    """A torn tail, a new process, a return to an earlier step, removed segments, damage."""
+def test_discarded_frames_never_return(tmp_path: Path) -> None:
+    """After a torn tail, a restart, a rollback, removed segments, or damage."""
 
     def frame(number: int, value: float) -> Frame:
         step = Step(number, [{}], {"0.0": torch.full((3,), float(value))})

@@ -1,4 +1,4 @@
-"""What ``azure_access`` and ``gcs_access`` resolve from variables."""
+"""Values that ``azure_access`` and ``gcs_access`` resolve from environment variables."""
 
 from __future__ import annotations
 
@@ -76,16 +76,16 @@ def options(access: Any, environment: dict[str, str], monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_azure_names_the_kind_of_credential(
+def test_azure_sets_exactly_one_credential(
     environment: dict[str, str], kind: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the client takes whatever its own look into the environment finds first, empty or not."""
+    """Otherwise the client uses the first variable that it finds, empty or not."""
     found = options(azure_access, ACCOUNT | environment, monkeypatch)
     assert found["credential_type"] == kind
     assert found | expected == found
 
 
-def test_azure_with_a_token_of_a_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_azure_workload_identity_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pod = {"AZURE_CLIENT_ID": "c", "AZURE_TENANT_ID": "t", "AZURE_FEDERATED_TOKEN_FILE": str(tmp_path / "token")}
     with pytest.raises(ConfigError, match="AZURE_FEDERATED_TOKEN_FILE"):
         options(azure_access, ACCOUNT | pod, monkeypatch)
@@ -103,7 +103,7 @@ def test_azure_without_credentials(environment: dict[str, str], monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_CLIENT_ID"])
-def test_azure_line_feed_inside_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_azure_rejects_a_line_feed_in_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=name):
         options(azure_access, ACCOUNT | {name: "one\ntwo"}, monkeypatch)
 
@@ -117,9 +117,7 @@ def test_azure_line_feed_inside_a_value(name: str, monkeypatch: pytest.MonkeyPat
         ('{"type": "external_account"}', "type 'external_account', which is not supported"),
     ],
 )
-def test_gcs_file_of_credentials(
-    content: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gcs_credentials_file(content: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "key.json"
     if content is not None:
         path.write_text(content)
@@ -155,7 +153,7 @@ def test_gcs_variables(environment: dict[str, str], expected: dict[str, str], mo
     assert options(gcs_access, environment, monkeypatch) == expected
 
 
-def test_gcs_default_file_where_gcloud_was_told_to_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gcs_default_credentials_follow_cloudsdk_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     monkeypatch.delenv("HOME")
     with pytest.raises(PermissionDeniedError):

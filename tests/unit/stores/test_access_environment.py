@@ -1,4 +1,4 @@
-"""Variables that are set and empty, and the certificates that variables name."""
+"""Empty variables, and certificates named by variables."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tierckpt.stores.access import Found, certificates, drop_empty, tls_context,
 
 @pytest.fixture(autouse=True)
 def system_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the system, whatever the machine of these tests names."""
+    """The system's certificates, whatever this machine's variables name."""
     for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_the_first_that_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_nonempty_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"AWS_ONE": "", "AWS_TWO": " \n", "AWS_THREE": " x\r\n"}.items():
         monkeypatch.setenv(name, value)
     found = variable("AWS_ONE", "AWS_TWO", "AWS_THREE")
@@ -30,8 +30,8 @@ def test_the_first_that_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not variable("AWS_ONE", "AWS_NOT_SET")
 
 
-def test_empty_variables_are_gone_for_libraries_too() -> None:
-    """In a process of its own, as its environment is changed: the C library's, which the client reads."""
+def test_empty_variables_are_removed_from_the_process_environment() -> None:
+    """In a child process: the C library's environment changes, which the client reads."""
     code = (
         "import os, subprocess\n"
         "from tierckpt.stores.access import drop_empty\n"
@@ -47,7 +47,7 @@ def test_empty_variables_are_gone_for_libraries_too() -> None:
     assert not left & set(empty)
 
 
-def test_certificates_of_every_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_from_every_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authorities = [Authority(tmp_path, name) for name in ("aws", "profile", "requests", "system")]
     aws, profile, requests, system = (authority.path.read_text().strip() for authority in authorities)
     assert certificates() == ""
@@ -83,7 +83,7 @@ def test_a_bundle_with_comments_and_a_directory(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["AWS_CA_BUNDLE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"])
-def test_a_bundle_that_is_none(
+def test_invalid_bundles_are_rejected(
     content: str | None, said: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "bundle.pem"
@@ -96,7 +96,7 @@ def test_a_bundle_that_is_none(
     assert str(path) in str(caught.value)
 
 
-def test_drop_empty_keeps_what_has_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drop_empty_keeps_nonempty_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     drop_empty()
@@ -104,7 +104,7 @@ def test_drop_empty_keeps_what_has_a_value(monkeypatch: pytest.MonkeyPatch) -> N
     assert os.environ["AWS_ACCESS_KEY_ID"] == "a"
 
 
-def test_a_key_with_a_line_feed_is_redacted_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients get the value without the line feed, and so do their messages."""
+def test_a_key_is_redacted_without_its_line_feed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients and their messages use the value without the line feed."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "canarySecret0123456789\n")
     assert "canarySecret0123456789" not in redact("signed with canarySecret0123456789 today")

@@ -128,9 +128,7 @@ def resolved(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Ac
     ],
     ids=lambda environment: " ".join(f"{name[4:]}={value}" for name, value in environment.items()) or "nothing",
 )
-def test_endpoint_and_region_are_those_of_botocore(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endpoint_and_region_match_botocore(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     access = resolved(KEYS | environment, monkeypatch)
     botocore_session = pytest.importorskip("botocore.session")
     for name, value in environment.items():
@@ -153,7 +151,7 @@ def test_endpoint_and_region_are_those_of_botocore(
         ({"AWS_CONFIG_FILE": "/nonexistent"}, "us-east-1"),
     ],
 )
-def test_aws_region_counts_before_aws_default_region(
+def test_aws_region_takes_precedence_over_aws_default_region(
     environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert resolved(KEYS | environment, monkeypatch).options["region"] == expected
@@ -187,25 +185,25 @@ def test_plain_keys(
     found = keys_of(access)
     assert (found["access_key_id"], found["token"], found["expires_at"]) == (key, token, None)
     assert access.keys
-    assert bool(access.hosts) == bool(token), "requests with a token stay on the hosts of the store"
+    assert bool(access.hosts) == bool(token), "requests with a session token are limited to the store's hosts"
 
 
 @pytest.mark.parametrize("profile", ["role", "sso"])
-def test_a_profile_that_needs_botocore_names_the_extra(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiles_that_need_botocore_name_the_extra(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "botocore.session", None)
     with pytest.raises(MissingExtraError, match=f"profile '{profile}'") as caught:
         resolved({"AWS_PROFILE": profile}, monkeypatch)
     assert "tierckpt[s3]" in caught.value.hint
 
 
-def test_an_sso_session_that_was_never_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sso_session_without_a_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("botocore.session")
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(PermissionDeniedError, match="SSO"):
         resolved({"AWS_PROFILE": "sso"}, monkeypatch)
 
 
-def test_keys_of_a_process_are_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_credential_process_keys_are_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("botocore.session")
     soon = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
     answer = tmp_path / "answer"
@@ -218,11 +216,11 @@ def test_keys_of_a_process_are_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path
     found = keys_of(access)
     assert (found["access_key_id"], found["token"]) == ("p", "r")
     assert found["expires_at"] > datetime.now(UTC)
-    assert access.keys == "", "asking again may bring newer ones"
+    assert access.keys == "", "expiring keys must not be cached"
 
 
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION"])
-def test_a_line_feed_inside_a_value_names_the_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_feed_in_a_value_names_the_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=name) as caught:
         resolved(KEYS | {name: "begin\nend"}, monkeypatch)
     assert "begin" not in str(caught.value)
@@ -240,13 +238,15 @@ def test_a_line_feed_inside_a_value_names_the_variable(name: str, monkeypatch: p
         ({"AWS_PROFILE": "astray"}, "services nowhere"),
     ],
 )
-def test_values_that_cannot_work(environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_values_name_the_variable(
+    environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=said):
         resolved(KEYS | environment, monkeypatch)
 
 
 @pytest.mark.parametrize("has_botocore", [True, False])
-def test_a_web_identity_whose_file_is_missing(has_botocore: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_web_identity_without_its_token_file(has_botocore: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not has_botocore:
         monkeypatch.setitem(sys.modules, "botocore.session", None)
     role = {"AWS_ROLE_ARN": "arn:aws:iam::123456789012:role/trainer", "AWS_WEB_IDENTITY_TOKEN_FILE": "/nonexistent"}
@@ -256,7 +256,7 @@ def test_a_web_identity_whose_file_is_missing(has_botocore: bool, monkeypatch: p
 
 @pytest.mark.server
 @pytest.mark.parametrize("way", ["profile", "web identity"])
-def test_an_assumed_role(way: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_assumed_role(way: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The endpoint from the profile or a variable also applies to STS."""
     pytest.importorskip("botocore.session")
     (tmp_path / "token").write_text("x.y.z")
@@ -276,20 +276,22 @@ def test_an_assumed_role(way: str, moto: S3Server, monkeypatch: pytest.MonkeyPat
     assert access.hosts == ("127.0.0.1",)
 
 
-def test_a_file_of_profiles_that_cannot_be_parsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unparsable_profile_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "bad").write_text("[default\nregion\n")
     with pytest.raises(ConfigError, match="bad is not an AWS profile file"):
         resolved(KEYS | {"AWS_CONFIG_FILE": str(tmp_path / "bad")}, monkeypatch)
 
 
-def test_addresses_of_virtual_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_hosted_addressing(monkeypatch: pytest.MonkeyPatch) -> None:
     options = resolved(KEYS | {"AWS_PROFILE": "virtual"}, monkeypatch).options
     assert options["endpoint"] == "https://bucket.oss.example"
     assert options["virtual_hosted_style_request"] is True
     assert resolved({"AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "false"}, monkeypatch).options["endpoint"] == (
         "https://oss.example"
     )
-    monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")  # the client's own: the host has the bucket already
+    monkeypatch.setenv(
+        "AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true"
+    )  # read by the client: its host name includes the bucket
     assert resolved({"AWS_ENDPOINT_URL": "https://bucket.oss.example"}, monkeypatch).options["endpoint"] == (
         "https://bucket.oss.example"
     )
@@ -311,5 +313,5 @@ def test_sources_name_variables_and_no_secret(monkeypatch: pytest.MonkeyPatch) -
         ("<Error><Code>AccessDenied</Code></Error>", ""),
     ],
 )
-def test_the_region_that_an_error_names(text: str, region: str) -> None:
+def test_region_from_an_error_message(text: str, region: str) -> None:
     assert region_in_error(text) == region

@@ -1,4 +1,4 @@
-"""HTTP by fsspec: the proxy of the environment, and errors that no later request mends."""
+"""HTTP through fsspec: proxy variables, and permanent errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def get(url: str) -> bytes:
         await store.close()
 
 
-async def test_a_url_is_read_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_urls_are_read_through_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     server, proxy = Says(200, b"bytes"), Proxy()
     monkeypatch.setenv("http_proxy", f"http://{proxy.address}")
     assert await get(server.endpoint.replace("127.0.0.1", "files.example") + "/model") == b"bytes"
@@ -42,7 +42,7 @@ async def test_a_url_is_read_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> No
     server.close()
 
 
-async def test_a_certificate_and_a_name_are_final(tmp_path: Path) -> None:
+async def test_certificate_and_name_errors_are_permanent(tmp_path: Path) -> None:
     server = Says(200, b"bytes", tls=Authority(tmp_path).server_side())
     with pytest.raises(EndpointError, match="certificate"):
         await get(f"{server.endpoint}/model")

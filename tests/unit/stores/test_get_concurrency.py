@@ -1,4 +1,4 @@
-"""The number of concurrent GETs to a store. Cites tierckpt/stores/get_concurrency.py."""
+"""Adaptive number of concurrent GETs to a store. Cites tierckpt/stores/get_concurrency.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.virtual_time import VirtualTime
 from tierckpt.errors import ObjectNotFoundError, StoreUnavailableError
 from tierckpt.stores.get_concurrency import CROWDED_RETRIES_MAX, GETS_MAX, GetConcurrency
 
-LEAST = 1000
-"""Bytes per second that a GET must move."""
+MINIMUM_RATE = 1000
+"""Minimum throughput of a GET, in bytes per second."""
 
 
 class Gets:
@@ -23,7 +23,7 @@ class Gets:
     def __init__(self, count: int, concurrency: GetConcurrency) -> None:
         self.concurrency = concurrency
         self.under_way: list[int] = []
-        """In order of their start."""
+        """In order of start."""
         self._ends: dict[int, asyncio.Future[int]] = {}
         self.tasks = [asyncio.create_task(self._get(number)) for number in range(count)]
 
@@ -57,7 +57,7 @@ async def gets() -> AsyncIterator[Callable[[int], Gets]]:
     made: list[Gets] = []
 
     def make(count: int, concurrency: GetConcurrency | None = None) -> Gets:
-        made.append(Gets(count, concurrency or GetConcurrency("s3://bucket", LEAST)))
+        made.append(Gets(count, concurrency or GetConcurrency("s3://bucket", MINIMUM_RATE)))
         return made[-1]
 
     yield make
@@ -74,7 +74,7 @@ def too_slow(moved_bytes: int = 0) -> StoreUnavailableError:
 Make = Callable[..., Gets]
 
 
-async def test_there_is_no_limit_as_long_as_all_goes_well(gets: Make) -> None:
+async def test_no_limit_without_slow_gets(gets: Make) -> None:
     some = gets(200)
     await turns()
     assert some.under_way == [*range(200)]
@@ -82,7 +82,7 @@ async def test_there_is_no_limit_as_long_as_all_goes_well(gets: Make) -> None:
     assert some.concurrency.gets_max == GETS_MAX
 
 
-async def test_one_that_is_too_slow_halves_them(gets: Make) -> None:
+async def test_a_slow_get_halves_the_limit(gets: Make) -> None:
     some = gets(16)
     await turns()
     await some.end(3, error=too_slow())
@@ -94,15 +94,15 @@ async def test_one_that_is_too_slow_halves_them(gets: Make) -> None:
     assert late.under_way == [0]
 
 
-async def test_those_that_were_under_way_together_count_once(gets: Make) -> None:
+async def test_concurrent_slow_gets_count_once(gets: Make) -> None:
     some = gets(16)
     await turns()
     await some.end(*range(16), error=too_slow())
     assert some.concurrency.gets_max == 8
 
 
-async def test_those_that_began_after_it_count_again_down_to_one(gets: Make) -> None:
-    concurrency = GetConcurrency("s3://bucket", LEAST)
+async def test_later_slow_gets_halve_the_limit_down_to_one(gets: Make) -> None:
+    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
     found = []
     for _ in range(6):
         some = gets(16, concurrency)
@@ -114,15 +114,15 @@ async def test_those_that_began_after_it_count_again_down_to_one(gets: Make) -> 
 
 
 @pytest.mark.parametrize("error", [StoreUnavailableError("HTTP 503", status=503), ObjectNotFoundError("none")])
-async def test_other_failures_change_nothing(gets: Make, error: Exception) -> None:
+async def test_other_failures_do_not_change_the_limit(gets: Make, error: Exception) -> None:
     some = gets(16)
     await turns()
     await some.end(3, error=error)
     assert some.concurrency.gets_max == GETS_MAX
 
 
-async def test_it_grows_by_one_when_as_many_as_are_allowed_went_well(gets: Make) -> None:
-    concurrency = GetConcurrency("s3://bucket", LEAST)
+async def test_the_limit_grows_by_one_per_round_of_successes(gets: Make) -> None:
+    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
     concurrency.gets_max = 4
     some = gets(100, concurrency)
     await turns()
@@ -133,9 +133,9 @@ async def test_it_grows_by_one_when_as_many_as_are_allowed_went_well(gets: Make)
     assert len(some.under_way) == 5
 
 
-async def test_it_does_not_grow_by_gets_that_had_hardly_enough(gets: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_barely_fast_enough_gets_do_not_raise_the_limit(gets: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     VirtualTime(monkeypatch)
-    concurrency = GetConcurrency("s3://bucket", LEAST)
+    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
     concurrency.gets_max = 1
     some = gets(3, concurrency)
     await asyncio.sleep(0.1)
@@ -146,8 +146,8 @@ async def test_it_does_not_grow_by_gets_that_had_hardly_enough(gets: Make, monke
     assert concurrency.gets_max == 2
 
 
-async def test_first_come_first_served(gets: Make) -> None:
-    concurrency = GetConcurrency("s3://bucket", LEAST)
+async def test_gets_start_in_order_of_arrival(gets: Make) -> None:
+    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
     concurrency.gets_max = 1
     some = gets(5, concurrency)
     order = []
@@ -159,12 +159,12 @@ async def test_first_come_first_served(gets: Make) -> None:
     assert order == [0, 1, 2, 3, 4]
 
 
-async def test_one_that_is_cancelled_leaves_its_place(gets: Make) -> None:
-    concurrency = GetConcurrency("s3://bucket", LEAST)
+async def test_a_cancelled_get_releases_its_slot(gets: Make) -> None:
+    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
     concurrency.gets_max = 2
     some = gets(5, concurrency)
     await turns()
-    for number in (0, 3):  # one under way, one that waits
+    for number in (0, 3):  # one in flight, one waiting
         some.tasks[number].cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await some.tasks[number]
@@ -174,8 +174,8 @@ async def test_one_that_is_cancelled_leaves_its_place(gets: Make) -> None:
     assert some.under_way == [2, 4]
 
 
-async def test_one_that_is_cancelled_the_moment_its_turn_comes_gives_it_on(gets: Make) -> None:
-    concurrency = GetConcurrency("s3://bucket", LEAST)
+async def test_a_get_cancelled_when_granted_passes_on_its_slot(gets: Make) -> None:
+    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
     concurrency.gets_max = 1
     some = gets(3, concurrency)
     await turns()
@@ -186,7 +186,7 @@ async def test_one_that_is_cancelled_the_moment_its_turn_comes_gives_it_on(gets:
     assert some.under_way == [2]
 
 
-async def test_one_that_crept_in_a_crowd_is_made_again(gets: Make) -> None:
+async def test_a_slow_get_among_many_is_repeated(gets: Make) -> None:
     some = gets(4)
     await turns()
     await some.end(0, error=too_slow(moved_bytes=1))
@@ -198,7 +198,7 @@ async def test_one_that_crept_in_a_crowd_is_made_again(gets: Make) -> None:
     assert some.tasks[0].exception() is None
 
 
-async def test_one_that_stood_while_others_arrived_is_made_again(gets: Make) -> None:
+async def test_a_stalled_get_among_many_is_repeated(gets: Make) -> None:
     some = gets(4)
     await turns()
     await some.end(1)
@@ -209,14 +209,14 @@ async def test_one_that_stood_while_others_arrived_is_made_again(gets: Make) -> 
 
 
 @pytest.mark.parametrize(("count", "moved_bytes"), [(1, 1), (4, 0)], ids=["crept alone", "stood"])
-async def test_one_that_failed_by_itself_has_failed(gets: Make, count: int, moved_bytes: int) -> None:
+async def test_a_slow_get_without_competition_fails(gets: Make, count: int, moved_bytes: int) -> None:
     some = gets(count)
     await turns()
     await some.end(0, error=too_slow(moved_bytes))
     assert isinstance(some.tasks[0].exception(), StoreUnavailableError)
 
 
-async def test_one_that_creeps_in_every_crowd_fails_in_the_end(gets: Make) -> None:
+async def test_a_repeatedly_slow_get_fails(gets: Make) -> None:
     some = gets(2)
     await turns()
     tries = 0
@@ -230,9 +230,9 @@ async def test_one_that_creeps_in_every_crowd_fails_in_the_end(gets: Make) -> No
     assert isinstance(some.tasks[0].exception(), StoreUnavailableError)
 
 
-async def test_a_failure_says_how_long_it_waited_for_others_before(gets: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_has_the_queueing_time(gets: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     VirtualTime(monkeypatch)
-    concurrency = GetConcurrency("s3://bucket", LEAST)
+    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
     concurrency.gets_max = 1
     some = gets(2, concurrency)
     await asyncio.sleep(0.3)

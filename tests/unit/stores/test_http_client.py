@@ -1,4 +1,4 @@
-"""A socket is readable once the expected bytes have arrived, immediately at its end, and never later."""
+"""A socket is reported readable once the expected bytes have arrived, or at end of stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierckpt.stores.http_client import WATERMARK_BYTES, Watermark
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Who sends, who receives."""
+    """The sending and the receiving end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = socket.create_connection(listener.getsockname())
         receiver, _ = listener.accept()
@@ -28,7 +28,7 @@ def is_readable(sock: socket.socket, seconds: float = 0.1) -> bool:
     return bool(poll.poll(seconds * 1000))
 
 
-def test_fewer_bytes_than_expected_wake_nobody(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_fewer_bytes_than_expected_do_not_wake_the_reader(ends: tuple[socket.socket, socket.socket]) -> None:
     sender, receiver = ends
     Watermark(receiver).expect(1000)
     sender.sendall(bytes(999))
@@ -38,7 +38,7 @@ def test_fewer_bytes_than_expected_wake_nobody(ends: tuple[socket.socket, socket
     assert len(receiver.recv(4096)) == 1000
 
 
-def test_the_end_wakes_at_once(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_end_of_stream_wakes_the_reader(ends: tuple[socket.socket, socket.socket]) -> None:
     sender, receiver = ends
     Watermark(receiver).expect(1000)
     sender.sendall(b"1")
@@ -48,7 +48,7 @@ def test_the_end_wakes_at_once(ends: tuple[socket.socket, socket.socket]) -> Non
     assert receiver.recv(4096) == b""
 
 
-def test_what_is_there_already_is_told_when_less_is_expected(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_buffered_bytes_count_when_the_threshold_drops(ends: tuple[socket.socket, socket.socket]) -> None:
     sender, receiver = ends
     watermark = Watermark(receiver)
     watermark.expect(1000)
@@ -62,14 +62,14 @@ def test_what_is_there_already_is_told_when_less_is_expected(ends: tuple[socket.
     ("missing", "most", "wanted"),
     [(10 * WATERMARK_BYTES, WATERMARK_BYTES, WATERMARK_BYTES), (9000, 700, 700), (0, 700, 1), (9000, 0, 1)],
 )
-def test_never_more_than_must_come(
+def test_the_threshold_never_exceeds_the_remaining_bytes(
     ends: tuple[socket.socket, socket.socket], missing: int, most: int, wanted: int
 ) -> None:
     Watermark(ends[1], most).expect(missing)
     assert ends[1].getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == wanted
 
 
-def test_under_tls_every_packet_wakes(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_every_tls_packet_wakes_the_reader(ends: tuple[socket.socket, socket.socket]) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     with context.wrap_socket(ends[1].dup(), do_handshake_on_connect=False) as wrapped:

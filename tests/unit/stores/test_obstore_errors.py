@@ -1,4 +1,4 @@
-"""Causes of a final error, each at a server that does it: the exit code, what is named, and how often it is asked.
+"""Final errors, each caused by a real server: exit code, named cause, number of requests.
 
 docs/guide/errors.md has the same causes in a table.
 """
@@ -30,7 +30,7 @@ def code(name: str, message: str = "m") -> bytes:
 
 
 class World:
-    """Starts the servers of a test, and remembers what to close."""
+    """Starts the servers of a test, and closes them at its end."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -49,7 +49,7 @@ class World:
 
     @property
     def asked(self) -> int:
-        """Requests, or connections where there was none, for the kind that came most often."""
+        """The number of requests, or of connections if there was no request, of the most frequent kind."""
         return max(
             [server.connections if isinstance(server, Greets) else max(server.requests.values(), default=0)
              for server in self.servers],
@@ -69,7 +69,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def point(monkeypatch: pytest.MonkeyPatch, scheme: str, endpoint: str) -> str:
-    """Set the variables of a cloud; return the URI of a directory in a bucket of it."""
+    """Set the variables of a cloud; return the URI of a directory in one of its buckets."""
     values = {
         "s3": {
             "AWS_ENDPOINT_URL": endpoint,
@@ -91,7 +91,7 @@ def point(monkeypatch: pytest.MonkeyPatch, scheme: str, endpoint: str) -> str:
 
 Case = tuple[str, Callable[[World], str], int, list[str]]
 
-ANOTHER = ["AWS_ENDPOINT_URL", "does not answer as S3 does"]
+NOT_S3 = ["AWS_ENDPOINT_URL", "does not answer as S3 does"]
 CASES: dict[str, Case] = {
     # certificates
     "unknown authority": ("s3", World.tls, 2, ["certificate", "AWS_CA_BUNDLE"]),
@@ -99,21 +99,21 @@ CASES: dict[str, Case] = {
     "expired": ("s3", lambda w: w.tls(expired=True), 2, ["certificate"]),
     "self-signed": ("s3", lambda w: w.tls(self_signed=True), 2, ["certificate"]),
     "unknown authority of azure": ("az", World.tls, 2, ["certificate", "SSL_CERT_FILE"]),
-    "unknown authority of gcs": ("gs", World.tls, 2, ["certificate", "SSL_CERT_FILE"]),
+    # other protocols
     # another language
-    "HTML": ("s3", lambda w: w.says(200, HTML, {"Content-Type": "text/html"}), 2, [*ANOTHER, "HTML", "Object Browser"]),
-    "HTML 404": ("s3", lambda w: w.says(404, HTML), 2, [*ANOTHER, "HTML"]),
-    "HTML 405": ("s3", lambda w: w.says(405, HTML), 2, [*ANOTHER, "HTML"]),
-    "HTML 403": ("s3", lambda w: w.says(403, HTML), 2, [*ANOTHER, "HTML"]),
+    "HTML": ("s3", lambda w: w.says(200, HTML, {"Content-Type": "text/html"}), 2, [*NOT_S3, "HTML", "Object Browser"]),
+    "HTML 404": ("s3", lambda w: w.says(404, HTML), 2, [*NOT_S3, "HTML"]),
+    "HTML 405": ("s3", lambda w: w.says(405, HTML), 2, [*NOT_S3, "HTML"]),
+    "HTML 403": ("s3", lambda w: w.says(403, HTML), 2, [*NOT_S3, "HTML"]),
     "HTML of azure": ("az", lambda w: w.says(404, HTML), 2, ["AZURE_STORAGE_ENDPOINT", "HTML"]),
     "HTML of gcs": ("gs", lambda w: w.says(404, HTML), 2, ["GOOGLE_BASE_URL", "HTML"]),
-    "captive portal": ("s3", lambda w: w.says(302, b"", {"Location": w.says(200, HTML)}), 2, ANOTHER),
-    "JSON": ("s3", lambda w: w.says(200, b'{"status": "ok"}'), 2, [*ANOTHER, "JSON"]),
-    "JSON 404": ("s3", lambda w: w.says(404, b'{"detail": "Not Found"}'), 2, [*ANOTHER, "JSON"]),
-    "empty 200": ("s3", lambda w: w.says(200), 2, ANOTHER),
-    "HTTP behind https": ("s3", lambda w: w.says(200).replace("http:", "https:"), 2, [*ANOTHER, "write http://"]),
-    "TLS behind http": ("s3", lambda w: w.tls().replace("https:", "http:"), 2, [*ANOTHER, "write https://"]),
-    "SSH": ("s3", lambda w: w.greets("http", b"SSH-2.0-OpenSSH_9.2\r\n"), 2, [*ANOTHER, "SSH-2.0-OpenSSH_9.2"]),
+    "captive portal": ("s3", lambda w: w.says(302, b"", {"Location": w.says(200, HTML)}), 2, NOT_S3),
+    "JSON": ("s3", lambda w: w.says(200, b'{"status": "ok"}'), 2, [*NOT_S3, "JSON"]),
+    "JSON 404": ("s3", lambda w: w.says(404, b'{"detail": "Not Found"}'), 2, [*NOT_S3, "JSON"]),
+    "empty 200": ("s3", lambda w: w.says(200), 2, NOT_S3),
+    "HTTP behind https": ("s3", lambda w: w.says(200).replace("http:", "https:"), 2, [*NOT_S3, "write http://"]),
+    "TLS behind http": ("s3", lambda w: w.tls().replace("https:", "http:"), 2, [*NOT_S3, "write https://"]),
+    "SSH": ("s3", lambda w: w.greets("http", b"SSH-2.0-OpenSSH_9.2\r\n"), 2, [*NOT_S3, "SSH-2.0-OpenSSH_9.2"]),
     "SSH behind https": ("s3", lambda w: w.greets("https", b"SSH-2.0-OpenSSH_9.2\r\n"), 2, ["SSH-2.0-OpenSSH_9.2"]),
     "no such name": ("s3", lambda _: "http://store.invalid", 2, ["store.invalid does not exist", "AWS_ENDPOINT_URL"]),
     # regions
@@ -128,7 +128,7 @@ CASES: dict[str, Case] = {
     "azure key": ("az", lambda w: w.says(403, code("AuthenticationFailed")), 6, ["AZURE_STORAGE_ACCOUNT_KEY"]),
     "azure role": ("az", lambda w: w.says(403, code("AuthorizationPermissionMismatch")), 6, ["role", "Storage Blob"]),
     "gcs 401": ("gs", lambda w: w.says(401, code("AuthenticationRequired")), 6, ["GOOGLE_APPLICATION_CREDENTIALS"]),
-    # the store says no
+    # errors of the store
     "no bucket": ("s3", lambda w: w.says(404, code("NoSuchBucket")), 4, ["s3://bucket does not exist"]),
     "no container": ("az", lambda w: w.says(404, code("ContainerNotFound")), 4, ["az://bucket does not exist"]),
     "archived": ("s3", lambda w: w.says(403, code("InvalidObjectState")), 1, ["archived", "restore-object"]),
@@ -140,7 +140,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_final_error_ends_at_once_and_names_the_cause(
+def test_a_final_error_raises_at_once_and_names_the_cause(
     name: str, world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scheme, start, exit_code, named = CASES[name]
@@ -154,7 +154,7 @@ def test_a_final_error_ends_at_once_and_names_the_cause(
     assert world.asked <= 3
 
 
-def test_what_may_pass_is_still_for_later(
+def test_transient_errors_remain_retryable(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(retry, "RETRIES_MAX", 1)

@@ -1,4 +1,4 @@
-"""One meaning of the proxy variables: for the function, and for each kind of request through a real proxy."""
+"""Proxy variables have one meaning: for the function, and for each kind of request through a real proxy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
 
 
-# --- which proxy -----------------------------------------------------------------------------------------------------
+# --- proxy selection -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"https_proxy": " ", "HTTPS_PROXY": ""}, "https://a/", None),
     ],
 )
-def test_the_variable_of_a_scheme(
+def test_proxy_variable_for_each_scheme(
     environment: dict[str, str], url: str, found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
@@ -90,7 +90,7 @@ PROXIED = {
 
 
 @pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
-def test_what_no_proxy_names_is_reached_directly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_proxy_matches_are_direct(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://proxy:3128")
     for table, is_proxied in ((DIRECT, False), (PROXIED, True)):
         for value, urls in table.items():
@@ -99,14 +99,14 @@ def test_what_no_proxy_names_is_reached_directly(name: str, monkeypatch: pytest.
                 assert (proxy_for(url) is not None) == is_proxied, (value, url)
 
 
-def test_a_proxy_of_another_kind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_proxy_schemes_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ("socks5://127.0.0.1:1080", "http://", "http://host:port"):
         monkeypatch.setenv("ALL_PROXY", value)
         with pytest.raises(ConfigError, match="ALL_PROXY"):
             proxy_for("https://a/")
 
 
-# --- every kind of request -------------------------------------------------------------------------------------------
+# --- each kind of request --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -161,10 +161,10 @@ def s3(monkeypatch: pytest.MonkeyPatch, endpoint: str, token: str = "") -> Remot
 @pytest.mark.parametrize("token", ["", "session"])
 @pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize("variable", ["{}_proxy", "ALL_PROXY"])
-def test_requests_to_a_store_go_by_the_proxy(
+def test_store_requests_use_the_proxy(
     variable: str, scheme: str, token: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store's name does not resolve here: every request comes through the proxy."""
+    """The store's host name does not resolve here: every request must use the proxy."""
     authority = Authority(tmp_path)
     server = S3(authority.server_side("store.example") if scheme == "https" else None)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
@@ -177,7 +177,7 @@ def test_requests_to_a_store_go_by_the_proxy(
 
 
 @pytest.mark.parametrize("no_proxy", ["*", "127.0.0.1", "127.0.0.0/8", "PORT"])
-def test_requests_to_a_store_that_no_proxy_names_do_not(
+def test_store_requests_bypass_the_proxy_for_no_proxy_hosts(
     no_proxy: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = S3()
@@ -188,10 +188,10 @@ def test_requests_to_a_store_that_no_proxy_names_do_not(
     server.close()
 
 
-def test_credentials_beside_this_process_are_not_asked_for_by_the_proxy(
+def test_local_credential_endpoints_bypass_the_proxy(
     proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Credentials of an EKS or ECS agent. The store is still behind the proxy."""
+    """Credentials of an EKS or ECS agent. The store itself is reached through the proxy."""
     keys = Says(
         200,
         b'{"AccessKeyId": "a", "SecretAccessKey": "b", "Token": "t", "Expiration": "2099-01-01T00:00:00Z"}',
@@ -212,7 +212,7 @@ def test_credentials_beside_this_process_are_not_asked_for_by_the_proxy(
 
 
 @pytest.mark.parametrize("is_excluded", [False, True])
-def test_a_hub_and_its_files_are_read_by_the_proxy(
+def test_hub_requests_use_the_proxy(
     is_excluded: bool, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", f"http://{proxy.address}")
@@ -226,7 +226,7 @@ def test_a_hub_and_its_files_are_read_by_the_proxy(
         assert (f"{hub.endpoint}/api" in seen, hub.cdn in seen) == ((not is_excluded,) * 2)
 
 
-# --- proxies that refuse ---------------------------------------------------------------------------------------------
+# --- failing proxies -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["s3://bucket/model", "hf://org/model"])
@@ -236,7 +236,7 @@ def test_a_hub_and_its_files_are_read_by_the_proxy(
     [(407, 2, "user and a password"), (403, 2, "NO_PROXY"), (503, 7, "HTTP 503"), (0, 7, "proxy")],
     ids=["407", "403", "503", "down"],
 )
-def test_a_proxy_that_does_not_help_is_named(
+def test_errors_name_the_failing_proxy(
     refusal: int,
     exit_code: int,
     named: str,
@@ -264,7 +264,7 @@ def test_a_proxy_that_does_not_help_is_named(
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_proxy_is_given_user_and_password(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxy_user_and_password(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority, proxy = Authority(tmp_path), Proxy(authorization="us@er:p/w")
     server = S3(authority.server_side("store.example") if scheme == "https" else None)
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))

@@ -33,7 +33,7 @@ def retries(**settings: object) -> Retries:
 
 @pytest.fixture
 def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries of one request, limited by the test's parameter."""
+    """Retries per request, set by the test's parameter."""
     monkeypatch.setattr(retry, "RETRIES_MAX", request.param)
 
 
@@ -70,7 +70,7 @@ async def run(policy: Retries, breaker: StoreBreaker, probe: Probe, request: Cal
 # --- the budget (R1) -----------------------------------------------------------------------------------------------
 
 
-def test_the_floor_is_spent_and_comes_back_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_minimum_budget_refills_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     budget = RetryBudget(0.1)
@@ -80,10 +80,10 @@ def test_the_floor_is_spent_and_comes_back_slowly(monkeypatch: pytest.MonkeyPatc
     now[0] += 0.2
     assert budget.take()
     now[0] += 1e6
-    assert [budget.take() for _ in range(11)] == [True] * 10 + [False], "no more than the floor"
+    assert [budget.take() for _ in range(11)] == [True] * 10 + [False], "only the minimum budget"
 
 
-def test_what_went_well_pays_for_retries_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_successes_add_budget_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     budget = RetryBudget(0.25)
     for _ in range(int(FLOOR_RETRIES)):
@@ -96,10 +96,8 @@ def test_what_went_well_pays_for_retries_up_to_a_limit(monkeypatch: pytest.Monke
     assert sum(budget.take() for _ in range(1000)) == retry.BUDGET_RETRIES_MAX
 
 
-async def test_a_store_that_fails_half_of_the_time_is_not_asked_twice_as_much(
-    clock: VirtualTime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The promise R1, over many requests side by side. Without a budget the share below would be 1."""
+async def test_retries_add_a_bounded_share_of_requests(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R1, over many concurrent requests. Without a budget the share below would be 1."""
     monkeypatch.setattr(retry, "RETRY_SHARE_MAX", 0.1)
     policy, noise = retries(store_timeout_seconds=0.5), random.Random(1)
     breaker, asked, good = policy.breaker("s3://b"), 0, 0
@@ -114,7 +112,7 @@ async def test_a_store_that_fails_half_of_the_time_is_not_asked_twice_as_much(
 
     async def one() -> None:
         try:
-            await run(policy, breaker, always, request)
+            await run(policy, breaker, available, request)
         except StoreUnavailableError:
             pass
 
@@ -127,7 +125,7 @@ async def test_a_store_that_fails_half_of_the_time_is_not_asked_twice_as_much(
     assert asked == policy.counts["requests"]
 
 
-async def always() -> bool:
+async def available() -> bool:
     return True
 
 
@@ -146,7 +144,7 @@ def failing(times: int, error: Callable[[], Exception] = failure) -> tuple[Calla
     return request, calls
 
 
-async def test_what_may_pass_is_tried_again() -> None:
+async def test_transient_errors_are_retried() -> None:
     policy = retries()
     request, calls = failing(3)
     assert await run(policy, policy.breaker("s3://b"), unreachable, request) == "done"
@@ -156,7 +154,7 @@ async def test_what_may_pass_is_tried_again() -> None:
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("few", [2], indirect=True)
-async def test_the_last_failure_says_how_often_it_was_tried() -> None:
+async def test_the_last_error_has_the_number_of_attempts() -> None:
     policy = retries()
     request, calls = failing(99)
     with pytest.raises(StoreUnavailableError) as caught:
@@ -166,9 +164,7 @@ async def test_the_last_failure_says_how_often_it_was_tried() -> None:
 
 
 @pytest.mark.parametrize(("context", "tries"), [({}, 1), ({"crowded_seconds": 0.2}, 2)], ids=["its own", "in a crowd"])
-async def test_time_that_a_get_waited_for_others_is_not_its_own(
-    context: dict[str, float], tries: int, clock: VirtualTime
-) -> None:
+async def test_queueing_time_of_a_get_does_not_count(context: dict[str, float], tries: int, clock: VirtualTime) -> None:
     policy, calls = retries(store_timeout_seconds=0.1), []
 
     async def request() -> str:
@@ -184,7 +180,7 @@ async def test_time_that_a_get_waited_for_others_is_not_its_own(
 
 
 @pytest.mark.parametrize("error", [ObjectNotFoundError("no"), IntegrityError("short"), ValueError("a bug")])
-async def test_what_does_not_pass_is_not_tried_again(error: Exception) -> None:
+async def test_permanent_errors_are_not_retried(error: Exception) -> None:
     policy = retries()
     request, calls = failing(1, lambda: error)
     with pytest.raises(type(error)):
@@ -194,8 +190,8 @@ async def test_what_does_not_pass_is_not_tried_again(error: Exception) -> None:
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("few", [2], indirect=True)
-async def test_retries_do_not_multiply() -> None:
-    """Work that is tried again as a whole is not, when a request in it has used up its own attempts."""
+async def test_nested_retries_do_not_multiply() -> None:
+    """An operation is not retried if a request in it has used up its own attempts."""
     policy = retries()
     breaker = policy.breaker("s3://b")
     request, calls = failing(99)
@@ -206,7 +202,7 @@ async def test_retries_do_not_multiply() -> None:
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("few", [3], indirect=True)
-async def test_a_budget_that_refuses_each_retry_ends_work_without_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_exhausted_budget_ends_work_without_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(self: RetryBudget, timeout_seconds: float) -> bool:
         return False
 
@@ -219,7 +215,7 @@ async def test_a_budget_that_refuses_each_retry_ends_work_without_a_deadline(mon
     assert policy.counts["retries_refused"] == 3
 
 
-async def test_work_in_one_piece_is_tried_again_as_a_whole() -> None:
+async def test_an_operation_is_retried_as_a_whole() -> None:
     policy = retries()
     breaker = policy.breaker("s3://b")
     request, calls = failing(2)
@@ -227,7 +223,7 @@ async def test_work_in_one_piece_is_tried_again_as_a_whole() -> None:
     assert len(calls) == 3
 
 
-async def test_a_pause_is_anything_up_to_its_backoff(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pauses_have_full_jitter(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "BACKOFF_SECONDS_MAX", 3.2)
     pauses: list[list[float]] = []
 
@@ -249,12 +245,12 @@ async def test_a_pause_is_anything_up_to_its_backoff(clock: VirtualTime, monkeyp
 
 
 class Buffer:
-    """What a request holds."""
+    """Stands for the memory of a request."""
 
 
 @pytest.mark.parametrize("failures", [0, 1, 99])
-async def test_work_that_has_ended_keeps_no_memory(failures: int) -> None:
-    """Training loops switch the garbage collector off: no cycle may hold the frames of a request."""
+async def test_finished_work_keeps_no_memory(failures: int) -> None:
+    """Training loops disable the garbage collector: no reference cycle may hold the frames of a request."""
     request, _ = failing(failures)
     held: list[weakref.ref[Buffer]] = []
 
@@ -284,7 +280,7 @@ def opened(patience_seconds: float = 5.0) -> StoreBreaker:
     return breaker
 
 
-def test_one_good_answer_starts_the_count_anew() -> None:
+def test_one_success_resets_the_failure_count() -> None:
     breaker = StoreBreaker("s3://b", 1.0)
     for _ in range(3):
         for _ in range(FAILURES_TO_OPEN - 1):
@@ -293,7 +289,7 @@ def test_one_good_answer_starts_the_count_anew() -> None:
     assert not breaker.is_open
 
 
-def test_an_outage_says_how_much_waits_for_the_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_outage_log_line_has_the_pending_drains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     policy = Retries(Settings.load(local_root=tmp_path))
     breaker = policy.breaker("s3://b")
     policy.waiting_bytes["s3://b"] += 3 << 20
@@ -302,7 +298,7 @@ def test_an_outage_says_how_much_waits_for_the_store(tmp_path: Path, caplog: pyt
     assert "3.0 MiB wait" in caplog.text
 
 
-async def test_one_probe_at_a_time_ever_more_rarely_and_all_go_on_at_once(clock: VirtualTime) -> None:
+async def test_probes_back_off_and_success_releases_all_requests(clock: VirtualTime) -> None:
     breaker, probes, under_way = opened(), [], 0
 
     async def probe() -> bool:
@@ -327,7 +323,7 @@ async def test_one_probe_at_a_time_ever_more_rarely_and_all_go_on_at_once(clock:
     assert max(passed) - probes[-1] == pytest.approx(0.02), "immediately after the probe's answer"
 
 
-async def test_the_impatient_are_told_at_once_when_it_has_been_down_for_long(clock: VirtualTime) -> None:
+async def test_an_impatient_request_fails_fast_during_an_outage(clock: VirtualTime) -> None:
     breaker = opened(patience_seconds=0.2)
     with pytest.raises(StoreUnavailableError, match="s3://b is down: busy"):
         await breaker.wait_until_up(unreachable)
@@ -338,7 +334,7 @@ async def test_the_impatient_are_told_at_once_when_it_has_been_down_for_long(clo
     assert caught.value.context["down_seconds"] >= 0.2
 
 
-async def test_the_patient_wait_until_it_is_up(clock: VirtualTime) -> None:
+async def test_a_patient_request_waits_for_the_store(clock: VirtualTime) -> None:
     breaker, is_up = opened(patience_seconds=0.0), False
 
     async def probe() -> bool:
@@ -351,33 +347,33 @@ async def test_the_patient_wait_until_it_is_up(clock: VirtualTime) -> None:
     await waiting
 
 
-async def test_nobody_is_left_without_a_prober() -> None:
-    """The one that waits to probe is cancelled: the next in line takes over."""
+async def test_another_request_takes_over_a_cancelled_probe() -> None:
+    """The request that waits to probe is cancelled: the next one takes over."""
     breaker = opened()
     first = asyncio.create_task(breaker.wait_until_up(unreachable))
-    second = asyncio.create_task(breaker.wait_until_up(always))
+    second = asyncio.create_task(breaker.wait_until_up(available))
     await asyncio.sleep(0)
     first.cancel()
     await second
     assert not breaker.is_open
 
 
-async def test_after_a_good_probe_one_failure_opens_it_again_with_longer_pauses() -> None:
+async def test_a_failure_after_a_probe_reopens_with_longer_pauses() -> None:
     breaker = opened()
-    await breaker.wait_until_up(always)
+    await breaker.wait_until_up(available)
     pause = breaker._pause_seconds  # private: the pause itself is drawn at random
     breaker.failed(failure())
     assert breaker.is_open
     assert breaker._pause_seconds > pause or pause == 0.2  # private: see above
-    breaker.succeeded()  # a request that was under way all the time
+    breaker.succeeded()  # a request that started before the outage
     assert not breaker.is_open
 
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("few", [0], indirect=True)
 @pytest.mark.parametrize("status", [409, 403, 404])
-async def test_a_refusal_is_an_answer(status: int) -> None:
-    """Conflicts and expired credentials are tried again, and say nothing against the server."""
+async def test_refusals_do_not_open_the_breaker(status: int) -> None:
+    """Conflicts and expired credentials are retried, and do not count as failures of the server."""
     policy = retries()
     breaker = policy.breaker("s3://b")
     for _ in range(2 * FAILURES_TO_OPEN):
@@ -386,7 +382,7 @@ async def test_a_refusal_is_an_answer(status: int) -> None:
     assert not breaker.is_open
 
 
-async def test_while_it_is_down_no_request_is_made(clock: VirtualTime) -> None:
+async def test_no_request_is_sent_while_the_breaker_is_open(clock: VirtualTime) -> None:
     policy = retries(store_timeout_seconds=0.3)
     breaker = policy.breaker("s3://b")
     request, calls = failing(10**9)
@@ -398,7 +394,7 @@ async def test_while_it_is_down_no_request_is_made(clock: VirtualTime) -> None:
     assert await run(policy, policy.breaker("s3://other"), unreachable, failing(0)[0]) == "done"
 
 
-# --- damaged answers -----------------------------------------------------------------------------------------------
+# --- damaged data --------------------------------------------------------------------------------------------------
 
 
 def chunk_of(data: bytes) -> tuple[FileEntry, ByteRange, str]:
@@ -406,14 +402,14 @@ def chunk_of(data: bytes) -> tuple[FileEntry, ByteRange, str]:
 
 
 @pytest.mark.parametrize("kind", [Kind.CORRUPT, Kind.TRUNCATE])
-async def test_damage_on_the_way_is_asked_for_again(tmp_path: Path, kind: Kind) -> None:
+async def test_data_damaged_in_transit_is_fetched_again(tmp_path: Path, kind: Kind) -> None:
     store = FaultyStore(LocalStore(tmp_path), [Fault("get_range", kind, times=mover_retry.READS_MAX - 1)])
     await store.put("file", b"data")
     assert bytes(await get_checked(store, *chunk_of(b"data"))) == b"data"
     assert store.fired["reconnect"] == mover_retry.READS_MAX - 1
 
 
-async def test_damage_that_stays_is_damage(tmp_path: Path) -> None:
+async def test_persistent_damage_raises(tmp_path: Path) -> None:
     store = FaultyStore(LocalStore(tmp_path))
     await store.put("file", b"dat4")
     with pytest.raises(IntegrityError, match="bytes 0-4 of file"):
@@ -421,7 +417,7 @@ async def test_damage_that_stays_is_damage(tmp_path: Path) -> None:
     assert store.fired["reconnect"] == mover_retry.READS_MAX - 1
 
 
-async def test_a_disk_is_asked_once(tmp_path: Path) -> None:
+async def test_a_disk_is_read_once(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     await store.put("file", b"dat4")
     reads = 0

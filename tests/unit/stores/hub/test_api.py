@@ -1,4 +1,4 @@
-"""Refusals of a Hub, each at a server that says so; and the token, as huggingface_hub reads it."""
+"""Errors of a Hub, each from a server that returns it; and the token, as huggingface_hub reads it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 Refusal = tuple[int, dict[str, str], bytes, str, int, list[str]]
 """Status, headers, body, token; exit code and message."""
-SAID = "Access to model org/model is restricted and you are not in the authorized list."
+GATED = "Access to model org/model is restricted and you are not in the authorized list."
 REFUSALS: dict[str, Refusal] = {
     "gated": (
-        403, {"X-Error-Code": "GatedRepo", "X-Error-Message": SAID}, b"", "hf_x", 6, ["gated", SAID, "conditions"],
+        403, {"X-Error-Code": "GatedRepo", "X-Error-Message": GATED}, b"", "hf_x", 6, ["gated", GATED, "conditions"],
     ),
     "gated, no token": (
-        401, {"X-Error-Code": "GatedRepo"}, json.dumps({"error": SAID}).encode(), "", 6, [SAID, "HF_TOKEN"],
+        401, {"X-Error-Code": "GatedRepo"}, json.dumps({"error": GATED}).encode(), "", 6, [GATED, "HF_TOKEN"],
     ),
     "no repository": (404, {"X-Error-Code": "RepoNotFound"}, b"", "hf_x", 4, ["has no repository org/model"]),
     "private, no token": (401, {"X-Error-Code": "RepoNotFound"}, b"", "", 4, ["a private one needs HF_TOKEN"]),
@@ -59,7 +59,7 @@ REFUSALS: dict[str, Refusal] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_refusal_ends_at_once_with_the_reason_of_the_hub(
+def test_a_refusal_raises_at_once_with_the_message_of_the_hub(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, headers, body, token, exit_code, named = REFUSALS[name]
@@ -100,7 +100,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     ],
     indirect=["server"],
 )
-def test_an_endpoint_that_is_no_hub_is_named(
+def test_errors_name_an_endpoint_that_is_not_a_hub(
     server: str, named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", server)
@@ -110,7 +110,7 @@ def test_an_endpoint_that_is_no_hub_is_named(
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES", "on"])
-def test_no_token_is_sent_where_none_is_to_be_implied(
+def test_disable_implicit_token_sends_no_token(
     value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -126,7 +126,7 @@ def test_no_token_is_sent_where_none_is_to_be_implied(
 
 
 @pytest.mark.parametrize("name", ["HF_TOKEN", "HF_TOKEN_PATH", "HF_HOME", "XDG_CACHE_HOME"])
-def test_the_token_and_its_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_from_variable_or_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables and ``~`` in paths are expanded; an empty variable counts as unset."""
     for other in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HOME", "HF_HUB_CACHE"):
         monkeypatch.setenv(other, "")
@@ -143,7 +143,7 @@ def test_the_token_and_its_file(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert api.hub_token() == TOKEN
 
 
-def test_offline_is_a_choice_and_nothing_for_later(
+def test_offline_mode_raises_without_retries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
