@@ -1,4 +1,4 @@
-"""A refusal of the system raises one typed error; a pool continues with the threads it has."""
+"""Resource limits of the system raise one typed error; a pool continues with the threads it has."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_pool_without_memory_for_a_thread() -> None:
         (RuntimeError("can't start new thread"), "threads"),
     ],
 )
-def test_what_leaves_the_public_surface_is_typed(error: Exception, resource: str) -> None:
+def test_public_errors_of_missing_resources_are_typed(error: Exception, resource: str) -> None:
     @short_traceback
     def call() -> None:
         raise error
@@ -70,6 +70,6 @@ def test_what_leaves_the_public_surface_is_typed(error: Exception, resource: str
         assert isinstance(translated, CapacityError)
 
 
-def test_other_errors_are_not_taken_for_one() -> None:
+def test_other_errors_are_not_converted() -> None:
     for error in (RuntimeError("else"), OSError(errno.ENOENT, "none"), ValueError(), ObjectNotFoundError("gone")):
         assert exhausted(error) is None

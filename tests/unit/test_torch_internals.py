@@ -1,4 +1,4 @@
-"""Private names of torch: all of them there, in one module, and each missing one disables only what needs it."""
+"""Private names of torch: each exists, only one module uses them, and a missing one disables only its features."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tierckpt.errors import ConfigError, UnsupportedTorchError
 PACKAGE = Path(tierckpt.__file__).parent
 
 
-def test_this_torch_has_every_name() -> None:
+def test_every_private_name_exists() -> None:
     assert torch_internals.missing() == {}
 
 
-def test_this_torch_was_checked() -> None:
+def test_the_installed_torch_is_a_checked_version() -> None:
     assert ".".join(torch.__version__.split(".")[:2]) in torch_internals.CHECKED_VERSIONS
 
 
-def test_no_other_module_names_a_private_thing_of_torch() -> None:
+def test_no_other_module_uses_private_names_of_torch() -> None:
     found = []
     for path in PACKAGE.rglob("*.py"):
         if path.name == "torch_internals.py":
@@ -44,7 +44,7 @@ def test_no_other_module_names_a_private_thing_of_torch() -> None:
     assert found == []
 
 
-def test_a_missing_name_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_missing_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_internals.NAMES, "gone", ("torch.utils._pytree:not_there", "the feature"))
     with pytest.raises(UnsupportedTorchError, match=r"no torch\.utils\._pytree\.not_there, which the feature"):
         _ = torch_internals.gone
@@ -107,7 +107,7 @@ CHECKPOINTER = {"Checkpointer", "TierStager and async_save"}
     [["Checkpointer", "load_safetensors from a URI"], pytest.param(sorted(FEATURES), marks=pytest.mark.slow)],
     ids=["two", "all"],
 )
-def test_a_missing_name_disables_only_what_needs_it(features: list[str], tmp_path: Path) -> None:
+def test_a_missing_name_disables_only_its_features(features: list[str], tmp_path: Path) -> None:
     env = {**os.environ, "TIERCKPT_MOVER": "inline", "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM, *features]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=170)

@@ -1,4 +1,4 @@
-"""The drain policy (planning/drain_policy.py, D1 to D7) against traces, an oracle and wrong policies."""
+"""The drain policy (planning/drain_policy.py, D1 to D7): traces, an oracle, and seeded wrong policies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def flat(rate: float) -> Trace:
 
 
 def noise(seed: int) -> Trace:
-    """Log-normal noise by the minute, correlated with the minute before."""
+    """Log-normal noise per minute, correlated with the previous minute."""
     chance, rates, level = random.Random(seed), [], 0.0
     for _ in range(HOURS_2 // 60 + 1):
         level = 0.8 * level + 0.5 * chance.gauss(0, 1)
@@ -52,12 +52,12 @@ TRACES: dict[str, tuple[Trace, Trace]] = {
 
 def regret(outcome: Outcome, shared: Trace, local: Trace) -> float:
     best = oracle(RULES.rpo_seconds, HOURS_2, shared, local)
-    assert best is not None, "not even the oracle keeps the bound on this trace: it proves nothing"
+    assert best is not None, "the oracle breaks the bound: this trace proves nothing"
     return outcome.cost / best.cost - 1
 
 
 @pytest.mark.parametrize(("shared", "local"), TRACES.values(), ids=TRACES)
-def test_the_bound_holds_and_the_regret_is_small(shared: Trace, local: Trace) -> None:
+def test_the_rpo_holds_with_small_regret(shared: Trace, local: Trace) -> None:
     outcome = run(RULES, HOURS_2, shared, local)
     assert outcome.age_max <= RULES.rpo_seconds
     assert outcome.local_max <= RULES.local_bytes_max
@@ -68,13 +68,13 @@ def test_the_bound_holds_and_the_regret_is_small(shared: Trace, local: Trace) ->
 
 @given(begin=st.integers(200, 6000), length=st.integers(1, 400), rate=st.floats(1.0, 8.0))
 @settings(max_examples=12, deadline=None)
-def test_no_outage_that_was_planned_for_breaks_the_bound(begin: int, length: int, rate: float) -> None:
+def test_the_rpo_holds_through_expected_outages(begin: int, length: int, rate: float) -> None:
     outcome = run(RULES, HOURS_2, lambda now: 0.0 if begin <= now < begin + length else rate, FAST_SSD)
     assert outcome.age_max <= RULES.rpo_seconds
     assert len(outcome.sent) >= 25
 
 
-# --- wrong policies that the harness must find ----------------------------------------------------------------------
+# --- wrong policies that the harness must detect ---------------------------------------------------------------------
 
 Decide = Callable[[PolicyState, Rules, Situation], tuple[PolicyState, Decision]]
 
@@ -86,20 +86,20 @@ def oldest_first(state: PolicyState, rules: Rules, now: Situation) -> tuple[Poli
     return state, replace(decision, place="local", skip=(), send=pending[0].number if idle else None)
 
 
-def whatever_comes(state: PolicyState, rules: Rules, now: Situation) -> tuple[PolicyState, Decision]:
+def drain_any(state: PolicyState, rules: Rules, now: Situation) -> tuple[PolicyState, Decision]:
     return drain_policy.decide(state, replace(rules, every=1), now)
 
 
-def without_a_bound(state: PolicyState, rules: Rules, now: Situation) -> tuple[PolicyState, Decision]:
+def without_rpo(state: PolicyState, rules: Rules, now: Situation) -> tuple[PolicyState, Decision]:
     return drain_policy.decide(state, replace(rules, every=20, rpo_seconds=math.inf), now)
 
 
 @pytest.mark.parametrize(
     ("wrong", "trace"),
-    [(oldest_first, "step down"), (whatever_comes, "steady"), (without_a_bound, "steady")],
+    [(oldest_first, "step down"), (drain_any, "steady"), (without_rpo, "steady")],
     ids=["oldest first", "sends everything", "no bound"],
 )
-def test_the_harness_finds_a_wrong_policy(wrong: Decide, trace: str) -> None:
+def test_the_harness_detects_wrong_policies(wrong: Decide, trace: str) -> None:
     shared, local = TRACES[trace]
     outcome = run(RULES, HOURS_2, shared, local, wrong)
     broken = outcome.age_max > RULES.rpo_seconds
@@ -109,7 +109,7 @@ def test_the_harness_finds_a_wrong_policy(wrong: Decide, trace: str) -> None:
 # --- zero bandwidth -------------------------------------------------------------------------------------------------
 
 
-def test_an_endless_outage_stops_no_save_and_fills_no_ssd() -> None:
+def test_an_endless_outage_neither_stops_saves_nor_fills_the_ssd() -> None:
     outcome = run(RULES, HOURS_2, flat(0.0), FAST_SSD)
     assert (outcome.direct, outcome.stalls, outcome.sent) == (0, 0, [])
     assert outcome.local_max <= RULES.local_bytes_max
@@ -117,22 +117,22 @@ def test_an_endless_outage_stops_no_save_and_fills_no_ssd() -> None:
     assert outcome.decisions[-1][1].rpo == "missed"
 
 
-def test_after_a_long_outage_the_newest_is_sent_next() -> None:
+def test_the_newest_save_is_drained_first_after_an_outage() -> None:
     outcome = run(RULES, HOURS_2, lambda now: 0.0 if 600 <= now < 5400 else 2.0, FAST_SSD)
     assert outcome.stalls == 0
     stuck, first = next((before, after) for before, after in itertools.pairwise(outcome.sent) if after - before > 50)
-    assert first >= 5400 // INTERVAL  # later than the eighty waiting ones
+    assert first >= 5400 // INTERVAL  # newer than the eighty pending saves
     assert outcome.sent[-1] > first
     assert stuck <= 600 // INTERVAL + 1 + EVERY  # drains that began before the outage was detected
 
 
-def test_both_tiers_at_a_standstill_and_back() -> None:
+def test_both_tiers_stall_and_recover() -> None:
     outcome = run(RULES, HOURS_2, lambda now: 0.0 if now < 1800 else 2.0, lambda now: 0.0 if now < 1800 else 10.0)
     assert outcome.sent
     assert outcome.sent[-1] >= (HOURS_2 - 400) // INTERVAL
 
 
-def test_an_ssd_without_room_sends_saves_straight_to_shared_storage() -> None:
+def test_a_full_ssd_causes_direct_saves() -> None:
     tiny = replace(RULES, local_bytes_max=0.5 * SIZE, every=1)
     outcome = run(tiny, 1800, flat(4.0), FAST_SSD)
     assert outcome.direct >= 25
@@ -153,14 +153,14 @@ def version(number: int, **more: bool | float) -> Version:
 MEASURED = PolicyState(local_rate=10.0, shared_rate=2.0)
 
 
-def test_d1_the_newest_goes_and_the_older_ones_are_skipped() -> None:
+def test_d1_drains_the_newest_and_skips_older_saves() -> None:
     _, decision = drain_policy.decide(
         MEASURED, RULES, situation(version(1, on_shared=True), version(2), version(3), version(4))
     )
     assert (decision.send, decision.skip) == (4, (2, 3))
 
 
-def test_d2_what_is_being_sent_goes_on() -> None:
+def test_d2_finishes_a_running_drain() -> None:
     _, decision = drain_policy.decide(
         MEASURED, RULES, situation(version(1, sent_bytes=1.0), version(2), version(3), sending=1)
     )
@@ -169,7 +169,7 @@ def test_d2_what_is_being_sent_goes_on() -> None:
     assert "being sent" in decision.reason
 
 
-def test_d3_waiting_ends_when_the_bound_would_break() -> None:
+def test_d3_stops_waiting_before_the_rpo_breaks() -> None:
     rules = replace(RULES, every=100)
     fresh = situation(version(1, on_shared=True), version(2), now=200.0)
     old = situation(version(1, on_shared=True), version(2), now=480.0)
@@ -179,7 +179,7 @@ def test_d3_waiting_ends_when_the_bound_would_break() -> None:
     assert "bound of 900 s" in decision.reason
 
 
-def test_d4_the_oldest_go_first_and_the_newest_two_never() -> None:
+def test_d4_evicts_the_oldest_but_never_the_newest_two() -> None:
     held = (version(1), version(2, on_shared=True), version(3), version(4), version(5), version(6))
     _, decision = drain_policy.decide(MEASURED, RULES, situation(*held, sending=3))
     assert decision.remove == (1,)
@@ -188,7 +188,7 @@ def test_d4_the_oldest_go_first_and_the_newest_two_never() -> None:
     assert decision.place == "shared"
 
 
-def test_d5_a_change_of_mind_takes_three_votes_or_a_factor() -> None:
+def test_d5_switches_after_three_votes_or_a_large_factor() -> None:
     close, clear = PolicyState(local_rate=2.0, shared_rate=2.0), PolicyState(local_rate=1.0, shared_rate=2.0)
     rules = replace(RULES, every=1)
     look = situation(version(1, on_shared=True), now=70.0)
@@ -200,7 +200,7 @@ def test_d5_a_change_of_mind_takes_three_votes_or_a_factor() -> None:
     assert drain_policy.decide(clear, rules, look)[1].place == "shared"
 
 
-def test_d7_training_comes_first_until_the_bound_is_near() -> None:
+def test_d7_training_has_priority_until_the_rpo_is_near() -> None:
     held = (version(1, on_shared=True), version(2))
     calm = situation(*held, now=100.0, sending=2, training_bytes_per_second=1.5)
     near = situation(*held, now=500.0, sending=2, training_bytes_per_second=1.5)
@@ -217,20 +217,20 @@ def test_d7_training_comes_first_until_the_bound_is_near() -> None:
     assert drain_policy.decide(MEASURED, RULES, idle)[1].rate_bytes_per_second is None
 
 
-def test_every_decision_carries_its_numbers() -> None:
+def test_decisions_include_their_inputs() -> None:
     _, decision = drain_policy.decide(MEASURED, RULES, situation(version(1, on_shared=True), version(2), now=200.0))
     assert decision.numbers["exposure_seconds"] == 140
     assert decision.numbers["free_bytes"] == 4 * SIZE
     assert decision.reason
 
 
-def test_a_measurement_of_nothing_is_an_outage_and_not_an_error() -> None:
+def test_a_zero_measurement_is_an_outage() -> None:
     state = drain_policy.observe(MEASURED, RULES, "shared", 0.0, 10.0)
     assert state.shared_rate == pytest.approx(1.6)
     assert drain_policy.observe(MEASURED, RULES, "local", 5.0, 0.0) == MEASURED
 
 
 @pytest.mark.parametrize("field", [{"every": 0}, {"rpo_seconds": 0.0}, {"weight": 2.0}, {"keep_local": 0}])
-def test_rules_that_cannot_be_are_refused(field: dict[str, float]) -> None:
+def test_invalid_rules_are_rejected(field: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(field)).split("_")[0]):
         Rules(**field)  # type: ignore[arg-type]

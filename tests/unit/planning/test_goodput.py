@@ -44,7 +44,7 @@ def report(*starts: list[dict[str, Any]]) -> Goodput:
     return analyse(start for start in map(read_start, starts) if start)
 
 
-def test_every_second_of_a_known_run_is_where_it_belongs() -> None:
+def test_each_second_of_a_run_is_classified() -> None:
     found = report(FIRST, SECOND)
     assert found.wall_seconds == 55
     assert {what: seconds for what, seconds in found.spent.items() if seconds} == {
@@ -58,20 +58,20 @@ def test_every_second_of_a_known_run_is_where_it_belongs() -> None:
     assert failure.away_seconds == 8 + 5
 
 
-def test_steps_that_a_log_had_are_counted() -> None:
+def test_steps_replayed_from_a_log_are_counted() -> None:
     logged = [SECOND[0], line("restored", 135, 19, loading=2) | {"replayed_steps": 9}, *SECOND[2:]]
     found = report(FIRST, logged)
     assert (found.replayed_steps, found.failures[0].lost_steps) == (9, 1)
     assert report(FIRST, SECOND).replayed_steps == 0
 
 
-def test_a_start_that_died_before_it_did_anything_loses_nothing() -> None:
+def test_a_start_killed_before_its_first_step_loses_nothing() -> None:
     early = [line("start", 126, process_at=125, starting=1)]
     found = report(FIRST, early, SECOND)
     assert (found.spent["lost"], len(found.failures)) == (10, 2)
 
 
-def test_a_planned_stop_is_no_failure_and_a_fresh_start_throws_all_away() -> None:
+def test_a_planned_stop_is_no_failure_and_a_fresh_start_loses_all_steps() -> None:
     ended = [*FIRST, line("end", 122, 20, productive=19, reason="closed")]
     goes_on = [line("start", 131, process_at=130), line("restored", 131, 20), line("step", 141, 30, productive=10)]
     found = report(ended, goes_on)
@@ -91,21 +91,21 @@ def test_a_planned_stop_is_no_failure_and_a_fresh_start_throws_all_away() -> Non
         {"at": 1},
     ],
 )
-def test_a_line_that_is_none_of_ours_changes_nothing(damaged: dict[str, Any]) -> None:
+def test_unknown_lines_are_ignored(damaged: dict[str, Any]) -> None:
     assert report(FIRST, [*SECOND[:3], damaged, SECOND[3]]) == report(FIRST, SECOND)
 
 
-def test_without_records_there_is_a_sentence() -> None:
+def test_missing_records_are_explained() -> None:
     with pytest.raises(ConfigError, match="no record of any training"):
         report()
     assert read_start([line("step", 4, 1)]) is None
 
 
-# --- against the simulator, and the formulas ----------------------------------------------------------------------
+# --- compared with the simulator and the formulas -----------------------------------------------------------------
 
 
 class Witnessed(simulator._Job):  # private: records the job's events
-    """A job that keeps the lines of its own records, a list for each start. A step is a millisecond
+    """A job that keeps its own records, a list for each start. A step is a millisecond
     of work."""
 
     def __init__(self, world: Any) -> None:
@@ -188,9 +188,7 @@ TIERED = Configuration(
         (BACKGROUND, ettr.exact(230, 5, MTBF, 40, 60)),
     ],
 )
-def test_the_measured_ettr_is_the_simulated_one_and_that_of_the_model(
-    configuration: Configuration, expected: float
-) -> None:
+def test_measured_ettr_matches_simulation_and_model(configuration: Configuration, expected: float) -> None:
     run, found = measured(CLUSTER, configuration, 15, 3)
     assert len(found.failures) == sum(run.failures.values()) > 2000
     assert found.ettr == pytest.approx(run.ettr, rel=2e-3)
@@ -199,23 +197,23 @@ def test_the_measured_ettr_is_the_simulated_one_and_that_of_the_model(
     assert found.ettr == pytest.approx(expected, rel=0.03)
 
 
-def test_the_formula_fed_with_measured_means_agrees_within_three_percent() -> None:
-    """`tierckpt report` prints it next to the measured value. For a job with failures that its SSDs survive."""
+def test_the_formula_with_measured_means_agrees_within_three_percent() -> None:
+    """`tierckpt report` prints both values. For a job whose failures leave the SSDs intact."""
     cluster = Cluster(NODES, RATES, (failing(1800, "process", wipes=False),))
     run, found = measured(cluster, TIERED, 20, 2)
     assert found.expected_ettr == pytest.approx(run.ettr, rel=0.03)
     assert found.mtbf_seconds == pytest.approx(1800, rel=0.05)
 
 
-def test_two_tiers_are_measured_as_the_nested_model_has_them() -> None:
+def test_two_tiers_match_the_nested_model() -> None:
     cluster = Cluster(NODES, RATES, (failing(3600, "process", wipes=False), failing(36000)))
     _, found = measured(cluster, TIERED, 40, 2)
     levels = [Level("local", 2, 60, 3600, latency_seconds=5), Level("shared", 0, 65, 36000, latency_seconds=11)]
     assert found.ettr == pytest.approx(ettr.nested(levels, 120, (1, 17)), rel=0.03)
 
 
-def test_a_measurement_that_forgot_the_restarts_would_be_found_wrong() -> None:
-    """Seeded: the comparison can fail."""
+def test_omitted_restarts_are_detected() -> None:
+    """Seeded bug: shows that the comparison can fail."""
     run, records = recorded(CLUSTER, with_peers(NODES), days=10, seed=1)
     for start in records:
         for one in start:
@@ -225,13 +223,13 @@ def test_a_measurement_that_forgot_the_restarts_would_be_found_wrong() -> None:
     assert found.goodput != pytest.approx(run.ettr, rel=0.03)
 
 
-# --- kept, lost, not saved ------------------------------------------------------------------------------------------
+# --- kept, lost and unsaved steps ------------------------------------------------------------------------------------
 
 
 def start_of(
     at: float, steps: range, saves: Iterable[int], *, resumes: int | None = None, end: str = "", by: str = "step"
 ) -> list[dict[str, Any]]:
-    """A start that trains ``steps`` of a second each, and saves after the steps in ``saves``."""
+    """A start that trains ``steps`` of one second each, and saves after the steps in ``saves``."""
     first = steps[0] if by == "step" else min(saves)
     lines = [line("start", at, first if resumes is None else None, process_at=at)]
     if by:
@@ -262,8 +260,8 @@ def every(interval: int, last: int) -> range:
     return range(interval, last + 1, interval)
 
 
-def test_a_run_that_lost_nothing_keeps_all_of_its_steps() -> None:
-    """Also if the loop calls only ``save``, first after a later step than the first of the run."""
+def test_a_run_without_losses_keeps_all_steps() -> None:
+    """Also if the loop calls only ``save``, and first after a later step than the run's first."""
     run = range(1, 301)
     assert counts(start_of(0, run, every(10, 300), end="closed")) == (300, 0, 0)
     assert counts(start_of(0, run, every(10, 300), end="closed", by="save")) == (300, 0, 0)
@@ -274,14 +272,14 @@ def test_a_run_that_lost_nothing_keeps_all_of_its_steps() -> None:
     assert counts(before) == (300, 0, 0)
 
 
-def test_steps_behind_the_last_save_of_a_closed_run_are_kept_until_a_start_repeats_them() -> None:
+def test_steps_after_the_last_save_are_kept_until_repeated() -> None:
     closed = start_of(0, range(1, 26), every(10, 25), end="closed")
     assert counts(closed) == (25, 0, 0) and report(closed).after_save_steps == 5
     assert counts(closed, start_of(100, range(21, 31), [30], resumes=20, end="closed")) == (30, 0, 5)
 
 
 @pytest.mark.parametrize("interval", [1, 10])
-def test_lost_are_exactly_the_steps_that_are_repeated(interval: int) -> None:
+def test_lost_steps_are_the_repeated_ones(interval: int) -> None:
     killed = start_of(0, range(1, 56), every(interval, 50))
     assert counts(killed) == (50, 5, 0)
     assert report(killed).spent["unsaved"] == pytest.approx(5)
@@ -294,12 +292,12 @@ def test_lost_are_exactly_the_steps_that_are_repeated(interval: int) -> None:
     ]) == (80, 0, 10)  # fmt: skip
 
 
-def test_a_loop_that_restores_by_other_means_goes_on_from_the_newest_save_before_its_first() -> None:
+def test_an_unrecorded_restore_counts_from_the_newest_earlier_save() -> None:
     killed = start_of(0, range(1, 56), every(10, 50), by="save")
     assert counts(killed, start_of(100, range(41, 81), every(10, 80)[4:], by="save", end="closed")) == (80, 0, 10)
 
 
-def test_what_the_agent_commits_of_a_killed_job_is_kept_and_a_gradient_log_keeps_all() -> None:
+def test_commits_by_the_agent_and_gradient_logs_keep_steps() -> None:
     killed = start_of(0, range(1, 56), [10, 20])
     killed.insert(-1, line("save", 54.5, 54, productive=54, saves=3))
     [start] = filter(None, [read_start(killed)])
@@ -310,7 +308,7 @@ def test_what_the_agent_commits_of_a_killed_job_is_kept_and_a_gradient_log_keeps
     assert counts(killed) == (55, 0, 0)
 
 
-def test_the_step_that_a_commit_in_the_background_has_seen_counts() -> None:
+def test_a_background_commit_counts_with_its_own_step() -> None:
     lines = start_of(0, range(1, 56), [50])
     lines = [one for one in lines if one["step"] != 55]
     lines.append(line("durable", 56, 50, productive=55, durable=6, saves=1) | {"reached_step": 55})

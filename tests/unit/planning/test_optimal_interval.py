@@ -1,4 +1,4 @@
-"""Optimal intervals against each other and against a search; ETTR against its derivation."""
+"""Optimal intervals compared with each other and with a search; ETTR compared with its derivation."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tierckpt.planning import (
 
 stalls = st.floats(1e-3, 1e3)
 ratios = st.floats(3.0, 1e6)
-"""MTBF over stall. Below 2 the formulas are not close to each other."""
+"""MTBF divided by stall. Below 2 the formulas differ widely."""
 
 
 def searched(stall: float, mtbf: float) -> float:
-    """The interval with the best exact ETTR, by golden section."""
+    """The interval with the best exact ETTR, by golden-section search."""
     low, high = 1e-6 * mtbf, 5 * mtbf
     golden = (math.sqrt(5) - 1) / 2
     for _ in range(200):
@@ -44,21 +44,21 @@ def searched(stall: float, mtbf: float) -> float:
 
 @given(stall=stalls, ratio=ratios)
 @settings(max_examples=100, deadline=None)
-def test_the_exact_optimum_is_the_one_a_search_finds(stall: float, ratio: float) -> None:
+def test_the_exact_optimum_equals_a_search(stall: float, ratio: float) -> None:
     found = exact(stall, stall * ratio)
     assert found == pytest.approx(searched(stall, stall * ratio), rel=1e-4)
 
 
 @given(stall=stalls, ratio=ratios)
 @settings(max_examples=200, deadline=None)
-def test_daly_is_nearer_to_the_exact_optimum_than_young(stall: float, ratio: float) -> None:
+def test_daly_is_closer_to_the_optimum_than_young(stall: float, ratio: float) -> None:
     mtbf = stall * ratio
     best = exact(stall, mtbf)
     assert abs(daly(stall, mtbf) - best) <= abs(young(stall, mtbf) - best) + 1e-9 * best
     assert best < young(stall, mtbf)
 
 
-def test_check_values() -> None:
+def test_published_values() -> None:
     assert young(2, 3600) == pytest.approx(120)
     assert daly(2, 3600) == pytest.approx(118.670, abs=0.001)
     assert daly(60, 20) == 20
@@ -73,8 +73,8 @@ def test_neither_restart_nor_latency_moves_the_optimum() -> None:
         assert all(ettr.exact(best * factor, 5, 600, restart, latency) < here for factor in (0.9, 1.1))
 
 
-def test_latency_costs_exactly_what_so_much_more_restart_costs() -> None:
-    """The derivation, by random runs: the state that was durable when a run ended counts."""
+def test_latency_costs_as_much_as_restart_time() -> None:
+    """The derivation, checked with random runs: a run restores the newest state that was durable at its end."""
     chance, mtbf, span, stall, latency, restart = random.Random(7), 600.0, 100.0, 5.0, 60.0, 30.0
     kept = wall = 0.0
     for _ in range(60_000):
@@ -93,18 +93,18 @@ LOCAL = Level("local", stall_seconds=2, restart_seconds=0, mtbf_seconds=3600)
 SHARED = Level("shared", stall_seconds=60, restart_seconds=0, mtbf_seconds=36000)
 
 
-def test_two_levels_by_the_formula() -> None:
+def test_two_levels_follow_the_formula() -> None:
     local, every = two_level(2, 3600, 60, 36000)
     assert (local, every) == (pytest.approx(120), 17)
 
 
-def test_one_level_nested_is_exact() -> None:
+def test_the_nested_formula_is_exact_for_one_level() -> None:
     level = Level("shared", 60, 30, 600, latency_seconds=10)
     assert ettr.nested([level], 200, [1]) == pytest.approx(ettr.exact(200, 60, 600, 30, 10))
 
 
-def test_two_levels_waste_a_tenth_where_one_wastes_a_fifth() -> None:
-    """Stalls of 2 s and 60 s, a failure per hour and per ten hours. Simulated: 10.0 % at best, 22.8 % with one."""
+def test_two_levels_halve_the_waste_of_one() -> None:
+    """Stalls of 2 s and 60 s, failures per 1 h and 10 h. Simulated waste: 10.0 % at best, 22.8 % with one."""
     both = plan([LOCAL, SHARED], step_seconds=1.0)
     assert 1 / both.ettr - 1 == pytest.approx(0.098, abs=0.006)
     all_failures = 1 / (1 / 3600 + 1 / 36000)
@@ -121,9 +121,7 @@ def test_two_levels_waste_a_tenth_where_one_wastes_a_fifth() -> None:
 )
 @example(stall=16.0, deep=17.0, mtbf=2000.0, rarer=7.0, step=1.5)  # from every 3rd to every 2nd: both intervals move
 @settings(max_examples=60, deadline=None)
-def test_the_plan_is_as_good_as_the_best_of_a_grid(
-    stall: float, deep: float, mtbf: float, rarer: float, step: float
-) -> None:
+def test_the_plan_matches_a_grid_search(stall: float, deep: float, mtbf: float, rarer: float, step: float) -> None:
     levels = [Level("a", stall, 60, mtbf), Level("b", deep, 300, mtbf * rarer, 30.0)]
     found = plan(levels, step)
     grid = {max(1, round(1.35**power)) for power in range(36)}
@@ -135,7 +133,7 @@ def test_the_plan_is_as_good_as_the_best_of_a_grid(
     assert found.ettr >= best - 2e-5
 
 
-def test_no_level_is_asked_for_more_than_it_can_take() -> None:
+def test_no_level_exceeds_its_bandwidth() -> None:
     slow = Level("shared", 0.0, 60, 7200, latency_seconds=600, interval_min_seconds=600)
     found = plan([Level("local", 0.1, 30, 3600, interval_min_seconds=45), slow], step_seconds=7.0)
     assert found.steps_by_level[0] * 7 >= 45
@@ -155,13 +153,13 @@ def test_without_failures_the_interval_is_long_and_finite() -> None:
     assert 86400 < found.steps * 10 <= 30 * 86400
 
 
-def test_rounding_takes_the_better_neighbour() -> None:
+def test_rounding_chooses_the_better_neighbour() -> None:
     steps = to_steps(exact(2, 3600), 50.0, 2, 3600)
     assert steps == 2  # 118.7 s are between 2 and 3 steps
     assert to_steps(1.0, 50.0, 2, 3600) == 1
 
 
-def test_the_same_numbers_give_the_same_plan() -> None:
+def test_plans_are_deterministic() -> None:
     assert plan([LOCAL, SHARED], 3.3) == plan([LOCAL, SHARED], 3.3)
 
 
@@ -186,6 +184,6 @@ def test_checkfreq_keeps_one_in_flight_and_the_overhead_bounded(
         (lambda: checkfreq_steps(0, 1, 1), "step time is 0"),
     ],
 )
-def test_bad_input_gets_a_sentence(make, says) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_input_is_explained(make, says) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=says):
         make()

@@ -1,4 +1,4 @@
-"""The interval of a running job: chosen from a profile, then adapted in both directions by the overhead."""
+"""The interval of a running job: chosen from a profile, then adapted to the measured overhead."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ STEP = 0.5
         (0.0, 0.0, 1, "there is no shorter one"),
     ],
 )
-def test_without_a_failure_rate_it_is_checkfreqs(blocked: float, durable: float, steps: int, why: str) -> None:
+def test_without_a_failure_rate_the_interval_follows_checkfreq(
+    blocked: float, durable: float, steps: int, why: str
+) -> None:
     assert choose(JobProfile(STEP, blocked, durable), Goal()).steps == steps, why
 
 
 @pytest.mark.parametrize("mtbf", [600.0, 3600.0, 86400.0])
-def test_with_a_failure_rate_it_is_the_exact_optimum(mtbf: float) -> None:
+def test_with_a_failure_rate_the_interval_is_optimal(mtbf: float) -> None:
     profile = JobProfile(STEP, 0.4, 3.0)
     found = choose(profile, Goal(0.5, local_mtbf_seconds=mtbf)).steps
     assert found == to_steps(exact(0.4, mtbf), STEP, 0.4, mtbf)
@@ -55,13 +57,13 @@ def test_with_a_failure_rate_it_is_the_exact_optimum(mtbf: float) -> None:
     assert all(best >= ettr.exact((found + other) * STEP, 0.4, mtbf, 0.0) for other in (-1, 1, 5, -5) if found + other)
 
 
-def test_the_bounds_hold_where_the_optimum_would_break_them() -> None:
+def test_bounds_override_the_optimum() -> None:
     eager = choose(JobProfile(STEP, 0.4, 3.0), Goal(0.035, local_mtbf_seconds=10.0))
     assert eager.steps * STEP * 0.035 >= 0.4
     assert "throughput" in eager.reason
 
 
-def test_two_levels_have_an_interval_each() -> None:
+def test_each_level_has_its_interval() -> None:
     profile = JobProfile(STEP, 0.05, 1.0, shared_seconds=60.0, shared_stall_seconds=2.0)
     found = choose(profile, Goal(0.035, 3600.0, 36000.0))
     local, shared = found.steps * STEP, found.steps * found.every * STEP
@@ -70,12 +72,12 @@ def test_two_levels_have_an_interval_each() -> None:
     assert shared >= 60.0, "shared storage keeps up"
 
 
-def test_shared_storage_is_sent_what_it_takes_where_no_failure_rate_is_known() -> None:
+def test_without_a_failure_rate_drains_match_shared_bandwidth() -> None:
     assert choose(JobProfile(STEP, 0.0, 1.0, shared_seconds=9.9), Goal()).every == 10
     assert choose(JobProfile(STEP, 0.0, 1.0, shared_seconds=9.9), Goal(), drains=False).every == 1
 
 
-def test_the_slowest_rank_counts() -> None:
+def test_the_slowest_rank_sets_the_interval() -> None:
     assert slowest([JobProfile(1, 0.1, 5), JobProfile(2, 0.3, 1, 7)]) == JobProfile(2, 0.3, 5, 7)
 
 
@@ -94,12 +96,12 @@ def test_the_slowest_rank_counts() -> None:
         (lambda: IntervalController(True, sending()), "interval is True"),
     ],
 )
-def test_bad_input_gets_a_sentence(make: Any, says: str) -> None:
+def test_invalid_input_is_explained(make: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
 
 
-def test_hopeless_failure_rates_do_not_stop_training() -> None:
+def test_extreme_failure_rates_do_not_stop_training() -> None:
     found = choose(JobProfile(100.0, 50.0, 100.0), Goal(0.5, local_mtbf_seconds=0.5))
     assert found.steps >= 1
     assert "as often as possible" in found.reason
@@ -108,7 +110,7 @@ def test_hopeless_failure_rates_do_not_stop_training() -> None:
 # --- adapting -----------------------------------------------------------------------------------------------------
 
 
-def test_too_dear_makes_it_longer_by_a_quarter_and_cheap_shorter_step_by_step() -> None:
+def test_the_interval_grows_by_a_quarter_and_shrinks_gradually() -> None:
     choice = IntervalChoice(20, 1, "profile")
     pace = adapt(None, choice, 0.0, 0.035)
     assert pace.steps == 20
@@ -119,11 +121,11 @@ def test_too_dear_makes_it_longer_by_a_quarter_and_cheap_shorter_step_by_step() 
         longer = adapt(longer, choice, 0.01, 0.035)
         steps.append(longer.steps)
     assert steps[CALM_WINDOWS] == 24
-    assert steps[-1] == 20, "back at the choice, and no shorter"
-    assert adapt(Pace(25, 1, calm=2), choice, 0.03, 0.035).calm == 0, "between half the bound and the bound it stays"
+    assert steps[-1] == 20, "never shorter than the chosen interval"
+    assert adapt(Pace(25, 1, calm=2), choice, 0.03, 0.035).calm == 0, "unchanged between half the bound and the bound"
 
 
-def test_noise_does_not_end_checkpoints() -> None:
+def test_noise_does_not_disable_checkpoints() -> None:
     pace: Pace | None = None
     for _ in range(100):
         pace = adapt(pace, IntervalChoice(10, 1, ""), 9.0, 0.035)
@@ -131,11 +133,11 @@ def test_noise_does_not_end_checkpoints() -> None:
     assert pace.steps == 160
 
 
-def test_a_profile_that_got_worse_is_followed_at_once() -> None:
+def test_a_worse_profile_takes_effect_at_once() -> None:
     assert adapt(Pace(10, 1), IntervalChoice(40, 4, ""), 0.0, 0.035) == Pace(40, 4)
 
 
-def test_overhead_is_what_saves_cost_beside_the_median_of_undisturbed_steps() -> None:
+def test_overhead_is_relative_to_the_median_undisturbed_step() -> None:
     window = MeasuredSpan(Steps(80, 40.0, 0.5), Steps(), Steps(20, 12.0, 0.6), blocked_seconds=1.0)
     assert window.baseline() == 0.5
     assert window.overhead(0.5) == pytest.approx((1.0 + 2.0) / 50)
@@ -145,7 +147,7 @@ def test_overhead_is_what_saves_cost_beside_the_median_of_undisturbed_steps() ->
     )
 
 
-# --- one job, without a clock --------------------------------------------------------------------------------------
+# --- one simulated job ---------------------------------------------------------------------------------------------
 
 
 def sending(**overrides: Any) -> DrainDecider:
@@ -153,7 +155,7 @@ def sending(**overrides: Any) -> DrainDecider:
 
 
 class Job:
-    """Steps and saves at the test's times."""
+    """A job whose steps and saves take the test's times."""
 
     def __init__(self, pacer: IntervalController, blocked: float, durable: float, shared: float | None) -> None:
         self.pacer, self.costs = pacer, (blocked, durable, shared)
@@ -183,7 +185,7 @@ class Job:
         return [b - a for a, b in pairwise(self.saved[first:])]
 
 
-def test_a_job_profiles_then_keeps_to_its_interval(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_profiles_and_then_keeps_its_interval(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tierckpt.interval")
     job = Job(IntervalController("auto", sending(drain=False)), 0.1, 15.0, None)
     intervals = job.run(400)
@@ -194,7 +196,7 @@ def test_a_job_profiles_then_keeps_to_its_interval(caplog: pytest.LogCaptureFixt
     assert "a step takes 0.5 s, a save blocks 0.1 s and is durable after 15 s" in line
 
 
-def test_it_goes_both_ways_as_the_cost_changes() -> None:
+def test_the_interval_follows_the_cost_up_and_down() -> None:
     job = Job(IntervalController("auto", sending(drain=False)), 0.05, 5.0, None)
     before = job.run(200)[-1]
     job.slowdown = 0.6
@@ -205,7 +207,7 @@ def test_it_goes_both_ways_as_the_cost_changes() -> None:
     assert after == before == 10
 
 
-def test_slow_shared_storage_gets_every_nth() -> None:
+def test_slow_shared_storage_gets_every_nth_save() -> None:
     job = Job(IntervalController("auto", sending()), 0.05, 5.0, 18.0)
     job.run(400)
     sent = [record.is_sent for record in job.records[10:]]
@@ -213,30 +215,30 @@ def test_slow_shared_storage_gets_every_nth() -> None:
     assert {b - a for a, b in pairwise(places)} == {4}
 
 
-def test_a_save_that_somebody_asked_for_is_sent() -> None:
+def test_requested_saves_are_drained() -> None:
     job = Job(IntervalController("auto", sending()), 0.05, 5.0, 60.0)
     job.run(400)
     assert not job.records[-1].is_sent or not job.records[-2].is_sent
     assert all(job.pacer.before_save(500 + n, job.records, is_asked=True).is_sent for n in range(3))
 
 
-def test_a_fixed_interval_saves_at_its_multiples_and_sends_all() -> None:
+def test_a_fixed_interval_drains_every_save() -> None:
     job = Job(IntervalController(7, sending()), 0.1, 1.0, 50.0)
     job.run(30)
     assert job.saved == [7, 14, 21, 28]
     assert all(record.is_sent for record in job.records)
 
 
-def test_without_an_interval_steps_save_nothing() -> None:
+def test_without_an_interval_nothing_is_saved() -> None:
     job = Job(IntervalController(None, sending()), 0.1, 1.0, None)
     assert job.run(50) == []
     assert job.saved == []
 
 
-# --- adaptive ------------------------------------------------------------------------------------------------------
+# --- adaptive drains -----------------------------------------------------------------------------------------------
 
 
-def test_the_policy_skips_while_a_drain_is_under_way_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_saves_during_a_drain_stay_local_and_log_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tierckpt.policy")
     adaptive = sending(exposure_seconds_max=math.inf)
     records: list[SaveRecord] = []
@@ -252,7 +254,7 @@ def test_the_policy_skips_while_a_drain_is_under_way_and_says_why(caplog: pytest
     assert "shared_bytes_per_second 3.33333e+07" in caplog.messages[4]
 
 
-def test_the_exposure_bound_sends_sooner() -> None:
+def test_an_exposure_bound_drains_earlier() -> None:
     def sent(bound: float) -> int:
         adaptive = sending(exposure_seconds_max=bound)
         records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 2.0)]
@@ -271,7 +273,7 @@ def test_the_exposure_bound_sends_sooner() -> None:
     assert sent(25.0) == 4
 
 
-# --- adaptive: path and rate ---------------------------------------------------------------------------------------
+# --- adaptive drains: path and rate --------------------------------------------------------------------------------
 
 
 def saves(
@@ -291,20 +293,20 @@ def saves(
     return orders
 
 
-def test_storage_that_is_as_fast_as_the_ssd_gets_saves_straight() -> None:
+def test_fast_shared_storage_gets_direct_saves() -> None:
     orders = saves(sending(exposure_seconds_max=math.inf), 8, local=4.0, shared=2.0)
-    assert not orders[0].is_direct_put, "nothing is known yet"
+    assert not orders[0].is_direct_put, "nothing is measured yet"
     assert all(order.is_direct_put and order.is_sent for order in orders[1:])
 
 
-def test_storage_that_is_slower_never_does() -> None:
+def test_slow_shared_storage_gets_no_direct_saves() -> None:
     """Control experiment."""
     assert not any(
         order.is_direct_put for order in saves(sending(exposure_seconds_max=math.inf), 20, local=1.0, shared=5.0)
     )
 
 
-def test_a_save_that_is_under_way_has_the_size_of_the_one_before() -> None:
+def test_a_save_in_progress_counts_with_the_previous_size() -> None:
     """Its own size is unknown, and must not count as 0."""
     adaptive = sending(exposure_seconds_max=math.inf)
     records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0), SaveRecord(2, "", 0, 0.1)]
@@ -312,7 +314,7 @@ def test_a_save_that_is_under_way_has_the_size_of_the_one_before() -> None:
     assert adaptive.decide(4, records, 1, 10.0, view=RankView(0.5)).is_direct_put
 
 
-def test_little_room_is_no_reason_and_none_is() -> None:
+def test_only_a_full_ssd_causes_direct_saves() -> None:
     def straight(room: float) -> list[bool]:
         adaptive = sending(exposure_seconds_max=math.inf)
         return [order.is_direct_put for order in saves(adaptive, 6, local=1.0, shared=5.0, sight=RankView(room))]
@@ -322,7 +324,7 @@ def test_little_room_is_no_reason_and_none_is() -> None:
     assert straight(0.2)[1:3] == [True, True]
 
 
-def test_a_drain_that_slows_training_down_is_throttled_until_it_costs_what_it_may(
+def test_a_drain_is_throttled_to_its_allowed_slowdown(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """D7: a model of training that an unlimited drain at 200 MB/s slows by 24 %, in proportion to its rate."""
@@ -345,7 +347,7 @@ def test_a_drain_that_slows_training_down_is_throttled_until_it_costs_what_it_ma
     assert "drain_bytes_per_second" in caplog.messages[-1] and "step_slowdown 0.2" in caplog.messages[-1]
 
 
-def test_a_throttle_is_lifted_when_drains_cost_nothing_any_more() -> None:
+def test_a_throttle_ends_when_drains_cost_nothing() -> None:
     adaptive = sending(exposure_seconds_max=math.inf)
     records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0)]
     for number in range(2, 12):
@@ -358,7 +360,7 @@ def test_a_throttle_is_lifted_when_drains_cost_nothing_any_more() -> None:
     assert free.bytes_per_second is None or free.bytes_per_second >= 190e6
 
 
-def test_the_exposure_bound_is_before_the_throttle() -> None:
+def test_the_exposure_bound_overrides_the_throttle() -> None:
     adaptive = sending(exposure_seconds_max=20.0)
     records: list[SaveRecord] = []
     for number in range(1, 8):
@@ -369,13 +371,13 @@ def test_the_exposure_bound_is_before_the_throttle() -> None:
     assert order.bytes_per_second is None or order.bytes_per_second >= 1e9 / 20
 
 
-def test_each_node_gets_its_part_of_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_divide_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "32")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert SaveDirective(bytes_per_second=100e6).throttle_of_node() == 25_000_000
     assert SaveDirective().throttle_of_node() is None
 
 
-def test_the_numbers_of_an_auto_interval_are_its_goal() -> None:
+def test_auto_interval_arguments_become_its_goal() -> None:
     made = IntervalController(AutoInterval(overhead_max=0.1, mtbf_seconds={"local": 5.0}), sending())
     assert made.interval == "auto" and made.goal == Goal(0.1, local_mtbf_seconds=5.0)

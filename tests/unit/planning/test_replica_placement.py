@@ -1,4 +1,4 @@
-"""Replica placement: Gemini's groups by brute force over all losses."""
+"""Replica placement: recovery probability of Gemini's groups, compared with brute force over all losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierckpt.planning.replica_placement import group_placement, survival_probab
 
 
 def brute_force(holders: list[tuple[int, ...]], lost: int) -> float:
-    """Share of the losses of ``lost`` nodes at once that leave a copy of each shard."""
+    """The share of simultaneous losses of ``lost`` nodes that leave a copy of each shard."""
     ways = list(itertools.combinations(range(len(holders)), lost))
     return sum(survives(holders, set(way)) for way in ways) / len(ways)
 
@@ -28,12 +28,12 @@ def brute_force(holders: list[tuple[int, ...]], lost: int) -> float:
         (16, 3, 3, 0.9905),
     ],
 )
-def test_check_values(nodes: int, replicas: int, lost: int, probability: float) -> None:
+def test_published_values(nodes: int, replicas: int, lost: int, probability: float) -> None:
     assert survival_probability(nodes, replicas, lost) == pytest.approx(probability, abs=5e-5)
 
 
 @pytest.mark.parametrize(("nodes", "replicas"), [(8, 2), (12, 2), (9, 3), (12, 3), (8, 4)])
-def test_the_formula_is_what_brute_force_counts(nodes: int, replicas: int) -> None:
+def test_the_formula_equals_brute_force(nodes: int, replicas: int) -> None:
     holders = group_placement(nodes, replicas)
     for lost in range(nodes + 1):
         counted, formula = brute_force(holders, lost), survival_probability(nodes, replicas, lost)
@@ -44,7 +44,7 @@ def test_the_formula_is_what_brute_force_counts(nodes: int, replicas: int) -> No
 
 
 @pytest.mark.parametrize("nodes", [8, 12, 16])
-def test_groups_are_better_than_a_ring(nodes: int) -> None:
+def test_groups_survive_more_losses_than_a_ring(nodes: int) -> None:
     """With two replicas, a ring loses a shard with N pairs of nodes, groups with N/2."""
     pairs = math.comb(nodes, 2)
     ring = [(node, (node + 1) % nodes) for node in range(nodes)]
@@ -60,7 +60,7 @@ def test_mixed_placement_is_within_its_published_gap(nodes: int, replicas: int) 
 
 
 @pytest.mark.parametrize(("nodes", "replicas"), [(8, 2), (9, 2), (16, 4), (13, 3), (5, 5), (6, 1)])
-def test_every_shard_has_all_its_copies_on_different_nodes(nodes: int, replicas: int) -> None:
+def test_copies_of_a_shard_are_on_different_nodes(nodes: int, replicas: int) -> None:
     placement = group_placement(nodes, replicas)
     assert len(placement) == nodes
     for node, holders in enumerate(placement):
@@ -71,13 +71,13 @@ def test_every_shard_has_all_its_copies_on_different_nodes(nodes: int, replicas:
 
 
 @pytest.mark.parametrize(("nodes", "replicas", "rack"), [(64, 2, 16), (64, 2, 32), (48, 3, 16), (50, 2, 10)])
-def test_no_rack_takes_all_copies_of_a_shard(nodes: int, replicas: int, rack: int) -> None:
+def test_copies_of_a_shard_span_racks(nodes: int, replicas: int, rack: int) -> None:
     holders = group_placement(nodes, replicas)
     for first in range(0, nodes, rack):
         assert survives(holders, set(range(first, min(nodes, first + rack))))
 
 
-def test_bad_input_gets_a_sentence() -> None:
+def test_invalid_input_is_explained() -> None:
     with pytest.raises(ConfigError, match="replicas are 3: 2 nodes hold at most 2 copies"):
         group_placement(2, 3)
     with pytest.raises(ConfigError, match="lost nodes are 9"):

@@ -1,4 +1,4 @@
-"""The simulator against closed forms: one tier, two tiers, replica placement, sharing; and at its largest size.
+"""The simulator compared with closed forms: one tier, two tiers, replicas, sharing; and at its largest size.
 
 Tolerances follow the sample: the ETTR of a run with n failures is accurate to about 1/sqrt(n) of their cost.
 """
@@ -41,19 +41,19 @@ CLUSTER = Cluster(NODES, RATES, (failing(MTBF),))
 
 
 @pytest.mark.parametrize("span", [100.0, 230.0, 600.0])
-def test_a_blocking_save_has_the_ettr_of_the_exact_formula(span: float) -> None:
+def test_blocking_saves_match_the_exact_formula(span: float) -> None:
     run = simulate(CLUSTER, replace(BLOCKING, interval_seconds=span), days=60, seed=3)
     assert run.ettr == pytest.approx(ettr.exact(span, 60, MTBF, 40), rel=0.02)
 
 
 @pytest.mark.parametrize("span", [100.0, 230.0])
-def test_a_save_in_the_background_costs_its_latency(span: float) -> None:
+def test_background_saves_cost_their_latency(span: float) -> None:
     background = replace(BLOCKING, interval_seconds=span, blocking=False, stall_seconds=5)
     run = simulate(CLUSTER, background, days=30, seed=3)
     assert run.ettr == pytest.approx(ettr.exact(span, 5, MTBF, 40, 60), rel=0.02)
 
 
-def test_youngs_and_dalys_interval_beat_half_and_twice_of_it() -> None:
+def test_young_and_daly_beat_half_and_double_their_intervals() -> None:
     best = exact(60, MTBF)
     found = {
         factor: simulate(CLUSTER, replace(BLOCKING, interval_seconds=factor * best), days=60, seed=5).ettr
@@ -63,8 +63,8 @@ def test_youngs_and_dalys_interval_beat_half_and_twice_of_it() -> None:
     assert found[1.0] > found[2.0]
 
 
-def test_a_formula_without_the_restart_is_found_wrong() -> None:
-    """Seeded: the comparison fails without one of its terms."""
+def test_a_formula_without_restarts_is_detected() -> None:
+    """Seeded bug: the comparison fails without one of its terms."""
     run = simulate(CLUSTER, BLOCKING, days=60, seed=3)
     assert run.ettr != pytest.approx(ettr.exact(230, 60, MTBF, 0), rel=0.02)
 
@@ -74,7 +74,7 @@ def test_a_formula_without_the_restart_is_found_wrong() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 17, 40])
-def test_two_tiers_have_the_ettr_of_the_nested_formula(every: int) -> None:
+def test_two_tiers_match_the_nested_formula(every: int) -> None:
     cluster = Cluster(NODES, RATES, (failing(3600, "process", wipes=False), failing(36000)))
     tiered = Configuration(
         "two", 120, checkpoint_bytes=6 * TB, restart_seconds=50, stall_seconds=2, local=True, flush_seconds=5,
@@ -96,7 +96,7 @@ def with_peers(nodes: int, replicas: int = 2) -> Configuration:
 
 
 @pytest.mark.parametrize(("nodes", "replicas", "lost"), [(16, 2, 2), (16, 2, 3), (16, 3, 3)])
-def test_losses_at_once_are_survived_as_often_as_gemini_has_it(nodes: int, replicas: int, lost: int) -> None:
+def test_survival_of_simultaneous_losses_matches_gemini(nodes: int, replicas: int, lost: int) -> None:
     cluster = Cluster(nodes, RATES, (burst(nodes, lost),))
     run = simulate(cluster, replace(with_peers(nodes, replicas), interval_seconds=1800.0), days=200, seed=1)
     total = run.restores["peer"] + run.restores["shared"]
@@ -106,11 +106,11 @@ def test_losses_at_once_are_survived_as_often_as_gemini_has_it(nodes: int, repli
 
 
 def burst(nodes: int, lost: int) -> FailureKind:
-    """Loss of ``lost`` random nodes at once, every five hours."""
+    """A loss of ``lost`` random nodes at once, every five hours."""
     return FailureKind("burst", 86400 / 18000 / nodes, nodes=lost, together=False)
 
 
-def test_a_rack_that_fails_takes_no_shard_with_it() -> None:
+def test_a_rack_failure_loses_no_shard() -> None:
     cluster = Cluster(64, RATES, (FailureKind("rack", 24 / 64 / 5, nodes=16),))
     run = simulate(cluster, replace(with_peers(64), interval_seconds=600.0), days=60, seed=1)
     assert run.failures["rack"] > 200
@@ -118,7 +118,7 @@ def test_a_rack_that_fails_takes_no_shard_with_it() -> None:
 
 
 @pytest.mark.slow
-def test_each_tier_that_is_added_helps_and_agrees_with_the_sizer() -> None:
+def test_each_added_tier_helps_and_matches_the_sizer() -> None:
     sizing = size(
         from_number("175e9"), state_of(), Mesh(tp=8, pp=16, dp=8), Site(rates=RATES, failures_per_node_day=0.05)
     )
@@ -127,7 +127,7 @@ def test_each_tier_that_is_added_helps_and_agrees_with_the_sizer() -> None:
     ratios = [run.ettr for run in runs]
     assert ratios == sorted(ratios)
     for run in runs:
-        assert run.ettr == pytest.approx(run.expected_ettr, rel=0.03)  # the accuracy that the guide promises
+        assert run.ettr == pytest.approx(run.expected_ettr, rel=0.03)  # the accuracy stated in the guide
 
 
 # --- time, seeds, sharing -----------------------------------------------------------------------------------------
@@ -148,13 +148,13 @@ def test_every_second_is_accounted_for(spares: int | None) -> None:
     assert (run.waiting_seconds > 0) == (spares is not None)
 
 
-def test_without_spares_or_repair_the_job_stops_at_the_first_loss() -> None:
+def test_a_job_without_spares_or_repair_stops_at_the_first_loss() -> None:
     cluster = replace(CLUSTER, spares=0, repair_seconds=1e9)
     run = simulate(cluster, BLOCKING, days=10, seed=1)
     assert run.waiting_seconds > 0.9 * run.wall_seconds
 
 
-def test_a_seed_gives_the_same_run_and_another_seed_another() -> None:
+def test_runs_are_determined_by_their_seed() -> None:
     cluster = replace(CLUSTER, spares=8, outage_every_seconds=7200.0, outage_seconds=600.0)
     first, again = (simulate(cluster, with_peers(NODES), days=3, seed=11) for _ in range(2))
     assert first == again
@@ -175,7 +175,7 @@ def test_jobs_share_the_bandwidth() -> None:
     assert four.stalled_seconds / (four.checkpoints / 4) == pytest.approx(240, rel=0.01)
 
 
-def test_an_outage_of_shared_storage_costs_little_where_there_is_a_local_tier() -> None:
+def test_a_local_tier_bounds_the_cost_of_a_shared_outage() -> None:
     away = replace(
         CLUSTER, failures=(failing(7200, "process", wipes=False),), outage_every_seconds=7200, outage_seconds=1800
     )
@@ -186,7 +186,7 @@ def test_an_outage_of_shared_storage_costs_little_where_there_is_a_local_tier() 
     assert lost.exposure_seconds_max > 1800
 
 
-def test_a_pipe_is_shared_fairly_and_no_flow_passes_its_cap() -> None:
+def test_flows_share_a_pipe_fairly_within_their_caps() -> None:
     env = simpy.Environment()
     pipe = Pipe(env, 10.0)
     ends: dict[str, float] = {}
@@ -220,7 +220,7 @@ def test_a_pipe_is_shared_fairly_and_no_flow_passes_its_cap() -> None:
         (lambda: simulate(Cluster(2, RATES, ()), with_peers(2, 3), days=1), "replicas are 3: a job of 2 nodes"),
     ],
 )
-def test_bad_input_gets_a_sentence(make, says) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_input_is_explained(make, says) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=says):
         make()
 
@@ -229,8 +229,8 @@ def test_bad_input_gets_a_sentence(make, says) -> None:  # type: ignore[no-untyp
 
 
 @pytest.mark.slow
-def test_16384_nodes_for_30_days_have_as_many_checkpoints_and_failures_as_such_a_job() -> None:
-    """Takes seconds. With cost growing faster than the nodes it would miss the test's deadline."""
+def test_16384_nodes_for_30_days() -> None:
+    """Takes seconds. If its cost grew faster than the number of nodes, the test would exceed its deadline."""
     sizing = size(
         from_number("1e12"), state_of(), Mesh(tp=8, pp=16, dp=1024),
         Site(rates=replace(RATES, shared_write=1 * TB, shared_read=1 * TB), step_seconds=60.0),

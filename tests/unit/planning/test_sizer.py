@@ -1,4 +1,4 @@
-"""The sizer against published figures, and its messages for invalid input.
+"""The sizer compared with published figures, and its messages for invalid input.
 
 Units: bytes and decimal multiples of them (GB is 1e9), seconds. Tolerances are stated where they are used.
 """
@@ -58,7 +58,7 @@ def gpt3(mesh: Mesh = SUPERPOD, **site: Any) -> Sizing:
     [("175e9", 350, 2.4), ("544e9", 1088, 7.0), ("1e12", 2000, 13.8)],
     ids=["GPT-3 175B", "544B", "1T"],
 )
-def test_model_and_checkpoint_sizes_are_the_published_ones(parameters: str, model_gb: float, state_tb: float) -> None:
+def test_model_and_checkpoint_sizes_match_published_figures(parameters: str, model_gb: float, state_tb: float) -> None:
     sizing = size(from_number(parameters), state_of("adam"))
     assert sizing.model_bytes == model_gb * GB
     # No single number of bytes per parameter fits all three in one unit: 14 is 2 % to 9 % above them.
@@ -66,13 +66,13 @@ def test_model_and_checkpoint_sizes_are_the_published_ones(parameters: str, mode
     assert sizing.bytes_per_parameter == 14
 
 
-def test_131072_gpus_fail_every_13_minutes() -> None:
+def test_mtbf_of_131072_gpus() -> None:
     assert mtbf_seconds(131_072 / 8, 6.5e-3) / 60 == pytest.approx(13.5, abs=0.05)
     hours = {gpus: mtbf_seconds(gpus / 8, 6.5e-3) / 3600 for gpus in (16_384, 4_096, 1_024)}
     assert hours == pytest.approx({16_384: 1.8, 4_096: 7.2, 1_024: 28.8}, rel=0.01)
 
 
-def test_the_superpod_of_128_nodes() -> None:
+def test_superpod_of_128_nodes() -> None:
     sizing = gpt3()
     assert (sizing.mesh.gpus, sizing.mesh.nodes) == (1024, 128)
     assert sizing.checkpoint_bytes == pytest.approx(2.45 * TB)
@@ -84,7 +84,7 @@ def test_the_superpod_of_128_nodes() -> None:
     assert needs == pytest.approx({1: 2450, 5: 490, 10: 245, 60: 40.8, 120: 20.4}, rel=0.01)
 
 
-def test_without_splitting_one_model_parallel_group_writes() -> None:
+def test_without_splitting_only_one_model_parallel_group_writes() -> None:
     sizing = gpt3(split=False)
     assert sizing.writing_nodes == 16
     assert sizing.node_written_bytes == pytest.approx(153 * GB, rel=0.01)
@@ -93,7 +93,7 @@ def test_without_splitting_one_model_parallel_group_writes() -> None:
 
 
 @pytest.mark.parametrize(("stage", "sharded_tb"), [(0, 19.6), (1, 4.9), (3, 2.45)])
-def test_what_a_restore_reads_from_shared_storage(stage: int, sharded_tb: float) -> None:
+def test_bytes_read_from_shared_storage_by_a_restore(stage: int, sharded_tb: float) -> None:
     paths = {row.name: row for row in gpt3(Mesh(tp=8, pp=16, dp=8, stage=stage)).restores}
     assert paths["naive"].shared_bytes == pytest.approx(19.6 * TB)
     assert paths["sharded"].shared_bytes == pytest.approx(sharded_tb * TB)
@@ -104,7 +104,7 @@ def test_what_a_restore_reads_from_shared_storage(stage: int, sharded_tb: float)
     assert paths["local"].seconds < paths["fanned out"].seconds
 
 
-def test_loading_350_gb_on_many_nodes() -> None:
+def test_load_of_350_gb_on_many_nodes() -> None:
     model = 350 * GB
     assert [load_direct_seconds(model, nodes, RATES) for nodes in (10, 128, 1000)] == pytest.approx([35, 448, 3500])
     assert load_cached_seconds(model, RATES) == pytest.approx(8.75)
@@ -160,11 +160,11 @@ CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize(("config", "parameters"), CONFIGS.values(), ids=CONFIGS)
-def test_a_config_json_is_counted_to_the_parameter(config: dict[str, Any], parameters: int) -> None:
+def test_parameters_of_a_config_json_are_exact(config: dict[str, Any], parameters: int) -> None:
     assert from_config(config).parameters == parameters
 
 
-def test_routed_experts_are_counted_apart() -> None:
+def test_routed_experts_are_counted_separately() -> None:
     model = from_config(CONFIGS["Mixtral 8x7B"][0])
     assert model.expert_parameters == 32 * 8 * 3 * 4096 * 14336
     assert model.experts == 8
@@ -183,12 +183,12 @@ def test_routed_experts_are_counted_apart() -> None:
         ),
     ],
 )
-def test_a_config_json_that_cannot_be_counted_says_why(config: dict[str, Any], says: str) -> None:
+def test_unsupported_config_json_is_explained(config: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         from_config(config)
 
 
-def test_shapes_of_a_live_model_and_what_its_optimizer_really_keeps() -> None:
+def test_sizes_of_a_live_model_and_optimizer() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)).to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -202,7 +202,7 @@ def test_shapes_of_a_live_model_and_what_its_optimizer_really_keeps() -> None:
     assert size(counted, state).model_bytes == 2 * counted.parameters
 
 
-def test_components_are_told_by_their_names() -> None:
+def test_components_are_recognized_by_name() -> None:
     names = {
         "model.layers.0.mlp.experts.3.up.weight": "weights",
         "optimizer.state.layers.0.weight.exp_avg": "exp_avg",
@@ -241,7 +241,7 @@ def test_bytes_per_parameter(optimizer: str, weights: str, saved: float, in_memo
     assert sum(part.bytes_per_parameter for part in state.components) == pytest.approx(in_memory)
 
 
-def test_fp32_gradients_make_the_popular_18_bytes_in_memory_and_change_no_checkpoint() -> None:
+def test_fp32_gradients_cost_memory_and_no_checkpoint_bytes() -> None:
     state = state_of("adam", gradients="fp32")
     assert sum(part.bytes_per_parameter for part in state.components) == 18
     assert state.saved_bytes == 14
@@ -265,14 +265,14 @@ def test_shards_add_up_to_the_checkpoint(tp: int, pp: int, dp: int, cp: int, sta
         assert held == pytest.approx(whole_bytes * dp * cp)
 
 
-def test_experts_are_spread_over_expert_parallel_ranks() -> None:
+def test_experts_are_sharded_over_expert_parallel_ranks() -> None:
     model, state = Model(100 * 10**9, 90 * 10**9), state_of()
     alone, spread = Mesh(dp=64), Mesh(dp=64, ep=8)
     assert alone.held_bytes(model, state) == pytest.approx(14 * 100 * GB)
     assert spread.held_bytes(model, state) == pytest.approx(14 * (10 + 90 / 8) * GB)
 
 
-def test_the_local_tier_says_what_it_asks_of_the_ssds() -> None:
+def test_the_local_tier_reports_ssd_endurance() -> None:
     sizing = gpt3()
     seconds = sizing.tiers[-1].interval_seconds(0)
     assert seconds is not None
@@ -282,14 +282,14 @@ def test_the_local_tier_says_what_it_asks_of_the_ssds() -> None:
     assert sizing.ssd.needed_bytes == pytest.approx(3 * sizing.node_written_bytes)
 
 
-def test_small_drives_are_not_worn_out_before_their_time() -> None:
+def test_the_interval_respects_the_endurance_of_small_drives() -> None:
     sizing = gpt3(ssd_bytes=1 * TB)
     assert sizing.ssd.drive_writes_per_day <= 1.0
     assert sizing.tiers[-1].schedule is not None
     assert sizing.tiers[-1].schedule.bound_by[0] == "throughput"
 
 
-def test_each_tier_that_is_added_raises_ettr() -> None:
+def test_each_added_tier_raises_ettr() -> None:
     ratios = [row.ettr for row in gpt3().tiers]
     assert gpt3().tiers[0].name == "shared, blocking"
     assert len(ratios) == 4
@@ -324,12 +324,12 @@ def test_each_tier_that_is_added_raises_ettr() -> None:
         (lambda: parse_seconds("5 weeks", "--mtbf"), "--mtbf is 5 weeks: write a duration"),
     ],
 )
-def test_bad_input_gets_a_sentence_that_says_which_value_and_what_is_valid(make: Any, says: str) -> None:
+def test_errors_name_the_invalid_value_and_the_valid_ones(make: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make()
 
 
-def test_numbers_as_people_write_them() -> None:
+def test_number_formats() -> None:
     assert [parse_count(text, "n") for text in ("175e9", "70b", "1.5T", "8_000")] == [
         175 * 10**9,
         70 * 10**9,

@@ -39,7 +39,7 @@ def saves(*steps: int, local: float | None = 1.0, **more: Any) -> list[Save]:
     return [Save(step, 10.0 * step, local, **more) for step in steps]
 
 
-def test_times_are_those_between_save_and_commit() -> None:
+def test_times_run_from_save_to_commit() -> None:
     took = [1, 2, 3, 4, 5, 6, 7, 8, 9, 600]
     made = saves(*range(1, 11))
     commits = [commit(one.step, one.at + 1, one.at + seconds) for one, seconds in zip(made, took, strict=True)]
@@ -50,8 +50,8 @@ def test_times_are_those_between_save_and_commit() -> None:
     assert (peer.is_used, peer.saves) == (False, 0)
 
 
-def test_no_time_is_negative_or_0_for_lack_of_a_record() -> None:
-    """Stores: with a clock 100 s behind, with times in whole seconds, and without times."""
+def test_clock_skew_and_missing_times_give_no_wrong_value() -> None:
+    """Stores: a clock 100 s behind, times in whole seconds, or no times."""
     made = saves(20, 21, 22)
     commits = [commit(20, 200.5, 100.0), commit(21, 210.5, 209.2), commit(22, 220.5, None)]
     *_, shared = tiers(Start(made), commits=commits)
@@ -61,7 +61,7 @@ def test_no_time_is_negative_or_0_for_lack_of_a_record() -> None:
 
 
 @pytest.mark.parametrize("seen", [HERE, Seen()], ids=["here", "elsewhere"])
-def test_what_waits_is_known_by_the_journal_here_and_by_the_store_elsewhere(seen: Seen) -> None:
+def test_pending_saves_come_from_the_journal_or_the_store(seen: Seen) -> None:
     commits = [commit(1, 10.5, 12.0)]
     waits = frozenset({2, 3}) if seen.is_here else frozenset[int]()
     *_, shared = tiers(Start(saves(1, 2, 3)), commits=commits, seen=Seen(seen.is_here, waits))
@@ -70,7 +70,7 @@ def test_what_waits_is_known_by_the_journal_here_and_by_the_store_elsewhere(seen
     assert (given_up.waiting_steps, given_up.skipped_steps) == ((), (2, 3))
 
 
-def test_what_neither_records_nor_store_tell_is_unknown() -> None:
+def test_values_without_a_source_are_unknown() -> None:
     *_, shared = tiers(Start(saves(1), drain=None), commits=[])
     assert (shared.is_used, shared.unknown_steps) == (None, (1,))
     *_, shared = tiers(Start(saves(1)), seen=Seen(is_here=False, is_asked=False))
@@ -80,7 +80,7 @@ def test_what_neither_records_nor_store_tell_is_unknown() -> None:
     assert (shared.reached, shared.unknown_steps, shared.waiting_steps) == (1, (1,), ())
 
 
-def test_what_is_not_to_come_is_not_waited_for() -> None:
+def test_abandoned_saves_are_not_pending() -> None:
     made = [*saves(1, is_sent=False), *saves(2, local=None), *saves(3), Save(3, 35.0, 1.0)]
     local, _, shared = tiers(Start(made), seen=Seen(True, frozenset({3})))
     assert (local.reached, local.skipped_steps, local.waiting_steps) == (3, (2,), ())
@@ -89,15 +89,15 @@ def test_what_is_not_to_come_is_not_waited_for() -> None:
     assert (shared.is_used, shared.saves) == (False, 0)
 
 
-def test_what_is_under_way_waits_unless_its_process_has_gone() -> None:
+def test_saves_in_progress_are_pending_while_their_process_lives() -> None:
     made = [*saves(1), *saves(2, local=None)]
     assert [tiers(Start(made, end))[0].waiting_steps for end in ("", "failed")] == [(2,), ()]
     assert tiers(Start(made), Start(saves(3)))[0].waiting_steps == ()
     assert tiers(Start(made), seen=Seen())[2].waiting_steps == (1, 2)
 
 
-def test_two_saves_of_one_step_are_told_apart() -> None:
-    """A killed start saved the first of them, and did not drain it."""
+def test_two_saves_of_one_step_are_distinct() -> None:
+    """A killed start made the first of them, and did not drain it."""
     first, second = Start([Save(1, 10.0, 1.0)]), Start([Save(1, 50.0, 1.0)], end="closed")
     *_, shared = tiers(first, second, commits=[commit(1, 50.5, 53.0), commit(1, 50.5, 700.0)])
     assert (shared.reached, shared.maximum_seconds, shared.skipped_steps) == (1, 3, (1,))
@@ -112,7 +112,7 @@ def test_two_saves_of_one_step_are_told_apart() -> None:
     )
 
 
-def test_peers_have_the_newest_and_none_of_the_older_is_waited_for() -> None:
+def test_only_the_newest_save_is_pending_on_peers() -> None:
     start = Start(saves(1, 2, 3), replicas=2)
     commits = [commit(1, 10.5, 14.0, "peer")]
     _, peer, _ = tiers(start, commits=commits)
@@ -122,12 +122,12 @@ def test_peers_have_the_newest_and_none_of_the_older_is_waited_for() -> None:
     assert tiers(Start(saves(1), replicas=None))[1].is_used is None
 
 
-def test_a_save_that_goes_straight_to_the_store_is_not_on_the_ssd() -> None:
+def test_a_direct_save_is_not_on_the_ssd() -> None:
     local, _, shared = tiers(Start(saves(1, is_direct_put=True)), commits=[commit(1, 10.5, 11.0)])
     assert (local.saves, shared.reached) == (0, 1)
 
 
-def test_saves_that_long_records_leave_out_are_counted_apart() -> None:
+def test_saves_omitted_from_long_records_are_counted() -> None:
     local, _, shared = tiers(Start(saves(1), unlisted=7), commits=[commit(1, 10.5, 12.0)])
     assert (local.saves, local.unlisted, shared.unlisted) == (1, 7, 7)
 
@@ -135,7 +135,7 @@ def test_saves_that_long_records_leave_out_are_counted_apart() -> None:
 @pytest.mark.parametrize(
     "damage", [{"created_at": "x"}, {"created_at": True}, {"step": "1"}, {"step": [1]}, {"at": "now"}, {"what": 3}]
 )
-def test_a_damaged_line_says_nothing(damage: dict[str, Any]) -> None:
+def test_damaged_lines_are_ignored(damage: dict[str, Any]) -> None:
     commits = [{"what": "trimmed"}, commit(1, 10.5, 12.0) | damage]
     *_, shared = tiers(Start(saves(1)), commits=commits)
     assert shared.median_seconds is None

@@ -1,4 +1,4 @@
-"""Async, lazy, multi-step and gradient log: formulas against sums step by step, and against the simulator."""
+"""Async, lazy, multi-step and gradient log: formulas compared with step-by-step sums and the simulator."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ RATES = Bandwidths(shared_write=1e11, shared_read=1e11, local_write=1e10, local_
 
 
 def ways(copy_steps: float, share: float = 1 / 7, step: float = 0.1) -> dict[str, Mode]:
-    """A state with a copy time of ``copy_steps`` of ``step`` seconds, and ``share`` bytes of gradient per byte."""
+    """Takes ``copy_steps`` steps of ``step`` seconds to copy, with ``share`` bytes of gradient per byte."""
     state = copy_steps * step * LINK
     made = modes(state, share * state, state / 14, ranks=1, step_seconds=step, interval_min_seconds=0.0, rates=RATES)
     return {mode.name: mode for mode in made}
 
 
-def test_a_copy_of_four_steps_stalls_400_300_and_not_40_ms() -> None:
-    """19 ms: too little waiting with equal parts to justify more bytes. Steps of 1 s get falling parts, no wait."""
+def test_stalls_of_a_copy_that_takes_four_steps() -> None:
+    """Equal parts wait only 19 ms, too little to justify more bytes. Steps of 1 s get decreasing parts, no wait."""
     found = ways(4)
     assert found["async"].stall_seconds == pytest.approx(0.4)
     assert found["lazy"].stall_seconds == pytest.approx(0.3)
@@ -41,8 +41,8 @@ def window(sizes: list[float], share: float, carried: float) -> tuple[float, flo
 @pytest.mark.parametrize("step", [0.1, 1.0])
 @pytest.mark.parametrize("copy_steps", [1.5, 4.0, 5.0, 20.0])
 @pytest.mark.parametrize("share", [1 / 7, 1 / 6, 1 / 3])
-def test_a_window_moves_and_stalls_what_its_steps_add_up_to(copy_steps: float, share: float, step: float) -> None:
-    """Parts are equal, unless falling parts save enough waiting."""
+def test_window_totals_equal_the_sums_over_its_steps(copy_steps: float, share: float, step: float) -> None:
+    """Parts are equal, unless decreasing parts save enough waiting."""
     mode = ways(copy_steps, share, step)["multi-step"]
     state, carried, steps = step * copy_steps * LINK, step * LINK, mode.window_steps
     equal = window([state / steps] * steps, share, carried)
@@ -54,7 +54,7 @@ def test_a_window_moves_and_stalls_what_its_steps_add_up_to(copy_steps: float, s
     assert mode.stall_seconds == pytest.approx(over / LINK, abs=1e-9)
 
 
-def test_windows_of_falling_parts_move_what_the_specification_says() -> None:
+def test_windows_of_decreasing_parts_move_the_specified_bytes() -> None:
     """1.24 of the state in 4 steps, 1.52 in 7. A window has the fewest steps that hide the copy."""
     for steps, fits, total in ((4, 1 / 0.31, 1.24), (7, 1 / 0.2165, 1.52)):
         mode = ways(fits * 0.995, step=1.0)["multi-step"]
@@ -62,7 +62,7 @@ def test_windows_of_falling_parts_move_what_the_specification_says() -> None:
         assert mode.link_bytes / (fits * 0.995 * LINK) == pytest.approx(total, abs=0.01)
 
 
-def test_no_window_helps_where_the_link_does_not_carry_the_gradients() -> None:
+def test_no_window_helps_if_gradients_exceed_the_link() -> None:
     slow = ways(14)  # one step's gradients take two steps on the link
     assert slow["multi-step"].stall_seconds > 0
     assert slow["gradient log"].stall_step_seconds == pytest.approx(0.1)
@@ -75,7 +75,7 @@ def job(**more: float) -> Sizing:
     return size(from_number("70e9"), state_of(), Mesh(dp=128, stage=3), site)
 
 
-def test_a_log_moves_fewer_bytes_below_seven_steps() -> None:
+def test_a_log_moves_fewer_bytes_for_windows_under_seven_steps() -> None:
     sizing = job()
     assert sizing.log_interval_steps == 7
     assert sizing.log_step_bytes == 140e9
@@ -91,7 +91,7 @@ def test_a_log_loses_half_a_step_and_replays_half_an_interval() -> None:
     assert ways(4)["async"].lost_seconds(10.0) == pytest.approx(5.0 + ways(4)["async"].latency_seconds)
 
 
-def test_the_best_interval_is_in_whole_steps_and_not_shorter_than_the_disks_take() -> None:
+def test_the_best_interval_is_in_whole_steps_and_bounded_by_the_disks() -> None:
     for mode in job().modes:
         interval = mode.best_interval_seconds(10800.0)
         assert interval % 2.0 == 0.0
@@ -124,8 +124,8 @@ def test_the_simulator_agrees_with_the_formula(name: str, steps: int) -> None:
     assert run.stalled_seconds / trained == pytest.approx(mode.stalled_share(2.0 * steps), rel=0.04, abs=1e-9)
 
 
-def test_a_log_is_lost_with_its_disks() -> None:
-    """Shared storage has no data, so a failure that wipes the disks costs the whole run."""
+def test_a_log_does_not_survive_its_disks() -> None:
+    """Shared storage has no data, so a failure that erases the disks costs the whole run."""
     sizing = job()
     log = next(mode for mode in sizing.modes if mode.is_log)
     run = simulated(log, sizing, 60.0, 2, wipes=True)

@@ -36,7 +36,7 @@ print("done")
 """
 
 
-def test_absolute_places_need_no_working_directory(tmp_path: Path) -> None:
+def test_absolute_paths_need_no_working_directory(tmp_path: Path) -> None:
     """It also starts an agent on demand."""
     directory = tmp_path / "gone"
     directory.mkdir()

@@ -1,4 +1,4 @@
-"""A training state encoded as text and tensors is decoded with equal types and values (V1 to V4)."""
+"""A training state, encoded as text and tensors, decodes to equal types and values (V1 to V4)."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def containers(inner: Any) -> Any:
 
 @settings(max_examples=150, deadline=None)
 @given(st.recursive(leaves, containers, max_leaves=20))
-def test_whatever_is_saved_comes_back_equal_in_type_and_value(value: Any) -> None:
+def test_round_trip_preserves_types_and_values(value: Any) -> None:
     check_same(value, round_trip(value))
 
 
@@ -225,16 +225,16 @@ def test_whatever_is_saved_comes_back_equal_in_type_and_value(value: Any) -> Non
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_values_that_are_easily_lost(value: Any) -> None:
+def test_round_trip_of_edge_cases(value: Any) -> None:
     check_same(value, round_trip(value))
 
 
-def test_attributes_of_a_state_dict_come_back() -> None:
+def test_state_dict_attributes_are_restored() -> None:
     state = torch.nn.BatchNorm1d(1).state_dict()
     assert round_trip(state)._metadata == state._metadata  # private: torch's metadata of a module's state
 
 
-def test_a_generator_goes_on_where_it_was_and_stays_the_same_object() -> None:
+def test_generators_are_restored_in_place() -> None:
     generator, live = torch.Generator().manual_seed(7), torch.Generator()
     made = round_trip({"g": [generator]}, {"g": [live]})
     assert made["g"][0] is live
@@ -242,7 +242,7 @@ def test_a_generator_goes_on_where_it_was_and_stays_the_same_object() -> None:
     assert isinstance(round_trip(generator), torch.Generator)
 
 
-def test_other_programs_see_what_dcp_would_have_shown_them() -> None:
+def test_other_programs_see_the_layout_of_dcp() -> None:
     state = {"a": {1: torch.ones(1), "b": [torch.ones(2), 3]}, "pair": (torch.ones(3), "x"), "n": 5, "list": [1, 2]}
     flat, _ = flatten_state_dict(states.collect(state))
     assert [name for name in flat if not name.startswith("__tierckpt__")] == [
@@ -250,19 +250,19 @@ def test_other_programs_see_what_dcp_would_have_shown_them() -> None:
     ]
 
 
-def test_large_arrays_are_tensors_of_the_checkpoint() -> None:
+def test_large_arrays_are_stored_as_tensors() -> None:
     saved = states.collect({"x": {"buffer": np.arange(100_000.0)}})
     assert saved["x"]["buffer"].nbytes == 800_000
     assert len(saved["__tierckpt__"]["state"]["x"]) < 200
 
 
-def test_long_lists_of_numbers_are_not_walked() -> None:
+def test_long_lists_of_numbers_are_encoded_in_bulk() -> None:
     order = list(range(300_000))
     node, _ = Encoder("").encode({"order": order}, ("x",))
     assert node["dict"]["order"] is order
 
 
-# --- values that cannot be restored are rejected by the save ----------------------------------------------------------
+# --- values that a save rejects because they cannot be restored ------------------------------------------------------
 
 
 def local_class() -> Any:
@@ -282,7 +282,7 @@ class Attributes(dict[str, Any]):
     pass
 
 
-REFUSED: list[tuple[str, Any]] = [
+UNSUPPORTED: list[tuple[str, Any]] = [
     ("the function", lambda: 0),
     ("the function", functools.partial),
     ("functools.partial", functools.partial(print, 1)),
@@ -307,8 +307,10 @@ REFUSED: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("why", "value"), REFUSED, ids=[f"{index}-{why}" for index, (why, _) in enumerate(REFUSED)])
-def test_what_cannot_be_given_back_is_refused_by_name(why: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("why", "value"), UNSUPPORTED, ids=[f"{index}-{why}" for index, (why, _) in enumerate(UNSUPPORTED)]
+)
+def test_unsupported_values_are_rejected_by_name(why: str, value: Any) -> None:
     if value is functools.partial:
         why = "the class"
     with pytest.raises(StateMismatchError, match=why) as caught:
@@ -316,13 +318,13 @@ def test_what_cannot_be_given_back_is_refused_by_name(why: str, value: Any) -> N
     assert "'job.inner.1" in caught.value.message
 
 
-def test_the_name_of_an_entry_is_text_and_not_ours() -> None:
+def test_entry_names_are_strings_and_not_reserved() -> None:
     for name in (1, "__tierckpt__"):
         with pytest.raises(StateMismatchError, match="is named"):
             states.collect({name: 1})  # type: ignore[dict-item]
 
 
-# --- no code runs from a text -----------------------------------------------------------------------------------------
+# --- decoding runs no code -------------------------------------------------------------------------------------------
 
 _ran: list[Any] = []
 
@@ -358,7 +360,7 @@ def test_no_code_of_a_dataclass_runs() -> None:
     assert not _ran
 
 
-EVIL: list[Any] = [
+MALICIOUS: list[Any] = [
     {"dataclass": ["subprocess", "Popen", {"dict": {}}]},
     {"dataclass": [__name__, "Finalized", {"dict": {"path": "/"}}]},
     {"dataclass": [__name__, "Failure", {"dict": {"why": "x"}}]},
@@ -385,26 +387,26 @@ EVIL: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("node", EVIL, ids=lambda node: next(iter(node)))
-def test_a_text_that_nobody_has_written_is_refused(node: Any) -> None:
+@pytest.mark.parametrize("node", MALICIOUS, ids=lambda node: next(iter(node)))
+def test_malicious_encodings_are_rejected(node: Any) -> None:
     with pytest.raises((UnsafeCheckpointError, StateMismatchError)):
         decode(node)
 
 
-def test_a_text_that_is_none_is_refused() -> None:
+def test_invalid_text_is_rejected() -> None:
     for text in ("", "{", "[" * 5000, '{"int": "z"}', 5, None, b"1"):
         with pytest.raises(UnsafeCheckpointError):
             if Decoder(text, Metadata({}), lambda: None).value == 1:
                 raise UnsafeCheckpointError("bytes are text to json")
 
 
-def test_a_class_that_is_not_imported_is_named() -> None:
+def test_errors_name_a_class_that_is_not_imported() -> None:
     for module in ("wave_that_nobody_imports", "wsgiref.handlers"):
         with pytest.raises(StateMismatchError, match=f"{module}.Thing, which this process has not imported"):
             decode({"enum": [module, "Thing", "A"]})
 
 
-def test_one_tensor_is_made_once() -> None:
+def test_shared_tensors_are_decoded_once() -> None:
     stored = TensorStorageMetadata(TensorProperties(), torch.Size([1 << 20]), [])
     text = json.dumps([{"tensor": ["w", "", False]}] * 2)
     with pytest.raises(UnsafeCheckpointError, match="named twice"):
@@ -412,8 +414,8 @@ def test_one_tensor_is_made_once() -> None:
 
 
 @pytest.mark.parametrize("has_accelerator", [True, False])
-def test_a_tensor_of_an_accelerator_comes_back_to_one(has_accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the live object has no value there. ``meta`` represents the accelerator."""
+def test_accelerator_tensors_return_to_an_accelerator(has_accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applies if the live object has no value there. ``meta`` represents the accelerator."""
     monkeypatch.setattr(reconstruction, "has_device", lambda kind: has_accelerator and kind == "meta")
     stored = TensorStorageMetadata(TensorProperties(), torch.Size([4]), [])
     text = json.dumps([{"tensor": ["w", "", False, "meta"]}, {"tensor": ["x", "", False]}])
@@ -423,14 +425,14 @@ def test_a_tensor_of_an_accelerator_comes_back_to_one(has_accelerator: bool, mon
     assert decoder.value[0].device.type == "cpu", "the live object decides"
 
 
-def test_the_device_of_a_tensor_is_kept() -> None:
+def test_the_device_of_a_tensor_is_recorded() -> None:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     tensor = torch.ones(2, device=accelerator or "cpu")
     node, _ = Encoder("").encode(tensor, ("x",))
     assert node == {"tensor": ["x", "", False, *([accelerator.type] if accelerator else [])]}
 
 
-def test_the_size_of_a_text_is_that_of_its_values() -> None:
+def test_text_size_is_the_size_of_its_values() -> None:
     node, _ = Encoder("").encode({str(index): [index, float(index)] for index in range(1000)}, ("x",))
     assert len(text_of(node)) < 30_000
 
@@ -439,6 +441,6 @@ def iterator() -> Iterator[int]:
     yield 1
 
 
-def test_fractions_and_decimals_keep_their_form() -> None:
+def test_fractions_and_decimals_round_trip() -> None:
     for value in (Decimal("1.20"), Decimal("NaN"), fractions.Fraction(1 << 200, 3), uuid.UUID(int=5)):
         assert repr(round_trip(value)) == repr(value)
