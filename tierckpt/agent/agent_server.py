@@ -282,7 +282,7 @@ class Agent:
     async def _prune(self) -> None:
         is_left = True
         try:
-            is_left = await self.mover.pruner.prune_due()
+            is_left = await self.mover.pruner.prune_due(self.mover.drainer.is_away)
         except Exception:
             if not self._signalled:  # otherwise the stores are already closed
                 log.exception("retention failed; it will be retried")

@@ -158,14 +158,16 @@ class Pruner:
             result.leftovers += [directory.name for directory in finished]
         return result
 
-    async def prune_due(self) -> bool:
+    async def prune_due(self, is_away: Callable[[Location], bool] = lambda run: False) -> bool:
         """Prune each run with a drain that ended here since, by the rule of its newest checkpoint (N9).
 
-        Returns True if a store did not answer, so that some runs are still due.
+        Runs whose store has a logged outage (``is_away``) stay due. Returns True if runs are still due.
         """
         for run, notes in (await asyncio.to_thread(_due, self._root)).items():
+            if is_away(run):
+                continue
             try:
-                seen = await self._look_at_run(run)
+                seen = await self._look_at_run(run, level=logging.DEBUG)  # the drains report an outage of the store
                 policy, own = _noted_rule([*seen[0], *seen[1]])
                 if not any(is_shared for _, is_shared in notes):
                     policy = replace(policy, shared=Rule())  # the coordinator's node prunes that tier
@@ -181,12 +183,13 @@ class Pruner:
                     path.unlink(missing_ok=True)
         return await asyncio.to_thread(has_due, self._root)
 
-    async def _look_at_run(self, run: Location) -> _Run:
+    async def _look_at_run(self, run: Location, *, level: int = logging.WARNING) -> _Run:
 
         async def look(names: Iterable[str]) -> list[_Seen]:
             return await asyncio.gather(*(self._look(run.child(name)) for name in names))
 
-        return await look(await self._run_selector.names(run)), await look(await self._run_selector.windows(run))
+        names = await self._run_selector.names(run, level=level)
+        return await look(names), await look(await self._run_selector.windows(run, level=level))
 
     async def _judge(
         self,

@@ -296,16 +296,16 @@ class Selector:
 
     # --- near ---------------------------------------------------------------------------------------------------
 
-    async def names(self, location: Location) -> list[str]:
+    async def names(self, location: Location, *, level: int = logging.WARNING) -> list[str]:
         """Return the names under ``location``; without the shared tier's if it does not answer.
 
         Only for listings and removals of near copies: an omitted checkpoint may be newer than all of them.
         """
-        return sorted(name for name in (await self.all_names(location))[0] if not name.startswith("."))
+        return sorted(name for name in (await self.all_names(location, level=level))[0] if not name.startswith("."))
 
-    async def windows(self, run: Location) -> list[str]:
+    async def windows(self, run: Location, *, level: int = logging.WARNING) -> list[str]:
         """Return the names of the redo logs of ``run``, as ``names``."""
-        return sorted(below(WINDOWS_DIR, await self.names(run.child(WINDOWS_DIR))))
+        return sorted(below(WINDOWS_DIR, await self.names(run.child(WINDOWS_DIR), level=level)))
 
     async def branch(self, location: Location, known: Iterable[tuple[Branch, int | None]] = ()) -> Branch | None:
         """Return the branch that a job of the run at ``location`` continues; None if no step is abandoned.
@@ -317,7 +317,9 @@ class Selector:
         noted = await self.noted_branch(location, names, is_near=is_near)
         return branches.current_of([*known, *([(noted, None)] if noted is not None else [])])
 
-    async def all_names(self, location: Location, timeout_seconds: float | None = None) -> tuple[set[str], bool]:
+    async def all_names(
+        self, location: Location, timeout_seconds: float | None = None, *, level: int = logging.WARNING
+    ) -> tuple[set[str], bool]:
         """Return all names under ``location``, and True if the shared tier did not answer.
 
         With ``timeout_seconds``, a timeout or a refusal counts as no answer.
@@ -332,7 +334,7 @@ class Selector:
             if timeout_seconds is None and (not near or isinstance(error, PermissionDeniedError)):
                 raise
             text = "%s: listing this node and its peers only (%s)"
-            log_failure(log, error, text, location.uri, error, level=logging.WARNING)
+            log_failure(log, error, text, location.uri, error, level=level)
             return {*near}, True
 
     async def runs(self, places: list[Location], *, look_max: int = LOOK_MAX) -> tuple[list[RunDirectory], bool]:

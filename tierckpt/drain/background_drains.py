@@ -68,7 +68,7 @@ class BackgroundDrains:
         self.errors: deque[Json] = deque(maxlen=ERRORS_KEPT)
         """The latest errors of drains."""
         self.ended = asyncio.Event()
-        """Set at each end of a drain; the task that waits for it clears it."""
+        """Set when a drain succeeds; the task that waits for it clears it."""
         self._drained_to: set[tuple[str, str]] = set()
         """The stores (``place_of``) that this process has drained to."""
         self._logged: dict[str, None] = {}
@@ -162,6 +162,7 @@ class BackgroundDrains:
                 self._note_commit(uri)
                 self._drained_to.add(place_of(parse_uri(uri)))
             self._retries.pop(token, None)
+            self.ended.set()
             return result
         except Exception as error:
             count = self._retries.get(token, (0, 0.0))[0] + 1
@@ -178,7 +179,6 @@ class BackgroundDrains:
             raise
         finally:
             self._drains.pop(token, None)
-            self.ended.set()
 
     def _log_failure(self, token: str, uri: str, error: TierckptError) -> None:
         """Log a failed drain: one ERROR per run if its store refuses requests, else one per entry."""

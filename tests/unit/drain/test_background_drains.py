@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -98,8 +99,8 @@ async def test_an_entry_that_is_set_aside_is_retried_no_longer(node: Node) -> No
     assert node.drains.is_idle
 
 
-async def test_each_end_of_a_drain_is_an_event(node: Node) -> None:
+async def test_only_a_successful_drain_sets_the_event(node: Node) -> None:
     for node.error in (PermissionDeniedError("no permission"), RuntimeError("a bug"), None):
-        node.drains.ended.clear()
-        node.drains.submit("token")
-        await asyncio.wait_for(node.drains.ended.wait(), 30)
+        with contextlib.suppress(PermissionDeniedError, RuntimeError):
+            await node.drains.submit("token")
+        assert node.drains.ended.is_set() is (node.error is None)
