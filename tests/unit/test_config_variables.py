@@ -1,4 +1,4 @@
-"""A variable that resembles a setting is reported once, with the setting that it may mean."""
+"""A variable that resembles a setting is reported once, with the nearest setting."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierckpt.config import Settings, unknown_variables
 
 
 @pytest.fixture(autouse=True)
-def _nothing_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clear_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "reported", set())
 
 
@@ -29,7 +29,7 @@ def _nothing_said_before(monkeypatch: pytest.MonkeyPatch) -> None:
         ("TIER_CKPT_MOVER", "TIERCKPT_MOVER"),
     ],
 )
-def test_a_misspelt_variable_names_the_nearest_setting(
+def test_a_misspelled_variable_names_the_nearest_setting(
     variable: str, meant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, "a-secret-value")
@@ -37,12 +37,12 @@ def test_a_misspelt_variable_names_the_nearest_setting(
     assert name == variable and f"did you mean {meant}?" in problem and "a-secret-value" not in problem
 
 
-def test_one_that_is_near_nothing_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variable_without_a_near_match_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIERCKPT_FROBNICATE", "1")
     assert "docs/guide/settings.md" in unknown_variables()["TIERCKPT_FROBNICATE"]
 
 
-def test_what_is_known_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_variables_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {f"TIERCKPT_{name}".upper(): "1" for name in Settings.model_fields}
     known |= {"tierckpt_concurrency": "2", "TIERCKPT_TRACEBACK": "1", "TIERCKPT_TEST_SWEEP": "8", "TIERNEY": "1"}
     known |= {"TIERCKPT_DEMO_S3_ENDPOINT": "http://h", "TIERCKPT_PREFETCH_MINUTES": "30"}
@@ -59,7 +59,7 @@ def test_what_is_known_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatc
     assert unknown_variables() == {}
 
 
-def test_it_is_said_once_and_only_where_the_environment_is_read(
+def test_the_warning_appears_once_and_only_if_the_environment_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     read = Settings.load()
@@ -72,7 +72,7 @@ def test_it_is_said_once_and_only_where_the_environment_is_read(
     assert [message.partition(" ")[0] for message in caplog.messages] == ["TIERCKPT_LOCAL_ROT"]
 
 
-def test_doctor_finds_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TIERCKPT_LOCAL_ROT", "/mnt")
     assert run(["doctor", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -81,7 +81,7 @@ def test_doctor_finds_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert document["warnings"] == [check["detail"]]
 
 
-def test_a_variable_that_is_set_and_empty_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"TIERCKPT_{name}".upper() for name in Settings.model_fields]
     for name in names:
         monkeypatch.delenv(name, raising=False)

@@ -47,13 +47,13 @@ def pins(part: str, python: str, machine: str = "x86_64") -> dict[str, Version]:
     return found
 
 
-def asked(extra: str) -> Iterator[Requirement]:
-    """Yield the requirements of ``extra`` and of the extras that it names."""
+def requirements_of(extra: str) -> Iterator[Requirement]:
+    """Yield the requirements of ``extra``, including those of the extras that it names."""
     for text in PYPROJECT["project"]["optional-dependencies"][extra]:
         requirement = Requirement(text)
         if requirement.name == PYPROJECT["project"]["name"]:
             for other in requirement.extras:
-                yield from asked(other)
+                yield from requirements_of(other)
         else:
             yield requirement
 
@@ -65,7 +65,7 @@ def test_the_lock_satisfies_every_extra(python: str, torch: str) -> None:
     always = PYPROJECT["project"]["dependencies"] + PYPROJECT["build-system"]["requires"]
     needed = [Requirement(text) for text in always]
     for extra in PYPROJECT["project"]["optional-dependencies"]:
-        needed += asked(extra)
+        needed += requirements_of(extra)
     for requirement in needed:
         name = canonicalize_name(requirement.name)
         assert name in versions, f"the lock has no {name} for Python {python}: {AGAIN}"
@@ -76,12 +76,14 @@ def test_the_lock_satisfies_every_extra(python: str, torch: str) -> None:
 def test_each_part_satisfies_its_target(part: str) -> None:
     held = pins("demo", "3.11") | (pins("dev", "3.11") if part == "dev" else {}) | {"torch": Version("0")}
     needed = {"demo": ["torch", "cli", "s3"], "dev": ["dev"]}[part]
-    missing = {canonicalize_name(requirement.name) for extra in needed for requirement in asked(extra)} - held.keys()
+    missing = {
+        canonicalize_name(requirement.name) for extra in needed for requirement in requirements_of(extra)
+    } - held.keys()
     assert not missing, AGAIN
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_every_entry_has_hashes_and_no_place(file: str) -> None:
+def test_every_entry_has_hashes_and_no_url(file: str) -> None:
     requirements = environments.read(file)
     assert requirements
     for requirement in requirements:
@@ -93,13 +95,13 @@ def test_every_entry_has_hashes_and_no_place(file: str) -> None:
     assert "://" not in rest and not re.search(r"^-", rest, re.MULTILINE)
 
 
-def test_no_package_is_in_two_parts() -> None:
+def test_each_package_is_in_one_part() -> None:
     for python in environments.PYTHONS:
         held = [set(pins(part, python)) for part in (*PARTS, f"torch-{environments.TORCH['default']}")]
         assert sum(map(len, held)) == len(set().union(*held))
 
 
-def test_each_torch_has_a_file_and_a_test() -> None:
+def test_each_torch_version_has_a_lock_and_a_test() -> None:
     versions = environments.TORCH["matrix"]
     files = [name for name in FILES if re.match(r"torch-[\d.]+$", name)]
     assert files == sorted(f"torch-{version}" for version in versions)
@@ -125,7 +127,7 @@ def test_a_newer_torch_is_an_error_after_a_month(
     assert capsys.readouterr().out.startswith(said)
 
 
-def test_a_python_without_ensurepip_gets_a_sentence(tmp_path: Path) -> None:
+def test_missing_ensurepip_is_explained(tmp_path: Path) -> None:
     python = tmp_path / "python3"
     python.write_text('#!/bin/sh\ncase "$*" in *venv*) exit 1;; *) echo 3.11;; esac\n')
     python.chmod(0o755)
@@ -133,7 +135,7 @@ def test_a_python_without_ensurepip_gets_a_sentence(tmp_path: Path) -> None:
         environments.create(tmp_path / "env", str(python))
 
 
-def test_a_python_that_the_lock_is_not_for_gets_a_sentence(tmp_path: Path) -> None:
+def test_unsupported_python_is_explained(tmp_path: Path) -> None:
     python = tmp_path / "python3"
     python.write_text("#!/bin/sh\necho 3.10\n")
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A directory that is filled, by one process or several, and appears whole (G1 to G4 in
+"""A directory filled by one or more processes is published as a whole (G1 to G4 in
 tierckpt/cache/partial_entry.py)."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "node" / "model"
 
 
-def test_it_appears_whole_with_its_receipt_and_nothing_else(target: Path) -> None:
+def test_a_complete_entry_is_published_with_its_receipt(target: Path) -> None:
     filling = begin(target)
     land(filling)
     assert not target.exists()
@@ -65,17 +65,17 @@ def test_it_appears_whole_with_its_receipt_and_nothing_else(target: Path) -> Non
     assert sorted(path.name for path in (target / ".tierckpt").iterdir()) == ["prefetched.json"]
 
 
-def test_who_comes_just_after_the_publication_leaves_no_second_directory(target: Path) -> None:
+def test_a_late_filler_leaves_no_second_directory(target: Path) -> None:
     filling = begin(target)
     unfinished = begin(target.with_name("other"))
     land(filling)
     assert filling.publish()
     late, later = begin(target), begin(target)
-    assert late.incoming.exists(), "both looked before it was published, and made the directory once more"
+    assert late.incoming.exists(), "the late filler created the directory again"
     for one in (filling, late):
         one.close()
         one.tidy()
-        assert late.incoming.exists(), "another one is still at work in it"
+        assert late.incoming.exists(), "another process still uses it"
     later.close()
     later.tidy()
     unfinished.close()
@@ -84,7 +84,7 @@ def test_who_comes_just_after_the_publication_leaves_no_second_directory(target:
     assert same(target)
 
 
-def test_it_does_not_appear_while_a_chunk_is_missing(target: Path) -> None:
+def test_an_incomplete_entry_is_not_published(target: Path) -> None:
     filling = begin(target)
     land(filling, (0, 2))
     assert not filling.publish()
@@ -92,7 +92,7 @@ def test_it_does_not_appear_while_a_chunk_is_missing(target: Path) -> None:
     assert landed_in(target, frozen().version) == {"a/one.bin": 2 * CHUNK + 7, "empty": 0, "two.bin": CHUNK}
 
 
-def test_what_has_landed_is_there_for_the_next_and_for_others_at_once(target: Path) -> None:
+def test_landed_chunks_are_visible_to_later_and_concurrent_fillers(target: Path) -> None:
     first = begin(target)
     other = begin(target)
     land(first, (0, 1))
@@ -124,14 +124,14 @@ def test_damaged_chunks_are_not_written(target: Path) -> None:
     assert filling.publish()
 
 
-def test_lines_of_another_boot_are_not_believed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_an_earlier_boot_is_ignored(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     land(begin(target), (0, 0))
     monkeypatch.setattr(module, "boot_id", lambda: "another-boot")
     assert begin(target).landed_bytes == 0
     assert sum(landed_in(target, frozen().version).values()) == 0
 
 
-def test_who_comes_second_takes_over_the_chunk_size_of_the_first(target: Path) -> None:
+def test_a_second_filler_adopts_the_chunk_size(target: Path) -> None:
     first = begin(target)
     land(first, (0, 0))
     second = begin(target, frozen(chunk_size_bytes=4096))
@@ -139,7 +139,7 @@ def test_who_comes_second_takes_over_the_chunk_size_of_the_first(target: Path) -
     assert second.landed_bytes == first.landed_bytes
 
 
-def test_a_torn_line_is_no_line(target: Path) -> None:
+def test_a_torn_progress_line_is_ignored(target: Path) -> None:
     filling = begin(target)
     land(filling, (0, 0), (2, 0))
     [progress] = (filling.incoming / FILLING).glob("progress-*")
@@ -152,7 +152,7 @@ def test_a_torn_line_is_no_line(target: Path) -> None:
     assert (last.has(0, 0), last.has(2, 0)) == (True, False)
 
 
-def test_a_line_that_was_written_by_half_is_written_again(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_write_of_a_progress_line_is_repeated(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filling, real, shorted = begin(target), os.write, []
 
     def half(file: int, data: bytes) -> int:
@@ -167,9 +167,7 @@ def test_a_line_that_was_written_by_half_is_written_again(target: Path, monkeypa
     assert begin(target).has(2, 0)
 
 
-def test_what_another_begins_and_lands_while_one_finds_nothing_there_is_not_damage(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_concurrent_first_chunk_is_not_damage(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, others = module.read_whole, []
 
     def too_early(*args: Any) -> bytes:
@@ -190,7 +188,7 @@ def test_what_another_begins_and_lands_while_one_finds_nothing_there_is_not_dama
 
 
 @pytest.mark.parametrize("record", ["", "nonsense", '{"uri": 1}'])
-def test_a_damaged_record_of_what_is_to_be_here_begins_again(record: str, target: Path) -> None:
+def test_a_damaged_file_list_restarts_the_fill(record: str, target: Path) -> None:
     filling = begin(target)
     land(filling, (0, 0))
     filling.close()
@@ -202,7 +200,7 @@ def test_a_damaged_record_of_what_is_to_be_here_begins_again(record: str, target
     assert same(target)
 
 
-def test_a_file_that_somebody_removed_is_fetched_again(target: Path) -> None:
+def test_a_removed_file_is_fetched_again(target: Path) -> None:
     filling = begin(target)
     land(filling, (2, 0))
     filling.close()
@@ -219,7 +217,7 @@ def test_a_file_that_somebody_removed_is_fetched_again(target: Path) -> None:
     assert same(target)
 
 
-def test_a_file_whose_fsync_failed_is_forgotten(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_a_failed_fsync_is_discarded(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filling = begin(target)
     land(filling, (0, 0))
     real = os.fsync
@@ -239,7 +237,7 @@ def test_a_file_whose_fsync_failed_is_forgotten(target: Path, monkeypatch: pytes
     assert again.has(2, 0)
 
 
-def test_into_a_directory_that_is_in_use_files_move_in_and_the_receipt_comes_last(target: Path) -> None:
+def test_files_move_into_an_existing_directory_before_the_receipt(target: Path) -> None:
     target.mkdir(parents=True)
     (target / "mine.txt").write_text("stays")
     filling = begin(target)
@@ -253,7 +251,7 @@ def test_into_a_directory_that_is_in_use_files_move_in_and_the_receipt_comes_las
     assert not filling.incoming.exists()
 
 
-def test_a_receipt_is_of_one_version_and_of_files_of_their_size(target: Path) -> None:
+def test_a_receipt_matches_one_version_and_its_file_sizes(target: Path) -> None:
     filling = begin(target)
     land(filling)
     filling.publish()
@@ -263,7 +261,7 @@ def test_a_receipt_is_of_one_version_and_of_files_of_their_size(target: Path) ->
     assert whole_receipt(target, frozen().version) is None
 
 
-def test_half_filled_directories_of_other_versions_go_unless_somebody_works_on_them(target: Path) -> None:
+def test_partial_entries_of_other_versions_are_removed_unless_in_use(target: Path) -> None:
     old, busy = begin(target, frozen(two_bin=b"old")), begin(target, frozen(two_bin=b"busy"))
     old.close()
     keep = incoming_of(target, frozen().version)
@@ -272,7 +270,7 @@ def test_half_filled_directories_of_other_versions_go_unless_somebody_works_on_t
     assert busy.incoming.exists()
 
 
-def test_what_was_removed_under_a_fill_is_told(target: Path) -> None:
+def test_removal_during_a_fill_raises(target: Path) -> None:
     filling = begin(target)
     filling.land(2, 0, DATA["two.bin"])
     module.remove_dir(filling.incoming)
@@ -282,7 +280,7 @@ def test_what_was_removed_under_a_fill_is_told(target: Path) -> None:
         filling.publish()
 
 
-def test_a_frozen_list_is_the_same_for_all_and_says_when_it_is_damaged() -> None:
+def test_a_file_list_round_trips_and_detects_damage() -> None:
     what = frozen()
     assert frozen(chunk_size_bytes=4096).version == what.version
     assert frozen(two_bin=b"x").version != what.version
@@ -300,14 +298,14 @@ def test_a_frozen_list_is_the_same_for_all_and_says_when_it_is_damaged() -> None
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 4095, CHUNK, 3 * CHUNK + 17])
-def test_what_is_written_is_what_is_read(size_bytes: int, tmp_path: Path) -> None:
+def test_written_bytes_are_read_back(size_bytes: int, tmp_path: Path) -> None:
     path, data = tmp_path / "file", os.urandom(size_bytes)
     path.write_bytes(b"\xff" * (CHUNK + size_bytes + 5))
     direct_write.write_at(path, data, CHUNK)
     assert digest_of(path.read_bytes()) == digest_of(b"\xff" * CHUNK + data + b"\xff" * 5)
 
 
-def test_a_short_write_past_the_page_cache_goes_on_from_its_last_whole_block(
+def test_a_short_direct_write_continues_at_the_last_whole_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, data, real = tmp_path / "file", os.urandom(4 * CHUNK + 100), os.pwrite
@@ -326,7 +324,7 @@ def test_a_short_write_past_the_page_cache_goes_on_from_its_last_whole_block(
     assert digest_of(path.read_bytes()) == digest_of(data)
 
 
-def test_where_there_is_no_o_direct_the_page_cache_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_o_direct_the_page_cache_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, path, data = os.open, tmp_path / "file", os.urandom(CHUNK)
     path.write_bytes(bytes(CHUNK))
     refused = []

@@ -1,4 +1,4 @@
-"""The workers of a fill, and the order of their chunks."""
+"""Workers of a fill, and the order of their chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA = {"weights": bytes(2 * CHUNK)}  # two chunks, so two workers
 
 
 class Turns:
-    """Gives the first chunk out twice, the second time while the first worker still ends."""
+    """Hands out the first chunk twice, the second time while the first worker still finishes."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -41,7 +41,7 @@ class Turns:
         pass
 
 
-async def test_a_chunk_that_another_worker_has_taken_again_is_not_put_back_by_the_one_that_did_not_get_it(
+async def test_a_worker_without_the_claim_does_not_put_back_the_chunk(
     tmp_path: Path,
 ) -> None:
     frozen, order = freeze(DATA), Turns()

@@ -38,12 +38,12 @@ def pool(local_root: Path) -> Pool:
 
 
 def settings(local_root: Path) -> Settings:
-    """The quota alone is what these tests meet: how full the disk of a test machine is must not matter."""
+    """Only the quota limits these tests: the free space of the test machine must not matter."""
     return Settings.load(local_root=local_root, cache_bytes_max=QUOTA, local_high_water=1.0)
 
 
 def fill(pool: Pool, frozen: FileSet, *, whole: bool = True) -> str:
-    """A prefetch without a store. If not ``whole``, half of it, and then the process ends."""
+    """A prefetch without a store. If not ``whole``, the process ends halfway."""
     lease = pool.lease(frozen.name)
     try:
         filling = PartialEntry(pool.directory(frozen.name), frozen, preallocate=True)
@@ -63,7 +63,7 @@ def fill(pool: Pool, frozen: FileSet, *, whole: bool = True) -> str:
     return frozen.name
 
 
-def there(pool: Pool) -> set[str]:
+def present(pool: Pool) -> set[str]:
     return {row.uri.rpartition("/")[2] for row in pool.rows()}
 
 
@@ -98,11 +98,11 @@ def reader(local_root: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]
         process.wait()
 
 
-def test_room_is_reserved_before_the_first_byte_and_the_least_recently_used_goes(pool: Pool) -> None:
+def test_space_is_reserved_first_by_evicting_the_least_recently_used(pool: Pool) -> None:
     for name in "abc":
         fill(pool, model(name))
     pool.used(model("a").name)
-    assert there(pool) == {"a", "b", "c"}
+    assert present(pool) == {"a", "b", "c"}
     filling = PartialEntry(pool.directory(model("d").name), model("d"), preallocate=False)
     room = reserve(pool, model("d"), SIZE)
     assert [row.uri for row in room.evicted] == ["s3://bucket/b"]
@@ -111,22 +111,22 @@ def test_room_is_reserved_before_the_first_byte_and_the_least_recently_used_goes
     filling.close()
 
 
-def test_a_partial_entry_that_nobody_fills_goes_before_anything_whole(pool: Pool) -> None:
+def test_abandoned_partial_entries_are_evicted_first(pool: Pool) -> None:
     fill(pool, model("a"))
     fill(pool, model("b"))
     fill(pool, model("half"), whole=False)
     fill(pool, model("d"))
-    assert there(pool) == {"a", "b", "d"}
+    assert present(pool) == {"a", "b", "d"}
 
 
-def test_what_is_pinned_or_leased_by_a_live_process_never_goes_and_the_error_says_who_has_it(
+def test_pinned_and_leased_entries_are_never_evicted(
     pool: Pool, reader: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     leased, pinned, third = (fill(pool, model(name)) for name in ("leased", "pinned", "third"))
     process = reader(leased)
     pool.pin(pinned)
     fill(pool, model("fourth"))
-    assert there(pool) == {"leased", "pinned", "fourth"}
+    assert present(pool) == {"leased", "pinned", "fourth"}
     assert not pool.directory(third).exists()
     with pytest.raises(CapacityError) as caught:
         reserve(pool, model("large", 2 * SIZE), 2 * SIZE)
@@ -135,38 +135,38 @@ def test_what_is_pinned_or_leased_by_a_live_process_never_goes_and_the_error_say
     assert (facts["pinned_bytes"], facts["leased_bytes"]) == (SIZE, SIZE)
     assert facts["pinned"] == f"s3://bucket/pinned ({human_bytes(SIZE)})"
     assert facts["leased"] == f"s3://bucket/leased ({human_bytes(SIZE)})"
-    assert there(pool) == {"leased", "pinned", "fourth"}, "a refusal evicts nothing"
+    assert present(pool) == {"leased", "pinned", "fourth"}, "a refusal evicts nothing"
 
-    process.send_signal(signal.SIGSTOP)  # it does nothing for long: it still has its files open
+    process.send_signal(signal.SIGSTOP)  # stopped, with its files still open
     assert pool.leases(leased) in ([process.pid], [0])  # 0: the kernel does not report the owner
     assert not pool.evict(leased)
     process.kill()
     process.wait()
     assert pool.leases(leased) == []
     reserve(pool, model("large", 2 * SIZE), 2 * SIZE)
-    assert "leased" not in there(pool)
+    assert "leased" not in present(pool)
     assert not pool.state_dir(leased).exists(), "a killed reader leaves no files"
 
 
-def test_what_was_refused_can_be_had_once_it_is_unpinned(pool: Pool) -> None:
+def test_unpinning_allows_a_rejected_reservation(pool: Pool) -> None:
     for name in "abc":
         pool.pin(fill(pool, model(name)))
     with pytest.raises(CapacityError):
         fill(pool, model("d"))
-    assert there(pool) == {"a", "b", "c"}
+    assert present(pool) == {"a", "b", "c"}
     pool.pin(model("b").name, False)
     fill(pool, model("d"))
-    assert there(pool) == {"a", "c", "d"}
+    assert present(pool) == {"a", "c", "d"}
 
 
-def test_more_than_the_quota_is_refused_at_once(pool: Pool) -> None:
+def test_a_reservation_above_the_quota_is_rejected_at_once(pool: Pool) -> None:
     fill(pool, model("a"))
     with pytest.raises(CapacityError, match=f"{human_bytes(QUOTA + 1)} are needed"):
         reserve(pool, model("huge", QUOTA + 1), QUOTA + 1)
-    assert there(pool) == {"a"}
+    assert present(pool) == {"a"}
 
 
-def test_a_new_version_is_another_entry_and_the_old_one_stays_while_it_is_read(pool: Pool) -> None:
+def test_a_leased_old_version_stays_next_to_the_new_one(pool: Pool) -> None:
     old = fill(pool, model("a", version="1"))
     lease = pool.lease(old)
     new = fill(pool, model("a", version="2"))
@@ -180,7 +180,7 @@ def test_a_new_version_is_another_entry_and_the_old_one_stays_while_it_is_read(p
     assert pool.evict(old)
 
 
-def test_what_is_planned_is_what_is_done_and_planning_does_nothing(pool: Pool) -> None:
+def test_planning_has_no_effect_and_matches_the_evictions(pool: Pool) -> None:
     for name in "abc":
         fill(pool, model(name))
     before = sorted(path for path in pool.root.rglob("*"))
@@ -191,44 +191,42 @@ def test_what_is_planned_is_what_is_done_and_planning_does_nothing(pool: Pool) -
     assert sorted(path for path in pool.root.rglob("*")) == before
 
 
-def test_a_cache_can_be_made_smaller(pool: Pool) -> None:
+def test_shrinking_the_quota_evicts(pool: Pool) -> None:
     for name in "abc":
         fill(pool, model(name))
     pool.pin(model("a").name)
     shrink_cache(pool, SIZE + 1)
-    assert there(pool) == {"a"}
+    assert present(pool) == {"a"}
     shrink_cache(pool, SIZE)
-    assert there(pool) == {"a"}
+    assert present(pool) == {"a"}
 
 
-def test_blocks_that_no_user_gets_are_not_taken_for_used_ones(
-    pool: Pool, local_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk with 20 in use, 20 free, and 60 kept for root or by the host is half full, as df has it."""
+def test_reserved_blocks_do_not_count_as_used(pool: Pool, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk with 20 used, 20 free, and 60 blocks reserved for root or the host is half full, as in df."""
     fill(pool, model("a"))
     status = os.statvfs_result((SIZE, SIZE, 100, 80, 20, 1000, 1000, 1000, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: status)
     fill(Pool(Settings.load(local_root=local_root, local_high_water=0.7)), model("b"))
-    assert there(pool) == {"a", "b"}
+    assert present(pool) == {"a", "b"}
     fill(Pool(Settings.load(local_root=local_root, local_high_water=0.4)), model("c"))
-    assert there(pool) == {"c"}
+    assert present(pool) == {"c"}
 
 
-def test_a_save_that_finds_the_disk_full_takes_room_from_the_cache(pool: Pool, local_root: Path) -> None:
+def test_a_save_on_a_full_disk_evicts_cache_entries(pool: Pool, local_root: Path) -> None:
     for name in "abc":
         fill(pool, model(name))
     pool.pin(model("a").name)
     full = Settings.load(local_root=local_root, local_high_water=1e-9)  # any disk in use is above this mark
     make_room(full, 1, local_root / "checkpoints" / "run")
-    assert there(pool) == {"a"}
+    assert present(pool) == {"a"}
 
 
 # --- readers and evictors --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_who_has_a_lease_and_finds_the_entry_keeps_it(pool: Pool) -> None:
-    """H2, many times: a reader that holds its lease and then sees the entry sees it until it lets go."""
+def test_a_leased_entry_stays_visible(pool: Pool) -> None:
+    """H2, many times: a reader that sees the entry while it holds its lease sees it until it releases the lease."""
     torn, kept, evicted = [], 0, 0
     for _ in range(25):
         name = fill(pool, model("a"))
@@ -255,7 +253,7 @@ def test_who_has_a_lease_and_finds_the_entry_keeps_it(pool: Pool) -> None:
     assert kept + evicted == 25
 
 
-def test_who_opens_a_file_before_it_is_evicted_reads_it_to_the_end(pool: Pool) -> None:
+def test_an_open_file_stays_readable_after_its_eviction(pool: Pool) -> None:
     name = fill(pool, model("a"))
     with (pool.directory(name) / "weights.bin").open("rb") as file:
         assert pool.evict(name)
@@ -263,7 +261,7 @@ def test_who_opens_a_file_before_it_is_evicted_reads_it_to_the_end(pool: Pool) -
 
 
 @pytest.mark.parametrize("where", ["mark", "rename", "delete"])
-def test_a_crash_in_the_middle_of_an_eviction_leaves_an_entry_whole_or_invisible(where: str, local_root: Path) -> None:
+def test_a_crash_during_an_eviction_leaves_the_entry_whole_or_invisible(where: str, local_root: Path) -> None:
     pool = Pool(settings(local_root))
     name = fill(pool, model("a"))
     pid = os.fork()
@@ -280,19 +278,19 @@ def test_a_crash_in_the_middle_of_an_eviction_leaves_an_entry_whole_or_invisible
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     after = Pool(settings(local_root))
     if where == "mark":
-        assert there(after) == {"a"}
+        assert present(after) == {"a"}
         assert (after.directory(name) / "weights.bin").stat().st_size == SIZE
     else:
-        assert there(after) == set()
+        assert present(after) == set()
         assert not after.directory(name).exists()
     fill(after, model("a"))
-    assert there(after) == {"a"}
+    assert present(after) == {"a"}
     assert list(after.root.glob(".*.evicted")) == []
     assert after.evict(name)
 
 
 @pytest.mark.slow
-def test_reservations_of_many_processes_together_stay_within_the_quota(local_root: Path) -> None:
+def test_concurrent_reservations_stay_within_the_quota(local_root: Path) -> None:
     pids = []
     for number in range(8):
         pid = os.fork()
@@ -318,9 +316,7 @@ def test_reservations_of_many_processes_together_stay_within_the_quota(local_roo
     assert sorted(codes) == [0] * 3 + [1] * 5
 
 
-def test_a_disk_without_the_room_refuses_whatever_the_quota_says(
-    local_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_rejects_reservations_within_the_quota(local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, real = Pool(Settings.load(local_root=local_root)), os.statvfs
 
     class Full:
@@ -334,7 +330,7 @@ def test_a_disk_without_the_room_refuses_whatever_the_quota_says(
         reserve(pool, model("a"), SIZE)
 
 
-# --- from the files --------------------------------------------------------------------------------------------------
+# --- listing ----------------------------------------------------------------------------------------------------------
 
 
 def everything(local_root: Path) -> list[CacheRow]:
@@ -350,7 +346,7 @@ def filled(pool: Pool) -> Pool:
     return pool
 
 
-def test_the_files_tell_of_every_entry(filled: Pool, local_root: Path) -> None:
+def test_the_listing_has_every_entry(filled: Pool, local_root: Path) -> None:
     before = everything(local_root)
     assert [(row.uri.rpartition("/")[2], row.state, row.is_pinned) for row in before] == [
         ("b", "complete", True),
@@ -362,7 +358,7 @@ def test_the_files_tell_of_every_entry(filled: Pool, local_root: Path) -> None:
     assert filled.rows("s3://bucket/a", "s3://bucket/half") == before[1:]
 
 
-def test_what_another_process_has_changed_is_seen(filled: Pool, local_root: Path) -> None:
+def test_the_listing_shows_changes_of_other_processes(filled: Pool, local_root: Path) -> None:
     [before] = filled.rows("s3://bucket/a")
     remove_dir(filled.directory(before.name))
     assert not filled.rows("s3://bucket/a")
@@ -373,7 +369,7 @@ def test_what_another_process_has_changed_is_seen(filled: Pool, local_root: Path
     assert not filled.rows("s3://bucket/b")
 
 
-def test_an_entry_that_is_published_during_the_look_is_counted(filled: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_published_during_a_listing_is_counted(filled: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     half, incoming_of = model("half").name, Pool.incoming
 
     def published_meanwhile(pool: Pool, name: str) -> Path | None:
@@ -388,7 +384,7 @@ def test_an_entry_that_is_published_during_the_look_is_counted(filled: Pool, mon
     assert [row.state for row in filled.rows("s3://bucket/half")] == ["complete"]
 
 
-def test_a_cache_that_cannot_be_written_says_so(local_root: Path) -> None:
+def test_an_unwritable_cache_is_reported(local_root: Path) -> None:
     local_root.write_text("a file")
     with pytest.raises(ConfigError, match=f"local_root {local_root} cannot be used"):
         fill(Pool(settings(local_root)), model("a"))

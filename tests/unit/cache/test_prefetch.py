@@ -1,4 +1,4 @@
-"""Which files a prefetch selects."""
+"""File selection of a prefetch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tierckpt.cache.prefetch import FileFilter
         (["a#1?"], [], ["a#1?"]),
     ],
 )
-def test_a_glob_that_is_a_file_means_that_file(include: list[str], exclude: list[str], chosen: list[str]) -> None:
+def test_a_glob_that_names_an_existing_file_selects_it(
+    include: list[str], exclude: list[str], chosen: list[str]
+) -> None:
     files = [FileSpec(path, path, 1, None) for path in ("a#1?", "a*", "a1", "a[1]", "ab")]
     assert [file.path for file in FileFilter(tuple(include), tuple(exclude)).choose(files, "s3://bucket/m")] == chosen

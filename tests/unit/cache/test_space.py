@@ -1,4 +1,4 @@
-"""Space on the SSD: evictions for a save, for a copy of another node's checkpoint, and for a prefetch, in order."""
+"""Eviction order on the SSD: for a save, for a copy of another node's checkpoint, and for a prefetch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import pytest
 
-from tests.unit.cache.test_pool import SIZE, fill, model, there
+from tests.unit.cache.test_pool import SIZE, fill, model, present
 from tierckpt import telemetry
 from tierckpt.cache import space
 from tierckpt.cache.pool import Pool
@@ -61,7 +61,7 @@ def steps(root: Path) -> set[int]:
 
 @pytest.fixture
 def evicted() -> Iterator[dict[str, float]]:
-    """Bytes that were evicted, by kind."""
+    """Evicted bytes, by kind."""
     seen: dict[str, float] = {}
 
     def listener(metric: telemetry.Metric, value: float, labels: telemetry.Labels, /) -> None:
@@ -75,7 +75,7 @@ def evicted() -> Iterator[dict[str, float]]:
 
 @pytest.fixture
 def lack(evicted: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Fill a disk of 1 GiB to this many bytes below the need of one more byte, and return the evictions."""
+    """Shrink a disk of 1 GiB until one more byte lacks this many bytes, and return the evictions."""
     size_bytes = 1 << 30
 
     def set_lack(lacking_bytes: int) -> None:
@@ -96,47 +96,45 @@ def test_a_save_evicts_old_checkpoints_before_models(node: Pool, lack: Lack) -> 
     for lacking_bytes, left, models in ((1, {2, 3}, "abc"), (STEP_BYTES + 1, {3}, "bc")):
         lack(lacking_bytes)
         space.make_room(node.settings, 1, root / "checkpoints/new")
-        assert steps(root) == left and there(node) == {*models}
+        assert steps(root) == left and present(node) == {*models}
     lack(1 << 30)
     with pytest.raises(CapacityError):
         space.make_room(node.settings, 1, root / "checkpoints/new")
-    assert steps(root) == {3}, "the newest stays"
+    assert steps(root) == {3}, "the newest checkpoint stays"
 
 
-def test_a_quota_of_checkpoints_takes_no_model(node: Pool) -> None:
+def test_the_checkpoint_quota_evicts_no_model(node: Pool) -> None:
     root = node.settings.local_root
     settings = node.settings.model_copy(update={"local_bytes_max": STEP_BYTES})
     with pytest.raises(CapacityError):
         space.make_room(settings, 1, root / "checkpoints/new")
-    assert steps(root) == {3} and there(node) == {*"abc"}
+    assert steps(root) == {3} and present(node) == {*"abc"}
 
 
-def test_a_copy_of_another_node_takes_no_model(node: Pool, lack: Lack) -> None:
+def test_a_peer_copy_evicts_no_model(node: Pool, lack: Lack) -> None:
     root = node.settings.local_root
     lack(1 << 30)
     assert not space.has_room(node.settings, 1, root / "checkpoints/new")
-    assert steps(root) == {3} and there(node) == {*"abc"}
+    assert steps(root) == {3} and present(node) == {*"abc"}
 
 
-def test_a_prefetch_takes_no_checkpoint(node: Pool, lack: Lack) -> None:
+def test_a_prefetch_evicts_no_checkpoint(node: Pool, lack: Lack) -> None:
     root = node.settings.local_root
     node.pin(model("a").name)
     lack(SIZE + 2)
     with pytest.raises(CapacityError) as caught:
         space.reserve(node, model("d"), SIZE)
     assert caught.value.context["pinned_bytes"] == SIZE
-    assert steps(root) == {1, 2, 3} and there(node) == {*"abc"}
+    assert steps(root) == {1, 2, 3} and present(node) == {*"abc"}
 
 
-def test_what_goes_is_counted_by_kind(node: Pool, lack: Lack, evicted: dict[str, float]) -> None:
+def test_evictions_are_counted_by_kind(node: Pool, lack: Lack, evicted: dict[str, float]) -> None:
     lack(2 * STEP_BYTES + 1)
     space.make_room(node.settings, 1, node.settings.local_root / "checkpoints/new")
     assert evicted == {"checkpoint": 2 * STEP_BYTES, "cache": SIZE}
 
 
-def test_a_save_does_not_fail_for_an_admission_that_hangs(
-    node: Pool, lack: Lack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_admission_does_not_fail_a_save(node: Pool, lack: Lack, monkeypatch: pytest.MonkeyPatch) -> None:
     root = node.settings.local_root
     monkeypatch.setattr(space, "SAVE_ADMISSION_SECONDS", 0.01)
     lack(1)
@@ -145,10 +143,8 @@ def test_a_save_does_not_fail_for_an_admission_that_hangs(
     assert steps(root) == {2, 3}
 
 
-def test_a_model_that_is_leased_meanwhile_is_not_counted_as_room(
-    node: Pool, lack: Lack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the plan of a reservation and its evictions a reader takes the first candidate."""
+def test_a_model_leased_during_eviction_is_not_counted(node: Pool, lack: Lack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader leases the first candidate between the plan of a reservation and its evictions."""
     real, leases = Pool.evict, []
 
     def late(pool: Pool, name: str) -> bool:
@@ -161,4 +157,4 @@ def test_a_model_that_is_leased_meanwhile_is_not_counted_as_room(
     plan = space.reserve(node, model("d"), SIZE)
     leases[0].close()
     assert [one.uri for one in plan.evicted] == ["s3://bucket/b"]
-    assert there(node) == {"a", "c"}
+    assert present(node) == {"a", "c"}

@@ -1,4 +1,4 @@
-"""Conditions that servers refuse: a file counts as changed only when the store says other things of it."""
+"""Conditional reads that servers reject: a file counts as changed only if the store reports a difference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PART = ByteRange(2, 5)
 
 
 class Server(UniversalStore):
-    """A store that says ``listed`` in listings, ``head`` to HEAD, and answers GETs on ``accepted`` conditions."""
+    """A store with one ETag in listings, ``head`` in HEAD responses, and GETs that accept ``accepted`` conditions."""
 
     def __init__(self, head: str = "listed", accepted: tuple[str | None, ...] = (None,), status: int = 412) -> None:
         self.has_put_if_absent = False
@@ -56,33 +56,33 @@ def read(store: Any, times: int = 1) -> list[bytes]:
     return asyncio.run(reads())
 
 
-def test_a_condition_that_is_taken_costs_nothing_more() -> None:
+def test_an_accepted_condition_needs_no_extra_request() -> None:
     store = Server(accepted=("listed",))
     assert read(store, 2) == [b"234"] * 2
     assert store.calls == ["get listed"] * 2
 
 
 @pytest.mark.parametrize("status", [412, 501, 400])
-def test_a_condition_that_is_refused_is_replaced_by_a_look_after_each_range(status: int) -> None:
+def test_a_rejected_condition_is_replaced_by_head_requests(status: int) -> None:
     store = Server(status=status)
     assert read(store, 2) == [b"234"] * 2
     assert store.calls == ["get listed", "head", "get None", "head", "get None", "head"]
 
 
-def test_another_etag_in_answers_than_in_listings_is_the_condition() -> None:
+def test_the_etag_of_responses_becomes_the_condition() -> None:
     store = Server(head="answered", accepted=("answered",))
     assert read(store, 2) == [b"234"] * 2
     assert store.calls == ["get listed", "head", "list dir", "get answered", "get answered"]
 
 
-def test_another_etag_in_answers_that_is_refused_too() -> None:
+def test_a_rejected_response_etag_is_dropped_too() -> None:
     store = Server(head="answered")
     assert read(store) == [b"234"]
     assert store.calls[-2:] == ["get None", "head"]
 
 
 @pytest.mark.parametrize("fact", ["headed", "listed", "data"])
-def test_what_has_changed_is_refused(fact: str) -> None:
+def test_changed_objects_raise(fact: str) -> None:
     store = Server()
     setattr(store, fact, b"another" if fact == "data" else "another")
     store.listed = store.headed if fact == "headed" else store.listed
@@ -93,13 +93,13 @@ def test_what_has_changed_is_refused(fact: str) -> None:
     assert not [call for call in store.calls if call == "get None"]
 
 
-def test_a_change_during_an_unconditional_read_is_found() -> None:
+def test_a_change_during_an_unconditional_read_is_detected() -> None:
     store = Server()
     store.after_get = lambda store: setattr(store, "headed", "another")
     with pytest.raises(PreconditionFailedError, match="dir/a has changed"):
         read(store)
 
 
-def test_other_errors_are_the_store_s_own() -> None:
+def test_other_errors_pass_through() -> None:
     with pytest.raises(StoreError, match="refused"):
         read(Server(status=403))

@@ -17,7 +17,7 @@ OFFSETS, SIZE = torch.Size([4, 0]), torch.Size([2, 3])
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_they_are_those_of_the_class(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bulk_objects_equal_constructed_ones(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KNOWS_INDEX", "KNOWS_READ", "KNOWS_RESULT"):
         assert getattr(bulk_objects, name)
         monkeypatch.setattr(bulk_objects, name, is_known)

@@ -1,4 +1,4 @@
-"""A stretch without garbage collection costs none afterwards either, and leaves the job's own settings as they were."""
+"""A block without garbage collection leaves no work for later collections, and keeps the job's own gc settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MORE = 3 * gc.get_threshold()[0]
 
 
 class Collections:
-    """Of which generation there were collections, and how many objects were then looked at."""
+    """Generations of the collections, and the number of objects each one visited."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -28,7 +28,7 @@ class Collections:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_frozen_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bulk_objects, "has_frozen", False)
 
 
@@ -46,17 +46,17 @@ def young(count: int) -> list[list[int]]:
     return [[number] for number in range(count)]
 
 
-def test_nothing_is_collected_in_here_and_nothing_of_it_is_looked_at_afterwards(collections: Collections) -> None:
+def test_no_collection_inside_and_no_visits_afterwards(collections: Collections) -> None:
     with gc_paused():
         made = young(MANY)
         assert collections.seen == []
     more = young(MORE)
-    assert collections.seen, "the collector is at work again"
+    assert collections.seen, "the collector is enabled again"
     assert max(collections.seen) < MANY / 2
     assert len(made) + len(more) == MANY + MORE
 
 
-def test_control_without_it_all_of_it_is_looked_at(collections: Collections) -> None:
+def test_control_without_the_block_all_objects_are_visited(collections: Collections) -> None:
     gc.disable()
     made = young(MANY)
     gc.enable()
@@ -65,7 +65,7 @@ def test_control_without_it_all_of_it_is_looked_at(collections: Collections) -> 
     assert len(made) + len(more) == MANY + MORE
 
 
-def test_what_is_garbage_goes_with_the_next_full_collection(collections: Collections) -> None:
+def test_garbage_is_freed_by_the_next_full_collection(collections: Collections) -> None:
     class Cycle:
         living = 0
 
@@ -84,19 +84,19 @@ def test_what_is_garbage_goes_with_the_next_full_collection(collections: Collect
     assert Cycle.living == 0
 
 
-def test_what_the_job_has_frozen_stays_frozen() -> None:
+def test_objects_frozen_by_the_job_stay_frozen() -> None:
     theirs: list[object] = []
     gc.freeze()
     try:
         with gc_paused():
             young(100)
-        assert not any(found is theirs for found in gc.get_objects()), "the collector knows it again"
+        assert not any(found is theirs for found in gc.get_objects()), "the collector tracks it again"
     finally:
         gc.unfreeze()
 
 
-def test_what_is_frozen_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting visits every object: 22 ms in a trainer's process, some times in each save and load."""
+def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting visits every object: 22 ms in a trainer, several times in each save and load."""
     counts = []
     count = gc.get_freeze_count
     monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(count()) or counts[-1])
@@ -111,7 +111,7 @@ def test_what_is_frozen_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert counts[0] > 0
 
 
-def test_a_collector_that_is_off_stays_off() -> None:
+def test_a_disabled_collector_stays_disabled() -> None:
     gc.disable()
     try:
         with gc_paused():

@@ -1,4 +1,4 @@
-"""TierSavePlanner: the plans of stock, made once; with real ranks, any writer, and structures that change under it."""
+"""TierSavePlanner: cached plans equal those of DCP, with real ranks, any writer, and changing structures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ State = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def memory_of_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Start with empty caches. Call it to switch to another simulated rank's caches."""
+    """Start with empty caches. Call it to switch to the caches of another simulated rank."""
     memories = [planner_module.PlanCache() for _ in range(8)]
 
     def act_as(rank: int) -> None:
@@ -65,7 +65,7 @@ def plan(planner: SavePlanner, state: State) -> tuple[SavePlan, Metadata, bool]:
 
 
 def is_as_stock(planner: SavePlanner, state: State) -> bool:
-    """Plan ``state`` here and by stock without any cache: both must come to the same. Return whether it was in full."""
+    """Plan ``state`` here and by DCP without any cache: the plans must be equal. Return whether it was in full."""
     ours, metadata, full = plan(planner, state)
     stock, stock_metadata, _ = plan(DefaultSavePlanner(), state)
     assert ours == stock
@@ -73,7 +73,7 @@ def is_as_stock(planner: SavePlanner, state: State) -> bool:
     theirs = DefaultSavePlanner()
     theirs.set_up_planner(state, None, True)
     for mine, item in zip(ours.items, stock.items, strict=True):
-        assert mine.index.index == item.index.index  # a hint, which == leaves out
+        assert mine.index.index == item.index.index  # not compared by ==
         if item.tensor_data is not None:
             assert planner.resolve_data(item) is theirs.resolve_data(item)  # type: ignore[attr-defined]
     return full
@@ -93,12 +93,12 @@ def base() -> State:
     }
 
 
-def test_the_second_plan_of_a_structure_is_remembered_and_equal() -> None:
+def test_a_repeated_structure_uses_the_cached_plan() -> None:
     planner = TierSavePlanner()
     assert [is_as_stock(planner, base()) for _ in range(4)] == [True, False, False, False]
 
 
-def test_a_new_planner_for_every_save_remembers_too() -> None:
+def test_new_planner_instances_share_the_cache() -> None:
     assert [is_as_stock(TierSavePlanner(), base()) for _ in range(3)] == [True, False, False]
 
 
@@ -167,7 +167,7 @@ STRUCTURES: dict[str, Callable[[State], State]] = {
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_any_other_structure_is_planned_in_full(name: str) -> None:
+def test_changed_structures_are_planned_in_full(name: str) -> None:
     planner = TierSavePlanner()
     assert is_as_stock(planner, base())
     assert is_as_stock(planner, STRUCTURES[name](base()))
@@ -185,7 +185,7 @@ OBJECTS: dict[str, Callable[[State], State]] = {
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_objects_are_those_of_this_save(name: str) -> None:
+def test_objects_are_resolved_from_the_current_save(name: str) -> None:
     planner = TierSavePlanner()
     assert is_as_stock(planner, base())
     state = OBJECTS[name](base())
@@ -197,8 +197,8 @@ def test_objects_are_those_of_this_save(name: str) -> None:
             assert same(torch.load(data, weights_only=False), state[item.index.fqn])
 
 
-def test_whatever_changes_between_saves_the_plan_is_that_of_stock() -> None:
-    """Random walks among structures that differ a little."""
+def test_plans_equal_those_of_dcp_after_random_changes() -> None:
+    """Random walks among structures with small differences."""
     generator = random.Random(7)
     planner = TierSavePlanner()
     full = 0
@@ -213,18 +213,18 @@ def test_whatever_changes_between_saves_the_plan_is_that_of_stock() -> None:
     assert 20 < full < 140
 
 
-def test_structures_that_take_turns_are_all_remembered_up_to_a_limit() -> None:
+def test_alternating_structures_are_cached_up_to_a_limit() -> None:
     structures = [{"t": torch.rand(size)} for size in range(1, 6)]
     planner = TierSavePlanner()
     for state in structures[:4]:
         assert is_as_stock(planner, state)
     assert not any(is_as_stock(planner, state) for state in structures[:4] * 3)
-    assert is_as_stock(planner, structures[4])  # forgets the one used longest ago
+    assert is_as_stock(planner, structures[4])  # evicts the least recently used plan
     assert not is_as_stock(planner, structures[3])
     assert is_as_stock(planner, structures[0])
 
 
-def test_planners_that_plan_differently_share_nothing() -> None:
+def test_different_planner_classes_share_no_cache() -> None:
     class Renaming(TierSavePlanner):
         def set_up_planner(self, state_dict: State, storage_meta: Any = None, is_coordinator: bool = False) -> None:
             super().set_up_planner({f"my.{key}": value for key, value in state_dict.items()}, None, is_coordinator)
@@ -240,7 +240,7 @@ def test_planners_that_plan_differently_share_nothing() -> None:
 
 
 @pytest.mark.parametrize("option", ["flatten_state_dict", "flatten_sharded_tensors", "enable_plan_caching"])
-def test_without_flattening_or_when_asked_every_save_is_planned(option: str) -> None:
+def test_options_that_disable_the_cache(option: str) -> None:
     options = {option: False}
     state = {"t": torch.rand(2), "note": 3}
     for _ in range(3):
@@ -250,7 +250,7 @@ def test_without_flattening_or_when_asked_every_save_is_planned(option: str) -> 
         assert full
 
 
-def test_what_plans_for_itself_is_asked_every_time() -> None:
+def test_objects_that_create_write_items_are_called_for_each_plan() -> None:
     class Thing:
         def __init__(self, name: str) -> None:
             self.name = name
@@ -267,7 +267,7 @@ def test_what_plans_for_itself_is_asked_every_time() -> None:
         assert [item.index.fqn for item in final.items] == [f"thing.{name}", "t"]
 
 
-def test_what_a_writer_puts_into_the_metadata_of_one_save_is_not_in_that_of_the_next() -> None:
+def test_metadata_changes_by_a_writer_do_not_reach_the_next_save() -> None:
     planner = TierSavePlanner()
     for step in range(3):
         _, metadata, _ = plan(planner, base())
@@ -278,7 +278,7 @@ def test_what_a_writer_puts_into_the_metadata_of_one_save_is_not_in_that_of_the_
         metadata.state_dict_metadata.clear()
 
 
-def test_no_tensor_and_no_object_is_kept_alive() -> None:
+def test_the_cache_keeps_no_tensor_or_object_alive() -> None:
     class Thing: ...
 
     planner = TierSavePlanner()
@@ -291,7 +291,7 @@ def test_no_tensor_and_no_object_is_kept_alive() -> None:
     assert [reference() for reference in alive] == [None, None, None]
 
 
-def test_a_planner_pickles_without_what_belongs_to_a_save() -> None:
+def test_a_planner_pickles_without_the_state_of_a_save() -> None:
     planner = TierSavePlanner(dedup_save_to_lowest_rank=True, cache_key=("a", 1))
     plan(planner, {"t": torch.rand(100_000)})
     data = pickle.dumps(planner)
@@ -302,7 +302,7 @@ def test_a_planner_pickles_without_what_belongs_to_a_save() -> None:
 
 
 @pytest.mark.slow
-def test_planning_again_costs_less_than_a_tenth() -> None:
+def test_a_cached_plan_costs_less_than_a_tenth() -> None:
     count = 10_000
     state = {
         "model": {f"layer.{i}.weight": torch.empty(4, 3) for i in range(count)},
@@ -311,7 +311,7 @@ def test_planning_again_costs_less_than_a_tenth() -> None:
     }
 
     def calls() -> int:
-        """How many functions, ours and torch's and Python's own, one plan calls: the same on any machine."""
+        """The number of function calls in one plan (tierckpt, torch and Python): independent of the machine."""
         planner, made = TierSavePlanner(), 0
 
         def count_it(frame: object, event: str, argument: object) -> None:
@@ -332,18 +332,18 @@ def test_planning_again_costs_less_than_a_tenth() -> None:
     assert calls() < first / 10
 
 
-# --- sharded tensors and several ranks, planned by one process -----------------------------------------------------
+# --- sharded tensors and several simulated ranks -------------------------------------------------------------------
 
 
 class Ranks:
-    """Several ranks, one planner and one memory each, played one after the other."""
+    """Several simulated ranks, each with its own planner and caches."""
 
     def __init__(self, count: int, act_as: Callable[[int], None]) -> None:
         self.act_as = act_as
         self.planners = [TierSavePlanner() for _ in range(count)]
 
     def is_as_stock(self, state_of: Callable[[int], State]) -> list[bool]:
-        """Plan one save here and by stock: both must come to the same. Return which ranks planned in full."""
+        """Plan one save here and by DCP: the plans must be equal. Return which ranks planned in full."""
         *ours, full = self._plan(self.planners, state_of)
         *stock, _ = self._plan([DefaultSavePlanner() for _ in self.planners], state_of)
         assert ours == stock
@@ -384,7 +384,7 @@ def sharded_state(shape: tuple[int, int], placements: list[Placement], mesh_shap
     return {"t": DTensor.from_local(local, mesh, placements, run_check=False, **sizes), "note": torch.rand(3)}
 
 
-def test_plans_of_sharded_tensors_are_those_of_stock_whatever_their_placement(
+def test_plans_of_sharded_tensors_equal_those_of_dcp(
     memory_of_rank: Callable[[int], None],
 ) -> None:
     ranks = Ranks(4, memory_of_rank)
@@ -402,7 +402,7 @@ def test_plans_of_sharded_tensors_are_those_of_stock_whatever_their_placement(
         assert ranks.is_as_stock(state_of) == [False] * 4, (placements, mesh_shape)
 
 
-def test_one_rank_that_changes_is_planned_anew_with_the_others_as_remembered(
+def test_only_changed_ranks_plan_in_full(
     memory_of_rank: Callable[[int], None],
 ) -> None:
     ranks = Ranks(3, memory_of_rank)
@@ -420,7 +420,7 @@ def test_one_rank_that_changes_is_planned_anew_with_the_others_as_remembered(
     assert full(1, 1, 2) == [False, False, True]
 
 
-def test_a_rank_that_keeps_changing_leaves_the_memories_of_the_others_good(
+def test_a_changing_rank_does_not_invalidate_the_caches_of_others(
     memory_of_rank: Callable[[int], None],
 ) -> None:
     """The coordinator's cache is evicted; no rank may refer to it."""
@@ -433,7 +433,7 @@ def test_a_rank_that_keeps_changing_leaves_the_memories_of_the_others_good(
     assert [turn for turn, (_, other) in enumerate(seen) if other] == [0, 5, 10, 15]
 
 
-def test_a_coordinator_that_does_not_know_the_plan_says_so_and_the_next_save_plans_in_full(
+def test_a_coordinator_without_the_cached_plan_raises_and_the_next_save_recovers(
     memory_of_rank: Callable[[int], None],
 ) -> None:
     state = base()
@@ -441,7 +441,7 @@ def test_a_coordinator_that_does_not_know_the_plan_says_so_and_the_next_save_pla
     plan(planner, state)
     planner.set_up_planner(state, None, True)
     ticket = planner.create_local_plan()
-    memory_of_rank(1)  # another coordinator: of another process group
+    memory_of_rank(1)  # a coordinator of another process group
     with pytest.raises(CheckpointError, match="does not have"):
         TierSavePlanner().create_global_plan([ticket])
     with pytest.raises(CheckpointError, match="does not have"):
@@ -450,11 +450,11 @@ def test_a_coordinator_that_does_not_know_the_plan_says_so_and_the_next_save_pla
     assert is_as_stock(planner, state)
 
 
-def test_after_a_save_that_failed_in_planning_the_next_plans_in_full() -> None:
+def test_a_failed_planning_clears_the_cache() -> None:
     state, planner = base(), TierSavePlanner()
     assert is_as_stock(planner, state)
     planner.set_up_planner(state, None, True)
-    assert not planner.create_local_plan().usable  # and the save ends here
+    assert not planner.create_local_plan().usable  # the save fails here
     assert is_as_stock(planner, state)
     assert not is_as_stock(planner, state)
 
@@ -463,7 +463,7 @@ def test_after_a_save_that_failed_in_planning_the_next_plans_in_full() -> None:
 
 
 class Watching(TierSavePlanner):
-    """Counts the bytes that this rank sends to the coordinator and gets back."""
+    """Counts the bytes that this rank exchanges with the coordinator."""
 
     sent_bytes = received_bytes = 0
 
@@ -504,7 +504,7 @@ STEPS = [
 
 
 def saves(folder: str, kind: str, one_planner: bool) -> dict[str, Any]:
-    """Save each of STEPS, load it with stock FileSystemReader; return each rank's full plans, and the differences."""
+    """Save each of STEPS and load it with stock FileSystemReader; return the full plans by rank, and differences."""
     planner, outcome = Watching(), []
     for step, (dtype, extra) in enumerate(STEPS):
         planner = planner if one_planner else Watching()
@@ -552,7 +552,7 @@ def plain(value: Any) -> Any:
 @pytest.mark.distributed
 @pytest.mark.parametrize("one_planner", [True, False], ids=["one planner", "a new one for each save"])
 @pytest.mark.parametrize("kind", ["stock", "tier"])
-def test_two_ranks_save_what_they_hold_whatever_has_changed(kind: str, one_planner: bool, tmp_path: Path) -> None:
+def test_two_ranks_save_correctly_after_changes(kind: str, one_planner: bool, tmp_path: Path) -> None:
     outcome = launch(f"{HERE}:saves", 2, folder=str(tmp_path / "shared"), kind=kind, one_planner=one_planner)
     rounds = outcome["rounds"]
     assert [step["right"] for step in rounds] == [[True, True]] * len(STEPS)
@@ -576,8 +576,8 @@ def writers_in_turn(folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_plans_made_for_one_writer_are_not_taken_to_another(tmp_path: Path) -> None:
-    """Ours cuts replicated tensors into parts that stock's writer would not understand."""
+def test_plans_are_not_reused_for_another_writer(tmp_path: Path) -> None:
+    """TierStorageWriter splits replicated tensors into parts that the stock writer does not understand."""
     rounds = launch(f"{HERE}:writers_in_turn", 2, folder=str(tmp_path / "shared"))["rounds"]
     assert [step["right"] for step in rounds] == [[True, True]] * 6
     assert [step["small"][0] for step in rounds] == [False, False, True, False, True, False]
@@ -631,14 +631,14 @@ def saves_after_failures(folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_save_that_failed_in_any_phase_leaves_no_wrong_memory(tmp_path: Path) -> None:
+def test_a_failure_in_any_phase_leaves_no_stale_cache(tmp_path: Path) -> None:
     rounds = launch(f"{HERE}:saves_after_failures", 2, folder=str(tmp_path / "shared"))["rounds"]
     assert all(step["right"] == [True, True] and step["dtype"] == [True, True] for step in rounds)
     assert len(rounds) == 15
 
 
 def alone_and_together(folder: str) -> dict[str, bool]:
-    """One planner for saves of all ranks, of each rank for itself, and without collectives."""
+    """One planner for saves of all ranks, of each rank alone, and without collectives."""
     planner, outcome = TierSavePlanner(), {}
     for step in range(2):
         for mode in ("together", "alone", "without collectives"):
@@ -658,14 +658,14 @@ def alone_and_together(folder: str) -> dict[str, bool]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_saving_alone_and_together_in_turn(tmp_path: Path) -> None:
+def test_alternating_local_and_collective_saves(tmp_path: Path) -> None:
     outcome = launch(f"{HERE}:alone_and_together", 2, folder=str(tmp_path / "shared"))
     assert len(outcome) == 6
     assert all(outcome.values()), outcome
 
 
 def asynchronous_saves(folder: str, executor: str) -> dict[str, bool]:
-    """One planner for saves by a thread, or pickled for each save that another process makes."""
+    """One planner for saves by a thread, or pickled for each save in another process."""
     planner, outcome = TierSavePlanner(), {}
     group = dist.new_group(backend="gloo")
     for step, dtype in enumerate([torch.float32, torch.float32, torch.bfloat16]):
@@ -695,7 +695,7 @@ def test_asynchronous_saves(executor: str, tmp_path: Path) -> None:
 
 
 def test_dataclass_fields_of_plans_are_all_compared() -> None:
-    """The comparisons above lean on ``==`` of DCP's classes; a field that compares nothing would blind them."""
+    """The comparisons above rely on ``==`` of DCP's classes; a field that ``==`` ignores would be missed."""
     ours, metadata, _ = plan(TierSavePlanner(), base())
     assert ours != dataclasses.replace(ours, items=ours.items[1:])
     assert ours != dataclasses.replace(ours, planner_data={})

@@ -1,4 +1,4 @@
-"""Memory for rows that do not fit their target as they are: used again by the next window of a load, and bounded."""
+"""Temporary row buffers of a load: reused by its next window, and bounded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from tierckpt.dcp.read_plan import RowBufferPool
 
 
-def test_what_is_given_back_is_taken_again_and_the_smallest_that_fits_first() -> None:
+def test_the_smallest_sufficient_buffer_is_reused() -> None:
     rows = RowBufferPool(1000)
     large, small = rows.take(400), rows.take(250)
     rows.give_back(large)
@@ -16,7 +16,7 @@ def test_what_is_given_back_is_taken_again_and_the_smallest_that_fits_first() ->
     assert rows.take(200) is large
 
 
-def test_two_never_have_the_same_memory() -> None:
+def test_buffers_in_use_are_distinct() -> None:
     rows = RowBufferPool(1000)
     taken = [rows.take(100) for _ in range(5)]
     for number, one in enumerate(taken):
@@ -24,13 +24,13 @@ def test_two_never_have_the_same_memory() -> None:
     assert [int(one.sum()) for one in taken] == [100 * number for number in range(5)]
 
 
-def test_little_is_not_taken_out_of_much() -> None:
+def test_large_buffers_are_not_used_for_small_requests() -> None:
     rows = RowBufferPool(1000)
     rows.give_back(much := rows.take(500))
     assert rows.take(249) is not much
 
 
-def test_what_fits_nobody_makes_room_for_what_is_wanted() -> None:
+def test_unsuitable_buffers_are_freed() -> None:
     rows = RowBufferPool(1000)
     for size in (100, 100, 700):
         rows.give_back(rows.take(size))
@@ -41,5 +41,5 @@ def test_what_fits_nobody_makes_room_for_what_is_wanted() -> None:
     assert rows.take(350) is not kept
 
 
-def test_nothing_is_a_piece_of_memory_too() -> None:
+def test_empty_buffers() -> None:
     assert RowBufferPool().take(0).view(torch.float32).view(0, 3).shape == (0, 3)

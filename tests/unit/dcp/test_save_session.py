@@ -1,4 +1,4 @@
-"""A save is acknowledged only if this process can load its metadata."""
+"""A save is committed only if its metadata can be loaded."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("kind", EXPECTED)
 @pytest.mark.parametrize("is_second", [False, True], ids=["first", "second"])
-def test_a_save_that_could_not_be_loaded_fails(is_second: bool, kind: str, file_uri: str) -> None:
+def test_unloadable_metadata_fails_the_save(is_second: bool, kind: str, file_uri: str) -> None:
     state, planner = {"w": torch.ones(4)}, Planner()
     uri = f"{file_uri}/step-1"
     if is_second:
@@ -75,7 +75,7 @@ def test_a_save_that_could_not_be_loaded_fails(is_second: bool, kind: str, file_
         assert tierckpt.latest(file_uri) is None
 
 
-def test_metadata_with_classes_of_the_user_is_saved_where_that_is_said(file_uri: str) -> None:
+def test_metadata_with_user_classes_needs_an_option(file_uri: str) -> None:
     uri, planner = f"{file_uri}/step-1", Planner()
     planner.kind = "planner data"
     writer = TierStorageWriter(uri, trust_pickle=True)
@@ -86,8 +86,8 @@ def test_metadata_with_classes_of_the_user_is_saved_where_that_is_said(file_uri:
     assert isinstance((reader.read_metadata().planner_data or {})["w"], Mine) and torch.equal(into["w"], torch.ones(4))
 
 
-def test_later_saves_of_a_structure_check_what_is_new_in_them(tmp_path: Path) -> None:
-    """Entries that were read back are not read again; places are checked each time."""
+def test_later_saves_check_only_new_metadata(tmp_path: Path) -> None:
+    """Verified entries are not decoded again; places are checked each time."""
     metadata: list[Metadata] = []
     for step in (1, 2):
         writer = TierStorageWriter(str(tmp_path / f"step-{step}"))
@@ -109,7 +109,7 @@ def test_later_saves_of_a_structure_check_what_is_new_in_them(tmp_path: Path) ->
 
 
 class Listener:
-    """Records its events, and whether the journal had an entry then."""
+    """Records events, and whether the journal entry existed."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -148,12 +148,12 @@ def test_a_session_writes_once(file_uri: str) -> None:
 
 
 @pytest.mark.parametrize("is_coordinator", [True, False])
-def test_a_listener_hears_of_the_end_once_the_outcome_is_known(is_coordinator: bool, file_uri: str) -> None:
+def test_listeners_are_notified_once_the_outcome_is_known(is_coordinator: bool, file_uri: str) -> None:
     session, listener, _ = written(f"{file_uri}/step-1", is_coordinator=is_coordinator, awaits_verdict=True)
     assert session.settle() == is_coordinator, "the shards of another rank may be part of a commit"
     assert not session.is_open and ("ended" in listener.heard) == is_coordinator
 
 
-def test_a_rank_that_learns_no_outcome_hands_over_what_is_durable(file_uri: str) -> None:
+def test_a_rank_without_an_outcome_hands_over_durable_files(file_uri: str) -> None:
     session, listener, _ = written(f"{file_uri}/step-1", is_coordinator=False)
     assert not session.is_open and listener.heard[2:4] == ["durable", "ended"]

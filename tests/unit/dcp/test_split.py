@@ -1,6 +1,6 @@
-"""Replicated tensors are written once, shared among all ranks: assignment of rows, and loads by stock readers.
+"""Replicated tensors are written once, divided among all ranks: row assignment, and loads by stock readers.
 
-Ranks are played one after the other by this process (a process group of the ``fake`` backend gives each its place in
+This process simulates all ranks in turn (a process group of the ``fake`` backend gives each its coordinates in
 the mesh); files are written by stock FileSystemWriter and read by stock FileSystemReader.
 """
 
@@ -40,7 +40,7 @@ MIB = 1024 * KIB
 State = dict[str, Any]
 
 
-# --- a save of several ranks, played by one process ----------------------------------------------------------------
+# --- a save of several simulated ranks -----------------------------------------------------------------------------
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def plan(world_size: int, state_of: Callable[[int], State], part_bytes_min: int 
 
 
 class Resolving(SavePlanner):
-    """The planner as a writer sees it that asks ``resolve`` for its tensors."""
+    """The planner as seen by a writer that fetches tensors through ``resolve``."""
 
     def __init__(self, planner: DefaultSavePlanner) -> None:
         self.planner = planner
@@ -87,7 +87,7 @@ class Resolving(SavePlanner):
 
 
 def save(folder: Path, world_size: int, state_of: Callable[[int], State], part_bytes_min: int = 1) -> Metadata:
-    """Save as ``world_size`` ranks would; return the content of ``.metadata``."""
+    """Save as ``world_size`` ranks; return the content of ``.metadata``."""
     planners = planners_of(world_size, state_of)
     plans, metadata = planned(planners, part_bytes_min)
     folder.mkdir(exist_ok=True)
@@ -124,7 +124,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def problems(metadata: Metadata, world_size: int) -> list[str]:
     """Chunks out of bounds, overlaps and gaps, as DCP's own validation finds them."""
     found: Any = _validate_global_plan([SavePlan([])] * max(world_size, 2), metadata)
-    if type(found) is bool:  # torch before 2.13 says whether all is good, and logs the rest
+    if type(found) is bool:  # torch before 2.13 returns a bool, and logs the problems
         return [] if found else ["refused by torch"]
     return cast(list[str], found)
 
@@ -137,7 +137,7 @@ def chunk_of(item: WriteItem) -> tuple[Any, ...] | None:
     return None if item.tensor_data is None else (item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes)
 
 
-# --- stock readers load it -----------------------------------------------------------------------------------------
+# --- loads by stock readers ----------------------------------------------------------------------------------------
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "matrix": (64, 32),
@@ -165,7 +165,7 @@ def test_plain_tensors_of_every_shape_load_with_the_stock_reader(tmp_path: Path,
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
-def test_everything_together_loads_with_the_stock_reader(tmp_path: Path, world_size: int) -> None:
+def test_a_mixed_state_loads_with_the_stock_reader(tmp_path: Path, world_size: int) -> None:
     state = {name: numbers(*shape) for name, shape in SHAPES.items()} | {"step": 3, "text": "x"}
     state |= {"large": numbers(1000, 100), "larger": numbers(777, 333, dtype=torch.bfloat16)}
     metadata = save(tmp_path, world_size, lambda rank: state, part_bytes_min=10_000)
@@ -186,7 +186,7 @@ HSDP = [((2, 2), (13, 24)), ((2, 3), (13, 5)), ((3, 2), (1, 40)), ((4, 2), (16, 
 
 @pytest.mark.parametrize(("mesh_shape", "shape"), HSDP)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_shards_that_are_replicated_over_a_mesh_dimension_load_with_the_stock_reader(
+def test_hsdp_shards_load_with_the_stock_reader(
     tmp_path: Path, mesh_shape: tuple[int, int], shape: tuple[int, int], dim: int
 ) -> None:
     whole = numbers(*shape)
@@ -210,7 +210,7 @@ def test_shards_that_are_replicated_over_a_mesh_dimension_load_with_the_stock_re
 
 
 def load_rows(folder: Path, metadata: Metadata, whole: torch.Tensor) -> torch.Tensor:
-    """The tensor as two ranks would load it that shard it along dimension 1, whatever it was cut along."""
+    """The tensor as two ranks load it that shard along dimension 1, independent of the saved layout."""
     halves = []
     for rank in (0, 1):
         with as_rank(rank, 2):
@@ -228,7 +228,7 @@ def load_rows(folder: Path, metadata: Metadata, whole: torch.Tensor) -> torch.Te
 # --- assignment of rows --------------------------------------------------------------------------------------------
 
 
-def test_every_rank_writes_the_same_bytes() -> None:
+def test_ranks_write_equal_amounts() -> None:
     state = {f"layer {i}": torch.empty(64 + i, 1000) for i in range(10)}
     total_bytes = sum(tensor.nbytes for tensor in state.values())
     loads = [bytes_of(ours) for ours in plan(4, lambda rank: state, part_bytes_min=64 * KIB)]
@@ -236,7 +236,7 @@ def test_every_rank_writes_the_same_bytes() -> None:
     assert max(loads) - min(loads) <= 4000  # one row
 
 
-def test_one_huge_tensor_beside_small_ones_is_what_is_cut() -> None:
+def test_only_a_huge_tensor_is_split() -> None:
     state = {f"small {i}": torch.empty(100) for i in range(50)} | {"huge": torch.empty(4096, 1024, dtype=torch.int8)}
     plans = plan(4, lambda rank: state, part_bytes_min=MIB // 2)
     assert {part.fqn for part in parts_of(plans)} == {"huge"}
@@ -245,14 +245,14 @@ def test_one_huge_tensor_beside_small_ones_is_what_is_cut() -> None:
     assert max(loads) - min(loads) < 0.03 * MIB
 
 
-def test_few_cuts() -> None:
-    """Items are laid end to end: at most one more part than there are ranks, not every tensor cut by every rank."""
+def test_splits_are_few() -> None:
+    """Items are assigned end to end: at most one more part than ranks, not every tensor split by every rank."""
     state = {f"layer {i}": torch.empty(100, 1000) for i in range(40)}
     plans = plan(8, lambda rank: state, part_bytes_min=64 * KIB)
     assert sum(len(ours.items) for ours in plans) <= 40 + 8 - 1
 
 
-def test_what_a_rank_has_to_write_alone_counts() -> None:
+def test_unreplicated_items_count_in_the_load_of_a_rank() -> None:
     def state_of(rank: int) -> State:
         own = {f"own {rank}": torch.empty(10, 1000)} if rank in (0, 2) else {}
         return {"shared": torch.empty(1000, 100), **own}
@@ -269,7 +269,7 @@ def test_what_a_rank_has_to_write_alone_counts() -> None:
     ]
 
 
-def test_a_rank_with_more_than_its_share_gets_nothing_more() -> None:
+def test_an_overloaded_rank_gets_no_replicated_items() -> None:
     def state_of(rank: int) -> State:
         return {"shared": torch.empty(100, 100)} | ({"own": torch.empty(1000, 1000)} if rank == 1 else {})
 
@@ -278,8 +278,8 @@ def test_a_rank_with_more_than_its_share_gets_nothing_more() -> None:
     assert abs(bytes_of(plans[0]) - bytes_of(plans[2])) <= 400
 
 
-def test_groups_that_nest_are_levelled_together() -> None:
-    """HSDP and a replicated embedding: the halves differ in size, and the embedding makes up for it."""
+def test_nested_replica_groups_are_balanced_together() -> None:
+    """HSDP and a replicated embedding: the halves differ in size, and the embedding compensates."""
 
     def state_of(rank: int) -> State:
         pair = rank % 2
@@ -290,7 +290,7 @@ def test_groups_that_nest_are_levelled_together() -> None:
     assert max(loads) - min(loads) <= 800
 
 
-def test_no_rank_is_given_what_it_does_not_hold() -> None:
+def test_ranks_write_only_data_that_they_hold() -> None:
     generator = random.Random(5)
     names = [f"t{i}" for i in range(60)]
     holders = {name: generator.sample(range(6), generator.randint(1, 6)) for name in names}
@@ -308,7 +308,7 @@ def test_no_rank_is_given_what_it_does_not_hold() -> None:
     assert written == {name: tensors[name].nbytes for name in names}
 
 
-def test_small_tensors_and_objects_stay_whole_and_are_spread_by_number() -> None:
+def test_small_items_stay_whole_and_are_distributed_evenly() -> None:
     state: State = {f"scalar {i}": torch.tensor(float(i)) for i in range(40)} | {f"object {i}": i for i in range(40)}
     plans = plan(4, lambda rank: state, part_bytes_min=4 * MIB)
     assert not parts_of(plans)
@@ -317,7 +317,7 @@ def test_small_tensors_and_objects_stay_whole_and_are_spread_by_number() -> None
     assert everything == sorted(state)
 
 
-def test_a_share_below_the_least_part_is_not_worth_a_rank() -> None:
+def test_parts_have_a_minimum_size() -> None:
     plans = plan(8, lambda rank: {"t": torch.empty(1024, 1024, dtype=torch.int8)}, part_bytes_min=MIB // 3)
     assert sorted(bytes_of(ours) for ours in plans) == [0] * 5 + [349184, 349184, 350208]
 
@@ -328,7 +328,7 @@ def test_rows_larger_than_a_share_go_to_different_ranks() -> None:
     assert [bytes_of(ours) for ours in plans] == [40_000] * 4
 
 
-def test_replicas_that_differ_in_dtype_or_size_are_not_mixed() -> None:
+def test_mismatched_replicas_are_not_split() -> None:
     def state_of(rank: int) -> State:
         return {"t": torch.empty(64, 64, dtype=torch.float32 if rank == 0 else torch.float64)}
 
@@ -363,7 +363,7 @@ def test_the_same_structure_gives_the_same_assignment() -> None:
     assert identity_of(plan(5, state_of)) == identity_of(plan(5, state_of))
 
 
-def test_plans_that_are_not_ours_to_change_stay_as_they_are() -> None:
+def test_other_plans_stay_unchanged() -> None:
     state = {"t": torch.empty(100, 10)}
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
@@ -378,8 +378,8 @@ def test_plans_that_are_not_ours_to_change_stay_as_they_are() -> None:
         assert spread(plans, held, 1) is plans
 
 
-def test_plans_that_stock_keeps_in_its_cache_are_not_spread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cache answers some ranks with "as last time": parts of two assignments would meet in one checkpoint."""
+def test_plans_cached_by_dcp_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cached plan of a rank would mix parts of two assignments in one checkpoint."""
     for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
         monkeypatch.setattr(SavePlanner, f"_cached_{name}", {})
     state = {"t": torch.empty(100, 10)}
@@ -392,7 +392,7 @@ def test_plans_that_stock_keeps_in_its_cache_are_not_spread(monkeypatch: pytest.
     assert [ours.storage_data for ours in shared] == [None, None]
 
 
-def test_neither_input_nor_its_items_are_changed() -> None:
+def test_input_plans_are_not_modified() -> None:
     planners = planners_of(2, lambda rank: {"t": torch.empty(100, 10), "u": torch.empty(1, 10)})
     gathered = [put_aside(planner.plan) for planner in planners]
     plans, _ = planners[0].create_global_plan(gathered)
@@ -401,8 +401,8 @@ def test_neither_input_nor_its_items_are_changed() -> None:
     assert pickle.dumps(plans) == before
 
 
-def test_what_was_put_aside_does_not_travel_back() -> None:
-    """Only the writer's own word for the rank may remain in ``storage_data``; the scatter stays small."""
+def test_plans_returned_to_ranks_are_small() -> None:
+    """Only the writer's data for the rank may remain in ``storage_data``; the scatter stays small."""
     state = {"t": torch.empty(100, 10)}
     planners = planners_of(2, lambda rank: state)
     kept = dataclasses.replace(planners[0].plan, storage_data="the writer's")
@@ -412,7 +412,7 @@ def test_what_was_put_aside_does_not_travel_back() -> None:
     ]
 
 
-def test_a_part_is_the_rows_of_its_item_and_no_copy() -> None:
+def test_a_part_is_a_view_of_its_rows() -> None:
     tensor = numbers(1, 12, 5)
     plans = plan(3, lambda rank: {"t": tensor})
     planner = planners_of(1, lambda rank: {"t": tensor})[0]
@@ -438,7 +438,7 @@ def chunks(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def test_amending_again_or_in_any_order_gives_the_same() -> None:
+def test_amending_is_idempotent_and_independent_of_order() -> None:
     metadata, parts = made()
     assert len(parts) > 3
     seen = []
@@ -450,8 +450,8 @@ def test_amending_again_or_in_any_order_gives_the_same() -> None:
     assert not problems(metadata, 4)
 
 
-def test_another_cut_replaces_the_one_before_and_a_whole_item_all_of_them() -> None:
-    """DCP's plan cache hands the same Metadata object to every save."""
+def test_a_new_split_replaces_the_previous_one() -> None:
+    """DCP's plan cache passes the same Metadata object to every save."""
     metadata, parts = made(world_size=4)
     before = chunks(metadata)
     for others in (made(world_size=3)[1], made(world_size=2)[1], parts):
@@ -461,7 +461,7 @@ def test_another_cut_replaces_the_one_before_and_a_whole_item_all_of_them() -> N
     assert chunks(metadata) == before
 
 
-def test_a_shallow_copy_shields_the_original() -> None:
+def test_amending_a_shallow_copy_keeps_the_original() -> None:
     metadata, parts = made()
     before = chunks(metadata)
     copy = dataclasses.replace(metadata, state_dict_metadata=dict(metadata.state_dict_metadata))
@@ -469,7 +469,7 @@ def test_a_shallow_copy_shields_the_original() -> None:
     assert chunks(metadata) == before != chunks(copy)
 
 
-def test_parts_that_leave_a_gap_or_overlap_are_refused() -> None:
+def test_parts_with_gaps_or_overlaps_are_rejected() -> None:
     metadata, parts = made()
     before = chunks(metadata)
     part = parts[1]

@@ -1,4 +1,4 @@
-"""The copy into staging memory is the tensor's values, whatever its size and layout, and ends when it says so."""
+"""The copy into staging memory equals the tensor for any size and layout, and is complete when it returns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def target_of(source: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_what_is_copied_is_what_the_tensor_says(kind: str) -> None:
+def test_copies_equal_the_tensor(kind: str) -> None:
     torch.manual_seed(1)
     source = SOURCES[kind]()
     target = target_of(source)
@@ -41,7 +41,7 @@ def test_what_is_copied_is_what_the_tensor_says(kind: str) -> None:
     assert torch.equal(target, source.detach())
 
 
-def test_all_of_many_arrive_on_any_number_of_threads() -> None:
+def test_many_copies_on_any_number_of_threads() -> None:
     sources = [torch.randn(LARGE + number) for number in range(9)] + [torch.randn(10)]
     before = torch.get_num_threads()
     try:
@@ -54,7 +54,7 @@ def test_all_of_many_arrive_on_any_number_of_threads() -> None:
         torch.set_num_threads(before)
 
 
-def test_an_interrupt_leaves_no_thread_that_still_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_writing_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller reuses the memory right after the call."""
     moved: list[int] = []
     was_interrupted = threading.Event()

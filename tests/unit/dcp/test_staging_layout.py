@@ -1,4 +1,4 @@
-"""A save with a cached plan and equal tensors is staged the short way, with the same result as the long way."""
+"""A save with a cached plan and equal tensors uses the cached staging layout, with the same result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def stager(tmp_path: Path) -> TierStager:
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered() -> None:
+def clear_caches() -> None:
     cache.start_anew()
 
 
@@ -63,7 +63,7 @@ def staged(stager: TierStager, state: State) -> StagedItems:
 
 
 def check(found: StagedItems, state: State) -> None:
-    """Each tensor is staged with its bytes, and laid out as the long way lays it out."""
+    """Each tensor is staged with its bytes, at the offsets of a full layout."""
     planner = TierSavePlanner(enable_plan_caching=False)
     planner.set_up_planner(state, None, True)
     written = records.resolve(found.items, found)
@@ -77,7 +77,7 @@ def check(found: StagedItems, state: State) -> None:
             assert torch.equal(tensor, planner.state_dict[item.index.fqn]) and not tensor.requires_grad, item.index
 
 
-def test_a_repeated_save_holds_the_values_of_now(stager: TierStager) -> None:
+def test_a_repeated_save_has_current_values(stager: TierStager) -> None:
     for seed in range(4):
         state = base(seed)
         found = staged(stager, state)
@@ -88,7 +88,7 @@ def test_a_repeated_save_holds_the_values_of_now(stager: TierStager) -> None:
         check(found, base(seed) | {"optimizer": state["optimizer"]})
 
 
-def test_records_of_both_ways_are_alike(stager: TierStager) -> None:
+def test_cached_and_full_layouts_have_equal_records(stager: TierStager) -> None:
     state = base()
     first, second = staged(stager, state), staged(stager, state)
     assert second.placed is not None
@@ -145,14 +145,14 @@ def named_by_enum(state: State) -> State:
 
 
 @pytest.mark.parametrize("change", [strided, negative, conjugate, wider, trained, one_more, named_by_enum])
-def test_what_is_not_alike_goes_the_long_way(change: Callable[[State], State], stager: TierStager) -> None:
+def test_changed_states_are_laid_out_in_full(change: Callable[[State], State], stager: TierStager) -> None:
     for seed in range(2):
         staged(stager, base(seed))
     state = change(base(2))
     found = staged(stager, state)
     assert found.placed is None
     check(found, state)
-    for seed in (3, 4):  # and the short way is found again
+    for seed in (3, 4):  # the cached layout is used again
         state = base(seed)
         found = staged(stager, state)
         check(found, state)
@@ -161,7 +161,7 @@ def test_what_is_not_alike_goes_the_long_way(change: Callable[[State], State], s
 
 @pytest.mark.parametrize("saves", [0, 2])
 @pytest.mark.parametrize("name", ["model.layer.3", "large"])
-def test_a_freed_storage_is_refused_where_torch_would_crash(name: str, saves: int, stager: TierStager) -> None:
+def test_a_freed_storage_is_rejected(name: str, saves: int, stager: TierStager) -> None:
     for seed in range(saves):
         staged(stager, base(seed))
     state = base(2)
@@ -180,7 +180,7 @@ def test_dcp_save_refuses_a_freed_storage(tmp_path: Path) -> None:
         dcp.save({"weight": freed}, storage_writer=writer, no_dist=True)
 
 
-def test_the_staging_memory_is_free_when_nobody_has_the_save(stager: TierStager) -> None:
+def test_staging_memory_is_freed_with_the_save(stager: TierStager) -> None:
     staged(stager, base())
     found = staged(stager, base(1))
     assert found.placed is not None
@@ -205,13 +205,11 @@ SAVES = {
     "a longer URI": ("s3://b/run/step-9", "s3://b/run/step-10", 2),
     "a name that a tensor has, too": ("model.layer.3", "model.layer.4", 2),
 }
-"""The URI of two saves, and how many of them are encoded in full."""
+"""URIs of two saves, and the number of saves encoded in full."""
 
 
 @pytest.mark.parametrize("case", SAVES)
-def test_metadata_of_a_repeated_plan_is_that_of_the_first_with_other_names(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metadata_of_a_repeated_plan_reuses_the_first_encoding(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after, count = SAVES[case]
     dumps: list[Metadata] = []
     real = metadata_pickle.encode_anew
@@ -225,7 +223,7 @@ def test_metadata_of_a_repeated_plan_is_that_of_the_first_with_other_names(
     assert len(dumps) == count
 
 
-def test_other_places_are_not_taken_for_those_of_the_save_before() -> None:
+def test_changed_file_places_are_encoded_again() -> None:
     final, metadata, _ = plan(TierSavePlanner(), base())
     indexes = [item.index for item in final.items]
     first = written(metadata, indexes, "0" * 16, "s3://b/run/step-1", "f" * 16)
@@ -237,7 +235,7 @@ def test_other_places_are_not_taken_for_those_of_the_save_before() -> None:
         assert pickle.loads(encode(second)) == second
 
 
-def test_the_plan_of_a_handoff_is_encoded_once_and_is_the_plan() -> None:
+def test_the_plan_of_a_handoff_is_encoded_once() -> None:
     encoded = []
     for seed in range(3):
         _, metadata, _ = plan(TierSavePlanner(), base(seed))

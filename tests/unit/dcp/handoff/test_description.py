@@ -1,4 +1,4 @@
-"""Handoffs: another process reads the same description until it is revoked."""
+"""Handoffs: another process reads an equal description until it is revoked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESULTS = [
     WriteResult(MetadataIndex("weight", torch.Size([8, 2]), 2), 901, _StorageInfo("__1_0-ab.distcp", 900, 901)),
     WriteResult(MetadataIndex("step"), 40, _StorageInfo("__1_1-ab.distcp", 0, 40)),
 ]
-WILL = SaveHandoff(
+HANDOFF = SaveHandoff(
     rank=1,
     world_size=4,
     is_coordinator=False,
@@ -38,37 +38,37 @@ WILL = SaveHandoff(
 )
 
 
-def test_a_will_is_read_by_whoever_has_the_descriptor() -> None:
-    written = WILL.written()
-    assert descriptions.read(os.dup(written.fileno())) == WILL
+def test_a_handoff_is_readable_through_its_descriptor() -> None:
+    written = HANDOFF.written()
+    assert descriptions.read(os.dup(written.fileno())) == HANDOFF
 
 
-def test_what_dcp_is_told_comes_back_as_it_was() -> None:
-    written = WILL.written()
+def test_write_results_round_trip() -> None:
+    written = HANDOFF.written()
     read = descriptions.read(os.dup(written.fileno()))
     assert read is not None
     assert read.results.list() == RESULTS
 
 
-def test_a_will_of_many_tensors_is_not_much_longer_than_their_names() -> None:
-    """A pickle of an object for each thing told takes longer than ten thousands of small tensors take to write."""
+def test_a_handoff_of_many_tensors_is_compact() -> None:
+    """A pickle of one object per tensor takes longer than writing ten thousands of small tensors."""
     index = [MetadataIndex(f"layer.{number}.weight", torch.Size([0])) for number in range(1000)]
     results = [WriteResult(one, 1400, _StorageInfo("__1_0-ab.distcp", 1400 * at, 1400)) for at, one in enumerate(index)]
-    few, many = (dataclasses.replace(WILL, results=Results.of(some)).written() for some in ([], results))
+    few, many = (dataclasses.replace(HANDOFF, results=Results.of(some)).written() for some in ([], results))
     added = os.fstat(many.fileno()).st_size - os.fstat(few.fileno()).st_size
     assert added <= sum(len(one.fqn) + 24 for one in index)
 
 
-def test_a_revoked_will_is_none_for_all_who_hold_it() -> None:
-    """Without a message to its writer, which may not reach the agent once the memory has another checkpoint."""
-    written = WILL.written()
+def test_a_revoked_handoff_is_invalid_for_all_holders() -> None:
+    """Without a message, which may reach the agent only after the memory holds another checkpoint."""
+    written = HANDOFF.written()
     held = os.dup(written.fileno())
     descriptions.revoke(written)
     assert descriptions.read(held) is None
 
 
-def test_what_is_durable_needs_no_memory() -> None:
+def test_durable_files_need_no_memory() -> None:
     files = (FileEntry("__1_0-ab.distcp", 0, (), 1, "ab"),)
-    durable = WILL.durable(files)
+    durable = HANDOFF.durable(files)
     assert (durable.files, durable.shards, durable.kinds) == (files, (), {})
     assert descriptions.read(os.dup(durable.written().fileno())) == durable

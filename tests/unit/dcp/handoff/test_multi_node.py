@@ -1,4 +1,4 @@
-"""Messages between executors of several nodes about the save of an ended job (W6)."""
+"""Messages between executors on several nodes about the save of an ended job (W6)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PARTS = (split.Part("model.w", ((0, 0), (8, 2)), ((4, 0), (4, 2))),)
 
 
 @pytest.fixture
-def meeting(file_uri: str, local_root: Path) -> Iterator[ResultExchange]:
+def exchange(file_uri: str, local_root: Path) -> Iterator[ResultExchange]:
     client = Client(Settings.load(local_root=local_root))
     yield ResultExchange(client, parse_uri(file_uri), "job/7", CHUNK, wait_seconds=0.2)
     client.close()
@@ -43,10 +43,10 @@ def record(uri: str) -> Path:
     return path
 
 
-def test_what_was_told_is_heard(meeting: ResultExchange) -> None:
-    meeting.tell(1, told(list(RESULTS), FILES, PARTS))
-    meeting.tell(2, [])
-    heard = meeting.hear({1, 2})
+def test_reported_results_are_received(exchange: ResultExchange) -> None:
+    exchange.tell(1, told(list(RESULTS), FILES, PARTS))
+    exchange.tell(2, [])
+    heard = exchange.hear({1, 2})
     assert heard[2] == []
     first = heard[1][0]
     assert isinstance(first, TierWriteResult)
@@ -56,38 +56,38 @@ def test_what_was_told_is_heard(meeting: ResultExchange) -> None:
         assert (result.size_in_bytes, result.storage_data) == (wanted.size_in_bytes, wanted.storage_data)
 
 
-def test_a_rank_that_nobody_tells_of_is_named(meeting: ResultExchange) -> None:
-    meeting.tell(1, told(list(RESULTS), FILES, PARTS))
+def test_the_error_names_ranks_without_results(exchange: ResultExchange) -> None:
+    exchange.tell(1, told(list(RESULTS), FILES, PARTS))
     with pytest.raises(OperationTimeoutError, match=r"what ranks \[0, 3\] had written"):
-        meeting.hear({0, 1, 3})
+        exchange.hear({0, 1, 3})
 
 
-def test_what_is_told_of_another_save_is_not_heard(meeting: ResultExchange) -> None:
-    meeting.tell(1, told(list(RESULTS), FILES, PARTS))
+def test_results_of_another_save_are_ignored(exchange: ResultExchange) -> None:
+    exchange.tell(1, told(list(RESULTS), FILES, PARTS))
     with pytest.raises(OperationTimeoutError):
-        dataclasses.replace(meeting, save="job/8").hear({1})
+        dataclasses.replace(exchange, save="job/8").hear({1})
 
 
-def test_a_record_of_another_chunk_size_is_refused(meeting: ResultExchange) -> None:
-    meeting.tell(1, told(list(RESULTS), FILES, PARTS))
+def test_a_record_with_another_chunk_size_is_rejected(exchange: ResultExchange) -> None:
+    exchange.tell(1, told(list(RESULTS), FILES, PARTS))
     with pytest.raises(ManifestError, match="another save"):
-        dataclasses.replace(meeting, chunk_size_bytes=2 * CHUNK).hear({1})
+        dataclasses.replace(exchange, chunk_size_bytes=2 * CHUNK).hear({1})
 
 
-def test_every_damaged_byte_of_a_record_is_found(meeting: ResultExchange, file_uri: str) -> None:
-    meeting.tell(1, told(list(RESULTS), FILES, PARTS))
+def test_damage_to_any_byte_of_a_record_is_detected(exchange: ResultExchange, file_uri: str) -> None:
+    exchange.tell(1, told(list(RESULTS), FILES, PARTS))
     path = record(file_uri)
     data = path.read_bytes()
     for position in range(0, len(data), 7):
         path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
         with pytest.raises(ManifestError):
-            meeting.hear({1})
+            exchange.hear({1})
     path.write_bytes(data)
-    assert len(meeting.hear({1})[1]) == len(RESULTS)
+    assert len(exchange.hear({1})[1]) == len(RESULTS)
 
 
-def test_records_are_gone_when_they_are_forgotten(meeting: ResultExchange, file_uri: str) -> None:
-    meeting.tell(1, [])
+def test_forget_removes_the_records(exchange: ResultExchange, file_uri: str) -> None:
+    exchange.tell(1, [])
     assert record(file_uri)
-    meeting.forget([1, 2])
+    exchange.forget([1, 2])
     assert not list(Path(file_uri).rglob("*.json"))

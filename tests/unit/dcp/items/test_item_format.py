@@ -1,4 +1,4 @@
-"""The bytes of an item: what torch.load and any zip reader make of them (invariants W1 to W3 of
+"""The bytes of an item, as read by torch.load and zip readers (invariants W1 to W3 of
 dcp/items/item_format.py)."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def item(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_torch_load_gives_the_tensor_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_torch_load_returns_the_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.rand(shape) * 5).to(dtype)
     data = item(tensor)
     loaded = torch.load(io.BytesIO(data), weights_only=True)
@@ -42,7 +42,7 @@ def test_torch_load_gives_the_tensor_back(dtype: torch.dtype, shape: tuple[int, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_a_valid_archive_and_its_crc_is_the_one_of_the_data(dtype: torch.dtype) -> None:
+def test_the_archive_and_its_crc_are_valid(dtype: torch.dtype) -> None:
     data = item((torch.rand(33, 3) * 5).to(dtype))
     assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None
     damaged = bytearray(data)
@@ -56,14 +56,14 @@ def test_data_is_aligned_within_the_archive(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_archive_names_its_records_as_torch_does(dtype: torch.dtype) -> None:
+def test_archive_records_have_the_names_of_torch(dtype: torch.dtype) -> None:
     stock = io.BytesIO()
     torch.save(torch.zeros(3, 3).to(dtype), stock)
     ours = zipfile.ZipFile(io.BytesIO(item(torch.zeros(3, 3).to(dtype)))).namelist()
     assert set(ours) <= set(zipfile.ZipFile(stock).namelist())
 
 
-def test_sizes_that_need_zip64_are_framed_by_torch() -> None:
+def test_zip64_frames_are_made_by_torch() -> None:
     frame = item_format.frame(torch.uint8, (5 << 30,))
     assert frame.size_bytes == 5 << 30
     assert b"PK\x06\x06" in frame.tail, "the zip64 end of central directory"
@@ -72,11 +72,11 @@ def test_sizes_that_need_zip64_are_framed_by_torch() -> None:
     assert tail[first : first + 4] == tail[second : second + 4] == b"\x04\x03\x02\x01"
 
 
-def test_a_frame_is_made_once() -> None:
+def test_frames_are_cached() -> None:
     assert item_format.frame(torch.float32, (12, 12)) is item_format.frame(torch.float32, (12, 12))
 
 
-def test_plain_means_that_the_raw_bytes_say_everything() -> None:
+def test_plain_tensors_are_defined_by_their_raw_bytes() -> None:
     assert item_format.is_plain(torch.ones(2))
     assert not item_format.is_plain(torch.nn.Parameter(torch.ones(2)))
     assert not item_format.is_plain(torch.ones(2, 2).to_sparse())

@@ -1,4 +1,4 @@
-"""Where items go in a shard: for any items, nothing overlaps, large data is on blocks, small items stay in one unit."""
+"""Placement of items in a shard: no overlaps, large data aligned to blocks, small items within one unit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def end(frames: Sequence[ItemFrame], placed: Placed) -> int:
 
 @settings(max_examples=200, deadline=None)
 @given(frames=FRAMES, cap=CAPS, unit=st.sampled_from([64 * KiB, 128 * KiB, 8 * MiB]))
-def test_every_arrangement_keeps_the_rules(frames: list[ItemFrame], cap: int, unit: int) -> None:
+def test_layouts_keep_the_rules(frames: list[ItemFrame], cap: int, unit: int) -> None:
     shards = place(frames, cap, unit)
     assert sorted(index for shard in shards for index, _ in shard) == list(range(len(frames))), "each item once"
     for shard in shards:
@@ -56,32 +56,32 @@ def test_every_arrangement_keeps_the_rules(frames: list[ItemFrame], cap: int, un
                 assert data % item_format.ALIGNMENT_BYTES == 0
             if item.size_bytes < LARGE_BYTES and item.total_bytes <= unit:
                 assert offset // unit == (end(frames, (index, offset)) - 1) // unit, "a small item is in one unit"
-    assert place(frames, cap, unit) == shards, "the same frames give the same answer"
+    assert place(frames, cap, unit) == shards, "equal frames give equal layouts"
 
 
 @settings(max_examples=50, deadline=None)
 @given(frames=FRAMES, cap=CAPS)
-def test_the_arrangement_of_an_arrangement_is_itself(frames: list[ItemFrame], cap: int) -> None:
-    """Staging arranges a state dict, and writing arranges the staged one: the layout must not change."""
+def test_layout_is_idempotent(frames: list[ItemFrame], cap: int) -> None:
+    """Staging lays out a state dict, and writing lays out the staged one: the layout must not change."""
     shards = place(frames, cap)
     in_order = [frames[index] for shard in shards for index, _ in shard]
     again = place(in_order, cap)
     assert [[offset for _, offset in shard] for shard in again] == [[offset for _, offset in shard] for shard in shards]
 
 
-def test_small_first_then_large_then_what_has_no_data() -> None:
+def test_order_is_small_then_large_then_empty_items() -> None:
     frames = [frame(torch.uint8, (size,)) for size in (LARGE_BYTES, 0, 5, LARGE_BYTES - 1, 0, 1 * MiB)]
     ((*placed,),) = place(frames, 1 << 40)
     assert [index for index, _ in placed] == [2, 3, 0, 5, 1, 4]
 
 
-def test_a_shard_is_closed_before_it_grows_too_large() -> None:
+def test_shards_do_not_exceed_the_size_limit() -> None:
     frames = [frame(torch.uint8, (300_000,))] * 5
     assert [len(shard) for shard in place(frames, 700_000)] == [2, 2, 1]
-    assert [len(shard) for shard in place(frames, 299_999)] == [1] * 5, "an item larger than the cap gets its own"
+    assert [len(shard) for shard in place(frames, 299_999)] == [1] * 5, "an item above the limit gets its own shard"
 
 
-def test_what_alignment_wastes_is_little() -> None:
+def test_alignment_overhead_is_small() -> None:
     small = [frame(torch.float32, (12,))] * 20_000
     large = [frame(torch.uint8, (LARGE_BYTES,))] * 500
     for frames, wasted in ((small, 0.08), (large, 0.07)):
@@ -90,7 +90,7 @@ def test_what_alignment_wastes_is_little() -> None:
 
 
 @pytest.mark.parametrize("chunk_size_bytes", [4096, 12_288, 1 * MiB, 3 * MiB, 8 * MiB, 64 * MiB])
-def test_a_unit_is_whole_chunks(chunk_size_bytes: int) -> None:
+def test_a_unit_is_a_multiple_of_the_chunk_size(chunk_size_bytes: int) -> None:
     unit = unit_bytes(chunk_size_bytes)
     assert unit % chunk_size_bytes == 0
     assert unit >= min(chunk_size_bytes, shard_layout.SEGMENT_BYTES_MIN) and unit > LARGE_BYTES

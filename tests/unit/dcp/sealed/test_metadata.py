@@ -1,4 +1,4 @@
-"""Metadata and items read as data: what DCP writes is understood in full, and nothing else is (S1 to S8)."""
+"""Metadata and items are decoded as data: everything that DCP writes, and nothing else (S1 to S8)."""
 
 from __future__ import annotations
 
@@ -79,24 +79,24 @@ def small(**fields: Any) -> Metadata:
     return Metadata(entries, **{**whole, **fields})
 
 
-# --- S4: what DCP writes is read as pickle reads it -------------------------------------------------------------
+# --- S4: metadata written by DCP decodes as with pickle ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", machine.PROTOCOLS)
-def test_every_protocol(protocol: int) -> None:
+def test_every_pickle_protocol(protocol: int) -> None:
     data = pickle.dumps(small(), protocol)
     assert read(data) == pickle.loads(data) == small()
 
 
 @pytest.mark.parametrize("protocol", machine.PROTOCOLS)
-def test_the_pickler_in_python_writes_the_same_language(protocol: int) -> None:
+def test_the_pure_python_pickler_is_supported(protocol: int) -> None:
     stream = io.BytesIO()
-    # private: Python's own, the one that is not in C
+    # private: Python's pickler that is not written in C
     pickle._Pickler(stream, protocol).dump(small())  # type: ignore[attr-defined]
     assert read(stream.getvalue()) == small()
 
 
-def test_what_stock_dcp_saves(tmp_path: Path) -> None:
+def test_metadata_of_stock_dcp(tmp_path: Path) -> None:
     state = {**everything(), **small_state(), "list": [torch.ones(2), {"a": [torch.ones(1)]}]}
     dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     data = (tmp_path / "c/.metadata").read_bytes()
@@ -104,16 +104,16 @@ def test_what_stock_dcp_saves(tmp_path: Path) -> None:
     assert isinstance(read(data).storage_meta.checkpoint_id, Path)  # type: ignore[union-attr]
 
 
-def test_what_tierckpt_saves(file_uri: str, local_root: Path) -> None:
+def test_metadata_of_tierckpt(file_uri: str, local_root: Path) -> None:
     save(f"{file_uri}/step-1", {**everything(), **small_state()})
     data = (local_dir(local_root, parse_uri(file_uri)) / "step-1/.metadata").read_bytes()
     found = read(data)
     assert found == pickle.loads(data)
     kept = [e.properties for e in found.state_dict_metadata.values() if isinstance(e, TensorStorageMetadata)]
-    assert len({id(one) for one in kept}) < len(kept)  # shared in the file, shared here
+    assert len({id(one) for one in kept}) < len(kept)  # sharing in the file is preserved
 
 
-def test_what_is_equal_is_written_once_and_read_once(file_uri: str, local_root: Path) -> None:
+def test_equal_objects_are_written_and_read_once(file_uri: str, local_root: Path) -> None:
     state = {f"layer.{number}": torch.full((4, 3), number) for number in range(50)}
     save(f"{file_uri}/step-1", state)
     data = (local_dir(local_root, parse_uri(file_uri)) / "step-1/.metadata").read_bytes()
@@ -127,7 +127,7 @@ def test_what_is_equal_is_written_once_and_read_once(file_uri: str, local_root: 
     assert len(data) < 200 * len(state)
 
 
-# --- what tierckpt writes: objects as calls of their classes ------------------------------------------------------
+# --- tierckpt's encoding: objects as calls of their classes -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_objects_written_as_calls(change: Callable[[Metadata], Any]) -> None:
     )
 
 
-def test_calls_are_shorter_than_states() -> None:
+def test_call_encoding_is_shorter_than_state_encoding() -> None:
     entries: dict[str, Any] = {f"m.{n}": small().state_dict_metadata["w"] for n in range(500)}
     places = {
         MetadataIndex(name, chunk.offsets): _StorageInfo("f", 0, 12)
@@ -165,7 +165,7 @@ def test_calls_are_shorter_than_states() -> None:
     assert len(encode(meta)) < 0.75 * len(pickle.dumps(meta))
 
 
-def test_what_derives_from_a_class_of_dcp_is_not_written_as_that_class() -> None:
+def test_subclasses_of_dcp_classes_are_not_encoded_as_the_base() -> None:
     @dataclasses.dataclass
     class Mine(_StorageInfo):
         more: int = 0
@@ -203,14 +203,16 @@ def test_calls_are_checked_like_states(change: Callable[[Metadata], Any], match:
     meta = small()
     change(meta)
     stream = io.BytesIO()
-    metadata_pickle._MetadataPickler(stream).dump(meta)  # private: metadata that `encode` is never given
+    metadata_pickle._MetadataPickler(stream).dump(meta)  # private: `encode` rejects such metadata
     with pytest.raises(UnsafeCheckpointError, match=match):
         read(stream.getvalue())
 
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("dumps", [pickle.dumps, encode])
-def test_a_small_chunk_does_not_hide_a_large_one_at_its_place(dumps: Callable[[Metadata], bytes], order: int) -> None:
+def test_a_small_chunk_does_not_hide_a_large_one_with_equal_offsets(
+    dumps: Callable[[Metadata], bytes], order: int
+) -> None:
     chunks = [ChunkStorageMetadata(SIZE([0]), SIZE([count])) for count in (1 << 40, 1)][::order]
     entry = TensorStorageMetadata(TensorProperties(), SIZE([1 << 40]), chunks)
     meta = Metadata({"w": entry}, storage_data={MetadataIndex("w", SIZE([0])): _StorageInfo("f", 0, 12)})
@@ -226,7 +228,7 @@ def tensor(meta: Metadata, **fields: Any) -> None:
     vars(meta.state_dict_metadata["w"]).update(fields)
 
 
-def test_work_is_bounded_however_often_one_tensor_is_named() -> None:
+def test_work_is_bounded_for_repeated_tensor_names() -> None:
     chunks = [ChunkStorageMetadata(SIZE([0]), SIZE([0]))] * 2000
     one = TensorStorageMetadata(TensorProperties(), SIZE([0]), chunks)
     meta = Metadata({f"{number}": one for number in range(2000)})
@@ -235,7 +237,7 @@ def test_work_is_bounded_however_often_one_tensor_is_named() -> None:
 
 
 def sizes_of_one_hash(count: int) -> list[torch.Size]:
-    """Pairs of numbers for which CPython's hash of a tuple (xxHash without a seed) is the same."""
+    """Pairs of numbers whose tuples have one hash in CPython (xxHash without a seed)."""
     one, two, five, mask = 11400714785074694791, 14029467366897019727, 2870177450012600261, (1 << 64) - 1
 
     def turned(lane: int) -> int:
@@ -253,7 +255,7 @@ def sizes_of_one_hash(count: int) -> list[torch.Size]:
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, encode])
-def test_keys_that_were_made_to_share_a_hash_are_refused(dumps: Callable[[Metadata], bytes]) -> None:
+def test_keys_with_crafted_hash_collisions_are_rejected(dumps: Callable[[Metadata], bytes]) -> None:
     few, many = (
         small(storage_data={MetadataIndex("w", size): _StorageInfo("f", 0, 12) for size in sizes_of_one_hash(count)})
         for count in (metadata.CLASHES_MAX, metadata.CLASHES_MAX + 2)
@@ -263,7 +265,7 @@ def test_keys_that_were_made_to_share_a_hash_are_refused(dumps: Callable[[Metada
         read(dumps(many))
 
 
-def test_many_entries_so_that_the_memo_outgrows_a_byte() -> None:
+def test_more_than_256_memo_entries() -> None:
     entries = {f"m.{i}": dataclasses.replace(small().state_dict_metadata["w"]) for i in range(500)}
     big = small(planner_data={name: tuple(name.split(".")) for name in entries})
     big.state_dict_metadata = {**entries, "x" * 300: BytesStorageMetadata()}
@@ -291,8 +293,8 @@ def test_every_dtype_and_layout() -> None:
 
 
 @pytest.mark.parametrize("module", [b"builtins", b"__builtin__"])
-def test_an_enum_that_was_pickled_by_name(module: bytes) -> None:
-    """Python 3.11.3 and older pickle a member as ``getattr(its class, its name)``; protocol 2 says ``__builtin__``."""
+def test_enums_pickled_by_name(module: bytes) -> None:
+    """Python 3.11.3 and older pickle a member as ``getattr(its class, its name)``; protocol 2 names ``__builtin__``."""
     data = pickle.dumps(small(), 2)
     if b"getattr" in data:  # depends on the Python version
         assert read(data.replace(b"__builtin__", module)) == small()
@@ -321,7 +323,7 @@ def test_an_enum_that_was_pickled_by_name(module: bytes) -> None:
     ids=lambda fields: str(fields)[:40],
 )
 def test_fields_of_every_kind(fields: dict[str, Any]) -> None:
-    for protocol in machine.PROTOCOLS[1:]:  # the second writes bytes as a call of a codec
+    for protocol in machine.PROTOCOLS[1:]:  # protocol 2 writes bytes as a codec call
         assert read(pickle.dumps(small(**fields), protocol)) == small(**fields)
 
 
@@ -344,7 +346,7 @@ def test_transforms_and_empty_shards() -> None:
 
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
-def test_paths_of_other_pythons_and_systems(module: str) -> None:
+def test_paths_of_other_python_versions_and_systems(module: str) -> None:
     data = pickle.dumps(small(storage_meta=StorageMeta(Path("/a/b"))), 3)
     here = type(Path()).__module__.encode()
     for name, expected in (("PosixPath", Path("/a/b")), ("WindowsPath", PureWindowsPath("/", "a", "b"))):
@@ -352,7 +354,7 @@ def test_paths_of_other_pythons_and_systems(module: str) -> None:
         assert read(changed).storage_meta.checkpoint_id == expected  # type: ignore[union-attr]
 
 
-def test_the_metadata_of_one_rank_has_its_own_chunks_only() -> None:
+def test_metadata_of_one_rank_with_its_own_chunks() -> None:
     meta = small()
     meta.state_dict_metadata["w"].chunks.pop()  # type: ignore[union-attr]
     assert read(pickle.dumps(meta), partial=True) == meta
@@ -361,7 +363,7 @@ def test_the_metadata_of_one_rank_has_its_own_chunks_only() -> None:
 
 
 def test_every_field_of_this_torch_is_known() -> None:
-    """A later torch may add a field: it is read as plain data until this module checks it by name."""
+    """A later torch may add a field: it is decoded as plain data until this module checks it by name."""
     properties = {"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}
     known = {**metadata.FIELDS, TensorProperties: properties, OldTensorProperties: properties}
     for kind, names in known.items():
@@ -414,7 +416,7 @@ def test_strides_are_checked(strides: Any, match: str) -> None:
 
 
 @pytest.mark.parametrize("value", [[3, 1], {}, ((1,),), (1,) * 65])
-def test_what_is_behind_the_properties_is_plain_and_short(value: Any) -> None:
+def test_fields_after_the_properties_must_be_plain_and_short(value: Any) -> None:
     with pytest.raises(UnsafeCheckpointError, match=r"not plain data|not numbers") as caught:
         read(with_strides(value))
     assert "do harm" not in str(caught.value)
@@ -422,7 +424,7 @@ def test_what_is_behind_the_properties_is_plain_and_short(value: Any) -> None:
         read(with_strides(None, value))
 
 
-# --- refusals: the corpus is in tests/fault; here are further cases ------------------------------------------------
+# --- rejections (more cases: the corpus in tests/fault) --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -463,7 +465,7 @@ def test_what_is_behind_the_properties_is_plain_and_short(value: Any) -> None:
     ],
     ids=str,
 )
-def test_small_programs(data: bytes, match: str) -> None:
+def test_invalid_pickle_programs(data: bytes, match: str) -> None:
     with pytest.raises(UnsafeCheckpointError, match=match) as caught:
         read(data)
     assert caught.value.exit_code == 5
@@ -485,12 +487,12 @@ def test_small_programs(data: bytes, match: str) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_fields_that_do_not_fit(fields: dict[str, Any], match: str) -> None:
+def test_invalid_fields(fields: dict[str, Any], match: str) -> None:
     with pytest.raises(UnsafeCheckpointError, match=match):
         read(pickle.dumps(small(**fields)))
 
 
-def test_more_data_than_any_metadata_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     data = pickle.dumps(small())
     monkeypatch.setattr(metadata, "METADATA_BYTES_MAX", len(data))
     read(data)
@@ -499,7 +501,7 @@ def test_more_data_than_any_metadata_has(monkeypatch: pytest.MonkeyPatch) -> Non
         read(data)
 
 
-def test_only_an_unknown_global_comes_with_the_hint_of_trust() -> None:
+def test_only_unknown_globals_have_the_trust_hint() -> None:
     with pytest.raises(UnsafeCheckpointError) as caught:
         read(b"\x80\x04cmegatron.core\nMCoreMetadata\n.")
     assert "trust_pickle=True" in caught.value.hint
@@ -511,7 +513,7 @@ def test_only_an_unknown_global_comes_with_the_hint_of_trust() -> None:
 
 @pytest.mark.slow
 def test_the_corpus_of_attacks(tmp_path: Path) -> None:
-    """Once more in this process: tests/fault/test_attacks.py does it where an attack that works may do harm."""
+    """In this process. tests/fault/test_attacks.py runs them isolated, because an undetected attack may do harm."""
     attacks_try.save_genuine(tmp_path / "genuine")
     genuine, canary = (tmp_path / "genuine/.metadata").read_bytes(), tmp_path / "canary"
     accepted = {"item beyond its file", "good and evil under one name"}
@@ -523,7 +525,7 @@ def test_the_corpus_of_attacks(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_whatever_else_goes_wrong_is_one_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_failures_raise_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise MemoryError
 
@@ -555,18 +557,18 @@ def test_objects_come_back(value: Any) -> None:
     assert torch.load(io.BytesIO(made), weights_only=False) == value
 
 
-def test_a_stream_is_data(file_uri: str) -> None:
-    """Trainers have long kept their counters in a BytesIO."""
+def test_a_bytesio_is_data(file_uri: str) -> None:
+    """Trainers often keep counters in a BytesIO."""
     before = set(torch.serialization.get_safe_globals())
     made = Objects().inert(saved(io.BytesIO(b"abc")), "x")
     assert torch.load(io.BytesIO(made), weights_only=False).getvalue() == b"abc"
     assert set(torch.serialization.get_safe_globals()) == before
     with torch.serialization.safe_globals([io.BytesIO]):
         Objects().inert(saved(io.BytesIO(b"abc")), "x")
-        assert io.BytesIO in torch.serialization.get_safe_globals()  # the user's own stays
+        assert io.BytesIO in torch.serialization.get_safe_globals()  # the user's registration stays
 
 
-def test_small_objects_are_remembered_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_small_objects_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = itertools.count()
     right = objects.load_object
     monkeypatch.setattr(objects, "load_object", lambda *given: next(passes) * 0 or right(*given))
@@ -592,7 +594,7 @@ SIMPLE = {
 
 
 @pytest.mark.parametrize("name", SIMPLE)
-def test_what_needs_no_global_is_read_without_torch_and_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_values_are_decoded_without_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     value, reads = SIMPLE[name], []
     right = objects.load_object
     monkeypatch.setattr(objects, "load_object", lambda *given: reads.append(given) or right(*given))
@@ -602,7 +604,7 @@ def test_what_needs_no_global_is_read_without_torch_and_is_the_same(name: str, m
 
 
 class Mine:
-    """A class of the user's."""
+    """A user's class."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -613,7 +615,7 @@ class Mine:
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_a_class_of_the_users_must_be_registered_or_trusted(file_uri: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_user_classes_must_be_registered_or_trusted(file_uri: str, caplog: pytest.LogCaptureFixture) -> None:
     uri, state = f"{file_uri}/step-1", {"mine": Mine(3), "weight": torch.ones(3)}
     save(uri, state)
     with pytest.raises(UnsafeCheckpointError, match=r"mine is refused: it needs .*Mine") as caught:
@@ -633,7 +635,7 @@ def test_a_class_of_the_users_must_be_registered_or_trusted(file_uri: str, caplo
     )
 
 
-def test_a_function_is_not_advised_to_be_registered() -> None:
+def test_the_hint_does_not_suggest_to_register_functions() -> None:
     with pytest.raises(UnsafeCheckpointError) as caught:
         Objects().inert(saved(eval), "x")
     assert "add_safe_globals" not in caught.value.hint
@@ -642,14 +644,14 @@ def test_a_function_is_not_advised_to_be_registered() -> None:
     assert "add_safe_globals([frozenset])" in caught.value.hint
 
 
-def test_what_stands_where_a_tensor_belongs() -> None:
+def test_a_non_tensor_in_place_of_a_tensor() -> None:
     with pytest.raises(UnsafeCheckpointError, match="w is refused: it has a dict where"):
         sealed.load_tensor(io.BytesIO(saved({})), "w")
     with pytest.raises(UnsafeCheckpointError, match="cannot read it"):
         sealed.load_tensor(io.BytesIO(b""), "w")
 
 
-def test_an_error_of_the_file_is_told_as_it_is() -> None:
+def test_file_errors_pass_through() -> None:
     class Broken(io.BytesIO):
         def read(self, *_: Any) -> bytes:
             raise IntegrityError("no good copy")
@@ -673,13 +675,13 @@ def stock(directory: Path, change: Any) -> str:
     return str(directory)
 
 
-def test_an_item_that_the_metadata_places_nowhere(tmp_path: Path) -> None:
+def test_an_item_without_a_place_in_the_metadata(tmp_path: Path) -> None:
     uri = stock(tmp_path / "c", lambda meta: meta.storage_data.clear())
     with pytest.raises(IntegrityError, match="nothing about where w is"):
         load(uri, {"w": torch.ones(4, 4)})
 
 
-def test_a_tensor_smaller_than_its_metadata_says(tmp_path: Path) -> None:
+def test_a_tensor_smaller_than_its_metadata(tmp_path: Path) -> None:
     def grow(meta: Metadata) -> None:
         entry: Any = meta.state_dict_metadata["w"]
         entry.size = entry.chunks[0].sizes = SIZE([4, 5])
@@ -688,14 +690,14 @@ def test_a_tensor_smaller_than_its_metadata_says(tmp_path: Path) -> None:
         load(stock(tmp_path / "c", grow), {"w": torch.ones(4, 5)})
 
 
-def test_metadata_that_even_a_trusting_reader_cannot_read(tmp_path: Path) -> None:
+def test_unreadable_metadata_with_trust(tmp_path: Path) -> None:
     uri = stock(tmp_path / "c", lambda meta: None)
     (tmp_path / "c/.metadata").write_bytes(b"nothing of the kind")
     with pytest.raises(IntegrityError, match="cannot be unpickled"), raises_ours():
         dcp.load({"w": torch.ones(1)}, storage_reader=tierckpt.TierStorageReader(uri, trust_pickle=True), no_dist=True)
 
 
-def test_a_checkpointer_trusts_where_it_restores(file_uri: str) -> None:
+def test_checkpointer_trust_applies_to_restore(file_uri: str) -> None:
     state: dict[str, Any] = {"mine": Mine(3), "weight": torch.ones(3)}
     save(f"{file_uri}/step-1", state)
     checkpointer, found = tierckpt.Checkpointer(file_uri), {"mine": Mine(0), "weight": torch.zeros(3)}
@@ -705,7 +707,7 @@ def test_a_checkpointer_trusts_where_it_restores(file_uri: str) -> None:
     assert found["mine"] == Mine(3)
 
 
-def test_trust_is_said_where_the_checkpoint_is_opened_and_nowhere_else(
+def test_trust_is_only_an_argument_of_the_reader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ConfigError, match="trust_pickle"):
@@ -720,7 +722,7 @@ def test_trust_is_said_where_the_checkpoint_is_opened_and_nowhere_else(
         Settings.load()
 
 
-# --- what our own Checkpointer saves ------------------------------------------------------------------------------
+# --- saves of Checkpointer ----------------------------------------------------------------------------------------
 
 
 def test_random_states_need_no_trust(file_uri: str) -> None:
@@ -736,7 +738,7 @@ def test_random_states_need_no_trust(file_uri: str) -> None:
     assert (expected[2] == again[2]).all()
 
 
-def test_what_a_restore_will_refuse_is_told_at_save(file_uri: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_warns_of_values_that_restore_rejects(file_uri: str, caplog: pytest.LogCaptureFixture) -> None:
     state = {
         "loader": {"position": np.int64(3), "seen": (2, Mine(4)), "stream": io.BytesIO(b"a")},
         "fine": [torch.ones(1), {"a": 1.5, "b": None}, torch.Size([1])],
@@ -761,7 +763,7 @@ def test_integers_of_any_size(bits: int, file_uri: str) -> None:
     assert loaded == values
 
 
-def test_a_wide_integer_beside_code_is_refused() -> None:
+def test_a_wide_integer_next_to_code_is_rejected() -> None:
     stream = io.BytesIO()
     torch.save([1 << 5000, Mine(1)], stream)
     with pytest.raises(UnsafeCheckpointError):
@@ -781,14 +783,14 @@ def quantized(scale: float) -> torch.Tensor:
     return torch.quantize_per_tensor(torch.arange(4.0), scale, 0, torch.qint8)
 
 
-def test_quantized_tensors_are_refused_when_they_are_saved(file_uri: str) -> None:
+def test_quantized_tensors_are_rejected_by_saves(file_uri: str) -> None:
     with pytest.raises(CheckpointException, match=r"layer\.weight is quantized"):
         dcp.save({"layer": {"weight": quantized(0.5)}}, storage_writer=TierStorageWriter(file_uri))
     with pytest.raises(StateMismatchError, match=r"layer\.weight is quantized"):
         TierStager().stage({"layer": {"weight": quantized(0.5)}})
 
 
-def test_quantized_tensors_of_stock_dcp_come_back_into_their_own_scale_only(tmp_path: Path) -> None:
+def test_quantized_tensors_of_stock_dcp_load_only_with_equal_scales(tmp_path: Path) -> None:
     dcp.save({"w": quantized(0.5)}, checkpoint_id=tmp_path / "x")
     loaded = {"w": torch.quantize_per_tensor(torch.zeros(4), 0.5, 0, torch.qint8)}
     dcp.load(loaded, storage_reader=TierStorageReader(str(tmp_path / "x")))
@@ -798,7 +800,7 @@ def test_quantized_tensors_of_stock_dcp_come_back_into_their_own_scale_only(tmp_
             dcp.load({"w": other}, storage_reader=TierStorageReader(str(tmp_path / "x")))
 
 
-# --- data that would use far more memory or time than its size -------------------------------------------------------
+# --- small input that would use much memory or time ------------------------------------------------------------------
 
 
 def program(*parts: bytes) -> bytes:
@@ -866,10 +868,8 @@ def seconds_to_read(data: bytes) -> float:
 
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("dimensions", [64, None])
-def test_the_time_to_read_grows_with_the_size_and_no_faster(
-    attack: Callable[[int, int], bytes], dimensions: int | None
-) -> None:
-    """Four times the size takes four times as long, where it took sixteen: in the best of several tries of both."""
+def test_decoding_time_is_linear_in_size(attack: Callable[[int, int], bytes], dimensions: int | None) -> None:
+    """Four times the size takes about four times as long (a quadratic decoder: sixteen). Best of several tries."""
     short, long = (attack(count, dimensions or count) for count in (3_000, 12_000))
     tries: list[float] = []
     while not tries or (min(tries) >= 10 and len(tries) < 8):
@@ -886,18 +886,18 @@ def deflated(tensor: torch.Tensor) -> bytes:
     return packed.getvalue()
 
 
-def test_what_is_compressed_is_refused_before_it_is_unpacked() -> None:
+def test_compressed_items_are_rejected_before_decompression() -> None:
     data = deflated(torch.zeros(16 << 20, dtype=torch.uint8))
     assert len(data) < 1 << 18
     for unpack in (lambda: load_tensor(io.BytesIO(data), "w"), lambda: Objects().inert(data, "w")):
         with pytest.raises(UnsafeCheckpointError, match=r"w is refused: 1677\d+ bytes would come of its"):
             unpack()
-    small = deflated(torch.arange(4.0))  # packed, and not larger for it
+    small = deflated(torch.arange(4.0))  # compressed, but small
     assert torch.equal(load_tensor(io.BytesIO(small), "w"), torch.arange(4.0))
 
 
 @pytest.mark.parametrize("kind", ["builtins bytearray", "torch Tensor"])
-def test_a_length_in_place_of_data_is_refused(kind: str) -> None:
+def test_lengths_instead_of_data_are_rejected(kind: str) -> None:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as made:
         made.writestr("archive/data.pkl", b"\x80\x02c" + kind.replace(" ", "\n").encode() + b"\nJ\0\0\0\x10\x85R.")
@@ -907,7 +907,7 @@ def test_a_length_in_place_of_data_is_refused(kind: str) -> None:
 
 
 class Endless(Flipped):
-    """A stream extension with more output than input, like a compressor: here without an end."""
+    """A stream extension whose output exceeds its input, like a decompressor; here it is endless."""
 
     @staticmethod
     def from_descriptor(version: str) -> Endless:
@@ -926,7 +926,7 @@ class EndlessReader(io.RawIOBase):
 
 
 @pytest.mark.parametrize("name", ["weight", "text"])
-def test_what_an_extension_unpacks_is_bounded(name: str, file_uri: str) -> None:
+def test_output_of_extensions_is_bounded(name: str, file_uri: str) -> None:
     state: dict[str, Any] = {"weight": torch.ones(1000), "text": "x"}
     dcp.save(dict(state), storage_writer=TierStorageWriter(file_uri, _extensions=[Flipped()]))
     fine, endless = ExtensionRegistry(), ExtensionRegistry()
