@@ -80,7 +80,7 @@ def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
 
 HOST_ONLY = (
     *("Adagrad-fused", "Adagrad fused", "numpy", "all_meta", "test_workers_that_fork"),
-    *("test_a_save_that_is_exact_at_once", "test_a_rounding_of_another", "test_gradients_that_were_reduced"),
+    *("test_exact_save_is_a_checkpoint_at_once", "test_a_rounding_of_another", "test_gradients_that_were_reduced"),
     "before the next update",  # the digest of a device is known a step later
 )
 """Parts of the names of tests for the host: CUDA has no such kernel, or they simulate a device."""
