@@ -174,7 +174,7 @@ def run(folder: Path, readers: int, killed: int, bug: str = "") -> dict[str, Any
         if number < killed:  # its claims remain
             job.until(lambda: node.requests_of(job.pids[0]) > ANSWERED, "requests without an answer")  # noqa: B023
             job.kill()
-    ends = Counter(code for job in jobs for code in job.codes(LIMIT_SECONDS))
+    ends = dict(Counter(code for job in jobs for code in job.codes(LIMIT_SECONDS)))  # JSON, for the report
     wrong = [name for job in jobs for names in job.results().values() for name in names]
     requests = [line.split()[1:] for line in node.log.read_text().splitlines()]
     cache = folder / "local" / "cache"
