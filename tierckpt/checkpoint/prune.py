@@ -158,14 +158,13 @@ class Pruner:
             result.leftovers += [directory.name for directory in finished]
         return result
 
-    async def prune_due(self, is_away: Callable[[Location], bool] = lambda run: False) -> bool:
+    async def prune_due(self, is_reported: Callable[[Location], bool] = lambda run: False) -> bool:
         """Prune each run with a drain that ended here since, by the rule of its newest checkpoint (N9).
 
-        Runs whose store has a logged outage (``is_away``) stay due. Returns True if runs are still due.
+        Returns True if a store did not answer, so that some runs are still due. ``is_reported``: the outage or refusal
+        of the run's store is in the log.
         """
         for run, notes in (await asyncio.to_thread(_due, self._root)).items():
-            if is_away(run):
-                continue
             try:
                 seen = await self._look_at_run(run, level=logging.DEBUG)  # the drains report an outage of the store
                 policy, own = _noted_rule([*seen[0], *seen[1]])
@@ -177,7 +176,8 @@ class Pruner:
                     is_due = any(error.retryable for error in result.errors)
             except TierckptError as error:
                 is_due = error.retryable
-                log.log(logging.DEBUG if is_due else logging.WARNING, "%s is not pruned: %s", run.uri, error)
+                level = logging.DEBUG if is_due or is_reported(run) else logging.WARNING
+                log.log(level, "%s is not pruned: %s", run.uri, error)
             for path, _ in notes:
                 if not is_due or _age_seconds(path) > DUE_SECONDS_MAX:
                     path.unlink(missing_ok=True)
