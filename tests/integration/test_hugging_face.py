@@ -370,7 +370,7 @@ def test_invalid_listing_is_refused(listing: str, hub: FakeHub, tmp_path: Path) 
 def test_redirect_to_another_scheme_than_http_is_refused(url: str, hub: FakeHub, tmp_path: Path) -> None:
     published(hub)
     hub.leads_to = url
-    with pytest.raises(TierckptError, match="no URL of HTTP"):
+    with pytest.raises(TierckptError, match="not an HTTP URL"):
         fetch(tmp_path)
 
 
@@ -636,7 +636,7 @@ def test_hf_cache_check_names_the_damaged_file(
         assert lacks[name] == (len(files[name]) if harm is lose_blob else 0)
     assert run(["prefetch", f"hf://{REPO}", "--hf-cache", "--check", "--to", str(cache)]) == code
     shown = capsys.readouterr().out
-    assert name in shown and ("remove the bad ones" in shown) == (code == 5)
+    assert name in shown and ("remove the damaged ones" in shown) == (code == 5)
     if code == 5:
         blob.unlink()
     tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)

@@ -231,7 +231,7 @@ def decide_together(uri: str, interval: Any, **options: Any) -> dict[str, Any]:
             checkpointer.step(step, state)
             if step >= 60 and len(checkpointer.stats) >= 2:
                 break
-        pace = checkpointer._interval.pace  # private attribute
+        pace = checkpointer._interval.pace  # private: the chosen interval
         chosen = [(record.step, record.is_sent) for record in checkpointer.stats], (pace.steps, pace.every)
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, chosen)
@@ -251,7 +251,7 @@ def decide_apart() -> None:
 
 def decide_apart_and_compare(uri: str) -> list[Any]:
     decide_apart()
-    pacer = Checkpointer(uri, interval="auto")._interval  # private attribute
+    pacer = Checkpointer(uri, interval="auto")._interval  # private: as above
     pacer.step_seconds = 0.1
     record = tierckpt.training.SaveRecord(1, "", 10, 0.1, 0.2)
     pacer.before_save(2, [record])

@@ -108,7 +108,7 @@ def test_markers_and_odd_keys_of_a_bucket(
         with caplog.at_level(logging.WARNING):
             tierckpt.prefetch(f"s3://{bucket}/m", to=tmp_path / "target")
         assert files_in(tmp_path / "target") == ["a%5Cb", "config.json", "model.safetensors", "model/x"]
-        assert any("fetched as a%5Cb" in line for line in caplog.messages)
+        assert any("fetching it as a%5Cb" in line for line in caplog.messages)
         server.client().put_object(Bucket=bucket, Key="m/config.json/y", Body=b"12")
         with pytest.raises(ConfigError, match=r"'config\.json' is an object, and others are below config\.json/"):
             tierckpt.prefetch(f"s3://{bucket}/m", to=tmp_path / "target")

@@ -98,7 +98,7 @@ def test_status_and_report_show_the_log(
     assert (log["uri"], log["rank"], log["newest_step"]) == (file_uri, 0, 9) and log["size_bytes"] > 4096
     assert cli("report", file_uri)["replayed_steps"] == 3
     assert main(["report", file_uri, "--local-root", str(local_root)]) == 0
-    assert "3 steps that no checkpoint had" in capsys.readouterr().out
+    assert "3 steps without a checkpoint" in capsys.readouterr().out
 
 
 def train_with_window(checkpointer_of_run: Checkpointer, job: Job, steps: int) -> dict[int, str]:

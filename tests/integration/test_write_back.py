@@ -549,7 +549,7 @@ def test_renamed_file_is_on_the_store_at_every_moment(
     assert stored(top) == {file.removeprefix(f"{top}/"): b"data"}
     fs.mv(file, f"tierckpt://{file}/")  # an alias of the same file
     assert fs.cat_file(file) == b"data"
-    with pytest.raises(ConfigError, match="lies in"):
+    with pytest.raises(ConfigError, match="is inside"):
         fs.mv(top, f"{top}/below", recursive=True)
 
 
