@@ -220,7 +220,7 @@ class Agent:
         # Python waits for its threads without a limit, and they may hang in a disk or store.
         end_later(PartialTransferError.exit_code, grace_seconds + END_SECONDS)
         self._signalled = True
-        self.mover.drains.ended.set()  # wakes ``_work_until_told``
+        self.mover.drains.drained.set()  # wakes ``_work_until_told``
 
     async def _work_until_told(self) -> None:
         """Scan the journal periodically, because a process may die before it sends its message."""
@@ -241,8 +241,8 @@ class Agent:
             next_look_at = time.monotonic() + RESCAN_SECONDS
             while not self._signalled and (left_seconds := next_look_at - time.monotonic()) > 0:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.mover.drains.ended.wait(), left_seconds)
-                    self.mover.drains.ended.clear()
+                    await asyncio.wait_for(self.mover.drains.drained.wait(), left_seconds)
+                    self.mover.drains.drained.clear()
                     await self._prune_what_is_due()
 
     def _may_leave(self) -> bool:

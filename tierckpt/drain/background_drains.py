@@ -67,7 +67,7 @@ class BackgroundDrains:
         """Consecutive failures of a drain, and when (monotonic seconds) ``submit_due`` retries it, by token."""
         self.errors: deque[Json] = deque(maxlen=ERRORS_KEPT)
         """The latest errors of drains."""
-        self.ended = asyncio.Event()
+        self.drained = asyncio.Event()
         """Set when a drain succeeds; the task that waits for it clears it."""
         self._drained_to: set[tuple[str, str]] = set()
         """The stores (``place_of``) that this process has drained to."""
@@ -162,7 +162,7 @@ class BackgroundDrains:
                 self._note_commit(uri)
                 self._drained_to.add(place_of(parse_uri(uri)))
             self._retries.pop(token, None)
-            self.ended.set()
+            self.drained.set()
             return result
         except Exception as error:
             count = self._retries.get(token, (0, 0.0))[0] + 1

@@ -103,4 +103,4 @@ async def test_only_a_successful_drain_sets_the_event(node: Node) -> None:
     for node.error in (PermissionDeniedError("no permission"), RuntimeError("a bug"), None):
         with contextlib.suppress(PermissionDeniedError, RuntimeError):
             await node.drains.submit("token")
-        assert node.drains.ended.is_set() is (node.error is None)
+        assert node.drains.drained.is_set() is (node.error is None)
