@@ -102,9 +102,9 @@ def save_of_ranks(planner: DefaultSavePlanner, state: dict[str, Any], sent: list
     """
     clock = Clock()
     clock.measured("rank", lambda: planner.set_up_planner(state, None, True))
-    local = split.put_aside(clock.measured("rank", planner.create_local_plan))
+    local = split.keep_items(clock.measured("rank", planner.create_local_plan))
     if local.usable:
-        sent[1:] = [pickle.dumps(split.put_aside(plan_of_rank(local, rank))) for rank in range(1, len(sent))]
+        sent[1:] = [pickle.dumps(split.keep_items(plan_of_rank(local, rank))) for rank in range(1, len(sent))]
     sent[0] = clock.measured("rank", lambda: pickle.dumps(local))
     if not local.usable and local.planner_data is None:  # stock's message is the same on every rank
         sent[1:] = sent[:1] * (len(sent) - 1)

@@ -133,7 +133,7 @@ def adopt(
         return Adoption(location.uri, 0, 0, configured)
     make_local_root(configured)
     client.recover()
-    files = source.look(place)
+    files = source.scan(place)
     source.check_quiet(place, files)
     source.check_names(files, adopted_dir(part.token), location)
     replaces = client.run(client.mover.replaced.find(location, overwrite=overwrite))
@@ -171,9 +171,9 @@ def _adopt(
                 marks.mark_origin(directory, token)
             adopted = directory / adopted_dir(token)
             with source.staying(place):
-                source.take_in(files, adopted, links=links)
+                source.import_files(files, adopted, links=links)
             what, total = f"adopt {location.uri}", sum(sizes.values())
-            digests = source.settle(
+            digests = source.make_durable(
                 adopted, sizes, entry.chunk_size_bytes, lambda done: listener(Progress(what, done, total))
             )
             source.check_same(place, files, links)

@@ -35,8 +35,8 @@ SETTLE_SECONDS = 300.0
 """Maximum wait for the agent to write the staged saves of ended trainers to the local tier."""
 STALLED_SECONDS = 5.0
 """Maximum wait for an agent that answers without progress."""
-TOLD_AFTER_SECONDS = 1.0
-ASK_SECONDS = 1.0
+WARNING_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """Seconds between two requests to an agent while a caller waits for its drain."""
 
 
@@ -181,7 +181,7 @@ class Client(LoopThread):
 
     async def _keep_asking(self) -> None:
         while True:
-            await asyncio.sleep(ASK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
             with contextlib.suppress(TierckptError, OSError):
                 await asyncio.to_thread(shared_client(self.settings).ask, {"op": "here"}, start=False)
 
@@ -220,7 +220,7 @@ class _Watch:
         now, told = time.monotonic(), progress if isinstance(progress, dict) else {}
         if told.get("work") != self._work:
             self._work, self._moved_at = told.get("work"), now
-        if not self._has_told and now - self._begun > TOLD_AFTER_SECONDS:
+        if not self._has_told and now - self._begun > WARNING_SECONDS:
             self._has_told = True
             log.warning(
                 "waiting for the agent to write the staged saves of ended trainers (%s saves, %s bytes): up to %g s",

@@ -28,7 +28,7 @@ from pydantic_settings import (
 from .errors import ConfigError
 from .format.uris import local_path
 from .home import cache_home
-from .ownership import distrust
+from .ownership import untrusted_reason
 from .quantities import DISK_BLOCK_BYTES, round_up
 from .telemetry import logger
 
@@ -342,7 +342,7 @@ def read_settings_file() -> dict[str, Any]:
         path = path.absolute()
     except OSError:  # none, or no working directory
         return {}
-    if why := distrust(path):
+    if why := untrusted_reason(path):
         if (str(path), why) not in reported_files:
             reported_files.add((str(path), why))
             log.warning(

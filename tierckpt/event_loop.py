@@ -29,7 +29,7 @@ T = TypeVar("T")
 CLOSE_TIMEOUT_SECONDS = 10.0
 CLOSE_SECONDS_MIN = 1.0
 
-_every: weakref.WeakSet[LoopThread] = weakref.WeakSet()
+_loops: weakref.WeakSet[LoopThread] = weakref.WeakSet()
 
 
 class LoopThread:
@@ -46,7 +46,7 @@ class LoopThread:
         self._loop.set_default_executor(ThreadPool(thread_name_prefix="tierckpt-loop"))
         start_thread(self._thread)
         self._pid = os.getpid()
-        _every.add(self)
+        _loops.add(self)
 
     @property
     def is_ours(self) -> bool:
@@ -192,9 +192,9 @@ def _keep_parents() -> None:
     Freeing a coroutine releases its locks and connections, which belong to the parent, and native code would wait for
     threads that the child does not have. So none may be freed, not even when the child ends.
     """
-    parents = [(one, asyncio.all_tasks(one._loop)) for one in list(_every)]
+    parents = [(one, asyncio.all_tasks(one._loop)) for one in list(_loops)]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents))
-    _every.clear()
+    _loops.clear()
 
 
 os.register_at_fork(after_in_child=_keep_parents)

@@ -33,7 +33,7 @@ _DATA = ("checkpoints", "cache")
 
 roots: dict[Path, int] = {}
 """The local roots of this process, and the mode of their data."""
-_known: set[tuple[int, int, int]] = set()
+_checked_directories: set[tuple[int, int, int]] = set()
 
 
 def open_root(root: Path, mode: int = 0o700) -> None:
@@ -78,15 +78,15 @@ def check(directory: Path) -> bool:
     except OSError:  # missing, or not a directory: its replacement is made in its parent
         return check(directory.parent) if directory != root else bool(resolve(root))
     key = (os.geteuid(), status.st_dev, status.st_ino)
-    if key not in _known:
+    if key not in _checked_directories:
         if directory != root:
             check(directory.parent)
         resolve(directory)
     if stat.S_ISDIR(status.st_mode) and (fault := _fault(status)):
         raise _refused(directory, fault)
-    if len(_known) >= KNOWN_MAX:
-        _known.clear()
-    _known.add(key)
+    if len(_checked_directories) >= KNOWN_MAX:
+        _checked_directories.clear()
+    _checked_directories.add(key)
     return True
 
 
@@ -151,7 +151,7 @@ def resolve(path: Path) -> Path:
     return current
 
 
-def distrust(path: Path) -> str:
+def untrusted_reason(path: Path) -> str:
     """Why the file ``path``, which exists, is not to be believed: others may have written it. '' when it is."""
     try:
         found = resolve(path)

@@ -32,7 +32,7 @@ LOCAL = Pauses(0.005, 0.1)
 """For the work of another process of this node. A check costs a few system calls."""
 SHARED = Pauses(0.05, 2.0)
 """For the work of other nodes. A check costs a request."""
-LOOK_SECONDS = 0.2
+HANG_SECONDS = 0.2
 """Background work without progress for this long hangs: training waits at most twice this time for it."""
 LATE = 1.25
 
@@ -95,8 +95,8 @@ def wait_while(work: Sequence[Future[Any]], progress: Callable[[], object]) -> b
     A late check means that this process lacks CPU time, and says nothing about the threads that do the work.
     """
     seen, looked_at = None, time.monotonic()
-    while futures.wait(work, LOOK_SECONDS).not_done:
-        now, is_late = progress(), time.monotonic() - looked_at > LATE * LOOK_SECONDS
+    while futures.wait(work, HANG_SECONDS).not_done:
+        now, is_late = progress(), time.monotonic() - looked_at > LATE * HANG_SECONDS
         if now == seen and not is_late:
             return False
         seen, looked_at = now, time.monotonic()

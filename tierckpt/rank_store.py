@@ -21,7 +21,7 @@ from .resources import start_thread
 
 T = TypeVar("T")
 
-ANSWER_SECONDS = 0.5
+ANSWER_MARGIN_SECONDS = 0.5
 """Extra wait for the store's answer after the caller's timeout: the maximum cost of a stopped store host."""
 _MIN_SECONDS = 0.001  # the store treats 0 as no timeout
 
@@ -176,7 +176,7 @@ class RankStore:
         seconds = self.timeout_seconds if seconds is None else seconds
         start_thread(Thread(target=run, name="tierckpt-ranks", daemon=True))
         try:
-            return answer.result(seconds + ANSWER_SECONDS)
+            return answer.result(seconds + ANSWER_MARGIN_SECONDS)
         except Exception as error:  # errors of the store are RuntimeErrors, of a type that depends on torch
             raise OperationTimeoutError(
                 message,

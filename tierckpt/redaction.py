@@ -18,7 +18,7 @@ MASK = "***"
 VALUE_LENGTH_MIN = 8
 """A shorter value is no secret worth the name, and masking it would tear words apart."""
 
-BEGINNING_LENGTH = 12
+PREFIX_LENGTH = 12
 """So much of a secret at the end of a text that was cut is taken for the secret."""
 
 _CLOUD_VARIABLE = re.compile(
@@ -135,5 +135,5 @@ def _pattern(values: tuple[str, ...]) -> re.Pattern[str] | None:
     }
     whole = [re.escape(form) for form in sorted(forms, key=len, reverse=True)]
     # A message that was cut to a length may end in the middle of one.
-    begun = [re.escape(form[:BEGINNING_LENGTH]) + _VALUE for form in sorted(forms) if len(form) > BEGINNING_LENGTH]
+    begun = [re.escape(form[:PREFIX_LENGTH]) + _VALUE for form in sorted(forms) if len(form) > PREFIX_LENGTH]
     return re.compile("|".join(whole + begun)) if forms else None

@@ -65,19 +65,19 @@ class Metric:
 
 
 listeners: tuple[MetricListener, ...] = ()
-_changing = threading.Lock()
-os.register_at_fork(after_in_child=_changing._at_fork_reinit)  # type: ignore[attr-defined]
+_listeners_lock = threading.Lock()
+os.register_at_fork(after_in_child=_listeners_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def listen(listener: MetricListener) -> Callable[[], None]:
     """Call ``listener`` with every measurement of this process, on the measuring thread. Returns a stop function."""
     global listeners
-    with _changing:
+    with _listeners_lock:
         listeners = (*listeners, listener)
 
     def stop() -> None:
         global listeners
-        with _changing:
+        with _listeners_lock:
             listeners = tuple(one for one in listeners if one is not listener)
 
     return stop
@@ -172,7 +172,7 @@ LogFormat: TypeAlias = Literal["text", "json"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 REPEAT_SECONDS = 60.0
-EVENTS_A_MINUTE = 120
+EVENTS_PER_MINUTE = 120
 SOURCES_MAX = 256
 
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
@@ -292,7 +292,7 @@ class _Sparing(logging.Filter):
                 record.msg, record.args = text, None
             counted[:] = [now, 0, 0]
         counted[1] += 1
-        if counted[1] > EVENTS_A_MINUTE:
+        if counted[1] > EVENTS_PER_MINUTE:
             counted[2] += 1
             return False
         return True
@@ -327,7 +327,7 @@ def log_to(
     Returns a stop function. ``name`` may be "" for the events of all libraries. Events that already go to ``stream``
     are not written twice: until it is stopped, the level is the lower of the two.
 
-    ``is_sparing``: for a long-lived process; at most ``EVENTS_A_MINUTE`` from one line of the program.
+    ``is_sparing``: for a long-lived process; at most ``EVENTS_PER_MINUTE`` from one line of the program.
     """
     target = logging.getLogger(name)
     standing = [each for each in target.handlers if isinstance(each, logging.StreamHandler) and each.stream is stream]

@@ -541,7 +541,7 @@ def test_lightning_saves_in_a_thread_and_what_it_removes_stays_until_newer_ones_
     here.wait(url)
     assert on_the_store() == [3]
     assert run_cli(["drain", "--pause"]) == 0
-    time.sleep(1.5 * rate_limiter.LOOK_SECONDS)  # by then every mover has heard of it
+    time.sleep(1.5 * rate_limiter.CONTROL_CHECK_SECONDS)  # by then every mover has heard of it
     save(4)
     assert on_the_store() == [3]
     assert run_cli(["drain", "--resume"]) == 0

@@ -115,13 +115,13 @@ def _save_on_rank(rank: int, rendezvous: str, uri: str, root: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     state = {"weight": large(3), "dense": torch.ones(1 << 21)}
     written = []
-    resolve = split.kept_whole
+    resolve = split.keep_subclasses_whole
 
     def noted(items: Any, planner: Any) -> Any:
         written.extend(item for item in items if isinstance(item, split.PartItem))
         return resolve(items, planner)
 
-    split.kept_whole = noted
+    split.keep_subclasses_whole = noted
     for stager in (False, True):
         name = f"{uri}-{stager}"
         writer = TierStorageWriter(name, local_root=root)

@@ -385,7 +385,7 @@ def is_busy_for(seconds: float, *, makes_progress: bool) -> Callable[[socket.soc
 def test_latest_waits_for_a_busy_agent_and_logs_the_reason(
     s3_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "TOLD_AFTER_SECONDS", 0.2)
+    monkeypatch.setattr(client, "WARNING_SECONDS", 0.2)
     monkeypatch.setattr(client, "STALLED_SECONDS", 0.5)
     with fake_agent(is_busy_for(2.0, makes_progress=True), local_root):
         started = time.monotonic()

@@ -80,7 +80,7 @@ def test_late_answer_of_the_store_is_respected_before_the_commit(
             raise answer
         return {answer}
 
-    monkeypatch.setattr(shared_commit, "attempts_standing", list_attempts)
+    monkeypatch.setattr(shared_commit, "current_attempts", list_attempts)
     checkpointer = tierckpt.Checkpointer(file_uri, overwrite=overwrite)
     with counted():
         saved = checkpointer.save(1, state(1.0))

@@ -305,7 +305,7 @@ def test_training_waits_at_most_half_a_second_for_a_blocked_copy(
     """The call waits at most half a second; then the state is copied whole, and the record says why."""
     job, link_copies = Job(), BlockedCopies(monkeypatch)
     if bug:
-        monkeypatch.setattr(poll, "LOOK_SECONDS", 600.0)
+        monkeypatch.setattr(poll, "HANG_SECONDS", 600.0)
     with tierckpt.Checkpointer(tmp_path / "run", every_step=tierckpt.EveryStep(window_steps=WINDOW)) as checkpointer:
         job.train()
         checkpointer.save(job.step, job.state)

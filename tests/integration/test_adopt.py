@@ -155,7 +155,7 @@ def test_another_process_drains_after_a_kill_right_after_adopting(written: Path,
     assert restored(tmp_path / "run", tmp_path / "back") == before
 
 
-@pytest.mark.parametrize("where", ["save.adopted_directory.settle", "checkpoint.local_commit.commit_local"])
+@pytest.mark.parametrize("where", ["save.adopted_directory.make_durable", "checkpoint.local_commit.commit_local"])
 def test_kill_before_the_commit_leaves_no_files_and_permits_a_retry(where: str, written: Path, tmp_path: Path) -> None:
     uri = str(tmp_path / "run" / "step-5")
     module, _, name = where.rpartition(".")
@@ -246,7 +246,7 @@ def test_directory_with_a_file_open_for_writing_is_refused(written: Path, tmp_pa
 def test_directory_that_changes_between_two_scans_is_refused(
     change: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle = directories.settle
+    make_durable = directories.make_durable
 
     def changed(*arguments: object) -> object:
         model = written / "model.safetensors"
@@ -260,9 +260,9 @@ def test_directory_that_changes_between_two_scans_is_refused(
         else:
             shutil.copy2(model, written.parent / "new")
             (written.parent / "new").replace(model)
-        return settle(*arguments)  # type: ignore[arg-type]
+        return make_durable(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(directories, "settle", changed)
+    monkeypatch.setattr(directories, "make_durable", changed)
     with pytest.raises((CheckpointError, ConfigError)):
         tierckpt.adopt(written, tmp_path / "run" / "step-5")
     assert tierckpt.latest(tmp_path / "run") is None
@@ -270,7 +270,7 @@ def test_directory_that_changes_between_two_scans_is_refused(
     assert not Journal(tmp_path / "local").entries()
 
 
-@pytest.mark.parametrize("step", ["look", "check_quiet", "take_in"])
+@pytest.mark.parametrize("step", ["scan", "check_quiet", "import_files"])
 def test_file_removed_during_adoption_is_a_changing_directory(
     step: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +280,7 @@ def test_file_removed_during_adoption_is_a_changing_directory(
         at.unlink()
         return real(*given, **named)
 
-    if step == "look":
+    if step == "scan":
         (written / "latest").unlink()
         stat = Path.stat
 

@@ -40,7 +40,7 @@ def fail_commit_and_undo(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise StoreError("nor can it be undone (injected)")
 
     monkeypatch.setattr(local_commit, "durable_write", durable_write)
-    monkeypatch.setattr(local_commit, "take_back", take_back)
+    monkeypatch.setattr(local_commit, "undo_commit", take_back)
     return fired
 
 

@@ -148,14 +148,14 @@ def test_lazy_staging_saves_the_state_before_the_step(file_uri: str, monkeypatch
         optimizer.step()
 
     step()
-    real, held_up = staging_copy.copy_beside_training, threading.Event()
+    real, held_up = staging_copy.copy_in_background, threading.Event()
 
     def slow(pairs: Any) -> None:
         held_up.set()
         time.sleep(0.3)
         real(pairs)
 
-    monkeypatch.setattr(staging_copy, "copy_beside_training", slow)
+    monkeypatch.setattr(staging_copy, "copy_in_background", slow)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with Checkpointer(file_uri, staging="lazy") as checkpointer:
         checkpointer.save(1, {"model": model, "optimizer": optimizer})

@@ -13,7 +13,7 @@ import torch
 import tierckpt
 from tests.servers.faultproxy import FaultProxy, Kind, Plan
 from tests.services import S3Server
-from tierckpt.checkpoint.select import LOOK_MAX
+from tierckpt.checkpoint.select import SEARCHED_DIRECTORIES_MAX
 from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
@@ -64,7 +64,7 @@ def test_checkpoint_among_runs_hides_no_run(file_uri: str, capsys: pytest.Captur
     code, document = ls(file_uri, capsys)
     assert code == 0 and [row["name"] for row in document["checkpoints"]] == ["step-3", "step-4"]
     assert named(document) == {"eval": (1, "step-1")}
-    put(file_uri, *(f"logs/{number}/events" for number in range(LOOK_MAX)))
+    put(file_uri, *(f"logs/{number}/events" for number in range(SEARCHED_DIRECTORIES_MAX)))
     code, document = ls(file_uri, capsys)  # for a run only its checkpoints are guaranteed
     assert (code, document["runs_complete"]) == (0, False)
 
@@ -84,7 +84,7 @@ def test_scan_of_a_large_tree_is_bounded(
     file_uri: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(file_uri, f"a/run/step-1/{METADATA}")
-    for number in range(2 * LOOK_MAX):
+    for number in range(2 * SEARCHED_DIRECTORIES_MAX):
         Path(file_uri, f"data/{number // 8}/{number:04d}").mkdir(parents=True)
     requests = 0
 
@@ -100,10 +100,10 @@ def test_scan_of_a_large_tree_is_bounded(
         monkeypatch.setattr(LocalStore, verb, counted(getattr(LocalStore, verb)))
     code, document = ls(file_uri, capsys)
     assert (code, document["runs_complete"], named(document)) == (3, False, {"a/run": (1, "step-1")})
-    assert LOOK_MAX < requests <= 6 * LOOK_MAX
+    assert SEARCHED_DIRECTORIES_MAX < requests <= 6 * SEARCHED_DIRECTORIES_MAX
     requests = 0
     assert run(["ls", f"{file_uri}/data"]) == 4
-    assert "Name one of them" in capsys.readouterr().err and requests <= 12 * LOOK_MAX
+    assert "Name one of them" in capsys.readouterr().err and requests <= 12 * SEARCHED_DIRECTORIES_MAX
 
 
 def test_unreadable_directories_are_skipped(

@@ -60,7 +60,7 @@ def proxy(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProx
         monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "10")
         monkeypatch.setenv("TIERCKPT_STORE_WAIT_SECONDS", "1")
         monkeypatch.setattr(select, "DENIED_SECONDS", 0.5)
-        monkeypatch.setattr(select, "LOOK_SECONDS_MIN", 2.0)
+        monkeypatch.setattr(select, "SEARCH_SECONDS_MIN", 2.0)
         yield proxy
         proxy.answer = None
         proxy.plans.clear()

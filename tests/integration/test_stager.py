@@ -221,7 +221,7 @@ class HeldCopies(threading.Event):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.counts: list[int] = []
-        real = staging_copy.copy_beside_training
+        real = staging_copy.copy_in_background
 
         def blocked(pairs: Any) -> None:
             self.counts.append(len(pairs))
@@ -230,7 +230,7 @@ class HeldCopies(threading.Event):
                     assert self.wait(60)
                 real([pair])
 
-        monkeypatch.setattr(staging_copy, "copy_beside_training", blocked)
+        monkeypatch.setattr(staging_copy, "copy_in_background", blocked)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -305,7 +305,7 @@ def test_failed_copy_raises_and_makes_no_checkpoint(file_uri: str, monkeypatch: 
             time.sleep(0.1)
             raise RuntimeError("the copy failed (seeded)")
 
-        patch.setattr(staging_copy, "copy_beside_training", fails)
+        patch.setattr(staging_copy, "copy_in_background", fails)
         response = start(f"{file_uri}/step-2", job.state(), stager)
         with pytest.raises(RuntimeError, match="seeded"):
             job.optimizer.step()

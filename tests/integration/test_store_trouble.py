@@ -166,7 +166,7 @@ def test_evicted_drained_step_is_still_the_safe_step(moto: S3Server, s3_uri: str
         checkpointer.save(1, {"w": torch.ones(10)}).result()
         checkpointer.wait()
         change_control(local_root, paused=True)
-        time.sleep(1.5 * rate_limiter.LOOK_SECONDS)
+        time.sleep(1.5 * rate_limiter.CONTROL_CHECK_SECONDS)
         for step in (2, 3, 4):
             checkpointer.save(step, {"w": torch.ones(10)}).result()
         until(lambda: not (local_dir(local_root, parse_uri(s3_uri)) / "step-1/.tierckpt").exists(), 20, "pruning")

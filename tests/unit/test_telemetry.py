@@ -325,22 +325,22 @@ def test_a_line_that_is_said_again_and_again_is_left_out_and_counted(monkeypatch
         for number in range(5000):
             logger("test").warning("drain of %d failed", number)
         logger("test").warning("something else")
-        assert stream.getvalue().count("\n") == telemetry.EVENTS_A_MINUTE + 1
+        assert stream.getvalue().count("\n") == telemetry.EVENTS_PER_MINUTE + 1
         assert "something else" in stream.getvalue()
         seconds.now += telemetry.REPEAT_SECONDS
         for _ in range(3):
             logger("test").warning("something else")
     finally:
         stop()
-    assert stream.getvalue().count("\n") == telemetry.EVENTS_A_MINUTE + 4
+    assert stream.getvalue().count("\n") == telemetry.EVENTS_PER_MINUTE + 4
 
 
 def test_how_many_were_left_out_is_said_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, stream = Seconds(monkeypatch), io.StringIO()
     stop = log_to(stream, "text", "info", is_sparing=True)
     try:
-        for number in range(telemetry.EVENTS_A_MINUTE + 77):
-            if number == telemetry.EVENTS_A_MINUTE + 76:
+        for number in range(telemetry.EVENTS_PER_MINUTE + 77):
+            if number == telemetry.EVENTS_PER_MINUTE + 76:
                 seconds.now += telemetry.REPEAT_SECONDS
             logger("test").warning("drain of %d failed", number)
     finally:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.journal import TO_DRAIN, JournalEntry
+from ..checkpoint.journal import DRAIN_STATES, JournalEntry
 from ..checkpoint.prune import has_due
 from ..config import Settings
 from ..disk import priority
@@ -313,7 +313,7 @@ class Agent:
 
     async def _left(self) -> list[JournalEntry]:
         """Return the entries that are only on the local tier."""
-        return [entry for entry in await self._entries() if entry.state in TO_DRAIN]
+        return [entry for entry in await self._entries() if entry.state in DRAIN_STATES]
 
     async def _entries(self) -> list[JournalEntry]:
         """Return the journal, newest first."""

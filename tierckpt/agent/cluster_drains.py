@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..checkpoint.journal import TO_DRAIN
+from ..checkpoint.journal import DRAIN_STATES
 from ..config import Settings
 from ..errors import ObjectNotFoundError, TierckptError
 from ..peer.membership import Member
@@ -40,7 +40,7 @@ PAUSED, IDLE = "paused", "nothing to drain"
 
 def summary(document: Json) -> Json:
     """Summarize a node's document: the worst state of its drains, and the backlog."""
-    waiting = [row for row in document["journal"] if row["state"] in TO_DRAIN]
+    waiting = [row for row in document["journal"] if row["state"] in DRAIN_STATES]
     drains = [row["drain"] for row in document["journal"] if row["drain"] is not None]
     worst = max(drains, key=lambda drain: RANKED.index(drain["state"]), default=None)
     state = IDLE if worst is None else worst["state"]

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..checkpoint.journal import TO_DRAIN, JournalEntry
+from ..checkpoint.journal import DRAIN_STATES, JournalEntry
 from ..disk.durable import durable_write, read_whole
 from ..errors import ObjectNotFoundError, TierckptError
 from ..format.layout import agent_dir, parse_uri, step_of
@@ -139,7 +139,7 @@ class History:
         self._sent.clear()
         lags: dict[str, tuple[float, float]] = {}
         for entry in entries:
-            if entry.state in TO_DRAIN:
+            if entry.state in DRAIN_STATES:
                 for name in _series_of(entry.uri):
                     size, age = lags.get(name, (0.0, 0.0))
                     lags[name] = size + entry.size_bytes, max(age, now - entry.created_unix_seconds)

@@ -25,7 +25,7 @@ except ImportError as error:
     raise MissingExtraError("metrics need prometheus-client", hint="pip install 'tierckpt[agent]'") from error
 
 from .. import telemetry
-from ..checkpoint.journal import ASIDE, LOCAL_ONLY, TO_DRAIN
+from ..checkpoint.journal import DRAIN_STATES, LOCAL_ONLY, SET_ASIDE_STATES
 from ..config import Settings
 from ..drain.active_drain import STORE
 from ..drain.rate_limiter import RateLimiter
@@ -176,13 +176,13 @@ class NodeState:
 
 
 def _queue(journal: Sequence[Json]) -> Iterator[Sample]:
-    waiting = [row for row in journal if row["state"] in TO_DRAIN]
+    waiting = [row for row in journal if row["state"] in DRAIN_STATES]
     unwritten = [row for row in journal if row["drain"] is None and row["state"] != LOCAL_ONLY]
     for tier, rows in ((Tier.SHARED, waiting), (Tier.LOCAL, unwritten)):
         yield "tierckpt_lag_seconds", {"tier": tier}, max((row["age_seconds"] for row in rows), default=0.0)
     failed = sum(row["drain"]["state"] in (STORE, REFUSED) for row in waiting)
     counts = {"writing": len(unwritten), "ready": len(waiting) - failed, "failed": failed}
-    counts["set_aside"] = sum(row["state"] in ASIDE for row in journal)
+    counts["set_aside"] = sum(row["state"] in SET_ASIDE_STATES for row in journal)
     for state, count in counts.items():
         yield "tierckpt_queue_entries", {"state": state}, count
 

@@ -17,7 +17,7 @@ from ..cache.pool import Pool
 from ..cache.receipt import RECEIPT
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import file_size
-from ..checkpoint.journal import ASIDE, TO_DRAIN, Journal, JournalEntry
+from ..checkpoint.journal import DRAIN_STATES, SET_ASIDE_STATES, Journal, JournalEntry
 from ..checkpoint.retention import marked_directories, nearest_existing
 from ..checkpoint.run_log_reader import newest_drained, newest_lines
 from ..checkpoint.verify import read_checks
@@ -61,13 +61,13 @@ def node_document(settings: Settings, known: Known | None = None, *, agent: Json
     agent, problem = (agent, None) if agent is not None else agent_status(settings)
     journal = [_entry(entry, agent or {}) for entry in entries]
     steps = step_rows(journal, local, agent or {})
-    waiting = [item for item in journal if item["state"] in TO_DRAIN]
+    waiting = [item for item in journal if item["state"] in DRAIN_STATES]
     return {
         "at_unix_seconds": time.time(),
         "host": socket.gethostname(),
         "local_root": str(root),
         "journal": journal,
-        "set_aside": sum(item["state"] in ASIDE for item in journal),
+        "set_aside": sum(item["state"] in SET_ASIDE_STATES for item in journal),
         "journal_bytes": sum(item["size_bytes"] for item in journal),
         "lag_bytes": sum(item["size_bytes"] for item in waiting),
         "lag_seconds": max((item["age_seconds"] for item in waiting), default=0.0),
@@ -124,7 +124,7 @@ def _entry(entry: JournalEntry, agent: Json) -> Json:
         "uri": entry.uri,
         "rank": entry.rank,
         "state": entry.state,
-        "drain": _drain_of(entry, agent) if entry.state in (*TO_DRAIN, *ASIDE) else None,
+        "drain": _drain_of(entry, agent) if entry.state in (*DRAIN_STATES, *SET_ASIDE_STATES) else None,
         "size_bytes": entry.size_bytes,
         "created_unix_seconds": entry.created_unix_seconds,
         "age_seconds": max(0.0, time.time() - entry.created_unix_seconds),
@@ -163,7 +163,7 @@ def _drain_of(entry: JournalEntry, agent: Json) -> Json:
         "remedy": rest.rpartition("]. ")[2] if "]. " in rest else "",
         "since_unix_seconds": entry.failing_since_unix_seconds or entry.created_unix_seconds,
     }
-    if entry.state in ASIDE:
+    if entry.state in SET_ASIDE_STATES:
         remedy = "`tierckpt drain --retry` retries it, `tierckpt drain --forget URI` drops it"
         return found | noted | {"state": SET_ASIDE, "remedy": remedy}
     if drain is not None and entry.error and time.time() - drain["since_unix_seconds"] < TRY_SECONDS:

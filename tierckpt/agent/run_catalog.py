@@ -309,7 +309,7 @@ class RunCatalog:
             async with asyncio.timeout(STORE_SECONDS):
                 noted = await self._mover.selector.noted_branch(run, names, is_near=is_near)
                 known += [(noted, None)] if noted is not None else []
-        return branches.current_of(known)
+        return branches.current_branch(known)
 
     def _row(self, run: Location, name: str, tiers: _StepTiers, branch: Branch | None, problem: str) -> Json:
         known, step = tiers.known, step_of(name)

@@ -97,7 +97,7 @@ def order_of(manifest: Manifest) -> int:
     return branch.order if branch is not None else 0
 
 
-def current_of(seen: Iterable[tuple[Branch, int | None]]) -> Branch | None:
+def current_branch(seen: Iterable[tuple[Branch, int | None]]) -> Branch | None:
     """Return the branch that a job of this run continues, None if no checkpoint is abandoned.
 
     ``seen``: branch and step of every known checkpoint, and of the notes of the run (``step`` None).
@@ -124,12 +124,14 @@ def abandoned_here(checkpoints: Iterable[tuple[Path, Manifest]]) -> set[Path]:
     found = set[Path]()
     for run, known in runs.items():
         noted = read_local(run)
-        branch = current_of([*((one, step) for _, one, step in known), *([(noted, None)] if noted is not None else [])])
+        branch = current_branch(
+            [*((one, step) for _, one, step in known), *([(noted, None)] if noted is not None else [])]
+        )
         found |= {directory for directory, one, step in known if branch is not None and not branch.holds(one, step)}
     return found
 
 
-def takes_place(manifest: Manifest, branch: Branch | None, name: str) -> bool:
+def replaces_abandoned(manifest: Manifest, branch: Branch | None, name: str) -> bool:
     """Return True if ``manifest`` replaces ``name`` of ``branch``, which it abandons (B5)."""
     mine = parse(manifest.notes.get(NOTE))
     if mine is None or branch is None or mine.order <= branch.order:
@@ -142,7 +144,7 @@ def next_order(*known: Branch | None) -> int:
     return max([time.time_ns() // 1_000_000, *(one.order + 1 for one in known if one is not None)])
 
 
-def gone_back(name: str, base: Branch, step: int, current: Branch | None, newer: Iterable[Branch]) -> Branch:
+def branch_going_back(name: str, base: Branch, step: int, current: Branch | None, newer: Iterable[Branch]) -> Branch:
     """Return the branch of a job that goes back to ``step`` of the branch ``base``.
 
     ``newer``: the branches of all checkpoints of later steps.

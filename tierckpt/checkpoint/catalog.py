@@ -52,11 +52,11 @@ T = TypeVar("T")
 
 LISTINGS_MAX = 16
 """Maximum listings of a run that loses checkpoints between listing and reading."""
-UNREADABLE = (IntegrityError, ObjectNotFoundError, CheckpointNotFoundError, UncommittedCheckpointError)
+UNREADABLE_ERRORS = (IntegrityError, ObjectNotFoundError, CheckpointNotFoundError, UncommittedCheckpointError)
 """Errors of a checkpoint that is damaged, or was removed after the listing."""
 
 
-async def listed_again(
+async def retry_listing(
     location: Location,
     names: Callable[[], Awaitable[Collection[str]]],
     look: Callable[[Collection[str]], Awaitable[tuple[T, set[str]]]],
@@ -72,7 +72,7 @@ async def listed_again(
         result, missing = await look(listed)
         if not missing or missing <= {*(listed := await names())}:
             return result
-    raise changing(location)
+    raise changing_run_error(location)
 
 
 def read_newest(location: Location, newest: Callable[[], str | None], read: Callable[[str], T]) -> T:
@@ -86,11 +86,11 @@ def read_newest(location: Location, newest: Callable[[], str | None], read: Call
     for _ in range(LISTINGS_MAX):
         try:
             return read(found or location.uri)
-        except UNREADABLE:
+        except UNREADABLE_ERRORS:
             before, found = found, newest()
             if not is_newer(found, before):
                 raise
-    raise changing(location)
+    raise changing_run_error(location)
 
 
 class WalkBack:
@@ -106,7 +106,7 @@ class WalkBack:
         """A checkpoint was removed before it was read. Raises OperationTimeoutError after ``LISTINGS_MAX``."""
         self._removed += 1
         if self._removed >= LISTINGS_MAX:
-            raise changing(self._run)
+            raise changing_run_error(self._run)
 
     def note_lost(self, damaged: Location, error: TierckptError) -> None:
         """Look for older steps. Raises the first error if ``damaged`` has no step in its name."""
@@ -130,7 +130,7 @@ def is_newer(uri: str | None, other: str | None) -> bool:
     return step is not None and (other_step is None or step > other_step)
 
 
-def changing(location: Location) -> OperationTimeoutError:
+def changing_run_error(location: Location) -> OperationTimeoutError:
     return OperationTimeoutError(
         f"{location.uri} was listed {LISTINGS_MAX} times, and its checkpoints were removed before they were read",
         hint="Run it again. A job that keeps more steps (keep_last) leaves time to read them",
@@ -141,7 +141,7 @@ def changing(location: Location) -> OperationTimeoutError:
 log = logger("catalog")
 
 STOCK = "stock"
-ASK_SECONDS = 10.0
+SHARED_TIMEOUT_SECONDS = 10.0
 """Timeout of the shared tier for a checkpoint with all its files on this node."""
 
 
@@ -218,7 +218,7 @@ async def find(location: Location, directory: Path, store: Store, cluster: PeerL
     local, local_error = await _attempt(lambda: asyncio.to_thread(local_commit.read_local_manifest, directory))
     here = Checkpoint(location, local, directory, store)
     is_here = local is not None and not await asyncio.to_thread(here.missing_locally)
-    shared, shared_error = await _attempt(lambda: _read_shared(store, ASK_SECONDS if is_here else None))
+    shared, shared_error = await _attempt(lambda: _read_shared(store, SHARED_TIMEOUT_SECONDS if is_here else None))
     unseen = shared_error if isinstance(shared_error, StoreError) else None
     manifest = _newer(local, shared, await asyncio.to_thread(_is_drained, directory, local))
     found = await cluster.replicas_at(location, (local, shared)) if cluster is not None else {}
@@ -337,7 +337,7 @@ async def is_stock(store: Store) -> bool:
     return False
 
 
-async def stands(checkpoint: Checkpoint) -> bool:
+async def is_still_committed(checkpoint: Checkpoint) -> bool:
     """Return False if a removal or another save was faster than the lease on ``checkpoint``."""
     if checkpoint.manifest is None:
         return True
@@ -475,14 +475,14 @@ async def is_complete(checkpoint: Checkpoint) -> bool:
     """
     if checkpoint.manifest is None:
         return True
-    missing = {entry.key: entry.size_bytes for entry in await lacking_near(checkpoint)}
+    missing = {entry.key: entry.size_bytes for entry in await missing_near_files(checkpoint)}
     if not missing:
         return True
     sizes = {info.key: info.size_bytes async for info in checkpoint.store.list()}
     return all(sizes.get(key) == size for key, size in missing.items())
 
 
-async def lacking_near(checkpoint: Checkpoint) -> list[FileEntry]:
+async def missing_near_files(checkpoint: Checkpoint) -> list[FileEntry]:
     """Return the files without a copy on this node or a peer. Reads no data."""
     lacking = await asyncio.to_thread(checkpoint.missing_locally)
     if lacking and checkpoint.elsewhere is not None:

@@ -12,8 +12,8 @@ from ..format.manifest import Manifest
 from ..telemetry import logger
 from ..types import Json
 from . import catalog
-from .catalog import Checkpoint, listed_again
-from .select import LOOK_MAX, Selector, age_of
+from .catalog import Checkpoint, retry_listing
+from .select import SEARCHED_DIRECTORIES_MAX, Selector, age_of
 
 log = logger("mover")
 
@@ -67,15 +67,15 @@ async def describe_run(selector: Selector, location: Location) -> list[catalog.C
 
     async def describe(names: Collection[str]) -> tuple[list[catalog.CheckpointRow], set[str]]:
         ordered, found = sorted(names, key=age_of, reverse=True), dict[str, catalog.CheckpointRow]()
-        for first in range(0, len(ordered), LOOK_MAX):
-            part = ordered[first:][:LOOK_MAX]
+        for first in range(0, len(ordered), SEARCHED_DIRECTORIES_MAX):
+            part = ordered[first:][:SEARCHED_DIRECTORIES_MAX]
             rows = await asyncio.gather(*(_describe(selector, location.child(name)) for name in part))
             found |= {name: row for name, row in zip(part, rows, strict=True) if row is not None}
             if not found:
                 break  # a bucket of other things: its runs are further down
         return [*found.values()], {name for name in names if step_of(name) is not None} - found.keys()
 
-    found = await listed_again(location, names, describe)
+    found = await retry_listing(location, names, describe)
     if not found:
         raise CheckpointNotFoundError(
             f"no checkpoint at or under {location.uri}",

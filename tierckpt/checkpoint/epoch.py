@@ -120,7 +120,7 @@ def _begin(found: _Run, run: Location) -> None:
     if before and before == found.begun:
         return  # no later trainer, so no later staged save
     if not _wait_for(found.file, COMMIT, fcntl.F_WRLCK, PATIENCE_SECONDS):
-        holder = _holder(found.file)
+        holder = _committing_process(found.file)
         log.warning("%s: process %d, which commits an old save of it, takes too long and is ended", run.uri, holder)
         if holder > 0:
             _kill(holder, found.file)
@@ -144,7 +144,7 @@ def _wait_for(file: int, byte: int, kind: int, timeout_seconds: float) -> bool:
     return any(lock_record(file, kind, byte, is_process=True) for _ in Poll(timeout_seconds, BRIEF))
 
 
-def _holder(file: int) -> int:
+def _committing_process(file: int) -> int:
     """Return the process that holds COMMIT; 0 without one, or if it is in another container."""
     return max(0, record_holder(file, COMMIT, is_process=True) or 0)
 
@@ -153,7 +153,7 @@ def _kill(pid: int, file: int) -> None:
     with contextlib.suppress(OSError):
         pidfd = os.pidfd_open(pid)
         try:
-            if _holder(file) == pid:  # the pidfd now refers to that process, even if its pid is reused
+            if _committing_process(file) == pid:  # the pidfd now refers to that process, even if its pid is reused
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         finally:
             os.close(pidfd)

@@ -10,12 +10,12 @@ from ..format.layout import WINDOWS_DIR, Location, step_of
 from ..telemetry import logger
 from . import branches
 from .branches import Branch
-from .catalog import ASK_SECONDS
+from .catalog import SHARED_TIMEOUT_SECONDS
 from .select import Selector, age_of, below
 
 log = logger("branches")
 
-GATHERED_MAX = 32
+CONCURRENT_READS = 32
 """Manifests read at a time."""
 
 
@@ -32,12 +32,12 @@ async def branch_of_restored(
         is_asked_for: the caller has named the step.
     Cost: a listing, and with ``is_asked_for`` a manifest of each later step.
     """
-    names, is_near = await selector.all_names(run, ASK_SECONDS)
+    names, is_near = await selector.all_names(run, SHARED_TIMEOUT_SECONDS)
     if WINDOWS_DIR in names and not is_near:
         names |= below(WINDOWS_DIR, await selector.names(run.child(WINDOWS_DIR)))
     age = age_of(restored.name)
     later = [one for one in sorted(names) if is_asked_for and age_of(one) > age]
-    gate = asyncio.Semaphore(GATHERED_MAX)
+    gate = asyncio.Semaphore(CONCURRENT_READS)
 
     async def find(location: Location) -> list[tuple[Branch, int | None]]:
         try:
@@ -52,11 +52,11 @@ async def branch_of_restored(
     own = base[0][0] if base else Branch(restored.name)
     step, newer = step_of(restored.name), [one for some in found for one in some]
     noted = await selector.noted_branch(run, names, is_near=is_near)
-    current = branches.current_of([(own, step), *newer, *([(noted, None)] if noted is not None else [])])
+    current = branches.current_branch([(own, step), *newer, *([(noted, None)] if noted is not None else [])])
     seen = [one for one, _ in newer]
     if is_asked_for and step is not None:
         has_newer = any(current is None or current.holds(*one) for one in newer)
         if has_newer or is_near or (current is not None and not current.holds(own, step)):
-            return branches.gone_back(name, own, step, current, seen)
+            return branches.branch_going_back(name, own, step, current, seen)
     before = current or own
     return replace(before if before.order else Branch(name), order=branches.next_order(current, own, *seen))

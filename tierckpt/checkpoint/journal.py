@@ -50,9 +50,9 @@ FILE = "file"
 SET_ASIDE = "set aside"
 """The drain failed too long: no mover retries by itself. The files stay, and nothing evicts them."""
 FILE_SET_ASIDE = "file set aside"
-TO_DRAIN = (READY, FILE)
-ASIDE = (SET_ASIDE, FILE_SET_ASIDE)
-"""States that ``TO_DRAIN`` become when set aside, in its order."""
+DRAIN_STATES = (READY, FILE)
+SET_ASIDE_STATES = (SET_ASIDE, FILE_SET_ASIDE)
+"""States that ``DRAIN_STATES`` become when set aside, in its order."""
 ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
 """Holds a manifest and, on the coordinator, the entries of its own files once more."""
 FAILING_SINCE = "failing_since_unix_seconds"
@@ -187,7 +187,7 @@ class Journal:
             entry = self.read(token)
         except (ManifestError, StoreError):
             return  # a damaged entry is removed only by hand
-        if entry is not None and entry.state not in (LOCAL_ONLY, *TO_DRAIN, *ASIDE):
+        if entry is not None and entry.state not in (LOCAL_ONLY, *DRAIN_STATES, *SET_ASIDE_STATES):
             directory = local_dir(self.directory.parent, entry.location)
             for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
                 if changed.is_dir():
@@ -204,14 +204,14 @@ class Journal:
         ``is_passing`` and ``error`` '': the drain still waits.
         """
         entry, now = self.read(token), time.time()
-        if entry is None or entry.state in ASIDE:
+        if entry is None or entry.state in SET_ASIDE_STATES:
             return entry
-        if entry.state not in TO_DRAIN:
+        if entry.state not in DRAIN_STATES:
             return entry if entry.error == error else self.write(replace(entry, error=error))
         is_same = is_passing if not entry.error else entry.error.partition(":")[0] == error.partition(":")[0]
         since = entry.failing_since_unix_seconds or now
         since = min(since, now) if is_same else now  # a clock that went back restarts it
-        state = ASIDE[TO_DRAIN.index(entry.state)] if now - since > patience_seconds else entry.state
+        state = SET_ASIDE_STATES[DRAIN_STATES.index(entry.state)] if now - since > patience_seconds else entry.state
         noted = replace(entry, error=error or entry.error, failing_since_unix_seconds=since, state=state)
         return noted if noted == entry else self.write(noted)
 
@@ -219,7 +219,7 @@ class Journal:
         """Schedule set-aside entries (of ``uri``; None: all) for draining again. Returns them."""
 
         def put_back(entry: JournalEntry) -> None:
-            state = TO_DRAIN[ASIDE.index(entry.state)]
+            state = DRAIN_STATES[SET_ASIDE_STATES.index(entry.state)]
             self.write(replace(entry, state=state, error="", failing_since_unix_seconds=0.0))
 
         return self._change_set_aside(uri, put_back)
@@ -238,7 +238,7 @@ class Journal:
     def _change_set_aside(self, uri: str | None, change: Callable[[JournalEntry], object]) -> list[JournalEntry]:
         changed = []
         for entry in self.entries():
-            if entry.state in ASIDE and uri in (None, entry.uri):
+            if entry.state in SET_ASIDE_STATES and uri in (None, entry.uri):
                 with self.own(entry.token) as free:
                     if free:
                         change(entry)
@@ -344,7 +344,7 @@ def _problem(body: Json) -> str:
         "token": manifests.is_token(body["token"]),
         "uri": is_uri(body["uri"]),
         "rank": manifests.is_int(body["rank"]) and 0 <= body["rank"] < manifests.RANKS_MAX,
-        "state": body["state"] in (WRITING, AWAITING_COMMIT, LOCAL_ONLY, *TO_DRAIN, *ASIDE),
+        "state": body["state"] in (WRITING, AWAITING_COMMIT, LOCAL_ONLY, *DRAIN_STATES, *SET_ASIDE_STATES),
         "created_unix_seconds": manifests.is_unix_seconds(body["created_unix_seconds"]),
         "chunk_size_bytes": manifests.is_int(body["chunk_size_bytes"])
         and 4096 <= body["chunk_size_bytes"] <= manifests.SIZE_BYTES_MAX,

@@ -115,7 +115,12 @@ def commit_local_fragment(directory: Path, location: Location, fragment: Manifes
         if len(parts) < fragment.world_size:
             return None
         whole = manifests.merge([_read_manifest(path) for path in parts])
-        _publish(directory, location, whole, {entry.path: _kept(directory, entry, whole) for entry in whole.metadata})
+        _publish(
+            directory,
+            location,
+            whole,
+            {entry.path: _read_metadata(directory, entry, whole) for entry in whole.metadata},
+        )
         for path in parts:
             with suppress(OSError):  # committed: leftovers are removed with the checkpoint
                 path.unlink(missing_ok=True)
@@ -129,7 +134,7 @@ def write_attempt_metadata(directory: Path, manifest: Manifest, metadata: Mappin
         durable_write(directory / entry.key, metadata[entry.path])
 
 
-def _kept(directory: Path, entry: FileEntry, manifest: Manifest) -> bytes:
+def _read_metadata(directory: Path, entry: FileEntry, manifest: Manifest) -> bytes:
     """Read back metadata that another rank wrote here."""
     data = read_whole(directory / entry.key, manifests.SIZE_BYTES_MAX)
     check_bytes(data, entry, manifest.chunk_size_bytes, str(directory))
@@ -142,7 +147,7 @@ def _publish(directory: Path, location: Location, manifest: Manifest, metadata: 
     if (
         current is not None
         and current.attempt not in {manifest.attempt, *manifest.replaces}
-        and not branches.takes_place(manifest, branches.branch_of(current, location.name), location.name)
+        and not branches.replaces_abandoned(manifest, branches.branch_of(current, location.name), location.name)
     ):
         raise already_committed(location, current.attempt, Tier.LOCAL)
     _replace(directory, current, manifest, metadata)
@@ -194,7 +199,7 @@ def _replace(directory: Path, current: Manifest | None, manifest: Manifest, meta
         branches.note_local(directory, manifest)
     except BaseException:
         with suppress(OSError, TierckptError):  # report the first error
-            take_back(directory, current, manifest)
+            undo_commit(directory, current, manifest)
         raise
     try:
         finish_locked_removal(directory)
@@ -203,7 +208,7 @@ def _replace(directory: Path, current: Manifest | None, manifest: Manifest, meta
         log.warning("%s: files of the replaced checkpoint stay for now: %s", directory, error)
 
 
-def take_back(directory: Path, current: Manifest | None, failed: Manifest) -> None:
+def undo_commit(directory: Path, current: Manifest | None, failed: Manifest) -> None:
     """Undo a commit that could not be made durable: the save fails and its shards are deleted."""
     standing = read_local_manifest(directory)
     if standing is not None and standing.attempt == failed.attempt:
@@ -211,10 +216,10 @@ def take_back(directory: Path, current: Manifest | None, failed: Manifest) -> No
             (directory / MANIFEST).unlink(missing_ok=True)
         else:
             durable_write(directory / MANIFEST, current.encode())
-    _put_back(directory, failed)
+    _restore_stock_metadata(directory, failed)
 
 
-def _put_back(directory: Path, unfinished: Manifest) -> None:
+def _restore_stock_metadata(directory: Path, unfinished: Manifest) -> None:
     """Restore the stock metadata of the committed checkpoint after a failed save that replaced ``.metadata``.
 
     Does nothing if ``unfinished`` is committed.
@@ -227,7 +232,7 @@ def _put_back(directory: Path, unfinished: Manifest) -> None:
         if standing is None or path not in kept:
             (directory / path).unlink(missing_ok=True)
         else:
-            durable_write(directory / path, _kept(directory, kept[path], standing))
+            durable_write(directory / path, _read_metadata(directory, kept[path], standing))
 
 
 def discard_attempt(directory: Path, token: str, manifest: Manifest | None = None) -> bool:
@@ -244,25 +249,25 @@ def discard_attempt(directory: Path, token: str, manifest: Manifest | None = Non
         return True
     with _locked(directory):
         if manifest is not None:
-            _put_back(directory, manifest)
+            _restore_stock_metadata(directory, manifest)
         standing = read_local_manifest(directory)
-        if not _names(standing, token):
+        if not _is_named_by(standing, token):
             _remove_fragment(directory, token)
         named = {entry.key for entry in standing.entries} if standing is not None else set()
         for path in (*matching(directory, f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
             if str(path.relative_to(directory)) not in named:
                 path.unlink(missing_ok=True)
-        if not _names(standing, token):
+        if not _is_named_by(standing, token):
             remove_tree(directory / adopted_dir(token), ignore_errors=True)
-        return not _names(standing, token)
+        return not _is_named_by(standing, token)
 
 
 def is_committed(directory: Path, token: str) -> bool:
     """Return True if the local tier has the commit of the save with ``token``, or the fragment of that rank."""
-    return _names(read_local_manifest(directory), token) or (directory / part(token)).exists()
+    return _is_named_by(read_local_manifest(directory), token) or (directory / part(token)).exists()
 
 
-def _names(standing: Manifest | None, token: str) -> bool:
+def _is_named_by(standing: Manifest | None, token: str) -> bool:
     return standing is not None and token in standing.tokens | {standing.attempt}
 
 
@@ -299,7 +304,7 @@ def record_commit(directory: Path, manifest: Manifest, metadata: Mapping[str, by
             current is None
             or current.attempt in manifest.replaces
             or is_drained(directory, current.attempt)
-            or branches.takes_place(manifest, branches.branch_of(current, directory.name), directory.name)
+            or branches.replaces_abandoned(manifest, branches.branch_of(current, directory.name), directory.name)
         ):
             write_attempt_metadata(directory, manifest, metadata)
             _replace(directory, current, manifest, metadata)

@@ -114,7 +114,7 @@ class Browser:
         if written and written[-1].files:
             return _written(location, written[-1])
         if written:
-            raise _nothing(location)
+            raise _not_found_error(location)
         root, key = root_of(location)
         if not is_private(location) and key:
             if is_checkpoint_file(location.name):
@@ -122,7 +122,7 @@ class Browser:
                 if thing is not None:
                     return thing
                 if is_ours:
-                    raise _nothing(location)
+                    raise _not_found_error(location)
             try:
                 info = await self._store_at(root).head(key)
                 return Thing(location, size_bytes=info.size_bytes, etag=info.etag)
@@ -199,7 +199,7 @@ class Browser:
             if not await self._is_visible(location.child(name)):
                 del things[name]
         if not things and any(entry.after_uri not in ("", location.uri, entry.uri) for entry in written.values()):
-            raise _nothing(location)
+            raise _not_found_error(location)
         return sorted(things.values(), key=lambda thing: thing.location.name)
 
     async def _written_below(self, location: Location) -> dict[str, JournalEntry]:
@@ -216,7 +216,7 @@ class Browser:
         Cost: one listing; for each directory in it with a number at the end one HEAD, or one and a listing.
         """
         if is_private(location):
-            raise _nothing(location)
+            raise _not_found_error(location)
         directory = self._directory_of(location)
         local = await asyncio.to_thread(_with_commits, directory)
         has_commit = await asyncio.to_thread((directory / MANIFEST).exists)
@@ -232,7 +232,7 @@ class Browser:
         known = {thing.location.name for thing in files}
         things = files + [Thing(location.child(name), is_dir=True) for name in {*names, *local} - gone - known]
         if not things and (found is None or hidden or PRIVATE_DIR in names):
-            raise _nothing(location)
+            raise _not_found_error(location)
         return sorted(things, key=lambda thing: thing.location.name)
 
     async def _shared_level(self, location: Location, *, has_local: bool) -> tuple[list[ObjectInfo], list[str]] | None:
@@ -245,7 +245,9 @@ class Browser:
                 return await store.list_level(key)
         except (StoreUnavailableError, EndpointError, ObjectNotFoundError) as error:
             is_away = isinstance(error, StoreUnavailableError | EndpointError)
-            if not has_local or (is_away and not await asyncio.to_thread(_suffices, self._directory_of(location))):
+            if not has_local or (
+                is_away and not await asyncio.to_thread(_is_sufficient_alone, self._directory_of(location))
+            ):
                 raise
             log.warning("%s: listing the local tier only (%s)", location.uri, error)
             return None
@@ -301,7 +303,7 @@ class Browser:
         places = [name for name in {*directories, *private} if name not in marked]
         shown = await asyncio.gather(
             *(
-                self._visible(_at(location, name), directories.get(name, ()), has_private=name in private)
+                self._visible(_descendant(location, name), directories.get(name, ()), has_private=name in private)
                 for name in places
             )
         )
@@ -322,7 +324,7 @@ class Browser:
                 directories.setdefault(info.key[skip:].rpartition("/")[0], []).append(info)
         except (StoreUnavailableError, EndpointError, ObjectNotFoundError) as error:
             directory, is_away = self._directory_of(location), isinstance(error, StoreUnavailableError | EndpointError)
-            if not await asyncio.to_thread(_suffices if is_away else _has_commit, directory):
+            if not await asyncio.to_thread(_is_sufficient_alone if is_away else _has_commit, directory):
                 raise
             log.warning("%s: listing the local tier only (%s)", location.uri, error)
         return directories
@@ -338,7 +340,7 @@ class Browser:
         if is_checkpoint_file(location.name):
             _, checkpoint = await self._checkpoint(location.parent)
             if checkpoint is not None:
-                raise _protected(checkpoint.location)
+                raise _protected_error(checkpoint.location)
 
     async def check_write(self, location: Location) -> None:
         """``check_change``; on a mount also: no parent is a file, and no directory has this name.
@@ -348,7 +350,7 @@ class Browser:
         await self.check_change(location)
         if location.scheme != "file" or (self._hung is not None and not self._hung.done()):
             return
-        look = asyncio.create_task(asyncio.to_thread(_in_the_way, location, self._journal))
+        look = asyncio.create_task(asyncio.to_thread(_name_conflict, location, self._journal))
         done, _ = await asyncio.wait({look}, timeout=ILL_SECONDS)
         if not done:
             self._hung = look
@@ -359,13 +361,13 @@ class Browser:
         await self.check_change(location)
         local = await asyncio.to_thread(lambda: [*_commits(self._directory_of(location))])
         if local:
-            raise _protected(_at(location, local[0]))
+            raise _protected_error(_descendant(location, local[0]))
         for name in await self._shared_below(location):
             if PRIVATE_DIR in name.split("/"):
-                raise _protected(_at(location, name.partition(PRIVATE_DIR)[0].rstrip("/")))
+                raise _protected_error(_descendant(location, name.partition(PRIVATE_DIR)[0].rstrip("/")))
 
 
-def _at(location: Location, relative: str) -> Location:
+def _descendant(location: Location, relative: str) -> Location:
     for name in relative.split("/") if relative else ():
         location = location.child(name)
     return location
@@ -424,7 +426,7 @@ def _has_commit(directory: Path) -> bool:
     return next(_commits(directory), None) is not None
 
 
-def _suffices(directory: Path) -> bool:
+def _is_sufficient_alone(directory: Path) -> bool:
     """Return True if a local directory may be shown alone while the shared tier does not answer.
 
     It is a checkpoint, or the newest under it is this node's own (N3): a reader of the newest must not go back.
@@ -452,7 +454,7 @@ def _with_commits(directory: Path) -> set[str]:
     return {name for name in children if name != PRIVATE_DIR and _has_commit(directory / name)}
 
 
-def _in_the_way(location: Location, journal: Journal) -> str:
+def _name_conflict(location: Location, journal: Journal) -> str:
     """Return why a mount cannot have a file at ``location``, considering undrained files of this node; '' if it can."""
     with suppress(OSError):
         if Path(location.path).is_dir():
@@ -469,7 +471,7 @@ def _in_the_way(location: Location, journal: Journal) -> str:
     return ""
 
 
-def _nothing(location: Location) -> ObjectNotFoundError:
+def _not_found_error(location: Location) -> ObjectNotFoundError:
     return ObjectNotFoundError(
         f"there is no {location.uri}",
         hint="A checkpoint appears when it is committed; check the URI and the endpoint",
@@ -477,7 +479,7 @@ def _nothing(location: Location) -> ObjectNotFoundError:
     )
 
 
-def _protected(location: Location) -> ConfigError:
+def _protected_error(location: Location) -> ConfigError:
     return ConfigError(
         f"{location.uri} is a checkpoint of tierckpt, which is not changed file by file",
         hint="`tierckpt prune` removes checkpoints; save with TierStorageWriter or a Checkpointer",

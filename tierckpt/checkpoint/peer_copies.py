@@ -77,9 +77,9 @@ log = logger("select")
 
 DENIED_SECONDS = 5.0
 """Nodes receive a new secret at different moments; a longer refusal is permanent."""
-QUIET_SECONDS = 2.0
-"""Nodes silent for so long are reported, then every ``TELL_SECONDS``."""
-TELL_SECONDS = 10.0
+FIRST_REPORT_SECONDS = 2.0
+"""Nodes silent for so long are reported, then every ``REPORT_SECONDS``."""
+REPORT_SECONDS = 10.0
 PAUSES = Pauses(0.2, 1.0)
 
 
@@ -103,7 +103,7 @@ class SilentPeers:
         if self._cluster is None:
             return []
         begun = time.monotonic()
-        tell_at, denied_at = begun + QUIET_SECONDS, None
+        tell_at, denied_at = begun + FIRST_REPORT_SECONDS, None
         silent: list[str] = []
         denial: PermissionDeniedError | None = None
         async for _ in Poll(self._seconds, PAUSES):
@@ -119,7 +119,7 @@ class SilentPeers:
             if self._given_up >= {*silent}:
                 return silent
             if now >= tell_at:
-                tell_at = now + TELL_SECONDS
+                tell_at = now + REPORT_SECONDS
                 log.warning(
                     "waiting for %s to say which checkpoints of %s they have, %.0f of %.0f s. Ctrl-C stops; "
                     "store_wait_seconds (TIERCKPT_STORE_WAIT_SECONDS) says how long to wait",

@@ -22,7 +22,7 @@ from ..stores.base import Store
 from ..telemetry import log_failure, logger
 from ..types import Json, Tier
 from . import local_commit, marks, retention, shared_commit
-from .branches import Branch, branch_of, current_of, order_of
+from .branches import Branch, branch_of, current_branch, order_of
 from .catalog import is_stock
 from .journal import Journal
 from .retention import CheckpointCopy, Health, Policy, Rule, Verdict
@@ -31,7 +31,7 @@ from .select import Selector
 log = logger("retention")
 
 KEPT, WOULD_GO, REMOVED, FAILED = "kept", "would go", "removed", "failed"
-LEADS_ON = "a gradient log leads on from it"
+HAS_LOG = "a gradient log leads on from it"
 DUE_SECONDS_MAX = 7 * 86400.0
 """Maximum time that a run stays due while its store does not answer; the next drain makes it due again."""
 _DUE_FIELDS = frozenset({"run", "shared"})
@@ -81,7 +81,7 @@ class PruneResult:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _RunEntry:
     """One name of the run: the commit on each tier, and interrupted removals."""
 
     location: Location
@@ -101,7 +101,7 @@ class _Seen:
         return [(tier, branch_of(manifest, self.name)) for tier, manifest in copies if manifest is not None]
 
 
-_Run: TypeAlias = tuple[list[_Seen], list[_Seen]]
+_Run: TypeAlias = tuple[list[_RunEntry], list[_RunEntry]]
 """The checkpoints directly under a run, and its redo logs."""
 
 
@@ -164,10 +164,10 @@ class Pruner:
         Returns True if a store did not answer, so that some runs are still due. ``is_reported``: the outage or refusal
         of the run's store is in the log.
         """
-        for run, notes in (await asyncio.to_thread(_due, self._root)).items():
+        for run, notes in (await asyncio.to_thread(_due_runs, self._root)).items():
             try:
                 seen = await self._look_at_run(run, level=logging.DEBUG)  # the drains report an outage of the store
-                policy, own = _noted_rule([*seen[0], *seen[1]])
+                policy, own = _rule_of_newest([*seen[0], *seen[1]])
                 if not any(is_shared for _, is_shared in notes):
                     policy = replace(policy, shared=Rule())  # the coordinator's node prunes that tier
                 is_due = False
@@ -185,7 +185,7 @@ class Pruner:
 
     async def _look_at_run(self, run: Location, *, level: int = logging.WARNING) -> _Run:
 
-        async def look(names: Iterable[str]) -> list[_Seen]:
+        async def look(names: Iterable[str]) -> list[_RunEntry]:
             return await asyncio.gather(*(self._look(run.child(name)) for name in names))
 
         names = await self._run_selector.names(run, level=level)
@@ -193,7 +193,7 @@ class Pruner:
 
     async def _judge(
         self,
-        seen: list[_Seen],
+        seen: list[_RunEntry],
         policy: Policy,
         dry_run: bool,
         branch: Branch | None,
@@ -204,7 +204,7 @@ class Pruner:
         """``noted``: the newest branch noted for the run. ``beside``: copies that count and are kept."""
         if branch is None:
             known = [(found, step_of(one.name)) for one in seen for _, found in one.branches]
-            branch = current_of([*known, *([(noted, None)] if noted is not None else [])])
+            branch = current_branch([*known, *([(noted, None)] if noted is not None else [])])
         copies = await self.copies_of(seen, branch)
         result = PruneResult([], {one.name: one.other for one in seen if one.other})
         locations = {one.name: one.location for one in seen}
@@ -219,8 +219,8 @@ class Pruner:
 
     # --- the copies of a run -----------------------------------------------------------------------------------
 
-    async def _look(self, location: Location) -> _Seen:
-        seen = _Seen(location)
+    async def _look(self, location: Location) -> _RunEntry:
+        seen = _RunEntry(location)
         if _is_link(location):
             seen.other = "a link"
             return seen
@@ -236,7 +236,7 @@ class Pruner:
             seen.other = "not committed" if await self._is_marked(location) else "not of tierckpt"
         return seen
 
-    async def _look_at_shared(self, seen: _Seen) -> None:
+    async def _look_at_shared(self, seen: _RunEntry) -> None:
         store = self._store(seen.location)
         seen.shared = await self._read(lambda: shared_commit.read_shared_manifest(store))
         if seen.shared is not None:
@@ -244,7 +244,7 @@ class Pruner:
         if await is_stock(store):
             seen.other = "saved by stock PyTorch"
             return
-        seen.begun = await retention.removals_begun(store)
+        seen.begun = await retention.unfinished_removals(store)
         if _has_mark(seen.location):
             seen.is_empty = not [info async for info in store.list()]
 
@@ -268,10 +268,10 @@ class Pruner:
         except StoreError:
             return False
 
-    async def copies_of(self, seen: Sequence[_Seen], branch: Branch | None) -> list[CheckpointCopy]:
+    async def copies_of(self, seen: Sequence[_RunEntry], branch: Branch | None) -> list[CheckpointCopy]:
         """Return the copies of the run on both tiers, each with the reason that holds it."""
         busy = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
-        linked = await asyncio.to_thread(_linked, [one.location for one in seen if one.other == "a link"])
+        linked = await asyncio.to_thread(_link_targets, [one.location for one in seen if one.other == "a link"])
         base = _base_of_log(seen, branch)
         copies = []
         for one in seen:
@@ -279,7 +279,7 @@ class Pruner:
             if step is None:
                 one.other = one.other or ("no step number in its name" if one.local or one.shared else "")
                 continue
-            held = self._held(one.location, busy, linked) or (LEADS_ON if step == base else "")
+            held = self._held(one.location, busy, linked) or (HAS_LOG if step == base else "")
             for tier, manifest in ((Tier.LOCAL, one.local), (Tier.SHARED, one.shared)):
                 if manifest is not None:
                     drained = tier is Tier.LOCAL and self._is_drained(one, manifest)
@@ -294,7 +294,7 @@ class Pruner:
                     )
         return await self._with_health(copies, {one.name: one for one in seen})
 
-    def _is_drained(self, seen: _Seen, manifest: Manifest) -> bool:
+    def _is_drained(self, seen: _RunEntry, manifest: Manifest) -> bool:
         if seen.shared is not None and seen.shared.attempt == manifest.attempt:
             return True
         return marks.is_evictable(local_dir(self._root, seen.location), manifest.attempt)
@@ -306,7 +306,7 @@ class Pruner:
             return f"{linked[Path(location.path).resolve()]} links to it"
         return "being read" if read_lease.is_read(self._root, local_dir(self._root, location)) else ""
 
-    async def _with_health(self, copies: list[CheckpointCopy], seen: dict[str, _Seen]) -> list[CheckpointCopy]:
+    async def _with_health(self, copies: list[CheckpointCopy], seen: dict[str, _RunEntry]) -> list[CheckpointCopy]:
         """Check the newest copies of each tier down to the first whole one: older ones protect nothing."""
         known: dict[tuple[str, Tier], Health] = {}
         for tier in (Tier.LOCAL, Tier.SHARED):
@@ -318,7 +318,7 @@ class Pruner:
                     break
         return [replace(copy, health=known.get((copy.name, copy.tier))) for copy in copies]
 
-    async def _health(self, seen: _Seen, tier: Tier) -> Health:
+    async def _health(self, seen: _RunEntry, tier: Tier) -> Health:
         manifest = seen.local if tier is Tier.LOCAL else seen.shared
         if manifest is None:
             return Health.DAMAGED
@@ -368,7 +368,7 @@ class Pruner:
             await asyncio.to_thread(remove_empty, location)
             return ""
 
-    async def _finish(self, seen: _Seen, dry_run: bool, result: PruneResult) -> None:
+    async def _finish(self, seen: _RunEntry, dry_run: bool, result: PruneResult) -> None:
         result.leftovers.append(seen.name)
         if dry_run:
             return
@@ -398,7 +398,7 @@ def has_due(local_root: Path) -> bool:
     return bool(matching(local_root / layout.RETENTION_DIR, "*.json"))
 
 
-def _due(local_root: Path) -> dict[Location, list[tuple[Path, bool]]]:
+def _due_runs(local_root: Path) -> dict[Location, list[tuple[Path, bool]]]:
     """Return the runs that are due, each with its notes and whether they concern the shared tier."""
     found: dict[Location, list[tuple[Path, bool]]] = {}
     for path in matching(local_root / layout.RETENTION_DIR, "*.json"):
@@ -420,7 +420,7 @@ def _age_seconds(path: Path) -> float:
         return 0.0
 
 
-def _noted_rule(seen: Sequence[_Seen]) -> tuple[Policy, list[int]]:
+def _rule_of_newest(seen: Sequence[_RunEntry]) -> tuple[Policy, list[int]]:
     """Return the rule of the newest checkpoint of the latest start of a job, and all steps of that start."""
     manifests = [(one, manifest) for one in seen for manifest in (one.local, one.shared) if manifest is not None]
     start = max((order_of(manifest) for _, manifest in manifests), default=0)
@@ -456,7 +456,7 @@ def finish_local(local_root: Path, journal: Journal) -> list[Path]:
     found = []
     busy = {local_dir(local_root, parse_uri(entry.uri)) for entry in journal.entries()}
     for directory in list(retention.marked_directories(local_root / "checkpoints")):
-        if directory in busy or not _is_left(directory):
+        if directory in busy or not _is_leftover(directory):
             continue
         try:
             with read_lease.removing(local_root, directory) as free:
@@ -469,7 +469,7 @@ def finish_local(local_root: Path, journal: Journal) -> list[Path]:
     return found
 
 
-def _base_of_log(seen: Sequence[_Seen], branch: Branch | None) -> int | None:
+def _base_of_log(seen: Sequence[_RunEntry], branch: Branch | None) -> int | None:
     """Return the step of the newest checkpoint of ``branch`` with a gradient log, if any.
 
     The log may reach further than any checkpoint, whichever process saved that.
@@ -492,13 +492,13 @@ def _has_mark(location: Location) -> bool:
     return location.scheme == "file" and Path(location.path, PRIVATE_DIR).is_dir()
 
 
-def _is_left(directory: Path) -> bool:
+def _is_leftover(directory: Path) -> bool:
     """Return True for a removal note, and for an empty directory of ours."""
     if (directory / layout.REMOVED_DIR).is_dir():
         return True
     return not any(name != "lock" for _, _, names in os.walk(directory) for name in names)
 
 
-def _linked(links: Sequence[Location]) -> dict[Path, str]:
+def _link_targets(links: Sequence[Location]) -> dict[Path, str]:
     """Return the targets of links on a mounted tier: a link ``best -> step-100`` keeps step 100."""
     return {Path(link.path).resolve(): link.name for link in links}

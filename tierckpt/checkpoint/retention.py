@@ -354,7 +354,7 @@ async def _delete_parts(store: Store, gone: Manifest) -> None:
     await store.delete(pending(gone.attempt))
 
 
-async def removals_begun(store: Store) -> list[Manifest]:
+async def unfinished_removals(store: Store) -> list[Manifest]:
     found = []
     async for info in store.list(layout.REMOVED_DIR):
         try:

@@ -25,8 +25,8 @@ log = logger("history")
 FILE_BYTES_MAX = 16 << 20
 FILES_MAX = 10_000
 TAIL_BYTES = 1 << 16
-GETS_AT_ONCE = 16
-ASKED_MAX = 1000
+CONCURRENT_GETS = 16
+CHECKPOINTS_MAX = 1000
 
 SUFFIXES = (".jsonl", COMMITS_SUFFIX)
 
@@ -47,7 +47,7 @@ async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
     except StoreError as error:
         log_failure(log, error, "looking on this node only: %s", error, level=logging.WARNING)
         found = {}
-    gate = asyncio.Semaphore(GETS_AT_ONCE)
+    gate = asyncio.Semaphore(CONCURRENT_GETS)
 
     async def get(name: str) -> bytes | None:
         async with gate:
@@ -72,9 +72,9 @@ async def read_shared_commits(store_at: Callable[[str], Store], run: Store, name
 
     The time is the store's, None without one. Returns None if the store does not answer.
 
-    Cost: one listing; a GET and a HEAD for each of the newest ``ASKED_MAX`` that are there.
+    Cost: one listing; a GET and a HEAD for each of the newest ``CHECKPOINTS_MAX`` that are there.
     """
-    gate = asyncio.Semaphore(GETS_AT_ONCE)
+    gate = asyncio.Semaphore(CONCURRENT_GETS)
 
     async def look(name: str) -> Lines:
         async with gate:
@@ -87,7 +87,7 @@ async def read_shared_commits(store_at: Callable[[str], Store], run: Store, name
             return [{"what": str(Tier.SHARED), "step": step_of(name), **created}]
 
     try:
-        there = sorted(set(names) & {*await run.list_dirs()}, key=lambda name: step_of(name) or 0)[-ASKED_MAX:]
+        there = sorted(set(names) & {*await run.list_dirs()}, key=lambda name: step_of(name) or 0)[-CHECKPOINTS_MAX:]
         return [line for lines in await asyncio.gather(*map(look, there)) for line in lines]
     except (StoreError, ManifestError) as error:
         log.warning("which checkpoints shared storage has is not known: %s", error)

@@ -46,7 +46,7 @@ from ..telemetry import log_failure, logger
 from ..types import Json, Tier
 from . import branches, catalog, local_commit, marks
 from .branches import Branch
-from .catalog import LISTINGS_MAX, Checkpoint, changing, listed_again
+from .catalog import LISTINGS_MAX, Checkpoint, changing_run_error, retry_listing
 from .peer_copies import PeerLookup, SilentPeers
 
 log = logger("select")
@@ -55,16 +55,16 @@ T = TypeVar("T")
 
 DENIED_SECONDS = 5.0
 """Credentials are renewed within moments; a longer refusal is permanent."""
-LOOK_SECONDS_MIN = 10.0
+SEARCH_SECONDS_MIN = 10.0
 """Minimum time for one search, so that ``store_wait_seconds=0`` means one attempt and not none."""
 PAUSE_SECONDS = 1.0
-PEER_SECONDS = 0.5
+PEER_REMOVAL_SECONDS = 0.5
 """How long a peer may list a checkpoint that it has removed."""
-QUIET_SECONDS = 2.0
-"""A store silent for this long is reported, then every ``TELL_SECONDS``."""
-TELL_SECONDS = 10.0
+FIRST_REPORT_SECONDS = 2.0
+"""A store silent for this long is reported, then every ``REPORT_SECONDS``."""
+REPORT_SECONDS = 10.0
 
-LOOK_MAX, AT_ONCE = 256, 16
+SEARCHED_DIRECTORIES_MAX, AT_ONCE = 256, 16
 """Directories that a search for runs visits, and how many at a time: a listing and up to four requests each."""
 
 
@@ -118,7 +118,7 @@ class Selector:
         self.settings, self.store_at, self.directory_of, self._peers = settings, store_at, directory_of, peers
         self._silent_peers = SilentPeers(peers, settings.store_wait_seconds)
         self.reached: set[tuple[str, str]] = set()
-        """The stores (``place_of``) that have answered properly in this process."""
+        """The stores (``store_key``) that have answered properly in this process."""
 
     async def find(self, location: Location) -> Checkpoint:
         return await catalog.find(location, self.directory_of(location), self.store_at(location), self._peers)
@@ -182,7 +182,7 @@ class Selector:
         async def look() -> Newest:
             newest = await self._look(location, step_max, windows)
             if newest is None or newest.unseen is None:
-                self.reached.add(place_of(location))
+                self.reached.add(store_key(location))
             return Newest(newest, newest.unseen if newest is not None else None)
 
         silent = await self._silent_peers.wait(location)
@@ -202,14 +202,14 @@ class Selector:
     async def _explicit(self, location: Location) -> Checkpoint:
         """Return the checkpoint at ``location``. A complete near copy needs no shared tier."""
         found = await self.find(location)
-        if found.unseen is not None and await catalog.lacking_near(found):
+        if found.unseen is not None and await catalog.missing_near_files(found):
             raise found.unseen
         return found
 
     async def _whole_near(self, location: Location, error: StoreError) -> Checkpoint | None:
         """Return the complete copies of a requested checkpoint on this node and its peers."""
         for found in await self.committed_near(location):
-            if not await catalog.lacking_near(found):
+            if not await catalog.missing_near_files(found):
                 text = "%s: going by the copy near, as shared storage does not say more: %s"
                 log_failure(log, error, text, location.uri, error, level=logging.WARNING)
                 return replace(found, unseen=error)
@@ -230,7 +230,9 @@ class Selector:
             before, names = names, await self._listed(location, windows, is_again=True)
             new = _newest_first(names - before, step_max)
             if self._peers is not None and gone & {*await self._peers.committed(location)}:
-                await asyncio.sleep(PEER_SECONDS)  # a peer drops removed steps from its list before it adds new ones
+                await asyncio.sleep(
+                    PEER_REMOVAL_SECONDS
+                )  # a peer drops removed steps from its list before it adds new ones
                 continue
             if found is not None and not any(age_of(name) > age_of(found.location.name) for name in new):
                 return found
@@ -244,7 +246,7 @@ class Selector:
                 return None
         if found is not None:
             return found
-        raise changing(location)
+        raise changing_run_error(location)
 
     async def _listed(self, location: Location, windows: bool, *, is_again: bool = False) -> set[str]:
         """Return the names at ``location`` on all tiers. ``is_again``: without the cache of the peers' answers."""
@@ -265,7 +267,7 @@ class Selector:
             for name in (await self._peers.committed(location)).get(BRANCHES_DIR, ()):
                 copies = (await self._peers.replicas_at(location.child(name))).values()
                 found += [branches.branch_of(copy.manifest, name) for copy in copies]
-        return branches.current_of((one, None) for one in found if one is not None)
+        return branches.current_branch((one, None) for one in found if one is not None)
 
     async def _first_usable(
         self, location: Location, names: Sequence[str], branch: Branch | None
@@ -315,7 +317,7 @@ class Selector:
         """
         names, is_near = await self.all_names(location)
         noted = await self.noted_branch(location, names, is_near=is_near)
-        return branches.current_of([*known, *([(noted, None)] if noted is not None else [])])
+        return branches.current_branch([*known, *([(noted, None)] if noted is not None else [])])
 
     async def all_names(
         self, location: Location, timeout_seconds: float | None = None, *, level: int = logging.WARNING
@@ -337,7 +339,9 @@ class Selector:
             log_failure(log, error, text, location.uri, error, level=level)
             return {*near}, True
 
-    async def runs(self, places: list[Location], *, look_max: int = LOOK_MAX) -> tuple[list[RunDirectory], bool]:
+    async def runs(
+        self, places: list[Location], *, look_max: int = SEARCHED_DIRECTORIES_MAX
+    ) -> tuple[list[RunDirectory], bool]:
         """Return the runs in and under ``places``, by URI, and whether the search covered all directories.
 
         Breadth first, at most ``look_max`` directories. Unreadable directories are skipped with a log line.
@@ -376,7 +380,7 @@ class Selector:
             return [name for name in listed if not name.startswith((".", adopted_dir(""))) or name == BRANCHES_DIR]
 
         try:
-            names, place, newest = await listed_again(location, names_of_run, newest_in)
+            names, place, newest = await retry_listing(location, names_of_run, newest_in)
         except (PermissionDeniedError, ManifestError) as error:
             log.warning("%s is passed over: %s", location.uri, error)
             return None, []
@@ -406,7 +410,7 @@ class Selector:
                     if checkpoint.branch.order < branch.order:
                         continue
                     branch = checkpoint.branch
-                is_whole = not await catalog.lacking_near(checkpoint)
+                is_whole = not await catalog.missing_near_files(checkpoint)
                 if is_newest:
                     is_newest, is_own = False, is_whole and await asyncio.to_thread(self._is_own, checkpoint)
                 if is_whole and (step_max is None or (checkpoint.step is not None and checkpoint.step <= step_max)):
@@ -448,20 +452,20 @@ def is_origin(directory: Path, manifest: Manifest) -> bool:
     return not is_copy and not marks.is_drained(directory, manifest.attempt)
 
 
-def place_of(location: Location) -> tuple[str, str]:
+def store_key(location: Location) -> tuple[str, str]:
     """Key of the store of ``location``: requests with one key share an outcome."""
     return location.scheme, location.authority
 
 
 class _Wait:
-    """Waits for a store that does not answer, and reports it: at once, then every ``TELL_SECONDS``."""
+    """Waits for a store that does not answer, and reports it: at once, then every ``REPORT_SECONDS``."""
 
     def __init__(self, settings: Settings, store: Store, location: Location) -> None:
         self._store, self._location = store, location
         self._seconds = settings.store_wait_seconds
         self._begun = time.monotonic()
         self._end = self._begun + self._seconds
-        self._tell_at = self._begun + QUIET_SECONDS
+        self._tell_at = self._begun + FIRST_REPORT_SECONDS
         self._has_told = False
         self._denied_at: float | None = None
         self.advice = ""
@@ -490,7 +494,7 @@ class _Wait:
     async def _answer(self, work: Awaitable[T]) -> T:
         """Return the outcome of ``work``. Hanging work is abandoned, even if it cannot be cancelled."""
         task = asyncio.ensure_future(work)
-        end = max(self._end, time.monotonic() + LOOK_SECONDS_MIN)
+        end = max(self._end, time.monotonic() + SEARCH_SECONDS_MIN)
         try:
             while True:
                 now = time.monotonic()
@@ -526,7 +530,7 @@ class _Wait:
         now = time.monotonic()
         if self._has_told and now < self._tell_at:
             return
-        self._has_told, self._tell_at = True, now + TELL_SECONDS
+        self._has_told, self._tell_at = True, now + REPORT_SECONDS
         log.warning(
             "waiting for %s%s to say which checkpoints it has, %.0f of %.0f s (%s). Ctrl-C stops; "
             "store_wait_seconds (TIERCKPT_STORE_WAIT_SECONDS) says how long to wait",

@@ -82,7 +82,7 @@ async def read_claim(store: Store) -> str | None:
     return str(claim["attempt"]) if claim else None
 
 
-async def attempts_standing(store: Store) -> set[str]:
+async def current_attempts(store: Store) -> set[str]:
     """Return the attempts that own this id on the shared tier: a save that begins may replace only these.
 
     The holder of the claim usually is also the committed attempt. Both are checked, because either can exist without
@@ -158,7 +158,7 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
     if (
         current is not None
         and current.attempt not in {manifest.attempt, *manifest.replaces}
-        and not branches.takes_place(manifest, branches.branch_of(current, location.name), location.name)
+        and not branches.replaces_abandoned(manifest, branches.branch_of(current, location.name), location.name)
     ):
         # Its claim was lost: to a removal that was overtaken, or on a store without conditional puts.
         raise already_committed(location, current.attempt, Tier.SHARED)
@@ -331,7 +331,7 @@ async def put_claim(store: Store, location: Location, manifest: Manifest) -> Non
         holder = str(held["attempt"])
         if holder == manifest.attempt:
             return  # ours already: an earlier try, or another rank's mover
-        if holder not in manifest.replaces and not branches.takes_place(
+        if holder not in manifest.replaces and not branches.replaces_abandoned(
             manifest, branches.parse(held.get(branches.NOTE)), location.name
         ):
             raise already_committed(location, holder, Tier.SHARED)
@@ -357,7 +357,7 @@ def already_committed(location: Location, winner: str, tier: Tier) -> AlreadyCom
     )
 
 
-async def holds(store: Store, file: FileEntry) -> bool:
+async def has_file(store: Store, file: FileEntry) -> bool:
     """Return whether ``store`` has ``file`` with its size, committed or not."""
     try:
         return (await store.head(file.key)).size_bytes == file.size_bytes

@@ -10,7 +10,15 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint.journal import ASIDE, FILE_SET_ASIDE, LOCAL_ONLY, SET_ASIDE, TO_DRAIN, Journal, JournalEntry
+from ..checkpoint.journal import (
+    DRAIN_STATES,
+    FILE_SET_ASIDE,
+    LOCAL_ONLY,
+    SET_ASIDE,
+    SET_ASIDE_STATES,
+    Journal,
+    JournalEntry,
+)
 from ..drain.rate_limiter import UNCHANGED, Unchanged, change_control
 from ..errors import (
     CheckpointNotFoundError,
@@ -173,7 +181,7 @@ class _Work:
     @property
     def is_done(self) -> bool:
         """True if no entry is left that this command could drain."""
-        return all(entry.state in ASIDE for entry in self.left.values())
+        return all(entry.state in SET_ASIDE_STATES for entry in self.left.values())
 
     def exit_code(self) -> int:
         if not self.left:
@@ -188,7 +196,7 @@ class _Work:
 
 
 def _outcome_of(left: JournalEntry) -> str:
-    if left.state in ASIDE:
+    if left.state in SET_ASIDE_STATES:
         return SET_ASIDE
     return "failed" if left.error else "held"
 
@@ -238,7 +246,7 @@ async def _look(mover: Mover, work: _Work) -> None:
     found = await asyncio.to_thread(mover.journal.entries)
     entries = {entry.token: entry for entry in found if entry.state != LOCAL_ONLY}  # without local-only checkpoints
     for token in work.left.keys() - entries.keys():
-        if token not in work.outcomes and work.left[token].state not in TO_DRAIN:
+        if token not in work.outcomes and work.left[token].state not in DRAIN_STATES:
             work.outcomes[token] = "removed"
     work.seen = {**entries, **work.seen}
     work.left = entries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..checkpoint.catalog import CheckpointRow
 from ..checkpoint.description import describe_run
-from ..checkpoint.select import LOOK_MAX, RunDirectory
+from ..checkpoint.select import SEARCHED_DIRECTORIES_MAX, RunDirectory
 from ..errors import CheckpointNotFoundError, PartialTransferError
 from ..format.layout import Location
 from ..mover import Mover
@@ -36,7 +36,7 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
     view.append(table(columns, below_uri))
     is_partial = not (rows or is_complete)
     if is_partial:
-        view.append(f"Only the first {LOOK_MAX} directories were searched: name a subdirectory.")
+        view.append(f"Only the first {SEARCHED_DIRECTORIES_MAX} directories were searched: name a subdirectory.")
     document = {
         "uri": location.uri,
         "checkpoints": [row.to_json() for row in rows],
@@ -58,9 +58,12 @@ async def _look(mover: Mover, location: Location) -> tuple[list[CheckpointRow], 
         if is_complete:
             raise
         raise CheckpointNotFoundError(
-            f"no checkpoint in the first {LOOK_MAX} directories at and under {location.uri}", hint="Name one of them"
+            f"no checkpoint in the first {SEARCHED_DIRECTORIES_MAX} directories at and under {location.uri}",
+            hint="Name one of them",
         ) from error
     if rows[0].location == location:
         return rows, [], True
     others = {*await mover.selector.names(location)} - {row.name for row in rows}
-    return rows, *await mover.selector.runs([location.child(name) for name in sorted(others)], look_max=LOOK_MAX // 8)
+    return rows, *await mover.selector.runs(
+        [location.child(name) for name in sorted(others)], look_max=SEARCHED_DIRECTORIES_MAX // 8
+    )

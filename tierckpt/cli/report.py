@@ -10,7 +10,7 @@ from itertools import groupby, pairwise
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..checkpoint.journal import TO_DRAIN
+from ..checkpoint.journal import DRAIN_STATES
 from ..checkpoint.run_log_reader import Lines, local_records, read_history, read_shared_commits
 from ..client import Client
 from ..errors import CheckpointNotFoundError, ConfigError
@@ -66,7 +66,7 @@ def _commits(location: Location, history: dict[str, Lines], client: Client) -> t
     there = client.run(
         read_shared_commits(lambda name: mover.store(location.child(name)), mover.store(location), names)
     )
-    entries = [entry for entry in mover.journal.entries() if entry.state in TO_DRAIN]
+    entries = [entry for entry in mover.journal.entries() if entry.state in DRAIN_STATES]
     steps = [step_of(entry.location.name) for entry in entries if entry.location.parent == location]
     here = local_records(mover.directory(location))
     seen = Seen(

@@ -22,7 +22,7 @@ from ..read.range_sources import PEERS_TRIED_MAX
 from ..read.replicated_file import ReplicatedFile
 from ..types import ByteRange, Tier
 
-FINDS_MAX = 5
+ATTEMPTS_MAX = 5
 
 
 class CheckpointFiles:
@@ -45,11 +45,11 @@ class CheckpointFiles:
         Raises:
             CheckpointNotFoundError, UncommittedCheckpointError, StoreError: as ``Selector.found``.
         """
-        for _ in range(FINDS_MAX):
+        for _ in range(ATTEMPTS_MAX):
             files = cls(client, settings, client.run(client.mover.selector.found(location)))
             with contextlib.ExitStack() as stack:
                 stack.callback(files.close)
-                if client.run(catalog.stands(files.checkpoint)):
+                if client.run(catalog.is_still_committed(files.checkpoint)):
                     stack.pop_all()
                     return files  # else it was removed or replaced meanwhile: look again
         raise CheckpointNotFoundError(

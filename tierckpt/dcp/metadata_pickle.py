@@ -39,7 +39,7 @@ def encode(metadata: Metadata) -> bytes:
     if made is not None and data is not None and last is not None:
         made.like = last.data
     if data is None:
-        data = encode_anew(metadata)
+        data = encode_uncached(metadata)
     if made is not None:
         made.data = data
     _last = made
@@ -59,16 +59,16 @@ def encode_plan(metadata: Metadata) -> bytes:
     global _last_plan
     share(metadata)
     if metadata.storage_data or metadata.storage_meta is not None:
-        return encode_anew(metadata)
+        return encode_uncached(metadata)
     made = [metadata.planner_data, *metadata.state_dict_metadata.values()]
     known, data = _last_plan
     if not _are_same(made, known) or not data:
-        data = encode_anew(metadata)
+        data = encode_uncached(metadata)
         _last_plan = made, data
     return data
 
 
-def encode_anew(metadata: Metadata) -> bytes:
+def encode_uncached(metadata: Metadata) -> bytes:
     """As ``encode``, without the cache."""
     stream = io.BytesIO()
     _MetadataPickler(stream, pickle.DEFAULT_PROTOCOL).dump(metadata)
@@ -175,7 +175,7 @@ def share(metadata: Metadata) -> None:
     package replace them.
     """
     stored_ones, indexes = [*metadata.state_dict_metadata.values()], [*(metadata.storage_data or ())]
-    if _are_same(stored_ones, _shared_ones[0]) and (not indexes or _are_same(indexes, _shared_ones[1])):
+    if _are_same(stored_ones, _last_shared[0]) and (not indexes or _are_same(indexes, _last_shared[1])):
         return  # the previous save had this plan, and its objects
     properties: dict[Any, Any] = {}
     sizes: dict[Any, Any] = {}
@@ -190,10 +190,10 @@ def share(metadata: Metadata) -> None:
         _share_size(chunk, "sizes", sizes)
     for index in indexes:  # a handoff describes a save that has not been written yet
         _share_size(index, "offset", sizes)
-    _shared_ones[:] = stored_ones, indexes or _shared_ones[1]
+    _last_shared[:] = stored_ones, indexes or _last_shared[1]
 
 
-_shared_ones: list[list[Any]] = [[], []]
+_last_shared: list[list[Any]] = [[], []]
 """The tensors and indexes shared last. Keeps them alive, as plan caches do (``PlanCache``)."""
 
 

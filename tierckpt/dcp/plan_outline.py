@@ -94,14 +94,14 @@ class Outline:
             # Types first: the other facts exist only for supported kinds of tensors.
             if list(map(type, chunk)) != known[0] or _facts(chunk) != known:
                 return None
-            if addresses is not None and _lie_ready(chunk):
+            if addresses is not None and _are_contiguous_on_host(chunk):
                 addresses += map(torch.Tensor.data_ptr, chunk)
             else:
                 addresses = None
         return leaves, addresses
 
 
-def _lie_ready(tensors: list[torch.Tensor]) -> bool:
+def _are_contiguous_on_host(tensors: list[torch.Tensor]) -> bool:
     """Return True if each is contiguous in host memory, and not negated. Conjugation is not checked."""
     if not (all(map(_IS_CPU, tensors)) and all(map(torch.Tensor.is_contiguous, tensors))):
         return False

@@ -44,7 +44,7 @@ from .bulk_objects import gc_paused, index_of, read_whole
 from .plan_outline import Outline
 from .split import Held
 
-MEMORIES_MAX = 4
+CACHED_PLANS_MAX = 4
 """Maximum structures cached by a rank, and generations by a coordinator."""
 
 ITEMS_MAX = 1_000_000
@@ -161,7 +161,7 @@ class PlanCache:
                 for other in self._memories
                 if other.ticket.coordinator != coordinator or other.ticket.generation in alive
             ]
-            self._memories = [memory, *kept][:MEMORIES_MAX]
+            self._memories = [memory, *kept][:CACHED_PLANS_MAX]
 
     def used(self, memory: _PlanMemory) -> None:
         """Store the response for ``memory`` as the newest generation."""
@@ -183,7 +183,7 @@ class PlanCache:
             left, item_count = [generation.name], 0
             for other in reversed(self._generations.values()):
                 item_count += other.item_count
-                if len(left) == MEMORIES_MAX or item_count > ITEMS_MAX:
+                if len(left) == CACHED_PLANS_MAX or item_count > ITEMS_MAX:
                     break
                 left.append(other.name)
             return frozenset(left)

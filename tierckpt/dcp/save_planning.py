@@ -204,7 +204,7 @@ def plan_shards(
 ) -> PlannedShards:
     """Assign every record of a rank a position in a shard in ``directory``."""
     prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{description.rank}_"
-    written = source.items if isinstance(source, StagedItems) else split.kept_whole(plan.items, source)
+    written = source.items if isinstance(source, StagedItems) else split.keep_subclasses_whole(plan.items, source)
     items, streamed = (written, []) if not description.transforms.extensions else ([], list(written))
     with gc_paused():
         sources = records.resolve(items, source)

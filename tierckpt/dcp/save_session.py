@@ -69,7 +69,9 @@ class TierWriteResult(WriteResult):
     """Parts of items that other ranks also hold; the metadata must name them."""
 
 
-def told(results: list[WriteResult], files: tuple[FileEntry, ...], parts: tuple[split.Part, ...]) -> list[WriteResult]:
+def attach_files(
+    results: list[WriteResult], files: tuple[FileEntry, ...], parts: tuple[split.Part, ...]
+) -> list[WriteResult]:
     """Return the rank's results. The first one also carries the rank's files and parts."""
     if results:
         first = results[0]
@@ -96,7 +98,7 @@ def decode_results(body: Mapping[str, Any], chunk_size_bytes: int, *, where: str
             items = body["files"]
         except (KeyError, TypeError, ValueError) as error:
             raise ManifestError(f"{where}: {error}", hint="The record is damaged; nothing is committed") from error
-        return told(results, manifests.decode_entries(items, chunk_size_bytes, where=where), parts)
+        return attach_files(results, manifests.decode_entries(items, chunk_size_bytes, where=where), parts)
 
 
 def _encode_result(result: WriteResult) -> list[Any]:
@@ -208,7 +210,7 @@ class SaveSession:
             self.lookup.start()
         if not self.description.use_collectives:
             return dataclasses.replace(plan, storage_data=RankAssignment(f"__{self.description.rank}_"))
-        return split.put_aside(plan) if self.description.world_size > 1 else plan
+        return split.keep_items(plan) if self.description.world_size > 1 else plan
 
     def plan_global(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans, with replicated items spread evenly over ranks and each rank's assignment. On the
@@ -322,7 +324,7 @@ class SaveSession:
                 with self._writing(shards.leases):
                     results, files = self.delivery.write(shards, source)
                     self.note(files)
-                results = told(results, files, shards.parts)
+                results = attach_files(results, files, shards.parts)
             if not (self.description.is_coordinator or self.description.awaits_verdict):
                 try:
                     if self._listener is not None:
@@ -606,7 +608,7 @@ def require_files(client: Client, location: Location, files: Sequence[FileEntry]
     directory = local_dir(client.settings.local_root, location)
     elsewhere = [file for file in files if file_size(directory / file.key) != file.size_bytes]
     for file in elsewhere:
-        if not client.run(shared_commit.holds(client.mover.store(location), file)):
+        if not client.run(shared_commit.has_file(client.mover.store(location), file)):
             raise CheckpointError(
                 f"{file.key} of {location.uri} was durable and is gone", hint="Another program removed it"
             )

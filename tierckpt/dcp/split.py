@@ -5,9 +5,9 @@ the largest tensor sets the pace. Here every rank with a copy may write a part o
 Bytes are balanced over the ranks, including those that only one rank can write. A part is an ordinary DCP chunk, so
 stock readers see a tensor saved in pieces. Pure functions over plans; no I/O, no collectives.
 
-    every rank      prepare_local_plan    put_aside: this rank's items, before the planner's dedup
+    every rank      prepare_local_plan    keep_items: this rank's items, before the planner's dedup
     coordinator     prepare_global_plan   balance_replicated: assigns the parts
-    every rank      write_data            kept_whole, resolve: the tensor of an item or of a part
+    every rank      write_data            keep_subclasses_whole, resolve: the tensor of an item or of a part
     coordinator     finish                amend: the metadata names the written parts
 """
 
@@ -78,13 +78,13 @@ class PartItem(WriteItem):
         return Part(self.index.fqn, _box(self.whole), _box(self))
 
 
-def put_aside(plan: SavePlan) -> SavePlan:
+def keep_items(plan: SavePlan) -> SavePlan:
     """Return ``plan`` with its items also in ``storage_data``, where dedup leaves them alone. Costs no copy."""
     return dataclasses.replace(plan, storage_data=Held(tuple(plan.items)))
 
 
 def balance_replicated(plans: list[SavePlan], part_bytes_min: int = PART_BYTES_MIN) -> list[SavePlan]:
-    """``spread`` by the items from ``put_aside``, and drop those from the plans.
+    """``spread`` by the items from ``keep_items``, and drop those from the plans.
 
     Plans that DCP's own plan cache keeps are not spread: on a later save that cache replaces the plans of some ranks
     and not of others, which would mix the parts of two assignments. (TierSavePlanner replaces all or none.)
@@ -139,7 +139,7 @@ def resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     return cast(torch.Tensor, planner.resolve_data(item))
 
 
-def kept_whole(items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[WriteItem]:
+def keep_subclasses_whole(items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[WriteItem]:
     """Return ``items``, with the whole of a tensor subclass in place of its first part, without the others.
 
     A plan does not contain the class of a tensor, and few quantized tensors can be cut. All ranks decide the same,
@@ -199,7 +199,7 @@ def _groups(plans: list[SavePlan], held: Sequence[Iterable[WriteItem]]) -> dict[
     for rank, of_rank in enumerate(held):
         for item in of_rank:
             known = places.get(item.index)
-            if known is not None and _same(items[known], item):
+            if known is not None and _is_same_data(items[known], item):
                 holders[known] |= 1 << rank
     groups: dict[int, list[WriteItem]] = defaultdict(list)
     for item, ranks, owner in zip(items, holders, owners, strict=True):
@@ -212,7 +212,7 @@ def _bits(number: int) -> Iterator[int]:
     return (place for place in range(number.bit_length()) if number >> place & 1)
 
 
-def _same(item: WriteItem, other: WriteItem) -> bool:
+def _is_same_data(item: WriteItem, other: WriteItem) -> bool:
     """Return True if both describe the same data. The index is not enough: ranks may differ in dtype or size."""
     if item.type != other.type:
         return False

@@ -166,7 +166,7 @@ class TierStager:
             again = self._staged_again(items, planner, known)
             if again is not None:
                 return again
-        staged = StagedItems(split.kept_whole(items, planner))
+        staged = StagedItems(split.keep_subclasses_whole(items, planner))
         tensors = []
         for item in staged.items:
             if item.type is WriteItemType.BYTE_IO:
@@ -515,7 +515,7 @@ def _settle(future: Future[Any], value: Any, error: BaseException | None) -> Non
         future.set_result(value)
 
 
-_WITHOUT_BYTES = frozenset(
+_DTYPES_WITHOUT_BYTES = frozenset(
     getattr(torch, name, None)
     for name in (
         *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
@@ -547,7 +547,7 @@ def refuse_tensor(name: str, tensor: torch.Tensor) -> None:
             hint="Save its dense tensors, such as its indices() and values()",
             tensor=name,
         )
-    if tensor.dtype in _WITHOUT_BYTES:
+    if tensor.dtype in _DTYPES_WITHOUT_BYTES:
         raise StateMismatchError(
             f"{name} has elements of {tensor.dtype}, which torch.save cannot write",
             hint="Save a view of it as uint8",
@@ -559,7 +559,7 @@ def refuse_tensor(name: str, tensor: torch.Tensor) -> None:
             hint="Save its int_repr(), its scale and its zero point",
             tensor=name,
         )
-    if type(tensor) in _OF_TORCH and tensor.numel() and not tensor.data_ptr():  # torch's own copy would crash
+    if type(tensor) in _TORCH_CLASSES and tensor.numel() and not tensor.data_ptr():  # torch's own copy would crash
         raise StateMismatchError(
             f"the storage of {name} was freed, and has no bytes to save",
             hint="Save its source, such as the shards of a gathered parameter",
@@ -567,4 +567,4 @@ def refuse_tensor(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-_OF_TORCH = frozenset({torch.Tensor, torch.nn.Parameter})
+_TORCH_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})

@@ -76,7 +76,7 @@ class Copies:
 
         def work() -> None:
             try:
-                copy_beside_training(on_host)
+                copy_in_background(on_host)
                 for event in self._events:
                     event.synchronize()
             except BaseException as error:
@@ -156,7 +156,7 @@ def _is_bytes(source: torch.Tensor) -> bool:
     return is_plain and source.data_ptr() != 0
 
 
-def copy_beside_training(pairs: Sequence[Pair]) -> None:
+def copy_in_background(pairs: Sequence[Pair]) -> None:
     """Copy on one thread; torch's own only where needed: its pool belongs to the training step."""
     for target, source in pairs:
         if _is_bytes(source):

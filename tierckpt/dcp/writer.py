@@ -41,7 +41,7 @@ from .target import Mount
 
 ATTEMPT_TIMEOUT_SECONDS = 120.0
 
-_OF_THIS_PROCESS = {"_session", "_busy", "_stager"}
+_PROCESS_FIELDS = {"_session", "_busy", "_stager"}
 
 
 class TierStorageWriter(Mount, StorageWriter):
@@ -250,7 +250,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickles for process-based async saves: everything but a save in progress."""
-        return {key: value for key, value in self.__dict__.items() if key not in _OF_THIS_PROCESS}
+        return {key: value for key, value in self.__dict__.items() if key not in _PROCESS_FIELDS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _session=None, _busy=threading.Lock(), _stager=None)

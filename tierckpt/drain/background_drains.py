@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from ..checkpoint import local_commit, local_only, marks, shared_commit
-from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Journal, JournalEntry, set_aside_error
+from ..checkpoint.journal import DRAIN_STATES, READY, SET_ASIDE_STATES, Journal, JournalEntry, set_aside_error
 from ..checkpoint.prune import finish_local
-from ..checkpoint.select import place_of
+from ..checkpoint.select import store_key
 from ..config import Settings
 from ..disk.local_root import clear_leftovers
 from ..errors import (
@@ -45,12 +45,12 @@ log = logger("drain")
 OTHER_RANKS_SECONDS = 10.0
 ANSWER_SECONDS_MIN = 0.5
 """Minimum timeout of store requests, when the timeout of ``wait`` is nearly over."""
-REFUSALS = (PermissionDeniedError, EndpointError, BucketNotFoundError, CapacityError)
+REFUSAL_ERRORS = (PermissionDeniedError, EndpointError, BucketNotFoundError, CapacityError)
 """Errors of a store that concern all checkpoints of a run."""
 RETRY_SECONDS_MIN = 5.0
 RETRY_SECONDS_MAX = 300.0
-ERRORS_KEPT = 20
-NOTED_MAX = 1024
+ERRORS_MAX = 20
+OUTCOMES_MAX = 1024
 """Number of drain outcomes that a process remembers."""
 
 
@@ -65,12 +65,12 @@ class BackgroundDrains:
         """URI and error of failed drains until the error is taken, by token."""
         self._retries: dict[str, tuple[int, float]] = {}
         """Consecutive failures of a drain, and when (monotonic seconds) ``submit_due`` retries it, by token."""
-        self.errors: deque[Json] = deque(maxlen=ERRORS_KEPT)
+        self.errors: deque[Json] = deque(maxlen=ERRORS_MAX)
         """The latest errors of drains."""
         self.drained = asyncio.Event()
         """Set when a drain succeeds; the task that waits for it clears it."""
         self._drained_to: set[tuple[str, str]] = set()
-        """The stores (``place_of``) that this process has drained to."""
+        """The stores (``store_key``) that this process has drained to."""
         self._logged: dict[str, None] = {}
         """Tokens of recent drains with a logged failure."""
         self._not_waited_for: set[str] = set()
@@ -125,7 +125,7 @@ class BackgroundDrains:
 
     def submit_due(self, entries: Sequence[JournalEntry]) -> None:
         """Start draining ``entries``, except failed ones that are in a pause."""
-        ready = [entry.token for entry in entries if entry.state in TO_DRAIN]
+        ready = [entry.token for entry in entries if entry.state in DRAIN_STATES]
         self._retries = {token: self._retries[token] for token in ready if token in self._retries}
         for token in ready:
             if time.monotonic() >= self._retries.get(token, (0, 0.0))[1]:
@@ -160,7 +160,7 @@ class BackgroundDrains:
             result = await self._drainer.drain(token)
             if result.outcome == "committed" and uri:  # '': another mover was first
                 self._note_commit(uri)
-                self._drained_to.add(place_of(parse_uri(uri)))
+                self._drained_to.add(store_key(parse_uri(uri)))
             self._retries.pop(token, None)
             self.drained.set()
             return result
@@ -171,7 +171,7 @@ class BackgroundDrains:
             if isinstance(error, TierckptError):
                 self._log_failure(token, uri, error)
                 self._failures[token] = (uri, error)
-                if len(self._failures) > NOTED_MAX:  # of saves without a waiting caller: the journal has them
+                if len(self._failures) > OUTCOMES_MAX:  # of saves without a waiting caller: the journal has them
                     del self._failures[next(iter(self._failures))]
                 self.errors.append({"at_unix_seconds": time.time(), **error.to_json()})
             else:
@@ -183,13 +183,13 @@ class BackgroundDrains:
     def _log_failure(self, token: str, uri: str, error: TierckptError) -> None:
         """Log a failed drain: one ERROR per run if its store refuses requests, else one per entry."""
         is_local = error.context.get("tier") == Tier.LOCAL
-        if isinstance(error, REFUSALS) and not is_local and uri:
+        if isinstance(error, REFUSAL_ERRORS) and not is_local and uri:
             self._drainer.retries.refused(parse_uri(uri).parent.uri, "drain", error)
         error.is_logged |= token in self._logged  # it was retried
         log_failure(log, error, "drain of %s failed: %s", uri, error, level=logging.ERROR)
         error.is_logged = True
         self._logged[token] = None
-        if len(self._logged) > NOTED_MAX:
+        if len(self._logged) > OUTCOMES_MAX:
             del self._logged[next(iter(self._logged))]
 
     async def promote_newest(self, run: Location | None = None) -> list[JournalEntry]:
@@ -210,13 +210,13 @@ class BackgroundDrains:
 
     def _note_commit(self, uri: str) -> None:
         self.committed_at[uri] = time.monotonic()
-        if len(self.committed_at) > NOTED_MAX:
+        if len(self.committed_at) > OUTCOMES_MAX:
             del self.committed_at[next(iter(self.committed_at))]
 
     async def drain_all(self, *, patient: bool) -> tuple[list[DrainResult], list[TierckptError]]:
         """Drain all ready entries of the journal, newest first. Return the results, and the errors of the others."""
         entries = await asyncio.to_thread(self.journal.entries)
-        ready = [entry for entry in entries if entry.state in TO_DRAIN]
+        ready = [entry for entry in entries if entry.state in DRAIN_STATES]
         results = await asyncio.gather(
             *(self._drainer.drain(entry.token, patient=patient) for entry in ready), return_exceptions=True
         )
@@ -303,7 +303,7 @@ class BackgroundDrains:
     def _unsettled(self, location: Location) -> list[JournalEntry]:
         found = []
         for entry in self.journal.entries():
-            if entry.uri != location.uri or entry.state in ASIDE:
+            if entry.uri != location.uri or entry.state in SET_ASIDE_STATES:
                 continue
             if entry.state != READY:
                 with self.journal.own(entry.token) as dead:
@@ -314,7 +314,7 @@ class BackgroundDrains:
 
     def _raise_set_aside(self, location: Location) -> None:
         for entry in self.journal.entries():
-            if entry.uri == location.uri and entry.state in ASIDE:
+            if entry.uri == location.uri and entry.state in SET_ASIDE_STATES:
                 raise set_aside_error(entry)
 
     async def _is_committed(self, location: Location, local: Manifest | None, timeout_seconds: float) -> bool:
@@ -358,4 +358,4 @@ class BackgroundDrains:
 
         Credentials may have expired, for example. The save is safe on this node, and its drain should be retried."""
         is_local = error.context.get("tier") == Tier.LOCAL
-        return isinstance(error, StoreError) and not is_local and place_of(location) in self._drained_to
+        return isinstance(error, StoreError) and not is_local and store_key(location) in self._drained_to

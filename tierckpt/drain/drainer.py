@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from ..checkpoint import branches, commit_times, local_commit, local_only, marks, prune, shared_commit
-from ..checkpoint.journal import ASIDE, READY, TO_DRAIN, Journal, JournalEntry
+from ..checkpoint.journal import DRAIN_STATES, READY, SET_ASIDE_STATES, Journal, JournalEntry
 from ..checkpoint.retention import Policy
 from ..config import Settings
 from ..disk import read_lease
@@ -168,7 +168,7 @@ class Drainer:
 
         with self.journal.own(token) as owned:
             entry = await asyncio.to_thread(self.journal.read, token) if owned else None
-            if entry is None or entry.state not in TO_DRAIN:
+            if entry is None or entry.state not in DRAIN_STATES:
                 outcome = "committed" if owned and entry is None else "held"
                 return DrainResult(token, entry.uri if entry is not None else "", outcome)
             begun, breaker = time.monotonic(), self.breaker(entry.location)
@@ -292,7 +292,7 @@ class Drainer:
             patience_seconds=limit if patient else math.inf,
             is_passing=is_passing,
         )
-        if noted is not None and noted.state in ASIDE:
+        if noted is not None and noted.state in SET_ASIDE_STATES:
             log.error(
                 "%s (%s) is set aside, as its drain failed for %.0f s: %s. It stays on this node; `tierckpt "
                 "drain --retry` retries it, `tierckpt drain --forget %s` drops the drain",

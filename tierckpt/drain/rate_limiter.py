@@ -48,10 +48,10 @@ log = logger("rate_limiter")
 T = TypeVar("T")
 
 BURST_SECONDS = 0.25
-NAP_SECONDS = 0.1
+SLEEP_SECONDS_MAX = 0.1
 """Longest sleep, and so the delay of a change."""
-LOOK_SECONDS = 1.0
-FLUSH_LOOK_SECONDS = 0.02
+CONTROL_CHECK_SECONDS = 1.0
+FLUSH_CHECK_SECONDS = 0.02
 THREADS_MAX = 8
 CONTROL_LOCK_SECONDS = 10.0
 CONCURRENCY_MAX = 256
@@ -177,7 +177,7 @@ class RateLimiter:
         concurrency: int | None = None,
         paused: bool | None = None,
     ) -> None:
-        """Change the given limits, also for running drains, within ``NAP_SECONDS``. Changes nothing if it raises.
+        """Change the given limits, also for running drains, within ``SLEEP_SECONDS_MAX``. Changes nothing if it raises.
 
         Raises:
             ConfigError: a rate that is not a positive whole number (or None), a concurrency outside 1 to 256.
@@ -226,7 +226,7 @@ class RateLimiter:
         now = self._clock()
         if self._control is None or now < self._look_at:
             return
-        self._look_at = now + LOOK_SECONDS
+        self._look_at = now + CONTROL_CHECK_SECONDS
         stamp = stamp_of(self._control)
         if stamp == self._control_seen:
             return
@@ -258,7 +258,7 @@ class RateLimiter:
     async def spend(self, size_bytes: int, created_at: float = 0.0) -> None:
         """Wait until ``size_bytes`` may be read and sent (G1 to G4). A chunk may exceed a second's worth."""
         while not await self._try_spend(size_bytes, created_at):
-            await self._nap(NAP_SECONDS)
+            await self._nap(SLEEP_SECONDS_MAX)
 
     async def _try_spend(self, size_bytes: int, created_at: float) -> bool:
         """Spend credit at our turn, or return False if a newer checkpoint must go first (G4)."""
@@ -267,7 +267,7 @@ class RateLimiter:
         async with self._turn:
             self._earn(self._burst_bytes())
             while (seconds := self._seconds_to_wait(size_bytes)) > 0:
-                await self._nap(min(seconds, NAP_SECONDS))
+                await self._nap(min(seconds, SLEEP_SECONDS_MAX))
                 # After a wait for credit, compensate a late wake-up; after any other wait, earn only a burst.
                 self._earn(self._burst_bytes() * (1 if self.paused else 2))
                 if self._is_outdone(created_at):
@@ -282,9 +282,9 @@ class RateLimiter:
     def _seconds_to_wait(self, size_bytes: int) -> float:
         self.refresh()
         if self.paused:
-            return NAP_SECONDS
+            return SLEEP_SECONDS_MAX
         if self._stepping is not None and self._stepping.must_wait(self._clock()):
-            return FLUSH_LOOK_SECONDS
+            return FLUSH_CHECK_SECONDS
         rate = self.rate
         if rate is None:
             return 0.0

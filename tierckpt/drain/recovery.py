@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 from ..checkpoint import local_commit
-from ..checkpoint.journal import ASIDE, AWAITING_COMMIT, LOCAL_ONLY, READY, TO_DRAIN, JournalEntry
+from ..checkpoint.journal import AWAITING_COMMIT, DRAIN_STATES, LOCAL_ONLY, READY, SET_ASIDE_STATES, JournalEntry
 from ..disk.durable import matching
 from ..errors import ManifestError, TierckptError
 from ..format.layout import SHARD_SUFFIX
@@ -18,7 +18,7 @@ from .drainer import Drainer
 
 log = logger("recovery")
 
-LOOK_SECONDS_MAX = 10.0
+STORE_TIMEOUT_SECONDS = 10.0
 """Recovery blocks a save, so its requests to an unreachable store time out after this."""
 
 
@@ -28,18 +28,18 @@ async def recover_entry(entry: JournalEntry, drainer: Drainer) -> bool:
     Removes the shards and the entry of a save that never finished. Skips entries with an unknown outcome, and
     those that a live process holds.
     """
-    if entry.state in (LOCAL_ONLY, *TO_DRAIN, *ASIDE):
-        return entry.state in TO_DRAIN
+    if entry.state in (LOCAL_ONLY, *DRAIN_STATES, *SET_ASIDE_STATES):
+        return entry.state in DRAIN_STATES
     try:
         if entry.state == AWAITING_COMMIT:
-            return await _take_up_written(entry, drainer)
-        return await _give_up(entry, drainer)
+            return await _recover_written(entry, drainer)
+        return await _remove_unfinished(entry, drainer)
     except ManifestError as error:
         log.warning("%s: cannot tell whether it was committed (%s); keeping its files", entry.uri, error)
         return False
 
 
-async def _take_up_written(entry: JournalEntry, drainer: Drainer) -> bool:
+async def _recover_written(entry: JournalEntry, drainer: Drainer) -> bool:
     """Determine the outcome of a save whose rank ended before it learned of the commit.
 
     A commit is known by a manifest that names the entry: this node's, or the one that the coordinator's mover put on
@@ -50,7 +50,7 @@ async def _take_up_written(entry: JournalEntry, drainer: Drainer) -> bool:
     named = local is not None and entry.token in local.tokens
     if not named and drainer.settings.drain:
         try:
-            async with asyncio.timeout(LOOK_SECONDS_MAX):
+            async with asyncio.timeout(STORE_TIMEOUT_SECONDS):
                 named = await drainer.is_named(entry)
         except (TierckptError, TimeoutError) as error:
             text = "%s: unknown yet whether it was committed (%s)"
@@ -58,7 +58,7 @@ async def _take_up_written(entry: JournalEntry, drainer: Drainer) -> bool:
             return False
     if not named:
         is_old = time.time() - entry.created_unix_seconds > drainer.settings.commit_timeout_seconds
-        return is_old and await _give_up(entry, drainer)
+        return is_old and await _remove_unfinished(entry, drainer)
     with drainer.journal.own(entry.token) as dead:
         if not dead:
             return False
@@ -73,17 +73,17 @@ def _is_kept(drainer: Drainer, manifest: Manifest) -> bool:
     return coordinators is not None and coordinators.state == LOCAL_ONLY
 
 
-async def _give_up(entry: JournalEntry, drainer: Drainer) -> bool:
+async def _remove_unfinished(entry: JournalEntry, drainer: Drainer) -> bool:
     """Remove a save that never finished. Without shards on this node it may have used direct put."""
     directory = drainer.directory(entry.location)
     had_shards = await asyncio.to_thread(lambda: bool(matching(directory, f"*-{entry.token}{SHARD_SUFFIX}")))
-    if await asyncio.to_thread(_put_away, entry, drainer):
+    if await asyncio.to_thread(_remove_unless_named, entry, drainer):
         return True
     still_held = await asyncio.to_thread(drainer.journal.read, entry.token) is not None
     if had_shards or still_held or not drainer.settings.drain:
         return False
     try:
-        async with asyncio.timeout(LOOK_SECONDS_MAX):
+        async with asyncio.timeout(STORE_TIMEOUT_SECONDS):
             await drainer.remove_unnamed(entry)
     except (TierckptError, TimeoutError) as error:
         text = "%s: shards without a commit may be left on the shared tier: %s"
@@ -91,7 +91,7 @@ async def _give_up(entry: JournalEntry, drainer: Drainer) -> bool:
     return False
 
 
-def _put_away(entry: JournalEntry, drainer: Drainer) -> bool:
+def _remove_unless_named(entry: JournalEntry, drainer: Drainer) -> bool:
     """Remove a save that never finished. Return True, and keep it, if a commit names it."""
     journal, directory = drainer.journal, drainer.directory(entry.location)
     with journal.own(entry.token) as dead:

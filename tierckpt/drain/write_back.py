@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..checkpoint.journal import ASIDE, FILE, Journal, JournalEntry, is_uri
+from ..checkpoint.journal import FILE, SET_ASIDE_STATES, Journal, JournalEntry, is_uri
 from ..checkpoint.namespace import root_of
 from ..checkpoint.prune import remove_empty
 from ..config import Settings
@@ -131,8 +131,8 @@ async def drain(drainer: Drainer, entry: JournalEntry, patient: bool) -> str:
             # Of many entries that wait for each other, all but one only check that their predecessor is gone.
             if previous is not None and previous.exists() and time.monotonic() < look_at:
                 continue
-            while before := await asyncio.to_thread(_before, drainer.journal, entry):
-                if before[0].state in ASIDE:
+            while before := await asyncio.to_thread(_predecessors, drainer.journal, entry):
+                if before[0].state in SET_ASIDE_STATES:
                     raise _waited(entry, f"{before[0].uri}, which was set aside,", 0.0)
                 drained = None
                 with suppress(CommitAbandonedError):  # it also waits for others
@@ -182,7 +182,7 @@ def _remove_empty(entry: JournalEntry) -> None:
         place = place.parent
 
 
-def _before(journal: Journal, entry: JournalEntry) -> list[JournalEntry]:
+def _predecessors(journal: Journal, entry: JournalEntry) -> list[JournalEntry]:
     """Return the entries closed before ``entry`` in its directory (W5: next to it) or under it.
 
     The predecessors of a removal (W5) may have been removed undrained since, and others replaced them. So it waits for

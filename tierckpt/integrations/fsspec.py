@@ -21,7 +21,7 @@ from fsspec import AbstractFileSystem
 from fsspec.compression import compr
 from fsspec.core import get_compression
 
-from ..checkpoint.journal import ASIDE, Journal, JournalEntry, set_aside_error
+from ..checkpoint.journal import SET_ASIDE_STATES, Journal, JournalEntry, set_aside_error
 from ..checkpoint.namespace import Thing, root_of
 from ..client import get_client
 from ..config import Settings
@@ -316,7 +316,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             if not left:
                 return
             for entry in left:
-                if entry.state in ASIDE:
+                if entry.state in SET_ASIDE_STATES:
                     raise set_aside_error(entry)
             for token in {entry.token for entry in left} - started_tokens:  # also of ended processes
                 get_client(self.settings).drain_in_background(token)

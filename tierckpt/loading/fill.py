@@ -29,7 +29,7 @@ from ..arena.slots import read_buffers
 from ..errors import CapacityError, IntegrityError, TierckptError
 from ..quantities import DISK_BLOCK_BYTES, human_bytes, round_up
 from ..read.file_copies import FileCopy, LocalCopy
-from ..read.read_benchmark import opened_disk, tried
+from ..read.read_benchmark import opened_disk, run_trials
 from ..read.read_threads import ReadThreads, Worker
 from ..telemetry import BYTES
 from ..types import ByteRange
@@ -370,7 +370,7 @@ def _read(jobs: list[Job], directory: ModelDirectory, device: torch.device, stop
     def run(some: list[Job], threads: int) -> None:
         _Reading(some, device, stop or threading.Event(), threads).run()
 
-    run(tried(jobs, opened_disk(job for job in jobs if job.into is not None), run), directory.threads)
+    run(run_trials(jobs, opened_disk(job for job in jobs if job.into is not None), run), directory.threads)
 
 
 def _check_room(size_bytes: int) -> None:

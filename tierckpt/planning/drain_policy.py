@@ -33,7 +33,7 @@ from .checked_numbers import not_negative, positive, share, whole
 Place: TypeAlias = Literal["local", "shared"]
 Standing: TypeAlias = Literal["held", "at risk", "missed"]
 
-LEAST_SHARE = 0.05
+BANDWIDTH_SHARE_MIN = 0.05
 """Share of the measured bandwidth that a drain always gets, so that training cannot starve it."""
 
 
@@ -147,7 +147,7 @@ def decide(state: PolicyState, rules: Rules, now: Situation, *, votes: bool = Tr
     newest_sent = send if send is not None else now.sending
     skip = _superseded(pending, newest_sent)
     remove = _room(rules, now, skip, newest_sent)
-    voted, place = _place(state, rules, now, remove, newest_sent)
+    voted, place = _next_tier(state, rules, now, remove, newest_sent)
     state = voted if votes else state
     standing = _standing(state, rules, now, pending, exposure)
     numbers = {
@@ -188,7 +188,7 @@ def _due(state: PolicyState, rules: Rules, now: Situation, pending: Sequence[Ver
     return False, f"{since} of {rules.every} checkpoints since the last one on shared storage"
 
 
-def _place(
+def _next_tier(
     state: PolicyState, rules: Rules, now: Situation, remove: tuple[int, ...], sent: int | None
 ) -> tuple[PolicyState, Place]:
     """D5: return the tier of the next save."""
@@ -239,9 +239,9 @@ def _rate(state: PolicyState, rules: Rules, now: Situation, exposure: float, sen
     """D7: return what training leaves, at least a minimum and the bound's need."""
     if state.shared_rate is None or (now.training_bytes_per_second <= 0 and now.step_slowdown <= 0):
         return None
-    left = max(state.shared_rate - now.training_bytes_per_second, LEAST_SHARE * state.shared_rate)
+    left = max(state.shared_rate - now.training_bytes_per_second, BANDWIDTH_SHARE_MIN * state.shared_rate)
     if now.step_slowdown > rules.step_slowdown_max:
-        left = max(left * rules.step_slowdown_max / now.step_slowdown, LEAST_SHARE * state.shared_rate)
+        left = max(left * rules.step_slowdown_max / now.step_slowdown, BANDWIDTH_SHARE_MIN * state.shared_rate)
     bytes_left = _left(now, now.sending if now.sending is not None else send)
     seconds_left = rules.rpo_seconds - rules.outage_seconds - exposure
     if bytes_left and seconds_left <= 0:

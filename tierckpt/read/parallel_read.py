@@ -31,7 +31,7 @@ from ..errors import TierckptError
 from ..quantities import round_up
 from ..types import Buffer, ByteRange
 from .file_copies import LocalCopy
-from .read_benchmark import opened_disk, tried
+from .read_benchmark import opened_disk, run_trials
 from .read_threads import ReadThreads, Worker
 from .replicated_file import ReplicatedFile
 
@@ -51,7 +51,7 @@ READ_BYTES = 2 << 20
 in the processor's caches: 2 GiB took 0.57 s into eight buffers of 1 MiB, 0.88 into eight of 8 MiB, and digesting and
 copying out of them half as long again. Smaller reads gain nothing more, and cost a call each."""
 
-THREADS_A_PROCESSOR = 4
+THREADS_PER_PROCESSOR = 4
 """Maximum read threads per processor, of all ranks of a node together. Two ranks became four on two processors in
 1.05 x the time of raw reads with two threads each, 1.19 with four and 1.36 with eight."""
 
@@ -196,7 +196,7 @@ def pull(
     for copies, pieces in wanted:
         (remote if copies.is_remote else local).extend(_jobs(copies, pieces))
     disk = opened_disk(local)
-    local = tried(local, disk, lambda jobs, threads: _Pull(jobs, threads, buffers, on_error).run())
+    local = run_trials(local, disk, lambda jobs, threads: _Pull(jobs, threads, buffers, on_error).run())
     _Pull(local, _threads(disk), buffers, on_error, remote).run()
 
 
@@ -218,7 +218,7 @@ def windows(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: i
 def _threads(disk: LocalCopy | None) -> int:
     """Return the thread count for a disk, which all ranks of a node share."""
     liked = disk.way.threads if disk is not None else READ_MODES[0].threads
-    return min(liked, max(THREADS_MIN, THREADS_A_PROCESSOR * (os.cpu_count() or 1) // ranks_of_node()))
+    return min(liked, max(THREADS_MIN, THREADS_PER_PROCESSOR * (os.cpu_count() or 1) // ranks_of_node()))
 
 
 def _jobs(copies: ReplicatedFile, pieces: Sequence[Piece]) -> list[_ChunkJob]:

@@ -14,13 +14,13 @@ from .file_copies import LocalCopy
 
 MiB = 1 << 20
 
-TRIED_BYTES = 128 * MiB
+TRIAL_BYTES = 128 * MiB
 """Bytes read at a time in each mode."""
 
-TRIED_ROUNDS_MAX = 3
+TRIAL_ROUNDS_MAX = 3
 """Maximum rounds, if the load has as many bytes again to read in the best mode."""
 
-TELLING_SHARE = 0.9
+DISK_SHARE_MIN = 0.9
 """A trial counts only if the device had to deliver at least this part of the bytes."""
 
 
@@ -48,7 +48,7 @@ def opened_disk(jobs: Iterable[Request]) -> LocalCopy | None:
     return None
 
 
-def tried(jobs: list[R], first: LocalCopy | None, run: Callable[[list[R], int], None]) -> list[R]:
+def run_trials(jobs: list[R], first: LocalCopy | None, run: Callable[[list[R], int], None]) -> list[R]:
     """Read the first of ``jobs`` in each mode, unless the best is known or under trial.
 
     Ignores bytes that came from memory or from another device. A device's speed varies, so a large load tries each mode
@@ -61,17 +61,17 @@ def tried(jobs: list[R], first: LocalCopy | None, run: Callable[[list[R], int], 
     """
     if first is None or first.tuner is None or not first.is_untried:
         return jobs
-    if _size_bytes(jobs) <= TRIED_BYTES * len(first.tuner.modes):
+    if _size_bytes(jobs) <= TRIAL_BYTES * len(first.tuner.modes):
         return jobs
     with first.tuner.trial() as is_ours:
         return _try(jobs, first.tuner, first, run) if is_ours else jobs
 
 
 def _try(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[R], int], None]) -> list[R]:
-    rounds = min(TRIED_ROUNDS_MAX, max(1, _size_bytes(jobs) // (2 * TRIED_BYTES * len(tuner.modes))))
+    rounds = min(TRIAL_ROUNDS_MAX, max(1, _size_bytes(jobs) // (2 * TRIAL_BYTES * len(tuner.modes))))
     rates: dict[ReadMode, list[float]] = {way: [] for way in tuner.modes}
     for way in tuner.modes * rounds:
-        part, jobs = _part(jobs, TRIED_BYTES)
+        part, jobs = _part(jobs, TRIAL_BYTES)
         disks = {job.disk for job in part}
         cold_bytes = -sum(disk.cold_bytes for disk in disks if disk)
         for disk in disks:
@@ -81,7 +81,7 @@ def _try(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[
         run(part, way.threads)
         seconds = time.monotonic() - begun
         cold_bytes += sum(disk.cold_bytes for disk in disks if disk)
-        if cold_bytes < TELLING_SHARE * _size_bytes(part) or any(
+        if cold_bytes < DISK_SHARE_MIN * _size_bytes(part) or any(
             not disk or disk.device != first.device for disk in disks
         ):
             return jobs

@@ -123,7 +123,7 @@ class TensorCopy:
         """
         if self.on_device is None:
             return False
-        self.on_device.wait(poll.LOOK_SECONDS)
+        self.on_device.wait(poll.HANG_SECONDS)
         self._versions.clear()  # later writes are ordered after the copy
         return True
 

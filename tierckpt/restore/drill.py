@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..checkpoint import shared_commit
-from ..checkpoint.catalog import listed_again
+from ..checkpoint.catalog import retry_listing
 from ..disk.durable import make_dirs, remove_tree, space_of, translated
 from ..disk.file_lock import try_lock
 from ..drain.file_transfer import fetch
@@ -107,7 +107,7 @@ async def drill(
         manifest = await shared_commit.read_shared_manifest(mover.store(chosen))
         return (chosen, len(steps), manifest) if manifest else None, set() if manifest else {chosen.name}
 
-    found = await listed_again(location, mover.store(location).list_dirs, look)
+    found = await retry_listing(location, mover.store(location).list_dirs, look)
     if found is None:
         raise CheckpointNotFoundError(
             f"nothing is committed on the shared tier at or under {location.uri}",

@@ -74,13 +74,13 @@ async def restore(mover: Mover, location: Location, directory: Path) -> RestoreR
             checkpoint = await mover.selector.find(location)  # raises the specific error
         try:
             async with mover.reading(checkpoint):
-                if await catalog.stands(checkpoint):
+                if await catalog.is_still_committed(checkpoint):
                     return await _copy(mover, checkpoint, directory)
             walk.note_removed()  # removed or replaced before it was protected
         except (IntegrityError, ObjectNotFoundError) as error:
             if checkpoint.location == location or checkpoint.step is None:
                 raise
-            if not await catalog.stands(checkpoint):  # removed during the read: there are newer ones
+            if not await catalog.is_still_committed(checkpoint):  # removed during the read: there are newer ones
                 walk.note_removed()
                 continue
             log.warning("%s has no good copy left, trying an older step: %s", checkpoint.location.uri, error)

@@ -78,7 +78,7 @@ def check_names(files: Mapping[str, SourceFile], folder: str, location: Location
         check_object_name(location.child(f"{folder}/{path}"))
 
 
-def look(directory: Path) -> dict[str, SourceFile]:
+def scan(directory: Path) -> dict[str, SourceFile]:
     """Return the files under ``directory`` by relative path. Follows links that stay inside it.
 
     Raises:
@@ -142,13 +142,15 @@ def check_quiet(directory: Path, files: Mapping[str, SourceFile]) -> None:
 
 def check_same(directory: Path, before: Mapping[str, SourceFile], links: bool) -> None:
     """Raise CheckpointError if ``directory`` has changed since the first scan."""
-    was, now = ({path: _seen(file, links) for path, file in files.items()} for files in (before, look(directory)))
+    was, now = (
+        {path: _compared_fields(file, links) for path, file in files.items()} for files in (before, scan(directory))
+    )
     for path in sorted(was.keys() | now.keys()):
         if was.get(path) != now.get(path):
             raise _still_written(directory, path)
 
 
-def _seen(file: SourceFile, links: bool) -> tuple[object, ...]:
+def _compared_fields(file: SourceFile, links: bool) -> tuple[object, ...]:
     """Return the fields to compare. A hard link changes the inode's ctime, but no byte."""
     return (file.size_bytes, file.modified_ns, None if links else file.changed_ns)
 
@@ -179,7 +181,7 @@ def _is_open_for_writing(path: Path) -> bool:
     return False
 
 
-def take_in(files: Mapping[str, SourceFile], target: Path, *, links: bool) -> None:
+def import_files(files: Mapping[str, SourceFile], target: Path, *, links: bool) -> None:
     """Create each file under ``target``: as a hard link if ``links``, else a reflink, else a copy (A3)."""
     with translated(target, is_above=True), ThreadPool(THREADS) as pool:
         for place in sorted({(target / path).parent for path in files}):
@@ -199,7 +201,7 @@ def _take_file(source: Path, target: Path, links: bool) -> None:
             shutil.copyfileobj(old, new, COPY_BYTES)
 
 
-def settle(
+def make_durable(
     target: Path, sizes: Mapping[str, int], chunk_size_bytes: int, on_bytes: Callable[[int], None]
 ) -> dict[str, tuple[str, ...]]:
     """Make the files under ``target`` and their names durable. Return the chunk digests of each file.

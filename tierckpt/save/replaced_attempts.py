@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..checkpoint import catalog, local_commit, marks, shared_commit
 from ..checkpoint.retention import nearest_existing
-from ..checkpoint.select import Selector, place_of
+from ..checkpoint.select import Selector, store_key
 from ..disk.durable import refuse_file
 from ..drain.drainer import Drainer
 from ..errors import ManifestError, StoreError, StoreUnavailableError
@@ -60,7 +60,7 @@ class ReplacedAttempts:
 
     def is_silent(self, location: Location) -> bool:
         """Whether the store of ``location`` keeps a save waiting, or did within ``SILENT_SECONDS``. Thread-safe."""
-        place = place_of(location)
+        place = store_key(location)
         is_asked = any(one == place for one, _, _ in self._asking)
         return is_asked or time.monotonic() < self._silent_until.get(place, 0.0)
 
@@ -106,7 +106,7 @@ class ReplacedAttempts:
         """
         is_local, standing = await asyncio.to_thread(self.here, location) if here is None else here
         if self._drainer.settings.drain:
-            place = place_of(location)
+            place = store_key(location)
             is_silent = time.monotonic() < self._silent_until.get(place, 0.0)
             try:
                 async with self._asks(place, PROBE_SILENT_SECONDS if is_silent else PROBE_TIMEOUT_SECONDS):
@@ -114,7 +114,7 @@ class ReplacedAttempts:
                     if location.scheme == "file":
                         await asyncio.to_thread(lambda: refuse_file(nearest_existing(Path(location.path))))
                     self._say_if_blind(store, location)
-                    found = await shared_commit.attempts_standing(store)
+                    found = await shared_commit.current_attempts(store)
                     stock = not overwrite and not found and await catalog.is_stock(store)
                 self._selector.reached.add(place)
                 self._drainer.retries.accepted(location.parent.uri, "save")

@@ -17,7 +17,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ..checkpoint.branches import NOTE, Branch
 from ..checkpoint.branches import parse as parse_branch
-from ..checkpoint.catalog import LISTINGS_MAX, UNREADABLE, Checkpoint, WalkBack, changing, is_newer, read_newest
+from ..checkpoint.catalog import (
+    LISTINGS_MAX,
+    UNREADABLE_ERRORS,
+    Checkpoint,
+    WalkBack,
+    changing_run_error,
+    is_newer,
+    read_newest,
+)
 from ..client import Client, get_client
 from ..config import Settings
 from ..dcp.planner import TargetPlanner
@@ -173,7 +181,7 @@ def restore_newest(
             if is_window(parse_uri(newest)):
                 newest = fold(open_checkpoint(newest), state)
             save = restore_into(open_checkpoint(newest), state, options)
-        except (StateMismatchError, *UNREADABLE) as error:
+        except (StateMismatchError, *UNREADABLE_ERRORS) as error:
             if isinstance(error, StateMismatchError) and not is_window(parse_uri(found)):
                 raise  # the caller must handle a mismatch of a checkpoint
             if is_newer(agreed_latest(client, location, walk.step_max, windows=True), found):
@@ -188,7 +196,7 @@ def restore_newest(
             )
             log.warning("restored %s, because %s", newest, message)
         return newest, save
-    raise changing(location)
+    raise changing_run_error(location)
 
 
 def newest_base(client: Client, location: Location) -> tuple[int, Branch | None, str, int] | None:
@@ -210,7 +218,7 @@ def newest_base(client: Client, location: Location) -> tuple[int, Branch | None,
         reader = TierStorageReader(uri, settings=client.settings)
         try:
             notes = same_outcome(reader.notes)
-        except UNREADABLE:
+        except UNREADABLE_ERRORS:
             notes = {}  # a restore skips it and logs that
         finally:
             reader.reset()  # retention keeps checkpoints that a reader holds
@@ -224,7 +232,7 @@ def restore_from(base: int | None, restore: Callable[[int | None], tuple[str, st
     if base is not None:
         try:
             return restore(base)
-        except UNREADABLE as error:
+        except UNREADABLE_ERRORS as error:
             log.warning("the gradient log after step %d is unusable: %s", base, error)
     return restore(None)
 
@@ -260,7 +268,7 @@ def agreed_latest(
             if error.message == message:  # else a job has saved and removed steps between two ranks' listings
                 raise
             message = error.message
-    raise changing(location)
+    raise changing_run_error(location)
 
 
 def _agreed_once(client: Client, location: Location, step_max: int | None, windows: bool) -> str | None:

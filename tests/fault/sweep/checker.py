@@ -176,7 +176,7 @@ def recover(world: World) -> bool:
         job.recover()
     except CommitAbandonedError:
         return True
-    return any(entry.state in journal.ASIDE for entry in job.mover.journal.entries())
+    return any(entry.state in journal.SET_ASIDE_STATES for entry in job.mover.journal.entries())
 
 
 def age_files(world: World) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tierckpt.checkpoint import branches
-from tierckpt.checkpoint.branches import Branch, current_of, gone_back
+from tierckpt.checkpoint.branches import Branch, branch_going_back, current_branch
 from tierckpt.format.manifest import Manifest
 
 
@@ -21,55 +21,55 @@ ROOT = Branch("root", order=1)
 
 def test_no_branch_is_abandoned_until_a_job_goes_back() -> None:
     seen: list[tuple[Branch, int | None]] = [(ROOT, 10), (ROOT, 20), (Branch("other", 7), 15), (Branch("foreign"), 30)]
-    assert current_of(seen) is None
+    assert current_branch(seen) is None
 
 
 def test_going_back_abandons_what_is_newer() -> None:
-    second = gone_back("second", ROOT, 10, None, [ROOT, ROOT])
+    second = branch_going_back("second", ROOT, 10, None, [ROOT, ROOT])
     assert second.order > ROOT.order and second.base == 10
     assert second.holds(ROOT, 10) and not second.holds(ROOT, 11)
     assert second.holds(second, 99)
-    assert current_of([(ROOT, 20), (second, 12)]) == second
+    assert current_branch([(ROOT, 20), (second, 12)]) == second
 
 
 def test_a_foreign_checkpoint_counts_unless_it_was_there_and_newer() -> None:
     before = Branch("before")
-    second = gone_back("second", ROOT, 10, None, [ROOT, before])
+    second = branch_going_back("second", ROOT, 10, None, [ROOT, before])
     assert not second.holds(before, 15)
     assert second.holds(Branch("after"), 15)  # B6
 
 
 def test_going_back_twice() -> None:
-    second = gone_back("second", ROOT, 10, None, [ROOT])
-    third = gone_back("third", second, 12, second, [second])
+    second = branch_going_back("second", ROOT, 10, None, [ROOT])
+    third = branch_going_back("third", second, 12, second, [second])
     assert third.holds(second, 12) and not third.holds(second, 14)
     assert third.holds(ROOT, 10) and not third.holds(ROOT, 20)
-    fourth = gone_back("fourth", ROOT, 5, third, [ROOT, second, third])
+    fourth = branch_going_back("fourth", ROOT, 5, third, [ROOT, second, third])
     assert fourth.holds(ROOT, 5) and not fourth.holds(ROOT, 10)
     assert not fourth.holds(second, 12) and not fourth.holds(third, 13)
-    assert current_of([(third, 13), (fourth, 6), (second, 12), (ROOT, 20)]) == fourth
+    assert current_branch([(third, 13), (fourth, 6), (second, 12), (ROOT, 20)]) == fourth
 
 
 def test_going_back_to_an_abandoned_step_abandons_the_branch_that_left_it() -> None:
-    second = gone_back("second", ROOT, 10, None, [ROOT])
-    third = gone_back("third", ROOT, 30, second, [])
+    second = branch_going_back("second", ROOT, 10, None, [ROOT])
+    third = branch_going_back("third", ROOT, 30, second, [])
     assert third.holds(ROOT, 20) and third.holds(ROOT, 30) and not third.holds(ROOT, 31)
     assert not third.holds(second, 12)
 
 
 def test_the_later_start_decides_between_processes_that_did_not_see_each_other() -> None:
-    second = gone_back("second", ROOT, 10, None, [ROOT])
+    second = branch_going_back("second", ROOT, 10, None, [ROOT])
     unaware = Branch("root", order=second.order + 1)
-    assert current_of([(second, 12), (unaware, 40), (ROOT, 30)]) == unaware
+    assert current_branch([(second, 12), (unaware, 40), (ROOT, 30)]) == unaware
     assert not unaware.holds(second, 12)
-    assert current_of([(second, 50), (unaware, 40)]) == second  # as without branches: the higher step
-    assert current_of([(second, 12), (Branch("root", order=second.order - 1), 40)]) == second  # a late drain
+    assert current_branch([(second, 50), (unaware, 40)]) == second  # as without branches: the higher step
+    assert current_branch([(second, 12), (Branch("root", order=second.order - 1), 40)]) == second  # a late drain
 
 
 def test_the_order_does_not_depend_on_a_clock_that_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    second = gone_back("second", ROOT, 10, None, [])
+    second = branch_going_back("second", ROOT, 10, None, [])
     monkeypatch.setattr("tierckpt.checkpoint.branches.time.time_ns", lambda: 0)
-    assert gone_back("third", ROOT, 10, second, []).order == second.order + 1
+    assert branch_going_back("third", ROOT, 10, second, []).order == second.order + 1
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_notes_of_a_run(tmp_path: Path) -> None:
     assert branches.read_local(run) is None
     branches.note_local(run / "step-10", manifest(ROOT))
     assert not run.exists()  # it went back to nothing
-    second = gone_back("second", ROOT, 10, None, [])
+    second = branch_going_back("second", ROOT, 10, None, [])
     branches.note_local(run / "step-12", manifest(second))
     assert branches.read_local(run) == second
     again = Branch("second", second.order + 5, second.base, second.ends)
@@ -104,7 +104,7 @@ def test_the_notes_of_a_run(tmp_path: Path) -> None:
 
 
 def test_abandoned_here(tmp_path: Path) -> None:
-    second = gone_back("second", ROOT, 10, None, [])
+    second = branch_going_back("second", ROOT, 10, None, [])
     run = [(tmp_path / "run" / f"step-{step}", manifest(one)) for step, one in ((10, ROOT), (20, ROOT), (12, second))]
     other = [(tmp_path / "other" / "step-20", manifest(ROOT))]
     assert branches.abandoned_here([*run, *other]) == {tmp_path / "run" / "step-20"}
@@ -114,8 +114,8 @@ def test_a_step_that_is_saved_again_takes_the_place_of_an_abandoned_one() -> Non
     """B5: for the first commit, and not for a step that the new branch continues."""
     first = Branch("first", 5)
     second = Branch("second", 9, 10, {"first": 10})
-    assert branches.takes_place(manifest(second), first, "step-20")
-    assert not branches.takes_place(manifest(second), first, "step-10")
-    assert not branches.takes_place(manifest(first), second, "step-20")
-    assert not branches.takes_place(manifest(second), Branch("late", 12, 8, {"first": 8}), "step-20")
-    assert not branches.takes_place(manifest(second), None, "step-20")
+    assert branches.replaces_abandoned(manifest(second), first, "step-20")
+    assert not branches.replaces_abandoned(manifest(second), first, "step-10")
+    assert not branches.replaces_abandoned(manifest(first), second, "step-20")
+    assert not branches.replaces_abandoned(manifest(second), Branch("late", 12, 8, {"first": 8}), "step-20")
+    assert not branches.replaces_abandoned(manifest(second), None, "step-20")

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.states import same
-from tierckpt.dcp.split import Part, PartItem, amend, balance_replicated, put_aside, resolve, spread
+from tierckpt.dcp.split import Part, PartItem, amend, balance_replicated, keep_items, resolve, spread
 from tierckpt.errors import CheckpointError
 
 KIB = 1024
@@ -65,7 +65,7 @@ def planners_of(world_size: int, state_of: Callable[[int], State]) -> list[Defau
 
 def planned(planners: list[DefaultSavePlanner], part_bytes_min: int) -> tuple[list[SavePlan], Metadata]:
     """The coordinator's result for the local plans, which it receives pickled."""
-    gathered = [pickle.loads(pickle.dumps(put_aside(planner.plan))) for planner in planners]
+    gathered = [pickle.loads(pickle.dumps(keep_items(planner.plan))) for planner in planners]
     plans, metadata = planners[0].create_global_plan(gathered)
     return balance_replicated(plans, part_bytes_min), metadata
 
@@ -385,7 +385,7 @@ def test_plans_cached_by_dcp_are_not_split(monkeypatch: pytest.MonkeyPatch) -> N
     state = {"t": torch.empty(100, 10)}
     planner = DefaultSavePlanner(enable_plan_caching=True)
     planner.set_up_planner(state, is_coordinator=True)
-    local = put_aside(planner.create_local_plan())
+    local = keep_items(planner.create_local_plan())
     plans, _ = planner.create_global_plan([local, local])
     shared = balance_replicated(plans, 1)
     assert not parts_of(shared)
@@ -394,7 +394,7 @@ def test_plans_cached_by_dcp_are_not_split(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_input_plans_are_not_modified() -> None:
     planners = planners_of(2, lambda rank: {"t": torch.empty(100, 10), "u": torch.empty(1, 10)})
-    gathered = [put_aside(planner.plan) for planner in planners]
+    gathered = [keep_items(planner.plan) for planner in planners]
     plans, _ = planners[0].create_global_plan(gathered)
     before = pickle.dumps(plans)
     balance_replicated(plans, 1)
@@ -406,7 +406,7 @@ def test_plans_returned_to_ranks_are_small() -> None:
     state = {"t": torch.empty(100, 10)}
     planners = planners_of(2, lambda rank: state)
     kept = dataclasses.replace(planners[0].plan, storage_data="the writer's")
-    assert [ours.storage_data for ours in balance_replicated([put_aside(planners[1].plan), kept])] == [
+    assert [ours.storage_data for ours in balance_replicated([keep_items(planners[1].plan), kept])] == [
         None,
         "the writer's",
     ]

@@ -212,8 +212,8 @@ SAVES = {
 def test_metadata_of_a_repeated_plan_reuses_the_first_encoding(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after, count = SAVES[case]
     dumps: list[Metadata] = []
-    real = metadata_pickle.encode_anew
-    monkeypatch.setattr(metadata_pickle, "encode_anew", lambda metadata: dumps.append(metadata) or real(metadata))
+    real = metadata_pickle.encode_uncached
+    monkeypatch.setattr(metadata_pickle, "encode_uncached", lambda metadata: dumps.append(metadata) or real(metadata))
     final, metadata, _ = plan(TierSavePlanner(), base())
     indexes = [item.index for item in final.items]
     first = written(metadata, indexes, "0" * 16, before, "f" * 16)

@@ -108,7 +108,7 @@ class Noted(LocalCopy):
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_benchmark, "TRIED_BYTES", 2 * CHUNK)
+    monkeypatch.setattr(read_benchmark, "TRIAL_BYTES", 2 * CHUNK)
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ MiB = 1 << 20
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(read_benchmark, "TRIED_BYTES", 2 * MiB)
+    monkeypatch.setattr(read_benchmark, "TRIAL_BYTES", 2 * MiB)
     monkeypatch.setattr(fill, "READ_BYTES", MiB)
     monkeypatch.setattr(LocalCopy, "is_in_page_cache", lambda *_: False)
     (tmp_path / "model").mkdir()

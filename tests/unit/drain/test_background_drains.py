@@ -71,7 +71,7 @@ async def test_a_failed_drain_is_tried_again_after_a_pause_that_doubles(node: No
         node.now += 300.1
         await node.look()
     assert node.tries == 24, "300 seconds are the longest pause"
-    assert len(node.drains.errors) == background_drains.ERRORS_KEPT
+    assert len(node.drains.errors) == background_drains.ERRORS_MAX
 
 
 @pytest.mark.parametrize("error", [PermissionDeniedError("no permission"), RuntimeError("a bug")])

@@ -109,7 +109,7 @@ async def test_the_rate_changes_while_somebody_waits_for_it() -> None:
     before = time.now
     limiter.update(bytes_per_second=100 * MIB)
     await waiting
-    assert time.now - before <= 0.2 + 2 * rate_limiter.NAP_SECONDS + MIB / 1024  # the debt was at most one chunk
+    assert time.now - before <= 0.2 + 2 * rate_limiter.SLEEP_SECONDS_MAX + MIB / 1024  # the debt was at most one chunk
     limiter.update(bytes_per_second=None)
     before = time.now
     await spent_in(limiter, 1000, 64 * MIB)
@@ -260,7 +260,7 @@ async def test_the_control_file_rules_every_mover_and_gives_back_what_it_took(tm
     movers = [limiter_of(rate, time, local_root=tmp_path) for rate in (None, 3 * MIB)]
 
     def state() -> list[tuple[int | None, int, bool]]:
-        time.now += rate_limiter.LOOK_SECONDS
+        time.now += rate_limiter.CONTROL_CHECK_SECONDS
         for mover in movers:
             mover.refresh()
         return [(mover.bytes_per_second, mover.concurrency, mover.paused) for mover in movers]

@@ -37,7 +37,7 @@ from ...resources import start_thread
 from ...telemetry import log_to, logger
 from ...types import Json
 from ..save_planning import SaveDescription
-from ..save_session import SaveSession, require_files, told
+from ..save_session import SaveSession, attach_files, require_files
 from . import description as descriptions
 from .description import SaveHandoff
 from .multi_node import WAIT_SECONDS, ResultExchange
@@ -79,16 +79,16 @@ def execute(order: Json) -> bool:
                 results[handoff.rank] = []
             elif handoff.files is not None:
                 require_files(client, location, handoff.files)
-                results[handoff.rank] = told(handoff.results.list(), handoff.files, handoff.parts)
+                results[handoff.rank] = attach_files(handoff.results.list(), handoff.files, handoff.parts)
             else:
                 session = _resume(settings, location, handoff, lock, has_begun=has_begun)
                 if session is None:
                     return False
                 sessions[handoff.rank] = session
                 results[handoff.rank] = _finish_shards(session, handoff, memories)
-        meeting = _meeting(order["save"], client, location)
+        meeting = _exchange_of(order["save"], client, location)
         if coordinator is None:
-            _tell(meeting, results, found)
+            _send_results(meeting, results, found)
         else:
             others = set(range(coordinator.world_size)) - results.keys() if coordinator.use_collectives else set()
             _commit(meeting, others, results, coordinator, sessions[coordinator.rank])
@@ -111,7 +111,7 @@ def _is_fenced_off(settings: Settings, handoff: SaveHandoff) -> bool:
     return True
 
 
-def _end_with(life: int) -> None:
+def _exit_with_agent(life: int) -> None:
     """Exit when the agent ends without a release: its result is no longer awaited.
 
     ``life``: a pipe; the agent has the other end. A kill loses no acknowledged data, and the next recovery removes the
@@ -168,7 +168,7 @@ def _finish_shards(session: SaveSession, handoff: SaveHandoff, memories: Mapping
             log.info("%s: rank %d is written from memory", session.location.uri, handoff.rank)
             files = session.delivery.write_from_memory(handoff.shards_in(session.directory, memories))
         session.note(files)
-        return told(handoff.results.list(), files, handoff.parts)
+        return attach_files(handoff.results.list(), files, handoff.parts)
     except BaseException:
         session.abort()
         raise
@@ -185,12 +185,12 @@ def _durable(session: SaveSession, handoff: SaveHandoff) -> tuple[FileEntry, ...
     return files
 
 
-def _meeting(save: str, client: Client, location: Location) -> ResultExchange:
+def _exchange_of(save: str, client: Client, location: Location) -> ResultExchange:
     wait_seconds = min(WAIT_SECONDS, client.settings.commit_timeout_seconds)
     return ResultExchange(client, location, save, int(client.settings.chunk_size_bytes), wait_seconds)
 
 
-def _tell(meeting: ResultExchange, results: dict[int, list[WriteResult]], found: list[SaveHandoff]) -> None:
+def _send_results(meeting: ResultExchange, results: dict[int, list[WriteResult]], found: list[SaveHandoff]) -> None:
     """Send the list of this node's written shards to the coordinator's node, and wait for the commit.
 
     Raises OperationTimeoutError without a commit: the shards stay until it is certain that none will come (S3b).
@@ -239,7 +239,7 @@ def main() -> None:
     begin_command()
     log_to(sys.stderr, "text", "info")
     order = json.loads(sys.stdin.read())
-    _end_with(order["life"])
+    _exit_with_agent(order["life"])
     execute(order)
 
 

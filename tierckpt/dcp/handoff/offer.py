@@ -30,7 +30,7 @@ from .description import Results, SaveHandoff
 
 log = logger("save")
 
-OPEN_MAX = 2
+PENDING_HANDOFFS_MAX = 2
 """Maximum handoffs of one process that wait for the coordinator; the oldest is revoked first."""
 
 _open: deque[Handoff] = deque()
@@ -167,7 +167,7 @@ class Handoff:
                 return  # the agent keeps the old one until this rank's save ends
         self._is_held = False
         _open.append(self)
-        while len(_open) > OPEN_MAX:
+        while len(_open) > PENDING_HANDOFFS_MAX:
             with contextlib.suppress(IndexError):
                 _open.popleft().take_back()
 

@@ -66,7 +66,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     frame: item_format.ItemFrame | None = None
     like: Any = None
     tensor_of = planner.tensor if isinstance(planner, StagedItems) else partial(split.resolve, planner)
-    plain = _looked_up(planner)
+    plain = _planner_values(planner)
     readers = planner.readers if isinstance(planner, StagedItems) else {}
     objects = getattr(planner, "state_dict", {})
     repeated = planner.placed if isinstance(planner, StagedItems) and items is planner.items else None
@@ -95,7 +95,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
         if frame is None or dtype is not like[0] or shape != like[1]:
             frame, like = item_format.frame(dtype, shape), (dtype, shape)
         fetch = readers.get(item.index)
-        if fetch is None and not _lies_ready(tensor, dtype):
+        if fetch is None and not _is_contiguous_on_host(tensor, dtype):
             fetch = _Gathered(tensor).fetch
         if fetch is not None and frame.size_bytes:
             found.tensors.append(ShardRecord(0, frame.head, frame, 0, tensor, fetch, item))
@@ -106,12 +106,12 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
         if leases and (lease is None or not lease.covers(address)):
             lease = next((lease for lease in leases if lease.covers(address)), None)
         if lease is not None and lease.storage and storage_address_of(tensor.untyped_storage()) != lease.storage:
-            raise _gone(item, lease)
+            raise _reused_memory_error(item, lease)
         found.tensors.append(ShardRecord(0, frame.head, frame, address, tensor, None, item, lease))
     return found
 
 
-def _gone(item: WriteItem, lease: Lease) -> CheckpointError:
+def _reused_memory_error(item: WriteItem, lease: Lease) -> CheckpointError:
     """Return the error for staged memory that belongs to another checkpoint by now."""
     if lease.replaced_other:
         return slots.slot_taken_error()
@@ -122,7 +122,7 @@ def _gone(item: WriteItem, lease: Lease) -> CheckpointError:
     )
 
 
-def _looked_up(planner: SavePlanner | StagedItems) -> dict[str, Any]:
+def _planner_values(planner: SavePlanner | StagedItems) -> dict[str, Any]:
     """Return the values that DCP's own planner would look up, without four calls for each of 50,000."""
     kind, stock = type(planner), DefaultSavePlanner
     names = ("resolve_data", "lookup_object", "transform_object")
@@ -131,7 +131,7 @@ def _looked_up(planner: SavePlanner | StagedItems) -> dict[str, Any]:
     return {}
 
 
-def _lies_ready(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+def _is_contiguous_on_host(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return True if the bytes to write are contiguous in host memory."""
     return (
         tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not (dtype.is_complex and tensor.is_conj())

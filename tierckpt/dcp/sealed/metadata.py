@@ -51,7 +51,7 @@ COMPACT_BYTES_MIN = 512
 """``torch.save`` makes more of any tensor subclass."""
 COMPACT_RATIO_MAX = 1024
 """Weights of one bit that look like float64 are stored in a 64th of their bytes."""
-CLASHES_MAX = 100
+HASH_COLLISIONS_MAX = 100
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
@@ -60,7 +60,7 @@ _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
 _Made = TypeVar("_Made")
 _PLAIN = frozenset({str, int, float, bool, type(None), bytes, torch.Size, torch.dtype})
 _PATH = frozenset({str, int})
-FURTHER_MAX = 64
+LATER_FIELDS_MAX = 64
 """Fields and items of one value that a later torch may have added."""
 LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
@@ -173,7 +173,7 @@ class _Sizes:
         size = _size(numbers)
         if self._first.setdefault(hash(size), size) != size:
             self._clashes += 1
-            if self._clashes > CLASHES_MAX:
+            if self._clashes > HASH_COLLISIONS_MAX:
                 raise RefusedPickle("its sizes are made to share a hash", is_hostile=True)
         return size
 
@@ -294,11 +294,11 @@ _CLASSES: dict[Any, Class] = {kind: Class(kind.__name__, _CALLS.get(kind)) for k
 
 _PROPERTIES = (torch.dtype, torch.layout, bool, Enum, bool)
 """The first fields of tensor properties in every torch. Since 2.15 the strides follow."""
-_PROPERTIES_TAKEN = {kind: len(cast(Any, kind)().__getstate__()) for kind in (TensorProperties, OldTensorProperties)}
+_STATE_LENGTHS = {kind: len(cast(Any, kind)().__getstate__()) for kind in (TensorProperties, OldTensorProperties)}
 """Length of the state that the running torch accepts: a later torch may have written more."""
-_HAS_STRIDES = {kind: "strides" in {field.name for field in dataclasses.fields(kind)} for kind in _PROPERTIES_TAKEN}
+_HAS_STRIDES = {kind: "strides" in {field.name for field in dataclasses.fields(kind)} for kind in _STATE_LENGTHS}
 
-HAS_FURTHER = any(
+HAS_LATER_FIELDS = any(
     {field.name for field in dataclasses.fields(kind)} - FIELDS[kind] for kind in (MetadataIndex, StorageInfo)
 )
 """Whether places hold more than this module checks by name."""
@@ -426,7 +426,7 @@ class MetadataBuilder:
         """Check a field that a later torch added: a few numbers, strings, dtypes and the like, or tuples of them."""
         for count, (name, value) in enumerate(fields.items(), start=1):
             items = value if type(value) is tuple else (value,)
-            if count > FURTHER_MAX or len(items) > FURTHER_MAX or not _PLAIN.issuperset(map(type, items)):
+            if count > LATER_FIELDS_MAX or len(items) > LATER_FIELDS_MAX or not _PLAIN.issuperset(map(type, items)):
                 raise RefusedPickle(
                     f"a {kind.__name__} has a field ({name}) that torch {torch.__version__} and tierckpt {_version()} "
                     "do not know, and its value is not plain data",
@@ -466,7 +466,7 @@ class MetadataBuilder:
         if further:
             if self._hashes.setdefault(hash(made), made) != made:
                 self._clashes += 1
-            if self._clashes > CLASHES_MAX:
+            if self._clashes > HASH_COLLISIONS_MAX:
                 raise RefusedPickle("its indices are made to share a hash", is_hostile=True)
         return made
 
@@ -492,7 +492,7 @@ class MetadataBuilder:
             raise RefusedPickle("the strides of a tensor are not numbers from 0")
         self._check_further(dict(enumerate(state[count:], count + 1)), kind)
         made = kind.__new__(kind)
-        made.__setstate__(state[: _PROPERTIES_TAKEN[kind]])
+        made.__setstate__(state[: _STATE_LENGTHS[kind]])
         return made
 
     def _storage_meta(self, record: Any) -> StorageMeta:

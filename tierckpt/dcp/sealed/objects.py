@@ -30,7 +30,7 @@ from ...torch_internals import PyTorchFileReader
 from ..items.torch_save import save
 
 SMALL_BYTES = 4096
-KNOWN_MAX = 4096
+CACHED_OBJECTS_MAX = 4096
 GROWTH_MAX = 4
 GROWTH_BYTES_MIN = 1 << 20
 _WIDE = f"Unsupported operand {pickle.LONG4[0]}"
@@ -39,7 +39,7 @@ _ZIP = b"PK\3\4"
 _DATA_CLASSES = (io.BytesIO,)
 """Plain data that torch does not register as such. Trainers have long put their counters into a BytesIO."""
 
-_WANTED = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
+_UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 _lock = threading.Lock()
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
@@ -83,7 +83,7 @@ class Objects:
         made = stream.getvalue()
         if not is_simple:
             _load_object(made, name)  # S8
-        if len(data) <= SMALL_BYTES and len(self._known) < KNOWN_MAX:
+        if len(data) <= SMALL_BYTES and len(self._known) < CACHED_OBJECTS_MAX:
             self._known[data] = made
         return made
 
@@ -209,10 +209,11 @@ def _missing_data_classes() -> list[Any]:
 
 
 def _refused(error: Exception, name: str) -> UnsafeCheckpointError:
-    found = _WANTED.search(str(error))
+    found = _UNSAFE_GLOBAL.search(str(error))
     if found is None:
         return UnsafeCheckpointError(
-            f"{name} is refused: torch.load(weights_only=True) cannot read it ({type(error).__name__}: {_gist(error)})",
+            f"{name} is refused: torch.load(weights_only=True) cannot read it "
+            f"({type(error).__name__}: {_torch_message(error)})",
             hint="It is damaged, or holds more than data: use another copy or an older step. A checkpoint that you "
             "wrote yourself in a format of your own is read with trust_pickle=True",
         )
@@ -227,7 +228,7 @@ def _refused(error: Exception, name: str) -> UnsafeCheckpointError:
     )
 
 
-def _gist(error: Exception) -> str:
+def _torch_message(error: Exception) -> str:
     """Return torch's message, without its advice to load the file unsafely."""
     lines = [line for line in str(error).splitlines() if line and "documentation" not in line]
     return lines[-1].partition(" In PyTorch 2.6")[0][:300] if lines else ""

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ...format.pickle_machine import RefusedPickle
 from ..bulk_objects import gc_paused
 from ..metadata_pickle import encode, renamed
-from .metadata import FIELDS, HAS_FURTHER, MetadataBuilder, check_stored, load_metadata, refusal, relative_of
+from .metadata import FIELDS, HAS_LATER_FIELDS, MetadataBuilder, check_stored, load_metadata, refusal, relative_of
 
 _verified: tuple[dict[str, Any], Any, bytes] = {}, None, b""
 """Entries, planner data and encoding of the newest metadata that was read back: the very objects, which a cached plan
@@ -36,7 +36,7 @@ def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = Fa
         _verified = dict(entries), planner, data
         return
     new = {fqn: entry for fqn, entry in entries.items() if known.get(fqn) is not entry}
-    has_further = HAS_FURTHER or not FIELDS[Metadata].issuperset(vars(metadata))
+    has_further = HAS_LATER_FIELDS or not FIELDS[Metadata].issuperset(vars(metadata))
     if partial or has_further or planner is not known_planner or 2 * len(new) > len(entries):
         load_metadata(data, where=where, partial=partial)
         if not partial:

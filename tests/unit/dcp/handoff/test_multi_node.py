@@ -16,7 +16,7 @@ from tierckpt.client import Client
 from tierckpt.config import Settings
 from tierckpt.dcp import split
 from tierckpt.dcp.handoff.multi_node import ResultExchange
-from tierckpt.dcp.save_session import TierWriteResult, told
+from tierckpt.dcp.save_session import TierWriteResult, attach_files
 from tierckpt.errors import ManifestError, OperationTimeoutError
 from tierckpt.format.layout import HANDOFF_DIR, parse_uri
 from tierckpt.format.manifest import FileEntry, digests_of
@@ -44,7 +44,7 @@ def record(uri: str) -> Path:
 
 
 def test_reported_results_are_received(exchange: ResultExchange) -> None:
-    exchange.tell(1, told(list(RESULTS), FILES, PARTS))
+    exchange.tell(1, attach_files(list(RESULTS), FILES, PARTS))
     exchange.tell(2, [])
     heard = exchange.hear({1, 2})
     assert heard[2] == []
@@ -57,25 +57,25 @@ def test_reported_results_are_received(exchange: ResultExchange) -> None:
 
 
 def test_the_error_names_ranks_without_results(exchange: ResultExchange) -> None:
-    exchange.tell(1, told(list(RESULTS), FILES, PARTS))
+    exchange.tell(1, attach_files(list(RESULTS), FILES, PARTS))
     with pytest.raises(OperationTimeoutError, match=r"what ranks \[0, 3\] had written"):
         exchange.hear({0, 1, 3})
 
 
 def test_results_of_another_save_are_ignored(exchange: ResultExchange) -> None:
-    exchange.tell(1, told(list(RESULTS), FILES, PARTS))
+    exchange.tell(1, attach_files(list(RESULTS), FILES, PARTS))
     with pytest.raises(OperationTimeoutError):
         dataclasses.replace(exchange, save="job/8").hear({1})
 
 
 def test_a_record_with_another_chunk_size_is_rejected(exchange: ResultExchange) -> None:
-    exchange.tell(1, told(list(RESULTS), FILES, PARTS))
+    exchange.tell(1, attach_files(list(RESULTS), FILES, PARTS))
     with pytest.raises(ManifestError, match="another save"):
         dataclasses.replace(exchange, chunk_size_bytes=2 * CHUNK).hear({1})
 
 
 def test_damage_to_any_byte_of_a_record_is_detected(exchange: ResultExchange, file_uri: str) -> None:
-    exchange.tell(1, told(list(RESULTS), FILES, PARTS))
+    exchange.tell(1, attach_files(list(RESULTS), FILES, PARTS))
     path = record(file_uri)
     data = path.read_bytes()
     for position in range(0, len(data), 7):

@@ -258,7 +258,7 @@ def sizes_of_one_hash(count: int) -> list[torch.Size]:
 def test_keys_with_crafted_hash_collisions_are_rejected(dumps: Callable[[Metadata], bytes]) -> None:
     few, many = (
         small(storage_data={MetadataIndex("w", size): _StorageInfo("f", 0, 12) for size in sizes_of_one_hash(count)})
-        for count in (metadata.CLASHES_MAX, metadata.CLASHES_MAX + 2)
+        for count in (metadata.HASH_COLLISIONS_MAX, metadata.HASH_COLLISIONS_MAX + 2)
     )
     assert read(dumps(few)) == few
     with pytest.raises(UnsafeCheckpointError, match="share a hash"):
