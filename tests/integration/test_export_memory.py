@@ -21,7 +21,7 @@ from tierckpt.loading import export as exports
 from tierckpt.loading import export_file
 from tierckpt.loading.export import export_safetensors
 from tierckpt.loading.export_file import Item, blocks
-from tierckpt.read.parallel_read import windows
+from tierckpt.read.parallel_read import batches
 from tierckpt.telemetry import BYTES, Metric, listen
 
 MIB = 1 << 20
@@ -136,7 +136,7 @@ def test_blocks_cover_the_tensor_once_in_order(shape: tuple[int, ...], size_byte
             part = part.narrow(dim, offset, size)
         seen += part.flatten().tolist()
     assert seen == list(range(math.prod(shape)))
-    for window in windows(found, lambda block: block.memory_bytes, size_bytes):
+    for window in batches(found, lambda block: block.memory_bytes, size_bytes):
         assert len(window) == 1 or sum(block.size_bytes for block in window) <= size_bytes
 
 

@@ -270,7 +270,7 @@ def test_reads_that_need_a_buffer_use_windows(
 ) -> None:
     uri, tensor = matrix
     windows: list[int] = []
-    real = readers.windows
+    real = readers.batches
 
     def counted(*given: Any) -> Any:
         for window in real(*given):
@@ -278,7 +278,7 @@ def test_reads_that_need_a_buffer_use_windows(
             yield window
 
     monkeypatch.setattr(readers, "WINDOW_BYTES", 2 * 100 * COLUMNS * 4)
-    monkeypatch.setattr(readers, "windows", counted)
+    monkeypatch.setattr(readers, "batches", counted)
     loaded = {f"part-{at}": torch.empty(100, 10) for at in range(0, ROWS, 100)}
     planner = PartPlanner(**loaded)
 

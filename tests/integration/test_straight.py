@@ -280,14 +280,14 @@ def test_save_refused_by_both_tiers_leaves_no_files(
 
 def digests_fail_once(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Fail once to write the block digests on this node, after all shards are stored."""
-    real, errors = block_digests.keep, [error]
+    real, errors = block_digests.write_digests, [error]
 
     def keep(*arguments: Any) -> Any:
         if errors:
             raise errors.pop()
         return real(*arguments)
 
-    monkeypatch.setattr(block_digests, "keep", keep)
+    monkeypatch.setattr(block_digests, "write_digests", keep)
 
 
 @pytest.mark.slow

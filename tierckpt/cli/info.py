@@ -80,7 +80,7 @@ def _logs(mover: Mover, run: Location) -> list[Json]:
     """The gradient logs that this node has of ``run``: of each rank, those that follow each other as one."""
     directory = local_dir(mover.settings.local_root, run) / GRADIENTS_DIR
     logs = sorted((step_of(path.name) or 0, path) for path in matching(directory, "rank-*"))
-    found = [(rank, one) for rank, path in logs for one in log_segments.chains(path)]
+    found = [(rank, one) for rank, path in logs for one in log_segments.list_chains(path)]
     return [{"rank": rank, **dataclasses.asdict(one)} for rank, one in found]
 
 

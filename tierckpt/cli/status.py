@@ -139,7 +139,7 @@ def _gradient_logs(root: Path, copied: Sequence[Json]) -> Iterator[Json]:
         sizes = [file_size(path) for path in log_segments.paths_in(directory)]
         location = location_at(root, directory.parent.parent)
         if sizes and location is not None:
-            steps = [one.newest_step for one in log_segments.chains(directory) if one.newest_step is not None]
+            steps = [one.newest_step for one in log_segments.list_chains(directory) if one.newest_step is not None]
             yield {
                 "uri": location.uri,
                 "rank": step_of(directory.name),

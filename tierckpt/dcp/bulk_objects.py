@@ -45,11 +45,11 @@ def gc_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            _make_old()
+            _promote_objects()
             gc.enable()
 
 
-def _make_old() -> None:
+def _promote_objects() -> None:
     global has_frozen
     # Without the lock another thread does the same; a child forked meanwhile never gets it.
     if has_frozen or not _lock.acquire(blocking=False):

@@ -36,7 +36,7 @@ class CheckpointFiles:
         manifest = checkpoint.manifest
         self.chunk_size_bytes = int(manifest.chunk_size_bytes if manifest is not None else settings.chunk_size_bytes)
         self._entries = {entry.path: entry for entry in manifest.entries} if manifest is not None else None
-        self._blocks = block_digests.places(manifest) if manifest is not None else {}
+        self._blocks = block_digests.digest_locations(manifest) if manifest is not None else {}
 
     @classmethod
     def find(cls, client: Client, settings: Settings, location: Location) -> CheckpointFiles:

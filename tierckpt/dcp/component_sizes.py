@@ -13,7 +13,7 @@ from ..planning.training_state import Model, Tensor, TrainingState, take_stock
 from .reader import TierStorageReader
 
 
-def take_stock_of(uri: str | os.PathLike[str], settings: Settings) -> tuple[Model, TrainingState]:
+def component_sizes_of(uri: str | os.PathLike[str], settings: Settings) -> tuple[Model, TrainingState]:
     """Return the model and state at ``uri``; for a run, of its newest usable checkpoint.
 
     Raises:

@@ -33,7 +33,7 @@ def encode(metadata: Metadata) -> bytes:
     Cost: 4 microseconds for each tensor; 1 for the metadata of the same plan as in the previous call.
     """
     global _last
-    share(metadata)
+    deduplicate(metadata)
     last, made = _last, _Encoded.of(metadata)
     data = last.with_names_of(made) if last is not None and made is not None else None
     if made is not None and data is not None and last is not None:
@@ -57,7 +57,7 @@ def renamed(data: bytes) -> tuple[bytes, set[str]] | None:
 def encode_plan(metadata: Metadata) -> bytes:
     """As ``encode``, of metadata without storage data, for ``pickle.loads`` in a process of this machine."""
     global _last_plan
-    share(metadata)
+    deduplicate(metadata)
     if metadata.storage_data or metadata.storage_meta is not None:
         return encode_uncached(metadata)
     made = [metadata.planner_data, *metadata.state_dict_metadata.values()]
@@ -76,7 +76,7 @@ def encode_uncached(metadata: Metadata) -> bytes:
 
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:
-    """Return True if both have the same objects, which are never modified (``share``)."""
+    """Return True if both have the same objects, which are never modified (``deduplicate``)."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
@@ -134,7 +134,7 @@ _last: _Encoded | None = None
 _last_plan: tuple[list[Any], bytes] = [], b""
 
 
-def _index(index: MetadataIndex) -> tuple[Any, ...]:
+def _index_fields(index: MetadataIndex) -> tuple[Any, ...]:
     return MetadataIndex, (index.fqn, index.offset, index.index)
 
 
@@ -149,7 +149,7 @@ def _tensor(stored: TensorStorageMetadata) -> tuple[Any, ...]:
 
 
 _CALLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], tuple[str, ...]]] = {
-    MetadataIndex: (_index, ("fqn", "offset", "index")),
+    MetadataIndex: (_index_fields, ("fqn", "offset", "index")),
     StorageInfo: (_storage, ("relative_path", "offset", "length", "transform_descriptors")),
     TensorStorageMetadata: (_tensor, ("properties", "size", "chunks")),
 }
@@ -168,7 +168,7 @@ class _MetadataPickler(pickle.Pickler):
     }
 
 
-def share(metadata: Metadata) -> None:
+def deduplicate(metadata: Metadata) -> None:
     """Replace equal properties, sizes and chunks by one object: the pickle holds each once.
 
     It is half as long then, and readers build half as many objects. Shared objects are never modified: DCP and this

@@ -72,7 +72,7 @@ class Outline:
             return None
         found = [leaves[position] for position in tensors]
         is_plain = all(item_format.is_plain(tensor) for tensor in found)
-        return cls(root, tensors, objects, list(map(_facts, _chunks(found))), is_plain)
+        return cls(root, tensors, objects, list(map(_tensor_facts, _chunks(found))), is_plain)
 
     def leaves_of(
         self, state_dict: Mapping[str, Any], *, with_addresses: bool = False
@@ -92,7 +92,7 @@ class Outline:
         addresses: list[int] | None = [] if with_addresses and self.is_plain else None
         for chunk, known in zip(_chunks([leaves[at] for at in self.tensors]), self.facts, strict=True):
             # Types first: the other facts exist only for supported kinds of tensors.
-            if list(map(type, chunk)) != known[0] or _facts(chunk) != known:
+            if list(map(type, chunk)) != known[0] or _tensor_facts(chunk) != known:
                 return None
             if addresses is not None and _are_contiguous_on_host(chunk):
                 addresses += map(torch.Tensor.data_ptr, chunk)
@@ -175,7 +175,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _is_plannable(tensor: torch.Tensor) -> bool:
-    """Return True if ``_facts`` has all that DCP's plan for it depends on."""
+    """Return True if ``_tensor_facts`` has all that DCP's plan for it depends on."""
     if isinstance(tensor, DTensor):
         local = torch_internals.local_tensor_of(tensor)
         return type(tensor) is DTensor and not hasattr(local, "__create_write_items__")
@@ -200,21 +200,21 @@ def _are_local_parts(tensors: list[torch.Tensor]) -> list[bool]:
     return list(map(is_local_part, tensors)) if any(begun) else begun
 
 
-def _facts(tensors: list[torch.Tensor]) -> list[Any]:
+def _tensor_facts(tensors: list[torch.Tensor]) -> list[Any]:
     """Return the facts for write items, by columns: one C pass each is far cheaper than a loop over tensors."""
     sharded = [tensor for tensor in tensors if type(tensor) is DTensor]
     local = [torch_internals.local_tensor_of(tensor) for tensor in sharded]
     plain = [tensor for tensor in tensors if type(tensor) is not DTensor] if sharded else tensors
-    meshes = _column(sharded, "device_mesh")
+    meshes = _attribute_of_each(sharded, "device_mesh")
     here = {id(mesh): mesh.get_coordinate() for mesh in meshes}
     return [
         list(map(type, tensors)),
         *_properties(plain),
         *_properties(local),
         list(map(type, local)),
-        _column(sharded, "shape"),
-        _column(sharded, "requires_grad"),
-        _column(sharded, "placements"),
+        _attribute_of_each(sharded, "shape"),
+        _attribute_of_each(sharded, "requires_grad"),
+        _attribute_of_each(sharded, "placements"),
         meshes,
         list(here.values()),
         torch.is_grad_enabled() if sharded else None,  # decides whether a local tensor requires grad
@@ -223,7 +223,7 @@ def _facts(tensors: list[torch.Tensor]) -> list[Any]:
 
 def _properties(tensors: list[torch.Tensor]) -> list[list[Any] | None]:
     return [
-        *(_column(tensors, name) for name in ("shape", "dtype", "layout", "requires_grad")),
+        *(_attribute_of_each(tensors, name) for name in ("shape", "dtype", "layout", "requires_grad")),
         list(map(torch.Tensor.is_pinned, tensors)) if _can_pin() else None,
         list(map(torch.Tensor.stride, tensors)) if _HAS_STRIDES else None,
         _are_local_parts(tensors),
@@ -235,7 +235,7 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     return (tensors[start : start + CHUNK_TENSORS] for start in range(0, len(tensors), CHUNK_TENSORS))
 
 
-def _column(tensors: Iterable[torch.Tensor], name: str) -> list[Any]:
+def _attribute_of_each(tensors: Iterable[torch.Tensor], name: str) -> list[Any]:
     return list(map(operator.attrgetter(name), tensors))
 
 

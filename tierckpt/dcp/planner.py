@@ -330,7 +330,7 @@ class TierSavePlanner(DefaultSavePlanner):
         generation = _Generation(
             secrets.token_hex(8),
             [dataclasses.replace(plan, storage_data=None) for plan in complete],
-            _kinds(all_plans),
+            _plan_types(all_plans),
             _copy(metadata),
         )
         alive = cache.alive_with(generation)
@@ -424,12 +424,12 @@ def _generation_of(plans: list[SavePlan]) -> _Generation | None:
     if len(tickets) < len(plans) or len({ticket.generation for ticket in tickets}) != 1:
         return None
     generation = cache.generation(tickets[0].generation)
-    if generation is None or len(generation.locals) != len(plans) or generation.kinds != _kinds(plans):
+    if generation is None or len(generation.locals) != len(plans) or generation.kinds != _plan_types(plans):
         return None
     return generation if [ticket.index for ticket in tickets] == list(range(len(plans))) else None
 
 
-def _kinds(plans: list[SavePlan]) -> list[type]:
+def _plan_types(plans: list[SavePlan]) -> list[type]:
     return [type(plan.storage_data) for plan in plans]
 
 

@@ -159,7 +159,7 @@ class RawRead:
 
     def __post_init__(self) -> None:
         size, lengths, target = self.size, self.item.lengths, self.target
-        is_same = target.dtype == self.dtype and fits_as_it_is(target)
+        is_same = target.dtype == self.dtype and can_receive_bytes(target)
         if lengths == size:
             self._row_count, self._size_bytes = size[0] if size else 1, self.frame.size_bytes
             self._is_direct = is_same
@@ -335,7 +335,7 @@ class SmallTensorGrouper:
             or target.size() != size
             or not (offsets is self._first or not any(offsets))
             or target.requires_grad
-            or not fits_as_it_is(target)
+            or not can_receive_bytes(target)
         ):
             return None
         self._first = offsets
@@ -375,7 +375,7 @@ def default_targets(planner: LoadPlanner) -> Mapping[str, Any]:
     return planner.state_dict if all(getattr(kind, name) is getattr(stock, name) for name in names) else {}
 
 
-def fits_as_it_is(target: torch.Tensor) -> bool:
+def can_receive_bytes(target: torch.Tensor) -> bool:
     """Return True if contiguous bytes written there are the tensor."""
     return (
         type(target) is torch.Tensor
@@ -402,7 +402,7 @@ class DeviceCopies:
         self._under_way += [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
-def by_file(reads: Sequence[Read]) -> dict[str, list[tuple[Piece, Read]]]:
+def pieces_by_file(reads: Sequence[Read]) -> dict[str, list[tuple[Piece, Read]]]:
     """Return the pieces of ``reads`` with their owners, by file, sorted by start."""
     files: dict[str, list[tuple[Piece, Read]]] = {}
     for read in reads:

@@ -26,7 +26,7 @@ from ..read.shared_read import (
     SharedRead,
     SharedReadPlan,
     Spans,
-    merged,
+    merge_ranges,
     plan_shared_reads,
     unit_bytes,
 )
@@ -90,7 +90,7 @@ class ReadSharing:
             process=Process.this(),
             window=self._memory.name or "",
             window_bytes=window_bytes,
-            wanted={name: merged(ranges) for name, ranges in wanted.items()},
+            wanted={name: merge_ranges(ranges) for name, ranges in wanted.items()},
             verify_block_bytes=chunk if chunk % DIGEST_BLOCK_BYTES else DIGEST_BLOCK_BYTES,
             unit_bytes=unit_bytes(chunk, window_bytes),
         )

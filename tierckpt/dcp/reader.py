@@ -25,7 +25,7 @@ from ..config import Settings
 from ..errors import IntegrityError, StateMismatchError, TierckptError, UnsafeCheckpointError
 from ..format.layout import METADATA, rank_metadata
 from ..format.manifest import FileEntry
-from ..read.parallel_read import Piece, Pull, pull, windows
+from ..read.parallel_read import Piece, Pull, batches, pull
 from ..read.replicated_file import ReplicatedFile, VerifiedFile
 from ..read.shared_read import SharedRead
 from ..restore.fetch_file import fetch_missing
@@ -45,11 +45,11 @@ from .read_plan import (
     Shapes,
     SmallTensorGrouper,
     WholeRead,
-    by_file,
     default_targets,
     frame_of,
     has_same_scale,
     is_framed,
+    pieces_by_file,
 )
 from .read_sharing import ReadSharing, spans
 from .sealed import Objects, load_metadata, load_tensor
@@ -250,7 +250,7 @@ class TierStorageReader(Mount, StorageReader):
                 name: stack.enter_context(contextlib.closing(found.open(entry))) for name, entry in entries.items()
             }
             reads = self._reads(items, work, files, found.chunk_size_bytes)
-            prepared = windows(reads, lambda read: read.extra_bytes, WINDOW_BYTES)
+            prepared = batches(reads, lambda read: read.extra_bytes, WINDOW_BYTES)
             done = 0
             while done < len(items):
                 with gc_paused():
@@ -345,7 +345,7 @@ class TierStorageReader(Mount, StorageReader):
         self, window: list[Read], work: _Load, files: Mapping[str, ReplicatedFile], then: ReadItem | None
     ) -> None:
         with gc_paused():
-            owned = by_file(window)
+            owned = pieces_by_file(window)
 
         def name(error: TierckptError, copies: ReplicatedFile, piece: Piece) -> None:
             item = next(read.item for known, read in owned[copies.entry.path] if known is piece)
@@ -424,7 +424,7 @@ class TierStorageReader(Mount, StorageReader):
 
     def _part(self, item: ReadItem, stored: torch.Tensor) -> torch.Tensor:
         self._check_part(item, stored.size())
-        return _narrowed(stored, item.storage_offsets, item.lengths)
+        return _narrow(stored, item.storage_offsets, item.lengths)
 
     def _check_part(self, item: ReadItem, stored: torch.Size) -> None:
         if item.lengths == stored and not any(item.storage_offsets):
@@ -505,7 +505,7 @@ def _warn_of_trust(where: str) -> None:
     log.warning("%s is read with trust_pickle=True: whatever code the checkpoint names runs in this process", where)
 
 
-def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+def _narrow(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         if length < tensor.size(dim):
             tensor = tensor.narrow(dim, offset, length)

@@ -209,7 +209,7 @@ def plan_shards(
     with gc_paused():
         sources = records.resolve(items, source)
         streamed += sources.others
-        plans = records.lay_out(
+        plans = records.plan_shards_of(
             sources,
             shard_bytes_max=settings.shard_size_bytes_max,
             chunk_size_bytes=settings.chunk_size_bytes,
@@ -219,12 +219,12 @@ def plan_shards(
             Shard(directory / shard_name(prefix, index, token), shard.records, shard.image)
             for index, shard in enumerate(plans)
         ]
-        results = [result for shard in shards for result in _results(shard)]
+        results = [result for shard in shards for result in _shard_results(shard)]
     parts = tuple(item.part for item in written if isinstance(item, split.PartItem))
     return PlannedShards(token, prefix, shards, results, sources.leases, streamed, parts)
 
 
-def _results(shard: Shard) -> list[WriteResult]:
+def _shard_results(shard: Shard) -> list[WriteResult]:
     name = shard.path.name
     return [
         result_of(record.item.index, record.total_bytes, StorageInfo(name, record.offset, record.total_bytes))

@@ -94,7 +94,7 @@ def decode_results(body: Mapping[str, Any], chunk_size_bytes: int, *, where: str
     with gc_paused():
         try:
             results = [_decode_result(*item) for item in body["results"]]
-            parts = tuple(split.Part(str(fqn), _box(whole), _box(box)) for fqn, whole, box in body["parts"])
+            parts = tuple(split.Part(str(fqn), _region(whole), _region(box)) for fqn, whole, box in body["parts"])
             items = body["files"]
         except (KeyError, TypeError, ValueError) as error:
             raise ManifestError(f"{where}: {error}", hint="The record is damaged; nothing is committed") from error
@@ -117,7 +117,7 @@ def _decode_result(
     return WriteResult(index, int(size_bytes), StorageInfo(path, int(at), int(length)))
 
 
-def _box(value: list[list[int]]) -> split.Box:
+def _region(value: list[list[int]]) -> split.Box:
     offsets, sizes = value
     return tuple(map(int, offsets)), tuple(map(int, sizes))
 
@@ -246,7 +246,7 @@ class SaveSession:
             plan.storage_data.check(self.location.uri, self.description.rank)
         if self.is_open:
             self.abort()
-            raise _used_twice(self.location.uri)
+            raise _concurrent_save_error(self.location.uri)
         if plan.items or self.description.is_coordinator:
             self._shards = plan_shards(self.description, self.settings, self.directory, token(), plan, source)
         try:
@@ -447,7 +447,7 @@ class SaveSession:
     def _manifest(self, data: bytes, results: list[list[WriteResult]]) -> Manifest:
         collected = {file.path: file for file in files_of(results)}
         if not {file.path for file in self.entry.files} <= collected.keys():
-            raise _used_twice(self.location.uri)
+            raise _concurrent_save_error(self.location.uri)
         token, chunk = self.entry.token, self.entry.chunk_size_bytes
         alone = not self.description.use_collectives
         attempt = token.rpartition("-")[0] if alone else token
@@ -596,7 +596,7 @@ class SaveSession:
             raise
 
 
-def _used_twice(uri: str) -> CheckpointError:
+def _concurrent_save_error(uri: str) -> CheckpointError:
     return CheckpointError(
         f"two saves used one TierStorageWriter at the same time (now at {uri})",
         hint="Wait for an async_save before starting the next with the same writer; this one was not committed",

@@ -161,7 +161,7 @@ class ShardDelivery:
         """Return the entries of the shards and their block digests, which are durable on return."""
         token, chunk = self.entry.token, self.entry.chunk_size_bytes
         shards = [FileEntry(f.path.name, f.size_bytes, f.digests, self.description.rank, token) for f in flushed]
-        return (*shards, *block_digests.keep(self.directory, flushed, self.description.rank, token, chunk))
+        return (*shards, *block_digests.write_digests(self.directory, flushed, self.description.rank, token, chunk))
 
     def _flush(self, shards: list[Shard], *, cached: bool = False) -> list[Flushed]:
         """Write the shards with the tuner's number of threads, and report the time to the tuner."""
@@ -217,7 +217,7 @@ def _streamed_shards(
     """
     name, stream, results = next(names), io.BytesIO(), list[WriteResult]()
     for item in items:
-        data = _data(item, planner)
+        data = _item_data(item, planner)
         results.append(torch_internals.write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE))
         if stream.tell() >= STREAMED_BYTES:
             yield name, ShardRecord(0, stream.getbuffer()), results
@@ -226,7 +226,7 @@ def _streamed_shards(
         yield name, ShardRecord(0, stream.getbuffer()), results
 
 
-def _data(item: WriteItem, planner: ItemSource) -> Any:
+def _item_data(item: WriteItem, planner: ItemSource) -> Any:
     if item.type is WriteItemType.BYTE_IO:
         return planner.resolve_data(item)
     tensor = planner.tensor(item) if isinstance(planner, StagedItems) else split.resolve(planner, item)

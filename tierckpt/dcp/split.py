@@ -84,20 +84,20 @@ def keep_items(plan: SavePlan) -> SavePlan:
 
 
 def balance_replicated(plans: list[SavePlan], part_bytes_min: int = PART_BYTES_MIN) -> list[SavePlan]:
-    """``spread`` by the items from ``keep_items``, and drop those from the plans.
+    """``spread_items`` by the items from ``keep_items``, and drop those from the plans.
 
     Plans that DCP's own plan cache keeps are not spread: on a later save that cache replaces the plans of some ranks
     and not of others, which would mix the parts of two assignments. (TierSavePlanner replaces all or none.)
     """
     held = [plan.storage_data.items if isinstance(plan.storage_data, Held) else () for plan in plans]
-    if not _cached_by_stock(plans):
-        plans = spread(plans, held, part_bytes_min)
+    if not _is_plan_cached_by_torch(plans):
+        plans = spread_items(plans, held, part_bytes_min)
     return [
         dataclasses.replace(plan, storage_data=None) if isinstance(plan.storage_data, Held) else plan for plan in plans
     ]
 
 
-def spread(
+def spread_items(
     plans: list[SavePlan], held: Sequence[Iterable[WriteItem]], part_bytes_min: int = PART_BYTES_MIN
 ) -> list[SavePlan]:
     """Level the bytes of ``plans`` over the ranks that hold them; every item is still written exactly once.
@@ -124,10 +124,10 @@ def spread(
     shared = {id(item) for items in groups.values() for item in items}
     for rank, plan in enumerate(plans):
         given[rank] = [item for item in plan.items if id(item) not in shared]
-        loads[rank] = sum(map(_weight, given[rank]))
+        loads[rank] = sum(map(_weight_of, given[rank]))
     # Groups with the fewest ranks first: then the balance within each group is optimal, if groups nest.
     for ranks, items in sorted(groups.items(), key=lambda group: len(group[0])):
-        _deal(items, ranks, loads, given, max(part_bytes_min, 1))
+        _assign_items(items, ranks, loads, given, max(part_bytes_min, 1))
     return [dataclasses.replace(plan, items=items) for plan, items in zip(plans, given, strict=True)]
 
 
@@ -169,7 +169,7 @@ def amend(metadata: Metadata, parts: Iterable[Part]) -> None:
     tiles: dict[str, dict[Box, set[Box]]] = defaultdict(lambda: defaultdict(set))
     for part in parts:
         tiles[part.fqn][part.whole].add(part.box)
-    amended = {fqn: _amended(metadata, fqn, wholes) for fqn, wholes in tiles.items()}
+    amended = {fqn: _merge_parts(metadata, fqn, wholes) for fqn, wholes in tiles.items()}
     metadata.state_dict_metadata.update(amended)
 
 
@@ -205,10 +205,10 @@ def _groups(plans: list[SavePlan], held: Sequence[Iterable[WriteItem]]) -> dict[
     for item, ranks, owner in zip(items, holders, owners, strict=True):
         if ranks.bit_count() > 1 and ranks >> owner & 1:
             groups[ranks].append(item)
-    return {tuple(_bits(ranks)): group for ranks, group in groups.items()}
+    return {tuple(_set_bits(ranks)): group for ranks, group in groups.items()}
 
 
-def _bits(number: int) -> Iterator[int]:
+def _set_bits(number: int) -> Iterator[int]:
     return (place for place in range(number.bit_length()) if number >> place & 1)
 
 
@@ -226,7 +226,7 @@ def _is_same_data(item: WriteItem, other: WriteItem) -> bool:
     )
 
 
-def _cached_by_stock(plans: list[SavePlan]) -> bool:
+def _is_plan_cached_by_torch(plans: list[SavePlan]) -> bool:
     caches = cached_global_plans().values()
     ours = set(map(id, plans))
     return any(id(plan) in ours for cached in caches for plan in cached)
@@ -268,21 +268,21 @@ class _Cut:
         )
 
 
-def _deal(
+def _assign_items(
     items: list[WriteItem], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]], part_bytes_min: int
 ) -> None:
     """Share ``items`` among ``ranks``: the coarse ones first, the largest first; then balance with the fine ones."""
-    cuts = [_cut(item, part_bytes_min) for item in items]
+    cuts = [_cut_of(item, part_bytes_min) for item in items]
     share_bytes = sum(cut.size_bytes for cut in cuts) // len(ranks)
     coarse_bytes = max(part_bytes_min, share_bytes // ROWS_PER_SHARE)
     fine = [cut for cut in cuts if cut.rows > 1 and cut.row_bytes <= coarse_bytes]
     coarse = [cut for cut in cuts if cut.rows == 1 or cut.row_bytes > coarse_bytes]
     coarse.sort(key=lambda cut: -cut.row_bytes)
-    _deal_rows(coarse, ranks, loads, given)
-    _level(fine, ranks, loads, given, part_bytes_min)
+    _assign_rows(coarse, ranks, loads, given)
+    _cut_evenly(fine, ranks, loads, given, part_bytes_min)
 
 
-def _deal_rows(cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]]) -> None:
+def _assign_rows(cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]]) -> None:
     """Give each row to the rank that has least; then move the rows of each rank together, as one part."""
     heap = [(loads[rank], rank) for rank in ranks]
     heapq.heapify(heap)
@@ -299,20 +299,20 @@ def _deal_rows(cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], given
             start += rows[rank]
 
 
-def _level(
+def _cut_evenly(
     cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]], part_bytes_min: int
 ) -> None:
     """Lay the items end to end and cut at the nearest row to the end of each rank's share: the fewest parts possible.
 
     The wrap-around rule of McNaughton (1959). A border is computed from the start, so rounding does not add up.
     """
-    shares = _shares(sum(cut.size_bytes for cut in cuts), ranks, loads, part_bytes_min)
+    shares = _share_ends(sum(cut.size_bytes for cut in cuts), ranks, loads, part_bytes_min)
     taker, position = 0, 0
     for cut in cuts:
         start = 0
         while start < cut.rows:
             rank, border = shares[taker]
-            end = min(max(_nearest(border - position, cut.row_bytes), start), cut.rows)
+            end = min(max(_round_to_step(border - position, cut.row_bytes), start), cut.rows)
             if taker == len(shares) - 1:
                 end = cut.rows
             if end > start:
@@ -324,7 +324,9 @@ def _level(
         position += cut.size_bytes
 
 
-def _shares(total_bytes: int, ranks: tuple[int, ...], loads: list[int], part_bytes_min: int) -> list[tuple[int, int]]:
+def _share_ends(
+    total_bytes: int, ranks: tuple[int, ...], loads: list[int], part_bytes_min: int
+) -> list[tuple[int, int]]:
     """Return, in rank order, the ranks with a share and the end of each share of ``total_bytes``.
 
     Water filling: the least loaded ranks are filled to one level. Another rank joins while its share is worth a part.
@@ -343,14 +345,14 @@ def _shares(total_bytes: int, ranks: tuple[int, ...], loads: list[int], part_byt
     return shares
 
 
-def _cut(item: WriteItem, part_bytes_min: int) -> _Cut:
+def _cut_of(item: WriteItem, part_bytes_min: int) -> _Cut:
     """Return how fine ``item`` can be cut: by rows of its first dimension above 1, if it is large enough."""
     data = item.tensor_data
     if data is not None and _size_bytes(data) >= part_bytes_min and _can_narrow(data):
         for dim, rows in enumerate(data.chunk.sizes):
             if rows > 1:
                 return _Cut(item, rows, _size_bytes(data) // rows, dim)
-    return _Cut(item, 1, _weight(item), 0)
+    return _Cut(item, 1, _weight_of(item), 0)
 
 
 def _can_narrow(data: TensorWriteData) -> bool:
@@ -361,7 +363,7 @@ def _can_narrow(data: TensorWriteData) -> bool:
     )
 
 
-def _weight(item: WriteItem) -> int:
+def _weight_of(item: WriteItem) -> int:
     """Return the bytes of an item, for balancing. An object's size is unknown here, and at least the fixed cost."""
     return ITEM_BYTES if item.tensor_data is None else max(_size_bytes(item.tensor_data), ITEM_BYTES)
 
@@ -371,14 +373,14 @@ def _size_bytes(data: TensorWriteData) -> int:
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
-def _nearest(position: int, step: int) -> int:
+def _round_to_step(position: int, step: int) -> int:
     return (2 * position + step) // (2 * step)
 
 
 # --- metadata -----------------------------------------------------------------------------------------------------
 
 
-def _amended(metadata: Metadata, fqn: str, wholes: dict[Box, set[Box]]) -> TensorStorageMetadata:
+def _merge_parts(metadata: Metadata, fqn: str, wholes: dict[Box, set[Box]]) -> TensorStorageMetadata:
     entry = metadata.state_dict_metadata.get(fqn)
     if not isinstance(entry, TensorStorageMetadata):
         raise CheckpointError(f"parts of {fqn} were written, but the metadata has no such tensor", tensor=fqn)
@@ -393,7 +395,7 @@ def _amended(metadata: Metadata, fqn: str, wholes: dict[Box, set[Box]]) -> Tenso
     kept = {
         box
         for box in ((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks)
-        if box not in wholes and box not in fresh and not any(_inside(box, whole) for whole in wholes)
+        if box not in wholes and box not in fresh and not any(_is_inside(box, whole) for whole in wholes)
     }
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in sorted(kept | fresh)]
     return dataclasses.replace(entry, chunks=chunks)
@@ -413,7 +415,7 @@ def _tiles(boxes: set[Box], whole: Box) -> bool:
     return expected == whole[0][dim] + whole[1][dim]
 
 
-def _inside(box: Box, whole: Box) -> bool:
+def _is_inside(box: Box, whole: Box) -> bool:
     return all(
         start <= offset and offset + size <= start + length
         for offset, size, start, length in zip(*box, *whole, strict=True)

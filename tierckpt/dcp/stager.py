@@ -54,7 +54,7 @@ def outlives_process(settings: Settings) -> bool:
     return settings.mover == "agent" and settings.staging_memory == "shared"
 
 
-def _announce(settings: Settings) -> None:
+def _start_agent(settings: Settings) -> None:
     """Start an agent before the first handoff is sent: it starts as slowly as Python. Returns at once."""
 
     def start() -> None:
@@ -295,7 +295,7 @@ class TierStager:
         shared = self._shared or self._outlives
         if self._outlives and not self._is_announced:
             self._is_announced = True
-            _announce(self.settings)
+            _start_agent(self.settings)
         arena = arena_for(self.settings, shared=shared, read_elsewhere=self._shared, numa_nodes=self._numa_nodes)
         lease = arena.lease(size_bytes)
         if lease is None:

@@ -52,7 +52,7 @@ class StagingLayout:
     def of(cls, facts: list[Facts], settings: Settings) -> StagingLayout:
         frames = [item_format.frame(dtype, tuple(shape)) for dtype, shape in facts]
         size_max, unit = settings.shard_size_bytes_max, shard_layout.unit_bytes(settings.chunk_size_bytes)
-        shards = shard_layout.arrange(frames, shard_bytes_max=size_max, unit=unit)
+        shards = shard_layout.assign_positions(frames, shard_bytes_max=size_max, unit=unit)
         offsets, size_bytes = _in_arena(frames, shards)
         places = [
             (dtype, shape, _contiguous_strides(shape), offset // dtype.itemsize)

@@ -61,7 +61,7 @@ from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, FilesInFlight, 
 from ..types import FileProgress, Progress, ProgressListener, Tier
 from . import write_back
 from .active_drain import COMMITTING, OTHER_RANKS, SILENT_SECONDS, STORE, ActiveDrain
-from .file_transfer import cause_of, send
+from .file_transfer import error_to_report, send
 from .rate_limiter import RateLimiter
 
 log = logger("drain")
@@ -283,7 +283,7 @@ class Drainer:
         credentials), else the time that a mover waits for other ranks. The files stay in either case.
         """
         # A server may repeat our credentials in its answer, and people read the journal.
-        text, is_passing = redact(f"{type(error).__name__}: {error}"), _may_pass(error)
+        text, is_passing = redact(f"{type(error).__name__}: {error}"), _is_transient(error)
         limit = PASSING_SECONDS if is_passing else self.settings.commit_timeout_seconds
         noted = await asyncio.to_thread(
             self.journal.fail,
@@ -410,7 +410,7 @@ class Drainer:
                 for file in entry.files:
                     group.create_task(move(file))
         except BaseExceptionGroup as errors:
-            raise cause_of(errors) from None
+            raise error_to_report(errors) from None
         if entry.manifest is not None and entry.manifest.tokens <= {entry.token} and not entry.is_fragment:
             return  # one rank wrote everything: no other mover needs a record
         if entry.is_fragment:
@@ -594,7 +594,7 @@ class Drainer:
         if local is None or local.attempt != manifest.attempt:
             await self.adopt(store, directory, manifest)
         await asyncio.to_thread(marks.mark_drained, directory, manifest.attempt)
-        if await asyncio.to_thread(_is_elsewhere, directory, entry, manifest):
+        if await asyncio.to_thread(_is_committed_elsewhere, directory, entry, manifest):
             # A direct put: this node has no copy, and no older checkpoint loses value.
             await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
             parent = entry.location.parent
@@ -611,7 +611,7 @@ class Drainer:
         await asyncio.to_thread(local_commit.record_commit, directory, manifest, metadata)
 
 
-def _may_pass(error: TierckptError) -> bool:
+def _is_transient(error: TierckptError) -> bool:
     """Whether ``error`` may end by itself: an outage, expired credentials or certificate."""
     return error.retryable or isinstance(error, PermissionDeniedError | CapacityError | EndpointError)
 
@@ -623,7 +623,7 @@ async def _read_manifest(store: Store, key: str) -> Manifest:
     return await verified(store, read)
 
 
-def _is_elsewhere(directory: Path, entry: JournalEntry, manifest: Manifest) -> bool:
+def _is_committed_elsewhere(directory: Path, entry: JournalEntry, manifest: Manifest) -> bool:
     shards = [file for file in manifest.files if file.path.endswith(SHARD_SUFFIX)]
     had = any(file.path.endswith(SHARD_SUFFIX) for file in entry.files)
     return had and not any((directory / file.key).exists() for file in shards)

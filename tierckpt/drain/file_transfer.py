@@ -1,6 +1,6 @@
 """Move a file between the local tier and a store, verifying every byte on the way (P4).
 
-A file that exists completely is not sent again (``_is_there``); a partial transfer starts over.
+A file that exists completely is not sent again (``_is_stored``); a partial transfer starts over.
 
 File operations in threads run ``to_completion``: a cancelled one is awaited before its descriptor is closed, or it
 would write to the next file with that descriptor.
@@ -72,19 +72,19 @@ async def send(
         on_bytes(size_bytes)
 
     try:
-        if not replaces and await _is_there(store, path, entry):
+        if not replaces and await _is_stored(store, path, entry):
             count(entry.size_bytes)
             return
         begun = time.monotonic()
         pieces = _checked_chunks(path, entry, chunk_size_bytes, count, flow)
         await store.put_stream(entry.key, pieces, entry.size_bytes)
-        _count("send", begun)
+        _record_operation("send", begun)
     except BaseException:
         count(-counted)
         raise
 
 
-async def _is_there(store: Store, path: Path, entry: FileEntry) -> bool:
+async def _is_stored(store: Store, path: Path, entry: FileEntry) -> bool:
     with contextlib.suppress(ObjectNotFoundError):
         if (await store.head(entry.key)).size_bytes == entry.size_bytes:
             return True
@@ -153,20 +153,20 @@ async def fetch(
                     group.create_task(move(byte_range, digest))
             with translated(path):
                 await to_completion(asyncio.to_thread(publish, temporary, path, file))
-            _count("fetch", begun)
+            _record_operation("fetch", begun)
         except BaseException as error:
             temporary.unlink(missing_ok=True)
-            raise cause_of(error) from None
+            raise error_to_report(error) from None
         finally:
             os.close(file)
 
 
-def _count(operation: str, begun: float) -> None:
+def _record_operation(operation: str, begun: float) -> None:
     FILES.emit(1, operation=operation)
     FILE_SECONDS.emit(time.monotonic() - begun, operation=operation)
 
 
-def cause_of(error: BaseException) -> BaseException:
+def error_to_report(error: BaseException) -> BaseException:
     """Return the error to report; of a group: damage, else a permanent error, else any."""
     flat = _flatten(error)
     ours = [one for one in flat if isinstance(one, TierckptError)]

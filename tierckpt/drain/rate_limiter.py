@@ -357,7 +357,7 @@ class RateLimiter:
     async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run blocking ``work`` on a low-priority thread."""
         if self._threads is None:
-            self._threads = ThreadPool(THREADS_MAX, "tierckpt-drain", _step_back_to, (self._nice,))
+            self._threads = ThreadPool(THREADS_MAX, "tierckpt-drain", _lower_priority, (self._nice,))
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def close(self) -> None:
@@ -369,7 +369,7 @@ class RateLimiter:
             self._stepping.mark.close()
 
 
-def _step_back_to(nice: int) -> None:
+def _lower_priority(nice: int) -> None:
     if nice:
         lower_this_thread(nice)
 

@@ -52,7 +52,7 @@ METADATA_BYTES_MAX = 1 << 30
 _SHARD = re.compile(rb"__\d+_\d+\.distcp")
 
 
-def can_carry(location: Location) -> bool:
+def can_write_back(location: Location) -> bool:
     """Return False for a name that the journal cannot hold: written to the store directly."""
     return is_uri(location.uri) and is_safe_path(location.name) and is_safe_path(root_of(location)[1])
 
@@ -85,7 +85,7 @@ def remove(settings: Settings, location: Location, after: Location | None = None
     entry = _entry(token, location, int(settings.chunk_size_bytes), ())
     entry = replace(entry, after_uri=after.uri if after is not None else "")
     journal.write(entry)
-    if not _waits_for_its_file(entry):
+    if not _is_waiting_for_file(entry):
         _cancel(journal, earlier)
     return token
 
@@ -106,7 +106,7 @@ def _cancel(journal: Journal, tokens: list[str]) -> None:
                     journal.drop(entry)
 
 
-def _waits_for_its_file(entry: JournalEntry) -> bool:
+def _is_waiting_for_file(entry: JournalEntry) -> bool:
     """Whether a removal still lets its file reach the shared tier (W6)."""
     return entry.after_uri == entry.uri
 
@@ -133,7 +133,7 @@ async def drain(drainer: Drainer, entry: JournalEntry, patient: bool) -> str:
                 continue
             while before := await asyncio.to_thread(_predecessors, drainer.journal, entry):
                 if before[0].state in SET_ASIDE_STATES:
-                    raise _waited(entry, f"{before[0].uri}, which was set aside,", 0.0)
+                    raise _wait_error(entry, f"{before[0].uri}, which was set aside,", 0.0)
                 drained = None
                 with suppress(CommitAbandonedError):  # it also waits for others
                     drained = await drainer.drain(before[0].token, patient=False)  # no task drains it yet
@@ -143,11 +143,11 @@ async def drain(drainer: Drainer, entry: JournalEntry, patient: bool) -> str:
                 break
             previous, look_at = drainer.journal.path(before[-1].token), time.monotonic() + SHARED.longest_seconds
         else:
-            raise _waited(entry, "an earlier write there", wait_seconds)
+            raise _wait_error(entry, "an earlier write there", wait_seconds)
         at, key = root_of(entry.location)
         store = drainer.store(at)
         written = await asyncio.to_thread(drainer.journal.files, entry.uri)
-        later = [one for one in written if one.token == entry.token or not _waits_for_its_file(one)]
+        later = [one for one in written if one.token == entry.token or not _is_waiting_for_file(one)]
         is_last = not later or later[-1].token == entry.token
         if is_last and not entry.files:
             await store.delete(key)
@@ -188,23 +188,23 @@ def _predecessors(journal: Journal, entry: JournalEntry) -> list[JournalEntry]:
     The predecessors of a removal (W5) may have been removed undrained since, and others replaced them. So it waits for
     all files closed before the latest removal there, except those that wait for this one, directly or indirectly.
     """
-    is_in_turn = not entry.after_uri or _waits_for_its_file(entry)
+    is_in_turn = not entry.after_uri or _is_waiting_for_file(entry)
     above = f"{(entry.location.parent.uri if is_in_turn else entry.after_uri).rstrip('/')}/"
     if is_in_turn:
         return [other for other in journal.files(before=entry.token) if other.uri.startswith(above)]
     found = [other for other in journal.files() if other.uri.startswith(above)]
     place = next((number for number, other in enumerate(found) if other.token == entry.token), len(found))
     last = max((number for number, other in enumerate(found) if other.after_uri == entry.after_uri), default=place)
-    waiting, later = _above(entry), []
+    waiting, later = _parents_of(entry), []
     for other in found[place + 1 : last]:
         if other.after_uri or other.location.parent.uri.rstrip("/") in waiting:
-            waiting |= _above(other)
+            waiting |= _parents_of(other)
         elif other.files:
             later.append(other)
     return found[:place] + later
 
 
-def _above(entry: JournalEntry) -> set[str]:
+def _parents_of(entry: JournalEntry) -> set[str]:
     names = entry.uri.split("/")
     return {"/".join(names[:count]) for count in range(1, len(names))}
 
@@ -226,10 +226,10 @@ async def _await_shards(drainer: Drainer, entry: JournalEntry, place: Path, wait
                 missing.discard(shard)
         if not missing:
             return
-    raise _waited(entry, f"{len(missing)} shards of other nodes", wait_seconds)
+    raise _wait_error(entry, f"{len(missing)} shards of other nodes", wait_seconds)
 
 
-def _waited(entry: JournalEntry, what: str, seconds: float) -> CommitAbandonedError:
+def _wait_error(entry: JournalEntry, what: str, seconds: float) -> CommitAbandonedError:
     return CommitAbandonedError(
         f"{entry.uri} stays on this node: {what} is not on the shared tier yet",
         hint="`tierckpt drain --wait` on each node retries",

@@ -29,7 +29,7 @@ from ..format.manifest import FileEntry, has_digest
 from ..loading.cached_view import CachedView
 from ..read.file_copies import FileCopy, LocalCopy, RemoteCopy
 from ..read.replicated_file import RangeFile, ReplicatedFile, VerifiedFile
-from ..save.spool import PIECE_BYTES, Spool, spooled
+from ..save.spool import PIECE_BYTES, Spool, spool_stream
 from ..stores.schemes import check_target
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo
@@ -359,7 +359,7 @@ def put(
     client.run(client.mover.browser.check_write(location))
     if write_back:
         client.recover()
-        with stream if isinstance(stream, Spool) else spooled(settings, stream) as spool:
+        with stream if isinstance(stream, Spool) else spool_stream(settings, stream) as spool:
             space.make_room(settings, spool.size_bytes, settings.local_root, reserved_bytes=spool.reserved_bytes)
             client.drain_in_background(drained.write(settings, location, spool.size_bytes, spool.keep_as))
         return

@@ -353,7 +353,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         put(self.settings, location, stream, size_bytes, if_absent=if_absent, write_back=is_behind)
 
     def _is_behind(self, location: Location, if_absent: bool) -> bool:
-        return self.write_back and self.settings.drain and not if_absent and write_back.can_carry(location)
+        return self.write_back and self.settings.drain and not if_absent and write_back.can_write_back(location)
 
     @short_traceback
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
@@ -397,7 +397,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if thing.checkpoint is not None:
             raise ConfigError(f"{location.uri} is of a checkpoint", hint="`tierckpt prune` removes it as a whole")
         # A mover may be sending it, or its replacement: the removal comes after that (W2, W3).
-        may_wait = self.write_back and write_back.can_carry(location)
+        may_wait = self.write_back and write_back.can_write_back(location)
         is_behind = may_wait and not self.is_drained(moved_in or self._parent(path))
         run_path = self._parent(self._parent(path))
         if may_wait and not (is_behind or moved_in or location.scheme == "file") and "/" in run_path:
@@ -418,7 +418,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         """Remove a file once it, and the files that this node closed next to it, are on the store (W6). Does not wait
         for the store."""
         location = self._location(path)
-        if not write_back.can_carry(location):
+        if not write_back.can_write_back(location):
             self.rm_file(path)
             return
         self._remove_behind(location, location)
@@ -444,7 +444,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             below = self._run(self._mover.browser.below(location))
             above = moved_in or self._parent(name)
             # Later files may be on this node only: then the store keeps this one until it has them (W5).
-            is_behind = self.write_back and all(write_back.can_carry(thing.location) for thing in below)
+            is_behind = self.write_back and all(write_back.can_write_back(thing.location) for thing in below)
             is_behind = is_behind and any(
                 entry.files and not f"{entry.uri}/".startswith(f"{location.uri}/") for entry in self._undrained(above)
             )

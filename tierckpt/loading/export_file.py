@@ -28,7 +28,7 @@ from ..dcp.reader import TierStorageReader
 from ..disk.file_io import DirectFile
 from ..errors import IntegrityError
 from ..quantities import DISK_BLOCK_BYTES, round_up
-from ..read.parallel_read import windows
+from ..read.parallel_read import batches
 from ..resources import ThreadPool
 from .header import name_of, shape_in_file
 
@@ -112,7 +112,7 @@ def write_file(
     """
     header = header_of(items)
     memory_bytes = min(window_bytes, sum(item.size_bytes for item in items)) + 2 * DISK_BLOCK_BYTES
-    ordered = windows(blocks(items, len(header), window_bytes), lambda block: block.memory_bytes, window_bytes)
+    ordered = batches(blocks(items, len(header), window_bytes), lambda block: block.memory_bytes, window_bytes)
     with contextlib.closing(DirectFile()) as file, ThreadPool(1, "tierckpt-export") as writer:
         file.create(path)
         with contextlib.closing(Memory.allocate(len(header))) as memory:

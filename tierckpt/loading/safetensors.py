@@ -17,7 +17,7 @@ from torch import Tensor
 from ..config import GiB, Settings
 from ..disk.io_tuner import MODEL_READ_MODES, ReadMode
 from ..errors import ConfigError, StateMismatchError
-from ..read.parallel_read import windows
+from ..read.parallel_read import batches
 from ..resources import ThreadPool
 from ..tracebacks import short_traceback
 from .deferred import Deferral
@@ -263,7 +263,7 @@ class WantedTensors:
     ) -> Generator[tuple[str, Tensor], None, None]:
         """See ``stream_safetensors``. The end of the generator closes this; with ``deferral`` the caller does."""
         stop = threading.Event()
-        ordered = windows(self.requests, lambda request: request.size_bytes, bytes_in_flight_max // 2)
+        ordered = batches(self.requests, lambda request: request.size_bytes, bytes_in_flight_max // 2)
         read = fill if deferral is None else deferral.fill
         with contextlib.ExitStack() as stack, ThreadPool(1, "tierckpt-stream") as reader:
             if deferral is None:

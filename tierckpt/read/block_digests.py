@@ -36,7 +36,9 @@ from .file_copies import FileCopy
 log = logger("restore")
 
 
-def keep(directory: Path, flushed: Sequence[Flushed], rank: int, token: str, chunk_size_bytes: int) -> list[FileEntry]:
+def write_digests(
+    directory: Path, flushed: Sequence[Flushed], rank: int, token: str, chunk_size_bytes: int
+) -> list[FileEntry]:
     """Write the block digests of ``flushed``, durably. Return their entry, or [] if a chunk is one block."""
     shards = sorted(flushed, key=lambda shard: shard.path.name)
     data = b"".join(shard.blocks for shard in shards)
@@ -48,7 +50,7 @@ def keep(directory: Path, flushed: Sequence[Flushed], rank: int, token: str, chu
     return [FileEntry(blocks_file(token), len(data), digests_of(data, chunk_size_bytes), rank, token)]
 
 
-def places(manifest: Manifest) -> dict[str, tuple[FileEntry, int]]:
+def digest_locations(manifest: Manifest) -> dict[str, tuple[FileEntry, int]]:
     """Return the file of block digests and the offset in it, by path of each shard.
 
     Omits shards without block digests (of earlier releases, or with one block a chunk).

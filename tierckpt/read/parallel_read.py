@@ -157,7 +157,7 @@ class _Read(NamedTuple):
     """The first piece that may overlap them."""
 
 
-def _reads(jobs: Iterable[_ChunkJob]) -> Iterator[_Read]:
+def _split_jobs(jobs: Iterable[_ChunkJob]) -> Iterator[_Read]:
     """Split chunks of a disk that are wanted whole into parts, so that the disk is read in order.
 
     One thread reads any other chunk: the digests for a part of it may have to be fetched, and other threads should not
@@ -194,13 +194,13 @@ def pull(
     local: list[_ChunkJob] = []
     remote: list[_ChunkJob] = []
     for copies, pieces in wanted:
-        (remote if copies.is_remote else local).extend(_jobs(copies, pieces))
+        (remote if copies.is_remote else local).extend(_chunk_jobs(copies, pieces))
     disk = opened_disk(local)
     local = run_trials(local, disk, lambda jobs, threads: _Pull(jobs, threads, buffers, on_error).run())
     _Pull(local, _threads(disk), buffers, on_error, remote).run()
 
 
-def windows(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: int) -> Iterator[list[T]]:
+def batches(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: int) -> Iterator[list[T]]:
     """Cut ``things`` into runs of at most ``size_bytes_max`` in memory, or of one thing."""
     window: list[T] = []
     size_bytes = 0
@@ -221,7 +221,7 @@ def _threads(disk: LocalCopy | None) -> int:
     return min(liked, max(THREADS_MIN, THREADS_PER_PROCESSOR * (os.cpu_count() or 1) // ranks_of_node()))
 
 
-def _jobs(copies: ReplicatedFile, pieces: Sequence[Piece]) -> list[_ChunkJob]:
+def _chunk_jobs(copies: ReplicatedFile, pieces: Sequence[Piece]) -> list[_ChunkJob]:
     jobs: dict[int, _ChunkJob] = {}
     size = copies.chunk_size_bytes
     for piece in pieces:
@@ -230,14 +230,14 @@ def _jobs(copies: ReplicatedFile, pieces: Sequence[Piece]) -> list[_ChunkJob]:
                 jobs[index] = _ChunkJob(copies, index)
             jobs[index].pieces.append(piece)
     for job in jobs.values():
-        job.runs = _runs(job)
+        job.runs = _missing_ranges(job)
     copies.expect_parts(
         job.index for job in jobs.values() if job.runs and not (copies.is_remote and job.is_wanted_whole)
     )
     return [jobs[index] for index in sorted(jobs)]
 
 
-def _runs(job: _ChunkJob) -> list[ByteRange]:
+def _missing_ranges(job: _ChunkJob) -> list[ByteRange]:
     chunk, grain, is_remote = job.copies.chunk_range(job.index), job.copies.verify_block_bytes, job.copies.is_remote
     near = NEAR_BYTES if is_remote else NEAR_LOCAL_BYTES
     runs: list[tuple[int, int, bool]] = []
@@ -301,9 +301,9 @@ class _Pull(ReadThreads):
     ) -> None:
         buffer_bytes = max((round_up(job.read_bytes_max) for job in local), default=0)
         count = min(threads, buffers.count_max, sum(max(1, -(-job.wanted_bytes // READ_BYTES)) for job in local))
-        disks = Worker(partial(self._work, _reads(local)), "tierckpt-pull", buffer_bytes)
+        disks = Worker(partial(self._work, _split_jobs(local)), "tierckpt-pull", buffer_bytes)
         # Responses of a store are in the store's own memory: no buffer.
-        stores = Worker(partial(self._work, _reads(remote)), "tierckpt-pull")
+        stores = Worker(partial(self._work, _split_jobs(remote)), "tierckpt-pull")
         super().__init__([disks] * count + [stores] * min(REQUESTS_MAX, len(remote)), buffers)
         self._on_error = on_error
         self._turns = _Turns(len(os.sched_getaffinity(0)))
@@ -315,7 +315,7 @@ class _Pull(ReadThreads):
                 first = job.first_after(part.start, first)
                 try:
                     with _Turn(self._turns) as turn:
-                        data = job.copies.part(job.index, part, _room(buffer, part), turn)
+                        data = job.copies.part(job.index, part, _buffer_if_large_enough(buffer, part), turn)
                         _scatter(islice(job.pieces, first, None), part, data)
                 except TierckptError as error:
                     self._on_error(error, job.copies, job.pieces[min(first, len(job.pieces) - 1)])
@@ -326,7 +326,7 @@ class _Pull(ReadThreads):
                         _read_unverified(piece, job, buffer)
 
 
-def _room(buffer: memoryview | None, part: ByteRange) -> memoryview | None:
+def _buffer_if_large_enough(buffer: memoryview | None, part: ByteRange) -> memoryview | None:
     """Return ``buffer`` if large enough: the next copy may be read by whole chunks."""
     return buffer if buffer is not None and round_up(part.size_bytes) <= len(buffer) else None
 
@@ -336,7 +336,7 @@ def _read_unverified(piece: Piece, job: _ChunkJob, buffer: memoryview | None) ->
     if any(run.start <= start and stop <= run.stop for run in job.runs):
         return
     pages = _pages(job.copies, start, stop)
-    data = job.copies.read_unverified(pages, _room(buffer, pages))
+    data = job.copies.read_unverified(pages, _buffer_if_large_enough(buffer, pages))
     _scatter([piece], ByteRange(pages.start, pages.start + len(data)), data)
 
 

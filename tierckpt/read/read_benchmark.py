@@ -64,14 +64,14 @@ def run_trials(jobs: list[R], first: LocalCopy | None, run: Callable[[list[R], i
     if _size_bytes(jobs) <= TRIAL_BYTES * len(first.tuner.modes):
         return jobs
     with first.tuner.trial() as is_ours:
-        return _try(jobs, first.tuner, first, run) if is_ours else jobs
+        return _trial(jobs, first.tuner, first, run) if is_ours else jobs
 
 
-def _try(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[R], int], None]) -> list[R]:
+def _trial(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[R], int], None]) -> list[R]:
     rounds = min(TRIAL_ROUNDS_MAX, max(1, _size_bytes(jobs) // (2 * TRIAL_BYTES * len(tuner.modes))))
     rates: dict[ReadMode, list[float]] = {way: [] for way in tuner.modes}
     for way in tuner.modes * rounds:
-        part, jobs = _part(jobs, TRIAL_BYTES)
+        part, jobs = _split_off(jobs, TRIAL_BYTES)
         disks = {job.disk for job in part}
         cold_bytes = -sum(disk.cold_bytes for disk in disks if disk)
         for disk in disks:
@@ -93,7 +93,7 @@ def _try(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[
     return jobs
 
 
-def _part(jobs: list[R], wanted_bytes: int) -> tuple[list[R], list[R]]:
+def _split_off(jobs: list[R], wanted_bytes: int) -> tuple[list[R], list[R]]:
     for count, job in enumerate(jobs, 1):
         wanted_bytes -= job.wanted_bytes
         if wanted_bytes <= 0:

@@ -106,7 +106,7 @@ def plan_shared_reads(interests: Sequence[ReadInterest | None]) -> list[SharedRe
         members = [interest for rank in ranks if (interest := interests[rank]) is not None]
         if len(members) < 2 or members[0].unit_bytes * SLOTS_MIN > members[0].window_bytes:
             continue
-        ranges = _common(members)
+        ranges = _common_ranges(members)
         if not ranges:
             continue
         processes = tuple(member.process for member in members)
@@ -115,7 +115,7 @@ def plan_shared_reads(interests: Sequence[ReadInterest | None]) -> list[SharedRe
     return plans
 
 
-def _common(members: Sequence[ReadInterest]) -> dict[str, Ranges]:
+def _common_ranges(members: Sequence[ReadInterest]) -> dict[str, Ranges]:
     """Return the ranges of each file that several ranks want, aligned; at most as many units as a window counts.
 
     An overlap of alignment alone does not count: ranks that want neighbouring rows read them apart.
@@ -141,7 +141,7 @@ def _common(members: Sequence[ReadInterest]) -> dict[str, Ranges]:
 
 
 def overlaps(lists: Iterable[Ranges]) -> list[tuple[int, int]]:
-    """Return the ranges that two or more of ``lists`` have. Each list is ``merged``."""
+    """Return the ranges that two or more of ``lists`` have. Each list is ``merge_ranges``."""
     edges = heapq.merge(*([edge for start, stop in ranges for edge in ((start, 1), (stop, -1))] for ranges in lists))
     found: list[tuple[int, int]] = []
     depth = begun = 0
@@ -154,7 +154,7 @@ def overlaps(lists: Iterable[Ranges]) -> list[tuple[int, int]]:
     return found
 
 
-def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return ``ranges`` in order, adjacent ones as one."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
@@ -177,7 +177,7 @@ class Units:
         self._stops: dict[str, list[int]] = {}
         self._first: dict[str, int] = {}
         for name in sorted(plan.ranges):
-            cuts = [cut for start, stop in plan.ranges[name] for cut in _cut(start, stop, size)]
+            cuts = [cut for start, stop in plan.ranges[name] for cut in _cut_range(start, stop, size)]
             self._starts[name], self._stops[name] = [cut[0] for cut in cuts], [cut[1] for cut in cuts]
             self._first[name] = number
             number += len(cuts)
@@ -211,7 +211,7 @@ class Units:
         return ByteRange(self._starts[name][at], self._stops[name][at])
 
 
-def _cut(start: int, stop: int, size: int) -> Iterable[tuple[int, int]]:
+def _cut_range(start: int, stop: int, size: int) -> Iterable[tuple[int, int]]:
     while start < stop:
         end = min(stop, (start // size + 1) * size)
         yield start, end

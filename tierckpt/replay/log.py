@@ -375,7 +375,7 @@ def roll_forward(
     layouts = layouts_of(optimizers)
     targets = {name: _Target(one) for name, one in _optimizers_by_name(optimizers).items()}
     newest, segment = Recovered(-1, 0), None
-    for position in log_segments.walk(directory, base):
+    for position in log_segments.iterate_frames(directory, base):
         if isinstance(position, str):
             newest = replace(newest, end_reason=position)
             break

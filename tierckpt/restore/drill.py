@@ -134,7 +134,7 @@ async def _compare(mover: Mover, report: DrillReport, manifest: Manifest, parent
     """Restore ``manifest`` to a new directory under ``parent``, compare it, remove it; fill ``report``."""
     report.files, report.size_bytes = len(manifest.entries), manifest.size_bytes
     begun = time.monotonic()
-    with _scratch(parent, manifest.size_bytes) as scratch:
+    with _scratch_directory(parent, manifest.size_bytes) as scratch:
         job = _Drill(mover, report, manifest, scratch)
         try:
             async with asyncio.TaskGroup() as group:
@@ -195,7 +195,7 @@ class _Drill:
 
 
 @contextmanager
-def _scratch(parent: Path, needed_bytes: int) -> Iterator[Path]:
+def _scratch_directory(parent: Path, needed_bytes: int) -> Iterator[Path]:
     """Yield a new directory under ``parent`` with room for ``needed_bytes``; it is removed at the end."""
     make_dirs(parent)
     _remove_dead(parent)

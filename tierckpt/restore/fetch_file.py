@@ -55,7 +55,7 @@ async def fetch_missing(mover: Mover, checkpoint: Checkpoint, entries: Iterable[
         async with gate:
             try:
                 width = mover.settings.concurrency
-                await bring(checkpoint, entry, sharing=mover.sharing, concurrency=width, on_bytes=on_bytes)
+                await fetch_to_local(checkpoint, entry, sharing=mover.sharing, concurrency=width, on_bytes=on_bytes)
             except (TierckptError, OSError) as error:
                 log.warning("%s could not be fetched to this node: %s", entry.path, error)
 
@@ -68,7 +68,7 @@ async def fetch_missing(mover: Mover, checkpoint: Checkpoint, entries: Iterable[
             await adopt(checkpoint)  # for retention and eviction
 
 
-async def bring(
+async def fetch_to_local(
     checkpoint: Checkpoint, entry: FileEntry, *, sharing: PeerJoiner | None, concurrency: int, on_bytes: OnBytes
 ) -> None:
     """Fetch one file of ``checkpoint`` to the local tier. It appears complete, verified and durable, or not at all.
@@ -98,7 +98,7 @@ async def bring(
         try:
             await asyncio.to_thread(lambda: cached.begin(whole=True))
             await cached.fill(listener=counted)
-            await to_completion(asyncio.to_thread(_put, place, entry, path))
+            await to_completion(asyncio.to_thread(_rename_into_place, place, entry, path))
         finally:
             await cached.close()
 
@@ -114,7 +114,7 @@ class _Counted:
         self._done_bytes = progress.done_bytes
 
 
-def _put(place: Path, entry: FileEntry, path: Path) -> None:
+def _rename_into_place(place: Path, entry: FileEntry, path: Path) -> None:
     """Rename the durable file into place."""
     with translated(path, is_above=True):
         publish(place / entry.path, path)

@@ -146,7 +146,7 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
     if location.scheme == "file" and target.absolute() == Path(location.path):
         raise ConfigError(f"{target} is both source and target of the prefetch", hint="Use another --to")
     with contextlib.ExitStack() as leases:
-        held = await asyncio.to_thread(_held, mover, resolved, target, leases)
+        held = await asyncio.to_thread(_local_copies, mover, resolved, target, leases)
         common: dict[str, Any] = {
             # A model has no chunk size. With that of the local copies, digests are comparable.
             "chunk_size_bytes": (held[-1][1] if held else resolved).frozen.chunk_size_bytes,
@@ -186,7 +186,7 @@ async def plan(mover: Mover, request: PrefetchRequest) -> AdmissionPlan | None:
     return await asyncio.to_thread(plan_prefetch, mover.node_cache.pool, resolved.frozen)
 
 
-def _held(mover: Mover, resolved: ResolvedUri, target: Path, leases: contextlib.ExitStack) -> list[CopySource]:
+def _local_copies(mover: Mover, resolved: ResolvedUri, target: Path, leases: contextlib.ExitStack) -> list[CopySource]:
     """Return the copies of the files on this node, in the node cache or on the local tier. Blocking."""
     held = mover.node_cache.copy_sources(resolved, leases)
     if resolved.manifest is None:

@@ -126,7 +126,7 @@ class Stream:
                 start = index * self._job.segment_bytes
                 end = min(start + self._job.segment_bytes, file.shard.size_bytes)
                 records = overlapping(file.shard.records, start, end)
-                place = self._job.in_place(file, records, start, end) or _in(self._slot, start, end)
+                place = self._job.in_place(file, records, start, end) or _place_in(self._slot, start, end)
                 self._job.assemble(file, records, place, end)
                 yield place.part(start, end)
 
@@ -306,7 +306,7 @@ class FlushJob:
                 place, slot = self.in_place(file, records, start, end), None
                 if place is None and self._free:
                     slot = self._free.pop()
-                    place = _in(slot, start, end)
+                    place = _place_in(slot, start, end)
                 if place is not None:
                     self._queue.popleft()
                     return _Segment(file, records, place, end, slot)
@@ -498,7 +498,7 @@ def _pieces(start: int, end: int, size_bytes: int) -> Iterator[tuple[int, int]]:
     yield start, end
 
 
-def _in(slot: Memory, start: int, end: int) -> _Place:
+def _place_in(slot: Memory, start: int, end: int) -> _Place:
     return _Place(slot.view, slot.address, start, round_up(end))
 
 

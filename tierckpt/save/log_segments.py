@@ -193,7 +193,7 @@ def remove_before(directory: Path, step: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def walk(directory: Path, base: str) -> Iterator[FramePosition | str]:
+def iterate_frames(directory: Path, base: str) -> Iterator[FramePosition | str]:
     """Yield the frames after the checkpoint ``base``, without reading their data; then the reason for the end.
 
     The reason is '' at the end of the file.
@@ -203,17 +203,17 @@ def walk(directory: Path, base: str) -> Iterator[FramePosition | str]:
 
 
 def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Iterator[FramePosition | str]:
-    """As ``walk``, from the segment ``here``. ``ended``: the reason to yield instead of ''."""
+    """As ``iterate_frames``, from the segment ``here``. ``ended``: the reason to yield instead of ''."""
     while here is not None:
         file = open_file(here.path)
         try:
             size_bytes, at, digest = os.fstat(file).st_size, here.head_bytes, here.digest
-            following = _continuing(found, digest)
+            following = _find_continuation(found, digest)
             while following is None and at < size_bytes:
                 place, length = _place(here, file, at, size_bytes, digest)
                 yield place
                 digest, at = place.digest, at + length
-                following = _continuing(found, digest)
+                following = _find_continuation(found, digest)
         except IntegrityError as error:
             yield error.message
             return
@@ -223,7 +223,7 @@ def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Ite
     yield ended
 
 
-def chains(directory: Path) -> list[Chain]:
+def list_chains(directory: Path) -> list[Chain]:
     """Return the chains in ``directory``, the oldest first, without reading the data of frames."""
     found: list[Chain] = []
     seen: set[Path] = set()
@@ -277,7 +277,7 @@ class Tail:
         try:
             there = os.fstat(file).st_size
             if self.segment is None:
-                head = _head(file, self.path)
+                head = _read_head(file, self.path)
                 if there < head.head_bytes:
                     return
                 self.segment, self.size_bytes, self._digest = head, head.head_bytes, head.digest
@@ -338,7 +338,7 @@ def adopt(copy: Path, directory: Path) -> None:
         link_or_copy(path, directory / path.name)
 
 
-def _continuing(found: Sequence[Segment], digest: str) -> Segment | None:
+def _find_continuation(found: Sequence[Segment], digest: str) -> Segment | None:
     return next((one for one in found if one.previous == digest), None)
 
 
@@ -375,7 +375,7 @@ def segments_in(directory: Path) -> tuple[list[Segment], str]:
             wrong = error.message
             continue
         try:
-            found.append(_head(file, path))
+            found.append(_read_head(file, path))
         except (IntegrityError, TypeError) as error:
             wrong = str(error)
         finally:
@@ -383,7 +383,7 @@ def segments_in(directory: Path) -> tuple[list[Segment], str]:
     return found, wrong
 
 
-def _head(file: int, path: Path) -> Segment:
+def _read_head(file: int, path: Path) -> Segment:
     def read(offset: int, count: int) -> memoryview:
         return memoryview(pread_all(file, ByteRange(offset, offset + count), path))
 

@@ -175,7 +175,7 @@ class Spool(io.BufferedIOBase):
         super().close()
 
 
-def spooled(settings: Settings, stream: io.BufferedIOBase) -> Spool:
+def spool_stream(settings: Settings, stream: io.BufferedIOBase) -> Spool:
     """Return a spool, to be kept, with the contents of ``stream``."""
     spool = Spool(settings, is_kept=True)
     while piece := stream.read(PIECE_BYTES):

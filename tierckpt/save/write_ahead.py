@@ -319,7 +319,7 @@ _lock = threading.Lock()
 _started: weakref.WeakSet[WriteAhead] = weakref.WeakSet()
 
 
-def _in_child() -> None:
+def _reset_in_child() -> None:
     global _lock
     _lock = threading.Lock()
     last_of.clear()
@@ -328,4 +328,4 @@ def _in_child() -> None:
     _started.clear()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_reset_in_child)

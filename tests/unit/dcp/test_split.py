@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.states import same
-from tierckpt.dcp.split import Part, PartItem, amend, balance_replicated, keep_items, resolve, spread
+from tierckpt.dcp.split import Part, PartItem, amend, balance_replicated, keep_items, resolve, spread_items
 from tierckpt.errors import CheckpointError
 
 KIB = 1024
@@ -352,7 +352,7 @@ def test_sparse_and_quantized_tensors_stay_whole() -> None:
         item("sparse", torch.empty(100, 10), layout=torch.sparse_coo),
         item("quantized", torch.empty(100, 10), dtype=torch.qint8),
     ]
-    plans = spread([SavePlan(items), SavePlan([])], [items, items], 1)
+    plans = spread_items([SavePlan(items), SavePlan([])], [items, items], 1)
     assert not parts_of(plans)
 
 
@@ -375,7 +375,7 @@ def test_other_plans_stay_unchanged() -> None:
         ([SavePlan([], usable=False)] * 2, [[], []]),  # nothing changed since the last save
         ([ours, SavePlan([], usable=False)], [ours.items, ours.items]),
     ]:
-        assert spread(plans, held, 1) is plans
+        assert spread_items(plans, held, 1) is plans
 
 
 def test_plans_cached_by_dcp_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:

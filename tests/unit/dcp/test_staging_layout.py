@@ -67,7 +67,7 @@ def check(found: StagedItems, state: State) -> None:
     planner = TierSavePlanner(enable_plan_caching=False)
     planner.set_up_planner(state, None, True)
     written = records.resolve(found.items, found)
-    for record in records.lay_out(written, shard_bytes_max=1 << 30, chunk_size_bytes=1 << 20)[0].records:
+    for record in records.plan_shards_of(written, shard_bytes_max=1 << 30, chunk_size_bytes=1 << 20)[0].records:
         if record.frame is not None:
             wanted = planner.state_dict[record.item.index.fqn]
             assert (record.frame.dtype, record.frame.shape) == (wanted.dtype, tuple(wanted.shape))
@@ -93,7 +93,7 @@ def test_cached_and_full_layouts_have_equal_records(stager: TierStager) -> None:
     first, second = staged(stager, state), staged(stager, state)
     assert second.placed is not None
     shards = [
-        records.lay_out(records.resolve(one.items, one), shard_bytes_max=64 << 10, chunk_size_bytes=1 << 20)
+        records.plan_shards_of(records.resolve(one.items, one), shard_bytes_max=64 << 10, chunk_size_bytes=1 << 20)
         for one in (first, second)
     ]
     facts = [

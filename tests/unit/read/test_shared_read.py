@@ -30,7 +30,7 @@ from tierckpt.read.shared_read import (
     SharedRead,
     SharedReadPlan,
     Units,
-    merged,
+    merge_ranges,
     overlaps,
     plan_shared_reads,
     unit_bytes,
@@ -45,7 +45,7 @@ ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda 
 
 def interest(group: str = "node", **wanted: list[tuple[int, int]]) -> ReadInterest:
     return ReadInterest(
-        group, HERE, f"/proc/{group}", MiB, {name: merged(found) for name, found in wanted.items()}, 4, 16
+        group, HERE, f"/proc/{group}", MiB, {name: merge_ranges(found) for name, found in wanted.items()}, 4, 16
     )
 
 
@@ -54,7 +54,7 @@ def interest(group: str = "node", **wanted: list[tuple[int, int]]) -> ReadIntere
 
 @given(ranges)
 def test_merged_ranges_are_in_order_apart_and_cover_the_same(found: list[tuple[int, int]]) -> None:
-    together = merged(found)
+    together = merge_ranges(found)
     assert {at for start, stop in found for at in range(start, stop)} == {
         at for start, stop in together for at in range(start, stop)
     }
@@ -66,7 +66,9 @@ def test_merged_ranges_are_in_order_apart_and_cover_the_same(found: list[tuple[i
 def test_overlaps_are_what_two_or_more_want(lists: list[list[tuple[int, int]]]) -> None:
     wanted = [{at for start, stop in found for at in range(start, stop)} for found in lists]
     twice = {at for at in range(300) if sum(at in one for one in wanted) > 1}
-    assert {at for start, stop in overlaps([merged(found) for found in lists]) for at in range(start, stop)} == twice
+    assert {
+        at for start, stop in overlaps([merge_ranges(found) for found in lists]) for at in range(start, stop)
+    } == twice
 
 
 @given(st.lists(ranges, min_size=2, max_size=4), st.integers(0, 240), st.integers(1, 60))
@@ -227,7 +229,7 @@ def take(number: int, path: Path, seed: int, die_at: int, pipe: Any) -> None:
     """One process: announces its ranges, gets its plan, reads, and reports its result and number of reads."""
     data = content()
     entry = FileEntry("f", FILE_BYTES, tuple(digest_of(data[at : at + CHUNK]) for at in range(0, FILE_BYTES, CHUNK)))
-    wanted = merged(
+    wanted = merge_ranges(
         (start, min(FILE_BYTES, start + 40 * CHUNK))
         for start in (random.Random(f"{seed} {number} {one}").randrange(FILE_BYTES) for one in range(8))
     )

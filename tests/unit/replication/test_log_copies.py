@@ -207,7 +207,7 @@ async def test_a_log_goes_on_where_its_copy_was_adopted(source: Source, holder: 
 def test_a_segment_that_goes_between_two_looks_is_not_told_of(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     source.log.begin("one")
     source.step(1, 2)
-    assert [one.newest_step for one in log_segments.chains(source.directory)] == [2]
+    assert [one.newest_step for one in log_segments.list_chains(source.directory)] == [2]
     walk_from = log_segments.walk_from
 
     def of_removed(*given: Any) -> Any:
@@ -216,4 +216,4 @@ def test_a_segment_that_goes_between_two_looks_is_not_told_of(source: Source, mo
         return walk_from(*given)
 
     monkeypatch.setattr(log_segments, "walk_from", of_removed)
-    assert log_segments.chains(source.directory) == []
+    assert log_segments.list_chains(source.directory) == []

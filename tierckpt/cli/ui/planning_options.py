@@ -210,11 +210,11 @@ def human_count(number: float) -> str:
 
 def _measured(uri: str, settings: Settings) -> tuple[Model, TrainingState]:
     try:
-        from ...dcp.component_sizes import take_stock_of
+        from ...dcp.component_sizes import component_sizes_of
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"--checkpoint needs {error.name}", hint="pip install 'tierckpt[torch]'") from error
     with closing_clients():
-        return take_stock_of(uri, settings)
+        return component_sizes_of(uri, settings)
 
 
 def _read_config(where: str) -> dict[str, Any]:

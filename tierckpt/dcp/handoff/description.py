@@ -209,7 +209,7 @@ def describe(shards: Sequence[Shard]) -> tuple[tuple[PendingShard, ...], dict[st
         if shard.image is not None:
             memory = shard.image.memory
             image = (MemorySpan(known.name(memory), shard.image.address - memory.address), shard.image.size_bytes)
-        found = _described(shard.path.name, shard.records, known, image)
+        found = _describe_shard(shard.path.name, shard.records, known, image)
         if found is None:
             return None
         described.append(found)
@@ -231,7 +231,7 @@ class _Known:
         return name
 
 
-def _described(
+def _describe_shard(
     name: str, records: Sequence[ShardRecord], known: _Known, image: tuple[MemorySpan, int] | None
 ) -> PendingShard | None:
     """Describe the records of a shard by columns; None if the bytes of one cannot be held."""

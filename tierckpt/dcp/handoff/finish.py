@@ -70,7 +70,7 @@ def execute(order: Json) -> bool:
         handoff.files is not None and journal.read(handoff.token) is None for handoff in found
     ):
         return False  # drained and committed: the coordinator is on another node, and these ranks had no message
-    memories = _mapped(found, left)
+    memories = _map_memories(found, left)
     sessions: dict[int, SaveSession] = {}
     try:
         results: dict[int, list[WriteResult]] = {}
@@ -163,7 +163,7 @@ def _finish_shards(session: SaveSession, handoff: SaveHandoff, memories: Mapping
     all are written from memory: it is unknown how much of one was durable.
     """
     try:
-        files = _durable(session, handoff)
+        files = _find_durable_shards(session, handoff)
         if files is None:
             log.info("%s: rank %d is written from memory", session.location.uri, handoff.rank)
             files = session.delivery.write_from_memory(handoff.shards_in(session.directory, memories))
@@ -174,7 +174,7 @@ def _finish_shards(session: SaveSession, handoff: SaveHandoff, memories: Mapping
         raise
 
 
-def _durable(session: SaveSession, handoff: SaveHandoff) -> tuple[FileEntry, ...] | None:
+def _find_durable_shards(session: SaveSession, handoff: SaveHandoff) -> tuple[FileEntry, ...] | None:
     """Return the shards that the journal calls durable. Raises CheckpointError if they are missing."""
     noted = {file.path: file for file in session.entry.files}
     if any(shard.name not in noted for shard in handoff.shards):
@@ -228,7 +228,7 @@ def _commit(
             meeting.forget(others)
 
 
-def _mapped(found: list[SaveHandoff], left: list[dict[str, int]]) -> dict[str, Memory]:
+def _map_memories(found: list[SaveHandoff], left: list[dict[str, int]]) -> dict[str, Memory]:
     """Map the staging memory of the handoffs, by name."""
     kinds = {name: kind for handoff in found for name, kind in handoff.kinds.items()}
     descriptors = {name: descriptor for names in left for name, descriptor in names.items()}

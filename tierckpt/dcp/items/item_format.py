@@ -88,7 +88,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
     for length in shape:
         size_bytes *= length
     if dtype in _STORAGE_CLASSES and 0 < size_bytes < ZIP64_BYTES:
-        return _packed(dtype, shape, size_bytes)
+        return _build_frame(dtype, shape, size_bytes)
     return _from_torch(dtype, shape, size_bytes)
 
 
@@ -109,7 +109,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 # --- packed by hand: the fewest records that torch.load needs ------------------------------------------------------
 
 
-def _packed(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> ItemFrame:
+def _build_frame(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> ItemFrame:
     pickled = _pickle(dtype, shape)
     before = [(b"archive/data.pkl", pickled), (b"archive/byteorder", b"little")]
     version = (b"archive/version", b"3\n")

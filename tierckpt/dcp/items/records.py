@@ -146,7 +146,9 @@ class ShardPlan:
     image: Image | None = None
 
 
-def lay_out(sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, one_file: bool = True) -> list[ShardPlan]:
+def plan_shards_of(
+    sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, one_file: bool = True
+) -> list[ShardPlan]:
     """Assign every tensor and object a position in a shard.
 
     Staged tensors keep their staging order, so the arena already is the image of the complete files.
@@ -162,7 +164,7 @@ def lay_out(sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, on
         if any(record.lease is not None for record in tensors):
             tensors = sorted(tensors, key=lambda record: record.address if record.lease is not None else 1 << 64)
         plans = []
-        for shard in image.arrange([one.frame for one in tensors], shard_bytes_max=shard_bytes_max, unit=unit):
+        for shard in image.assign_positions([one.frame for one in tensors], shard_bytes_max=shard_bytes_max, unit=unit):
             for index, offset in shard:
                 tensors[index].offset = offset
             plans.append(ShardPlan([tensors[index] for index, _ in shard]))
@@ -275,7 +277,7 @@ def _warn_of_refusal(name: str, value: Any, data: bytes | memoryview) -> None:
 
     No error: ``trust_pickle=True`` restores it. Plain values are not tried.
     """
-    odd = next(_more_than_data(value), None)
+    odd = next(_find_subclass_state(value), None)
     if odd is None or (name, type(odd)) in _warned:
         return
     _warned.add((name, type(odd)))
@@ -287,7 +289,7 @@ def _warn_of_refusal(name: str, value: Any, data: bytes | memoryview) -> None:
         log.debug("%s cannot be tried: %s", name, error)
 
 
-def _more_than_data(value: Any) -> Iterator[Any]:
+def _find_subclass_state(value: Any) -> Iterator[Any]:
     kind = type(value)
     if kind is int:
         if value.bit_length() > _INTEGER_BITS_MAX:
@@ -296,10 +298,10 @@ def _more_than_data(value: Any) -> Iterator[Any]:
         yield from () if kind is dict else (value,)
         for pair in value.items():
             for item in pair:
-                yield from _more_than_data(item)
+                yield from _find_subclass_state(item)
     elif kind in (list, tuple, set):
         for item in value:
             if type(item) not in _PLAIN_TYPES:
-                yield from _more_than_data(item)
+                yield from _find_subclass_state(item)
     elif kind not in _PLAIN_TYPES and not isinstance(value, torch.Tensor):
         yield value

@@ -27,7 +27,7 @@ def unit_bytes(chunk_size_bytes: int) -> int:
     return chunk_size_bytes * max(1, SEGMENT_BYTES_MIN // chunk_size_bytes)
 
 
-def arrange(frames: Sequence[ItemFrame], *, shard_bytes_max: int, unit: int) -> list[list[Placed]]:
+def assign_positions(frames: Sequence[ItemFrame], *, shard_bytes_max: int, unit: int) -> list[list[Placed]]:
     """Return for each shard its items and their offsets, in file order. Deterministic.
 
     A shard is closed when the next item would end beyond ``shard_bytes_max``; an item larger than that gets its own.
@@ -37,10 +37,10 @@ def arrange(frames: Sequence[ItemFrame], *, shard_bytes_max: int, unit: int) -> 
     position = 0
     for index in _in_file_order(frames):
         frame = frames[index]
-        offset = _next(position, frame, unit)
+        offset = _next_offset(position, frame, unit)
         if shard and offset + frame.total_bytes > shard_bytes_max:
             shards.append(shard)
-            shard, offset = [], _next(0, frame, unit)
+            shard, offset = [], _next_offset(0, frame, unit)
         shard.append((index, offset))
         position = offset + len(frame.head) + frame.size_bytes + len(frame.tail)
     if shard:
@@ -54,7 +54,7 @@ def _in_file_order(frames: Sequence[ItemFrame]) -> Iterable[int]:
     yield from (index for index, frame in enumerate(frames) if not frame.size_bytes)
 
 
-def _next(position: int, frame: ItemFrame, unit: int) -> int:
+def _next_offset(position: int, frame: ItemFrame, unit: int) -> int:
     head = len(frame.head)
     if frame.size_bytes >= LARGE_BYTES:
         return round_up(position + head) - head

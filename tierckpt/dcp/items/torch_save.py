@@ -36,7 +36,7 @@ class _Base:
 _module = SimpleNamespace(Pickler=_Base("", (), {}), __name__="pickle")
 
 
-def save(value: Any, stream: BinaryIO) -> None:
+def save_object(value: Any, stream: BinaryIO) -> None:
     """Write the bytes of ``torch.save(value, stream)``."""
     torch.save(value, stream, pickle_module=_module)
 
@@ -60,7 +60,7 @@ def resolve_object(planner: SavePlanner, item: WriteItem, known: Texts | None = 
     if known is not None and is_texts and name in known and known[name][0] == value:
         return BytesIO(known[name][1])
     stream = BytesIO()
-    save(value, stream)
+    save_object(value, stream)
     if known is not None and is_texts:
         known[name] = [*value], stream.getvalue()
     return stream

@@ -83,12 +83,12 @@ def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata
             return MetadataBuilder(len(data), partial).metadata(_parse(data))
     except RefusedPickle as error:
         message = f"{where} is refused: {error}"
-        raise refusal(message, error.global_name, is_hostile=error.is_hostile, file=where) from None
+        raise unsafe_error(message, error.global_name, is_hostile=error.is_hostile, file=where) from None
     except Exception as error:  # whatever else invalid values raise
-        raise refusal(f"{where} is refused: {type(error).__name__}: {error}", file=where) from error
+        raise unsafe_error(f"{where} is refused: {type(error).__name__}: {error}", file=where) from error
 
 
-def refusal(message: str, wanted: str = "", *, is_hostile: bool = False, **context: Any) -> UnsafeCheckpointError:
+def unsafe_error(message: str, wanted: str = "", *, is_hostile: bool = False, **context: Any) -> UnsafeCheckpointError:
     """Return the error, with the remedy that fits.
 
     Args:
@@ -135,7 +135,7 @@ def _parse(data: bytes) -> Any:
 # unless they are checked here.
 
 
-def _index(fqn: Any, offset: Any, index: Any) -> MetadataIndex:
+def _build_index(fqn: Any, offset: Any, index: Any) -> MetadataIndex:
     """Check the arguments: the index is used as a key before any other check."""
     fqn = _text(fqn, "a name")
     if offset is not None and type(offset) is not torch.Size:
@@ -286,7 +286,7 @@ FIELDS: dict[Any, frozenset[str]] = {
 """The fields that are checked here, by class. A later torch may have added others."""
 
 _CALLS: dict[Any, Any] = {
-    MetadataIndex: _index,
+    MetadataIndex: _build_index,
     StorageInfo: _storage,
     TensorStorageMetadata: lambda properties, size, chunks: TensorStorageMetadata(properties, size, chunks),
 }
@@ -340,17 +340,19 @@ class MetadataBuilder:
             storage_meta=None if meta is None else self._storage_meta(meta),
             version=_optional(state.get("version"), str, "version"),
         )
-        return _with(made, further)
+        return _with_extra_fields(made, further)
 
     def _entry(self, fqn: str, record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         if type(record) is TensorStorageMetadata:
             entry = record
         elif type(record) is InertObject and record.kind is _CLASSES[BytesStorageMetadata]:
             _, further = self._state(record, BytesStorageMetadata)
-            return _with(BytesStorageMetadata(), further)
+            return _with_extra_fields(BytesStorageMetadata(), further)
         else:
             state, further = self._state(record, TensorStorageMetadata, "properties", "size", "chunks")
-            entry = _with(TensorStorageMetadata(state["properties"], state["size"], state["chunks"]), further)
+            entry = _with_extra_fields(
+                TensorStorageMetadata(state["properties"], state["size"], state["chunks"]), further
+            )
         size, chunks = _sizes(entry.size, fqn), entry.chunks
         elements = math.prod(size)
         if elements > ELEMENTS_MAX:
@@ -394,7 +396,7 @@ class MetadataBuilder:
         else:
             state, further = self._state(record, StorageInfo, "relative_path", "offset", "length")
             names = ("relative_path", "offset", "length", "transform_descriptors")
-            info = _with(_storage(*map(state.get, names)), further)
+            info = _with_extra_fields(_storage(*map(state.get, names)), further)
         if info.relative_path not in self._paths:
             self._paths.add(relative_of(info.relative_path))
         if info.transform_descriptors is not None:
@@ -462,7 +464,7 @@ class MetadataBuilder:
         if type(record) is MetadataIndex:
             return record
         state, further = self._state(record, MetadataIndex, "fqn")
-        made = _with(_index(state["fqn"], state.get("offset"), state.get("index")), further)
+        made = _with_extra_fields(_build_index(state["fqn"], state.get("offset"), state.get("index")), further)
         if further:
             if self._hashes.setdefault(hash(made), made) != made:
                 self._clashes += 1
@@ -478,7 +480,7 @@ class MetadataBuilder:
         # An empty chunk holds nothing, wherever it is: ranks that get no rows of a tensor write those.
         if any(at + count > end for at, count, end in zip(offsets, sizes, size, strict=True)) and 0 not in sizes:
             raise RefusedPickle(f"a chunk of {fqn:.200} is outside it")
-        return _with(ChunkStorageMetadata(offsets, sizes), further)
+        return _with_extra_fields(ChunkStorageMetadata(offsets, sizes), further)
 
     def _tensor_properties(self, record: Any) -> Any:
         """Build the properties of a tensor by torch's own class, which knows its members and fields."""
@@ -506,10 +508,10 @@ class MetadataBuilder:
             load_id=_optional(state.get("load_id"), str, "load_id"),
             modules=list(_strings(_list(state.get("modules", []), "modules"))),
         )
-        return _with(made, further)
+        return _with_extra_fields(made, further)
 
 
-def _with(made: _Made, further: Mapping[str, Any]) -> _Made:
+def _with_extra_fields(made: _Made, further: Mapping[str, Any]) -> _Made:
     for name, value in further.items():
         object.__setattr__(made, name, value)  # frozen classes too, as pickle does
     return made

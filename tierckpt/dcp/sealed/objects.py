@@ -27,7 +27,7 @@ import torch
 from ...errors import TierckptError, UnsafeCheckpointError
 from ...format import pickle_machine as machine
 from ...torch_internals import PyTorchFileReader
-from ..items.torch_save import save
+from ..items.torch_save import save_object
 
 SMALL_BYTES = 4096
 CACHED_OBJECTS_MAX = 4096
@@ -75,7 +75,7 @@ class Objects:
         if _size_bytes(value, set()) > _size_bytes_max(len(data)):
             raise _too_large(name, len(data))
         try:
-            save(value, stream)
+            save_object(value, stream)
         except Exception as error:
             raise UnsafeCheckpointError(
                 f"{name} is refused: it cannot be written again ({type(error).__name__}: {error})"
@@ -147,7 +147,7 @@ def load_object(stream: BinaryIO, map_location: str | None, name: str, *, truste
     except TierckptError:
         raise
     except Exception as error:
-        raise _refused(error, name) from None
+        raise _refusal_error(error, name) from None
 
 
 def _check_growth(stream: BinaryIO, name: str) -> None:
@@ -208,7 +208,7 @@ def _missing_data_classes() -> list[Any]:
     return [kind for kind in _DATA_CLASSES if kind not in registered]
 
 
-def _refused(error: Exception, name: str) -> UnsafeCheckpointError:
+def _refusal_error(error: Exception, name: str) -> UnsafeCheckpointError:
     found = _UNSAFE_GLOBAL.search(str(error))
     if found is None:
         return UnsafeCheckpointError(

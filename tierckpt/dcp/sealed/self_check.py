@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ...format.pickle_machine import RefusedPickle
 from ..bulk_objects import gc_paused
 from ..metadata_pickle import encode, renamed
-from .metadata import FIELDS, HAS_LATER_FIELDS, MetadataBuilder, check_stored, load_metadata, refusal, relative_of
+from .metadata import FIELDS, HAS_LATER_FIELDS, MetadataBuilder, check_stored, load_metadata, relative_of, unsafe_error
 
 _verified: tuple[dict[str, Any], Any, bytes] = {}, None, b""
 """Entries, planner data and encoding of the newest metadata that was read back: the very objects, which a cached plan
@@ -32,7 +32,7 @@ def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = Fa
             for path in made[1]:
                 relative_of(path)
         except RefusedPickle as error:
-            raise refusal(f"{where} is refused: {error}", error.global_name, file=where) from None
+            raise unsafe_error(f"{where} is refused: {error}", error.global_name, file=where) from None
         _verified = dict(entries), planner, data
         return
     new = {fqn: entry for fqn, entry in entries.items() if known.get(fqn) is not entry}
@@ -48,5 +48,5 @@ def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = Fa
         with gc_paused():
             check_stored(entries, MetadataBuilder(len(data), partial).places(metadata.storage_data or {}))
     except RefusedPickle as error:
-        raise refusal(f"{where} is refused: {error}", error.global_name, file=where) from None
+        raise unsafe_error(f"{where} is refused: {error}", error.global_name, file=where) from None
     _verified = dict(entries), planner, data

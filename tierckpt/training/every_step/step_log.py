@@ -378,7 +378,7 @@ class StepLog:
     def _chain(self, directory: Path, base: str, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
         spans, layouts = list[Span](), layouts_of(optimizers)
         try:
-            for position in log_segments.walk(directory, base):
+            for position in log_segments.iterate_frames(directory, base):
                 if isinstance(position, str):
                     return _Chain(spans, position)
                 owner, segment = position.segment.owner, position.segment

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tierckpt.dcp.items import item_format, shard_layout
 from tierckpt.dcp.items.item_format import ItemFrame, frame
-from tierckpt.dcp.items.shard_layout import LARGE_BYTES, Placed, arrange, unit_bytes
+from tierckpt.dcp.items.shard_layout import LARGE_BYTES, Placed, assign_positions, unit_bytes
 from tierckpt.quantities import DISK_BLOCK_BYTES
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -30,7 +30,7 @@ CAPS = st.sampled_from([1, 10_000, 100_000, 1 * MiB, 1 << 40])
 
 
 def place(frames: Sequence[ItemFrame], cap: int, unit: int = 8 * MiB) -> list[list[Placed]]:
-    return arrange(frames, shard_bytes_max=cap, unit=unit)
+    return assign_positions(frames, shard_bytes_max=cap, unit=unit)
 
 
 def end(frames: Sequence[ItemFrame], placed: Placed) -> int:
