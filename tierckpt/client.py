@@ -82,9 +82,9 @@ class Client(LoopThread):
             self._tell_agent(message, "could not set the drain rate on the agent")
         self.call_soon(self.mover.limiter.throttle, bytes_per_second, seconds)
 
-    def ask_no_longer(self) -> None:
+    def stop_probing(self) -> None:
         """Stop all waits of saves for a silent store, because training waits for the save."""
-        self.call_soon(self.mover.replaced.ask_no_longer)
+        self.call_soon(self.mover.replaced.stop_probing)
 
     def _tell_agent(self, message: Json, problem: str, instead: Callable[[], Awaitable[None]] | None = None) -> None:
         """Send ``message`` in the background. If no agent answers, log ``problem`` and run ``instead``.

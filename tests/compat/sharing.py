@@ -126,7 +126,7 @@ def load_twice(folder: str, loaded: str, window_bytes: int = 256 << 20) -> dict[
     uri = f"{folder}/step-1"
     read_sharing.WINDOW_BYTES = window_bytes
     shared = load(uri, loaded)
-    read_sharing.ReadSharing.with_interest = lambda self, plan, *_: plan  # type: ignore[method-assign]
+    read_sharing.ReadSharing.add_interest = lambda self, plan, *_: plan  # type: ignore[method-assign]
     return {"size": shard_bytes(uri), "shared": shared, "apart": load(uri, loaded)}
 
 
@@ -152,7 +152,7 @@ def save_trained(folder: str) -> None:
 def load_model(uri: str, apart: bool) -> dict[str, Any]:
     """Load the model alone, with the other ranks of this node or without them; return whether it is right."""
     if apart:
-        read_sharing.ReadSharing.with_interest = lambda self, plan, *_: plan  # type: ignore[method-assign]
+        read_sharing.ReadSharing.add_interest = lambda self, plan, *_: plan  # type: ignore[method-assign]
     wanted = {name: value for name, value in trained().items() if name.startswith("model.")}
     state = cleared(wanted)
     dcp.load(state, storage_reader=tierckpt.TierStorageReader(uri))

@@ -156,7 +156,7 @@ def _arm(points: Points, point: str, reached: Callable[[], None], way: str = "Ch
     if point == "not begun":
         replace(SaveSession, "open", instead)
     elif point == "handed in":
-        after(Handoff, "hand_in", reached)
+        after(Handoff, "send", reached)
         flush.ShardFile.write = stay  # type: ignore[method-assign]
     elif point == "half flushed":
         replace(flush.ShardFile, "finish", lambda real: _first_half(real, reached))
@@ -240,7 +240,7 @@ def saves_and_lives_on(uri: str, folder: Path, way: str, fails: int = -1, nodes:
     points = Points(folder)
     _be_on_one_of(nodes, points)
     job, real = _job(way, uri, **settings), flush.ShardFile.write
-    after(Handoff, "hand_in", lambda: points.reach("handed in"))
+    after(Handoff, "send", lambda: points.reach("handed in"))
     for step in (1, 2, 3):
         if step == 2 and points.rank == fails:
             flush.ShardFile.write = _no_disk  # type: ignore[method-assign]
@@ -293,7 +293,7 @@ def one_dies(uri: str, folder: Path, killed: int, point: str, **settings: Any) -
     checkpointer = _checkpointer(uri, timeout_seconds=8.0, **settings)
     checkpointer.save(1, state_of(points.rank, 1, points.world_size))
     checkpointer.wait("local")
-    after(Handoff, "hand_in", lambda: points.reach("handed in"))
+    after(Handoff, "send", lambda: points.reach("handed in"))
     if points.rank == killed:
         _arm(points, point, lambda: points.reach("killed"))
     begun = time.monotonic()
@@ -329,7 +329,7 @@ def killed_while_a_slot_is_used_again(uri: str, folder: Path, seeded: bool = Fal
     before = _allocations()
     checkpointer.save(2, state_of(0, 2))
     points.await_all("flushed")
-    after(Handoff, "hand_in", lambda: points.reach("killed"))
+    after(Handoff, "send", lambda: points.reach("killed"))
     checkpointer.save(3, state_of(0, 3))
     if _allocations() == before:
         points.reach("memory used again")
@@ -363,7 +363,7 @@ def killed_when_a_staged_one_was_dropped(
             AgentClient, "ask", lambda real: lambda contact, message, *a, **k: _deaf(real, contact, message, *a, **k)
         )
     handed: list[int] = []
-    after(Handoff, "hand_in", lambda: handed.append(1))
+    after(Handoff, "send", lambda: handed.append(1))
     flush.ShardFile.write = lambda *_: points.reach_and_stay("flushing")  # type: ignore[method-assign,assignment]
     for count, step in enumerate((2, 3, 4), 1):
         checkpointer.save(step, state_of(0, step))

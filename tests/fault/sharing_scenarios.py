@@ -103,7 +103,7 @@ def _take_slowly(folder: Path) -> None:
         (folder / "fired").touch()
         time.sleep(0.1)  # the others are quicker, on a busy machine too
 
-    before(shared_read.UnitThreads, "take_unit", wait)
+    before(shared_read.UnitThreads, "copy_unit", wait)
 
 
 def _reuse_at_once() -> None:

@@ -389,7 +389,7 @@ def jobs_in(directory: Path) -> set[str]:
     """Return the names of the jobs that wrote the segments in ``directory``."""
     found = [log_segments.Tail(path) for path in log_segments.paths_in(directory)]
     for tail in found:
-        tail.look()
+        tail.read_new()
     return {tail.segment.owner["job"] for tail in found if tail.segment}
 
 

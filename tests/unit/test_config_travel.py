@@ -105,7 +105,7 @@ def test_a_will_has_the_settings_and_the_credentials_and_does_not_show_these(
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "only this trainer knows")
     left: list[descriptions.SaveHandoff] = []
-    monkeypatch.setattr(Handoff, "hand_in", lambda self, _: left.append(self.handoff))
+    monkeypatch.setattr(Handoff, "send", lambda self, _: left.append(self.handoff))
     with tierckpt.Checkpointer(file_uri, local_root=local_root, mover="agent", staging_memory="shared") as checkpointer:
         checkpointer.save(1, small_state(1)).result(60)
     written = left[0].written()

@@ -293,7 +293,7 @@ class Agent:
 
         Waits for staged checkpoints of the job's processes, which may have had the signal too.
         """
-        await self.mover.drains.newest_first()
+        await self.mover.drains.prefer_newest()
         async for _ in Poll(self.settings.grace_seconds, LOCAL):
             await self._drain_what_is_ready()
             await self._prune_what_is_due()
@@ -575,7 +575,7 @@ class Agent:
             ],
             "bytes_per_second": self.page.history.bytes_per_second,
             "drains": self.mover.drains.active,
-            "stores": self.mover.drains.troubles,
+            "stores": self.mover.drains.failing_stores,
             "drain_bytes_per_second": self.mover.limiter.rate,
             "errors": list(self.mover.drains.errors),
             "replicas": self.replicator.status() if self.replicator is not None else None,

@@ -144,7 +144,7 @@ class PlanCache:
             if found is not None:
                 with self._lock:
                     if memory.in_use:
-                        self._forget(memory)
+                        self._drop(memory)
                         return None
                     memory.in_use = True
                 return memory, *found
@@ -154,7 +154,7 @@ class PlanCache:
         """Put ``memory`` first, in place of ``replaced``; drop those that the coordinator dropped."""
         with self._lock:
             if replaced is not None:
-                self._forget(replaced)
+                self._drop(replaced)
             coordinator = memory.ticket.coordinator
             kept = [
                 other
@@ -168,7 +168,7 @@ class PlanCache:
         with self._lock:
             memory.in_use = False
             if memory in self._memories:
-                self._forget(memory)
+                self._drop(memory)
                 self._memories.insert(0, memory)
 
     def generation(self, name: str) -> _Generation | None:
@@ -177,7 +177,7 @@ class PlanCache:
                 self._generations.move_to_end(name)
             return self._generations.get(name)
 
-    def alive_with(self, generation: _Generation) -> frozenset[str]:
+    def kept_generations(self, generation: _Generation) -> frozenset[str]:
         """Names of the generations that ``keep_generation`` will leave: the newest, within both limits."""
         with self._lock:
             left, item_count = [generation.name], 0
@@ -194,7 +194,7 @@ class PlanCache:
             for name in self._generations.keys() - alive:
                 del self._generations[name]
 
-    def _forget(self, memory: _PlanMemory) -> None:
+    def _drop(self, memory: _PlanMemory) -> None:
         self._memories = [other for other in self._memories if other is not memory]
 
 
@@ -324,7 +324,7 @@ class TierSavePlanner(DefaultSavePlanner):
         if generation is not None:
             self.global_plan, self.metadata = all_plans, _copy(generation.metadata)
             return self.global_plan, self.metadata
-        complete = [self._complete(plan) for plan in all_plans]
+        complete = [self._full_plan(plan) for plan in all_plans]
         with gc_paused():
             global_plan, metadata = super().create_global_plan(complete)
         generation = _Generation(
@@ -333,7 +333,7 @@ class TierSavePlanner(DefaultSavePlanner):
             _plan_types(all_plans),
             _copy(metadata),
         )
-        alive = cache.alive_with(generation)
+        alive = cache.kept_generations(generation)
         self._turn.generation = generation
         tickets = (_Ticket(cache.coordinator, generation.name, index, alive) for index in range(len(global_plan)))
         return [
@@ -358,7 +358,7 @@ class TierSavePlanner(DefaultSavePlanner):
             self.is_repeated = True
         else:
             plan = SavePlan(new_plan.items, new_plan.storage_data, self.mappings)
-            self._remember(plan, ticket)
+            self._store_plan(plan, ticket)
         self._turn = _PlanProgress()
         return super().finish_plan(plan)
 
@@ -382,7 +382,7 @@ class TierSavePlanner(DefaultSavePlanner):
             return plan
         return dataclasses.replace(plan, items=[], planner_data=mine.ticket, usable=False)
 
-    def _complete(self, plan: SavePlan) -> SavePlan:
+    def _full_plan(self, plan: SavePlan) -> SavePlan:
         """Return the rank's full plan, with the writer's additions to ``plan`` in this save."""
         if plan.usable:
             return plan
@@ -403,7 +403,7 @@ class TierSavePlanner(DefaultSavePlanner):
             hint="Save again: it will plan in full. Planners of different process groups need different cache_key",
         )
 
-    def _remember(self, plan: SavePlan, ticket: _Ticket) -> None:
+    def _store_plan(self, plan: SavePlan, ticket: _Ticket) -> None:
         turn, old = self._turn, self._turn.memory
         alive, ticket = ticket.alive, dataclasses.replace(ticket, alive=frozenset())
         if old is not None:

@@ -111,7 +111,7 @@ class RowBufferPool:
         self._size_bytes = 0
         self._free: list[torch.Tensor] = []
 
-    def take(self, size_bytes: int) -> torch.Tensor:
+    def acquire(self, size_bytes: int) -> torch.Tensor:
         """Return uninitialized bytes: at least ``size_bytes``, and at most twice as many."""
         fitting = [bytes_ for bytes_ in self._free if size_bytes <= bytes_.nbytes <= 2 * size_bytes]
         if fitting:
@@ -123,7 +123,7 @@ class RowBufferPool:
         self._size_bytes += size_bytes
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
-    def give_back(self, taken: torch.Tensor) -> None:
+    def release(self, taken: torch.Tensor) -> None:
         self._free.append(taken)
 
 
@@ -168,15 +168,16 @@ class RawRead:
             while lengths[self._dim] == 1 and self._dim < len(size) - 1:
                 self._dim += 1
             self._row_count = lengths[self._dim]
-            self._size_bytes = self._row_count * self._bytes_of(self._dim)
+            self._size_bytes = self._row_count * self._bytes_per_index(self._dim)
             self._start = sum(
-                offset * self._bytes_of(dim) for dim, offset in enumerate(self.item.storage_offsets[: self._dim + 1])
+                offset * self._bytes_per_index(dim)
+                for dim, offset in enumerate(self.item.storage_offsets[: self._dim + 1])
             )
             self._is_direct = is_same and lengths[self._dim + 1 :] == size[self._dim + 1 :]
         if not self._is_direct:
             self.extra_bytes = self._size_bytes
 
-    def _bytes_of(self, dim: int) -> int:
+    def _bytes_per_index(self, dim: int) -> int:
         """Return the bytes of one index of ``dim`` in the file."""
         return self.size[dim + 1 :].numel() * self.dtype.itemsize
 
@@ -191,16 +192,16 @@ class RawRead:
             into = self._memory = (
                 torch.empty(self._size_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
                 if self.target.is_cuda
-                else self.rows.take(self._size_bytes)
+                else self.rows.acquire(self._size_bytes)
             )
         start = self.offset + len(head) + self._start
         yield Piece(start, start + self._size_bytes, into.data_ptr())
 
     def finish(self) -> Iterator[Finished]:
         """Start a copy to a CUDA device; torch keeps the pinned rows until it is complete (``DeviceCopies``)."""
-        yield self.item, self.target if self._head == self.frame.head and self._arrive() else None
+        yield self.item, self.target if self._head == self.frame.head and self._finish_piece() else None
 
-    def _arrive(self) -> bool:
+    def _finish_piece(self) -> bool:
         if self._memory is not None:
             shape = (self._row_count, *self.size[self._dim + 1 :]) if self.size else ()
             part = self._memory[: self._size_bytes].view(self.dtype).view(shape)
@@ -208,7 +209,7 @@ class RawRead:
                 part = part.narrow(dim - self._dim, self.item.storage_offsets[dim], self.item.lengths[dim])
             self.target.copy_(part, non_blocking=self.target.is_cuda)
             if not self.target.is_cuda:
-                self.rows.give_back(self._memory)
+                self.rows.release(self._memory)
             self._memory = None
         return True
 
@@ -396,7 +397,7 @@ class DeviceCopies:
             event.synchronize()
         self._under_way = []
 
-    def begun(self, reads: Iterable[Read]) -> None:
+    def register(self, reads: Iterable[Read]) -> None:
         """Register ``reads`` that have been finished, each on the current stream of its device."""
         devices = {read.target.device for read in reads if isinstance(read, RawRead) and read.target.is_cuda}
         self._under_way += [torch.cuda.current_stream(device).record_event() for device in devices]

@@ -65,7 +65,7 @@ class ReadSharing:
         self._settings = settings
         self._memory: Memory | None = None
 
-    def with_interest(self, plan: LoadPlan, spans_of: Spans, checkpoint: Checkpoint) -> LoadPlan:
+    def add_interest(self, plan: LoadPlan, spans_of: Spans, checkpoint: Checkpoint) -> LoadPlan:
         """Return ``plan`` with the interest of this rank. A job of one rank has none."""
         self._memory = None  # of the previous load: every rank ended it or failed
         if not dist.is_initialized() or dist.get_world_size() < 2:
@@ -97,7 +97,7 @@ class ReadSharing:
         return replace(plan, storage_data=interest)
 
     @staticmethod
-    def with_shared_plans(plans: list[LoadPlan]) -> list[LoadPlan]:
+    def assign_shared_plans(plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return ``plans`` with the shared plan of each rank in place of its interest."""
         interests = [plan.storage_data if isinstance(plan.storage_data, ReadInterest) else None for plan in plans]
         if not any(interests):
@@ -108,7 +108,7 @@ class ReadSharing:
         ]
 
     @contextlib.contextmanager
-    def reading(self, plan: LoadPlan, spans_of: Spans) -> Iterator[SharedRead | None]:
+    def open_shared_read(self, plan: LoadPlan, spans_of: Spans) -> Iterator[SharedRead | None]:
         """Yield the shared read of ``plan``; None if this rank reads alone."""
         shared = self._open(plan.storage_data, spans_of) if isinstance(plan.storage_data, SharedReadPlan) else None
         if shared is None:
@@ -117,7 +117,7 @@ class ReadSharing:
             yield shared
         finally:
             if shared is not None:
-                shared.leave()
+                shared.stop_sharing()
 
     def _open(self, plan: SharedReadPlan, spans_of: Spans) -> SharedRead | None:
         try:

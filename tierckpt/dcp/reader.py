@@ -152,7 +152,7 @@ class TierStorageReader(Mount, StorageReader):
             return Metadata(state_dict_metadata={}, storage_data={}, storage_meta=StorageMeta())
 
     def _read_metadata(self, name: str) -> Metadata:
-        files = self._found()
+        files = self._open_files()
         entry = files.entry(name)
         if self._metadata is not None and entry.digests and self._metadata[0] == (self.path, entry):
             return self._metadata[1]  # of the same bytes: a restore reads it before it calls dcp.load
@@ -173,7 +173,7 @@ class TierStorageReader(Mount, StorageReader):
 
     def notes(self) -> Mapping[str, str | int | bool]:
         """Return the notes of its manifest. The checkpoint stays in use for a load."""
-        manifest = self._found().checkpoint.manifest
+        manifest = self._open_files().checkpoint.manifest
         return manifest.notes if manifest is not None else {}
 
     @short_traceback
@@ -206,13 +206,13 @@ class TierStorageReader(Mount, StorageReader):
     @short_traceback
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return ``plan`` with the byte ranges of this rank, so that ranks of a node can share their reads."""
-        checkpoint = self._found().checkpoint
-        return self._sharing.with_interest(plan, self._spans, checkpoint)
+        checkpoint = self._open_files().checkpoint
+        return self._sharing.add_interest(plan, self._spans, checkpoint)
 
     @short_traceback
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return each rank's plan with the byte ranges that it shares with ranks of its node. On the coordinator."""
-        return self._sharing.with_shared_plans(plans)
+        return self._sharing.assign_shared_plans(plans)
 
     @short_traceback
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -238,12 +238,12 @@ class TierStorageReader(Mount, StorageReader):
         with gc_paused():
             self._infos = dict(zip(map(id, plan.items), self._infos_of(plan.items), strict=True))
         with contextlib.ExitStack() as stack:
-            shared = stack.enter_context(self._sharing.reading(plan, self._spans))
-            found = self._found()
+            shared = stack.enter_context(self._sharing.open_shared_read(plan, self._spans))
+            found = self._open_files()
             with gc_paused():
                 entries = self._entries(found, plan)
-                missing = self._worth_fetching(found.checkpoint, entries, plan)
-                items = shared.order(plan.items) if shared is not None else sorted(plan.items, key=self._place)
+                missing = self._files_to_cache(found.checkpoint, entries, plan)
+                items = shared.order(plan.items) if shared is not None else sorted(plan.items, key=self._read_key)
             self._fetch(found.checkpoint, missing)
             work = _Load(planner, default_targets(planner), Objects(), shared)
             files = {
@@ -275,9 +275,9 @@ class TierStorageReader(Mount, StorageReader):
     def check_inside(self, item: ReadItem, end: int, size_bytes: int) -> None:
         """Raise unless ``item``, which should end at byte ``end``, ends within a file of ``size_bytes``."""
         if end > size_bytes:
-            raise self._unfit(item, f"should end at byte {end} of {size_bytes}")
+            raise self._mismatch_error(item, f"should end at byte {end} of {size_bytes}")
 
-    def _worth_fetching(
+    def _files_to_cache(
         self, checkpoint: Checkpoint, entries: Mapping[str, FileEntry], plan: LoadPlan
     ) -> list[FileEntry]:
         """Return the missing files to cache on the local tier: ``plan`` needs most of each (``FETCH_SHARE``)."""
@@ -301,7 +301,7 @@ class TierStorageReader(Mount, StorageReader):
             shuffled = _RANDOM.sample(missing, len(missing))
             self._client.run(fetch_missing(self._client.mover, checkpoint, shuffled))
 
-    def _place(self, item: ReadItem) -> tuple[str, int, torch.Size]:
+    def _read_key(self, item: ReadItem) -> tuple[str, int, torch.Size]:
         info = self._infos[id(item)]
         return info.relative_path, info.offset, item.storage_offsets
 
@@ -337,7 +337,7 @@ class TierStorageReader(Mount, StorageReader):
                 return RawRead(item, info.relative_path, info.offset, frame, *stored, target, work.rows)
 
         def take(item: ReadItem, stream: io.BytesIO) -> None:
-            self._take_whole(item, stream, work, files[info.relative_path])
+            self._load_item(item, stream, work, files[info.relative_path])
 
         return WholeRead(item, info.relative_path, info.offset, info.length, take)
 
@@ -363,14 +363,14 @@ class TierStorageReader(Mount, StorageReader):
                 info = self._info(item)  # not the frame that its metadata implies
                 with VerifiedFile(files[info.relative_path]) as stream:
                     stream.seek(info.offset)
-                    self._take_whole(item, io.BytesIO(stream.read(info.length)), work, files[info.relative_path])
-        work.copies.begun(window)
+                    self._load_item(item, io.BytesIO(stream.read(info.length)), work, files[info.relative_path])
+        work.copies.register(window)
 
     # --- one item -----------------------------------------------------------------------------------------------
 
-    def _take_whole(self, item: ReadItem, stream: io.BytesIO, work: _Load, copies: ReplicatedFile) -> None:
+    def _load_item(self, item: ReadItem, stream: io.BytesIO, work: _Load, copies: ReplicatedFile) -> None:
         """Parse an item by torch and pass it to the planner."""
-        with self._naming(item, copies):
+        with self._error_context(item, copies):
             source = self._source(item, stream)
             if item.type == LoadItemType.BYTE_IO:
                 data = source.read(-1)
@@ -397,7 +397,7 @@ class TierStorageReader(Mount, StorageReader):
             return known.detach()
         target = work.planner.resolve_tensor(item).detach()
         if target.size() != torch.Size(item.lengths):
-            raise self._unfit(item, f"has shape {tuple(item.lengths)}, {tuple(target.size())} was planned")
+            raise self._mismatch_error(item, f"has shape {tuple(item.lengths)}, {tuple(target.size())} was planned")
         return target
 
     def _source(self, item: ReadItem, stream: io.BytesIO) -> io.BytesIO:
@@ -431,7 +431,7 @@ class TierStorageReader(Mount, StorageReader):
             return
         wanted = zip(item.storage_offsets, item.lengths, stored, strict=False)
         if len(item.lengths) != len(stored) or any(at + count > size for at, count, size in wanted):
-            raise self._unfit(item, f"has shape {tuple(stored)}, less than its metadata says")
+            raise self._mismatch_error(item, f"has shape {tuple(stored)}, less than its metadata says")
 
     def _infos_of(self, items: Sequence[ReadItem]) -> list[StorageInfo]:
         """Return the location of each item: one lookup for several uses."""
@@ -452,13 +452,13 @@ class TierStorageReader(Mount, StorageReader):
                 tensor=item.storage_index.fqn,
             ) from None
 
-    def _unfit(self, item: ReadItem, what: str) -> IntegrityError:
+    def _mismatch_error(self, item: ReadItem, what: str) -> IntegrityError:
         return IntegrityError(
             f"{item.storage_index.fqn} {what}", file=self._info(item).relative_path, tensor=item.storage_index.fqn
         )
 
     @contextlib.contextmanager
-    def _naming(self, item: ReadItem, copies: ReplicatedFile) -> Iterator[None]:
+    def _error_context(self, item: ReadItem, copies: ReplicatedFile) -> Iterator[None]:
         """Add checkpoint, item and location to our errors."""
         try:
             yield
@@ -468,7 +468,7 @@ class TierStorageReader(Mount, StorageReader):
                 error.context |= {"file": self._info(item).relative_path, "tier": copies.tier}
             raise
 
-    def _found(self) -> CheckpointFiles:
+    def _open_files(self) -> CheckpointFiles:
         """The checkpoint's files, held against removal until the data is read or the reader is reset."""
         if self._files is None:
             self._files = CheckpointFiles.find(self._client, self.settings, self.location)

@@ -146,12 +146,9 @@ class TargetLookup:
 
     def _look(self) -> tuple[bool, set[str]] | None:
         check_local_root(self._settings)
-        get_client(self._settings).enter(
-            self._location.parent, trains=True
-        )  # before anything of the run is committed here
-        return (
-            get_client(self._settings).mover.replaced.here(self._location) if self._description.is_coordinator else None
-        )
+        client = get_client(self._settings)
+        client.enter(self._location.parent, trains=True)  # before anything of the run is committed here
+        return client.mover.replaced.local_attempts(self._location) if self._description.is_coordinator else None
 
     def _ask(self, here: tuple[bool, set[str]]) -> Coroutine[Any, Any, tuple[str, ...]]:
         mover = get_client(self._settings).mover

@@ -279,10 +279,10 @@ class SaveSession:
             entry = self._journal.open(token, self.location, self.description.rank, chunk, branch)
             if self.settings.peers is not None:
                 marks.mark_origin(self.directory, token)
-            self._hold(entry, stack)
+            self._register_entry(entry, stack)
         return hold.descriptor
 
-    def take_over(self, token: str, lock: int | None) -> bool:
+    def adopt_entry(self, token: str, lock: int | None) -> bool:
         """Continue the journal entry of an ended rank. False if the entry is settled, or has another owner.
 
         Args:
@@ -293,10 +293,10 @@ class SaveSession:
             entry = self._journal.read(token)
             if not hold or entry is None:
                 return False
-            self._hold(dataclasses.replace(entry, manifest=None), stack)
+            self._register_entry(dataclasses.replace(entry, manifest=None), stack)
         return True
 
-    def _hold(self, entry: JournalEntry, stack: contextlib.ExitStack) -> None:
+    def _register_entry(self, entry: JournalEntry, stack: contextlib.ExitStack) -> None:
         self.entry, self._lock, self.is_open = entry, stack.pop_all(), True
         self.delivery = ShardDelivery(
             self.client, self.settings, self.location, entry, self.directory, self.description
@@ -476,11 +476,11 @@ class SaveSession:
         """
         self._has_direct_put_ranks |= has_direct_put_ranks
         if self.is_open:
-            self._give_to_drain()
+            self._submit_drain()
         self._end_listener()
         self.report_outcome()
 
-    def _give_to_drain(self) -> None:
+    def _submit_drain(self) -> None:
         entry = self.entry
         try:
             if not self.settings.drain:
@@ -551,7 +551,7 @@ class SaveSession:
             # it if the local manifest names another attempt (D0).
             uri = self.location.uri
             log.warning("%s: the save has failed, but its commit may be on the local tier", uri)
-            self._give_to_drain()
+            self._submit_drain()
             return
         if self.delivery.is_direct_put:
             self.delivery.discard([file.path for file in self.entry.files if file.path.endswith(SHARD_SUFFIX)])

@@ -143,7 +143,7 @@ class ShardDelivery:
         except BaseException:
             for shard in planned.shards:
                 for record in shard.records:
-                    record.forget()  # they may be rewritten from the start
+                    record.clear_crcs()  # they may be rewritten from the start
             self.discard([shard.path.name for shard in planned.shards])
             raise
         self.is_direct_put = True

@@ -163,7 +163,7 @@ class TierStager:
         known = _values_of(planner)
         at_once = self.mode == "eager" and not in_background
         if isinstance(planner, TierSavePlanner) and planner.is_repeated and lies_in_files is None and at_once:
-            again = self._staged_again(items, planner, known)
+            again = self._restage(items, planner, known)
             if again is not None:
                 return again
         staged = StagedItems(split.keep_subclasses_whole(items, planner))
@@ -190,7 +190,7 @@ class TierStager:
             self._repeated = RepeatedSave.of(items, tensors, known, self._layout)
         return staged
 
-    def _staged_again(
+    def _restage(
         self, items: Sequence[WriteItem], planner: TierSavePlanner, known: Mapping[str, Any]
     ) -> StagedItems | None:
         """Stage into the layout of the previous save if the tensors are alike; None for another plan."""
@@ -204,7 +204,7 @@ class TierStager:
             staged.data[item.index] = resolve_object(planner, item, repeated.texts)
         with gc_paused():
             lease = self._lease(layout.size_bytes)
-            base = self._base(lease, layout)
+            base = self._arena_tensor(lease, layout)
             pairs = repeated.copy_small(known, found, base)
             ahead = write_ahead.prepare(self.settings, lease, layout)
             staged.copied = self._copy(Copies([to for to, _ in pairs], [source for _, source in pairs], ahead))
@@ -266,16 +266,16 @@ class TierStager:
 
     def _stage(self, state: Any, *, at_once: bool) -> tuple[Any, Copies]:
         with gc_paused():
-            return self._staged(state, at_once=at_once)
+            return self._stage_state(state, at_once=at_once)
 
-    def _staged(self, state: Any, *, at_once: bool) -> tuple[Any, Copies]:
+    def _stage_state(self, state: Any, *, at_once: bool) -> tuple[Any, Copies]:
         walk = _Walk(state)
         layout = self._layout_of(walk.leaves)
         if not layout.size_bytes:
             targets = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in walk.leaves]
             return walk.rebuild(targets), Copies(targets, walk.leaves)
         lease = self._lease(layout.size_bytes)
-        targets = layout.views(self._base(lease, layout))
+        targets = layout.views(self._arena_tensor(lease, layout))
         ahead = write_ahead.prepare(self.settings, lease, layout) if at_once else None
         return walk.rebuild(targets), Copies(targets, walk.leaves, ahead)
 
@@ -286,7 +286,7 @@ class TierStager:
             self._layout = StagingLayout.of(facts, self.settings)
         return self._layout
 
-    def _base(self, lease: Lease, layout: StagingLayout) -> torch.Tensor:
+    def _arena_tensor(self, lease: Lease, layout: StagingLayout) -> torch.Tensor:
         lease.tensors = layout.tensors_with_data
         pin(lease.memory)
         return base_of(lease, layout.size_bytes, torch_shares=self._shared)
@@ -321,7 +321,7 @@ class Source(Protocol):
     def wait(self, timeout_seconds: float) -> None:
         """Wait until they have it."""
 
-    def has(self, tensor: torch.Tensor) -> bool:
+    def is_current(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor``, as it was planned, is theirs."""
 
     def reader(self, tensor: torch.Tensor) -> Fetch:
@@ -370,7 +370,7 @@ class StagedItems:
         self.copied.result(timeout_seconds)
         for source in self.sources:
             source.wait(timeout_seconds)
-            found = {i: tensor for i, tensor in self.in_files.items() if source.has(tensor)}
+            found = {i: tensor for i, tensor in self.in_files.items() if source.is_current(tensor)}
             self.data.update(found)
             self.readers |= {i: source.reader(tensor) for i, tensor in found.items()}
 

@@ -46,7 +46,7 @@ class ActiveDrain:
         if state != self.state:
             self.state, self.since_unix_seconds, self.moved_at = state, time.time(), time.monotonic()
 
-    def moved(self, done_bytes: int) -> None:
+    def add_progress(self, done_bytes: int) -> None:
         """Record progress: ``done_bytes`` sent in this attempt."""
         self.enter(SENDING)
         self.done_bytes, self.moved_at = done_bytes, time.monotonic()

@@ -74,7 +74,7 @@ class BackgroundDrains:
         self._logged: dict[str, None] = {}
         """Tokens of recent drains with a logged failure."""
         self._not_waited_for: set[str] = set()
-        """Tokens of drains that ``idle`` ignores (``stop_waiting``)."""
+        """Tokens of drains that ``idle`` ignores (``ignore_running``)."""
         self.committed_at: dict[str, float] = {}
         """When (monotonic seconds) this process saw each of its latest URIs committed on the shared tier."""
 
@@ -114,7 +114,7 @@ class BackgroundDrains:
         return [drain.to_json() for drain in self._drainer.active.values()]
 
     @property
-    def troubles(self) -> list[Json]:
+    def failing_stores(self) -> list[Json]:
         """Return the stores that do not answer now, with the cause."""
         return self._drainer.retries.outages
 
@@ -228,9 +228,9 @@ class BackgroundDrains:
             [result for result in results if isinstance(result, TierckptError)],
         )
 
-    async def newest_first(self) -> None:
+    async def prefer_newest(self) -> None:
         """Drain the newest checkpoint first, and retry at once, because this process will be stopped."""
-        self._drainer.limiter.newest_first()
+        self._drainer.limiter.prefer_newest()
         self._retries.clear()
 
     async def idle(self, timeout_seconds: float) -> list[JournalEntry]:
@@ -251,7 +251,7 @@ class BackgroundDrains:
         entries = await asyncio.to_thread(self.journal.entries)
         return [entry for entry in entries if entry.token in self._drains]
 
-    async def stop_waiting(self) -> None:
+    async def ignore_running(self) -> None:
         """Make ``idle`` ignore the drains that run now: a process waits once at its end, not twice."""
         self._not_waited_for = {*self._drains}
 
@@ -267,7 +267,7 @@ class BackgroundDrains:
         self._forget_passing(location)
         may_fail = True  # an attempt from before this call; only the outcome of the next one is raised
         async for _ in Poll(timeout_seconds, LOCAL if tier is Tier.LOCAL else SHARED):
-            entries = await asyncio.to_thread(self._unsettled, location)
+            entries = await asyncio.to_thread(self._pending_entries, location)
             try:
                 local = await asyncio.to_thread(local_commit.read_local_manifest, self._drainer.directory(location))
             except ManifestError:
@@ -300,7 +300,7 @@ class BackgroundDrains:
             last_error=next((entry.error for entry in entries if entry.error), None),
         )
 
-    def _unsettled(self, location: Location) -> list[JournalEntry]:
+    def _pending_entries(self, location: Location) -> list[JournalEntry]:
         found = []
         for entry in self.journal.entries():
             if entry.uri != location.uri or entry.state in SET_ASIDE_STATES:
@@ -336,11 +336,11 @@ class BackgroundDrains:
                 raise error
 
     def _forget_passing(self, location: Location) -> bool:
-        """Forget failures that ``may_pass``, so that their drains are retried. Return False if there are none."""
+        """Forget failures that ``is_transient``, so that their drains are retried. Return False if there are none."""
         passing = [
             token
             for token, (uri, error) in self._failures.items()
-            if uri == location.uri and self.may_pass(location, error)
+            if uri == location.uri and self.is_transient(location, error)
         ]
         for token in passing:
             del self._failures[token]
@@ -353,7 +353,7 @@ class BackgroundDrains:
             del self._failures[token]
         return taken
 
-    def may_pass(self, location: Location, error: TierckptError) -> bool:
+    def is_transient(self, location: Location, error: TierckptError) -> bool:
         """Whether ``error`` may be temporary: this process has drained to that store before.
 
         Credentials may have expired, for example. The save is safe on this node, and its drain should be retried."""

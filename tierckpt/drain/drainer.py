@@ -195,7 +195,7 @@ class Drainer:
             finally:
                 self.active.pop(token, None)
                 self.retries.waiting_bytes[breaker.name] -= entry.size_bytes
-            return await self._drained(entry, outcome, begun)
+            return await self._finish_drain(entry, outcome, begun)
 
     async def _attempt(
         self,
@@ -249,9 +249,9 @@ class Drainer:
             outcome = await self.try_commit(entry)
             if outcome is None:
                 return DrainResult(token, entry.uri, "waiting")
-            return await self._drained(entry, outcome, begun)
+            return await self._finish_drain(entry, outcome, begun)
 
-    async def _drained(self, entry: JournalEntry, outcome: str, begun: float) -> DrainResult:
+    async def _finish_drain(self, entry: JournalEntry, outcome: str, begun: float) -> DrainResult:
         # Before the entry is removed: a crash in between leaves an entry that repeats this. The note stays until the
         # run is pruned, and pruning skips runs with journal entries.
         await asyncio.to_thread(self._note_due, entry, None, is_shared=entry.rank == 0)
@@ -309,7 +309,7 @@ class Drainer:
         with translated(self.directory(entry.location), is_above=True):
             try:
                 if await asyncio.to_thread(self._is_replaced, entry):
-                    return await self._forget(entry)
+                    return await self._clean_up_replaced(entry)
                 if await self._was_cleaned_up(entry):
                     return "committed"  # by another mover, and the files were there: leave no part record
                 await self.send_files(entry)
@@ -319,7 +319,7 @@ class Drainer:
                 # A save that replaces this one may remove its files at any step, which explains the error.
                 if error.retryable or not await asyncio.to_thread(self._is_replaced, entry):
                     raise
-                return await self._forget(entry)
+                return await self._clean_up_replaced(entry)
 
     async def _await_commit(self, entry: JournalEntry, timeout_seconds: float) -> str:
         active = self.active[entry.token]
@@ -356,7 +356,7 @@ class Drainer:
             return False
         return not all((directory / file.key).exists() for file in entry.files)
 
-    async def _forget(self, entry: JournalEntry) -> str:
+    async def _clean_up_replaced(self, entry: JournalEntry) -> str:
         """Clean up a replaced entry. Return ``superseded``, or ``committed`` if it was committed before.
 
         Objects on the shared tier are removed only while no manifest there names them: once a pending manifest names
@@ -423,7 +423,7 @@ class Drainer:
     def note_progress(self, entry: JournalEntry, done_bytes: int, files: tuple[FileProgress, ...] = ()) -> None:
         """Note progress: ``done_bytes`` sent in this attempt, and the ``files`` in flight."""
         if (active := self.active.get(entry.token)) is not None:
-            active.moved(done_bytes)
+            active.add_progress(done_bytes)
         self.listener(Progress(f"drain {entry.uri}", done_bytes, entry.size_bytes, files=files))
 
     async def try_commit(self, entry: JournalEntry) -> str | None:
@@ -438,7 +438,7 @@ class Drainer:
         await asyncio.to_thread(make_dirs, lock.parent)
         async with lock_async(lock, self.settings.commit_timeout_seconds, f"the commit of {entry.uri}"):
             if await asyncio.to_thread(self._is_replaced, entry):
-                return await self._forget(entry)
+                return await self._clean_up_replaced(entry)
             return await self._try_commit(entry)
 
     async def _try_commit(self, entry: JournalEntry) -> str | None:
@@ -452,7 +452,7 @@ class Drainer:
             return "committed"
         manifest = await self._manifest(entry, store)
         if manifest is None:
-            return await self._if_part_is_gone(entry, store)
+            return await self._handle_missing_part(entry, store)
         if not await self.all_parts(manifest, entry, store):
             return None
         try:
@@ -470,7 +470,7 @@ class Drainer:
         await self._after_commit(entry, manifest, committed_at)
         return "committed"
 
-    async def _if_part_is_gone(self, entry: JournalEntry, store: Store) -> str | None:
+    async def _handle_missing_part(self, entry: JournalEntry, store: Store) -> str | None:
         """Return why our part record is missing: the outcome of the commit that removed it."""
         try:
             await store.head(part(entry.token))
@@ -509,7 +509,7 @@ class Drainer:
 
     async def _manifest(self, entry: JournalEntry, store: Store) -> Manifest | None:
         if entry.is_fragment:
-            return await self._merged(entry, store)
+            return await self._merge_parts(entry, store)
         if entry.manifest is not None:
             return entry.manifest
         return await self._pending_manifest(entry, store)
@@ -546,7 +546,7 @@ class Drainer:
             ):
                 await store.delete(info.key)
 
-    async def _merged(self, entry: JournalEntry, store: Store) -> Manifest | None:
+    async def _merge_parts(self, entry: JournalEntry, store: Store) -> Manifest | None:
         own = entry.manifest
         if own is None:
             return None

@@ -187,13 +187,13 @@ class RateLimiter:
         if paused is not None and not isinstance(paused, bool):
             raise ConfigError(f"paused is {paused!r}, must be True or False")
         before = (self.bytes_per_second, self.concurrency, self.paused)
-        self._earn(self._burst_bytes())
+        self._refill(self._burst_bytes())
         self.bytes_per_second, self.concurrency = rate, files
         self.paused = self.paused if paused is None else paused
         self._credit_bytes = min(self._credit_bytes, self._burst_bytes()) if rate else 0.0  # no limit, no debt
         self._admit()
         if before != (self.bytes_per_second, self.concurrency, self.paused):
-            self._say()
+            self._log_state()
 
     def throttle(self, bytes_per_second: int | None, seconds: float) -> None:
         """Limit the rate further for the next ``seconds``. None removes the throttle.
@@ -203,7 +203,7 @@ class RateLimiter:
         """
         rate = _checked_rate(bytes_per_second)
         credit = self._credit_bytes if self.rate is not None else 0.0  # no limit, no debt
-        self._earn(self._burst_bytes())
+        self._refill(self._burst_bytes())
         self._throttle = None if rate is None else (rate, self._clock() + seconds)
         self._credit_bytes = min(credit, self._burst_bytes())
 
@@ -216,7 +216,7 @@ class RateLimiter:
             return self.bytes_per_second
         return self._throttle[0]
 
-    def newest_first(self) -> None:
+    def prefer_newest(self) -> None:
         """Give the newest checkpoint precedence, as the mover will be stopped early."""
         self._hurried = True
         self._admit()
@@ -242,7 +242,7 @@ class RateLimiter:
         except ConfigError as error:
             log.warning("ignoring the control file, drain limits are unchanged: %s", error)  # G5
 
-    def _say(self) -> None:
+    def _log_state(self) -> None:
         rate = "no limit" if self.bytes_per_second is None else f"{self.bytes_per_second} bytes/s"
         if self.paused:
             log.warning("drains on this node are paused; `tierckpt drain --resume` resumes them")
@@ -262,21 +262,21 @@ class RateLimiter:
 
     async def _try_spend(self, size_bytes: int, created_at: float) -> bool:
         """Spend credit at our turn, or return False if a newer checkpoint must go first (G4)."""
-        if self._is_outdone(created_at):
+        if self._must_yield(created_at):
             return False
         async with self._turn:
-            self._earn(self._burst_bytes())
+            self._refill(self._burst_bytes())
             while (seconds := self._seconds_to_wait(size_bytes)) > 0:
                 await self._nap(min(seconds, SLEEP_SECONDS_MAX))
                 # After a wait for credit, compensate a late wake-up; after any other wait, earn only a burst.
-                self._earn(self._burst_bytes() * (1 if self.paused else 2))
-                if self._is_outdone(created_at):
+                self._refill(self._burst_bytes() * (1 if self.paused else 2))
+                if self._must_yield(created_at):
                     return False
             if self.rate is not None:
                 self._credit_bytes -= size_bytes
             return True
 
-    def _is_outdone(self, created_at: float) -> bool:
+    def _must_yield(self, created_at: float) -> bool:
         return self._hurried and any(other > created_at for other in self.running)
 
     def _seconds_to_wait(self, size_bytes: int) -> float:
@@ -295,7 +295,7 @@ class RateLimiter:
     def _burst_bytes(self) -> float:
         return BURST_SECONDS * (self.rate or 0)
 
-    def _earn(self, capacity_bytes: float) -> None:
+    def _refill(self, capacity_bytes: float) -> None:
         now = self._clock()
         earned = (now - self._credited_at) * (self.rate or 0)
         self._credited_at = now
@@ -315,14 +315,14 @@ class RateLimiter:
             if waiter in self._queue:
                 self._queue.remove(waiter)
             elif not waiter.place.cancelled():
-                self._leave(flow)  # granted and cancelled at once: pass it on
+                self._remove_flow(flow)  # granted and cancelled at once: pass it on
             raise
         try:
             yield
         finally:
-            self._leave(flow)
+            self._remove_flow(flow)
 
-    def _leave(self, flow: DrainFlow) -> None:
+    def _remove_flow(self, flow: DrainFlow) -> None:
         self.running[flow.created_at] -= 1
         self.running += Counter()  # drops zeros
         self._admit()
@@ -330,7 +330,7 @@ class RateLimiter:
     def _admit(self) -> None:
         while self._queue:
             first = min(self._queue, key=self._rank)  # first request among equals
-            if self.running.total() >= self.concurrency and not self._may_push_in(first.flow):
+            if self.running.total() >= self.concurrency and not self._may_skip_queue(first.flow):
                 return
             self._queue.remove(first)
             if not first.place.done():
@@ -342,7 +342,7 @@ class RateLimiter:
         """Return a sort key; the minimum is admitted next."""
         return not self._hurried and not waiter.flow.has_begun, -waiter.flow.created_at
 
-    def _may_push_in(self, flow: DrainFlow) -> bool:
+    def _may_skip_queue(self, flow: DrainFlow) -> bool:
         """After ``newest_first``, the newest skips the queue, as older files wait while it sends (G4)."""
         holders = self.running.items()
         return (

@@ -361,7 +361,7 @@ def put(
         client.recover()
         with stream if isinstance(stream, Spool) else spool_stream(settings, stream) as spool:
             space.make_room(settings, spool.size_bytes, settings.local_root, reserved_bytes=spool.reserved_bytes)
-            client.drain_in_background(drained.write(settings, location, spool.size_bytes, spool.keep_as))
+            client.drain_in_background(drained.write(settings, location, spool.size_bytes, spool.link_to))
         return
     if size_bytes <= PIECE_BYTES:
         data = stream.read()

@@ -293,7 +293,7 @@ class FileFill:
         for run, name, target in pieces:
             start, stop = run.piece
             # A verified copy is read in blocks with digests.
-            is_shared = type(self.copy) is LocalCopy and self.copy.way.ranks > 0
+            is_shared = type(self.copy) is LocalCopy and self.copy.mode.ranks > 0
             if is_shared and run.row_bytes - (stop - start) >= PIECE_GAP_BYTES_MIN:
                 self._gather_pieces(run, name, target)
                 continue
@@ -431,7 +431,7 @@ class _Reading(ReadThreads):
 
     def _fill_in(self, _: Memory | None) -> None:
         """Allocate pages job by job. The last thread to end lets the readers end."""
-        jobs = self.each(self._jobs)
+        jobs = self.iterate(self._jobs)
         while self._room.acquire() and (job := next(jobs, None)) is not None:
             put_pages(job)
             self._ready.put(job)
@@ -443,7 +443,7 @@ class _Reading(ReadThreads):
 
     def _next_ready(self) -> Iterator[Job]:
         if not self._fillers:
-            for job in self.each(self._jobs):
+            for job in self.iterate(self._jobs):
                 put_pages(job)
                 yield job
             return

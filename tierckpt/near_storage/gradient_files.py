@@ -22,7 +22,7 @@ def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
     if (paths := log_segments.paths_in(directory)) and log_segments.step_of_path(paths[0]) > step:
         log.warning("the gradients of step %d are missing: ignoring %s and later files", step + 1, paths[0])
     for position in _places(directory, step):
-        where, number = position.where, position.number
+        where, number = position.file_text, position.number
         if position.layouts != {"": layout} or number > step + 1:
             log.warning("ignoring the frame of step %d in %s: it does not follow step %d", number, where, step)
             return

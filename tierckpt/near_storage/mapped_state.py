@@ -124,7 +124,7 @@ class StateHold:
         self._is_released = False
         self._timeout_seconds = END_SECONDS
 
-    def has(self, tensor: torch.Tensor) -> bool:
+    def is_current(self, tensor: torch.Tensor) -> bool:
         return self._file.owns(tensor)
 
     def wait(self, timeout_seconds: float) -> None:

@@ -79,7 +79,7 @@ class LocalCopy:
         return self._device
 
     @property
-    def way(self) -> ReadMode:
+    def mode(self) -> ReadMode:
         """The read mode of the device, if known."""
         return self.tuner.mode(self._device) if self.tuner is not None else READ_MODES[0]
 
@@ -88,7 +88,7 @@ class LocalCopy:
         """Whether there are modes to try, and none was tried."""
         return self.tuner is not None and not self.tuner.is_known(self._device)
 
-    def take(self, way: ReadMode) -> None:
+    def set_mode(self, way: ReadMode) -> None:
         """Use this read mode from now on."""
         self.is_direct, self.is_straight = way.direct, way.in_place
 
@@ -103,7 +103,7 @@ class LocalCopy:
             if not (is_cached := self.is_in_memory(byte_range)):
                 self.cold_bytes += byte_range.size_bytes
             if self.is_direct and not is_cached and byte_range.start % DISK_BLOCK_BYTES == 0:
-                file, blocks = self._direct(), into[: round_up(byte_range.size_bytes)]
+                file, blocks = self._direct_descriptor(), into[: round_up(byte_range.size_bytes)]
                 if file is not None:
                     done = read_direct(file, blocks, byte_range.start, None if self.is_straight else through)
                     done = min(done, byte_range.size_bytes)
@@ -120,7 +120,7 @@ class LocalCopy:
         starts, advised = range(start, start + len(into) // size * step, step), size
         with translated(self._path, is_above=True):
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
-            if self.way.ranks * size >= step:
+            if self.mode.ranks * size >= step:
                 advised = starts[-1] + size - start
             for at in starts[:1] if advised > size else starts:
                 os.posix_fadvise(self._file, at, advised, os.POSIX_FADV_WILLNEED)
@@ -135,7 +135,7 @@ class LocalCopy:
             if self._file < 0:
                 self._file = open_file(self._path)
                 self._device = device_of(self._file)
-                self.take(self.way)
+                self.set_mode(self.mode)
 
     def is_in_memory(self, byte_range: ByteRange, /) -> bool:
         """Whether the range is in the page cache."""
@@ -156,7 +156,7 @@ class LocalCopy:
                 self._resident = Resident(self._file)
         return self._resident.has(byte_range)
 
-    def _direct(self) -> int | None:
+    def _direct_descriptor(self) -> int | None:
         """Return the file opened with O_DIRECT at the first call; None if unsupported."""
         with self._lock:
             if self._may_direct and self._direct_file is None:

@@ -217,7 +217,7 @@ def batches(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: i
 
 def _threads(disk: LocalCopy | None) -> int:
     """Return the thread count for a disk, which all ranks of a node share."""
-    liked = disk.way.threads if disk is not None else READ_MODES[0].threads
+    liked = disk.mode.threads if disk is not None else READ_MODES[0].threads
     return min(liked, max(THREADS_MIN, THREADS_PER_PROCESSOR * (os.cpu_count() or 1) // ranks_of_node()))
 
 
@@ -301,16 +301,16 @@ class _Pull(ReadThreads):
     ) -> None:
         buffer_bytes = max((round_up(job.read_bytes_max) for job in local), default=0)
         count = min(threads, buffers.count_max, sum(max(1, -(-job.wanted_bytes // READ_BYTES)) for job in local))
-        disks = Worker(partial(self._work, _split_jobs(local)), "tierckpt-pull", buffer_bytes)
+        disks = Worker(partial(self._read_jobs, _split_jobs(local)), "tierckpt-pull", buffer_bytes)
         # Responses of a store are in the store's own memory: no buffer.
-        stores = Worker(partial(self._work, _split_jobs(remote)), "tierckpt-pull")
+        stores = Worker(partial(self._read_jobs, _split_jobs(remote)), "tierckpt-pull")
         super().__init__([disks] * count + [stores] * min(REQUESTS_MAX, len(remote)), buffers)
         self._on_error = on_error
         self._turns = _Turns(len(os.sched_getaffinity(0)))
 
-    def _work(self, reads: Iterator[_Read], memory: Memory | None) -> None:
+    def _read_jobs(self, reads: Iterator[_Read], memory: Memory | None) -> None:
         buffer = memory.view if memory is not None else None
-        for job, parts, first in self.each(reads):
+        for job, parts, first in self.iterate(reads):
             for part in parts:
                 first = job.first_after(part.start, first)
                 try:

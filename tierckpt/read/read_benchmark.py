@@ -76,7 +76,7 @@ def _trial(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[lis
         cold_bytes = -sum(disk.cold_bytes for disk in disks if disk)
         for disk in disks:
             if disk is not None:
-                disk.take(way)
+                disk.set_mode(way)
         begun = time.monotonic()
         run(part, way.threads)
         seconds = time.monotonic() - begun
@@ -89,7 +89,7 @@ def _trial(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[lis
     chosen = tuner.decide(first.device, {way: median(found) for way, found in rates.items()}, first.where)
     for job in jobs:
         if job.disk is not None:
-            job.disk.take(chosen)
+            job.disk.set_mode(chosen)
     return jobs
 
 

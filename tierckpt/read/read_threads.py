@@ -55,7 +55,7 @@ class ReadThreads:
             started: list[threading.Thread] = []
             try:
                 for worker in workers[1:]:
-                    thread = threading.Thread(target=self._help, args=(worker,), name=worker.name)
+                    thread = threading.Thread(target=self._run_helper, args=(worker,), name=worker.name)
                     start_thread(thread)
                     started.append(thread)
                 workers[0].work(buffer)
@@ -71,7 +71,7 @@ class ReadThreads:
             if self.error is not None:
                 raise self.error
 
-    def each(self, jobs: Iterator[J]) -> Iterator[J]:
+    def iterate(self, jobs: Iterator[J]) -> Iterator[J]:
         """Yield the ``jobs`` that no other thread has taken, in order; none after an error of any thread."""
         while True:
             with self._taking:
@@ -85,7 +85,7 @@ class ReadThreads:
         with self._taking:
             self.error = self.error or error
 
-    def _help(self, worker: Worker) -> None:
+    def _run_helper(self, worker: Worker) -> None:
         """Work in addition to the first thread. Without another buffer, the load has one thread less.
 
         Each thread allocates its own, while earlier ones read: a new buffer costs 3 to 10 ms.

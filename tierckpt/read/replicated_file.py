@@ -130,7 +130,7 @@ class ReplicatedFile:
                 data = copy.read(byte_range, into)
                 BYTES.emit(len(data), tier=copy.tier, direction="read")
                 arrived()
-                if len(data) == byte_range.size_bytes and self._is_good(data, index, byte_range):
+                if len(data) == byte_range.size_bytes and self._matches_digest(data, index, byte_range):
                     return data
                 problem: TierckptError = IntegrityError(
                     f"bytes {byte_range.start}-{byte_range.stop} do not match their digest",
@@ -139,9 +139,9 @@ class ReplicatedFile:
                 )
             except TierckptError as error:
                 problem = error
-            self._give_up(copy, problem)
+            self._exclude_copy(copy, problem)
             tried.append((copy, problem))
-        raise self._loss(byte_range, tried)
+        raise self._no_copy_error(byte_range, tried)
 
     def read_unverified(self, byte_range: ByteRange, into: memoryview | None = None) -> Buffer:
         """Return the bytes of some copy, **unverified**, or none if they cannot be read.
@@ -155,7 +155,7 @@ class ReplicatedFile:
                 return data
         return b""
 
-    def _is_good(self, data: Buffer, index: int, byte_range: ByteRange) -> bool:
+    def _matches_digest(self, data: Buffer, index: int, byte_range: ByteRange) -> bool:
         if not self.entry.digests:
             return True
         if byte_range == self.chunk_range(index):
@@ -171,7 +171,7 @@ class ReplicatedFile:
             damaged = [copy for copy, problem in self._given_up if isinstance(problem, IntegrityError)]
             return next((copy for copy in (*self._copies, *damaged) if copy not in tried), None)
 
-    def _give_up(self, copy: FileCopy, problem: TierckptError) -> None:
+    def _exclude_copy(self, copy: FileCopy, problem: TierckptError) -> None:
         with self._lock:
             if copy not in self._copies:
                 return  # another thread has dropped it
@@ -181,7 +181,7 @@ class ReplicatedFile:
             copy.quarantine()
         log.warning("%s: the %s copy is bad, trying the next: %s", self.entry.path, copy.tier, problem)
 
-    def _loss(self, byte_range: ByteRange, tried: Sequence[tuple[FileCopy, TierckptError]]) -> TierckptError:
+    def _no_copy_error(self, byte_range: ByteRange, tried: Sequence[tuple[FileCopy, TierckptError]]) -> TierckptError:
         """Return the error of a range that no copy can provide."""
         known = [copy for copy, _ in tried]
         with self._lock:

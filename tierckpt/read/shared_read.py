@@ -249,7 +249,7 @@ class SharedRead:
         """Whether this rank reads for itself from now on."""
         return self._alone
 
-    def leave(self) -> None:
+    def stop_sharing(self) -> None:
         """Stop sharing. The window stays usable for the others."""
         self._window.leave()
 
@@ -286,7 +286,7 @@ class SharedRead:
             later: the first unit that a later call may need, also a second time. None: this is the last call.
         """
         origins: dict[int, Piece] = {}
-        jobs, own = self._divide(wanted, origins)
+        jobs, own = self._split_by_unit(wanted, origins)
         # A call must not wait for a later one, which re-reads the units that this one has passed.
         after = PASSED_ALL if later is None else max(later, max(jobs, default=0))
 
@@ -305,7 +305,7 @@ class SharedRead:
             pieces.sort(key=lambda piece: piece.start)
         pull(list(own.items()), buffers, on_error=blame)
 
-    def _divide(
+    def _split_by_unit(
         self, wanted: Sequence[tuple[ReplicatedFile, Sequence[Piece]]], origins: dict[int, Piece]
     ) -> tuple[dict[int, _UnitJob], dict[ReplicatedFile, list[Piece]]]:
         """Return the shared part of ``wanted``, by unit, and the rest. ``origins`` gets the piece of each part."""
@@ -349,7 +349,7 @@ class UnitThreads(ReadThreads):
     ) -> None:
         is_remote = any(job.copies.is_remote for job in jobs.values())
         count = min(REQUESTS_MAX if is_remote else THREADS, buffers.count_max, len(jobs))
-        super().__init__([Worker(self._work, "tierckpt-shared-read")] * count, buffers)
+        super().__init__([Worker(self._run_thread, "tierckpt-shared-read")] * count, buffers)
         self._window, self._jobs, self._after, self._on_error = window, jobs, after, on_error
         self._order = sorted(jobs)
         self._open = set(jobs)
@@ -371,18 +371,18 @@ class UnitThreads(ReadThreads):
     def _note_progress(self) -> None:
         self._progressed_at, self._idle = time.monotonic(), Poll(self._timeout_seconds, UNIT_PAUSES)
 
-    def _work(self, _: Memory | None) -> None:
+    def _run_thread(self, _: Memory | None) -> None:
         while (task := self._next()) is not None:
             unit, is_claimed = task
             if is_claimed:
                 self._fill(unit)
-            self.take_unit(unit)
+            self.copy_unit(unit)
 
     def _next(self) -> tuple[int, bool] | None:
         """Wait for a unit to copy, or to read first (True). None: no work is left. One thread waits for all."""
         with self._turn:
             while not self._is_over and self.error is None:
-                task = self._look()
+                task = self._find_unit()
                 if task is not None:
                     return task
                 with self._lock:
@@ -396,10 +396,10 @@ class UnitThreads(ReadThreads):
                     self._is_over = True
         return None
 
-    def _look(self) -> tuple[int, bool] | None:
+    def _find_unit(self) -> tuple[int, bool] | None:
         """Return the first unit that is in the window, else the first that can be claimed."""
         with self._lock:
-            near = [unit for unit in self._near() if unit not in self._busy]
+            near = [unit for unit in self._units_in_window() if unit not in self._busy]
             found = next(((unit, False) for unit in near if self._window.is_there(unit)), None)
             if found is None:
                 found = next(
@@ -409,7 +409,7 @@ class UnitThreads(ReadThreads):
                 self._busy.add(found[0])
             return found
 
-    def _near(self) -> Iterable[int]:
+    def _units_in_window(self) -> Iterable[int]:
         """Return the units still to be copied that fit into the window with the first of them."""
         near = [unit for unit in self._order[self._at : self._at + self._window.slots] if unit in self._open]
         return itertools.takewhile(lambda unit: unit < near[0] + self._window.slots, near)
@@ -428,7 +428,7 @@ class UnitThreads(ReadThreads):
         finally:
             self._window.release(unit, filled=filled)
 
-    def take_unit(self, unit: int) -> None:
+    def copy_unit(self, unit: int) -> None:
         job, base = self._jobs[unit], self._window.address(unit)
         for piece in job.pieces:
             ctypes.memmove(piece.address, base + piece.start - job.at.start, piece.stop - piece.start)

@@ -381,7 +381,7 @@ def roll_forward(
             break
         if not position.layouts.items() <= layouts.items():
             raise IntegrityError(
-                f"the gradient log {position.where} was written by another optimizer, or with other parameters or "
+                f"the gradient log {position.file_text} was written by another optimizer, or with other parameters or "
                 "shards",
                 hint="Restore the checkpoint alone: a log fits only the optimizer and the sharding that wrote it",
                 path=position.segment.path,
@@ -389,7 +389,7 @@ def roll_forward(
         if last_step is not None and position.number > last_step:
             break
         try:
-            frame = decode(position.read, where=position.where)
+            frame = decode(position.read, where=position.file_text)
         except IntegrityError as error:
             newest = replace(newest, end_reason=error.message)
             break

@@ -91,7 +91,7 @@ class LogIndex:
     def _look_at(self, path: Path) -> Tail:
         is_copy = path.parents[2].name == COPIES
         tail = self._tails.get(path) or Tail(path, is_verified=is_copy)
-        tail.look()
+        tail.read_new()
         self._tails[path] = tail
         return tail
 

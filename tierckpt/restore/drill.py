@@ -142,7 +142,7 @@ async def _compare(mover: Mover, report: DrillReport, manifest: Manifest, parent
                     group.create_task(job.restore(entry))
                 for entry in manifest.metadata:
                     if entry.source:
-                        group.create_task(job.look_at_stock_copy(entry))
+                        group.create_task(job.inspect_stock_copy(entry))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
     report.seconds = time.monotonic() - begun
@@ -167,7 +167,7 @@ class _Drill:
                     await fetch(self.store, entry, path, chunk_size, on_file, self.concurrency)
                 await check_file(LocalFiles(self.scratch), replace(entry, source=""), chunk_size)
             except (IntegrityError, ObjectNotFoundError) as error:
-                self._note(entry.path, error)
+                self._note_problem(entry.path, error)
 
     async def _expect_size(self, entry: FileEntry) -> None:
         """Check the size: a fetch by ranges would miss bytes added at the end."""
@@ -175,16 +175,16 @@ class _Drill:
         if found_bytes != entry.size_bytes:
             raise IntegrityError(f"it has {found_bytes} bytes, the manifest says {entry.size_bytes}")
 
-    async def look_at_stock_copy(self, entry: FileEntry) -> None:
+    async def inspect_stock_copy(self, entry: FileEntry) -> None:
         """Check the metadata under the name that stock PyTorch reads: that copy counts too (P1)."""
         async with self.gate:
             try:
                 data = await self.store.get(entry.path)
                 verified_read.check_bytes(data, entry, self.manifest.chunk_size_bytes, self.store.uri)
             except (IntegrityError, ObjectNotFoundError) as error:
-                self._note(entry.path, error)
+                self._note_problem(entry.path, error)
 
-    def _note(self, path: str, error: TierckptError) -> None:
+    def _note_problem(self, path: str, error: TierckptError) -> None:
         log.warning("the drill found damage: %s", error.message, extra={"file": path})
         self.report.problems[path] = error.message
 

@@ -51,7 +51,7 @@ class PrefetchRequest:
     wait_seconds: float | None = None
     """Maximum wait for missing or uncommitted files. None: they raise an error."""
 
-    def place(self, mover: Mover, resolved: ResolvedUri) -> Path | None:
+    def target_directory(self, mover: Mover, resolved: ResolvedUri) -> Path | None:
         """Return the directory to fill, or None for the node cache, also for an adopted checkpoint (other names)."""
         manifest = resolved.manifest
         is_ours = manifest is not None and not resolved.is_filtered and not manifest.adopted_dirs
@@ -133,7 +133,9 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
         await asyncio.to_thread(refuse_file, request.directory)
     resolved, checkpoint = await _freeze(mover, request)
     check_size(resolved.frozen, request.size_bytes_max)
-    target = (request.directory or hub_cache()).absolute() if request.hf_cache else request.place(mover, resolved)
+    target = (
+        (request.directory or hub_cache()).absolute() if request.hf_cache else request.target_directory(mover, resolved)
+    )
     if target is None:
         return await mover.node_cache.fill(resolved, pin=request.pin, keep=request.keep)
     if request.pin:
@@ -174,14 +176,14 @@ async def check(mover: Mover, request: PrefetchRequest) -> CacheCheck:
         cache = (request.directory or hub_cache()).absolute()
         return await check_hub_cache(hub_of(resolved.store), resolved.frozen, cache)
     return await mover.node_cache.check_at(
-        request.location, lambda resolved: request.place(mover, resolved), request.files
+        request.location, lambda resolved: request.target_directory(mover, resolved), request.files
     )
 
 
 async def plan(mover: Mover, request: PrefetchRequest) -> AdmissionPlan | None:
     """Return the evictions that ``request`` needs; None if it does not go to the cache. Changes nothing."""
     resolved = await mover.node_cache.freeze(request.location, files=request.files)
-    if request.place(mover, resolved) is not None:
+    if request.target_directory(mover, resolved) is not None:
         return None
     return await asyncio.to_thread(plan_prefetch, mover.node_cache.pool, resolved.frozen)
 

@@ -113,7 +113,7 @@ async def _copy(mover: Mover, checkpoint: Checkpoint, directory: Path) -> Restor
     except TierckptError as error:
         if source is None or not source.lost:
             raise
-        raise source.loss() from error
+        raise source.missing_copy_error() from error
     local_bytes, peer_bytes = (source.local_bytes, source.peer_bytes) if source is not None else (0, 0)
     shared_bytes = done.fetched_bytes - local_bytes - peer_bytes
     return RestoreResult(
@@ -153,19 +153,19 @@ class RestoreSource:
                 self.local_bytes += byte_range.size_bytes
                 return chunk
             except TierckptError as error:
-                self._give_up_local(entry, error)
+                self._exclude_local(entry, error)
         try:
             return await get_checked(self._others, entry, byte_range, digest)
         except (IntegrityError, ObjectNotFoundError) as error:
             self.lost[entry.path] = f"local: {self._bad[key]}; elsewhere: {error.message}"
             raise
 
-    def _give_up_local(self, entry: FileEntry, error: TierckptError) -> None:
+    def _exclude_local(self, entry: FileEntry, error: TierckptError) -> None:
         if not isinstance(error, ObjectNotFoundError) and entry.key not in self._bad:
             log.warning("the local copy is damaged, trying other tiers: %s", error.message)
         self._bad[entry.key] = error.message
 
-    def loss(self) -> IntegrityError:
+    def missing_copy_error(self) -> IntegrityError:
         return IntegrityError(
             f"{self.uri}: no good copy of {', '.join(sorted(self.lost))} on any tier",
             hint="Nothing was published. Restore an older step; `tierckpt verify --read-data` shows every bad copy",

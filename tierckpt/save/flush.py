@@ -111,7 +111,7 @@ class Stream:
 
     def __init__(self, shard: Shard, slot: Memory, chunk_size_bytes: int, timeout_seconds: float = 1800.0) -> None:
         for record in shard.records:
-            record.forget()
+            record.clear_crcs()
         deadline = time.monotonic() + timeout_seconds
         one_by_one = IoShape(1, chunk_size_bytes)
         self._job = FlushJob(
@@ -413,7 +413,7 @@ class FlushJob:
             if self.hot_bytes:
                 place.digest(start, end)
         with self.changed:
-            record.know(first, last - first, crc)
+            record.set_crc(first, last - first, crc)
             self.changed.notify_all()
 
     def _bring(self, record: ShardRecord, target: int, start: int, count: int) -> None:

@@ -146,7 +146,7 @@ class FramePosition:
     read: Read
 
     @property
-    def where(self) -> str:
+    def file_text(self) -> str:
         """The file, for messages."""
         return str(self.segment.path)
 
@@ -265,7 +265,7 @@ class Tail:
         """None while the head is incomplete."""
         self._is_verified, self._digest = is_verified, ""
 
-    def look(self) -> None:
+    def read_new(self) -> None:
         """Read new frames. Stops at the first unreadable one, without an error.
 
         Cost: the header of each new frame, and its data if that is verified.
@@ -284,7 +284,7 @@ class Tail:
             while self.size_bytes < there:
                 place, length = _place(self.segment, file, self.size_bytes, there, self._digest)
                 if self._is_verified:
-                    deque(verified_pieces(place.read, place.fields, place.head_bytes, where=place.where), maxlen=0)
+                    deque(verified_pieces(place.read, place.fields, place.head_bytes, where=place.file_text), maxlen=0)
                 self.size_bytes, self._digest, self.step = self.size_bytes + length, place.digest, place.number
         except (TierckptError, TypeError, KeyError, ValueError):
             return  # incomplete, or damaged: a restore reports which
@@ -422,7 +422,7 @@ class SegmentFile:
 
     def append(self, pieces: Sequence[memoryview], on_write: Callable[[], None] = lambda: None) -> None:
         """Write ``pieces``, and zeros to the next block. ``on_write`` is called after each request. Raises OSError."""
-        for view in self._staged(pieces):
+        for view in self._aligned_pieces(pieces):
             while view:
                 part, begun = view[: self._request_bytes], time.monotonic()
                 self._file.write(part, self.size_bytes)
@@ -434,7 +434,7 @@ class SegmentFile:
                 self.sync()
                 on_write()
 
-    def _staged(self, pieces: Sequence[memoryview]) -> Iterator[memoryview]:
+    def _aligned_pieces(self, pieces: Sequence[memoryview]) -> Iterator[memoryview]:
         """Yield ``pieces`` in aligned memory, which is reused, padded with zeros to whole blocks."""
         staging, filled = memoryview(self._staging), 0
         for piece in pieces:

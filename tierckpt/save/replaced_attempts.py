@@ -42,7 +42,7 @@ class ReplacedAttempts:
         self._blind: set[Location] = set()
         """Runs with a warning that their store has no conditional puts."""
 
-    def here(self, location: Location) -> tuple[bool, set[str]]:
+    def local_attempts(self, location: Location) -> tuple[bool, set[str]]:
         """Return whether the local tier has a checkpoint at ``location``, and this node's attempts on either tier.
 
         Blocking."""
@@ -64,14 +64,14 @@ class ReplacedAttempts:
         is_asked = any(one == place for one, _, _ in self._asking)
         return is_asked or time.monotonic() < self._silent_until.get(place, 0.0)
 
-    def ask_no_longer(self) -> None:
+    def stop_probing(self) -> None:
         """Stop waiting for each store that has not answered a save within ``PROBE_SILENT_SECONDS``."""
         for _, soon, limit in self._asking:
             if not limit.expired():
                 limit.reschedule(max(soon, asyncio.get_running_loop().time()))
 
     @contextlib.asynccontextmanager
-    async def _asks(self, place: tuple[str, str], seconds: float) -> AsyncIterator[None]:
+    async def _limit_probe(self, place: tuple[str, str], seconds: float) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds) as limit:
             loop, breaker = asyncio.get_running_loop(), self._drainer.retries.breaker("://".join(place))
             asked = place, loop.time() + PROBE_SILENT_SECONDS, limit
@@ -104,16 +104,16 @@ class ReplacedAttempts:
             AlreadyCommittedError: there are attempts, and ``overwrite`` is False.
             StoreError: the shared tier refuses requests (missing bucket, credentials) and was never reached.
         """
-        is_local, standing = await asyncio.to_thread(self.here, location) if here is None else here
+        is_local, standing = await asyncio.to_thread(self.local_attempts, location) if here is None else here
         if self._drainer.settings.drain:
             place = store_key(location)
             is_silent = time.monotonic() < self._silent_until.get(place, 0.0)
             try:
-                async with self._asks(place, PROBE_SILENT_SECONDS if is_silent else PROBE_TIMEOUT_SECONDS):
+                async with self._limit_probe(place, PROBE_SILENT_SECONDS if is_silent else PROBE_TIMEOUT_SECONDS):
                     store = self._drainer.store(location)
                     if location.scheme == "file":
                         await asyncio.to_thread(lambda: refuse_file(nearest_existing(Path(location.path))))
-                    self._say_if_blind(store, location)
+                    self._warn_if_unguarded(store, location)
                     found = await shared_commit.current_attempts(store)
                     stock = not overwrite and not found and await catalog.is_stock(store)
                 self._selector.reached.add(place)
@@ -142,7 +142,7 @@ class ReplacedAttempts:
         entries = [entry for entry in self._drainer.journal.entries() if entry.uri == location.uri]
         return {entry.manifest.attempt if entry.manifest else entry.token for entry in entries}
 
-    def _say_if_blind(self, store: Store, location: Location) -> None:
+    def _warn_if_unguarded(self, store: Store, location: Location) -> None:
         """Warn once for each run if the store cannot detect a second job that saves to it."""
         run = location.parent
         if store.has_put_if_absent or run in self._blind:

@@ -66,14 +66,14 @@ class ShardRecord:
     def end(self) -> int:
         return self.offset + self.total_bytes
 
-    def know(self, offset: int, size_bytes: int, crc: int) -> None:
+    def set_crc(self, offset: int, size_bytes: int, crc: int) -> None:
         """Note the CRC-32 of a part of the data."""
         if self.crcs is None:
             self.crcs = {}
         self.crcs[offset] = (crc, size_bytes)
         self.known_bytes += size_bytes
 
-    def forget(self) -> None:
+    def clear_crcs(self) -> None:
         """Drop the CRCs, before the shard is written from the beginning again."""
         self.known_bytes, self.crcs = 0, None
 

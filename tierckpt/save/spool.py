@@ -75,7 +75,7 @@ class Spool(io.BufferedIOBase):
         view = view.cast("B")
         with translated(self._settings.local_root):
             if self._is_in_memory and self._at + len(view) > MEMORY_BYTES:
-                self._roll_over()
+                self._move_to_file()
             for start in range(0, len(view), PIECE_BYTES):
                 self._write_piece(view[start : start + PIECE_BYTES])
         return len(view)
@@ -85,12 +85,12 @@ class Spool(io.BufferedIOBase):
         if self._to_sync < 0:
             with translated(self._settings.local_root):
                 if self._is_in_memory:
-                    self._roll_over()
+                    self._move_to_file()
                 self._to_sync = os.open(f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY | os.O_CLOEXEC)
         self._file.flush()
         return self._to_sync
 
-    def _roll_over(self) -> None:
+    def _move_to_file(self) -> None:
         file, root = None, self._settings.local_root
         if self._is_kept:
             directory = written_file(root, "").parent
@@ -135,7 +135,7 @@ class Spool(io.BufferedIOBase):
         self._digests.append(digest_of_blocks(self._chunk.end()))
         self._chunk = BlockDigests()
 
-    def keep_as(self, path: Path) -> tuple[str, ...]:
+    def link_to(self, path: Path) -> tuple[str, ...]:
         """Link the file to ``path``, its bytes durable, its name not. Return its chunk digests.
 
         Raises OSError, TierckptError. Cost: one fsync; a copy if the file system has no unnamed files.

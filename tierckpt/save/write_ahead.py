@@ -144,7 +144,7 @@ class WriteAhead:
                 start_thread(thread)
             except CapacityError as error:  # no thread available
                 self._stop(error)
-                self._leave()
+                self._end_thread()
                 return
 
     def discard(self) -> None:
@@ -205,7 +205,7 @@ class WriteAhead:
         except BaseException as error:
             self._stop(error)
         finally:
-            self._leave()
+            self._end_thread()
 
     def _open_files(self) -> None:
         if not self._has_room():  # checked here, not while training waits for the disk; evicts nothing
@@ -261,7 +261,7 @@ class WriteAhead:
             self.is_stopped = True
             self._changed.notify_all()
 
-    def _leave(self) -> None:
+    def _end_thread(self) -> None:
         with self._changed:
             self._working -= 1
             self._changed.notify_all()

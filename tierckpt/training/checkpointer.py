@@ -544,7 +544,7 @@ class Checkpointer:
             if self._interval.keeps_some:
                 self._client.run(self._client.mover.drains.drop_superseded(self.location))
         except (OperationTimeoutError, KeyboardInterrupt):
-            self._client.run(self._client.mover.drains.stop_waiting())
+            self._client.run(self._client.mover.drains.ignore_running())
             raise
         finally:
             reason = "preempted" if preemption.is_ending() else "closed"
@@ -601,7 +601,7 @@ class Checkpointer:
 
         Does not raise errors of saves. The agent continues its drains after this process ends.
         """
-        self._client.run(self._client.mover.drains.newest_first())
+        self._client.run(self._client.mover.drains.prefer_newest())
         self._final_save.wait(deadline, self._interval.step_seconds)
         self._running.wait(max(0.0, deadline - time.monotonic()))
         self._send_newest()

@@ -299,7 +299,7 @@ class RunningSaves:
             record, oldest = unfinished[0]
             futures.wait([oldest], min(ROUND_SECONDS, requests.seconds_left()))
             if len(self.unfinished()) >= count:
-                get_client(self._settings).ask_no_longer()
+                get_client(self._settings).stop_probing()
                 if requests.is_ill:
                     return ill_disk(self._settings.local_root, rank=dist.get_rank() if is_distributed() else 0)
                 if time.monotonic() < deadline:
@@ -321,7 +321,7 @@ class RunningSaves:
         client = get_client(self._settings)
         drains = client.mover.drains
         for token, (uri, failure) in drains.take_failures({record.uri for record in records}).items():
-            if not drains.may_pass(run, failure):
+            if not drains.is_transient(run, failure):
                 raise failure
             text = "%s stays on this node for now; its drain is retried: %s"
             log_failure(log, failure, text, uri, failure, level=logging.WARNING)

@@ -89,7 +89,7 @@ async def test_a_submitted_drain_waits_for_no_pause_nor_do_any_before_the_end(no
     node.drains.submit("token")
     await node.end()
     assert node.tries == 2
-    await node.drains.newest_first()
+    await node.drains.prefer_newest()
     assert await node.look() == 3
 
 

@@ -59,8 +59,8 @@ async def test_the_long_run_rate_is_exact_for_any_chunk_and_any_late_timer(size_
 
 async def test_control_a_limiter_that_forgets_what_it_overslept_is_found() -> None:
     class Forgetful(RateLimiter):
-        def _earn(self, capacity_bytes: float) -> None:
-            super()._earn(min(capacity_bytes, self._burst_bytes()))
+        def _refill(self, capacity_bytes: float) -> None:
+            super()._refill(min(capacity_bytes, self._burst_bytes()))
 
     time, rate, chunks = FakeTime(0.05), 8 * MIB, 64
     limiter, begun = Forgetful(rate, 4, clock=time, nap=time.nap), time.now
@@ -199,7 +199,7 @@ async def test_in_a_hurry_the_newest_waits_for_no_place_and_the_others_wait_for_
         waiting = asyncio.create_task(place.__aenter__())
         await settle()
         assert not waiting.done()
-        limiter.newest_first()
+        limiter.prefer_newest()
         await settle()
         assert waiting.done()
         outdone = asyncio.create_task(older.spend(MIB))

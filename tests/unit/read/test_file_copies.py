@@ -212,7 +212,7 @@ def test_as_many_threads_digest_at_a_time_as_there_are_processors_while_all_of_t
             return super().read(byte_range, into)  # type: ignore[return-value]
 
     class Watched(ReplicatedFile):
-        def _is_good(self, *given: object) -> bool:
+        def _matches_digest(self, *given: object) -> bool:
             doing("digest", digesting, 1)
             return True
 

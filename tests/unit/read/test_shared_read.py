@@ -250,7 +250,7 @@ def take(number: int, path: Path, seed: int, die_at: int, pipe: Any) -> None:
         [(copies, pieces[:half])], BounceBufferPool(2, "read"), later=together.units.first_of("f", *wanted[half])
     )
     together.pull([(copies, pieces[half:])], BounceBufferPool(2, "read"), later=None)
-    together.leave()
+    together.stop_sharing()
     right = all(bytes(one) == data[start:stop] for one, (start, stop) in zip(memories, wanted, strict=True))
     pipe.send((right, copy.reads, together.is_alone))
     pipe.recv()  # the first one's memory stays until all are done

@@ -68,7 +68,7 @@ def test_what_is_kept_is_what_was_written_and_its_digests_are_right(
                     with pytest.raises(OSError, match="Bad file descriptor"):
                         os.write(file.fileno(), b"past its digests")
             kept = tmp_path / f"kept-{seed}"
-            digests = file.keep_as(kept)
+            digests = file.link_to(kept)
             assert file.size_bytes == len(model.getvalue())
         assert kept.read_bytes() == model.getvalue()
         pieces = [model.getvalue()[start : start + chunk] for start in range(0, len(model.getvalue()), chunk)]
@@ -80,7 +80,7 @@ def test_a_large_file_is_not_written_twice(settings: Settings, way: str, tmp_pat
         file.write(bytes(300 * KiB))
         # private: which inode it writes to, nobody else needs to know
         written = os.fstat(file._file.fileno()).st_ino
-        file.keep_as(tmp_path / "kept")
+        file.link_to(tmp_path / "kept")
     assert ((tmp_path / "kept").stat().st_ino == written) == (way == "named")
 
 
@@ -102,7 +102,7 @@ def test_a_child_that_ends_writes_nothing_of_what_its_parent_has_in_hand(setting
             os._exit(0)
         os.waitpid(pid, 0)
         file.write(b" of the parent")
-        file.keep_as(tmp_path / "kept")
+        file.link_to(tmp_path / "kept")
     assert (tmp_path / "kept").read_bytes() == data + b"in a buffer of the parent"
 
 

@@ -151,7 +151,7 @@ def _resume(
     session = SaveSession(settings, location, stand_in, save_id=handoff.save_id, replaces=handoff.replaces)
     if not has_begun:
         session.open(handoff.token)
-    elif not session.take_over(handoff.token, lock):
+    elif not session.adopt_entry(handoff.token, lock):
         return None
     return session
 
@@ -197,7 +197,7 @@ def _send_results(meeting: ResultExchange, results: dict[int, list[WriteResult]]
     """
     try:
         for rank, written in results.items():
-            meeting.tell(rank, written)
+            meeting.write(rank, written)
         some = next((handoff for handoff in found if handoff.token), None)
         if some is not None and not meeting.await_commit(JournalEntry(some.token, some.uri, some.rank)):
             raise OperationTimeoutError(
@@ -206,7 +206,7 @@ def _send_results(meeting: ResultExchange, results: dict[int, list[WriteResult]]
                 waited_seconds=meeting.wait_seconds,
             )
     finally:
-        meeting.forget(results)
+        meeting.remove(results)
 
 
 def _commit(
@@ -220,12 +220,12 @@ def _commit(
     if coordinator.metadata is None:
         raise ValueError("the coordinator's handoff has no metadata")
     try:
-        results = results | (meeting.hear(others) if others else {})
+        results = results | (meeting.read(others) if others else {})
         ranks = range(coordinator.world_size) if coordinator.use_collectives else [coordinator.rank]
         session.commit(pickle.loads(coordinator.metadata), [results.get(rank, []) for rank in ranks])
     finally:
         if others:
-            meeting.forget(others)
+            meeting.remove(others)
 
 
 def _map_memories(found: list[SaveHandoff], left: list[dict[str, int]]) -> dict[str, Memory]:

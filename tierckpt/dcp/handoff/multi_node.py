@@ -52,12 +52,12 @@ class ResultExchange:
     chunk_size_bytes: int
     wait_seconds: float
 
-    def tell(self, rank: int, results: list[WriteResult]) -> None:
+    def write(self, rank: int, results: list[WriteResult]) -> None:
         """Write the record of ``rank``, which ended with durable shards."""
         data = self._encode(rank, results)
         self.client.run(self.client.mover.store(self.location).put(self._key(rank), data))
 
-    def hear(self, ranks: Collection[int]) -> dict[int, list[WriteResult]]:
+    def read(self, ranks: Collection[int]) -> dict[int, list[WriteResult]]:
         """Return the records of ``ranks``, once all of them exist.
 
         Raises:
@@ -83,7 +83,7 @@ class ResultExchange:
         polls = Poll(self.wait_seconds, SHARED)
         return any(self.client.run(self.client.mover.drains.is_named(entry)) for _ in polls)
 
-    def forget(self, ranks: Iterable[int]) -> None:
+    def remove(self, ranks: Iterable[int]) -> None:
         """Remove records that have no readers any more. Never fails: a leftover does no harm."""
         keys = [self._key(rank) for rank in ranks]
         try:

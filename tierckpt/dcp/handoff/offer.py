@@ -114,7 +114,7 @@ class Handoff:
             lease.ask_before_drop(lambda: False)  # during the transfer
         self._is_held = True
         try:
-            self.hand_in(memories)
+            self.send(memories)
         except Exception as error:
             if not is_known(error):
                 text = "%s is lost if this process ends before it is on the local tier: %s"
@@ -124,7 +124,7 @@ class Handoff:
             for lease in leases:
                 lease.ask_before_drop(self.take_back)
 
-    def hand_in(self, memories: Mapping[str, Memory]) -> None:
+    def send(self, memories: Mapping[str, Memory]) -> None:
         """Send the handoff and all memory that it needs in one message, so that no agent ever has a part of it."""
         written = self.handoff.written()
         left = {name: memory.fd for name, memory in memories.items() if memory.fd is not None}
@@ -160,7 +160,7 @@ class Handoff:
         if files:
             self.handoff = self.handoff.durable(files)
             try:
-                self.hand_in({})
+                self.send({})
             except (TierckptError, OSError) as error:
                 if not is_known(error):
                     log.warning("%s: could not report to the agent that it is durable: %s", self.handoff.uri, error)

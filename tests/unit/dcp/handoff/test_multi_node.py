@@ -44,9 +44,9 @@ def record(uri: str) -> Path:
 
 
 def test_reported_results_are_received(exchange: ResultExchange) -> None:
-    exchange.tell(1, attach_files(list(RESULTS), FILES, PARTS))
-    exchange.tell(2, [])
-    heard = exchange.hear({1, 2})
+    exchange.write(1, attach_files(list(RESULTS), FILES, PARTS))
+    exchange.write(2, [])
+    heard = exchange.read({1, 2})
     assert heard[2] == []
     first = heard[1][0]
     assert isinstance(first, TierWriteResult)
@@ -57,37 +57,37 @@ def test_reported_results_are_received(exchange: ResultExchange) -> None:
 
 
 def test_the_error_names_ranks_without_results(exchange: ResultExchange) -> None:
-    exchange.tell(1, attach_files(list(RESULTS), FILES, PARTS))
+    exchange.write(1, attach_files(list(RESULTS), FILES, PARTS))
     with pytest.raises(OperationTimeoutError, match=r"what ranks \[0, 3\] had written"):
-        exchange.hear({0, 1, 3})
+        exchange.read({0, 1, 3})
 
 
 def test_results_of_another_save_are_ignored(exchange: ResultExchange) -> None:
-    exchange.tell(1, attach_files(list(RESULTS), FILES, PARTS))
+    exchange.write(1, attach_files(list(RESULTS), FILES, PARTS))
     with pytest.raises(OperationTimeoutError):
-        dataclasses.replace(exchange, save="job/8").hear({1})
+        dataclasses.replace(exchange, save="job/8").read({1})
 
 
 def test_a_record_with_another_chunk_size_is_rejected(exchange: ResultExchange) -> None:
-    exchange.tell(1, attach_files(list(RESULTS), FILES, PARTS))
+    exchange.write(1, attach_files(list(RESULTS), FILES, PARTS))
     with pytest.raises(ManifestError, match="another save"):
-        dataclasses.replace(exchange, chunk_size_bytes=2 * CHUNK).hear({1})
+        dataclasses.replace(exchange, chunk_size_bytes=2 * CHUNK).read({1})
 
 
 def test_damage_to_any_byte_of_a_record_is_detected(exchange: ResultExchange, file_uri: str) -> None:
-    exchange.tell(1, attach_files(list(RESULTS), FILES, PARTS))
+    exchange.write(1, attach_files(list(RESULTS), FILES, PARTS))
     path = record(file_uri)
     data = path.read_bytes()
     for position in range(0, len(data), 7):
         path.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
         with pytest.raises(ManifestError):
-            exchange.hear({1})
+            exchange.read({1})
     path.write_bytes(data)
-    assert len(exchange.hear({1})[1]) == len(RESULTS)
+    assert len(exchange.read({1})[1]) == len(RESULTS)
 
 
 def test_forget_removes_the_records(exchange: ResultExchange, file_uri: str) -> None:
-    exchange.tell(1, [])
+    exchange.write(1, [])
     assert record(file_uri)
-    exchange.forget([1, 2])
+    exchange.remove([1, 2])
     assert not list(Path(file_uri).rglob("*.json"))
