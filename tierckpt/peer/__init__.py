@@ -1,1 +1,1 @@
-"""Nodes that read from each other: membership, catalog, and chunk fetches (docs/internals/fanout.md)."""
+"""Nodes that read from each other (docs/internals/fanout.md)."""

@@ -1,14 +1,11 @@
 """Authenticates requests between peers, and their answers.
 
 With a secret, each request carries an HMAC-SHA256 (RFC 2104) over its target, sender, receiver, expiry and a nonce;
-each answer carries one over that nonce and its content. With certificates, TLS authenticates both sides. Without
-either, a node listens only on the loopback address.
+each answer carries one over that nonce and its content. Only TLS hides the bytes from an attacker on the network
+path.
 
-Clocks are monotonic: each reads the wall clock once. They need not agree: a request with the wrong time gets a proven
-answer with the node's time, and the client repeats it with that.
-
-A secret alone excludes hosts that do not have it. An attacker on the network path still reads all bytes; only TLS
-prevents that. A chunk modified there fails its digest.
+Clocks need not agree: a request with the wrong time gets a proven answer with the node's time, and the client
+repeats it with that.
 """
 
 from __future__ import annotations
@@ -30,10 +27,9 @@ from .membership import is_loopback
 from .peer_http import DIGEST, HELD, ME, PROOF, TIME, host_and_port
 
 LIFETIME_SECONDS = 30.0
-"""Validity of a signed request."""
 EXPIRY_SECONDS_MAX = 60.0
 NONCES_MAX = 1 << 18
-"""Requests accepted in a minute. More are deferred, because a replay could no longer be detected."""
+"""Requests accepted in a minute. Of more, a replay could not be detected."""
 SECRET_BYTES_MIN = 16
 
 _SCHEME = "Tierckpt"
@@ -48,7 +44,7 @@ class RejectedRequest(Exception):
 
 
 class OtherTime(RejectedRequest):
-    """A member's request with another time. ``nonce``: the request's. ``now``: the time here."""
+    """A member's request with another time than ``now``."""
 
     def __init__(self, nonce: str, now: float) -> None:
         super().__init__("a proof of another time")
@@ -56,7 +52,7 @@ class OtherTime(RejectedRequest):
 
 
 class Crowded(Exception):  # not an error: the sender is a member
-    """There were too many requests in this minute. ``nonce``: the request's."""
+    """There are too many requests in this minute."""
 
     def __init__(self, nonce: str) -> None:
         super().__init__("too many requests to tell replays")
@@ -64,11 +60,7 @@ class Crowded(Exception):  # not an error: the sender is a member
 
 
 def read_secret(settings: Settings) -> bytes | None:
-    """The cluster's secret, None when there is none.
-
-    Raises:
-        ConfigError: it is too short, or in a file that others can read, or that is not there.
-    """
+    """Return the secret, if any. Raises ConfigError: too short, missing, or in a file that others can read."""
     if settings.peer_secret_file is None:
         return None
     secret = _read_private(settings.peer_secret_file)
@@ -87,7 +79,7 @@ def _read_private(path: Path) -> bytes:
         raise ConfigError(f"peer_secret_file {path} cannot be read: {error.strerror}") from None
     with os.fdopen(file, "rb") as stream:
         status = os.fstat(stream.fileno())
-        # A Kubernetes secret belongs to root, and a pod's user reads it by the group that fsGroup gives it (mode 0440).
+        # A Kubernetes secret belongs to root; a pod's user reads it by its fsGroup (mode 0440).
         others = 0o037 if status.st_uid == 0 and os.geteuid() != 0 else 0o077
         if status.st_mode & others or status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
@@ -111,12 +103,12 @@ def check_listen(settings: Settings) -> tuple[str, int]:
 
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Return the server's context: TLS 1.2 or later, client certificates required. None: TLS is not set."""
+    """Return a context for TLS 1.2 or later that requires client certificates, if any."""
     return _tls(settings, ssl.PROTOCOL_TLS_SERVER)
 
 
 def client_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Return the client's context. The server's certificate must be of the authority and name the address."""
+    """Return a context that requires the authority's certificate for the address, if any."""
     return _tls(settings, ssl.PROTOCOL_TLS_CLIENT)
 
 
@@ -124,7 +116,7 @@ def _tls(settings: Settings, side: int) -> ssl.SSLContext | None:
     directory = settings.peer_tls_dir
     if directory is None:
         return None
-    context = ssl.SSLContext(side)  # the client side checks the host name; both require a certificate
+    context = ssl.SSLContext(side)  # both sides require a certificate, the client also the host name
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
@@ -140,10 +132,7 @@ def _tls(settings: Settings, side: int) -> ssl.SSLContext | None:
 
 
 class SteadyClock:
-    """A clock in Unix seconds that reads the wall clock once and never goes back.
-
-    Time in suspend counts (CLOCK_BOOTTIME, clock_gettime(2)).
-    """
+    """A clock in Unix seconds that reads the wall clock once, never goes back, and counts suspended time."""
 
     def __init__(self) -> None:
         self._begun = time.time() - boot_seconds()
@@ -157,7 +146,7 @@ def boot_seconds() -> float:
 
 
 class Signer:
-    """Signs this node's requests, and verifies that an answer comes from a holder of the secret."""
+    """Signs this node's requests, and verifies answers."""
 
     def __init__(self, secret: bytes | None, name: str) -> None:
         self._secret, self.name = secret, name
@@ -166,17 +155,14 @@ class Signer:
     def sign(
         self, method: str, target: str, to: str, about_me: str = "", *, ahead_seconds: float = 0.0
     ) -> tuple[str, str]:
-        """Return the Authorization header of a request, and its nonce, which the answer refers to.
-
-        ``ahead_seconds``: the peer's clock minus ours.
-        """
+        """Return the Authorization header of a request, and its nonce."""
         nonce = secrets.token_hex(16)
         expires = str(max(0, int(self.clock() + ahead_seconds + LIFETIME_SECONDS)))
         mac = _mac(self._secret, "request", method, target, "", about_me, self.name, to, expires, nonce)
         return f"{_SCHEME} name={self.name}; to={to}; expires={expires}; nonce={nonce}; mac={mac}", nonce
 
     def is_proven(self, nonce: str, status: int, headers: Mapping[str, str], body: Buffer | None) -> bool:
-        """True if the sender of the answer has the secret. ``body`` None: of a chunk, which has a digest."""
+        """True if the sender of the answer has the secret. A chunk has a digest instead of ``body``."""
         if self._secret is None:
             return True
         return hmac.compare_digest(
@@ -184,7 +170,7 @@ class Signer:
         )
 
     def ahead_seconds(self, headers: Mapping[str, str]) -> float | None:
-        """Return the peer's clock minus ours, from a proven answer; None if it has no time."""
+        """Return the peer's clock minus ours, from a proven answer."""
         told = headers.get(TIME, "")
         return int(told) - self.clock() if re.fullmatch(r"\d{1,12}", told) and self._secret is not None else None
 
@@ -197,13 +183,13 @@ class Verifier:
         self._nonces: dict[bytes, int] = {}
         self._older: dict[bytes, int] = {}
         self._forgotten_until = 0
-        """Nonces that expire at this time or before may be forgotten, so these requests are rejected."""
+        """Requests that expire by then are rejected: their nonces may be forgotten."""
         self._turned_at = self.clock()
 
     def check(self, method: str, target: str, headers: Mapping[str, str]) -> tuple[str, str]:
         """Return the sender's name and the nonce of the request. Raises RejectedRequest; Crowded.
 
-        A request without a receiver's name is accepted for the list of members: only the address is known then.
+        Only a request for the list of members may lack the receiver's name.
         """
         match = _FIELDS.fullmatch(headers.get("authorization", ""))
         if match is None:
@@ -224,10 +210,7 @@ class Verifier:
         return name, nonce
 
     def _once(self, nonce: bytes, expires: int, now: float) -> None:
-        """Record a nonce. Nonces are kept for one to two minutes, in two sets: longer than any proof is valid.
-
-        The last expiry of the forgotten ones is kept, so that no clock change makes a proof valid again.
-        """
+        """Record a nonce for one to two minutes, which is longer than any proof is valid."""
         if now - self._turned_at >= EXPIRY_SECONDS_MAX:
             self._forget(self._older)
             self._older = self._nonces
@@ -235,7 +218,7 @@ class Verifier:
                 self._forget(self._older)
                 self._older = {}
             self._nonces, self._turned_at = {}, now
-        self._turned_at = min(self._turned_at, now)  # if the clock went back, a new minute starts, and nothing is lost
+        self._turned_at = min(self._turned_at, now)  # if the clock went back, a new minute starts
         if nonce in self._nonces or nonce in self._older:
             raise RejectedRequest("a proof that was used before")
         if expires <= self._forgotten_until:
@@ -248,7 +231,6 @@ class Verifier:
         self._forgotten_until = max(self._forgotten_until, *nonces.values(), 0)
 
     def prove(self, nonce: str, status: int, headers: Mapping[str, str], body: Buffer | None) -> dict[str, str]:
-        """The header that proves an answer; {} without a secret."""
         return {} if self._secret is None else {PROOF: prove(self._secret, nonce, status, headers, body)}
 
 
@@ -270,7 +252,7 @@ def denied(reason: str, name: str) -> PermissionDeniedError:
 
 
 def _mac(secret: bytes | None, *fields: str) -> str:
-    """No field holds a line feed: each comes out of a head that was parsed, or is our own."""
+    """Fields hold no line feed: each comes from a parsed head, or is our own."""
     if secret is None:
         return "0" * 64
     return hmac.new(secret, "\n".join(("tierckpt-peer-1", *fields)).encode(), hashlib.sha256).hexdigest()

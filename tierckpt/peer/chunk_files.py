@@ -30,10 +30,10 @@ from .peer_http import MANIFEST_BYTES_MAX
 
 RECHECK_SECONDS = 1.0
 BAD_SECONDS = 60.0
-"""Seconds before a damaged chunk is checked again: it may have been repaired."""
+"""A damaged chunk is checked again after that: it may have been repaired."""
 PAGES_BYTES = 1 << 20
 SINGLE_BYTES_MIN = 1 << 20
-"""Smaller files are not requested one by one: a request to peers costs more (peer/fetch/fetch_session.py)."""
+"""Smaller files are not requested one by one: a request costs more."""
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
@@ -57,17 +57,17 @@ class ChunkSource(abc.ABC):
 
     @abc.abstractmethod
     def refresh(self) -> bool:
-        """Look again; False when it is not there any more, or another one."""
+        """Read the directory again. False if it is missing or replaced."""
 
     @abc.abstractmethod
     def covers(self, index: int, at: ByteRange) -> bool:
-        """True when the range of a file is here."""
+        """True if the range is here."""
 
     def path(self, index: int) -> str:
         return self.frozen.files[index].path
 
     def digest(self, index: int, chunk: int, chunk_size_bytes: int) -> str:
-        """'' for a chunk of another size than those that were digested."""
+        """Return the recorded digest, if any."""
         return self._known(index, chunk) if chunk_size_bytes == self.frozen.chunk_size_bytes else ""
 
     def _known(self, index: int, chunk: int) -> str:
@@ -87,7 +87,7 @@ class ChunkSource(abc.ABC):
         return any(self._bad.get((index, chunk), after - 1) > after for chunk in self.frozen.touched(at))
 
     def verify(self, file: int, index: int, at: ByteRange, digest: str) -> str | None:
-        """Return the digest of a range that may be given; None when it is damaged."""
+        """Return the digest of a range; None if it is damaged."""
         for chunk in self.frozen.touched(at):
             if self.trusts(index, chunk):
                 continue
@@ -103,7 +103,7 @@ class ChunkSource(abc.ABC):
         return known
 
     def verified(self, index: int, at: ByteRange, digest: str) -> str:
-        """What ``verify`` would return without reading anything; '' when it would have to."""
+        """``verify`` without reading; '' if it would have to read."""
         if not all(self.trusts(index, chunk) for chunk in self.frozen.touched(at)):
             return ""
         return digest or self._found.get((index, at.start, at.stop), "")
@@ -116,8 +116,6 @@ class ChunkSource(abc.ABC):
 
 
 class Recorded(ChunkSource):
-    """A directory whose content is recorded in the file ``RECORD``."""
-
     RECORD: ClassVar[str]
 
     def __init__(self, directory: Path) -> None:
@@ -159,7 +157,7 @@ class Whole(Recorded):
 
 
 class Incoming(Recorded):
-    """An incomplete directory. Each refresh reads the lines appended since the last one."""
+    """An incomplete directory."""
 
     RECORD = ENTRY
     is_whole = False
@@ -182,7 +180,7 @@ class Incoming(Recorded):
         try:
             size = self._progress.stat().st_size
         except FileNotFoundError:
-            return True  # no chunk has arrived since this boot
+            return True
         if size != self._size_bytes:
             self._read_on()
             self._size_bytes = size
@@ -224,7 +222,7 @@ class Incoming(Recorded):
 
 
 class Committed(Recorded):
-    """A checkpoint of the local tier: all of it, or the files that this node holds."""
+    """A checkpoint of the local tier, or some of its files."""
 
     RECORD = MANIFEST
 
@@ -246,12 +244,11 @@ class Committed(Recorded):
         return len(self._paths) == len(self.frozen.files) and not self._bad
 
     def has(self, index: int) -> bool:
-        """True when the whole file is here."""
         return index in self._paths
 
     @cached_property
     def singles(self) -> dict[str, Single]:
-        """Its larger files by the versions that they are on their own (restore/fetch_file.py asks for those)."""
+        """Return its larger files as versions of their own."""
         sizes = enumerate(item.size_bytes for item in self.frozen.files)
         found = [Single(self, index) for index, size in sizes if size >= SINGLE_BYTES_MIN]
         return {single.frozen.version: single for single in found}
@@ -267,7 +264,7 @@ class Committed(Recorded):
         return True
 
     def _look(self) -> None:
-        """Find the files present. Metadata has a name of its attempt, or the name it was restored to."""
+        """Find the files. Metadata has a name of its attempt, or its restored name."""
         self._checked_at = time.monotonic()
         for index, item in enumerate(self.frozen.files):
             if index in self._paths:
@@ -283,7 +280,7 @@ class Committed(Recorded):
 
 
 class Single(ChunkSource):
-    """One file of a checkpoint, which is a version of its own: nodes that restore want some of its files."""
+    """One file of a checkpoint, as a version of its own."""
 
     def __init__(self, checkpoint: Committed, index: int) -> None:
         item = checkpoint.frozen.files[index]
@@ -314,12 +311,12 @@ class Single(ChunkSource):
 
 
 def frozen_of(manifest: Manifest, uri: str) -> FileSet:
-    """The files of a checkpoint as every node freezes them: the version does not depend on ``uri``."""
+    """Return the files of a checkpoint. The version does not depend on ``uri``."""
     return FileSet(uri, tuple(from_manifest(manifest)), manifest.chunk_size_bytes)
 
 
 def digest_at(file: int, at: ByteRange, like: str = "t") -> str:
-    """The digest of a range of a file, in the form of ``like``, in a piece of memory at a time."""
+    """Return the digest of a range, in the form of ``like``."""
     blocks, plain = [], xxh3_128()
     is_plain = not like.startswith("t") and at.size_bytes > DIGEST_BLOCK_BYTES
     piece = memoryview(bytearray(min(4 * DIGEST_BLOCK_BYTES, at.size_bytes)))
@@ -338,9 +335,9 @@ def digest_at(file: int, at: ByteRange, like: str = "t") -> str:
 
 
 def bring_in(file: int, at: ByteRange) -> None:
-    """Read a range into the page cache, so that sending it never waits for the disk. Makes no copy.
+    """Read a range into the page cache, so that sending it never waits for the disk. Best effort.
 
-    Cost: a system call per MiB if the range is cached. Best effort.
+    Cost: a system call per MiB if the range is cached.
     """
     if is_resident(file, at):
         return
@@ -357,7 +354,7 @@ def bring_in(file: int, at: ByteRange) -> None:
 
 
 def is_resident(file: int, at: ByteRange) -> bool:
-    """True if a byte of each MiB of the range is in the page cache; False if that is unknown."""
+    """True if a byte of each MiB of the range is in the page cache; False if unknown."""
     probe = bytearray(1)
     try:
         for start in range(at.start, at.stop, PAGES_BYTES):
@@ -368,7 +365,7 @@ def is_resident(file: int, at: ByteRange) -> bool:
 
 
 def read_beneath(directory: Path, relative: str) -> bytes:
-    """A small file of a directory. Raises OSError; ManifestError when it is too large."""
+    """Return a small file of a directory. Raises OSError; ManifestError: too large."""
     file = open_beneath(directory, relative)
     with os.fdopen(file, "rb") as stream:
         if os.fstat(file).st_size > MANIFEST_BYTES_MAX:
@@ -388,25 +385,24 @@ def _size(path: Path) -> int:
 
 
 class ChunkIndex:
-    """One version in chunks of one size, and the list of chunks here that peers ask for, in order of arrival."""
+    """One version in chunks of one size, and the list of its chunks here, in order of arrival."""
 
     def __init__(self, frozen: FileSet) -> None:
         self.frozen = frozen
         self._firsts = frozen.first_ordinals
         self.total = self._firsts[-1]
         self.log: list[tuple[int, str]] = []
-        """Ordinal and digest of each chunk; "" where the version has digests itself."""
+        """Ordinal and digest of each chunk; "" if the version has digests."""
         self._from: dict[int, ChunkSource] = {}
         self._taken: dict[int, tuple[ChunkSource, int]] = {}
 
     def chunk_at(self, ordinal: int) -> tuple[int, int, ByteRange]:
-        """The file, the chunk in it, and its range."""
+        """Return the file, the chunk in it, and its range."""
         index = bisect_right(self._firsts, ordinal) - 1
         chunk = ordinal - self._firsts[index]
         return index, chunk, self.frozen.chunk_range(index, chunk)
 
     def take(self, sources: Iterable[ChunkSource]) -> None:
-        """Append the chunks that have landed since the last call."""
         for source in sources:
             _, done = self._taken.get(id(source), (source, 0))
             for index, own in source.order[done:]:
@@ -427,7 +423,7 @@ class ChunkIndex:
                 self.log.append((ordinal, digest))
 
     def ordinals(self, source: ChunkSource, chunks: Iterable[tuple[int, int]]) -> Iterator[int]:
-        """The chunks of this index that touch these of the source: each a file, and a chunk of it."""
+        """Yield the chunks of this index that touch chunks of the source."""
         for index, own in chunks:
             first = self._firsts[index]
             if source.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes:

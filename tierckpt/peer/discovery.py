@@ -2,8 +2,8 @@
 
     host[:port],...     names, IPv4, [IPv6], ranges as Slurm writes them: ``node[01-08,12]-ib``
     slurm[:port]        the node list of the job
-    dns:NAME[:port]     every address of a name, resolved periodically: a headless service of Kubernetes
-    torchrun            addresses in the job's store, passed in by the training process (training/torchrun_peers.py)
+    dns:NAME[:port]     all addresses of a name, resolved periodically: a headless service of Kubernetes
+    torchrun            addresses in the job's store (training/torchrun_peers.py)
 
 These are seeds: gossip.py finds all members from any of them.
 """
@@ -44,20 +44,13 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True, slots=True)
 class PeersSetting:
-    """``settings.peers``, parsed."""
-
     kind: Literal["static", "slurm", "dns", "torchrun"]
     hosts: tuple[tuple[str, int], ...] = ()
-    """(name or IP address, port) of each, for ``static`` and ``dns``."""
     port: int = PORT
 
 
 def parse(text: str) -> PeersSetting:
-    """Parse ``settings.peers``. Pure.
-
-    Raises:
-        ConfigError: invalid; the message names the part, the hint the valid forms.
-    """
+    """Parse ``settings.peers``. Raises ConfigError."""
     text = text.strip()
     if text == "torchrun":
         return PeersSetting("torchrun")
@@ -72,12 +65,11 @@ def parse(text: str) -> PeersSetting:
 
 
 def expand(text: str) -> list[str]:
-    """Expand a list of hosts as Slurm writes it: ``a[01-03,7]b[0-1],c`` is a01b0, a01b1, ..., c. Pure.
+    """Expand a list of hosts as Slurm writes it: ``a[01-03,7]b[0-1],c`` is a01b0, a01b1, ..., c.
 
-    A number keeps the width it is written with. Brackets around an IPv6 address are left as they are.
+    A number keeps its width. An IPv6 address keeps its brackets.
 
-    Raises:
-        ConfigError: unbalanced brackets, a descending range, or more than ``MEMBERS_MAX`` hosts.
+    Raises ConfigError: unbalanced brackets, a descending range, or more than ``MEMBERS_MAX`` hosts.
     """
     hosts: list[str] = []
     for item in _split(text):
@@ -89,7 +81,6 @@ def expand(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas outside brackets."""
     items, depth = [""], 0
     for char in text:
         depth += (char == "[") - (char == "]")
@@ -161,11 +152,7 @@ def _bad(text: str, why: str) -> ConfigError:
 
 
 def resolve(text: str, port: int) -> str:
-    """Return ``IP:port`` of ``host[:port]``, with ``port`` as the default. Blocking: resolves a name.
-
-    Raises:
-        ConfigError: not an address, or not one of a node.
-    """
+    """Return ``IP:port`` of ``host[:port]``, resolved. Blocking. Raises ConfigError: no address of a node."""
     host, given = _host_and_port(text)
     has_port = text.endswith(f":{given}") and not (text.count(":") > 1 and not text.startswith("["))
     try:
@@ -183,7 +170,7 @@ def resolve(text: str, port: int) -> str:
 
 
 class Lookup:
-    """The current addresses of ``settings.peers``. A failed lookup is logged once and keeps the last addresses."""
+    """The addresses of ``settings.peers``. A failed lookup is logged once and keeps the last addresses."""
 
     def __init__(self, text: str, environment: Mapping[str, str] = os.environ) -> None:
         """Raises ConfigError."""
@@ -191,7 +178,7 @@ class Lookup:
         self._resolved: dict[str, list[str]] = {}
         self._job_addresses: list[str] = []
         self.problem = ""
-        """Reason why a name cannot be resolved; "" if all can."""
+        """Reason why a name cannot be resolved."""
         if self._setting.kind == "slurm":
             self._hosts = [(host, self._setting.port) for host in slurm_hosts(environment)]
         else:
@@ -200,13 +187,12 @@ class Lookup:
         self._names = [(host, port) for host, port in self._hosts if not _is_ip(host)]
 
     def set_job_addresses(self, addresses: Sequence[str]) -> None:
-        """Replace the addresses in the job's own store (``torchrun``)."""
         self._job_addresses = [address for address in addresses if is_plain_address(address)][:MEMBERS_MAX]
 
     async def addresses(self) -> list[str]:
-        """Return the ``IP:port`` of each seed, of valid addresses only. Never raises; bounded in time."""
+        """Return ``IP:port`` of each seed. Never raises; bounded in time."""
         problems = []
-        # 16 at a time: each holds a thread of the loop's pool while a name server is slow.
+        # Each lookup holds a thread of the loop's pool while a name server is slow.
         for start in range(0, len(self._names), 16):
             part = self._names[start : start + 16]
             results = await asyncio.gather(*(_look_up(*pair) for pair in part))
@@ -223,7 +209,7 @@ class Lookup:
         return list(dict.fromkeys([*self._literal, *resolved, *self._job_addresses]))[:MEMBERS_MAX]
 
     def places(self) -> dict[str, list[str]]:
-        """Return the configured nodes, each with its known addresses, without a look-up."""
+        """Return the configured nodes, each with its resolved addresses, without a lookup."""
         known: dict[str, list[str]] = {address: [address] for address in self._literal}
         known |= {address_of(host, port): [] for host, port in self._names} | self._resolved
         if self._setting.kind == "dns" and any(known.values()):
@@ -232,7 +218,6 @@ class Lookup:
 
 
 async def _look_up(host: str, port: int) -> list[str] | str:
-    """Return all addresses of a name, or the reason for none."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(LOOKUP_SECONDS):
@@ -254,11 +239,7 @@ def _is_ip(host: str) -> bool:
 
 
 def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the nodes of this process's Slurm job, as expanded by ``scontrol``, or here where there is none.
-
-    Raises:
-        ConfigError: there is no job, or its list is invalid.
-    """
+    """Return the nodes of this process's Slurm job. Raises ConfigError: no job, or an invalid list."""
     text = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if not text:
         raise ConfigError(
@@ -266,7 +247,7 @@ def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
             hint="Start the agent in the job (its prolog does not have the list), or list the hosts: peers=node[01-08]",
         )
     scontrol = shutil.which("scontrol")
-    if scontrol and Path(scontrol).is_absolute():  # a relative path is in the working directory: not to be trusted
+    if scontrol and Path(scontrol).is_absolute():  # a relative path is not to be trusted
         try:
             answer = subprocess.run(
                 [scontrol, "show", "hostnames", text],
@@ -287,7 +268,7 @@ def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def source_address(toward: Sequence[str]) -> str | None:
-    """Return this node's source address for the first of ``toward`` that it has a route to. Sends nothing."""
+    """Return this node's address on the route to the first reachable one of ``toward``. Sends nothing."""
     for address in toward:
         try:
             host, port = host_and_port(address)
@@ -300,10 +281,7 @@ def source_address(toward: Sequence[str]) -> str | None:
 
 
 def network_bytes_per_second(source: str, sys_net: Path = Path("/sys/class/net")) -> float:
-    """Return the speed of the interface with the address ``source``, from the kernel (ethtool(8)).
-
-    0 when unknown, as for many virtual interfaces.
-    """
+    """Return the speed of the interface with the address ``source`` (ethtool(8)); 0 if unknown."""
     name = _interface_of(source)
     try:
         megabits = int((sys_net / name / "speed").read_text()) if name else 0
@@ -320,7 +298,7 @@ def _interface_of(source: str) -> str:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no IPv4 address
+            except OSError:
                 continue
             if answer[20:24] == wanted:
                 return name

@@ -1,12 +1,8 @@
 """Gossip: exchanges the list of members with a few other nodes twice a second (membership.py).
 
-A round probes a few live members, suspects, one dead member and unknown seeds, however many members there are
-(``MemberList.targets``), and each answer is bounded.
-
-Invariants:
-    S1  It never raises and never blocks the loop: a round begins in time, whether or not the last probes have been
-        answered. An address has one probe in flight.
-    S2  An address that does not answer is probed less and less often, down to once in ``BACKOFF_SECONDS_MAX``.
+S1  It never raises and never blocks the loop: a round begins in time, whether or not the last probes have been
+    answered. An address has one probe in flight.
+S2  An address that does not answer is probed less and less often, down to once in ``BACKOFF_SECONDS_MAX``.
 """
 
 from __future__ import annotations
@@ -25,25 +21,20 @@ from .membership import Member, MemberList
 log = logger("peer")
 
 LOOKUP_SECONDS = 15.0
-"""Interval between lookups of the seeds; a quarter of it while no member is known."""
+"""Interval between lookups of the seeds; a quarter of it while there is no other member."""
 BACKOFF_SECONDS_MAX = 8.0
 GOODBYES_MAX = 16
 GOODBYE_SECONDS = 0.5
 
 
 class MembersRequest(Protocol):
-    """Request the members of the agent at an address, with this node's row: ``{"me": row, "members": [row, ...]}``."""
+    """Exchange the members with the agent at an address: ``{"me": row, "members": [row, ...]}``."""
 
     def __call__(self, address: str, me: Json, /) -> Awaitable[Json]: ...
 
 
 class Gossip:
-    """Keeps ``table`` current while ``run`` runs.
-
-    Args:
-        probe: any exception means no answer.
-        look_up: returns the current seeds (``discovery.Lookup.addresses``).
-    """
+    """Keeps ``table`` current while ``run`` runs. Any exception of ``probe`` means no answer."""
 
     def __init__(
         self,
@@ -55,7 +46,7 @@ class Gossip:
         self.table = table
         self.seeds: list[str] = []
         self._denials: dict[str, str] = {}
-        """Why nodes deny this one, by address."""
+        """Reasons of nodes that deny this one, by address."""
         self._names: dict[str, str] = {}
         """The member that has answered at each address."""
         self._probe, self._look_up = probe, look_up
@@ -74,19 +65,18 @@ class Gossip:
     # --- for the server ------------------------------------------------------------------------------------------
 
     def answer(self, asker: Any = None) -> Json:
-        """Return the answer to ``/v1/members``. ``asker``: the row of the requesting node, unchecked."""
+        """Return the answer to ``/v1/members``. ``asker``: the requesting node's row, unchecked."""
         if asker is not None:
             self.table.merge(asker)
         return self.table.answer(self._rng)
 
     def asked(self, name: str) -> None:
-        """A member has sent this node an authenticated request."""
+        """Record an authenticated request of a member."""
         self.table.received_request(name)
 
     # --- rounds --------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run rounds until cancelled."""
         try:
             while True:
                 try:
@@ -102,7 +92,6 @@ class Gossip:
                 task.cancel()
 
     def look_up_now(self) -> None:
-        """Look up the seeds at once: they have changed."""
         self._looked_up_at = None
         self._backoff.clear()
         self._wake.set()
@@ -167,7 +156,7 @@ class Gossip:
 
     @property
     def denied(self) -> str:
-        """Why another node does not accept this one as a member; "" when none denies it."""
+        """Return why another node denies this one as a member, if any does."""
         return next(iter(self._denials.values()), "")
 
     def is_reachable(self, address: str) -> bool:
@@ -177,7 +166,7 @@ class Gossip:
         return any(address == member.address or name == member.name for member in usable)
 
     async def goodbye(self) -> None:
-        """Send a goodbye to some members, which pass it on. Bounded, best effort: else silence has the same effect."""
+        """Send a goodbye to some members, which pass it on. Best effort: else silence has the same effect."""
         self.table.leave()
         live = [member.address for member in self.table.live()]
         chosen = self._rng.sample(live, min(GOODBYES_MAX, len(live)))

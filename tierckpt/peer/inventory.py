@@ -1,14 +1,12 @@
 """The inventory of this node, by version: whole and partial entries of the cache, checkpoints of the local tier.
 
-Derived from the files alone, so their writers need not know of peers; ``add`` names directories elsewhere.
-
-    J1  Only complete chunks are reported and served: those with a line in a progress file (cache/partial_entry.py G1),
-        a receipt (G4), or a committed manifest and a file of the right size.
-    J2  A chunk is digested before it is served for the first time, unless its line is of this boot: its writer verified
-        it then. Later damage is found by the receivers, which verify every chunk.
-    J3  No file is reached through a symbolic link, and none outside its directory.
-    J4  Repeated requests are cheap: a refresh costs one fstat while nothing arrives, and a scan for new directories
-        runs at most once in ``SCAN_SECONDS``.
+J1  Only complete chunks are reported and served: those with a line in a progress file (cache/partial_entry.py G1),
+    a receipt (G4), or a committed manifest and a file of the right size.
+J2  A chunk is digested before it is served for the first time, unless its line is of this boot: its writer verified
+    it then. Receivers find later damage.
+J3  No file is reached through a symbolic link, and none outside its directory.
+J4  Repeated requests are cheap: a refresh costs one fstat while nothing arrives, and a scan for new directories
+    runs at most once in ``SCAN_SECONDS``.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ VIEWS_MAX = 4
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
-    """Location of a chunk on this node, and its digest ('' if none is recorded for this range)."""
+    """Location of a chunk on this node, and its digest, if recorded."""
 
     source: ChunkSource
     index: int
@@ -66,7 +64,7 @@ class ChunkPlace:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A chunk to serve: an open file, the range in it, and its digest. The caller closes it."""
+    """An open file, the range of a chunk in it, and its digest. The caller closes it."""
 
     file: int
     byte_range: ByteRange
@@ -91,7 +89,7 @@ def open_range(path: Path, at: ByteRange, digest: str) -> Opened | None:
 
 
 class Holdings:
-    """Files of this node below ``local_root`` and in the directories added by ``add``. Blocking; any thread."""
+    """Files of this node below ``local_root`` and in the directories of ``add``. Blocking; any thread."""
 
     def __init__(self, local_root: Path) -> None:
         self._root = local_root
@@ -116,7 +114,6 @@ class Holdings:
             self._scanned_at = float("-inf")
 
     def remove(self, version: str, directory: Path) -> None:
-        """Undo one ``add``. Directories below the local root are found without it."""
         with self._lock:
             key = (version, directory.absolute())
             left = self._named.pop(key, 1) - 1
@@ -127,7 +124,7 @@ class Holdings:
     # --- queries -------------------------------------------------------------------------------------------------
 
     def report(self, version: str, chunk_size_bytes: int, after: int = 0, most: int = LINES_MAX) -> ChunkReport:
-        """Report the chunks of ``version``, in chunks of this size. Empty if the version is unknown."""
+        """Report the chunks of ``version``. Empty if it is unknown."""
         with self._lock:
             # Claims first: a chunk that arrives between the two reads is then in both, never in neither.
             claims = {source: list(source.claimed()) for source in self.by_version.get(version, [])}
@@ -142,7 +139,6 @@ class Holdings:
             return replace(_list(view, sources, after, most), fetching=fetching)
 
     def locate(self, version: str, chunk_size_bytes: int, ordinal: int) -> ChunkPlace | None:
-        """Return the location of a chunk; None if it is not here."""
         with self._lock:
             view = self._view(version, chunk_size_bytes)
             if view is None or not 0 <= ordinal < view.total:
@@ -163,7 +159,7 @@ class Holdings:
         return None
 
     def open(self, version: str, chunk_size_bytes: int, ordinal: int) -> Opened | None:
-        """Open a chunk to serve it: verified (J2), and in the page cache. None if it is not here.
+        """Open a chunk: verified (J2), and in the page cache. None if it is not here.
 
         Cost: a digest on the first request for a chunk of an earlier boot, otherwise two or three system calls.
         """
@@ -174,7 +170,7 @@ class Holdings:
             try:
                 return self._open(place)
             except OSError:
-                self.rescan()  # renamed or evicted between the look and the open: look again, once
+                self.rescan()  # renamed or evicted before the open
         return None
 
     def _open(self, place: ChunkPlace) -> Opened | None:
@@ -209,10 +205,9 @@ class Holdings:
     def open_now(
         self, version: str, chunk_size_bytes: int, ordinal: int, after: int
     ) -> tuple[Opened, ChunkReport] | None:
-        """``open`` and the first part of ``held`` for what needs no waiting, so that an event loop may call it.
+        """``open``, and a report from line ``after``, without waiting, so that an event loop may call it.
 
-        None: the chunk was not here at the last look, was never verified, is not in the page cache, or another thread
-        is looking. ``open`` says which.
+        None: missing, never verified, not in the page cache, or locked. ``open`` finds out which.
         """
         if not self._lock.acquire(blocking=False):
             return None
@@ -236,13 +231,13 @@ class Holdings:
             self._lock.release()
 
     def is_fetching(self, version: str) -> bool:
-        """True while a live process fills a directory of this node with ``version``."""
+        """True while a live process fills a directory with ``version``."""
         with self._lock:
             self._find(version)
             return any(source.is_filled_now() for source in self.by_version.get(version, []))
 
     def manifest(self, uri_digest: str) -> bytes | None:
-        """Return the manifest of the checkpoint whose URI has this digest, if it is committed on this node."""
+        """Return the manifest committed on this node at the URI with this digest."""
         with self._lock:
             self._scan()
             directory = self._manifests.get(uri_digest)
@@ -254,14 +249,15 @@ class Holdings:
             return None
 
     def steps(self, parent_digest: str) -> dict[str, str]:
-        """Return names and attempts of this node's checkpoints directly below the URI with this digest. Under
-        ``BRANCHES_DIR``: the name of the one whose manifest has the newest branch that went back (branches.py)."""
+        """Return names and attempts of checkpoints directly below the URI with this digest.
+
+        ``BRANCHES_DIR`` names the one whose manifest has the newest branch that went back (branches.py).
+        """
         with self._lock:
             self._scan()
             return dict(self._steps.get(parent_digest, {}))
 
     def fills(self) -> list[Json]:
-        """Return the progress of each fill of this node, for display."""
         with self._lock:
             self._scan()
             found = [source for source in self._sources.values() if isinstance(source, Incoming)]
@@ -284,7 +280,6 @@ class Holdings:
     # --- scans ---------------------------------------------------------------------------------------------------
 
     def rescan(self) -> None:
-        """Scan for new and removed directories now."""
         with self._lock:
             self._scanned_at = float("-inf")
             self._scan()
@@ -303,11 +298,11 @@ class Holdings:
             view = ChunkIndex(frozen)
             while len(views) >= VIEWS_MAX:
                 views.pop(next(iter(views)))
-        views[chunk_size_bytes] = view  # the last one used is the last to go
+        views[chunk_size_bytes] = view  # the least recently used one is removed first
         return view
 
     def _find(self, version: str) -> list[ChunkSource]:
-        """Return the refreshed sources of a version, without removed and with new ones."""
+        """Return the refreshed sources of a version."""
         sources = self.by_version.get(version, [])
         are_there = [source.refresh() for source in sources]
         if not all(are_there):
@@ -342,7 +337,7 @@ class Holdings:
         by_version: dict[str, list[ChunkSource]] = {}
         for directory, source in found.items():
             if directory not in self._sources and isinstance(source, Whole) and source.frozen.version in trusted:
-                source.trust(trusted[source.frozen.version].lines)  # it landed under our eyes (J2)
+                source.trust(trusted[source.frozen.version].lines)  # its chunks landed while this process watched (J2)
             by_version.setdefault(source.frozen.version, []).append(source)
             if isinstance(source, Committed):
                 for version, single in source.singles.items():

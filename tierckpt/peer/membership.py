@@ -1,25 +1,19 @@
 """Membership: the list of other nodes, each live, suspect, dead or left. Pure: clocks are arguments. See gossip.py.
 
-Each member has a heartbeat, a number that only it raises, at least twice a second, and that others pass on. A member
-whose heartbeat has not risen for a while is suspect, then dead (van Renesse et al., "A Gossip-Style Failure Detection
-Service", 1998). As in SWIM (Das et al., 2002) a suspect is probed directly before it is dead, and a member that gets
-false rows about itself raises its heartbeat beyond them. A heartbeat is the time in milliseconds, or the last heartbeat
-plus one if that is greater: a member that restarts without its state, or at another address, overrides its old rows.
+A member's heartbeat is a number that only it raises, at least twice a second: the time in milliseconds, or the last
+heartbeat plus one if that is greater. A member whose heartbeat has not risen for a while is suspect, then dead (van
+Renesse et al., "A Gossip-Style Failure Detection Service", 1998), unless it answers a probe (SWIM, Das et al.,
+2002).
 
-Why gossip, and not health checks of all configured nodes by each (docs/internals/membership.md): at 64, 256 and
-512 nodes gossip takes 0.3, 0.9 and 1.8 % of a core, checks every second 1.3, 5.3 and 10.7 %. Nodes that know one
-address find all others, and a node that joins is known to all in four seconds, though no list names it.
-
-Invariants:
     M1  Only a member's own silence, or its own goodbye, takes it from the list. Rows from others can only make this
         node probe it sooner: its own row, from its own address, corrects theirs.
     M2  A member that this node itself cannot reach is not offered here, whatever others report.
     M3  Bounded: at most ``MEMBERS_MAX`` members, ``ROWS_MAX`` rows in an answer; dead members are forgotten.
-    M4  A stall of this node is not silence of the others, and while its own rounds are late it gives others more time
+    M4  A stall of this node is not silence of the others; while its own rounds are late it gives others more time
         (Dadgar et al., "Lifeguard", 2018).
     M5  A member that sends this node authenticated requests is not dead although its heartbeat is late: on a full link
-        it waits behind the data. Only for ``BUSY_SECONDS_MAX`` after its last answer, so that M2 holds, and not if its
-        machine refuses the connection.
+        it waits behind the data. Only for ``BUSY_SECONDS_MAX`` after its last answer (M2), and not if its machine
+        refuses the connection.
 """
 
 from __future__ import annotations
@@ -42,25 +36,25 @@ from .peer_http import host_and_port
 MEMBERS_MAX = 8192
 ROWS_MAX = 512
 ALL_TARGETS_MAX = 4
-"""Up to this many live members, each is probed in every round; of more, ``LIVE_TARGETS`` at random."""
+"""All of so many live members are probed in every round; of more, ``LIVE_TARGETS`` at random."""
 LIVE_TARGETS = 3
 SUSPECT_TARGETS = 4
 DEAD_TARGETS = 1
 FAILURES_MAX = 2
 SUSPECT_ROUNDS = 2
-"""A member is suspect for this many rounds before it is dead, so that it is probed itself."""
+"""Rounds in which a suspect is probed before it is dead."""
 BUSY_SECONDS_MAX = 10.0
-"""For this long, a member that sends requests but does not answer is assumed to be behind a full link."""
+"""A member that sends requests but does not answer may be behind a full link for this long."""
 FORGET_SECONDS = 600.0
-"""How long a dead member is remembered: a partition that heals before that heals by itself."""
+"""A partition that heals before a dead member is forgotten heals by itself."""
 HEARTBEAT_AHEAD_MAX_MS = 3_600_000
-"""A heartbeat further ahead of this node's clock is false: requests are signed with the time, so clocks agree."""
+"""A heartbeat further ahead of this node's clock is false."""
 WEIGHT_MAX = 1e13
 WEIGHT_RATIO_MAX = 16.0
-"""Upper bound of a weight as a multiple of the median: a wrong weight must not draw all the work to one node."""
+"""Upper bound as a multiple of the median: a wrong weight must not draw all the work to one node."""
 PATIENCE_MAX = 4.0
 PATIENCE_DECAY = 0.9
-"""Factor of the patience after each round in time."""
+"""Factor after each round in time."""
 CONTESTED_MAX = 3
 """After this many rows with this node's name and another address, another node has its name."""
 
@@ -71,7 +65,7 @@ _DOMAIN = re.compile(r"[\x20-\x7e]{0,128}")
 
 
 def member_of(row: Any) -> Member:
-    """Return the member that ``row`` describes. Raises ValueError for an invalid row: rows come from strangers."""
+    """Return the member that ``row`` describes. Raises ValueError."""
     try:
         return _member(row["name"], row["address"], row.get("domain", ""), float(row.get("weight", 0.0)))
     except (KeyError, TypeError, AttributeError) as error:
@@ -80,7 +74,6 @@ def member_of(row: Any) -> Member:
 
 @lru_cache(maxsize=MEMBERS_MAX)
 def _member(name: Any, address: Any, domain: Any, weight: float) -> Member:
-    """Cached: the same rows arrive again and again."""
     if not is_member_name(name):
         raise ValueError("not a member's name")
     if not (isinstance(domain, str) and _DOMAIN.fullmatch(domain)):
@@ -99,7 +92,7 @@ def is_member_name(name: Any) -> bool:
 def is_plain_address(address: str) -> bool:
     """True for ``IP:port`` and ``[IPv6]:port`` that a member may have.
 
-    Not for a name, which may resolve to another address tomorrow, nor for link-local addresses, where clouds serve
+    False for a name, which may resolve to another address tomorrow, and for link-local addresses, where clouds serve
     credentials.
     """
     host, _, port = address.rpartition(":")
@@ -128,7 +121,7 @@ def is_forbidden(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address of this machine's loopback interface; False for a name, which may mean another tomorrow."""
+    """True for a loopback address; False for a name, which may mean another tomorrow."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -141,15 +134,12 @@ def _is_on_loopback(address: str) -> bool:
 
 @dataclass(frozen=True)
 class GossipTiming:
-    """Interval of rounds, timeout of a request, and the silence after which a member is dead."""
-
     interval_seconds: float = 0.5
     timeout_seconds: float = 1.0
     dead_seconds: float = 2.5
 
     def dead_after(self, members: int) -> float:
-        """``dead_seconds``, and a round more per doubling beyond 16 members, as rows need longer to reach all; and in
-        proportion once an answer does not hold all members."""
+        """Return ``dead_seconds``, plus a round per doubling beyond 16 members: rows need longer to reach all."""
         if members <= 16:
             return self.dead_seconds
         rounds = math.log2(members / 16) + 4 * max(0.0, members / ROWS_MAX - 1)
@@ -168,7 +158,6 @@ class MemberRecord:
     """It has answered itself, or its heartbeat has risen since the first row: the row is not an old one."""
     answered_at: float | None = None
     request_at: float = -math.inf
-    """When it last sent this node a request."""
     failures: int = 0
     """Requests to it in a row without an answer."""
     has_left: bool = False
@@ -177,12 +166,9 @@ class MemberRecord:
 
 
 class MemberList:
-    """The members that this node knows. Not thread-safe: it belongs to one event loop.
+    """The other nodes. Not thread-safe: it belongs to one event loop.
 
-    Args:
-        me: this node.
-        clock: monotonic seconds.
-        unix: seconds since 1970.
+    ``clock``: monotonic seconds. ``unix``: seconds since 1970.
     """
 
     def __init__(
@@ -204,19 +190,18 @@ class MemberList:
         self._heartbeat = 0
         self._is_leaving = False
         self.patience = 1.0
-        """Factor of all times that others get (M4): from 1 to ``PATIENCE_MAX``."""
+        """Factor of all times that others get (M4)."""
         self._round_at = clock()
         self._is_full = False
 
     # --- this node -----------------------------------------------------------------------------------------------
 
     def my_row(self) -> Json:
-        """This node's row, with a higher heartbeat than the last one."""
+        """Return this node's row, with a higher heartbeat than the last one."""
         self._heartbeat = max(self._heartbeat + 1, int(self._unix() * 1000))
         return {**self.me.to_json(), "heartbeat": self._heartbeat, **({"left": True} if self._is_leaving else {})}
 
     def leave(self) -> None:
-        """Make this node's row a goodbye."""
         self._is_leaving = True
 
     def begin_round(self) -> None:
@@ -246,7 +231,7 @@ class MemberList:
             self.merge(row)
 
     def merge(self, row: Any, *, address: str | None = None) -> None:
-        """Merge one row. ``address``: the row is about the node that answered there, from itself."""
+        """Merge one row. ``address``: of the node that sent the row about itself."""
         try:
             member, heartbeat = member_of(row), int(row["heartbeat"])
         except (ValueError, KeyError, TypeError, OverflowError):
@@ -255,7 +240,7 @@ class MemberList:
         has_left, is_ahead = row.get("left") is True, heartbeat > self._unix() * 1000 + HEARTBEAT_AHEAD_MAX_MS
         if member.name == self.me.name:
             if member.address != self.me.address:
-                # An answer from another address is certain; a row from others may be an outdated one of this node.
+                # Only an answer from another address is certain; a row from others may be outdated.
                 self.contested += CONTESTED_MAX if address is not None else heartbeat > self._heartbeat
             if heartbeat > self._heartbeat and address != self.me.address and not is_ahead:
                 self._heartbeat = heartbeat  # this node's next row overrides it
@@ -279,17 +264,16 @@ class MemberList:
             record.member, record.heartbeat, record.heartbeat_at = member, heartbeat, now
             record.is_confirmed, record.has_left = True, False
         if address is not None and address == member.address == record.member.address:
-            # Its own row, at its known address, overrides a higher heartbeat in rows of others (M1).
+            # Its own row, at its own address, overrides a higher heartbeat in rows of others (M1).
             record.member, record.heartbeat = member, heartbeat
             record.heartbeat_at = record.answered_at = now
             record.failures, record.is_confirmed = 0, True
             record.is_leaving, record.has_left = False, has_left
 
     def failed(self, address: str, *, refused: bool = False) -> None:
-        """A request to ``address`` had no answer.
+        """Record a request to ``address`` without an answer.
 
-        Args:
-            refused: the machine refuses connections, so the member is not offered here until it announces itself.
+        ``refused``: the machine refuses connections, so the member is not offered until it announces itself.
         """
         for record in self.records.values():
             if record.member.address == address:
@@ -298,7 +282,7 @@ class MemberList:
                 record.answered_at = None if refused else record.answered_at
 
     def received_request(self, name: str) -> None:
-        """A member has sent this node an authenticated request (M5)."""
+        """Record an authenticated request of a member (M5)."""
         record = self.records.get(name)
         if record is not None:
             record.request_at = self._clock()
@@ -307,7 +291,7 @@ class MemberList:
         if len(self.records) < MEMBERS_MAX:
             return True
         if self._is_full:
-            return False  # the round began without dead members: a flood of names costs one scan per round
+            return False  # a flood of names costs one scan per round
         gone = [name for name, record in self.records.items() if self.state(record) in ("dead", "left")]
         if gone:
             gone.sort(key=lambda name: self.records[name].heartbeat_at)
@@ -337,23 +321,22 @@ class MemberList:
         return self.timing.dead_after(len(self.records)) * self.patience
 
     def states(self) -> dict[State, int]:
-        """The number of other nodes in each state."""
         counts: dict[State, int] = {"live": 0, "suspect": 0, "dead": 0, "left": 0}
         for record in self.records.values():
             counts[self.state(record)] += 1
         return counts
 
     def is_usable(self, record: MemberRecord) -> bool:
-        """True when the member is offered here: a suspect too, unless this node could not reach it itself (M2)."""
+        """True for a live member or a suspect, unless this node could not reach it itself (M2)."""
         if not record.is_confirmed or (record.failures >= FAILURES_MAX and not self._is_busy(record)):
             return False
         return self.state(record) in ("live", "suspect")
 
     def live(self) -> list[Member]:
-        """Return all usable members by name, with this node (unless it leaves), and with comparable weights.
+        """Return all usable members by name, with this node (unless it leaves).
 
-        Replaces an unknown weight (0) by the median of the known ones, and limits each to ``WEIGHT_RATIO_MAX``
-        times the median.
+        An unknown weight (0) becomes the median of the others; each is at most ``WEIGHT_RATIO_MAX`` times the
+        median.
         """
         found = [record.member for record in self.records.values() if self.is_usable(record)]
         if not self._is_leaving:
@@ -363,7 +346,7 @@ class MemberList:
     # --- rows out ------------------------------------------------------------------------------------------------
 
     def answer(self, rng: random.Random) -> Json:
-        """The answer to ``/v1/members``: this node and those it holds for alive; of many, a random part."""
+        """Return the answer to ``/v1/members``: this node and live members; of many, a random part."""
         alive = [
             record
             for record in self.records.values()
@@ -378,9 +361,9 @@ class MemberList:
         return {"me": self.my_row(), "members": rows}
 
     def targets(self, rng: random.Random, seeds: Sequence[str] = ()) -> list[str]:
-        """The addresses to probe in this round: suspects, live members, a dead one and unknown seeds.
+        """Return the addresses to probe in this round, bounded for any number of members.
 
-        Bounded for any number of members. Dead members and seeds are probed so that a partition heals.
+        Dead members and seeds are probed so that a partition heals.
         """
         by_state: dict[State, list[MemberRecord]] = {"live": [], "suspect": [], "dead": [], "left": []}
         for record in self.records.values():
@@ -397,7 +380,7 @@ class MemberList:
 
 
 def balanced(members: Sequence[Member]) -> list[Member]:
-    """The members with comparable weights (see ``MemberList.live``)."""
+    """Return the members with comparable weights (see ``MemberList.live``)."""
     known = [member.weight for member in members if member.weight > 0]
     median = statistics.median_low(known) if known else 1.0
     most = median * WEIGHT_RATIO_MAX

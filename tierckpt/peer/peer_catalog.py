@@ -1,9 +1,6 @@
 """The peer catalog: finds checkpoints on other nodes, and reads them chunk by chunk, each verified.
 
-Nothing from a peer is trusted: a manifest carries its own digest, and readers verify chunks against the manifest
-(read/file_copies.py, drain/file_transfer.py).
-
-Each request has a deadline. A peer that does not reply within ``ASK_SECONDS`` is treated as having no data.
+A peer that does not reply within ``ASK_SECONDS`` is treated as having no data.
 """
 
 from __future__ import annotations
@@ -35,7 +32,6 @@ log = logger("peer")
 T = TypeVar("T")
 
 ASK_SECONDS = 3.0
-"""Timeout of a request for a peer's list of chunks or checkpoints."""
 LIVE_SECONDS = 1.0
 """Seconds that the list of members is cached."""
 MEET_SECONDS = 3.0
@@ -55,7 +51,7 @@ PLACES_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Members that can be reached. ``this`` is this node; None while its agent does not respond."""
+    """Members that can be reached. ``this_node`` is None while its agent does not respond."""
 
     this_node: Member | None
     other_nodes: tuple[Member, ...]
@@ -74,12 +70,7 @@ class Live:
 
 
 class PeerCatalog:
-    """The other nodes, for one event loop.
-
-    Args:
-        live: returns the current members.
-        wire: sends the requests.
-    """
+    """The other nodes, for one event loop."""
 
     def __init__(self, live: Callable[[], Awaitable[Live]], wire: PeerWire, expected: int | None = None) -> None:
         self._query_members, self.wire, self._expected = live, wire, expected
@@ -89,7 +80,6 @@ class PeerCatalog:
         self._gate = asyncio.Semaphore(ASKED_AT_A_TIME)
         self._committed: dict[Location, tuple[float, dict[str, dict[str, list[Member]]]]] = {}
         self._silent_members: dict[Location, list[str]] = {}
-        """Members that did not answer a request for these."""
 
     async def close(self) -> None:
         await self.wire.close()
@@ -97,7 +87,7 @@ class PeerCatalog:
             await asyncio.to_thread(self._query_members.close)
 
     async def live(self) -> Live:
-        """Return the reachable members. None, with a log line, if this node's agent does not respond."""
+        """Return the reachable members; none, with a log line, if the agent does not respond."""
         if time.monotonic() >= self._next_query_at:
             pause = LIVE_SECONDS
             try:
@@ -112,10 +102,9 @@ class PeerCatalog:
         return self._live
 
     async def wait_for_members(self) -> Live:
-        """Wait until all expected members have joined, or none has for a moment; then return ``live``.
+        """Wait, once, until all expected members have joined, or none has for a moment; then return ``live``.
 
-        Without this wait, a node whose agent has just started would take its own disk for all there is. Waits once, at
-        most ``MEET_SECONDS``.
+        Without this, a node whose agent has just started would see its own disk only.
         """
         found = await self.live()
         begun = changed = time.monotonic()
@@ -132,7 +121,6 @@ class PeerCatalog:
 
     @property
     def me(self) -> str:
-        """Name of this node; "" if unknown."""
         return self._live.me
 
     # --- their checkpoints ---------------------------------------------------------------------------------------
@@ -177,8 +165,7 @@ class PeerCatalog:
     async def replicas_at(self, location: Location, known: Iterable[Manifest | None] = ()) -> dict[str, PeerReplicas]:
         """Return the checkpoints at ``location`` that are committed on other nodes, by attempt.
 
-        Args:
-            known: manifests that need not be requested.
+        ``known``: manifests that need not be requested.
         """
         attempts = (await self.committed(location.parent)).get(location.name, {})
         manifests = {manifest.attempt: manifest for manifest in known if manifest is not None}
@@ -190,7 +177,6 @@ class PeerCatalog:
         return found
 
     async def _manifest(self, location: Location, attempt: str, members: Sequence[Member]) -> Manifest | None:
-        """Return the manifest of ``attempt`` from the first of ``members`` with a valid one."""
         for member in members[:ASKED_FOR_MANIFEST]:
             try:
                 manifest = await self.manifest_of(member, location)
@@ -208,7 +194,7 @@ class PeerCatalog:
         return decode(data, where=f"the manifest of {member.name}") if data is not None else None
 
     async def fresh(self, members: Iterable[Member]) -> Mapping[str, tuple[list[FreshCheckpoint], list[LogRow]]]:
-        """Return the newest checkpoints and logs of each of ``members``, without those that do not answer."""
+        """Return the newest checkpoints and logs of the members that answer."""
         told = await self._all(self.wire.fresh, members)
         return {member.name: (fresh_of(answer), logs_of(answer)) for member, answer in told}
 
@@ -264,7 +250,7 @@ class PeerReplicas:
             first = self._first[item.key]
             needed = range(first, first + self.frozen.chunks_of(index))
             having = [member for member, held in answers if held is None or all(map(held.__contains__, needed))]
-            # Each reader starts with another holder, which spreads the load over all holders.
+            # Each reader starts with another holder, which spreads the load.
             holders[item.key] = sorted(having, key=lambda member: digest_of(f"{me} {member.name} {item.key}".encode()))
         self._holders = holders
         return self
@@ -277,15 +263,14 @@ class PeerReplicas:
         return [entry for entry in entries if not self.holders(entry)]
 
     def report_damage(self, member: Member) -> None:
-        """Stop requesting data from ``member`` for a while: it sent wrong bytes."""
+        """Request no data from ``member`` for a while: it sent wrong bytes."""
         log.warning("%s sent wrong bytes of %s: no data is requested from it for now", member.name, self.location.uri)
         self.cluster.wire.ban(member)
 
     async def chunk(self, member: Member, entry: FileEntry, index: int) -> Buffer:
-        """Fetch chunk ``index`` of ``entry`` from ``member``, and verify it.
+        """Fetch a verified chunk of ``entry`` from ``member``.
 
-        Raises:
-            IntegrityError: wrong bytes. ObjectNotFoundError, PeerError: no bytes.
+        Raises IntegrityError: wrong bytes. ObjectNotFoundError, PeerError: no bytes.
         """
         size_bytes = min(self.frozen.chunk_size_bytes, entry.size_bytes - index * self.frozen.chunk_size_bytes)
         ordinal = self._first[entry.key] + index
@@ -301,7 +286,7 @@ def _is_name(name: Any) -> bool:
 
 
 class ByContact:
-    """Returns the members known to this node's agent, which it starts if necessary."""
+    """Returns the members from this node's agent, which it starts if necessary."""
 
     def __init__(self, settings: Settings) -> None:
         self._contact = private_client(settings)
@@ -315,7 +300,6 @@ class ByContact:
 
 
 def live_of(answer: Any) -> Live:
-    """Decode the agent's answer to ``peers``."""
     me = member_of(answer["me"])
     rows = (member_of(row) for row in answer["live"])
     others = tuple(member for member in rows if member.name != me.name)
@@ -323,10 +307,7 @@ def live_of(answer: Any) -> Live:
 
 
 class PeerWire:
-    """Requests to peers in the name of this node. The name is known once its agent has answered.
-
-    Raises TierckptError; returns None if a peer does not have the data.
-    """
+    """Requests to peers in the name of this node. Returns None if a peer lacks the data. Raises TierckptError."""
 
     def __init__(self, settings: Settings, me: Callable[[], str]) -> None:
         self._settings, self._me = settings, me
@@ -335,7 +316,7 @@ class PeerWire:
 
     def _connected_client(self) -> PeerClient:
         if self._client is None:
-            from .peer_client import PeerClient  # most processes have no peers, and need no TLS
+            from .peer_client import PeerClient  # it loads TLS
 
             self._client = PeerClient(self._settings, self._me())
         return self._client
@@ -383,7 +364,6 @@ class PeerWire:
         return into
 
     async def _retry_while_busy(self, member: Member, ask: Callable[[], Awaitable[object]]) -> None:
-        """Retry while the peer is busy."""
         if time.monotonic() < self._banned.get(member.name, 0.0):
             raise PeerError(
                 f"peer {member.name} sent wrong bytes: no data is requested from it for now", tier=Tier.PEER
@@ -411,8 +391,7 @@ class PeerWire:
 def catalog_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> PeerCatalog | None:
     """Return the catalog of the other nodes; None without ``peers``.
 
-    Args:
-        live: returns the members. None: asks this node's agent.
+    ``live`` returns the members. None: asks this node's agent.
     """
     if settings.peers is None:
         return None
@@ -422,7 +401,7 @@ def catalog_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = 
 
 
 def _expected(peers: str) -> int | None:
-    """Return the number of nodes in the setting; None if it is unknown."""
+    """Return the number of nodes in the setting, if it names them."""
     from . import discovery
 
     try:

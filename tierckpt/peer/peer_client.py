@@ -1,8 +1,8 @@
 """Client for one peer: one request at a time per connection, chunks received directly into the caller's memory.
 
-An answer is used only if it is proven to come from a member (auth.py) and has exactly the expected length, and a chunk
-its digest. No redirect is followed, nothing is decompressed, and requests go only to addresses of the member list.
-Every wait has a deadline, and a malformed answer closes the connection (stores/http_client.py).
+An answer is used only if it is proven to come from a member (auth.py) and has exactly the expected length, and a
+chunk its digest. No redirect is followed, nothing is decompressed, and requests go only to addresses of the member
+list. Every wait has a deadline, and a malformed answer closes the connection.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from .peer_http import (
 CONNECT_SECONDS = 2.0
 FIRST_BYTE_SECONDS = 5.0
 IDLE_MAX = 8
-"""Idle connections to one peer."""
+"""Per peer."""
 CONNECTIONS_MAX = 256
 CLOCKS_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkAnswer:
-    """A chunk that has arrived: its digest, as computed here, and what else the peer has."""
+    """A chunk's digest, as computed here, and the peer's other chunks."""
 
     digest: str
     held: ChunkReport
 
 
 class PeerClient:
-    """Asks peers in the name of ``me``. Runs on one event loop; close it."""
+    """Sends requests to peers in the name of ``me``. Runs on one event loop; close it."""
 
     def __init__(self, settings: Settings, me: Member | str) -> None:
         """Raises ConfigError: the secret or the certificates cannot be used."""
@@ -63,18 +63,17 @@ class PeerClient:
         self.tls = client_tls(settings)
         self._connections = Connections("peer", CONNECTIONS_MAX, IDLE_MAX)
         self._ahead: dict[str, float] = {}
-        """By how many seconds the clocks of peers are ahead of ours, of those that have told."""
+        """Seconds by peer."""
 
     def learn_clock(self, address: str, ahead_seconds: float) -> None:
         if address not in self._ahead and len(self._ahead) >= CLOCKS_MAX:
-            self._ahead.clear()  # they tell it again
+            self._ahead.clear()  # peers report them again
         self._ahead[address] = ahead_seconds
 
     def ahead_seconds(self, address: str) -> float:
         return self._ahead.get(address, 0.0)
 
     async def close(self) -> None:
-        """Close all connections. Idempotent."""
         self._connections.abort()
 
     # --- requests ------------------------------------------------------------------------------------------------
@@ -93,12 +92,12 @@ class PeerClient:
     ) -> ChunkAnswer:
         """Receive one chunk, all of ``into``, and verify it.
 
-        Args:
-            expected: digest from the manifest. '': the digest that the peer reports is checked.
-            after: number of lines of the peer's list that are known already.
-            wait_seconds: how long the peer may wait for the chunk to arrive, at most 10.
-
         After this returns, raises or is cancelled, nothing writes to ``into``.
+
+        Args:
+            expected: digest from the manifest. '': the peer's digest is checked.
+            after: line from which the peer reports its list of chunks.
+            wait_seconds: maximum wait of the peer for the chunk to arrive, at most 10.
 
         Raises:
             ObjectNotFoundError: the peer does not have it. PeerBusyError: it has, and serves too many others.
@@ -118,7 +117,7 @@ class PeerClient:
             raise _broken(member, str(error)) from None
 
     async def segment(self, member: Member, identity: str, start: int, into: memoryview) -> None:
-        """Receive a range of a segment of a gradient log as stored on the peer's disk. Raises as ``chunk``.
+        """Receive a range of a segment of a gradient log. Raises as ``chunk``.
 
         The digest covers the peer's read; the frames in the range have digests of their own.
         """
@@ -160,18 +159,18 @@ class PeerClient:
             raise _broken(member, str(error)) from None
 
     async def report_slow(self, member: Member, version: str) -> None:
-        """Report to the peer that it serves chunks of a version far slower than others. Raises as ``chunk``."""
+        """Report to the peer that it serves a version far slower than others. Raises as ``chunk``."""
         await self._json(member, f"/v1/slow/{version}")
 
     async def members(self, member: Member | str, me: Json | None = None) -> Json:
-        """Return the members that the peer knows. ``member`` may be an address; ``me`` is sent. Raises as ``chunk``."""
+        """Send the row ``me``; return the peer's members. Raises as ``chunk``."""
         about = json.dumps(me, separators=(",", ":")) if me is not None else ""
         return await self._json(member, "/v1/members", about_me=about)
 
     async def manifest(self, member: Member, uri: str) -> bytes:
         """Return the manifest committed on the peer's node at ``uri``, not decoded. Raises as ``chunk``.
 
-        The caller decides whether to trust it: a peer may have an outdated one.
+        It may be outdated: the caller decides whether to trust it.
         """
         return await self._body(member, f"/v1/manifest/{digest_of(uri.encode())}", MANIFEST_BYTES_MAX)
 
@@ -188,11 +187,11 @@ class PeerClient:
         return await self._json(member, "/v1/status")
 
     async def fresh(self, member: Member) -> Json:
-        """Return the newest saves of the peer's node (peer/replica_policy.py). Raises as ``chunk``."""
+        """Return the newest saves of the peer's node. Raises as ``chunk``."""
         return await self._json(member, "/v1/fresh")
 
     async def drains(self, member: Member) -> Json:
-        """Return the state of the drains of the peer's node (agent/cluster_drains.py). Raises as ``chunk``."""
+        """Return the state of the drains of the peer's node. Raises as ``chunk``."""
         return await self._json(member, "/v1/drains")
 
     # --- transport -----------------------------------------------------------------------------------------------
@@ -234,8 +233,6 @@ class PeerClient:
 
 
 class _PeerCall(Call):
-    """One request to one peer."""
-
     connect_seconds = CONNECT_SECONDS
 
     def __init__(
@@ -282,7 +279,7 @@ class _PeerCall(Call):
         return memoryview(bytearray(answer.length))
 
     def check(self, answer: Response, body: memoryview) -> None:
-        """See that the answer is proven to be of a member."""
+        """Raise unless the answer is proven to be a member's."""
         if answer.status in (400, 401, 405) and TIME not in answer.headers:
             return
         said = None if self._into is not None and answer.status == 200 else body
@@ -296,7 +293,6 @@ class _PeerCall(Call):
 
 
 def _refusal(member: Member | str, answer: Response) -> TierckptError:
-    """Return the error for an answer that is not a success."""
     name = _name(member)
     if answer.status == 404:
         return ObjectNotFoundError(f"peer {name} does not have it", tier=Tier.PEER, peer=name)

@@ -1,7 +1,7 @@
 """The messages of peers, in a small part of HTTP/1.1 (RFC 9112). Pure.
 
-Requests are GET or HEAD without a body, answers have a Content-Length: no transfer codings, no trailers, no folding, no
-redirects, no content codings. Everything else is refused, so two ends cannot read one message in two ways.
+Requests are GET or HEAD without a body, answers have a Content-Length. Transfer and content codings, trailers,
+folding and redirects are refused, so two ends cannot read one message in two ways.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ JSON_BYTES_MAX = 16 << 20
 MANIFEST_BYTES_MAX = 256 << 20
 CHUNK_BYTES_MAX = 1 << 30
 CHUNKS_MAX = 1 << 22
-"""Chunks of one version that peers talk about: larger ones are read from the store, or with larger chunks."""
+"""Larger versions are read from the store, or in larger chunks."""
 WAIT_SECONDS_MAX = 10.0
 TARGET_BYTES_MAX = 1024
 HUB_WAIT_SECONDS = 2.0
 """A member that reads a range from a Hub for others answers "busy" after so long."""
 LINES_IN_HEAD_MAX = 64
 LINES_MAX = 1 << 16
-"""Lines of a list of holdings in one answer. ``next`` says where the rest begins."""
+"""Of a list of holdings, in one answer."""
 
 DIGEST = "x-tierckpt-digest"
 HELD = "x-tierckpt-held"
@@ -77,7 +77,7 @@ class ChunkReport:
     """
 
     total: int = 0
-    """Chunks of the version; 0 if the node does not know it."""
+    """Chunks of the version; 0 if the node does not have it."""
     landed: int = 0
     """Length of the list."""
     next: int = 0
@@ -102,7 +102,7 @@ class ChunkReport:
         }
 
     def to_header(self) -> str:
-        """The first part, short enough for a header."""
+        """Encode the first part, short enough for a header."""
         if self.whole:
             return f"{self.total};whole"
         lines = self.new[:LINES_IN_HEAD_MAX]
@@ -137,7 +137,7 @@ class ChunkReport:
 
 
 def route(target: str) -> tuple[str, tuple[str, ...]] | None:
-    """The kind of a target and the names in it; None if it is no path of peers."""
+    """Return the kind of a target and the names in it; None if it is no path of peers."""
     for name, pattern in _PATHS.items():
         if match := pattern.fullmatch(target):
             return name, match.groups()
@@ -158,10 +158,9 @@ def hub_target(uri: str, start: int, size_bytes: int, reads: bool = True) -> str
 
 
 def parse_headers(target: str, version: tuple[int, int], lines: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Check target, HTTP version and headers of a request, as they were sent. Returns the headers by lower-case name.
+    """Check a request's head, as sent. Returns the headers by lower-case name.
 
-    Raises:
-        WireError: it is no request of a peer: a header twice, a body, an odd byte.
+    Raises WireError: a repeated header, a body, an invalid byte.
     """
     headers = _headers(lines)
     if version != (1, 1) or _TARGET.fullmatch(target) is None:
@@ -174,8 +173,7 @@ def parse_headers(target: str, version: tuple[int, int], lines: Sequence[tuple[b
 def parse_response(data: bytes) -> Response:
     """Decode the head of an answer, blank line included.
 
-    Raises:
-        WireError: not one that a peer gives: no length, a transfer or content coding, too many headers, an odd byte.
+    Raises WireError: no length, a transfer or content coding, too many headers, an invalid byte.
     """
     first, headers = _parse_head(data)
     match, length = _STATUS.fullmatch(first), headers.get("content-length", "")
@@ -196,7 +194,6 @@ def _parse_head(data: bytes) -> tuple[str, dict[str, str]]:
 
 
 def _headers(lines: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """The headers by name in lower case. Raises WireError."""
     if len(lines) > HEADERS_MAX:
         raise WireError("too many headers")
     headers: dict[str, str] = {}
@@ -229,7 +226,7 @@ def parse_json(data: bytes | bytearray | memoryview) -> Json:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split ``host:port`` or ``[v6]:port``. Raises ConfigError: it is neither."""
+    """Split ``host:port`` or ``[v6]:port``. Raises ConfigError."""
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match["port"]) > 65535:
         raise ConfigError(f"{address!r:.100} is not an address", hint="Write host:port, or [v6]:port")
@@ -237,7 +234,6 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def address_of(host: str, port: int) -> str:
-    """The inverse of ``host_and_port``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

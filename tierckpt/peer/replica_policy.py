@@ -1,12 +1,8 @@
 """Replica policy: which node keeps which fresh checkpoints, for how long, and the messages about it. Pure.
 
-Executed by ``replication/replicator.py``; ``planning/replica_placement.py`` forms the groups.
-
 Each member's shards are on ``replicas`` members, itself included, in groups that hold each other's (Gemini, Wang et
-al., SOSP 2023). All nodes order the members alike, different failure domains first. Holders pull: each requests the
-list of fresh saves from the members that it holds copies for, and fetches them like any other data.
+al., SOSP 2023), in different failure domains. Holders pull.
 
-Invariants (docs/internals/replicas.md; tests cite them):
     R1  A node holds a save if every file of it is there under its name; a file gets its name after it is whole,
         verified and durable. A report therefore stays true, no matter when a node is killed.
     R2  A copy is removed only if a newer checkpoint of its run is on all holders of each save in it.
@@ -50,7 +46,7 @@ class FreshCheckpoint:
     attempt: str
     created_unix_seconds: float
     own: frozenset[str]
-    """Tokens of the saves in it by ranks of this node."""
+    """Tokens of saves by ranks of this node."""
     held: frozenset[str]
     """Tokens of other nodes' saves that are whole on this node."""
     is_safe: bool = False
@@ -107,7 +103,6 @@ class LogRow:
         return parse_uri(self.uri)
 
     def after(self, step: int) -> list[tuple[str, int]]:
-        """Return the segments with frames after ``step``."""
         following = (int(name.partition("-")[0]) for name, _ in self.segments[1:])
         return [one for one, begins in zip_longest(self.segments, following) if begins is None or begins > step]
 
@@ -122,7 +117,7 @@ class LogRow:
         }
 
     def identity(self, segment: str) -> str:
-        """Return the identifier of a segment in requests: 32 hex digits, no part of a path."""
+        """Return the identifier of a segment in requests: 32 hex digits."""
         return digest_of(f"{self.uri} {self.rank} {self.of} {segment}".encode())[-32:]
 
 
@@ -151,7 +146,7 @@ def _log_row(row: Any) -> LogRow | None:
 
 
 def fresh_of(answer: Any) -> list[FreshCheckpoint]:
-    """The rows of an answer of ``/v1/fresh`` that can be (R3). Raises nothing."""
+    """Return the valid checkpoints in an answer of ``/v1/fresh`` (R3). Raises nothing."""
     rows = answer.get("fresh") if isinstance(answer, dict) else None
     found = (_row(row) for row in rows[:FRESH_MAX]) if isinstance(rows, list) else ()
     return [row for row in found if row is not None]
@@ -188,10 +183,7 @@ def is_place(uri: Any) -> bool:
 
 
 def holders(members: Iterable[Member], replicas: int) -> Mapping[str, tuple[str, ...]]:
-    """Return the holders of each member's saves, by name, itself first. All members if there are too few.
-
-    The same on all nodes that know the same members.
-    """
+    """Return the holders of each member's saves, by name, itself first. All members if there are too few."""
     known = sorted({member.name: member.domain for member in members}.items())
     return _holders(tuple(known), replicas)
 
@@ -222,9 +214,7 @@ def outdated(
 
     The last copies of a lost member stay, because it reports nothing newer.
 
-    Args:
-        told: reports of the live members, by name.
-        draining: URIs of checkpoints that this node still has to drain.
+    ``told``: reports of the live members. ``draining``: URIs that this node still has to drain.
     """
 
     def is_replaced(old: FreshCheckpoint, name: str) -> bool:

@@ -1,1 +1,1 @@
-"""One fill of one version by several nodes: who fetches which chunk, and from whom."""
+"""One fill of one version by several nodes."""

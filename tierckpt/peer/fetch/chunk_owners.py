@@ -1,12 +1,8 @@
 """The owner of each chunk, by weighted rendezvous hashing. Pure.
 
-Each pair of a chunk and a member has a score that every node can compute; the member with the best score owns the
-chunk, the next ones substitute it, in order (D. Thaler, C. Ravishankar, "Using name-based mappings to increase hit
-rates", IEEE/ACM Transactions on Networking 6(1), 1998). Weights use the logarithmic method (J. Resch, "New hashing
-algorithms for data storage", SNIA SDC 2015): the score is ln(u) / weight with u uniform in (0, 1), so a member is
-first with a probability in proportion to its weight.
+Source: D. Thaler, C. Ravishankar, IEEE/ACM Transactions on Networking 6(1), 1998. The score is ln(u) / weight with u
+uniform in (0, 1) (J. Resch, SNIA SDC 2015).
 
-Guarantees:
     W1  The same members, in any order, give the same ranks on every node.
     W2  When a member joins or leaves, only its own chunks change owner.
     W3  The expected number of chunks of a member is in proportion to its weight.
@@ -23,7 +19,7 @@ import xxhash
 from ..membership import Member
 
 OWNERS_MAX = 256
-"""Members that own chunks of one version. More cost more scores, and make no store faster."""
+"""More owners cost more scores, and make no store faster."""
 
 _ONE = float(1 << 64)
 
@@ -35,15 +31,12 @@ def ranked(key: str, members: Sequence[Member]) -> list[Member]:
 
 
 class ChunkOwners:
-    """The ranks of the chunks of one version among some members.
-
-    Cost: one hash for each chunk and member, 0.3 microseconds: for all of 100,000 chunks and 16 members half a second.
-    """
+    """The ranks of the chunks of one version. Cost: 0.3 microseconds per chunk and member."""
 
     def __init__(self, version: str, members: Sequence[Member]) -> None:
         self.version = version
         known = sorted(members, key=lambda member: member.name)
-        if len(known) > OWNERS_MAX:  # the same on every node (W1), and nearly the same when one joins or leaves (W2)
+        if len(known) > OWNERS_MAX:  # the same on every node (W1), and nearly so when one joins or leaves (W2)
             chosen = nsmallest(OWNERS_MAX, known, key=lambda m: _cost(version.encode(), _seed(m.name), m.weight))
             known = sorted(chosen, key=lambda member: member.name)
         self.members = tuple(known)
@@ -52,7 +45,6 @@ class ChunkOwners:
         self._ranks: dict[int, tuple[str, ...]] = {}
 
     def ranks(self, chunk: int) -> tuple[str, ...]:
-        """Names, the owner's first."""
         found = self._ranks.get(chunk)
         if found is None:
             found = tuple(member.name for member in ranked(f"{self.version}/{chunk}", self.members))
@@ -60,7 +52,6 @@ class ChunkOwners:
         return found
 
     def owners(self, total: int) -> list[str]:
-        """The owner of each of the chunks 0 to ``total``."""
         names = [member.name for member in self.members]
         if not names:
             raise ValueError("no member to place chunks on")
@@ -92,10 +83,9 @@ def _seed(name: str) -> int:
 
 
 def _cost(key: bytes, seed: int, weight: float) -> float:
-    """The least is first."""
     return -math.log((xxhash.xxh3_64_intdigest(key, seed) + 1) / (_ONE + 2)) / _sane(weight)
 
 
 def _sane(weight: float) -> float:
-    """Return a valid weight. Weights come from other nodes: an invalid one becomes the minimum."""
+    """Return a valid weight: an invalid one, from another node, becomes the minimum."""
     return weight if 1e-9 <= weight <= 1e18 else 1e-9

@@ -1,14 +1,11 @@
-"""Fetches one version together with other nodes: makes the requests that scheduler.py decides, and verifies the chunks.
+"""Fetches one version together with other nodes: makes the requests of scheduler.py, and verifies the chunks.
 
-Invariants:
-    P1  A chunk from a peer is verified before it is used: against the digest of the manifest, or where there is none
-        against the digest recorded by the node that read it from the store. If nodes disagree, the store decides,
-        and members that were wrong get no more requests.
-    P2  A peer can cost time, never bytes: as a last resort a chunk is read from the store, as without peers.
-    P3  Everything has a deadline: each request in the client, each wait in the scheduler, the session by ``close``.
-    E1  Peers are optional. If no agent can be reached or started, or it has not joined the cluster, everything is
-        read from the store, and one warning is logged.
-    E2  Small entries are read from the store.
+P1  A chunk from a peer is verified before use: against the manifest's digest, else against the digest recorded by
+    the node that read it from the store. If nodes disagree, the store decides, and wrong members are banned.
+P2  A peer can cost time, never bytes: as a last resort a chunk is read from the store.
+P3  Everything has a deadline: each request in the client, each wait in the scheduler, the session by ``close``.
+E1  Without an agent that has joined the cluster, everything is read from the store, with one warning.
+E2  Small entries are read from the store.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ LATE_SECONDS = 0.25
 POLL_TIMEOUT_SECONDS = 1.5
 INTEREST_SECONDS = 10.0
 WINDOW_CHUNKS = 64
-"""A reader needs this many chunks next, after the one that it reads."""
+"""Chunks that a reader needs next."""
 EXPECTED = frozenset({"owned", "no peers"})
 """Reasons of requests to the store that are no fallback."""
 
@@ -63,18 +60,18 @@ class ClusterView:
     interested: frozenset[str] = frozenset()
     """Members that fill this version too."""
     slow_to: frozenset[str] = frozenset()
-    """Members that have lately told the agent that this node is slow."""
+    """Members that have lately reported that this node is slow."""
 
 
 class AgentConnection:
-    """A connection to this node's agent. While it is open, the agent serves the chunks that land in ``directory``."""
+    """A connection to this node's agent, which serves the chunks in ``directory`` while it is open."""
 
     def __init__(self, settings: Settings, frozen: FileSet, directory: str) -> None:
         self._contact = private_client(settings)
         self._version, self._directory = frozen.version, directory
 
     async def view(self, is_fetching: bool) -> ClusterView:
-        """Return the members. ``is_fetching``: all of the version is being fetched here."""
+        """Return the members. ``is_fetching``: this node fetches all of the version."""
         message: Json = {"op": "peers", "version": None, "directory": None}
         if is_fetching:
             message |= {"version": self._version, "directory": self._directory}
@@ -84,7 +81,6 @@ class AgentConnection:
         return ClusterView(member_of(answer["me"]), live, interested, slow_to)
 
     async def report(self, report: Json) -> None:
-        """Send ``PeerSources.report``, for ``tierckpt status --peers``."""
         message = {"op": "fetched", "version": self._version, "report": report}
         await asyncio.to_thread(self._contact.ask, message, start=False)
 
@@ -93,19 +89,19 @@ class AgentConnection:
 
 
 class PeerJoiner:
-    """Starts the sessions of fills, for one ``Settings``. Runs on one event loop."""
+    """Starts the sessions of fills, on one event loop."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._has_warned = False
 
     async def join(self, chunks: StoreChunks, filling: PartialEntry) -> FetchSession | None:
-        """Return the session of a fill, started; None to read from the store (E1, E2)."""
+        """Return the started session of a fill; None to read from the store (E1, E2)."""
         if filling.frozen.size_bytes < SMALL_BYTES:
             return None
         agent = AgentConnection(self.settings, filling.frozen, str(filling.directory.absolute()))
         try:
-            from ..peer_client import PeerClient  # most processes have no peers, and need no TLS
+            from ..peer_client import PeerClient  # it loads TLS
 
             view = await agent.view(False)
             return FetchSession(chunks, filling, agent, view, PeerClient(self.settings, view.me))
@@ -117,14 +113,7 @@ class PeerJoiner:
 
 
 class FetchSession:
-    """The other nodes, for one fill (``cache.peer_fill.PeerFill``). Runs on one event loop, until ``close``.
-
-    Args:
-        chunks: reads chunks from shared storage.
-        filling: the entry that is filled.
-        view: the members at the start.
-        client: makes requests to peers in the name of this node.
-    """
+    """One fill together with the other nodes (``cache.peer_fill.PeerFill``), on one event loop."""
 
     def __init__(
         self,
@@ -146,13 +135,13 @@ class FetchSession:
         self._is_fetching = False
         self._interested_since: dict[str, float] = {}
         self.requests: dict[int, asyncio.Task[str]] = {}
-        """Requests in flight, by the id of the ``ChunkRequest``."""
+        """By the id of the ``ChunkRequest``."""
         self._marked: set[int] = set()
         """Chunks that are marked as being fetched from the store."""
         self._claims: dict[int, dict[str, str]] = {}
-        """Where the version has no digests: those that members report, by chunk and member."""
+        """Digests that members report, by chunk and member, if the version has none."""
         self._truth: dict[int, str] = {}
-        """The digests of chunks that came from the store."""
+        """Digests of chunks that came from the store."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._polling: set[str] = set()
         self._changed = asyncio.Event()
@@ -164,7 +153,6 @@ class FetchSession:
     # --- life ----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End all requests. Idempotent."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -176,7 +164,6 @@ class FetchSession:
 
     @property
     def slots(self) -> int:
-        """Chunks that can be in flight at a time."""
         return self.table.tuning.slots
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -186,7 +173,6 @@ class FetchSession:
         return task
 
     async def _run(self) -> None:
-        """Refresh members and their reports, and cancel unwanted requests, until cancelled."""
         refresh: asyncio.Task[Any] | None = None
         refresh_at = report_at = time.monotonic()
         while True:
@@ -223,13 +209,12 @@ class FetchSession:
             await self._agent.report(self.sources.report())
 
     async def _report_slow(self, member: Member) -> None:
-        """Tell a member that it is slow, so that it owns no chunks. A lost message costs time only."""
+        """Report to a member that it is slow, so that it owns no chunks. A lost message costs time only."""
         with contextlib.suppress(TierckptError, OSError, TimeoutError):
             async with asyncio.timeout(POLL_TIMEOUT_SECONDS):
                 await self._client.report_slow(member, self.frozen.version)
 
     async def _poll(self, name: str, cursor: int) -> None:
-        """Ask a member which chunks it holds."""
         try:
             member = self.table.members.get(name)
             if member is None:
@@ -288,7 +273,7 @@ class FetchSession:
         return digests[chunk] if digests else ""
 
     def _note_digest(self, ordinal: int, name: str, digest: str) -> bool:
-        """Record the digest of a chunk that a member reports. False on a conflict: then the store decides."""
+        """Record a member's digest. False on a conflict: then the store decides."""
         truth = self._truth.get(ordinal)
         if truth is not None:
             if digest != truth:
@@ -303,8 +288,7 @@ class FetchSession:
         return False
 
     def _resolve_digest(self, ordinal: int, truth: str) -> None:
-        """The store decides the digest of a chunk. Lift the bans of members that were right, if this
-        chunk was the only reason."""
+        """Use the store's digest. Lift the bans of members that were right, if this chunk was their only reason."""
         self._truth[ordinal] = truth
         for name, digest in self._claims.pop(ordinal, {}).items():
             if digest != truth:
@@ -322,8 +306,10 @@ class FetchSession:
     # --- order ---------------------------------------------------------------------------------------------------
 
     def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> FetchSession:
-        """Return the order of the chunks of a fill. ``whole``: they are all that is missing, so that other nodes may
-        rely on this one."""
+        """Return the order of the chunks of a fill.
+
+        ``whole``: they are all that is missing, so that other nodes may rely on this one.
+        """
         self._is_fetching = whole
         self.scheduler.set_missing(self._firsts[index] + chunk for index, chunk in todo)
         return self
@@ -364,13 +350,12 @@ class FetchSession:
     async def fetch_chunk(
         self, index: int, chunk: int, into: memoryview, request: object | None = None
     ) -> ReceivedChunk:
-        """Receive one chunk, verified, in ``into``, from the scheduled source; from another one too when it is late.
+        """Receive one chunk, verified, in ``into``, from the scheduled source; from another one if that is late.
 
-        Peers see the chunk as being fetched until ``chunk_written``, so that no other node fetches it from the store
-        while it is written here.
+        Peers see the chunk as being fetched until ``chunk_written``.
 
         Raises:
-            NotNowError: ``take`` chose the chunk (``request``), and no node has it now. It can be taken again at once.
+            NotNowError: no node has the chunk now (with ``request``). It can be taken again at once.
             StoreError, IntegrityError: no holder, and the store failed.
         """
         ordinal = self._firsts[index] + chunk
@@ -398,7 +383,7 @@ class FetchSession:
             self._changed.set()
 
     async def chunk_written(self, index: int, chunk: int) -> None:
-        """Other nodes can see the chunk that ``fetch_chunk`` received, or it is not kept."""
+        """Mark the end of ``fetch_chunk``: the chunk is visible to other nodes, or is not kept."""
         self._unmark(self._firsts[index] + chunk)
 
     async def _source(self, ordinal: int, tried: set[str | None]) -> ChunkRequest:
@@ -441,7 +426,7 @@ class FetchSession:
             self.sources.fallbacks[request.reason] += 1
             log.info("%s: chunk %d from shared storage: %s", self.frozen.uri, request.chunk, request.reason)
         self._marked.add(request.chunk)
-        self._filling.mark_shared(*self._work[request.chunk], True)  # peers see it (peer/inventory.py)
+        self._filling.mark_shared(*self._work[request.chunk], True)  # peers see it
         _, digest = await self._chunks.read(*self._work[request.chunk], into)
         self.sources.shared_bytes += len(into)
         if not self._expected(request.chunk):
@@ -462,7 +447,7 @@ class FetchSession:
         self.scheduler.completed(request, time.monotonic())
 
     def failed(self, request: ChunkRequest, error: BaseException | None) -> None:
-        """Record the failure of a request. ``error`` None: it was cancelled."""
+        """Record the failure of a request. Without ``error`` it was cancelled."""
         why = "unreachable"
         if error is None:
             why = "cancelled"
@@ -499,7 +484,7 @@ class _HedgedRequest:
         self._session.requests[id(request)] = task
 
     async def wait(self) -> ReceivedChunk | None:
-        """Wait for an answer, or until the chunk is late and a second request is possible; None without an answer."""
+        """Wait for an answer, or until a second request was made."""
         scheduler = self._session.scheduler
         now = time.monotonic()
         due = min(scheduler.hedge_at(request) for request, _, _ in self.running.values())

@@ -1,16 +1,11 @@
 """Fetches each chunk of a Hub through its owner, which reads it at the first request (agent/hub_proxy.py).
 
-A session (fetch_session.py) divides a fill among the nodes that it knows to fill the same version; chunks fetched
-before that are fetched twice. Here the start of a node does not matter: a hash selects a live member as the owner.
-
-Guarantees:
-    O1  While all members are healthy and agree on the list of members, one member reads each chunk from the Hub, once.
-        Before that it requests the chunk from the next ranks: when members join or leave, the new owner of a chunk may
-        find it on another node.
-    O2  No two nodes wait for each other: an owner makes no node read, and a node without a chunk answers at once.
-    O3  An owner can cost time, never the chunk. While it reads, it answers every ``HUB_WAIT_SECONDS``. An owner that is
-        silent for ``SILENT_SECONDS``, or cannot be reached, is skipped for ``AVOID_SECONDS`` in favour of the next
-        rank. After ``STALL_SECONDS_MIN`` a node reads the chunk itself.
+O1  While all members are healthy and agree on the members, one member reads each chunk from the Hub, once. It
+    requests the chunk from the next ranks first: after a change of members another node may have it.
+O2  No two nodes wait for each other: an owner makes no node read, and a node without a chunk answers at once.
+O3  An owner can cost time, never the chunk. While it reads, it answers every ``HUB_WAIT_SECONDS``. An owner that is
+    silent for ``SILENT_SECONDS``, or unreachable, is skipped for ``AVOID_SECONDS``. After ``STALL_SECONDS_MIN`` a
+    node reads the chunk itself.
 """
 
 from __future__ import annotations
@@ -50,10 +45,9 @@ BUSY_SECONDS: Final = 0.05
 
 
 class HubOwners:
-    """Joins fills of files of a Hub with the owners of their chunks. Runs on one event loop; close it.
+    """Joins fills of Hub files with the owners of their chunks, on one event loop. Close it.
 
-    Args:
-        is_owner: this node reads for others, which take it for the owner.
+    ``is_owner``: this node reads for others, which take it for the owner.
     """
 
     def __init__(self, settings: Settings, live: Callable[[], Awaitable[Live]], *, is_owner: bool = False) -> None:
@@ -72,7 +66,7 @@ class HubOwners:
             await self._client.close()
 
     async def receive(self, uri: str, key: str, start: int, into: memoryview) -> ReceivedChunk | None:
-        """Fill ``into`` from ``start`` of a file, from the owner of ``key``; None when this node must read it."""
+        """Fill ``into`` from the owner of ``key``; None if this node must read it."""
         is_mine, failed, fits = self._is_owner, 0, len(hub_target(uri, start, len(into))) <= TARGET_BYTES_MAX
         members = await self._members() if fits else []
         for member in sorted(members, key=lambda member: fraction(f"{key}/{member.name}")):
@@ -96,10 +90,10 @@ class HubOwners:
         return None
 
     async def _members(self) -> list[Member]:
-        """Members that were live lately, so that nodes agree although they notice a death at different times (O1)."""
+        """Return members that were live lately: nodes notice a death at different times (O1)."""
         now = time.monotonic()
         if now >= self._refresh_at:
-            with contextlib.suppress(TierckptError, OSError):  # the agent logs why this node takes no part
+            with contextlib.suppress(TierckptError, OSError):  # the agent logs it
                 live = await self._ask_live()
                 self._me = live.me
                 self._seen.update({member.name: (member, now) for member in live.members})
@@ -116,8 +110,6 @@ class HubOwners:
 
 
 class OwnerFill:
-    """One fill (``cache.peer_fill.PeerFill``)."""
-
     slots = 16
 
     def __init__(self, owners: HubOwners, chunks: StoreChunks, filling: PartialEntry) -> None:

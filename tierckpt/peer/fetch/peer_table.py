@@ -1,7 +1,6 @@
-"""Measures the peers of one fetch: the chunks and response times of each, and the slow ones. Pure.
+"""Measures the peers of one fetch: their chunks, their response times, and the slow ones. Pure.
 
-scheduler.py decides by this table. A set of chunks is a whole number with bit ``n`` for chunk ``n``: "held there,
-missing here, not requested" takes a few machine instructions for each 64 chunks.
+A set of chunks is a whole number with bit ``n`` for chunk ``n``.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from typing import Final
 from ..membership import Member
 
 SHARED: Final = None
-"""The source that is shared storage."""
 OWNERS_WATCHED: Final = 2
-"""Owners that are watched where there are more nodes than chunks. More would make many nodes poll few owners."""
+"""If there are more nodes than chunks. More would make many nodes poll few owners."""
 MEASURE_SECONDS: Final = 0.2
 FETCHES_MIN: Final = 3
-"""With this many fetches in flight that all take long, shared storage is slow, and not an owner."""
+"""If this many fetches all take long, shared storage is slow, and not an owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +26,12 @@ class Tuning:
     """Constants, chosen with bench/fanout_simulation.py."""
 
     slots: int = 16
-    """Chunks in flight at a time."""
+    """Chunks in flight."""
     settle_seconds: float = 0.25
     settle_seconds_max: float = 1.0
     """Length of the first pause while some member has not reported its chunks."""
     wait_seconds: float = 2.0
-    """How long a request waits at the owner until the chunk has been written."""
+    """Time that a request waits at the owner for the chunk."""
     hedge_seconds_min: float = 0.5
     hedge_factor: float = 3.0
     hedges_max: int = 2
@@ -41,19 +39,20 @@ class Tuning:
     fetch_factor: float = 4.0
     """An owner that takes this many times the median for a chunk is substituted."""
     slow_factor: float = 3.5
-    """A member is slow when its answers take this many times the median, or one is outstanding for this many times the
-    95th percentile: of many requests one is always the last."""
+    """A member is slow if its answers take this many times the median, or one is late by this many times the 95th
+    percentile.
+    """
     stall_seconds: float = 2.0
-    """After this long without a new chunk the next rank goes to the store, then the one after it."""
+    """After each such time without a new chunk one more rank goes to the store."""
     stall_seconds_max: float = 10.0
-    """Upper bound of ``stall_seconds`` while all nodes wait for the store."""
+    """While all nodes wait for the store."""
     answer_seconds_max: float = 5.0
-    """Upper bound of the timeout of a request for holdings, where chunks take as long."""
+    """Upper bound of the timeout of a poll."""
     ranks_asked: int = 3
     retry_seconds_min: float = 0.5
     retry_seconds_max: float = 15.0
     poll_seconds: float = 0.15
-    """Poll interval for holdings while there is nothing to request from peers,"""
+    """While there is nothing to request from peers,"""
     keep_seconds: float = 3.0
     """and otherwise."""
     polls_max: int = 4
@@ -63,41 +62,38 @@ class Tuning:
     still_seconds: float = 0.5
     """unless no chunk has arrived for this long."""
     copies_first: int = 3
-    """A chunk with ``h`` holders may be requested by so many times ``h`` members; by ``h`` if all of them are slow."""
+    """A chunk with ``h`` holders may be requested by so many times ``h`` members; by ``h`` if all holders are slow."""
     turn_seconds: float = 1.0
     """After this long every member may request it,"""
     turn_answers: float = 2.0
-    """or after this many times the median answer, where that is longer."""
+    """or after this many times the median answer, if longer."""
     turn_slow_seconds: float = 30.0
     ahead_max: int = 16
-    """Chunks without another holder that a node brings from the store before it prefers chunks of its peers."""
+    """Chunks without another holder from which on a node prefers chunks of its peers to the store."""
     takes_from_owner_only: bool = False
-    """A seeded fault: only owners are ever asked. Tests find it."""
+    """A seeded fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRequest:
-    """One request to make: ``chunk`` of ``source``, a member's name or ``SHARED``."""
-
     chunk: int
     source: str | None
     reason: str
-    """Why this source. For ``SHARED``: ``owned`` and ``no peers`` are the normal case, others are fallbacks."""
+    """For ``SHARED`` all but ``owned`` and ``no peers`` are fallbacks."""
     wait_seconds: float = 0.0
-    """How long the peer may wait until it has the chunk."""
+    """Time that the peer may wait for the chunk."""
 
 
 @dataclass(slots=True)
 class Peer:
-    """The state of one peer, from its reports and responses."""
+    """The state of one peer."""
 
     member: Member
     chunks: int = 0
-    """Chunks that it holds."""
     withdrawn: int = 0
     """Chunks that it reported and did not give: damaged there, or deleted."""
     cursor: int = 0
-    """Lines of its list of chunks that it has reported."""
+    """Lines of its list that it has reported."""
     is_whole: bool = False
     fetching: dict[int, float] = field(default_factory=dict)
     """Chunks that it fetches from the store, with the time of the first report."""
@@ -108,7 +104,7 @@ class Peer:
     waiting: set[int] = field(default_factory=set)
     """Those of them for which the peer waits itself."""
     response_seconds: float = 0.0
-    """Moving average of its response times; 0: unknown."""
+    """Moving average; 0: unknown."""
     failures: int = 0
     retry_at: float = 0.0
     is_banned: bool = False
@@ -117,7 +113,7 @@ class Peer:
 
     @property
     def is_good(self) -> bool:
-        """True unless it has sent wrong bytes, or could not be reached and has not reported since."""
+        """False after wrong bytes, or while it cannot be reached."""
         return not (self.is_banned or self.failures)
 
     def usable(self, now: float) -> bool:
@@ -125,12 +121,9 @@ class Peer:
 
 
 class PeerTable:
-    """One row for each watched peer, the requests in flight, and the chunks that are missing here.
+    """One row for each watched peer, the requests in flight, and the missing chunks.
 
-    Args:
-        total: number of chunks of the version.
-        me: name of this node.
-        wanted: chunks to fetch; None: all.
+    ``total``: chunks of the version. ``wanted``: chunks to fetch; None: all.
     """
 
     def __init__(
@@ -154,18 +147,16 @@ class PeerTable:
         self.available = 0
         """Chunks that at least one peer holds."""
         self.requests: dict[int, list[tuple[ChunkRequest, float]]] = {}
-        """Requests in flight by chunk, with the time of each."""
+        """In flight, by chunk, with the time of each."""
         self.in_flight = 0
-        """Chunks with a request in flight."""
         self.store_requests = self.waiting_requests = 0
         self.from_store = 0
         """Chunks that this node has fetched from the store."""
         self.progress_at = 0.0
         """When a chunk last arrived, here or at the first of the peers."""
         self.slow: frozenset[str] = frozenset()
-        """Peers that take far longer to answer than others."""
         self.fetch_ages: list[float] = []
-        """Age of each fetch from the store in flight, here and at peers, at the last measurement."""
+        """Ages of fetches from the store in flight, here and at peers."""
         self.generation = 0
         """Rises when a peer becomes usable, unusable, slow or fast: owners of chunks change then."""
         self._new_copies: dict[int, int] = {}
@@ -178,8 +169,7 @@ class PeerTable:
     # --- members -------------------------------------------------------------------------------------------------
 
     def set_members(self, members: Sequence[Member], now: float) -> None:
-        """Replace the list of live members. Of many a random part is watched: each node then watches another part,
-        and a chunk reaches every node in a few hops."""
+        """Replace the list of live members, and watch a few of them."""
         if self._settled_at is None:
             self._settled_at = self.progress_at = now
         self.members = {member.name: member for member in members}
@@ -195,8 +185,7 @@ class PeerTable:
             self._watch(others if len(others) <= room else self.rng.sample(others, room))
 
     def watch_owners(self, names: Iterable[str]) -> None:
-        """Watch some of the owners of chunks: where few of many nodes fetch, a node that watches none of them would
-        take shared storage to be stalled."""
+        """Watch some owners of chunks: without them a node would take shared storage to be stalled."""
         owners = self.members.keys() & set(names) - {self.me}
         unknown = sorted(owners - self.peers.keys())
         room = min(len(unknown), OWNERS_WATCHED - (len(owners) - len(unknown)))
@@ -232,7 +221,7 @@ class PeerTable:
         whole: bool = False,
         cursor: int | None = None,
     ) -> None:
-        """Add a report of a member: chunks it holds (``new`` since the last report), and fetches from the store."""
+        """Add a report of a member: ``new`` chunks since its last one, and fetches from the store."""
         peer = self.peers.get(name)
         if peer is None:
             return
@@ -271,13 +260,13 @@ class PeerTable:
                 new_copies[chunk] = copies[chunk]
 
     def take_new_copies(self) -> tuple[dict[int, int], list[tuple[float, int]]]:
-        """Return the most copies of each chunk with a new one since the last call, and the first copies by time."""
+        """Return the copies of chunks with a new one, and the first copies by time, since the last call."""
         found = self._new_copies, self._first_copies
         self._new_copies, self._first_copies = {}, []
         return found
 
     def reset_chunks(self, name: str) -> None:
-        """Forget the chunks of a member: its agent has restarted, and its list with it."""
+        """Forget the chunks of a member whose agent has restarted."""
         peer = self.peers.get(name)
         if peer is not None:
             peer.chunks, peer.withdrawn, peer.cursor, peer.is_whole, peer.fetching = 0, 0, 0, False, {}
@@ -291,7 +280,6 @@ class PeerTable:
                 self._count(peer.chunks & self.missing)
 
     def landed(self, chunk: int, now: float) -> None:
-        """The chunk is on this node."""
         if self.missing >> chunk & 1:
             self.missing &= ~(1 << chunk)
             self.progress_at = now
@@ -300,11 +288,7 @@ class PeerTable:
         return [peer for peer in self.peers.values() if peer.chunks >> chunk & 1 and peer.usable(now)]
 
     def due_polls(self, now: float, *, is_idle: bool) -> list[tuple[str, int]]:
-        """Return the members to poll now for their chunks, each with its cursor. Marks them as polled.
-
-        Args:
-            is_idle: there is nothing to request from a peer.
-        """
+        """Return the members to poll now, each with its cursor. Marks them as polled."""
         tuning, is_settling = self.tuning, self.is_settling(now)
         interval = tuning.poll_seconds if is_idle or is_settling else tuning.keep_seconds
         due = [
@@ -326,7 +310,6 @@ class PeerTable:
     # --- requests ------------------------------------------------------------------------------------------------
 
     def begin(self, request: ChunkRequest, now: float) -> None:
-        """``request`` is in flight from now on."""
         self.requests.setdefault(request.chunk, []).append((request, now))
         self.in_flight |= 1 << request.chunk
         if request.source is SHARED:
@@ -341,7 +324,7 @@ class PeerTable:
             peer.waiting.add(request.chunk)
 
     def _end(self, request: ChunkRequest) -> float | None:
-        """Return when the request began; None when it is not in flight."""
+        """Return when the request began, if it is in flight."""
         requests = self.requests.get(request.chunk, [])
         entry = next((one for one in requests if one[0] is request), None)
         if entry is None:
@@ -361,7 +344,7 @@ class PeerTable:
         return entry[1]
 
     def completed(self, request: ChunkRequest, now: float) -> float:
-        """The request has brought its chunk, verified. Return its response time in seconds."""
+        """Record the arrival of a verified chunk. Return its response time in seconds."""
         begun = self._end(request)
         seconds = now - begun if begun is not None else 0.0
         if request.source is SHARED:
@@ -378,7 +361,7 @@ class PeerTable:
         return seconds
 
     def failed(self, request: ChunkRequest, now: float, why: str) -> None:
-        """The request has brought nothing. ``why``: see ``FetchScheduler.failed``."""
+        """Record a request without a result. ``why``: see ``FetchScheduler.failed``."""
         begun = self._end(request)
         peer = self.peers.get(request.source) if request.source is not SHARED else None
         if peer is None:
@@ -402,7 +385,7 @@ class PeerTable:
             self.mark_unreachable(name, now)
 
     def mark_unreachable(self, name: str, now: float) -> None:
-        """A member did not answer. It is only polled, less and less often, until it reports again."""
+        """Only poll a member, less and less often, until it reports again."""
         peer = self.peers.get(name)
         if peer is None or now < peer.retry_at:
             return  # requests that were in flight together fail together
@@ -413,7 +396,6 @@ class PeerTable:
             self._peer_changed()
 
     def set_banned(self, name: str, is_banned: bool) -> None:
-        """Ban a member that has sent wrong bytes from all requests, or lift its ban."""
         peer = self.peers.get(name)
         if peer is not None and peer.is_banned != is_banned:
             peer.is_banned = is_banned
@@ -426,21 +408,20 @@ class PeerTable:
     # --- times ---------------------------------------------------------------------------------------------------
 
     def response_seconds(self, share: float) -> float:
-        """A quantile of the response times of peers; of the store, while no peer has answered."""
+        """Return a quantile of the response times of peers; of the store, while no peer has answered."""
         return quantile(self._times or self._store_times, share)
 
     @property
     def poll_timeout_seconds(self) -> float:
-        """Nearly all answers take less, up to ``answer_seconds_max``: on a full link even a short answer waits."""
+        """Nearly all answers take less: on a full link even a short answer waits."""
         return min(self.response_seconds(0.95), self.tuning.answer_seconds_max)
 
     @property
     def fetch_seconds(self) -> float:
-        """The median age of the fetches from the store in flight, here and at peers."""
         return quantile(self.fetch_ages, 0.5)
 
     def fetch_timeout(self, peer: Peer) -> float:
-        """Seconds that a member may take to fetch a chunk from the store; less when it is slow."""
+        """Return the seconds that a member may take to fetch a chunk from the store."""
         usual = quantile(self._store_times, 0.5)
         if len(self.fetch_ages) >= FETCHES_MIN:
             usual = max(usual, self.fetch_seconds)
@@ -449,7 +430,7 @@ class PeerTable:
         return max(self.tuning.fetch_seconds_min, self.tuning.fetch_factor * usual)
 
     def fetched_by_peers(self, now: float) -> set[int]:
-        """Chunks that peers fetch from the store, within their timeout."""
+        """Return the chunks that peers fetch from the store in time."""
         return {
             chunk
             for peer in self.peers.values()
@@ -459,11 +440,10 @@ class PeerTable:
         }
 
     def store_ages(self, now: float) -> list[float]:
-        """Age of each request of this node to the store."""
         return [now - at for requests in self.requests.values() for one, at in requests if one.source is SHARED]
 
     def measure(self, now: float) -> bool:
-        """Find the slow peers. False when the last measurement is recent."""
+        """Find the slow peers. False if the last measurement is recent."""
         if now - self._measured_at < MEASURE_SECONDS:
             return False
         self._measured_at = now
@@ -491,7 +471,6 @@ _POSITIONS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256
 
 
 def mask(chunks: Iterable[int]) -> int:
-    """The set of ``chunks``."""
     found = 0
     for chunk in chunks:
         found |= 1 << chunk
@@ -499,19 +478,16 @@ def mask(chunks: Iterable[int]) -> int:
 
 
 def positions(chunks: int) -> list[int]:
-    """The members of a set of chunks, in order."""
     skipped = max(0, (chunks & -chunks).bit_length() - 1) // 8
     octets = (chunks >> 8 * skipped).to_bytes((chunks.bit_length() + 7) // 8 - skipped, "little")
     return [8 * index + bit for index, byte in enumerate(octets, skipped) if byte for bit in _POSITIONS[byte]]
 
 
 def span(window: range) -> int:
-    """The set of a range of chunks."""
     return ((1 << len(window)) - 1) << window.start if len(window) else 0
 
 
 def any_of(chunks: int, rng: random.Random) -> int:
-    """A random member of a set of chunks."""
     start = rng.randrange(chunks.bit_length())
     above = chunks >> start
     return start + ((above & -above).bit_length() - 1)

@@ -1,25 +1,18 @@
 """Decides which chunk a node fetches next, and from which source, while it fills one version. Pure.
 
-peer_table.py measures, fetch_session.py makes the requests. The table may be out of date, so a decision may be poor;
-it is never wrong, because every chunk is verified.
+A decision from an outdated table may be poor, but never wrong, because every chunk is verified.
 
-1.  Each chunk has an owner among the members that fetch this version (chunk_owners.py). The owner fetches it from
-    shared storage; the others fetch it from any holder. While many of the chunks that this node brought from the store
-    have no other holder yet, chunks that other members hold come first.
+1.  Each chunk has an owner (chunk_owners.py), which fetches it from shared storage; the others fetch it from any
+    holder.
 2.  Rarest first, within the window that the reader needs next, else anywhere. The less loaded of two random holders
-    gets the request (M. Mitzenmacher, "The power of two choices in randomized load balancing", IEEE TPDS 12(10),
-    2001). A slow member gets requests only for chunks that no other member holds.
-3.  A chunk without a holder is requested from its owner, which answers when the chunk has been written. Few requests
-    wait like that.
-4.  Chunks of an owner that is unreachable, or much slower than the others, go to the next rank. A substitute starts at
-    the end of the owner's list, so the two overlap at most once. A member that two thirds of the others find slow owns
-    no chunks.
+    gets the request (M. Mitzenmacher, IEEE TPDS 12(10), 2001), a slow one only if no other member holds the chunk.
+3.  A chunk without a holder is requested from its owner, which answers when the chunk has been written.
+4.  Chunks of an unreachable or slow owner go to the next rank, which starts at the end of the owner's list.
 5.  A node without chunks of its own left takes chunks of the owner that lags most.
-6.  A request that takes longer than most is hedged with another holder; the first answer wins.
-7.  When nothing arrives at all, the missing chunks are fetched from shared storage, by one rank after the other.
+6.  A late request is hedged with another holder; the first answer wins.
+7.  If nothing arrives at all, one rank after the other fetches the missing chunks from shared storage.
 
-A member that has sent wrong bytes gets no more requests. At the start members report their chunks during a short
-pause, so that nodes that start together do not all start at the store.
+At the start members report their chunks during a short pause, so that not all nodes begin at the store.
 """
 
 from __future__ import annotations
@@ -38,15 +31,14 @@ __all__ = ["SHARED", "ChunkRequest", "Decision", "FetchScheduler", "StoreSlots",
 
 SAMPLES: Final = 6
 PEERS_SAMPLED: Final = 3
-"""Draws of a chunk from each of so many peers; the chunk with the fewest copies is requested."""
+"""Draws of a chunk from each; the chunk with the fewest copies is requested."""
 IDLE_SECONDS: Final = 0.05
 SETTLE_PAUSE_SECONDS: Final = 0.02
 OWN_ROUNDS: Final = 32
 """Minimum number of rounds in which a node fetches its own chunks: peers can have the first after one."""
 EXACT_RANKS_MAX: Final = 64
-"""Among more members, a node's rank for a chunk is a random one among the members that watch each other."""
+"""With more members or chunks, a node's rank for a chunk is random."""
 EXACT_CHUNKS_MAX: Final = 1 << 14
-"""The same with more chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +52,7 @@ Decision: TypeAlias = ChunkRequest | WaitUntil | None
 
 
 class FetchScheduler:
-    """The fill of one version on one node.
-
-    Args:
-        table: the peers of the fill. The scheduler records its requests there.
-        placement: makes the owners of the chunks of a version among some members.
-    """
+    """The fill of one version on one node. Records its requests in ``table``."""
 
     def __init__(
         self,
@@ -82,20 +69,18 @@ class FetchScheduler:
         self.allowed_slow = 0
         """The same, of chunks that only slow peers hold."""
         self.is_idle = False
-        """The last decision requested nothing from a peer."""
         self.is_slow = False
         """Two thirds of the others find this node slow."""
         self._place = placement
         self._placement: ChunkOwners | None = None
         self._filling: frozenset[str] = frozenset()
-        """Members that fill this version too."""
         self._placed: frozenset[str] = frozenset()
-        """Members that own chunks: those that filled when owners were last assigned."""
+        """Members that filled when owners were last assigned."""
         self._ranks: dict[int, int] = {}
         self._first_copies: deque[tuple[float, int]] = deque()
         self._first_copies_slow: deque[tuple[float, int]] = deque()
         self._own: deque[int] = deque()
-        """Chunks that this node fetches from the store, in this order."""
+        """Chunks that this node fetches from the store, in order."""
         self._planned_at, self._planned_generation = -1.0, -1
         self._disputed: set[int] = set()
         """Chunks with conflicting digests: the store decides."""
@@ -107,13 +92,10 @@ class FetchScheduler:
     def set_members(
         self, members: Sequence[Member], filling: Iterable[str], now: float, *, slow_to: Iterable[str] = ()
     ) -> None:
-        """Replace the list of live members. Call it again whenever it may have changed.
+        """Replace the list of live members, with those that fill this version too.
 
-        Args:
-            filling: names of members that fill this version too.
-            slow_to: members that find this node slow. With two thirds of the others it owns no chunks: they fetch them
-                instead, and what this node brought from the store would wait for its uplink. Fewer are not enough: when
-                a partition heals, each half finds the other slow, and chunks need owners.
+        A node that two thirds of the others find slow owns no chunks. Fewer are not enough: when a partition heals,
+        each half finds the other slow, and chunks need owners.
         """
         self.table.set_members(members, now)
         self._filling = frozenset(self.table.members.keys() & {*filling, self.table.me})
@@ -156,7 +138,7 @@ class FetchScheduler:
         return first if self.may_own(first) else self.substitute(chunk, first) or self.table.me
 
     def substitute(self, chunk: int, name: str) -> str | None:
-        """The member that fetches a chunk in place of ``name``."""
+        """Return the member that fetches a chunk in place of ``name``."""
         return next((other for other in self.ranks(chunk) if other != name and self.may_own(other)), None)
 
     def my_rank(self, chunk: int) -> int:
@@ -174,7 +156,7 @@ class FetchScheduler:
         return rank
 
     def order_of(self, name: str, chunks: list[int]) -> list[int]:
-        """The order in which a member fetches its own chunks: each member starts at another one."""
+        """Return the order in which a member fetches its own chunks: each member starts at another one."""
         start = int(fraction(f"{self.version}/{name}") * self.table.total)
         return [c for c in chunks if c >= start] + [c for c in chunks if c < start]
 
@@ -200,30 +182,27 @@ class FetchScheduler:
     # --- results -------------------------------------------------------------------------------------------------
 
     def completed(self, request: ChunkRequest, now: float) -> None:
-        """The request has brought its chunk, verified. Other requests for it can be cancelled."""
+        """Record the arrival of a verified chunk. Other requests for it can be cancelled."""
         seconds = self.table.completed(request, now)
         if request.source is SHARED:
             self._slots.completed(seconds, self.store_slots(), self.tuning.slots // 2)
 
     def failed(self, request: ChunkRequest, now: float, why: str) -> None:
-        """The request has brought nothing.
+        """Record a request without a result.
 
-        Args:
-            why: ``missing`` (the peer does not have the chunk), ``busy``, ``cancelled`` (by this node), ``wrong`` (the
-                bytes are not the chunk's); anything else means that the peer could not be reached.
+        ``why``: ``missing``, ``busy``, ``cancelled`` (by this node), ``wrong`` (bytes), or unreachable.
         """
         if self.owner(request.chunk) == self.table.me:
             self._own.append(request.chunk)  # it was left out while it was in flight
         self.table.failed(request, now, why)
 
     def set_missing(self, chunks: Iterable[int]) -> None:
-        """Fetch these chunks and no others."""
         self.table.missing = mask(chunks)
         self.table.recount()
         self.plan()
 
     def distrust(self, chunk: int, names: Iterable[str]) -> None:
-        """Members report different digests of a chunk: fetch it from the store, and request nothing from them."""
+        """Fetch a chunk with conflicting digests from the store, and ban the members."""
         self._disputed.add(chunk)
         for name in names:
             self.table.set_banned(name, True)
@@ -232,11 +211,7 @@ class FetchScheduler:
     # --- decisions -----------------------------------------------------------------------------------------------
 
     def choose(self, now: float, window: range | None = None) -> Decision:
-        """Return the use of a free slot: a request, recorded as in flight; a pause; None when nothing is left.
-
-        Args:
-            window: the chunks that are needed next.
-        """
+        """Return the use of a free slot: a request, recorded as in flight; a pause; None at the end."""
         table = self.table
         open_ = table.missing & ~table.in_flight
         if not open_:
@@ -249,7 +224,7 @@ class FetchScheduler:
         self.take_turns(now)
         near = open_ & span(window) if window is not None else 0
         if (table.from_store & ~table.available).bit_count() >= self.tuning.ahead_max:
-            # This node alone has much. If it sends slowly, the others must find out while the store can still help.
+            # If this node sends slowly, the others must find out while the store can still help.
             found = self._from_holder(now, near, open_) or self._from_store(now)
         else:
             found = self._from_store(now) or self._from_holder(now, near, open_)
@@ -264,7 +239,7 @@ class FetchScheduler:
         return self._begin(found, now)
 
     def source(self, chunk: int, now: float, tried: Iterable[str | None] = ()) -> ChunkRequest | WaitUntil:
-        """Return a source for a chunk that a reader waits for, in flight or not. The request is recorded."""
+        """Return a source for a chunk that a reader waits for. Records the request."""
         table = self.table
         tried = {*tried, *(request.source for request, _ in table.requests.get(chunk, ()))}
         if not self.assign_owners(now):
@@ -282,7 +257,7 @@ class FetchScheduler:
         return self._begin(ChunkRequest(chunk, SHARED, "no holder"), now)
 
     def hedge(self, chunk: int, now: float) -> ChunkRequest | None:
-        """Return another source for a chunk that is late, recorded as in flight; None when no better one exists."""
+        """Return another source for a late chunk, if any. Records the request."""
         table = self.table
         requests = [request for request, _ in table.requests.get(chunk, [])]
         if requests and not any(one.source is SHARED or table.is_usable(one.source) for one in requests):
@@ -299,7 +274,6 @@ class FetchScheduler:
         return self._begin(ChunkRequest(chunk, self._better(holders), "hedge"), now)
 
     def hedge_at(self, request: ChunkRequest) -> float:
-        """When ``request`` is late."""
         begun = next((at for one, at in self.table.requests.get(request.chunk, ()) if one is request), 0.0)
         usual = self.table.response_seconds(0.95)
         return begun + max(self.tuning.hedge_seconds_min, self.tuning.hedge_factor * usual)
@@ -325,8 +299,7 @@ class FetchScheduler:
                 self._cancel_most(self.table.peers[name])
 
     def _cancel_most(self, peer: Peer) -> None:
-        """Leave a peer that has become slow one request, for a chunk that this node may request from slow peers: what
-        others hold comes from them, and of the rest each node requests another chunk."""
+        """Leave a slow peer one request, for a chunk that this node may request from slow peers."""
         table = self.table
         chunks = sorted(peer.requests, key=lambda chunk: (not self.allowed_slow >> chunk & 1, table.copies[chunk]))
         for chunk in chunks[1:] if chunks and self.allowed_slow >> chunks[0] & 1 else chunks:
@@ -335,8 +308,9 @@ class FetchScheduler:
     # --- turns ---------------------------------------------------------------------------------------------------
 
     def _count_copies(self) -> None:
-        """Allow this node the chunks with enough copies for its rank. Copies of a chunk spread as a tree: first to a
-        few nodes, which pass it on; each chunk has its own tree."""
+        """Allow this node the chunks with enough copies for its rank, so that each chunk spreads as a tree of its
+        own.
+        """
         new_copies, first_copies = self.table.take_new_copies()
         self._first_copies += first_copies
         self._first_copies_slow += first_copies
@@ -349,7 +323,7 @@ class FetchScheduler:
                     self.allowed_slow |= 1 << chunk
 
     def take_turns(self, now: float) -> None:
-        """Allow every node the chunks with an old first copy: two answers later the first nodes have passed it on."""
+        """Allow every node the chunks with an old first copy."""
         self._count_copies()
         tuning = self.tuning
         turn_seconds = max(tuning.turn_seconds, tuning.turn_answers * self.table.response_seconds(0.5))
@@ -361,11 +335,10 @@ class FetchScheduler:
     # --- from the store ------------------------------------------------------------------------------------------
 
     def store_slots(self) -> int:
-        """Number of chunks to fetch from the store at a time.
+        """Return the number of chunks to fetch from the store at a time.
 
-        Few, with many nodes and few chunks: chunks that all nodes have in flight arrive at the same time, at the end,
-        and until then no node can pass on any. More where that does not make each take longer (``StoreSlots``): then
-        they wait for the store's latency, not for its bandwidth.
+        Few: chunks that all nodes have in flight arrive together, at the end, and until then no node can pass on
+        any. More if that does not make each take longer (``StoreSlots``).
         """
         nodes = len(self._filling)
         if nodes <= 1:
@@ -401,7 +374,7 @@ class FetchScheduler:
         return ChunkRequest(chunk, SHARED, "owned" if is_mine else "owner unreachable")
 
     def _from_laggard(self, now: float, open_: int) -> ChunkRequest | None:
-        """The last chunk of an owner with many left, when this node has none left."""
+        """Return the last chunk of an owner with many left, when this node has none left."""
         table = self.table
         if table.store_requests >= self.store_slots() or self._own:
             return None
@@ -430,7 +403,7 @@ class FetchScheduler:
         return None
 
     def _from_store_at_last(self, now: float, open_: int) -> ChunkRequest | None:
-        """Any missing chunk when none has arrived for some time: one rank after the other goes to the store."""
+        """Return any chunk if none has arrived for some time: one rank after the other goes to the store."""
         table, tuning = self.table, self.tuning
         # While all fetches take long, the store is overloaded, and one more request helps no node.
         patience = max(tuning.stall_seconds, min(tuning.fetch_factor * table.fetch_seconds, tuning.stall_seconds_max))
@@ -452,7 +425,7 @@ class FetchScheduler:
         ready = [peer for peer in holding if len(peer.requests) < (1 if peer.member.name in slow else most)]
         table.rng.shuffle(ready)
         allowed_slow = self.allowed_slow
-        if slow:  # a slow sender needs its uplink for its own requests: take from others what they hold
+        if slow:  # a slow sender needs its uplink for its own requests
             for peer in holding:
                 if peer.member.name not in slow:
                     allowed_slow &= ~peer.chunks
@@ -482,7 +455,7 @@ class FetchScheduler:
         return [] if chunk in self._disputed else self.table.holders(chunk, now)
 
     def _better(self, holders: Sequence[Peer]) -> str:
-        """Return the less loaded of two random holders, of those that are not slow if there are any."""
+        """Return the less loaded of two random holders, preferably not slow."""
         drawn = [peer for peer in holders if peer.member.name not in self.table.slow] or holders
         if len(drawn) > 1:
             usual = self.table.response_seconds(0.5)
@@ -495,7 +468,7 @@ class FetchScheduler:
         return drawn[0].member.name
 
     def _from_owner(self, now: float, open_: int) -> ChunkRequest | None:
-        """A chunk without a holder, from a peer that fetches it now."""
+        """Return a chunk without a holder, from a peer that fetches it now."""
         table = self.table
         unheld = open_ & ~table.available
         if not unheld or table.waiting_requests >= max(1, self.tuning.slots // 2):
@@ -517,15 +490,14 @@ class FetchScheduler:
 class StoreSlots:
     """Tunes the number of concurrent requests to shared storage by trial. ``factor`` multiplies the first number.
 
-    All nodes share the store and try at the same time, so each sees the effect of the others. It therefore compares
-    with the best time with few requests, not with the last one: else all nodes would raise the number together, until
-    no request completes. It lowers the number whenever requests take longer, however late.
+    All nodes try at the same time, so each compares with the best time with few requests, not with the last one:
+    else all would raise the number together.
     """
 
     GROWTH_MAX: Final = 1.4
     """Twice as many requests are worth it while each takes at most so many times the best time."""
     LATE: Final = 2.0
-    """Requests in flight are late when half of them are older than so many times that."""
+    """Requests are late when half of them are older than so many times that."""
 
     def __init__(self) -> None:
         self.factor = 1
@@ -535,7 +507,6 @@ class StoreSlots:
         self._has_tried = False
 
     def completed(self, seconds: float, slots: int, slots_max: int) -> None:
-        """A chunk arrived after ``seconds``, with at most ``slots`` in flight."""
         self._round.append(seconds)
         if len(self._round) < 2 * slots:
             return
@@ -549,6 +520,6 @@ class StoreSlots:
             self._has_tried = 2 * slots >= slots_max
 
     def in_flight(self, ages: Iterable[float]) -> None:
-        """Return to the first number when requests in flight are late: they may never complete."""
+        """Return to the first number when requests are late: they may never complete."""
         if self.factor > 1 and median([*ages, 0.0]) > self.LATE * self.GROWTH_MAX * self._best_seconds:
             self.factor, self._has_tried, self._round = 1, True, []
