@@ -2,10 +2,7 @@
 
 With a secret, each request carries an HMAC-SHA256 (RFC 2104) over its target, sender, receiver, expiry and a nonce;
 each answer carries one over that nonce and its content. Only TLS hides the bytes from an attacker on the network
-path.
-
-Clocks need not agree: a request with the wrong time gets a proven answer with the node's time, and the client
-repeats it with that.
+path. A request with the wrong time gets a proven answer with the node's time, and the client repeats it with that.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from .peer_http import DIGEST, HELD, ME, PROOF, TIME, host_and_port
 LIFETIME_SECONDS = 30.0
 EXPIRY_SECONDS_MAX = 60.0
 NONCES_MAX = 1 << 18
-"""Requests accepted in a minute. Of more, a replay could not be detected."""
+"""Limit per minute, so that each replay can be detected."""
 SECRET_BYTES_MIN = 16
 
 _SCHEME = "Tierckpt"
@@ -60,7 +57,7 @@ class Crowded(Exception):  # not an error: the sender is a member
 
 
 def read_secret(settings: Settings) -> bytes | None:
-    """Return the secret, if any. Raises ConfigError: too short, missing, or in a file that others can read."""
+    """Return the secret. Raises ConfigError: too short, missing, or in a file that others can read."""
     if settings.peer_secret_file is None:
         return None
     secret = _read_private(settings.peer_secret_file)
@@ -91,7 +88,7 @@ def _read_private(path: Path) -> bytes:
 
 
 def check_listen(settings: Settings) -> tuple[str, int]:
-    """Return the address to listen on. Raises ConfigError: beyond loopback without authentication."""
+    """Raises ConfigError: beyond loopback without authentication."""
     host, port = host_and_port(settings.peer_listen)
     is_alone = is_loopback(host) or host == "localhost"
     if not (is_alone or read_secret(settings) is not None or settings.peer_tls_dir is not None):
@@ -103,7 +100,6 @@ def check_listen(settings: Settings) -> tuple[str, int]:
 
 
 def server_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Return a context for TLS 1.2 or later that requires client certificates, if any."""
     return _tls(settings, ssl.PROTOCOL_TLS_SERVER)
 
 
@@ -116,7 +112,7 @@ def _tls(settings: Settings, side: int) -> ssl.SSLContext | None:
     directory = settings.peer_tls_dir
     if directory is None:
         return None
-    context = ssl.SSLContext(side)  # both sides require a certificate, the client also the host name
+    context = ssl.SSLContext(side)  # both sides require a certificate
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
@@ -132,8 +128,6 @@ def _tls(settings: Settings, side: int) -> ssl.SSLContext | None:
 
 
 class SteadyClock:
-    """A clock in Unix seconds that reads the wall clock once, never goes back, and counts suspended time."""
-
     def __init__(self) -> None:
         self._begun = time.time() - boot_seconds()
 
@@ -146,8 +140,6 @@ def boot_seconds() -> float:
 
 
 class Signer:
-    """Signs this node's requests, and verifies answers."""
-
     def __init__(self, secret: bytes | None, name: str) -> None:
         self._secret, self.name = secret, name
         self.clock = SteadyClock()
@@ -155,14 +147,13 @@ class Signer:
     def sign(
         self, method: str, target: str, to: str, about_me: str = "", *, ahead_seconds: float = 0.0
     ) -> tuple[str, str]:
-        """Return the Authorization header of a request, and its nonce."""
         nonce = secrets.token_hex(16)
         expires = str(max(0, int(self.clock() + ahead_seconds + LIFETIME_SECONDS)))
         mac = _mac(self._secret, "request", method, target, "", about_me, self.name, to, expires, nonce)
         return f"{_SCHEME} name={self.name}; to={to}; expires={expires}; nonce={nonce}; mac={mac}", nonce
 
     def is_proven(self, nonce: str, status: int, headers: Mapping[str, str], body: Buffer | None) -> bool:
-        """True if the sender of the answer has the secret. A chunk has a digest instead of ``body``."""
+        """True if the sender has the secret. A chunk has a digest instead of ``body``."""
         if self._secret is None:
             return True
         return hmac.compare_digest(
@@ -170,20 +161,19 @@ class Signer:
         )
 
     def ahead_seconds(self, headers: Mapping[str, str]) -> float | None:
-        """Return the peer's clock minus ours, from a proven answer."""
         told = headers.get(TIME, "")
         return int(told) - self.clock() if re.fullmatch(r"\d{1,12}", told) and self._secret is not None else None
 
 
 class Verifier:
-    """Decides whether a request is a member's, for this node, current, and no replay. One event loop."""
+    """Decides whether a request is a member's, for this node, current, and no replay."""
 
     def __init__(self, secret: bytes | None, name: str, clock: Callable[[], float] | None = None) -> None:
         self._secret, self._name, self.clock = secret, name, clock or SteadyClock()
         self._nonces: dict[bytes, int] = {}
         self._older: dict[bytes, int] = {}
         self._forgotten_until = 0
-        """Requests that expire by then are rejected: their nonces may be forgotten."""
+        """Requests that expire by then are rejected."""
         self._turned_at = self.clock()
 
     def check(self, method: str, target: str, headers: Mapping[str, str]) -> tuple[str, str]:
@@ -210,7 +200,7 @@ class Verifier:
         return name, nonce
 
     def _once(self, nonce: bytes, expires: int, now: float) -> None:
-        """Record a nonce for one to two minutes, which is longer than any proof is valid."""
+        """Record a nonce for one to two minutes, longer than any proof is valid."""
         if now - self._turned_at >= EXPIRY_SECONDS_MAX:
             self._forget(self._older)
             self._older = self._nonces

@@ -30,23 +30,19 @@ from .peer_http import MANIFEST_BYTES_MAX
 
 RECHECK_SECONDS = 1.0
 BAD_SECONDS = 60.0
-"""A damaged chunk is checked again after that: it may have been repaired."""
 PAGES_BYTES = 1 << 20
 SINGLE_BYTES_MIN = 1 << 20
-"""Smaller files are not requested one by one: a request costs more."""
+"""A request costs more than a smaller file is worth."""
 _RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 class ChunkSource(abc.ABC):
-    """A directory with ``frozen``, or a part of it. Digests each chunk once, and serves no damaged ones.
-
-    The caller holds a lock, except for ``verify``.
-    """
+    """A directory with ``frozen``, or a part of it. Digests each chunk once, and serves no damaged ones."""
 
     def __init__(self, directory: Path, frozen: FileSet) -> None:
         self.directory, self.frozen = directory, frozen
         self.order: list[tuple[int, int]] = []
-        """Chunks of ``frozen`` that are present, in order of arrival. Append-only."""
+        """Chunks in order of arrival. Append-only."""
         self._good: set[tuple[int, int]] = set()
         self._found: dict[tuple[int, int, int], str] = {}
         self._bad: dict[tuple[int, int], float] = {}
@@ -67,7 +63,6 @@ class ChunkSource(abc.ABC):
         return self.frozen.files[index].path
 
     def digest(self, index: int, chunk: int, chunk_size_bytes: int) -> str:
-        """Return the recorded digest, if any."""
         return self._known(index, chunk) if chunk_size_bytes == self.frozen.chunk_size_bytes else ""
 
     def _known(self, index: int, chunk: int) -> str:
@@ -87,7 +82,7 @@ class ChunkSource(abc.ABC):
         return any(self._bad.get((index, chunk), after - 1) > after for chunk in self.frozen.touched(at))
 
     def verify(self, file: int, index: int, at: ByteRange, digest: str) -> str | None:
-        """Return the digest of a range; None if it is damaged."""
+        """Return the digest of a range; None if it is damaged. Needs no lock."""
         for chunk in self.frozen.touched(at):
             if self.trusts(index, chunk):
                 continue
@@ -135,8 +130,6 @@ class Recorded(ChunkSource):
 
 
 class Whole(Recorded):
-    """A directory with a receipt."""
-
     RECORD = RECEIPT
     is_whole = True
 
@@ -157,8 +150,6 @@ class Whole(Recorded):
 
 
 class Incoming(Recorded):
-    """An incomplete directory."""
-
     RECORD = ENTRY
     is_whole = False
 
@@ -201,7 +192,7 @@ class Incoming(Recorded):
         return self.lines.landed.get(index, {}).get(chunk, "")
 
     def trusts(self, index: int, chunk: int) -> bool:
-        return True  # it covers only chunks with a line of this boot: verified on arrival
+        return True  # all chunks here were verified on arrival
 
     def is_filled_now(self) -> bool:
         return bool(self._locked(FILLS, FILLS + 1))
@@ -222,8 +213,6 @@ class Incoming(Recorded):
 
 
 class Committed(Recorded):
-    """A checkpoint of the local tier, or some of its files."""
-
     RECORD = MANIFEST
 
     def __init__(self, directory: Path) -> None:
@@ -248,7 +237,6 @@ class Committed(Recorded):
 
     @cached_property
     def singles(self) -> dict[str, Single]:
-        """Return its larger files as versions of their own."""
         sizes = enumerate(item.size_bytes for item in self.frozen.files)
         found = [Single(self, index) for index, size in sizes if size >= SINGLE_BYTES_MIN]
         return {single.frozen.version: single for single in found}
@@ -280,8 +268,6 @@ class Committed(Recorded):
 
 
 class Single(ChunkSource):
-    """One file of a checkpoint, as a version of its own."""
-
     def __init__(self, checkpoint: Committed, index: int) -> None:
         item = checkpoint.frozen.files[index]
         super().__init__(
@@ -311,12 +297,11 @@ class Single(ChunkSource):
 
 
 def frozen_of(manifest: Manifest, uri: str) -> FileSet:
-    """Return the files of a checkpoint. The version does not depend on ``uri``."""
+    """The version does not depend on ``uri``."""
     return FileSet(uri, tuple(from_manifest(manifest)), manifest.chunk_size_bytes)
 
 
 def digest_at(file: int, at: ByteRange, like: str = "t") -> str:
-    """Return the digest of a range, in the form of ``like``."""
     blocks, plain = [], xxh3_128()
     is_plain = not like.startswith("t") and at.size_bytes > DIGEST_BLOCK_BYTES
     piece = memoryview(bytearray(min(4 * DIGEST_BLOCK_BYTES, at.size_bytes)))
@@ -335,10 +320,7 @@ def digest_at(file: int, at: ByteRange, like: str = "t") -> str:
 
 
 def bring_in(file: int, at: ByteRange) -> None:
-    """Read a range into the page cache, so that sending it never waits for the disk. Best effort.
-
-    Cost: a system call per MiB if the range is cached.
-    """
+    """Read a range into the page cache, so that sending it never waits for the disk. Best effort."""
     if is_resident(file, at):
         return
     try:
@@ -365,7 +347,7 @@ def is_resident(file: int, at: ByteRange) -> bool:
 
 
 def read_beneath(directory: Path, relative: str) -> bytes:
-    """Return a small file of a directory. Raises OSError; ManifestError: too large."""
+    """Raises OSError; ManifestError: too large."""
     file = open_beneath(directory, relative)
     with os.fdopen(file, "rb") as stream:
         if os.fstat(file).st_size > MANIFEST_BYTES_MAX:
@@ -397,7 +379,6 @@ class ChunkIndex:
         self._taken: dict[int, tuple[ChunkSource, int]] = {}
 
     def chunk_at(self, ordinal: int) -> tuple[int, int, ByteRange]:
-        """Return the file, the chunk in it, and its range."""
         index = bisect_right(self._firsts, ordinal) - 1
         chunk = ordinal - self._firsts[index]
         return index, chunk, self.frozen.chunk_range(index, chunk)
@@ -423,7 +404,6 @@ class ChunkIndex:
                 self.log.append((ordinal, digest))
 
     def ordinals(self, source: ChunkSource, chunks: Iterable[tuple[int, int]]) -> Iterator[int]:
-        """Yield the chunks of this index that touch chunks of the source."""
         for index, own in chunks:
             first = self._firsts[index]
             if source.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes:

@@ -50,7 +50,7 @@ class PeersSetting:
 
 
 def parse(text: str) -> PeersSetting:
-    """Parse ``settings.peers``. Raises ConfigError."""
+    """Raises ConfigError: invalid; the hint has the valid forms."""
     text = text.strip()
     if text == "torchrun":
         return PeersSetting("torchrun")
@@ -97,7 +97,7 @@ def _split(text: str) -> list[str]:
 
 def _expand_one(item: str, text: str) -> Iterator[str]:
     opening = item.find("[")
-    if opening < 0 or ":" in item[opening : item.find("]")]:  # no range, or an IPv6 address
+    if opening < 0 or ":" in item[opening : item.find("]")]:
         yield item
         return
     closing = item.index("]")
@@ -123,7 +123,7 @@ def _host_and_port(item: str) -> tuple[str, int]:
         if not closing or (port and not port.startswith(":")):
             raise _bad(item, "is not an IPv6 address in brackets")
         return _checked(host, item), _port(port[1:], item) if port else PORT
-    if item.count(":") > 1:  # a bare IPv6 address
+    if item.count(":") > 1:
         return _checked(item, item), PORT
     host, colon, port = item.partition(":")
     return _checked(host, item), _port(port, item) if colon else PORT
@@ -152,7 +152,7 @@ def _bad(text: str, why: str) -> ConfigError:
 
 
 def resolve(text: str, port: int) -> str:
-    """Return ``IP:port`` of ``host[:port]``, resolved. Blocking. Raises ConfigError: no address of a node."""
+    """Return the resolved ``IP:port`` of ``host[:port]``. Blocking. Raises ConfigError: no address of a node."""
     host, given = _host_and_port(text)
     has_port = text.endswith(f":{given}") and not (text.count(":") > 1 and not text.startswith("["))
     try:
@@ -170,7 +170,7 @@ def resolve(text: str, port: int) -> str:
 
 
 class Lookup:
-    """The addresses of ``settings.peers``. A failed lookup is logged once and keeps the last addresses."""
+    """A failed lookup is logged once and keeps the last addresses."""
 
     def __init__(self, text: str, environment: Mapping[str, str] = os.environ) -> None:
         """Raises ConfigError."""
@@ -178,7 +178,6 @@ class Lookup:
         self._resolved: dict[str, list[str]] = {}
         self._job_addresses: list[str] = []
         self.problem = ""
-        """Reason why a name cannot be resolved."""
         if self._setting.kind == "slurm":
             self._hosts = [(host, self._setting.port) for host in slurm_hosts(environment)]
         else:
@@ -192,7 +191,7 @@ class Lookup:
     async def addresses(self) -> list[str]:
         """Return ``IP:port`` of each seed. Never raises; bounded in time."""
         problems = []
-        # Each lookup holds a thread of the loop's pool while a name server is slow.
+        # Each lookup holds a thread of the loop's pool.
         for start in range(0, len(self._names), 16):
             part = self._names[start : start + 16]
             results = await asyncio.gather(*(_look_up(*pair) for pair in part))
@@ -209,7 +208,6 @@ class Lookup:
         return list(dict.fromkeys([*self._literal, *resolved, *self._job_addresses]))[:MEMBERS_MAX]
 
     def places(self) -> dict[str, list[str]]:
-        """Return the configured nodes, each with its resolved addresses, without a lookup."""
         known: dict[str, list[str]] = {address: [address] for address in self._literal}
         known |= {address_of(host, port): [] for host, port in self._names} | self._resolved
         if self._setting.kind == "dns" and any(known.values()):
@@ -239,7 +237,7 @@ def _is_ip(host: str) -> bool:
 
 
 def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the nodes of this process's Slurm job. Raises ConfigError: no job, or an invalid list."""
+    """Raises ConfigError: no job, or an invalid list."""
     text = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if not text:
         raise ConfigError(
@@ -268,7 +266,7 @@ def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def source_address(toward: Sequence[str]) -> str | None:
-    """Return this node's address on the route to the first reachable one of ``toward``. Sends nothing."""
+    """Return this node's address on the route to the first of ``toward`` that has one. Sends nothing."""
     for address in toward:
         try:
             host, port = host_and_port(address)
@@ -281,11 +279,11 @@ def source_address(toward: Sequence[str]) -> str | None:
 
 
 def network_bytes_per_second(source: str, sys_net: Path = Path("/sys/class/net")) -> float:
-    """Return the speed of the interface with the address ``source`` (ethtool(8)); 0 if unknown."""
+    """Return the speed of the interface with the address ``source``; 0 if unknown."""
     name = _interface_of(source)
     try:
         megabits = int((sys_net / name / "speed").read_text()) if name else 0
-    except (OSError, ValueError):  # EINVAL while the link is down
+    except (OSError, ValueError):
         return 0.0
     return megabits * 1e6 / 8 if megabits > 0 else 0.0
 

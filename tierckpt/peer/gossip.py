@@ -21,7 +21,7 @@ from .membership import Member, MemberList
 log = logger("peer")
 
 LOOKUP_SECONDS = 15.0
-"""Interval between lookups of the seeds; a quarter of it while there is no other member."""
+"""Interval of lookups of the seeds; a quarter of it while there is no other member."""
 BACKOFF_SECONDS_MAX = 8.0
 GOODBYES_MAX = 16
 GOODBYE_SECONDS = 0.5
@@ -48,7 +48,6 @@ class Gossip:
         self._denials: dict[str, str] = {}
         """Reasons of nodes that deny this one, by address."""
         self._names: dict[str, str] = {}
-        """The member that has answered at each address."""
         self._probe, self._look_up = probe, look_up
         self._rng = rng or random.Random()
         self._probes: dict[str, asyncio.Task[None]] = {}
@@ -71,7 +70,6 @@ class Gossip:
         return self.table.answer(self._rng)
 
     def asked(self, name: str) -> None:
-        """Record an authenticated request of a member."""
         self.table.received_request(name)
 
     # --- rounds --------------------------------------------------------------------------------------------------
@@ -83,7 +81,7 @@ class Gossip:
                     self._round()
                 except Exception:
                     log.exception("a gossip round failed; the next one follows")
-                pause = self.table.timing.interval_seconds * self._rng.uniform(0.9, 1.1)  # nodes do not stay in step
+                pause = self.table.timing.interval_seconds * self._rng.uniform(0.9, 1.1)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), pause)
                 self._wake.clear()
@@ -141,7 +139,7 @@ class Gossip:
             if isinstance(answer.get("me"), dict):
                 self._names[address] = name = str(answer["me"].get("name", ""))
                 if name == self.table.me.name:
-                    self._backoff[address] = (0, loop.time() + BACKOFF_SECONDS_MAX)  # it is this node
+                    self._backoff[address] = (0, loop.time() + BACKOFF_SECONDS_MAX)
         finally:
             del self._probes[address]
 
@@ -156,17 +154,15 @@ class Gossip:
 
     @property
     def denied(self) -> str:
-        """Return why another node denies this one as a member, if any does."""
         return next(iter(self._denials.values()), "")
 
     def is_reachable(self, address: str) -> bool:
-        """True when this node, or a usable member, answers at ``address``."""
         usable = {record.member for record in self.table.records.values() if self.table.is_usable(record)} | {self.me}
         name = self._names.get(address)
         return any(address == member.address or name == member.name for member in usable)
 
     async def goodbye(self) -> None:
-        """Send a goodbye to some members, which pass it on. Best effort: else silence has the same effect."""
+        """Send a goodbye to some members, which pass it on. Best effort: silence has the same effect."""
         self.table.leave()
         live = [member.address for member in self.table.live()]
         chosen = self._rng.sample(live, min(GOODBYES_MAX, len(live)))

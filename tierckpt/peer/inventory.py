@@ -44,13 +44,10 @@ log = logger("peer")
 SCAN_SECONDS = 0.5
 DEPTH_MAX = 32
 VIEWS_MAX = 4
-"""Chunk sizes for which the index of one version is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
-    """Location of a chunk on this node, and its digest, if recorded."""
-
     source: ChunkSource
     index: int
     path: str
@@ -64,7 +61,7 @@ class ChunkPlace:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """An open file, the range of a chunk in it, and its digest. The caller closes it."""
+    """An open file, and the range of a chunk in it. The caller closes it."""
 
     file: int
     byte_range: ByteRange
@@ -102,7 +99,6 @@ class Holdings:
         self._steps: dict[str, dict[str, str]] = {}
         self._scanned_at = float("-inf")
         self.bad = 0
-        """Chunks found damaged, which are no longer served."""
 
     # --- directories named by processes --------------------------------------------------------------------------
 
@@ -124,7 +120,6 @@ class Holdings:
     # --- queries -------------------------------------------------------------------------------------------------
 
     def report(self, version: str, chunk_size_bytes: int, after: int = 0, most: int = LINES_MAX) -> ChunkReport:
-        """Report the chunks of ``version``. Empty if it is unknown."""
         with self._lock:
             # Claims first: a chunk that arrives between the two reads is then in both, never in neither.
             claims = {source: list(source.claimed()) for source in self.by_version.get(version, [])}
@@ -231,13 +226,12 @@ class Holdings:
             self._lock.release()
 
     def is_fetching(self, version: str) -> bool:
-        """True while a live process fills a directory with ``version``."""
         with self._lock:
             self._find(version)
             return any(source.is_filled_now() for source in self.by_version.get(version, []))
 
     def manifest(self, uri_digest: str) -> bytes | None:
-        """Return the manifest committed on this node at the URI with this digest."""
+        """Return the manifest committed here at the URI with this digest."""
         with self._lock:
             self._scan()
             directory = self._manifests.get(uri_digest)
@@ -251,7 +245,7 @@ class Holdings:
     def steps(self, parent_digest: str) -> dict[str, str]:
         """Return names and attempts of checkpoints directly below the URI with this digest.
 
-        ``BRANCHES_DIR`` names the one whose manifest has the newest branch that went back (branches.py).
+        ``BRANCHES_DIR`` names the one with the newest branch that went back (branches.py).
         """
         with self._lock:
             self._scan()
@@ -285,7 +279,6 @@ class Holdings:
             self._scan()
 
     def _view(self, version: str, chunk_size_bytes: int) -> ChunkIndex | None:
-        """Return the version in chunks of this size; None if it is unknown, or this size is not served."""
         sources = self._find(version)
         if not sources or not 4096 <= chunk_size_bytes <= CHUNK_BYTES_MAX or chunk_size_bytes % 4096:
             return None
@@ -302,13 +295,12 @@ class Holdings:
         return view
 
     def _find(self, version: str) -> list[ChunkSource]:
-        """Return the refreshed sources of a version."""
         sources = self.by_version.get(version, [])
         are_there = [source.refresh() for source in sources]
         if not all(are_there):
             self._scanned_at = float("-inf")
         if self._scanned_at == float("-inf") or not any(source.is_whole for source in sources):
-            self._scan()  # another directory may have more of it by now
+            self._scan()
         return self.by_version.get(version, [])
 
     def _scan(self) -> None:
@@ -371,7 +363,6 @@ class Holdings:
         yield from self._below(self._root / "checkpoints", DEPTH_MAX)
 
     def _below(self, directory: Path, depth: int) -> Iterator[tuple[Path, Callable[[Path], ChunkSource | None]]]:
-        """Yield the checkpoints below ``directory``, and incomplete ones."""
         for name in _names(directory):
             path = directory / name
             if name.endswith(SUFFIX) and name.startswith("."):
@@ -387,11 +378,10 @@ class Holdings:
 
 
 def _list(view: ChunkIndex, sources: Sequence[ChunkSource], after: int, most: int) -> ChunkReport:
-    """Return the lines from ``after`` on, as of the last refresh."""
     if any(source.is_whole for source in sources):
         return ChunkReport(view.total, view.total, view.total, whole=True)
     view.take(sources)
-    start = after if after <= len(view.log) else 0  # the list was restarted, so the client restarts, too
+    start = after if after <= len(view.log) else 0
     new = tuple(view.log[start : start + most])
     return ChunkReport(view.total, len(view.log), start + len(new), new)
 
@@ -401,7 +391,7 @@ def _whole_or_committed(directory: Path) -> ChunkSource | None:
 
 
 def _names(directory: Path) -> list[str]:
-    """Return the directories in one, without links (J3); [] if it is missing."""
+    """Return the directories in one, without links (J3)."""
     try:
         with os.scandir(directory) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))

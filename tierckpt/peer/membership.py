@@ -1,9 +1,8 @@
 """Membership: the list of other nodes, each live, suspect, dead or left. Pure: clocks are arguments. See gossip.py.
 
-A member's heartbeat is a number that only it raises, at least twice a second: the time in milliseconds, or the last
-heartbeat plus one if that is greater. A member whose heartbeat has not risen for a while is suspect, then dead (van
-Renesse et al., "A Gossip-Style Failure Detection Service", 1998), unless it answers a probe (SWIM, Das et al.,
-2002).
+A heartbeat is a number that only its member raises: the time in milliseconds, or the last heartbeat plus one if that
+is greater. A member whose heartbeat has not risen for a while is suspect, then dead (van Renesse et al., "A
+Gossip-Style Failure Detection Service", 1998), unless it answers a probe (SWIM, Das et al., 2002).
 
     M1  Only a member's own silence, or its own goodbye, takes it from the list. Rows from others can only make this
         node probe it sooner: its own row, from its own address, corrects theirs.
@@ -12,8 +11,8 @@ Renesse et al., "A Gossip-Style Failure Detection Service", 1998), unless it ans
     M4  A stall of this node is not silence of the others; while its own rounds are late it gives others more time
         (Dadgar et al., "Lifeguard", 2018).
     M5  A member that sends this node authenticated requests is not dead although its heartbeat is late: on a full link
-        it waits behind the data. Only for ``BUSY_SECONDS_MAX`` after its last answer (M2), and not if its machine
-        refuses the connection.
+        it waits behind the data. Only for ``BUSY_SECONDS_MAX`` after its last answer, and not if its machine refuses
+        the connection.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from .peer_http import host_and_port
 MEMBERS_MAX = 8192
 ROWS_MAX = 512
 ALL_TARGETS_MAX = 4
-"""All of so many live members are probed in every round; of more, ``LIVE_TARGETS`` at random."""
+"""More live members are probed at random, ``LIVE_TARGETS`` per round."""
 LIVE_TARGETS = 3
 SUSPECT_TARGETS = 4
 DEAD_TARGETS = 1
@@ -44,17 +43,17 @@ FAILURES_MAX = 2
 SUSPECT_ROUNDS = 2
 """Rounds in which a suspect is probed before it is dead."""
 BUSY_SECONDS_MAX = 10.0
-"""A member that sends requests but does not answer may be behind a full link for this long."""
+"""A member that sends requests but does not answer may have a full link for this long."""
 FORGET_SECONDS = 600.0
 """A partition that heals before a dead member is forgotten heals by itself."""
 HEARTBEAT_AHEAD_MAX_MS = 3_600_000
 """A heartbeat further ahead of this node's clock is false."""
 WEIGHT_MAX = 1e13
 WEIGHT_RATIO_MAX = 16.0
-"""Upper bound as a multiple of the median: a wrong weight must not draw all the work to one node."""
+"""Multiple of the median: a wrong weight must not draw all the work to one node."""
 PATIENCE_MAX = 4.0
 PATIENCE_DECAY = 0.9
-"""Factor after each round in time."""
+"""Factor per round in time."""
 CONTESTED_MAX = 3
 """After this many rows with this node's name and another address, another node has its name."""
 
@@ -65,7 +64,7 @@ _DOMAIN = re.compile(r"[\x20-\x7e]{0,128}")
 
 
 def member_of(row: Any) -> Member:
-    """Return the member that ``row`` describes. Raises ValueError."""
+    """Raises ValueError: an invalid row."""
     try:
         return _member(row["name"], row["address"], row.get("domain", ""), float(row.get("weight", 0.0)))
     except (KeyError, TypeError, AttributeError) as error:
@@ -139,7 +138,7 @@ class GossipTiming:
     dead_seconds: float = 2.5
 
     def dead_after(self, members: int) -> float:
-        """Return ``dead_seconds``, plus a round per doubling beyond 16 members: rows need longer to reach all."""
+        """Rows need a round more per doubling beyond 16 members."""
         if members <= 16:
             return self.dead_seconds
         rounds = math.log2(members / 16) + 4 * max(0.0, members / ROWS_MAX - 1)
@@ -153,16 +152,13 @@ class MemberRecord:
     member: Member
     heartbeat: int
     heartbeat_at: float
-    """When its heartbeat last rose, in a row from any node."""
     is_confirmed: bool = False
-    """It has answered itself, or its heartbeat has risen since the first row: the row is not an old one."""
+    """It has answered, or its heartbeat has risen since the first row, so the row is not an old one."""
     answered_at: float | None = None
     request_at: float = -math.inf
     failures: int = 0
-    """Requests to it in a row without an answer."""
     has_left: bool = False
     is_leaving: bool = False
-    """Another node reports its goodbye."""
 
 
 class MemberList:
@@ -183,7 +179,6 @@ class MemberList:
         self.timing = timing or GossipTiming()
         self.records: dict[str, MemberRecord] = {}
         self.refused = 0
-        """Rows that were invalid or provably false."""
         self.contested = 0
         """Rows with this node's name and another address."""
         self._clock, self._unix = clock, unix
@@ -243,7 +238,7 @@ class MemberList:
                 # Only an answer from another address is certain; a row from others may be outdated.
                 self.contested += CONTESTED_MAX if address is not None else heartbeat > self._heartbeat
             if heartbeat > self._heartbeat and address != self.me.address and not is_ahead:
-                self._heartbeat = heartbeat  # this node's next row overrides it
+                self._heartbeat = heartbeat
         elif is_ahead or (_is_on_loopback(member.address) and not _is_on_loopback(self.me.address)):
             self.refused += 1
         else:
@@ -282,7 +277,6 @@ class MemberList:
                 record.answered_at = None if refused else record.answered_at
 
     def received_request(self, name: str) -> None:
-        """Record an authenticated request of a member (M5)."""
         record = self.records.get(name)
         if record is not None:
             record.request_at = self._clock()
@@ -312,7 +306,6 @@ class MemberList:
         return "suspect" if is_late or record.failures >= FAILURES_MAX else "live"
 
     def _is_busy(self, record: MemberRecord) -> bool:
-        """M5."""
         now, answered_at = self._clock(), record.answered_at
         is_near = answered_at is not None and now - answered_at < BUSY_SECONDS_MAX
         return is_near and now - record.request_at < self._dead_seconds()
@@ -335,8 +328,7 @@ class MemberList:
     def live(self) -> list[Member]:
         """Return all usable members by name, with this node (unless it leaves).
 
-        An unknown weight (0) becomes the median of the others; each is at most ``WEIGHT_RATIO_MAX`` times the
-        median.
+        An unknown weight (0) becomes the median; each is at most ``WEIGHT_RATIO_MAX`` times the median.
         """
         found = [record.member for record in self.records.values() if self.is_usable(record)]
         if not self._is_leaving:
@@ -346,7 +338,7 @@ class MemberList:
     # --- rows out ------------------------------------------------------------------------------------------------
 
     def answer(self, rng: random.Random) -> Json:
-        """Return the answer to ``/v1/members``: this node and live members; of many, a random part."""
+        """Return this node and live members; of many, a random part."""
         alive = [
             record
             for record in self.records.values()
@@ -380,7 +372,6 @@ class MemberList:
 
 
 def balanced(members: Sequence[Member]) -> list[Member]:
-    """Return the members with comparable weights (see ``MemberList.live``)."""
     known = [member.weight for member in members if member.weight > 0]
     median = statistics.median_low(known) if known else 1.0
     most = median * WEIGHT_RATIO_MAX

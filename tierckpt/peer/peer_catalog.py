@@ -33,18 +33,16 @@ T = TypeVar("T")
 
 ASK_SECONDS = 3.0
 LIVE_SECONDS = 1.0
-"""Seconds that the list of members is cached."""
 MEET_SECONDS = 3.0
-"""Seconds that a process waits, once, for its node to find the others: the agent may have just started."""
+"""Maximum wait, once, for the node to find the others: the agent may have just started."""
 CALM_SECONDS = 1.0
 RETRY_SECONDS = 30.0
-"""Seconds after a failed request for the members before the agent is asked again."""
+"""Pause after the agent did not return the members."""
 MANIFEST_SECONDS = 60.0
 ASKED_AT_A_TIME = 64
 ASKED_FOR_MANIFEST = 4
 NAMES_MAX = 100_000
 BUSY_SECONDS = 20.0
-"""Seconds during which requests to a busy peer are retried."""
 BAN_SECONDS = 600.0
 PLACES_MAX = 64
 
@@ -70,8 +68,6 @@ class Live:
 
 
 class PeerCatalog:
-    """The other nodes, for one event loop."""
-
     def __init__(self, live: Callable[[], Awaitable[Live]], wire: PeerWire, expected: int | None = None) -> None:
         self._query_members, self.wire, self._expected = live, wire, expected
         self._live = Live(None, ())
@@ -102,9 +98,9 @@ class PeerCatalog:
         return self._live
 
     async def wait_for_members(self) -> Live:
-        """Wait, once, until all expected members have joined, or none has for a moment; then return ``live``.
+        """Wait, once, until all expected members have joined, or for a moment without a new one; then return ``live``.
 
-        Without this, a node whose agent has just started would see its own disk only.
+        A node whose agent has just started would otherwise see its own disk only.
         """
         found = await self.live()
         begun = changed = time.monotonic()
@@ -163,10 +159,7 @@ class PeerCatalog:
         return sorted([*self._live.unreachable, *self._silent_members.get(parent, ())])
 
     async def replicas_at(self, location: Location, known: Iterable[Manifest | None] = ()) -> dict[str, PeerReplicas]:
-        """Return the checkpoints at ``location`` that are committed on other nodes, by attempt.
-
-        ``known``: manifests that need not be requested.
-        """
+        """Return the checkpoints at ``location`` on other nodes, by attempt. ``known`` needs no request."""
         attempts = (await self.committed(location.parent)).get(location.name, {})
         manifests = {manifest.attempt: manifest for manifest in known if manifest is not None}
         found: dict[str, PeerReplicas] = {}
@@ -188,21 +181,18 @@ class PeerCatalog:
         return None
 
     async def manifest_of(self, member: Member, location: Location) -> Manifest | None:
-        """Return the manifest that ``member`` has committed at ``location``. Raises ManifestError: invalid."""
+        """Raises ManifestError: invalid."""
         async with asyncio.timeout(MANIFEST_SECONDS):
             data = await self.wire.manifest(member, location.uri)
         return decode(data, where=f"the manifest of {member.name}") if data is not None else None
 
     async def fresh(self, members: Iterable[Member]) -> Mapping[str, tuple[list[FreshCheckpoint], list[LogRow]]]:
-        """Return the newest checkpoints and logs of the members that answer."""
         told = await self._all(self.wire.fresh, members)
         return {member.name: (fresh_of(answer), logs_of(answer)) for member, answer in told}
 
     async def _all(
         self, ask: Callable[[Member], Awaitable[T]], members: Iterable[Member] | None = None
     ) -> list[tuple[Member, T]]:
-        """Send a request to all members at once. Returns the answers that arrive in time."""
-
         async def one(member: Member) -> tuple[Member, T] | None:
             try:
                 async with self._gate, asyncio.timeout(ASK_SECONDS):
@@ -224,7 +214,6 @@ class PeerReplicas:
     location: Location
     manifest: Manifest
     members: list[Member] = field(default_factory=list)
-    """Members that have committed it."""
     _holders: dict[str, list[Member]] | None = None
 
     def __post_init__(self) -> None:
@@ -250,7 +239,6 @@ class PeerReplicas:
             first = self._first[item.key]
             needed = range(first, first + self.frozen.chunks_of(index))
             having = [member for member, held in answers if held is None or all(map(held.__contains__, needed))]
-            # Each reader starts with another holder, which spreads the load.
             holders[item.key] = sorted(having, key=lambda member: digest_of(f"{me} {member.name} {item.key}".encode()))
         self._holders = holders
         return self
@@ -286,7 +274,7 @@ def _is_name(name: Any) -> bool:
 
 
 class ByContact:
-    """Returns the members from this node's agent, which it starts if necessary."""
+    """Asks this node's agent, which it starts if necessary."""
 
     def __init__(self, settings: Settings) -> None:
         self._contact = private_client(settings)
@@ -356,7 +344,6 @@ class PeerWire:
         return into
 
     async def segment(self, member: Member, identity: str, at: ByteRange) -> Buffer:
-        """Fetch a range of a segment of a gradient log, not verified."""
         into = memoryview(bytearray(at.size_bytes))
         await self._retry_while_busy(
             member, partial(self._connected_client().segment, member, identity, at.start, into)
@@ -389,10 +376,7 @@ class PeerWire:
 
 
 def catalog_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> PeerCatalog | None:
-    """Return the catalog of the other nodes; None without ``peers``.
-
-    ``live`` returns the members. None: asks this node's agent.
-    """
+    """Return the catalog of the other nodes; None without ``peers``."""
     if settings.peers is None:
         return None
     wire = PeerWire(settings, lambda: catalog.me)
@@ -401,11 +385,10 @@ def catalog_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = 
 
 
 def _expected(peers: str) -> int | None:
-    """Return the number of nodes in the setting, if it names them."""
     from . import discovery
 
     try:
         named = discovery.parse(peers)
     except ConfigError:
-        return None  # the agent reports the error
+        return None
     return len(named.hosts) if named.kind == "static" else None

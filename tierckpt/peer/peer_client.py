@@ -1,8 +1,8 @@
 """Client for one peer: one request at a time per connection, chunks received directly into the caller's memory.
 
-An answer is used only if it is proven to come from a member (auth.py) and has exactly the expected length, and a
-chunk its digest. No redirect is followed, nothing is decompressed, and requests go only to addresses of the member
-list. Every wait has a deadline, and a malformed answer closes the connection.
+An answer is used only if it is proven to come from a member (auth.py) and has exactly the expected length, and a chunk
+its digest. It follows no redirect, decompresses no data, and sends requests only to addresses of the member list. Every
+wait has a deadline, and a malformed answer closes the connection.
 """
 
 from __future__ import annotations
@@ -41,15 +41,12 @@ from .peer_http import (
 CONNECT_SECONDS = 2.0
 FIRST_BYTE_SECONDS = 5.0
 IDLE_MAX = 8
-"""Per peer."""
 CONNECTIONS_MAX = 256
 CLOCKS_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkAnswer:
-    """A chunk's digest, as computed here, and the peer's other chunks."""
-
     digest: str
     held: ChunkReport
 
@@ -63,11 +60,10 @@ class PeerClient:
         self.tls = client_tls(settings)
         self._connections = Connections("peer", CONNECTIONS_MAX, IDLE_MAX)
         self._ahead: dict[str, float] = {}
-        """Seconds by peer."""
 
     def learn_clock(self, address: str, ahead_seconds: float) -> None:
         if address not in self._ahead and len(self._ahead) >= CLOCKS_MAX:
-            self._ahead.clear()  # peers report them again
+            self._ahead.clear()
         self._ahead[address] = ahead_seconds
 
     def ahead_seconds(self, address: str) -> float:
@@ -96,7 +92,7 @@ class PeerClient:
 
         Args:
             expected: digest from the manifest. '': the peer's digest is checked.
-            after: line from which the peer reports its list of chunks.
+            after: the peer reports its list of chunks from this line.
             wait_seconds: maximum wait of the peer for the chunk to arrive, at most 10.
 
         Raises:
@@ -117,10 +113,7 @@ class PeerClient:
             raise _broken(member, str(error)) from None
 
     async def segment(self, member: Member, identity: str, start: int, into: memoryview) -> None:
-        """Receive a range of a segment of a gradient log. Raises as ``chunk``.
-
-        The digest covers the peer's read; the frames in the range have digests of their own.
-        """
+        """Receive a range of a segment of a gradient log, with frames that have digests. Raises as ``chunk``."""
         await self._range(member, f"/v1/segment/{identity}/{start}/{len(into)}", into)
 
     async def hub_range(
@@ -168,14 +161,11 @@ class PeerClient:
         return await self._json(member, "/v1/members", about_me=about)
 
     async def manifest(self, member: Member, uri: str) -> bytes:
-        """Return the manifest committed on the peer's node at ``uri``, not decoded. Raises as ``chunk``.
-
-        It may be outdated: the caller decides whether to trust it.
-        """
+        """Return the manifest committed at ``uri``, not decoded, perhaps outdated. Raises as ``chunk``."""
         return await self._body(member, f"/v1/manifest/{digest_of(uri.encode())}", MANIFEST_BYTES_MAX)
 
     async def steps(self, member: Member, uri: str) -> dict[str, str]:
-        """Return names and attempts of the checkpoints below ``uri`` that are committed on the peer's node."""
+        """Return names and attempts of the checkpoints committed below ``uri``."""
         body = await self._json(member, f"/v1/steps/{digest_of(uri.encode())}")
         steps = body.get("steps")
         if not isinstance(steps, dict) or not all(isinstance(one, str) for one in steps.values()):
@@ -183,15 +173,12 @@ class PeerClient:
         return steps
 
     async def status(self, member: Member) -> Json:
-        """Return the document of the peer's transfers. Raises as ``chunk``."""
         return await self._json(member, "/v1/status")
 
     async def fresh(self, member: Member) -> Json:
-        """Return the newest saves of the peer's node. Raises as ``chunk``."""
         return await self._json(member, "/v1/fresh")
 
     async def drains(self, member: Member) -> Json:
-        """Return the state of the drains of the peer's node. Raises as ``chunk``."""
         return await self._json(member, "/v1/drains")
 
     # --- transport -----------------------------------------------------------------------------------------------
@@ -279,7 +266,6 @@ class _PeerCall(Call):
         return memoryview(bytearray(answer.length))
 
     def check(self, answer: Response, body: memoryview) -> None:
-        """Raise unless the answer is proven to be a member's."""
         if answer.status in (400, 401, 405) and TIME not in answer.headers:
             return
         said = None if self._into is not None and answer.status == 200 else body

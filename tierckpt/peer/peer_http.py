@@ -31,14 +31,12 @@ HUB_WAIT_SECONDS = 2.0
 """A member that reads a range from a Hub for others answers "busy" after so long."""
 LINES_IN_HEAD_MAX = 64
 LINES_MAX = 1 << 16
-"""Of a list of holdings, in one answer."""
 
 DIGEST = "x-tierckpt-digest"
 HELD = "x-tierckpt-held"
 ME = "x-tierckpt-me"
 PROOF = "x-tierckpt-proof"
 TIME = "x-tierckpt-time"
-"""Time of a peer's clock, for members whose clock differs."""
 
 _END = b"\r\n\r\n"
 _NAME = re.compile(rb"[A-Za-z0-9-]{1,64}")
@@ -66,7 +64,7 @@ _PATHS = {
 
 
 class WireError(HttpError):
-    """The other end sends invalid messages. Its connection is not used again."""
+    """Its connection is not used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +75,9 @@ class ChunkReport:
     """
 
     total: int = 0
-    """Chunks of the version; 0 if the node does not have it."""
+    """0 if the node does not have the version."""
     landed: int = 0
-    """Length of the list."""
     next: int = 0
-    """Line from which to continue."""
     new: tuple[tuple[int, str], ...] = ()
     """Ordinal, and the digest on arrival ('' if the version has its own)."""
     fetching: frozenset[int] = frozenset()
@@ -102,7 +98,6 @@ class ChunkReport:
         }
 
     def to_header(self) -> str:
-        """Encode the first part, short enough for a header."""
         if self.whole:
             return f"{self.total};whole"
         lines = self.new[:LINES_IN_HEAD_MAX]
@@ -137,7 +132,6 @@ class ChunkReport:
 
 
 def route(target: str) -> tuple[str, tuple[str, ...]] | None:
-    """Return the kind of a target and the names in it; None if it is no path of peers."""
     for name, pattern in _PATHS.items():
         if match := pattern.fullmatch(target):
             return name, match.groups()
@@ -158,10 +152,7 @@ def hub_target(uri: str, start: int, size_bytes: int, reads: bool = True) -> str
 
 
 def parse_headers(target: str, version: tuple[int, int], lines: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Check a request's head, as sent. Returns the headers by lower-case name.
-
-    Raises WireError: a repeated header, a body, an invalid byte.
-    """
+    """Return the headers by lower-case name. Raises WireError: a repeated header, a body, an invalid byte."""
     headers = _headers(lines)
     if version != (1, 1) or _TARGET.fullmatch(target) is None:
         raise WireError("not HTTP/1.1, or a target that no peer sends")
@@ -226,7 +217,7 @@ def parse_json(data: bytes | bytearray | memoryview) -> Json:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Split ``host:port`` or ``[v6]:port``. Raises ConfigError."""
+    """Raises ConfigError: neither ``host:port`` nor ``[v6]:port``."""
     match = _ADDRESS.fullmatch(address)
     if match is None or int(match["port"]) > 65535:
         raise ConfigError(f"{address!r:.100} is not an address", hint="Write host:port, or [v6]:port")

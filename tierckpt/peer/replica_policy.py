@@ -28,10 +28,8 @@ from ..types import Json
 from .membership import Member, is_member_name
 
 FRESH_MAX = 64
-"""Checkpoints in one answer."""
 TOKENS_MAX = 65536
 LOGS_MAX = 4096
-"""Gradient logs, and copies, in one answer."""
 SEGMENTS_MAX = 1024
 BASES_MAX = 256
 BASE_CHARACTERS_MAX = 256
@@ -40,8 +38,6 @@ _SEGMENT = re.compile(r"\d{12,18}-[0-9a-f]{8}\.gradients")
 
 @dataclass(frozen=True, slots=True)
 class FreshCheckpoint:
-    """One of the newest checkpoints of a run, as reported by a node."""
-
     uri: str
     attempt: str
     created_unix_seconds: float
@@ -80,10 +76,7 @@ class FreshCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class LogRow:
-    """The gradient log of one rank of a run, or a copy of it, as reported by a node."""
-
     uri: str
-    """URI of the run."""
     rank: int
     of: str
     """Owner of the log, if this is a copy; '': this node."""
@@ -92,7 +85,7 @@ class LogRow:
     segments: tuple[tuple[str, int], ...]
     """Names in order, and the bytes of whole frames in each."""
     bases: tuple[str, ...] = ()
-    """Names of the saves of the newest checkpoints that it continues."""
+    """Names of the saves that it continues."""
 
     @property
     def log(self) -> tuple[str, int]:
@@ -117,12 +110,11 @@ class LogRow:
         }
 
     def identity(self, segment: str) -> str:
-        """Return the identifier of a segment in requests: 32 hex digits."""
         return digest_of(f"{self.uri} {self.rank} {self.of} {segment}".encode())[-32:]
 
 
 def logs_of(answer: Any) -> list[LogRow]:
-    """Return the valid logs in an answer of ``/v1/fresh`` (R3). Raises nothing."""
+    """Return the valid logs in an answer of ``/v1/fresh`` (R3)."""
     rows = answer.get("logs") if isinstance(answer, dict) else None
     found = (_log_row(row) for row in rows[:LOGS_MAX]) if isinstance(rows, list) else ()
     return [row for row in found if row is not None]
@@ -146,7 +138,7 @@ def _log_row(row: Any) -> LogRow | None:
 
 
 def fresh_of(answer: Any) -> list[FreshCheckpoint]:
-    """Return the valid checkpoints in an answer of ``/v1/fresh`` (R3). Raises nothing."""
+    """Return the valid checkpoints in an answer of ``/v1/fresh`` (R3)."""
     rows = answer.get("fresh") if isinstance(answer, dict) else None
     found = (_row(row) for row in rows[:FRESH_MAX]) if isinstance(rows, list) else ()
     return [row for row in found if row is not None]
@@ -167,7 +159,7 @@ def _row(row: Any) -> FreshCheckpoint | None:
 
 
 def is_place(uri: Any) -> bool:
-    """True for a URI in the form of ``Location.uri`` with a directory below the local root (R3)."""
+    """True for a ``Location.uri`` with a directory below the local root (R3)."""
     try:
         if not isinstance(uri, str) or len(uri) > 4096 or "\0" in uri or parse_uri(uri).uri != uri:
             return False
@@ -175,7 +167,7 @@ def is_place(uri: Any) -> bool:
         location = parse_uri(uri)
         directory, names = local_dir(Path("/root"), location), location.path.strip("/").split("/")
         return not {"", ".", ".."} & {*names} and location_at(Path("/root"), directory) == location
-    except ValueError:  # ConfigError and UnicodeError are
+    except ValueError:
         return False
 
 
@@ -183,7 +175,7 @@ def is_place(uri: Any) -> bool:
 
 
 def holders(members: Iterable[Member], replicas: int) -> Mapping[str, tuple[str, ...]]:
-    """Return the holders of each member's saves, by name, itself first. All members if there are too few."""
+    """Return the holders of each member's saves, itself first. All members if there are too few."""
     known = sorted({member.name: member.domain for member in members}.items())
     return _holders(tuple(known), replicas)
 
@@ -200,7 +192,6 @@ def _holders(known: tuple[tuple[str, str], ...], replicas: int) -> Mapping[str, 
 
 
 def sources(placed: Mapping[str, Sequence[str]], me: str) -> list[str]:
-    """Return the members that ``me`` keeps replicas of."""
     return [name for name, held in placed.items() if me in held and name != me]
 
 

@@ -25,7 +25,6 @@ _ONE = float(1 << 64)
 
 
 def ranked(key: str, members: Sequence[Member]) -> list[Member]:
-    """Return ``members`` by rank: the owner of ``key``, then its substitutes."""
     data = key.encode()
     return sorted(members, key=lambda member: (_cost(data, _seed(member.name), member.weight), member.name))
 
@@ -74,7 +73,6 @@ class ChunkOwners:
 
 
 def fraction(text: str) -> float:
-    """Hash ``text`` to a number in [0, 1)."""
     return xxhash.xxh3_64_intdigest(text.encode()) / _ONE
 
 
@@ -87,5 +85,5 @@ def _cost(key: bytes, seed: int, weight: float) -> float:
 
 
 def _sane(weight: float) -> float:
-    """Return a valid weight: an invalid one, from another node, becomes the minimum."""
+    """An invalid weight, from another node, becomes the minimum."""
     return weight if 1e-9 <= weight <= 1e18 else 1e-9

@@ -3,7 +3,7 @@
 P1  A chunk from a peer is verified before use: against the manifest's digest, else against the digest recorded by
     the node that read it from the store. If nodes disagree, the store decides, and wrong members are banned.
 P2  A peer can cost time, never bytes: as a last resort a chunk is read from the store.
-P3  Everything has a deadline: each request in the client, each wait in the scheduler, the session by ``close``.
+P3  Each request and each wait has a deadline.
 E1  Without an agent that has joined the cluster, everything is read from the store, with one warning.
 E2  Small entries are read from the store.
 """
@@ -46,32 +46,27 @@ LATE_SECONDS = 0.25
 POLL_TIMEOUT_SECONDS = 1.5
 INTEREST_SECONDS = 10.0
 WINDOW_CHUNKS = 64
-"""Chunks that a reader needs next."""
 EXPECTED = frozenset({"owned", "no peers"})
-"""Reasons of requests to the store that are no fallback."""
+"""These requests to the store are no fallback."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """The members, as this node's agent sees them."""
-
     me: Member
     live: tuple[Member, ...]
     interested: frozenset[str] = frozenset()
-    """Members that fill this version too."""
     slow_to: frozenset[str] = frozenset()
     """Members that have lately reported that this node is slow."""
 
 
 class AgentConnection:
-    """A connection to this node's agent, which serves the chunks in ``directory`` while it is open."""
+    """The agent serves the chunks in ``directory`` while the connection is open."""
 
     def __init__(self, settings: Settings, frozen: FileSet, directory: str) -> None:
         self._contact = private_client(settings)
         self._version, self._directory = frozen.version, directory
 
     async def view(self, is_fetching: bool) -> ClusterView:
-        """Return the members. ``is_fetching``: this node fetches all of the version."""
         message: Json = {"op": "peers", "version": None, "directory": None}
         if is_fetching:
             message |= {"version": self._version, "directory": self._directory}
@@ -89,8 +84,6 @@ class AgentConnection:
 
 
 class PeerJoiner:
-    """Starts the sessions of fills, on one event loop."""
-
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._has_warned = False
@@ -135,13 +128,10 @@ class FetchSession:
         self._is_fetching = False
         self._interested_since: dict[str, float] = {}
         self.requests: dict[int, asyncio.Task[str]] = {}
-        """By the id of the ``ChunkRequest``."""
         self._marked: set[int] = set()
-        """Chunks that are marked as being fetched from the store."""
         self._claims: dict[int, dict[str, str]] = {}
-        """Digests that members report, by chunk and member, if the version has none."""
+        """Digests that members report, by chunk and member."""
         self._truth: dict[int, str] = {}
-        """Digests of chunks that came from the store."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._polling: set[str] = set()
         self._changed = asyncio.Event()
@@ -209,7 +199,7 @@ class FetchSession:
             await self._agent.report(self.sources.report())
 
     async def _report_slow(self, member: Member) -> None:
-        """Report to a member that it is slow, so that it owns no chunks. A lost message costs time only."""
+        """A slow member owns no chunks. A lost message costs time only."""
         with contextlib.suppress(TierckptError, OSError, TimeoutError):
             async with asyncio.timeout(POLL_TIMEOUT_SECONDS):
                 await self._client.report_slow(member, self.frozen.version)
@@ -229,7 +219,7 @@ class FetchSession:
                 )
             self._apply_report(name, report, cursor, is_full=True)
         except PeerBusyError:
-            pass  # it is alive
+            pass
         except (TierckptError, OSError, TimeoutError) as error:
             log.debug("%s does not list its chunks: %r", name, error)
             self.table.mark_unreachable(name, time.monotonic())
@@ -306,16 +296,12 @@ class FetchSession:
     # --- order ---------------------------------------------------------------------------------------------------
 
     def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> FetchSession:
-        """Return the order of the chunks of a fill.
-
-        ``whole``: they are all that is missing, so that other nodes may rely on this one.
-        """
+        """``whole``: these are all that is missing, so that other nodes may rely on this one."""
         self._is_fetching = whole
         self.scheduler.set_missing(self._firsts[index] + chunk for index, chunk in todo)
         return self
 
     async def take(self) -> Work | None:
-        """Return the next chunk to fetch and its source; None at the end."""
         async with self._choosing:
             while True:
                 self._changed.clear()
@@ -350,7 +336,7 @@ class FetchSession:
     async def fetch_chunk(
         self, index: int, chunk: int, into: memoryview, request: object | None = None
     ) -> ReceivedChunk:
-        """Receive one chunk, verified, in ``into``, from the scheduled source; from another one if that is late.
+        """Receive one verified chunk in ``into``, from the scheduled source; from another one if that is late.
 
         Peers see the chunk as being fetched until ``chunk_written``.
 
@@ -383,7 +369,6 @@ class FetchSession:
             self._changed.set()
 
     async def chunk_written(self, index: int, chunk: int) -> None:
-        """Mark the end of ``fetch_chunk``: the chunk is visible to other nodes, or is not kept."""
         self._unmark(self._firsts[index] + chunk)
 
     async def _source(self, ordinal: int, tried: set[str | None]) -> ChunkRequest:
@@ -395,7 +380,6 @@ class FetchSession:
             await asyncio.sleep(max(0.001, found.until - now))
 
     async def send(self, request: ChunkRequest, into: memoryview) -> str:
-        """Make one request. Return the digest of its chunk."""
         if request.source is SHARED:
             return await self._read_store(request, into)
         member, peer = self.table.members.get(request.source), self.table.peers.get(request.source)
@@ -426,7 +410,7 @@ class FetchSession:
             self.sources.fallbacks[request.reason] += 1
             log.info("%s: chunk %d from shared storage: %s", self.frozen.uri, request.chunk, request.reason)
         self._marked.add(request.chunk)
-        self._filling.mark_shared(*self._work[request.chunk], True)  # peers see it
+        self._filling.mark_shared(*self._work[request.chunk], True)
         _, digest = await self._chunks.read(*self._work[request.chunk], into)
         self.sources.shared_bytes += len(into)
         if not self._expected(request.chunk):
@@ -447,7 +431,7 @@ class FetchSession:
         self.scheduler.completed(request, time.monotonic())
 
     def failed(self, request: ChunkRequest, error: BaseException | None) -> None:
-        """Record the failure of a request. Without ``error`` it was cancelled."""
+        """Without ``error`` the request was cancelled."""
         why = "unreachable"
         if error is None:
             why = "cancelled"
@@ -465,10 +449,7 @@ class FetchSession:
 
 
 class _HedgedRequest:
-    """The requests for one chunk: one, or two when the first is late. The first answer counts.
-
-    After ``end`` no request writes to the caller's memory.
-    """
+    """The requests for one chunk: one, or two when the first is late. The first answer counts."""
 
     def __init__(self, session: FetchSession, ordinal: int, into: memoryview) -> None:
         self._session, self._ordinal, self._into = session, ordinal, into
@@ -484,7 +465,6 @@ class _HedgedRequest:
         self._session.requests[id(request)] = task
 
     async def wait(self) -> ReceivedChunk | None:
-        """Wait for an answer, or until a second request was made."""
         scheduler = self._session.scheduler
         now = time.monotonic()
         due = min(scheduler.hedge_at(request) for request, _, _ in self.running.values())
@@ -520,7 +500,7 @@ class _HedgedRequest:
         return ReceivedChunk(task.result(), request.source)
 
     async def end(self) -> None:
-        """Cancel the requests in flight, and wait until they no longer write."""
+        """Cancel the requests in flight, and wait until they no longer write to the caller's memory."""
         left = dict(self.running)
         self.running.clear()
         for task, (request, _, _) in left.items():

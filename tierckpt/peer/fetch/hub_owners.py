@@ -3,9 +3,8 @@
 O1  While all members are healthy and agree on the members, one member reads each chunk from the Hub, once. It
     requests the chunk from the next ranks first: after a change of members another node may have it.
 O2  No two nodes wait for each other: an owner makes no node read, and a node without a chunk answers at once.
-O3  An owner can cost time, never the chunk. While it reads, it answers every ``HUB_WAIT_SECONDS``. An owner that is
-    silent for ``SILENT_SECONDS``, or unreachable, is skipped for ``AVOID_SECONDS``. After ``STALL_SECONDS_MIN`` a
-    node reads the chunk itself.
+O3  An owner can cost time, never the chunk: one that is silent for ``SILENT_SECONDS``, or unreachable, is skipped
+    for ``AVOID_SECONDS``. After ``STALL_SECONDS_MIN`` a node reads the chunk itself.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ log = logger("peer")
 SILENT_SECONDS: Final = 15.0
 AVOID_SECONDS: Final = 30.0
 RANKS_MAX: Final = 3
-"""Owners that may fail to read a chunk before a node reads it itself."""
+"""Owners that may fail before a node reads a chunk itself."""
 HOLDERS_MAX: Final = 8
 """Members that may lack a chunk before its owner reads it from the Hub."""
 VIEW_SECONDS: Final = 0.25
@@ -45,16 +44,12 @@ BUSY_SECONDS: Final = 0.05
 
 
 class HubOwners:
-    """Joins fills of Hub files with the owners of their chunks, on one event loop. Close it.
-
-    ``is_owner``: this node reads for others, which take it for the owner.
-    """
+    """Runs on one event loop; close it. ``is_owner``: this node reads for others."""
 
     def __init__(self, settings: Settings, live: Callable[[], Awaitable[Live]], *, is_owner: bool = False) -> None:
         self._settings, self._ask_live, self._is_owner = settings, live, is_owner
         self._me, self._refresh_at = "", 0.0
         self._seen: dict[str, tuple[Member, float]] = {}
-        """Members, with the time when each was last live."""
         self._avoided: dict[str, float] = {}
         self._client: PeerClient | None = None
 
@@ -93,7 +88,7 @@ class HubOwners:
         """Return members that were live lately: nodes notice a death at different times (O1)."""
         now = time.monotonic()
         if now >= self._refresh_at:
-            with contextlib.suppress(TierckptError, OSError):  # the agent logs it
+            with contextlib.suppress(TierckptError, OSError):
                 live = await self._ask_live()
                 self._me = live.me
                 self._seen.update({member.name: (member, now) for member in live.members})
@@ -124,7 +119,7 @@ class OwnerFill:
     ) -> ReceivedChunk:
         item, at = self._frozen.files[index], self._frozen.chunk_range(index, chunk)
         uri = self._frozen.uri
-        if not uri.endswith(f"/{item.path}"):  # the entry is of a directory
+        if not uri.endswith(f"/{item.path}"):
             uri = f"{uri}/{item.path}"
         received = None
         with contextlib.suppress(TimeoutError):

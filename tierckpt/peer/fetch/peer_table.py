@@ -15,7 +15,7 @@ from ..membership import Member
 
 SHARED: Final = None
 OWNERS_WATCHED: Final = 2
-"""If there are more nodes than chunks. More would make many nodes poll few owners."""
+"""Limit if there are more nodes than chunks: more would make many nodes poll few owners."""
 MEASURE_SECONDS: Final = 0.2
 FETCHES_MIN: Final = 3
 """If this many fetches all take long, shared storage is slow, and not an owner."""
@@ -26,18 +26,17 @@ class Tuning:
     """Constants, chosen with bench/fanout_simulation.py."""
 
     slots: int = 16
-    """Chunks in flight."""
     settle_seconds: float = 0.25
     settle_seconds_max: float = 1.0
-    """Length of the first pause while some member has not reported its chunks."""
+    """Length of the first pause."""
     wait_seconds: float = 2.0
-    """Time that a request waits at the owner for the chunk."""
+    """Maximum wait of a request at the owner."""
     hedge_seconds_min: float = 0.5
     hedge_factor: float = 3.0
     hedges_max: int = 2
     fetch_seconds_min: float = 1.0
     fetch_factor: float = 4.0
-    """An owner that takes this many times the median for a chunk is substituted."""
+    """Multiple of the median after which an owner is substituted."""
     slow_factor: float = 3.5
     """A member is slow if its answers take this many times the median, or one is late by this many times the 95th
     percentile.
@@ -45,20 +44,19 @@ class Tuning:
     stall_seconds: float = 2.0
     """After each such time without a new chunk one more rank goes to the store."""
     stall_seconds_max: float = 10.0
-    """While all nodes wait for the store."""
+    """Upper bound while all nodes wait for the store."""
     answer_seconds_max: float = 5.0
-    """Upper bound of the timeout of a poll."""
     ranks_asked: int = 3
     retry_seconds_min: float = 0.5
     retry_seconds_max: float = 15.0
     poll_seconds: float = 0.15
-    """While there is nothing to request from peers,"""
+    """Poll interval while there is nothing to request from peers,"""
     keep_seconds: float = 3.0
     """and otherwise."""
     polls_max: int = 4
     watched_max: int = 24
     steal_margin: int = 2
-    """Batches that are left to a slow owner before its chunks are fetched here,"""
+    """A slow owner keeps so many batches,"""
     still_seconds: float = 0.5
     """unless no chunk has arrived for this long."""
     copies_first: int = 3
@@ -69,9 +67,9 @@ class Tuning:
     """or after this many times the median answer, if longer."""
     turn_slow_seconds: float = 30.0
     ahead_max: int = 16
-    """Chunks without another holder from which on a node prefers chunks of its peers to the store."""
+    """A node with this many chunks that have no other holder prefers chunks of its peers to the store."""
     takes_from_owner_only: bool = False
-    """A seeded fault."""
+    """A seeded fault, for tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +79,19 @@ class ChunkRequest:
     reason: str
     """For ``SHARED`` all but ``owned`` and ``no peers`` are fallbacks."""
     wait_seconds: float = 0.0
-    """Time that the peer may wait for the chunk."""
 
 
 @dataclass(slots=True)
 class Peer:
-    """The state of one peer."""
-
     member: Member
     chunks: int = 0
     withdrawn: int = 0
-    """Chunks that it reported and did not give: damaged there, or deleted."""
+    """Chunks that it reported and did not give."""
     cursor: int = 0
     """Lines of its list that it has reported."""
     is_whole: bool = False
     fetching: dict[int, float] = field(default_factory=dict)
-    """Chunks that it fetches from the store, with the time of the first report."""
+    """Chunks that it reads from the store, with the time of the first report."""
     reported_at: float = -1.0
     polled_at: float = -1.0
     requests: dict[int, float] = field(default_factory=dict)
@@ -109,11 +104,11 @@ class Peer:
     retry_at: float = 0.0
     is_banned: bool = False
     is_late: bool = False
-    """A response is late: poll it soon, to see whether it is alive."""
+    """Poll it soon, to see whether it is alive."""
 
     @property
     def is_good(self) -> bool:
-        """False after wrong bytes, or while it cannot be reached."""
+        """False after wrong bytes, or while it is unreachable."""
         return not (self.is_banned or self.failures)
 
     def usable(self, now: float) -> bool:
@@ -121,7 +116,7 @@ class Peer:
 
 
 class PeerTable:
-    """One row for each watched peer, the requests in flight, and the missing chunks.
+    """Watched peers, requests in flight, and missing chunks.
 
     ``total``: chunks of the version. ``wanted``: chunks to fetch; None: all.
     """
@@ -143,22 +138,18 @@ class PeerTable:
         self.peers: dict[str, Peer] = {}
         """The watched members: all of a few, some of many."""
         self.copies = bytearray(total)
-        """Number of peers that hold each chunk."""
         self.available = 0
         """Chunks that at least one peer holds."""
         self.requests: dict[int, list[tuple[ChunkRequest, float]]] = {}
-        """In flight, by chunk, with the time of each."""
         self.in_flight = 0
         self.store_requests = self.waiting_requests = 0
         self.from_store = 0
-        """Chunks that this node has fetched from the store."""
         self.progress_at = 0.0
-        """When a chunk last arrived, here or at the first of the peers."""
+        """When a chunk last arrived, here or at the first peer."""
         self.slow: frozenset[str] = frozenset()
         self.fetch_ages: list[float] = []
-        """Ages of fetches from the store in flight, here and at peers."""
         self.generation = 0
-        """Rises when a peer becomes usable, unusable, slow or fast: owners of chunks change then."""
+        """Rises when owners of chunks change."""
         self._new_copies: dict[int, int] = {}
         self._first_copies: list[tuple[float, int]] = []
         self._settled_at: float | None = None
@@ -185,7 +176,7 @@ class PeerTable:
             self._watch(others if len(others) <= room else self.rng.sample(others, room))
 
     def watch_owners(self, names: Iterable[str]) -> None:
-        """Watch some owners of chunks: without them a node would take shared storage to be stalled."""
+        """Watch some owners: without them a node would take shared storage to be stalled."""
         owners = self.members.keys() & set(names) - {self.me}
         unknown = sorted(owners - self.peers.keys())
         room = min(len(unknown), OWNERS_WATCHED - (len(owners) - len(unknown)))
@@ -266,7 +257,6 @@ class PeerTable:
         return found
 
     def reset_chunks(self, name: str) -> None:
-        """Forget the chunks of a member whose agent has restarted."""
         peer = self.peers.get(name)
         if peer is not None:
             peer.chunks, peer.withdrawn, peer.cursor, peer.is_whole, peer.fetching = 0, 0, 0, False, {}
@@ -324,7 +314,6 @@ class PeerTable:
             peer.waiting.add(request.chunk)
 
     def _end(self, request: ChunkRequest) -> float | None:
-        """Return when the request began, if it is in flight."""
         requests = self.requests.get(request.chunk, [])
         entry = next((one for one in requests if one[0] is request), None)
         if entry is None:
@@ -344,7 +333,7 @@ class PeerTable:
         return entry[1]
 
     def completed(self, request: ChunkRequest, now: float) -> float:
-        """Record the arrival of a verified chunk. Return its response time in seconds."""
+        """Record a verified chunk. Return its response time in seconds."""
         begun = self._end(request)
         seconds = now - begun if begun is not None else 0.0
         if request.source is SHARED:
@@ -388,7 +377,7 @@ class PeerTable:
         """Only poll a member, less and less often, until it reports again."""
         peer = self.peers.get(name)
         if peer is None or now < peer.retry_at:
-            return  # requests that were in flight together fail together
+            return  # requests in flight fail together
         peer.failures += 1
         wait = self.tuning.retry_seconds_min * 2 ** (peer.failures - 1)
         peer.retry_at = now + min(wait, self.tuning.retry_seconds_max) * (0.5 + self.rng.random())
@@ -408,12 +397,12 @@ class PeerTable:
     # --- times ---------------------------------------------------------------------------------------------------
 
     def response_seconds(self, share: float) -> float:
-        """Return a quantile of the response times of peers; of the store, while no peer has answered."""
+        """Return a quantile of the answers of peers, or of the store while there is none."""
         return quantile(self._times or self._store_times, share)
 
     @property
     def poll_timeout_seconds(self) -> float:
-        """Nearly all answers take less: on a full link even a short answer waits."""
+        """On a full link even a short answer waits."""
         return min(self.response_seconds(0.95), self.tuning.answer_seconds_max)
 
     @property
@@ -421,7 +410,6 @@ class PeerTable:
         return quantile(self.fetch_ages, 0.5)
 
     def fetch_timeout(self, peer: Peer) -> float:
-        """Return the seconds that a member may take to fetch a chunk from the store."""
         usual = quantile(self._store_times, 0.5)
         if len(self.fetch_ages) >= FETCHES_MIN:
             usual = max(usual, self.fetch_seconds)
@@ -430,7 +418,6 @@ class PeerTable:
         return max(self.tuning.fetch_seconds_min, self.tuning.fetch_factor * usual)
 
     def fetched_by_peers(self, now: float) -> set[int]:
-        """Return the chunks that peers fetch from the store in time."""
         return {
             chunk
             for peer in self.peers.values()

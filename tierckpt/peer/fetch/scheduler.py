@@ -1,9 +1,8 @@
-"""Decides which chunk a node fetches next, and from which source, while it fills one version. Pure.
+"""Decides which chunk a node fetches next, and its source, while it fills one version. Pure.
 
 A decision from an outdated table may be poor, but never wrong, because every chunk is verified.
 
-1.  Each chunk has an owner (chunk_owners.py), which fetches it from shared storage; the others fetch it from any
-    holder.
+1.  The owner of a chunk (chunk_owners.py) fetches it from shared storage; the others fetch it from any holder.
 2.  Rarest first, within the window that the reader needs next, else anywhere. The less loaded of two random holders
     gets the request (M. Mitzenmacher, IEEE TPDS 12(10), 2001), a slow one only if no other member holds the chunk.
 3.  A chunk without a holder is requested from its owner, which answers when the chunk has been written.
@@ -11,8 +10,6 @@ A decision from an outdated table may be poor, but never wrong, because every ch
 5.  A node without chunks of its own left takes chunks of the owner that lags most.
 6.  A late request is hedged with another holder; the first answer wins.
 7.  If nothing arrives at all, one rank after the other fetches the missing chunks from shared storage.
-
-At the start members report their chunks during a short pause, so that not all nodes begin at the store.
 """
 
 from __future__ import annotations
@@ -31,11 +28,10 @@ __all__ = ["SHARED", "ChunkRequest", "Decision", "FetchScheduler", "StoreSlots",
 
 SAMPLES: Final = 6
 PEERS_SAMPLED: Final = 3
-"""Draws of a chunk from each; the chunk with the fewest copies is requested."""
 IDLE_SECONDS: Final = 0.05
 SETTLE_PAUSE_SECONDS: Final = 0.02
 OWN_ROUNDS: Final = 32
-"""Minimum number of rounds in which a node fetches its own chunks: peers can have the first after one."""
+"""A node fetches its own chunks for so many rounds: peers can have the first after one."""
 EXACT_RANKS_MAX: Final = 64
 """With more members or chunks, a node's rank for a chunk is random."""
 EXACT_CHUNKS_MAX: Final = 1 << 14
@@ -80,10 +76,8 @@ class FetchScheduler:
         self._first_copies: deque[tuple[float, int]] = deque()
         self._first_copies_slow: deque[tuple[float, int]] = deque()
         self._own: deque[int] = deque()
-        """Chunks that this node fetches from the store, in order."""
         self._planned_at, self._planned_generation = -1.0, -1
         self._disputed: set[int] = set()
-        """Chunks with conflicting digests: the store decides."""
         self._unwanted: list[ChunkRequest] = []
         self._slots = StoreSlots()
 
@@ -95,7 +89,7 @@ class FetchScheduler:
         """Replace the list of live members, with those that fill this version too.
 
         A node that two thirds of the others find slow owns no chunks. Fewer are not enough: when a partition heals,
-        each half finds the other slow, and chunks need owners.
+        each half finds the other slow.
         """
         self.table.set_members(members, now)
         self._filling = frozenset(self.table.members.keys() & {*filling, self.table.me})
@@ -106,7 +100,7 @@ class FetchScheduler:
             self._planned_generation = -1
 
     def assign_owners(self, now: float) -> bool:
-        """Assign owners to the chunks, again when members came or left. False while members still report."""
+        """Assign owners to the chunks. False while members still report."""
         table = self.table
         if table.is_settling(now):
             return False
@@ -123,7 +117,6 @@ class FetchScheduler:
         return True
 
     def may_own(self, name: str) -> bool:
-        """True for a member that answers and is not slow."""
         if name == self.table.me:
             return not self.is_slow
         return self.table.is_usable(name) and name not in self.table.slow
@@ -138,7 +131,6 @@ class FetchScheduler:
         return first if self.may_own(first) else self.substitute(chunk, first) or self.table.me
 
     def substitute(self, chunk: int, name: str) -> str | None:
-        """Return the member that fetches a chunk in place of ``name``."""
         return next((other for other in self.ranks(chunk) if other != name and self.may_own(other)), None)
 
     def my_rank(self, chunk: int) -> int:
@@ -156,12 +148,11 @@ class FetchScheduler:
         return rank
 
     def order_of(self, name: str, chunks: list[int]) -> list[int]:
-        """Return the order in which a member fetches its own chunks: each member starts at another one."""
+        """Each member starts at another chunk."""
         start = int(fraction(f"{self.version}/{name}") * self.table.total)
         return [c for c in chunks if c >= start] + [c for c in chunks if c < start]
 
     def plan(self, now: float = 0.0) -> None:
-        """Choose the chunks that this node fetches from the store, and their order."""
         table, me = self.table, self.table.me
         mine: list[int] = []
         if not self.is_slow and self.chunk_owners:
@@ -182,7 +173,7 @@ class FetchScheduler:
     # --- results -------------------------------------------------------------------------------------------------
 
     def completed(self, request: ChunkRequest, now: float) -> None:
-        """Record the arrival of a verified chunk. Other requests for it can be cancelled."""
+        """Record a verified chunk. Other requests for it can be cancelled."""
         seconds = self.table.completed(request, now)
         if request.source is SHARED:
             self._slots.completed(seconds, self.store_slots(), self.tuning.slots // 2)
@@ -193,7 +184,7 @@ class FetchScheduler:
         ``why``: ``missing``, ``busy``, ``cancelled`` (by this node), ``wrong`` (bytes), or unreachable.
         """
         if self.owner(request.chunk) == self.table.me:
-            self._own.append(request.chunk)  # it was left out while it was in flight
+            self._own.append(request.chunk)
         self.table.failed(request, now, why)
 
     def set_missing(self, chunks: Iterable[int]) -> None:
@@ -261,7 +252,7 @@ class FetchScheduler:
         table = self.table
         requests = [request for request, _ in table.requests.get(chunk, [])]
         if requests and not any(one.source is SHARED or table.is_usable(one.source) for one in requests):
-            again = self.source(chunk, now)  # none of them will be answered
+            again = self.source(chunk, now)
             return again if isinstance(again, ChunkRequest) else None
         for one in requests:
             if one.source in table.peers:
@@ -299,7 +290,6 @@ class FetchScheduler:
                 self._cancel_most(self.table.peers[name])
 
     def _cancel_most(self, peer: Peer) -> None:
-        """Leave a slow peer one request, for a chunk that this node may request from slow peers."""
         table = self.table
         chunks = sorted(peer.requests, key=lambda chunk: (not self.allowed_slow >> chunk & 1, table.copies[chunk]))
         for chunk in chunks[1:] if chunks and self.allowed_slow >> chunks[0] & 1 else chunks:
@@ -308,9 +298,7 @@ class FetchScheduler:
     # --- turns ---------------------------------------------------------------------------------------------------
 
     def _count_copies(self) -> None:
-        """Allow this node the chunks with enough copies for its rank, so that each chunk spreads as a tree of its
-        own.
-        """
+        """Allow this node the chunks with enough copies for its rank: each chunk spreads as a tree of its own."""
         new_copies, first_copies = self.table.take_new_copies()
         self._first_copies += first_copies
         self._first_copies_slow += first_copies
@@ -374,7 +362,6 @@ class FetchScheduler:
         return ChunkRequest(chunk, SHARED, "owned" if is_mine else "owner unreachable")
 
     def _from_laggard(self, now: float, open_: int) -> ChunkRequest | None:
-        """Return the last chunk of an owner with many left, when this node has none left."""
         table = self.table
         if table.store_requests >= self.store_slots() or self._own:
             return None
@@ -403,7 +390,6 @@ class FetchScheduler:
         return None
 
     def _from_store_at_last(self, now: float, open_: int) -> ChunkRequest | None:
-        """Return any chunk if none has arrived for some time: one rank after the other goes to the store."""
         table, tuning = self.table, self.tuning
         # While all fetches take long, the store is overloaded, and one more request helps no node.
         patience = max(tuning.stall_seconds, min(tuning.fetch_factor * table.fetch_seconds, tuning.stall_seconds_max))
@@ -425,7 +411,7 @@ class FetchScheduler:
         ready = [peer for peer in holding if len(peer.requests) < (1 if peer.member.name in slow else most)]
         table.rng.shuffle(ready)
         allowed_slow = self.allowed_slow
-        if slow:  # a slow sender needs its uplink for its own requests
+        if slow:
             for peer in holding:
                 if peer.member.name not in slow:
                     allowed_slow &= ~peer.chunks
@@ -455,7 +441,6 @@ class FetchScheduler:
         return [] if chunk in self._disputed else self.table.holders(chunk, now)
 
     def _better(self, holders: Sequence[Peer]) -> str:
-        """Return the less loaded of two random holders, preferably not slow."""
         drawn = [peer for peer in holders if peer.member.name not in self.table.slow] or holders
         if len(drawn) > 1:
             usual = self.table.response_seconds(0.5)
@@ -468,7 +453,6 @@ class FetchScheduler:
         return drawn[0].member.name
 
     def _from_owner(self, now: float, open_: int) -> ChunkRequest | None:
-        """Return a chunk without a holder, from a peer that fetches it now."""
         table = self.table
         unheld = open_ & ~table.available
         if not unheld or table.waiting_requests >= max(1, self.tuning.slots // 2):
@@ -490,19 +474,18 @@ class FetchScheduler:
 class StoreSlots:
     """Tunes the number of concurrent requests to shared storage by trial. ``factor`` multiplies the first number.
 
-    All nodes try at the same time, so each compares with the best time with few requests, not with the last one:
-    else all would raise the number together.
+    All nodes try at the same time. If each compared with its last time, and not with the best one, all would raise
+    the number together.
     """
 
     GROWTH_MAX: Final = 1.4
-    """Twice as many requests are worth it while each takes at most so many times the best time."""
+    """Acceptable increase of the time for twice as many requests."""
     LATE: Final = 2.0
     """Requests are late when half of them are older than so many times that."""
 
     def __init__(self) -> None:
         self.factor = 1
         self._best_seconds = 0.0
-        """The least median of a round with few requests."""
         self._round: list[float] = []
         self._has_tried = False
 
