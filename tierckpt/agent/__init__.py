@@ -1,1 +1,1 @@
-"""The node agent: the process that runs the mover, one per node and local root, and outlives the trainer (P6)."""
+"""The node agent: the process that runs the mover, one per node and local root (P6)."""

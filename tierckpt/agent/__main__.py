@@ -1,5 +1,4 @@
-"""``python -m tierckpt.agent IDLE_SECONDS``: starts the agent for the first process of a job. Settings as JSON on
-stdin."""
+"""``python -m tierckpt.agent IDLE_SECONDS``, with settings as JSON on stdin."""
 
 from __future__ import annotations
 

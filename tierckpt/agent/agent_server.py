@@ -1,8 +1,7 @@
 """The agent process: serves the socket, drains the journal, finishes handoffs, and exits when it is idle.
 
-The first process of a job that needs it starts it (``ipc/agent_client.py``), or the site (``tierckpt agent``). It runs
-the same mover that runs inline elsewhere. Its journal is on the SSD, so killing it at any instruction loses nothing
-that was acknowledged: the next agent continues."""
+Its journal is on the SSD: killing it at any instruction loses no acknowledged save.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +56,9 @@ SEND_SECONDS = 10.0
 
 
 def run(settings: Settings, options: AgentOptions | None = None) -> int:
-    """Run the agent of ``settings.local_root`` until it is idle or gets a signal. Returns the exit code: 0, or 3 if a
-    signal came before everything was on the shared tier.
+    """Run the agent of ``settings.local_root`` until it is idle or gets a signal.
 
-    Returns 0 at once if an agent already runs.
+    Returns 0, also if an agent already runs; 3 if a signal came before everything was on the shared tier.
     """
     use_local_root(settings)
     directory = private_directory(settings.local_root)
@@ -71,15 +69,12 @@ def run(settings: Settings, options: AgentOptions | None = None) -> int:
         os.truncate(held.descriptor, 0)
         os.pwrite(held.descriptor, f"{os.getpid()}\n".encode(), 0)
         _allow_descriptors()
-        priority.lower_this_thread(priority.BACKGROUND_NICE)  # inherited by the threads it starts
-        # This process drains by itself.
+        priority.lower_this_thread(priority.BACKGROUND_NICE)
         inline = settings.model_copy(update={"mover": "inline"})
         return asyncio.run(Agent(inline, directory, options or AgentOptions()).run())
 
 
 class Agent:
-    """One agent, from start to exit (``run``)."""
-
     def __init__(self, settings: Settings, directory: Path, options: AgentOptions) -> None:
         self.settings, self.options = settings, options
         self.mover = Mover(settings, self._on_progress, live=self._live)
@@ -87,10 +82,9 @@ class Agent:
         self._directory = directory
         self._connections: set[Connection] = set()
         self._watched: set[Connection] = set()
-        """Connections of live processes, including closed ones with a handoff."""
         self._begun = self._busy_at = time.monotonic()
         self._prune_at = 0.0
-        """When (monotonic seconds) failed retention is retried; infinite while it runs."""
+        """Monotonic time of the next retry of retention; infinite while it runs."""
         self._moving: dict[str, Progress] = {}
         self._signalled = False
         self._metrics: Any = None
@@ -149,7 +143,7 @@ class Agent:
             await self._hub_proxy.close()
         for connection in self._connections:
             if connection.owner.pid == os.getpid():
-                connection.close()  # a thread of the page waits for its answer, and this process for that thread
+                connection.close()  # a thread of the page waits for it, and this process for that thread
         return code
 
     async def _keep_log_small(self) -> None:
@@ -159,7 +153,6 @@ class Agent:
             await asyncio.sleep(LOG_CHECK_SECONDS)
 
     async def _serve_metrics(self) -> None:
-        """Serve Prometheus metrics if the options say so. A failure does not stop draining."""
         if self.options.metrics_port is None:
             return
         try:
@@ -171,7 +164,6 @@ class Agent:
             log.error("metrics cannot be served: %s", error)
 
     async def _serve_hub(self) -> None:
-        """Serve a Hub if the options say so. It is a client of this agent, with an event loop of its own."""
         if self.options.hf_proxy_port is None:
             return
         try:
@@ -220,16 +212,16 @@ class Agent:
         # Python waits for its threads without a limit, and they may hang in a disk or store.
         end_later(PartialTransferError.exit_code, grace_seconds + END_SECONDS)
         self._signalled = True
-        self.mover.drains.drained.set()  # wakes ``_work_until_told``
+        self.mover.drains.drained.set()
 
     async def _work_until_told(self) -> None:
-        """Scan the journal periodically, because a process may die before it sends its message."""
+        """Scan the journal periodically: a process may die before it sends its message."""
         await self._recover()
         while not self._signalled:
             await self._drain_what_is_ready()
             await self._prune_what_is_due()
             if time.monotonic() - self._recovered_at > RECOVER_SECONDS:
-                await self._recover()  # entries of ranks that died without a message
+                await self._recover()
             if not self._may_leave():
                 self._busy_at = time.monotonic()
             elif time.monotonic() - self._busy_at >= self.options.idle_seconds:
@@ -252,10 +244,7 @@ class Agent:
         return not (has_work or is_needed) and self.handoffs.is_empty
 
     async def _release_kept(self) -> bool:
-        """The job ended without closing: drain the local-only checkpoints, the newest of each run.
-
-        If the job returns, this has cost one drain.
-        """
+        """Drain the newest local-only checkpoint of each run of a job that ended without closing."""
         try:
             await self.mover.drains.drop_superseded()
             released = await self.mover.drains.promote_newest()
@@ -270,7 +259,6 @@ class Agent:
         self.mover.drains.submit_due(await self._entries())
 
     async def _prune_what_is_due(self) -> None:
-        """Prune the runs of finished drains. Their trainers may have exited."""
         if time.monotonic() < self._prune_at:
             return
         if await asyncio.to_thread(has_due, self.settings.local_root):
@@ -284,15 +272,12 @@ class Agent:
         try:
             is_left = await self.mover.pruner.prune_due(self.mover.drainer.is_away)
         except Exception:
-            if not self._signalled:  # otherwise the stores are already closed
+            if not self._signalled:  # otherwise the stores are closed
                 log.exception("retention failed; it will be retried")
         self._prune_at = time.monotonic() + (PRUNE_AGAIN_SECONDS if is_left else 0.0)
 
     async def _finish(self) -> int:
-        """After a signal: flush staged saves to the SSD, and drain within the grace period, newest first.
-
-        Waits for staged checkpoints of the job's processes, which may have had the signal too.
-        """
+        """Flush staged saves to the SSD, and drain within the grace period, newest first."""
         await self.mover.drains.prefer_newest()
         async for _ in Poll(self.settings.grace_seconds, LOCAL):
             await self._drain_what_is_ready()
@@ -312,11 +297,9 @@ class Agent:
         return 3 if left or self.handoffs.saves else 0
 
     async def _left(self) -> list[JournalEntry]:
-        """Return the entries that are only on the local tier."""
         return [entry for entry in await self._entries() if entry.state in DRAIN_STATES]
 
     async def _entries(self) -> list[JournalEntry]:
-        """Return the journal, newest first."""
         try:
             self.page.entries = entries = await asyncio.to_thread(self.mover.journal.entries)
         except (OSError, TierckptError) as error:
@@ -326,7 +309,6 @@ class Agent:
 
     def _on_progress(self, progress: Progress) -> None:
         before = self._moving.get(progress.what)
-        # A retried drain restarts at zero.
         known_bytes = before.done_bytes if before is not None and before.done_bytes <= progress.done_bytes else 0
         self.page.moved(progress, progress.done_bytes - known_bytes)
         self._moving[progress.what] = progress
@@ -348,7 +330,7 @@ class Agent:
         except OSError as error:
             log.error("cannot accept a connection: %s", error)
             loop = asyncio.get_running_loop()
-            loop.remove_reader(listener)  # otherwise the loop would spin
+            loop.remove_reader(listener)
             loop.call_later(ACCEPT_AGAIN_SECONDS, self._accept_again, listener)
             return
         pid, uid = peer_of(sock)
@@ -370,7 +352,6 @@ class Agent:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _readable(self, connection: Connection) -> bool:
-        """Read and handle messages. False if there is no more to read."""
         try:
             alive = connection.read()
             while (message := take_message(connection.buffer)) is not None:
@@ -394,14 +375,14 @@ class Agent:
         if connection not in self._watched:
             self.handoffs.process_exited(connection.owner)
         elif self.handoffs.has_handoff_of(connection.owner):
-            return  # until its process ends
+            return
         else:
             self._unwatch(connection)
-        if connection.owner.pid != os.getpid():  # a connection of this process's page
+        if connection.owner.pid != os.getpid():
             self._spawn(self._after_an_end())
 
     def _ended(self, connection: Connection) -> None:
-        """The process exited, even if a forked child keeps the connection open."""
+        """A forked child may keep the connection of the ended process open."""
         self._unwatch(connection)
         if connection in self._connections:
             while self._readable(connection):
@@ -419,7 +400,6 @@ class Agent:
         connection.pidfd = -1
 
     async def _after_an_end(self) -> None:
-        """Recover the entries of an ended process, after its handoffs."""
         await asyncio.sleep(ENDING_SECONDS)  # the kernel may close the connection before it releases the locks
         await self.handoffs.finished()
         await self._recover()
@@ -448,7 +428,7 @@ class Agent:
             self._answer(connection, {"ok": answer})
 
     async def _answer_later(self, connection: Connection, work: Coroutine[Any, Any, Any]) -> None:
-        """Answer when the work is done, and send "busy" meanwhile, because a silent agent counts as unresponsive."""
+        """Send "busy" until the work is done: a silent agent counts as unresponsive."""
         task = asyncio.ensure_future(work)
         while not (await asyncio.wait([task], timeout=BUSY_SECONDS))[0]:
             self._answer(connection, {"busy": self.handoffs.progress()})
@@ -460,13 +440,13 @@ class Agent:
 
     def _answer(self, connection: Connection, answer: Json) -> None:
         data = encode(answer)
-        if len(data) > SENT_AT_ONCE_BYTES_MAX:  # may exceed the socket's buffer
+        if len(data) > SENT_AT_ONCE_BYTES_MAX:
             self._spawn(self._send(connection, data))
             return
         try:
             connection.socket.sendall(data)
         except OSError:
-            return  # closed; the reader handles it
+            return
 
     async def _send(self, connection: Connection, data: bytes) -> None:
         with contextlib.suppress(OSError, TimeoutError):
@@ -504,7 +484,6 @@ class Agent:
     def _on_throttle(
         self, connection: Connection, received: list[int], bytes_per_second: int | None, seconds: float
     ) -> None:
-        """Limit the drains of this node for ``seconds``, so that training gets the remaining bandwidth."""
         self.mover.limiter.throttle(bytes_per_second, seconds)
 
     async def _on_settle(self, connection: Connection, received: list[int]) -> None:
@@ -514,25 +493,21 @@ class Agent:
         await self.handoffs.finished()
 
     def _on_metrics(self, connection: Connection, received: list[int], rows: list[list[Any]]) -> int:
-        """Add measurements of another process of this node."""
         return emit_rows(rows)
 
     def _on_peers(
         self, connection: Connection, received: list[int], version: str | None = None, directory: str | None = None
     ) -> Coroutine[Any, Any, Json]:
-        """Return the other nodes. With a version: also note that this process fills ``directory`` with it."""
+        """Return the other nodes. With a version: also note that this process fills ``directory``."""
         return self._cluster().ask(connection, version, directory)
 
     def _on_peers_done(self, connection: Connection, received: list[int], version: str) -> None:
-        """Note that this process no longer fills ``version``."""
         self._cluster().done(connection, version)
 
     def _on_fetched(self, connection: Connection, received: list[int], version: str, report: Json) -> None:
-        """Record the bytes of ``version`` that this process has fetched since it started."""
         self._cluster().report(connection, version, report)
 
     def _on_peer_addresses(self, connection: Connection, received: list[int], addresses: list[str]) -> None:
-        """Add the agents' addresses from the job's own store."""
         self._cluster().add_job_addresses(addresses)
 
     def _on_peer_status(self, connection: Connection, received: list[int]) -> Coroutine[Any, Any, Json]:
@@ -557,10 +532,9 @@ class Agent:
         return self.page.answer(what, asked)
 
     def _on_status(self, connection: Connection, received: list[int]) -> Json:
-        return self.status() | {"processes": len(self._connections) - 1}  # without this request's own connection
+        return self.status() | {"processes": len(self._connections) - 1}
 
     def status(self) -> Json:
-        """Return the state of this agent."""
         return {
             "pid": os.getpid(),
             "uptime_seconds": time.monotonic() - self._begun,
@@ -584,13 +558,13 @@ class Agent:
 
 
 def _ending_signals() -> list[signal.Signals]:
-    """Signals that end the agent: SIGHUP (closed terminal) too, unless nohup ignores it."""
+    """SIGHUP (closed terminal) ends the agent too, unless nohup ignores it."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if is_ignored else [signal.SIGHUP])]
 
 
 def _allow_descriptors() -> None:
-    """Raise the limit of open files: each staged checkpoint of each rank keeps a few."""
+    """Each staged checkpoint of each rank keeps a few open files."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

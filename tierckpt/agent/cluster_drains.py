@@ -1,8 +1,7 @@
 """The drains of all nodes, as their agents answer ``/v1/drains``, for the page of the cluster.
 
-Requests go out only while the document is in demand: to each node at most every ``ASK_SECONDS``, and at most
-``ASKED_PER_SECOND`` in all, so that with 512 nodes an answer is at most 21 s old. The membership lists silent nodes at
-once.
+Requests go to each node at most every ``ASK_SECONDS``, and at most ``ASKED_PER_SECOND`` in all: with 512 nodes an
+answer is at most 21 s old.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ ASKED_AT_A_TIME = 64
 ASKED_PER_SECOND = 25
 NODES_MAX = 512
 OWN_SECONDS = 2.0
-"""Minimum time between two answers of this node; making them uses at most ``CPU_SHARE`` of a core."""
 CPU_SHARE = 0.004
 RUNS_MAX = 16
 TEXT_MAX = 300
@@ -39,7 +37,6 @@ PAUSED, IDLE = "paused", "nothing to drain"
 
 
 def summary(document: Json) -> Json:
-    """Summarize a node's document: the worst state of its drains, and the backlog."""
     waiting = [row for row in document["journal"] if row["state"] in DRAIN_STATES]
     drains = [row["drain"] for row in document["journal"] if row["drain"] is not None]
     worst = max(drains, key=lambda drain: RANKED.index(drain["state"]), default=None)
@@ -64,10 +61,7 @@ def summary(document: Json) -> Json:
 
 
 def checked(answer: Any) -> Json:
-    """Validate another node's ``summary``: cut long texts, drop unknown fields.
-
-    Raises ValueError: malformed answer.
-    """
+    """Validate another node's ``summary``. Raises ValueError."""
     try:
         texts = {name: str(answer[name])[:TEXT_MAX] for name in ("host", "state", "cause")}
         names = ("entries", "lag_bytes", "lag_seconds", "bytes_per_second", "free_bytes", "runs_of_node")
@@ -93,23 +87,15 @@ def _number(value: Any) -> float:
 
 @dataclass(slots=True)
 class _Told:
-    """The last answer of one node."""
-
     drains: Json | None = None
     at_unix_seconds: float = 0.0
     asked_at: float = float("-inf")
     problem: str = ""
-    """Reason why its last request failed; '' after an answer."""
     silent_since_unix_seconds: float | None = field(default=None)
 
 
 class ClusterDrains:
-    """Queries the other nodes through this node's peer service. Runs on the agent's loop.
-
-    Args:
-        status: returns the status of this node's agent.
-        peers: None without a cluster.
-    """
+    """Runs on the agent's loop. ``peers``: None without a cluster."""
 
     def __init__(self, settings: Settings, status: Callable[[], Json], peers: PeerService | None) -> None:
         self._settings, self._status, self._peers = settings, status, peers
@@ -121,7 +107,6 @@ class ClusterDrains:
         self._asking: asyncio.Task[None] | None = None
 
     async def own(self) -> Json:
-        """Return this node's own answer."""
         async with self._making:
             if time.monotonic() >= self._own_until:
                 self._own, cpu_seconds = await asyncio.to_thread(self._make, self._status())
@@ -134,12 +119,11 @@ class ClusterDrains:
         return found, time.thread_time() - begun
 
     async def document(self) -> Json:
-        """Return a row for each node, the most urgent first."""
         own = await self.own()
         members = self._peers.members()[:NODES_MAX] if self._peers is not None else []
         if self._asking is None or self._asking.done():
             asked = [member for member, state, _ in members if state != "left"]
-            self._asking = asyncio.create_task(self._ask(asked))  # held in self
+            self._asking = asyncio.create_task(self._ask(asked))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2 * ANSWER_SECONDS):
                 await asyncio.shield(self._asking)
@@ -159,7 +143,6 @@ class ClusterDrains:
         }
 
     def _unreachable(self, members: Iterable[tuple[Member, str, float]]) -> list[str]:
-        """Return the configured addresses without a known member."""
         known = {place for member, _, _ in members for place in (member.address, host_and_port(member.address)[0])}
         return [
             place
@@ -184,7 +167,6 @@ class ClusterDrains:
         }  # fmt: skip
 
     async def _ask(self, members: Iterable[Member]) -> None:
-        """Query the nodes with the oldest answers, within ``ASKED_PER_SECOND``."""
         now, period = time.monotonic(), ASK_SECONDS
         due = [member for member in members if now - self._told.setdefault(member.name, _Told()).asked_at >= period]
         due.sort(key=lambda member: self._told[member.name].asked_at)
@@ -217,7 +199,6 @@ class ClusterDrains:
 
 
 def _need(row: Json) -> tuple[bool, int, float, bool]:
-    """Sort key: urgency of the row for a person."""
     drains, is_silent = row["drains"] or {}, not row["answers"] and row["state"] != "left"
     state = RANKED.index(drains["state"]) if drains.get("state") in RANKED else -1
     return is_silent, state, float(drains.get("lag_seconds", 0.0)), row["is_this"]

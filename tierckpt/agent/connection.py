@@ -14,11 +14,10 @@ _SO_PEERPIDFD = 77
 
 
 class Connection:
-    """Connection to one process of the job. Reads without blocking; queues descriptors until their message is complete.
+    """Connection to one process of the job. Reads without blocking.
 
-    The process may outlive the connection: it closes it after a timed-out request. ``pidfd`` (pidfd_open(2)) reports
-    the end of the process. Without a pidfd (-1: an old kernel and a process of another container), the end of the
-    connection counts as the end of the process, and locks are not taken over, since their owner may be alive.
+    ``pidfd`` reports the end of the process. Without one (-1: an old kernel and a process of another container), the
+    end of the connection counts, and locks are not taken over, since their owner may be alive.
     """
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
@@ -29,7 +28,7 @@ class Connection:
         self.descriptors: list[int] = []
 
     def read(self) -> bool:
-        """Read available data. False at the end of the connection."""
+        """False at the end of the connection."""
         size = DESCRIPTORS_MAX * array.array("i").itemsize
         data, ancillary, flags, _ = self.socket.recvmsg(1 << 16, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
         for level, kind, content in ancillary:
@@ -54,9 +53,9 @@ class Connection:
 
 
 def _pidfd_of(sock: socket.socket, pid: int) -> int:
-    """Return a descriptor that becomes readable when the peer process ends; -1 if there is none."""
+    """Return a descriptor that becomes readable when the process ends; -1 if there is none."""
     try:
-        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)  # Linux 6.5; works across containers
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     except OSError:
         pass
     try:
@@ -66,6 +65,5 @@ def _pidfd_of(sock: socket.socket, pid: int) -> int:
 
 
 def close_all(descriptors: list[int]) -> None:
-    """Close all descriptors and empty the list."""
     while descriptors:
         os.close(descriptors.pop())

@@ -1,14 +1,9 @@
 """Handoffs: staged saves of living trainers, which the agent finishes if the trainers die (``dcp/handoff/finish.py``).
 
-Each rank of a save hands in a *handoff* once its state is staged: descriptors of the memory, and a description of the
-files to write. When the rank starts to write, it also passes the lock on its journal entry, so that the lock outlives
-the rank. The first rank that sees the save end, successfully or not, withdraws the handoffs of all ranks.
+Each rank hands in its staged memory and a description of its files; later also the lock on its journal entry. The first
+rank that sees the save end withdraws all handoffs. If all owners end before, the agent executes them, if every rank has
+handed one in; else it frees the memory.
 
-If all owners of a save's handoffs end before that, no other process can complete the save. The agent executes the
-handoffs if every rank has handed one in, here or on another node (``dcp/handoff/multi_node.py``). Otherwise it frees
-the memory, and the save never existed.
-
-Invariants:
     E1  A handoff is executed only when no live process can finish or abandon the save.
     E2  Memory is held exactly until its handoff ends.
     E3  Executing twice is harmless: the second run finds the save committed, or its journal entry gone.
@@ -36,27 +31,21 @@ log = logger("agent")
 
 EXECUTION_SECONDS_MAX = 1800.0
 STRAGGLER_SECONDS = 3.0
-"""Seconds that an incomplete save waits for another handoff after its owners exited."""
+"""A save waits this long for another handoff after its owners exited."""
 ENDED_MAX = 256
-"""Number of ended saves that are remembered, so that late handoffs are dropped."""
 
 
 @dataclass(eq=False)
 class ClientProcess:
-    """A process connected to the agent."""
-
     pid: int
     is_alive: bool = True
 
 
 @dataclass(eq=False)
 class HeldHandoff:
-    """One rank's handoff: descriptors by name (``dcp/handoff/description.py``)."""
-
     owner: ClientProcess
     descriptors: dict[str, int]
     has_begun: bool = False
-    """The rank has a journal entry."""
 
     def close(self) -> None:
         for descriptor in self.descriptors.values():
@@ -66,8 +55,6 @@ class HeldHandoff:
 
 @dataclass(eq=False)
 class SaveHandoffs:
-    """The handoffs of one save, by rank."""
-
     name: str
     world_size: int
     is_of_this_node: bool
@@ -88,10 +75,9 @@ class SaveHandoffs:
 
 
 class Handoffs:
-    """All handoffs of a node. One per agent; its methods run on the agent's event loop.
+    """All handoffs of a node, on the agent's event loop.
 
-    Args:
-        on_ended: called when a save of dead ranks is finished or abandoned.
+    ``on_ended`` is called when a save of dead ranks is finished or abandoned.
     """
 
     def __init__(self, on_ended: Callable[[], None] = lambda: None) -> None:
@@ -114,7 +100,7 @@ class Handoffs:
 
     @property
     def size_bytes(self) -> int:
-        """Memory held by the handoffs; shared files count once."""
+        """Shared files count once."""
         kept = [
             os.fstat(fd)
             for save in self.saves
@@ -124,7 +110,7 @@ class Handoffs:
         return sum({(status.st_dev, status.st_ino): status.st_size for status in kept}.values())
 
     def progress(self) -> Json:
-        """Return the handoffs in execution. ``work`` increases while an executor makes progress."""
+        """``work`` increases while an executor makes progress."""
         return {
             "saves": len(self._finishing),
             "size_bytes": self.size_bytes,
@@ -143,9 +129,9 @@ class Handoffs:
         is_of_this_node: bool,
         descriptors: dict[str, int],
     ) -> None:
-        """Add a handoff and take ownership of its descriptors. A rank's second handoff replaces its first."""
+        """Take ownership of the descriptors. A rank's second handoff replaces its first."""
         handoff = HeldHandoff(owner, descriptors)
-        if name in self._ended:  # another rank has failed meanwhile
+        if name in self._ended:  # another rank has failed
             handoff.close()
             return
         save = self._saves.setdefault(name, SaveHandoffs(name, world_size, is_of_this_node))
@@ -154,10 +140,7 @@ class Handoffs:
             old.close()
 
     def write_started(self, name: str, rank: int, lock: int | None) -> None:
-        """Note that the rank has a journal entry, and keep the lock on it.
-
-        Raises KeyError: unknown handoff of a save that has not ended.
-        """
+        """Keep the lock on the rank's journal entry. Raises KeyError: unknown handoff."""
         save = self._saves.get(name)
         if save is None or rank not in save.by_rank:
             if lock is not None:
@@ -170,7 +153,6 @@ class Handoffs:
             save.by_rank[rank].descriptors[LOCK_NAME] = lock
 
     def take_back(self, name: str) -> None:
-        """End a save: drop the handoffs of all its ranks."""
         self._ended.append(name)
         save = self._saves.pop(name, None)
         if save is None:
@@ -180,7 +162,6 @@ class Handoffs:
             self._on_ended()
 
     def process_exited(self, owner: ClientProcess) -> None:
-        """Note that ``owner`` exited. Finish each save without a live owner."""
         owner.is_alive = False
         for save in list(self._saves.values()):
             if not save.has_living_owner and any(handoff.owner is owner for handoff in save.by_rank.values()):
@@ -192,13 +173,11 @@ class Handoffs:
         task.add_done_callback(self._tasks.discard)
 
     def leave(self) -> None:
-        """Let the executors outlive this agent."""
         for life in self._executing.values():
             with contextlib.suppress(OSError):
                 os.write(life, b".")
 
     async def finished(self) -> None:
-        """Return when no handoff is in execution."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
@@ -230,10 +209,10 @@ class Handoffs:
         )
 
     async def _execute(self, save: SaveHandoffs) -> None:
-        """Flush and commit in a child process, which imports torch; the agent stays small and responsive.
+        """Flush and commit in a child process, which imports torch.
 
-        If the agent exits in order, the executor continues (``leave``). If the agent is killed, the executor ends
-        too, because a restarted job would not wait for it.
+        It outlives an agent that exits in order (``leave``), but not a killed one: a restarted job would not wait for
+        it.
         """
         process, life = start_executor(save)
         self._executing[process.pid] = life
@@ -244,17 +223,17 @@ class Handoffs:
 
 
 def _work_of(pid: int) -> int:
-    """Return the work of a process so far: CPU nanoseconds plus bytes written."""
+    """Return CPU nanoseconds plus bytes written."""
     done = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
-        done = int(Path(f"/proc/{pid}/io").read_text().split()[3])  # wchar
+        done = int(Path(f"/proc/{pid}/io").read_text().split()[3])
         for task in Path(f"/proc/{pid}/task").iterdir():
             done += int((task / "schedstat").read_text().split()[0])
     return done
 
 
 def start_executor(save: SaveHandoffs) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the executor of a save. Returns the process, and the pipe that ends it when closed without a byte."""
+    """Return the process, and the pipe that ends it when closed without a byte."""
     left = [save.by_rank[rank] for rank in sorted(save.by_rank)]
     told = [{"descriptors": handoff.descriptors, "has_begun": handoff.has_begun} for handoff in left]
     descriptors = tuple(fd for handoff in save.by_rank.values() for fd in handoff.descriptors.values())

@@ -1,7 +1,7 @@
 """The drain rate and the lag of the last ten minutes and of the last day, of the node and of each run.
 
-The agent samples them every ``SAMPLE_SECONDS``. Memory is fixed: 21 KB a series, 370 KB with ``RUNS_MAX`` runs. A file
-in the agent's directory, written at most once in ``WRITE_SECONDS``, keeps them over a restart: 0.4 MB at most.
+Memory: 21 KB a series, 370 KB with ``RUNS_MAX`` runs. A file, written at most once in ``WRITE_SECONDS``, keeps them
+over a restart.
 """
 
 from __future__ import annotations
@@ -30,23 +30,21 @@ SAMPLE_SECONDS = 2
 RINGS = {"recent": (SAMPLE_SECONDS, 300), "day": (60, 1440)}
 """Seconds of a slot, and number of slots."""
 RUNS_MAX = 16
-"""With more runs, the least recently active one is dropped."""
+"""With more, the least recently active one is dropped."""
 FIELDS = ("bytes_per_second", "lag_bytes", "lag_seconds")
 RATE_SLOTS = 5
-"""Samples in the mean of the current rate."""
 WRITE_SECONDS = 60.0
 NODE = ""
-"""Name of the series of the whole node. Other series have the name of their run."""
+"""The series of the whole node; others have the name of their run."""
 FILE = "history"
 FILE_BYTES_MAX = 4 << 20
 
 Values: TypeAlias = tuple[float, float, float]
-"""In the order of ``FIELDS``."""
 NOTHING: Values = (0.0, 0.0, 0.0)
 
 
 class Ring:
-    """Series over slots of one length; a slot without a sample is None. Not thread-safe."""
+    """Series over slots of one length. Not thread-safe."""
 
     def __init__(self, seconds: int, count: int) -> None:
         self.seconds, self.count = seconds, count
@@ -55,11 +53,9 @@ class Ring:
 
     @property
     def columns(self) -> list[array[Any]]:
-        """Return all data, in a fixed order."""
         return [self.slots, *(column for name in sorted(self.series) for column in self.series[name])]
 
     def put(self, slot: int, values: Mapping[str, Values]) -> None:
-        """Set ``slot`` of every series; a series that is not in ``values`` gets no value."""
         at = slot % self.count
         self.slots[at] = slot
         for name in values.keys() - self.series.keys():
@@ -69,7 +65,7 @@ class Ring:
                 column[at] = value
 
     def since(self, name: str, after: int, now: float) -> Json:
-        """Return the values of the slots from ``after`` + 1 to ``now``; ``first`` is the first slot."""
+        """Return the values of the slots after ``after``, until ``now``."""
         last = int(now) // self.seconds
         first = max(after + 1, last - self.count + 1)
         columns = self.series.get(name)
@@ -87,12 +83,6 @@ class Ring:
 
 
 class History:
-    """Rate and lag of one agent's drains. ``count_sent`` and ``sample`` run on the agent's loop.
-
-    Args:
-        clock: monotonic seconds.
-    """
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.rings = {name: Ring(seconds, count) for name, (seconds, count) in RINGS.items()}
@@ -101,17 +91,14 @@ class History:
         self._minute = -1
         self._minute_seconds = 0.0
         self._sums: dict[str, Values] = {}
-        """Sums of the current minute: bytes sent, and the largest lags."""
         self._busy_at: dict[str, int] = {}
-        """The last slot with a drain, by run."""
         self._is_written = True
 
     def count_sent(self, uri: str, size_bytes: int) -> None:
-        """Note that a drain has sent ``size_bytes`` of the checkpoint at ``uri``."""
         self._sent[uri] += size_bytes
 
     def sample(self, entries: Iterable[JournalEntry], now: float) -> None:
-        """Add a sample: the bytes sent since the last one, and the lag of ``entries`` at ``now`` (Unix seconds)."""
+        """Add the bytes sent since the last sample, and the lag of ``entries`` at ``now``."""
         before, self._sampled_at = self._sampled_at, self._clock()
         seconds = max(1e-3, self._sampled_at - before)
         sent, lags = self._sums_by_run(entries, now)
@@ -146,7 +133,6 @@ class History:
         return sent, lags
 
     def _bounded(self, values: dict[str, Values], slot: int) -> dict[str, Values]:
-        """Limit the values to ``RUNS_MAX`` runs; the others count in the node's sum only."""
         self._busy_at |= dict.fromkeys(values.keys() - {NODE}, slot)
         for name in sorted(self._busy_at, key=lambda name: self._busy_at[name], reverse=True)[RUNS_MAX:]:
             del self._busy_at[name]
@@ -158,14 +144,12 @@ class History:
 
     @property
     def bytes_per_second(self) -> float:
-        """Current drain rate of the whole node."""
         now = time.time()
         rates = self.rings["recent"].since(NODE, int(now) // SAMPLE_SECONDS - RATE_SLOTS - 1, now)["bytes_per_second"]
         known = [rate for rate in rates if rate is not None]
         return sum(known) / len(known) if known else 0.0
 
     def to_json(self, run: str = NODE, after: Mapping[str, int] | None = None, now: float | None = None) -> Json:
-        """Return the series of ``run``: for each ring the slots from ``after`` + 1 to ``now``."""
         now, after = time.time() if now is None else now, after or {}
         rings = {name: ring.since(run, int(after.get(name, -1)), now) for name, ring in self.rings.items()}
         return {"run": run, "runs": sorted(self._busy_at), "at_unix_seconds": now, **rings}
@@ -187,7 +171,7 @@ class History:
 
     @classmethod
     def read(cls, local_root: Path) -> History:
-        """Read the history of an earlier agent; empty if its file is missing or damaged. Blocking."""
+        """Return the history of an earlier agent; empty if its file is missing or damaged. Blocking."""
         try:
             return cls._decoded(read_whole(agent_dir(local_root) / FILE, FILE_BYTES_MAX))
         except ObjectNotFoundError:
@@ -215,10 +199,7 @@ class History:
 
 
 def write(local_root: Path, data: bytes) -> None:
-    """Write ``data`` for the next agent. Blocking.
-
-    A crash leaves the previous file or this one (``durable_write``), so it costs at most ``WRITE_SECONDS``.
-    """
+    """Blocking. A crash costs at most ``WRITE_SECONDS``."""
     try:
         durable_write(agent_dir(local_root) / FILE, data)
     except (OSError, TierckptError) as error:
@@ -227,6 +208,5 @@ def write(local_root: Path, data: bytes) -> None:
 
 @lru_cache(maxsize=4096)
 def _series_of(uri: str) -> tuple[str, ...]:
-    """Return the series that a checkpoint, or a single file, counts in."""
     location = parse_uri(uri)
     return (NODE,) if step_of(location.name) is None else (NODE, location.parent.uri)

@@ -1,16 +1,12 @@
 """The agent's HTTP server, on aiohttp. Peers, the page with the metrics, and the Hub proxy are its sites.
 
-aiohttp parses requests, writes answers and keeps connections alive. Its access log, decompression, error pages, and
-version and date headers are off. Limits added for every site:
-
-    L1  The head of a request arrives within ``HEAD_SECONDS`` of its first byte, the first one within that time of the
-        connection. A connection that is idle for ``IDLE_SECONDS`` is closed.
-    L2  A site has at most ``CONNECTIONS_MAX`` connections, and half of the process's open files; one address has at
-        most half of them. A connection counts until its request is answered, even after its client left.
-    L3  A request has at most ``HEAD_BYTES_MAX`` bytes, ``HEADERS_MAX`` headers, and the body that its site reads. An
-        unread body ends the connection.
-    L4  A client that does not receive its answer in time is disconnected, as is one whose request fails in the
-        handler; the reason is logged.
+L1  The head of a request arrives within ``HEAD_SECONDS`` of its first byte, the first one within that time of the
+    connection. A connection that is idle for ``IDLE_SECONDS`` is closed.
+L2  A site has at most ``CONNECTIONS_MAX`` connections, and half of the process's open files; one address at most
+    half of them. A connection counts until its request is answered.
+L3  A request has at most ``HEAD_BYTES_MAX`` bytes, ``HEADERS_MAX`` headers, and the body that its site reads. An
+    unread body ends the connection.
+L4  A client that does not receive its answer in time is disconnected, as is one whose request fails.
 """
 
 from __future__ import annotations
@@ -38,12 +34,11 @@ HEAD_SECONDS = 10.0
 IDLE_SECONDS = 30.0
 HANDSHAKE_SECONDS = 5.0
 LINGER_SECONDS = 10.0
-"""Seconds that an answer may take to leave after its connection was closed."""
+"""Limit for the rest of an answer after its connection was closed."""
 HEAD_BYTES_MAX = 16 << 10
 HEADERS_MAX = 64
 BACKLOG = 1024
 WRITE_BYTES = 256 << 10
-"""Bytes passed to a socket at once; asyncio copies the part that the socket does not accept."""
 
 Handler: TypeAlias = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -51,10 +46,7 @@ Handler: TypeAlias = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 class HttpServer:
     """Serves one site on the running event loop, from ``start`` to ``close``.
 
-    Args:
-        name: name of the site in messages.
-        handler: returns the answer to a request, sent or not.
-        body_bytes_max: largest body of a request; the handler reads it.
+    ``handler`` returns the answer, sent or not. It reads bodies of up to ``body_bytes_max``.
     """
 
     def __init__(self, name: str, handler: Handler, *, body_bytes_max: int = 0) -> None:
@@ -62,7 +54,6 @@ class HttpServer:
         self.request_bytes_max = HEAD_BYTES_MAX + body_bytes_max
         self.connections: set[asyncio.Task[None]] = set()
         self.counts: Counter[str] = Counter()
-        """Malformed requests, and connections refused by L2 (overflowed)."""
         self.by_host: Counter[str] = Counter()
         self._listener: asyncio.Server | None = None
         self._malformed = Repeats(log, logging.INFO, "malformed requests from %s: %s")
@@ -89,7 +80,6 @@ class HttpServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Address and port of the listening socket."""
         if self._listener is None or not self._listener.sockets:
             raise ConfigError(f"{self.name}: the server is not listening")
         host, port = self._listener.sockets[0].getsockname()[:2]
@@ -127,7 +117,7 @@ class HttpServer:
             async with asyncio.timeout(send_seconds(response.content_length or 0)):
                 await response.prepare(request)
                 await response.write_eof()
-        except (OSError, EOFError) as error:  # includes TimeoutError
+        except (OSError, EOFError) as error:
             log.debug("a connection to %s ends: %s", self.name, type(error).__name__)
         except Exception as error:
             log.debug("cannot answer a request to %s", self.name, exc_info=True)
@@ -140,7 +130,7 @@ class HttpServer:
 
 
 class _Request(web.BaseRequest):
-    """A request whose answer has no version headers, and no time header for clients that are not members."""
+    """Its answer has no version headers, and no time header unless the client is a member."""
 
     async def _prepare_hook(self, response: web.StreamResponse) -> None:
         response.headers["Server"] = "tierckpt"
@@ -148,8 +138,6 @@ class _Request(web.BaseRequest):
 
 
 class _Connection(web.RequestHandler):
-    """One connection of a site: aiohttp's, with L1 to L3."""
-
     __slots__ = ("_client", "_deadline", "_has_room", "_is_answering", "_received_bytes", "_site", "_wire")
 
     def __init__(self, site: HttpServer, manager: web.Server) -> None:
@@ -170,7 +158,7 @@ class _Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._wire = transport  # aiohttp clears its own reference on close
+        self._wire = transport
         self._client = str((transport.get_extra_info("peername") or ("?",))[0])
         self._has_room = self._site.admit(self._client)
         if not self._has_room:
@@ -215,9 +203,8 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer a request that aiohttp could not parse; the reason is logged."""
         if status != HTTPStatus.BAD_REQUEST:
-            raise ConnectionResetError("the request could not be answered")  # already aborted
+            raise ConnectionResetError("the request could not be answered")
         self._site.note_malformed(self._client, type(exc).__name__)
         return refusal(HTTPStatus.BAD_REQUEST)
 
@@ -226,7 +213,6 @@ class _Connection(web.RequestHandler):
         self._cancel_deadline()
 
     def abort(self) -> None:
-        """Close the connection at once and drop unsent data."""
         self._wire.abort()
 
     def _abort_in(self, seconds: float) -> None:
@@ -240,7 +226,6 @@ class _Connection(web.RequestHandler):
 
 
 def refusal(status: HTTPStatus, headers: Mapping[str, str] = {}) -> web.Response:
-    """Return an empty answer that ends the connection."""
     response = web.Response(status=status, headers={"Content-Length": "0", **headers})
     response.force_close()
     return response
@@ -249,7 +234,6 @@ def refusal(status: HTTPStatus, headers: Mapping[str, str] = {}) -> web.Response
 async def begin(
     request: web.BaseRequest, headers: Mapping[str, str], *, status: int = HTTPStatus.OK
 ) -> web.StreamResponse:
-    """Send the head of an answer; ``write`` sends its body."""
     response = web.StreamResponse(status=status, headers=headers)
     async with asyncio.timeout(send_seconds(0)):
         await response.prepare(request)
@@ -257,7 +241,7 @@ async def begin(
 
 
 async def write(response: web.StreamResponse, data: bytes | memoryview) -> None:
-    """Send a part of a body. Raises OSError: the client left, or is too slow (L4)."""
+    """Raises OSError: the client left, or is too slow (L4)."""
     view = memoryview(data)
     async with asyncio.timeout(send_seconds(len(view))):
         for at in range(0, len(view), WRITE_BYTES):
@@ -265,5 +249,4 @@ async def write(response: web.StreamResponse, data: bytes | memoryview) -> None:
 
 
 def send_seconds(size_bytes: int) -> float:
-    """Return the time limit for sending an answer of this size."""
     return get_concurrency.WINDOW_SECONDS + size_bytes / get_concurrency.BYTES_PER_SECOND_MIN

@@ -1,18 +1,14 @@
 """The agent as a read-only Hub: ``HF_ENDPOINT=http://127.0.0.1:PORT`` serves unmodified Hugging Face clients.
 
-Files come through the node cache. With ``peers``, the Hub sends each chunk to one node, its owner, from which the other
-nodes fetch it (peer/fetch/hub_owners.py). Read requests of the Hub's API about repositories are forwarded (``_READS``),
-without the fields for xet, which would bypass the cache.
+Files come through the node cache, with ``peers`` through the owner of each chunk (peer/fetch/hub_owners.py). API
+requests about repositories are forwarded, without the fields for xet, which would bypass the cache.
 
-Invariants:
-    X1  Read only: GET, HEAD, and the POST that queries paths. On the loopback address, for requests with that address
-        as their Host.
-    X2  The token is the agent's own: a client of the port reads the repositories that this token may read, and nothing
-        else, because a Hub also answers a GET with tokens that may write, and with the token's owner. A client's token
-        is neither read, forwarded, nor stored. Members of the cluster read files of commits by each other's tokens.
+    X1  Read only: GET, HEAD, and the POST that queries paths. On the loopback address, for requests with that Host.
+    X2  The token is the agent's own: a client reads the repositories that this token may read, and nothing else. A
+        client's token is neither read, forwarded, nor stored. Members of the cluster read files of commits by each
+        other's tokens.
     X3  The last piece of a file is sent after the whole file has passed the digest that the Hub lists. An error ends
-        the connection early, so that no client accepts the file as complete. Next time, this node reads a damaged file
-        from the Hub itself, because the owner of a part does not know of the damage.
+        the connection early, so that no client accepts the file as complete.
     X4  Requests are answered on the agent's event loop; files and stores are read on the client's.
 """
 
@@ -59,42 +55,32 @@ log = logger("agent.hub")
 
 HOST: Final = "127.0.0.1"
 KNOWN_SECONDS: Final = 10.0
-"""Seconds that the commit of a revision and an answer of the API are reused."""
+"""Time during which the commit of a revision and an answer of the API are reused."""
 KNOWN_MAX: Final = 256
 TURN_SECONDS: Final = 5.0
-"""Interval of single bytes to a client that waits for a piece: Hugging Face's give up after 10 s without one."""
+"""Interval of single bytes to a waiting client: Hugging Face's end after 10 s without one."""
 HELD_BYTES: Final = 12
-"""Bytes of each piece reserved for these."""
 PIECES_AHEAD: Final = 8
-"""Pieces in flight for one client; the settings limit those of all clients."""
+"""Limit for one client; the settings limit all clients."""
 _PASSED_ON = ("content-type", "x-error-code", "x-error-message", "x-repo-commit")
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 _KINDS = ("datasets", "spaces")
 _READS = ("revision", "tree", "refs", "commits", "discussions", "paths-info", "auth-check")
-"""API paths under a repository that are forwarded."""
 _LISTS = ("tree", "paths-info")
-"""The file lists among them."""
 FORM_BYTES_MAX: Final = 4 << 20
-"""Size of a POST that names paths: a client asks for a few hundred at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file of a commit."""
-
     location: Location
     info: ObjectInfo
     commit: str
 
 
 class HubProxy:
-    """Serves one Hub on the running event loop, from ``start`` to ``close``.
+    """Serves one Hub on the running event loop, from ``start`` to ``close``. ``live`` returns the nodes.
 
-    Args:
-        live: returns the nodes; None: this node only.
-
-    Raises:
-        ConfigError: invalid ``HF_ENDPOINT`` of this process, or unusable secret or certificates.
+    Raises ConfigError: invalid ``HF_ENDPOINT`` of this process, or unusable secret or certificates.
     """
 
     def __init__(self, settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> None:
@@ -108,19 +94,13 @@ class HubProxy:
             NodeCache(settings, mover.store, ignore_progress, owners) for owners in (None, *self._owners)
         )
         self._damaged: set[str | None] = set()
-        """Etags of files that failed their digest."""
         self._bringing: dict[tuple[str, ByteRange, bool], concurrent.futures.Future[tuple[Path, str]]] = {}
-        """Fetches in flight for other nodes."""
         self._lock = threading.Lock()
         self._known: dict[str, tuple[float, Any]] = {}
         self._http = HttpServer("the Hub", self._handle, body_bytes_max=FORM_BYTES_MAX)
 
     async def start(self, port: int) -> int:
-        """Listen on ``port`` (0: a free one) and return it.
-
-        Raises:
-            ConfigError: the port is taken, or is the Hub's own.
-        """
+        """Listen on ``port`` (0: a free one) and return it. Raises ConfigError: it is taken, or the Hub's own."""
         if self._hub.host in (f"{HOST}:{port}", f"localhost:{port}"):
             raise ConfigError(
                 "HF_ENDPOINT of the agent is the agent itself", hint="Unset it for the agent, or set the Hub's address"
@@ -131,7 +111,6 @@ class HubProxy:
         return port
 
     async def close(self) -> None:
-        """Stop serving, and cancel open fetches."""
         await self._http.close()
         await asyncio.to_thread(self._close_client)
 
@@ -142,7 +121,6 @@ class HubProxy:
         self._client.close()
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await a coroutine on the client's loop."""
         return await asyncio.wrap_future(self._client.start(work))
 
     # --- requests ------------------------------------------------------------------------------------------------
@@ -180,7 +158,7 @@ class HubProxy:
         key = path if form is None else f"{path} {digest_of(form)}"
         found: Answer = await self._recent(key, lambda: self._hub.answer(path, form))
         headers = {name: value for name, value in found.headers.items() if name in _PASSED_ON}
-        for name in ("link", "location"):  # pages of a list, and renamed repositories
+        for name in ("link", "location"):
             if name in found.headers:
                 own = f"http://{request.headers['Host']}"
                 headers[name] = found.headers[name].replace(self._hub.endpoint, own)
@@ -197,7 +175,6 @@ class HubProxy:
         return _File(location, await self._run(store.head(location.name)), commit)
 
     async def _recent(self, key: str, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Return the answer to ``ask``, reused for ``KNOWN_SECONDS`` for all clients of the node."""
         at, known = self._known.get(key, (0.0, None))
         if known is not None and time.monotonic() - at < KNOWN_SECONDS:
             return known
@@ -240,7 +217,7 @@ class HubProxy:
                 coming.pop(0).result()
                 piece = memoryview(bytearray(at.size_bytes))
                 await self._run(entry.read_into(path, at, piece))
-                if response is None:  # an error before the first piece has an answer of its own
+                if response is None:
                     response = await begin(request, headers, status=status)
                 await write(response, held)
                 await write(response, piece[:-HELD_BYTES])
@@ -251,8 +228,7 @@ class HubProxy:
 
     @contextlib.asynccontextmanager
     async def _opened(self, file: _File) -> AsyncIterator[tuple[CacheEntry, str, list[asyncio.Future[None]]]]:
-        """Yield the entry of a file, its path there, and the fetches in flight. If the client leaves, the fetches are
-        awaited and kept for its next request."""
+        """Yield the entry of a file, its path there, and the fetches in flight, which outlive the client."""
         cache = self._alone if file.info.etag in self._damaged else self._shared
         entry = await self._run(_open(cache, file.location, file.info))
         coming: list[asyncio.Future[None]] = []
@@ -272,14 +248,10 @@ class HubProxy:
             await asyncio.gather(self._run(entry.close()), *coming, return_exceptions=True)
 
     def fetch_range(self, uri: str, at: ByteRange, reads: bool = True) -> concurrent.futures.Future[tuple[Path, str]]:
-        """Fetch a range of a file of a commit for another node, on any thread. Returns a future of the file with the
-        range and its digest ('': unknown).
+        """Return a future of a file with a range of a Hub file and its digest ('': unknown), for another node.
+        Thread-safe.
 
-        Args:
-            reads: read a missing range from the Hub; otherwise the future raises ObjectNotFoundError.
-
-        Raises:
-            TierckptError: the proxy is closed.
+        Without ``reads`` it raises ObjectNotFoundError instead of reading from the Hub. Raises TierckptError: closed.
         """
         key = uri, at, reads
         with self._lock:
@@ -296,7 +268,7 @@ class HubProxy:
         if location.scheme != "hf" or not is_file:
             raise ObjectNotFoundError(f"{uri} is not a file of a commit of a Hub")
         if not reads and not await asyncio.to_thread(self._owned.pool.rows, location.uri):
-            raise ObjectNotFoundError(f"{uri} is not on this node")  # no request to the Hub
+            raise ObjectNotFoundError(f"{uri} is not on this node")
         info = await self._client.mover.store(location.parent).head(location.name)
         entry = await _open(self._owned, location, info)
         try:
@@ -322,13 +294,11 @@ def _path_in(entry: CacheEntry, location: Location) -> str:
 
 
 def _is_for_readers(parts: list[str]) -> bool:
-    """True for lists of repositories, one repository, and ``_READS`` of it, by the parts of an API path."""
     is_named = parts[:1] != [] and parts[0] in ("models", *_KINDS) and all(map(NAME.fullmatch, parts[1:3]))
     return is_named and (len(parts) <= 3 or parts[3] in _READS)
 
 
 async def _form_of(request: web.BaseRequest) -> bytes | None:
-    """Return the body of a POST; None if it is rejected, which ends the connection."""
     length = request.headers.get("Content-Length", "")
     kind = request.headers.get("Content-Type", "").partition(";")[0]
     if not length.isdecimal() or int(length) > FORM_BYTES_MAX or kind != "application/x-www-form-urlencoded":
@@ -338,7 +308,6 @@ async def _form_of(request: web.BaseRequest) -> bytes | None:
 
 
 def _pieces(wanted: ByteRange, size_bytes: int) -> Iterator[ByteRange]:
-    """Cut a range at chunk boundaries."""
     at = wanted.start
     while at < wanted.stop:
         stop = min(wanted.stop, (at // size_bytes + 1) * size_bytes)

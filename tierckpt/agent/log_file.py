@@ -3,8 +3,7 @@
     <local_root>/agent/agent.log      appended to
     <local_root>/agent/agent.log.1    the previous file
 
-The agent itself rotates a full file, so the log includes what libraries write. Both files together take twice
-``LOG_BYTES_MAX``, plus the output between two checks (a second).
+Both files together take twice ``LOG_BYTES_MAX``, plus the output between two checks (a second).
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ OUTPUTS = (1, 2)
 
 
 class LogFile:
-    """The log in ``directory``, if this process's outputs go there: not if the site started the agent."""
+    """The log in ``directory``; none if the site started the agent."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOG
         self._outputs = [file for file in OUTPUTS if _is(file, self._path)]
 
     def keep_small(self) -> None:
-        """Rotate a full file. After a failure the file stays, and the next call retries."""
+        """After a failure the next call retries."""
         if not self._outputs or os.fstat(self._outputs[0]).st_size <= LOG_BYTES_MAX:
             return
         with contextlib.suppress(OSError):

@@ -1,10 +1,7 @@
-"""Prometheus metrics of a node.
+"""Prometheus metrics of a node, on the loopback address only, because there is no password.
 
-Measurements (``telemetry.METRICS``) are added as they happen, by this process or as rows of a trainer's ``Tally``.
-State (``GAUGES`` below) is read on a scrape, at most once per ``STATE_SECONDS``, so it is right after a restart too.
-
-Served on the loopback address only, with the page of the node (``web.py``), because it has no password. A site's
-exporter or sidecar on the node scrapes it.
+Measurements (``telemetry.METRICS``) are added as they happen; ``GAUGES`` are read on a scrape, at most once per
+``STATE_SECONDS``.
 """
 
 from __future__ import annotations
@@ -59,19 +56,11 @@ GAUGES = {
     "tierckpt_drain_limit_bytes_per_second": "Rate limit of this agent's drains; 0 for no limit.",
     "tierckpt_drain_paused": "1 while drains are paused.",
 }
-"""Help of the gauges read on a scrape, by name."""
 
 Sample: TypeAlias = tuple[str, dict[str, str], float]
 
 
 class Metrics:
-    """The metrics of one node. Measures from construction until ``close``.
-
-    Args:
-        settings: names the local tier to read.
-        limiter: of the agent's mover, or None.
-    """
-
     def __init__(self, settings: Settings, limiter: RateLimiter | None = None) -> None:
         self.settings = settings
         self.server: WebServer | None = None
@@ -93,8 +82,7 @@ class Metrics:
     async def serve(self, port: int, host: str = LOOPBACK) -> int:
         """Serve ``/metrics`` and the page until ``close``. Returns the port; 0 chooses a free one.
 
-        Raises:
-            ConfigError: ``host`` is not a loopback address, or the port is taken.
+        Raises ConfigError: ``host`` is not a loopback address, or the port is taken.
         """
         if not is_loopback(host):
             raise ConfigError(
@@ -108,12 +96,10 @@ class Metrics:
         return server.port
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics and their content type."""
         encode, kind = choose_encoder(accept)
         return encode(self.registry), kind
 
     async def close(self) -> None:
-        """Stop measuring and serving. Idempotent."""
         if self._stop is not None:
             self._stop()
             self._stop = None
@@ -133,7 +119,7 @@ def _prometheus(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge 
 
 
 class NodeState:
-    """Gauge values from the node's document. Blocking; called on the page's threads."""
+    """Gauge values from the node's document, blocking."""
 
     def __init__(self, settings: Settings, limiter: RateLimiter | None) -> None:
         self.settings, self.limiter = settings, limiter
@@ -143,7 +129,6 @@ class NodeState:
         self._lock = threading.Lock()
 
     def samples(self) -> list[Sample]:
-        """Return name, labels and value of each gauge, at most ``STATE_SECONDS`` old."""
         with self._lock:
             now = time.monotonic()
             if self._read_at is None or now - self._read_at >= STATE_SECONDS:
@@ -152,7 +137,7 @@ class NodeState:
                     self._samples = [*self._read()]
                 except OSError as error:
                     log.warning("the state of %s could not be read: %s", self.settings.local_root, error)
-                    self._samples = []  # no value is better than an old one
+                    self._samples = []
             return self._samples
 
     def _read(self) -> Iterator[Sample]:
@@ -207,8 +192,6 @@ def _tiers_of(row: Json) -> tuple[Tier, ...]:
 
 
 class _State(Collector):
-    """Exports ``NodeState`` to prometheus-client."""
-
     def __init__(self, state: NodeState) -> None:
         self._state = state
 

@@ -1,5 +1,4 @@
-"""The state of a node as one document, for ``tierckpt status --json`` and the page. Reads the node's disk and agent, no
-store."""
+"""The state of a node as one document. Reads the node's disk and agent, no store."""
 
 from __future__ import annotations
 
@@ -46,11 +45,9 @@ STALLS_MAX = 60
 def node_document(settings: Settings, known: Known | None = None, *, agent: Json | None = None) -> Json:
     """Return journal, local tier, cache, agent, free space, steps by tier, stalls, and the last verify and drill.
 
-    Args:
-        known: cache of checkpoint rows between calls; updated in place.
-        agent: status of the agent. None: it is requested.
+    ``known``: cached rows, updated in place. ``agent``: its status; None: requested.
 
-    Cost: 1.7 ms with eight cached checkpoints (four stats each), 6 ms if their manifests must be read.
+    Cost: 1.7 ms with eight cached checkpoints, 6 ms if their manifests must be read.
     """
     root = settings.local_root
     entries = Journal(root).entries()
@@ -87,7 +84,7 @@ def node_document(settings: Settings, known: Known | None = None, *, agent: Json
 
 
 def agent_status(settings: Settings) -> tuple[Json | None, str | None]:
-    """Return the agent's status, or None and the reason. (None, None): no agent runs."""
+    """As ``ask_agent``."""
     return ask_agent(settings, {"op": "status"})
 
 
@@ -107,12 +104,11 @@ def ask_agent(
 
 
 def _budget(settings: Settings) -> Json:
-    """Limits of the node's drains: the settings, overridden by `tierckpt drain --limit` and `--pause`."""
     rate: int | None = settings.drain_bytes_per_second
     document: Json = {"bytes_per_second": rate, "concurrency": settings.concurrency, "paused": False, "problem": None}
     try:
         control = read_control(settings.local_root)
-    except ConfigError as error:  # movers keep their previous limits; `status` shows the problem
+    except ConfigError as error:
         return document | {"problem": error.message}
     if control.bytes_per_second is not UNCHANGED:
         document["bytes_per_second"] = control.bytes_per_second
@@ -142,11 +138,7 @@ TRY_SECONDS = 10.0
 
 
 def _drain_of(entry: JournalEntry, agent: Json) -> Json:
-    """Return the state of the drain of ``entry``, from the agent's drain, its store, or the journal.
-
-    ``since_unix_seconds``: start of the state. ``cause`` and ``remedy``: texts, may be ''. ``next_try_seconds``: from
-    now, None if no retry is scheduled.
-    """
+    """Return the state of the drain of ``entry``, from the agent's drain, its store, or the journal."""
     drain: Json | None = next((one for one in agent.get("drains", ()) if _is_of(one, entry)), None)
     location = entry.location
     store = f"{location.scheme}://{location.authority}"
@@ -157,7 +149,7 @@ def _drain_of(entry: JournalEntry, agent: Json) -> Json:
     }  # fmt: skip
     name, _, text = entry.error.partition(": ")
     kind = vars(errors).get(name)
-    cause, _, rest = (text if kind is not None else entry.error).partition(" [")  # as ``TierckptError.__str__`` has it
+    cause, _, rest = (text if kind is not None else entry.error).partition(" [")
     noted = {
         "cause": cause,
         "remedy": rest.rpartition("]. ")[2] if "]. " in rest else "",
@@ -192,7 +184,6 @@ def _is_of(drain: Json, entry: JournalEntry) -> bool:
 
 
 def _stores(journal: Sequence[Json]) -> list[Json]:
-    """Return the stores that drains wait for: cause, start and size of the backlog."""
     found: dict[str, Json] = {}
     for item in journal:
         drain = item["drain"]
@@ -213,7 +204,7 @@ def _stores(journal: Sequence[Json]) -> list[Json]:
 
 
 def checkpoints(root: Path, directories: Sequence[Path], known: Known) -> Iterator[Json]:
-    """Yield a row for each committed checkpoint of the local tier. Cached rows are used while their stamp matches."""
+    """Yield a row for each committed local checkpoint. Cached rows are used while their stamp matches."""
     fresh: Known = {}
     for directory in directories:
         stamp = directory_stamp(directory)
@@ -252,7 +243,7 @@ def _prefetched(root: Path, directories: Sequence[Path]) -> Iterator[Json]:
     for directory in directories:
         receipt = directory / RECEIPT
         if not receipt.exists() or (directory / MANIFEST).exists():
-            continue  # no prefetched model, or listed as a checkpoint
+            continue
         if (location := location_at(root, directory)) is None:
             continue
         sizes = [size for path in directory.rglob("*") if path != receipt and (size := file_size(path)) >= 0]
@@ -281,7 +272,6 @@ def _cached(settings: Settings) -> Iterator[Json]:
 
 
 def _stalls(root: Path, steps: Sequence[Json]) -> list[Json]:
-    """Return the stall of each of the latest saves of the newest run, oldest first."""
     if not steps:
         return []
     lines = newest_lines(local_dir(root, parse_uri(steps[0]["run"])))
@@ -292,11 +282,7 @@ def _stalls(root: Path, steps: Sequence[Json]) -> list[Json]:
 
 
 def peers_document(settings: Settings) -> Json:
-    """Return the state of this node's peers, as its agent reports it. Does not start an agent.
-
-    Raises:
-        ConfigError: the settings have no ``peers``.
-    """
+    """Return the state of this node's peers. Does not start an agent. Raises ConfigError: no ``peers``."""
     if settings.peers is None:
         raise ConfigError(
             "no peers are set", hint="Set peers (TIERCKPT_PEERS): host[:port],..., slurm, dns:NAME, torchrun"

@@ -9,18 +9,16 @@ from ..ipc.agent_client import IDLE_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """Options of one agent."""
-
     stay: bool = False
     """Run until a signal. Otherwise exit after ``idle_seconds`` without connections and drains."""
     idle_seconds: float = IDLE_SECONDS
     metrics_port: int | None = None
-    """Port of the Prometheus metrics, on the loopback address. 0: any free port. None: no metrics."""
+    """Port on the loopback address. 0: any free port. None: no metrics."""
     hf_proxy_port: int | None = None
     """Port of a Hugging Face Hub served through the node cache, as ``metrics_port``."""
     advertise: str | None = None
     """Address ``host[:port]`` of this node for the others. None: ``peer_listen``, or derived from the route."""
     network_bytes_per_second: int | None = None
-    """Speed of this node's network, which determines its share of the work. None: as the kernel reports."""
+    """Determines this node's share of the work. None: as the kernel reports."""
     serve_bytes_per_second: int | None = None
-    """Limit of the bytes served to all peers together. None: no limit."""
+    """Limit for all peers together. None: no limit."""

@@ -1,8 +1,5 @@
 """The page's other documents: history, one run, one checkpoint, the cluster; as JSON, by path.
 
-The page's server may be another process (``tierckpt status --web``). It sends requests through the agent's socket,
-and the agent reads stores with its own credentials.
-
 D1  A run or a checkpoint is read only if the node's document contains it: a URL cannot select a path or bucket.
 D2  A document is cached for ``KEEP_SECONDS``, and an answer takes at most ``AGENT_SECONDS``.
 """
@@ -30,18 +27,12 @@ from .peer_service import PeerService
 from .run_catalog import RunCatalog, step_rows
 
 DRAIN = "drain "
-"""Prefix of ``Progress.what`` of a drain."""
 SLOT_MARGIN_SECONDS = 0.05
-"""Delay of a sample after the start of its slot, because a timer may fire early."""
+"""Margin for a timer that fires early."""
 
 
 class PageSource:
-    """The page's answers of one agent. Runs on its loop.
-
-    Args:
-        status: returns the agent's status.
-        peers: None without a cluster.
-    """
+    """Answers the page, on the agent's loop. ``peers``: None without a cluster."""
 
     def __init__(self, mover: Mover, status: Callable[[], Json], peers: PeerService | None) -> None:
         self._root = mover.settings.local_root
@@ -49,15 +40,12 @@ class PageSource:
         self.runs = RunCatalog(mover)
         self.cluster = ClusterDrains(mover.settings, status, peers)
         self.entries: Sequence[JournalEntry] = ()
-        """The journal, as last read by the agent."""
 
     def moved(self, progress: Progress, size_bytes: int) -> None:
-        """Note that ``size_bytes`` of a transfer have moved."""
         if progress.what.startswith(DRAIN):
             self.history.count_sent(progress.what.removeprefix(DRAIN), size_bytes)
 
     async def run(self) -> None:
-        """Sample the drains once per slot of the history, until cancelled."""
         written_at = time.monotonic()
         while True:
             await asyncio.sleep(history.SAMPLE_SECONDS - time.time() % history.SAMPLE_SECONDS + SLOT_MARGIN_SECONDS)
@@ -67,7 +55,6 @@ class PageSource:
                 await self.write()
 
     async def write(self) -> None:
-        """Write the history for the next agent."""
         if (data := self.history.unwritten()) is not None:
             await asyncio.to_thread(history.write, self._root, data)
 
@@ -76,10 +63,7 @@ class PageSource:
         await self.write()
 
     async def answer(self, what: str, asked: Json) -> Json:
-        """Answer the operation ``page``.
-
-        Raises ValueError: unknown page.
-        """
+        """Raises ValueError: unknown page."""
         if what == "history":
             return self.history.to_json(str(asked.get("run", "")), asked.get("after"))
         if what == "run":
@@ -129,12 +113,7 @@ class PageDocuments:
         }
 
     def make(self, path: str, query: Query) -> Json:
-        """Return the document at ``path``, a key of ``paths``.
-
-        Raises:
-            NotNamedError: D1.
-            BusyError: ``MADE_AT_A_TIME`` are being made.
-        """
+        """Raises NotNamedError: D1. BusyError: ``MADE_AT_A_TIME`` are being made."""
         if not self._gate.acquire(blocking=False):
             raise BusyError
         try:
@@ -157,7 +136,6 @@ class PageDocuments:
             return found
 
     def _ask(self, what: str, **asked: object) -> tuple[Json | None, str]:
-        """Return the agent's answer, or None and the reason."""
         message = {"op": "page", "what": what, "asked": asked}
         answer, problem = ask_agent(self._settings, message, AGENT_SECONDS)
         return answer, "" if answer is not None else problem or NO_AGENT
@@ -227,7 +205,7 @@ def _is_in(row: Json | None, run: str) -> bool:
 
 
 def _own_row(row: Json) -> Json:
-    """Return a run's row for a step that only the node's document contains: being written, or no agent runs."""
+    """Return a run's row for a step that only the node's document contains."""
     return {
         "name": row["uri"].rpartition("/")[2],
         "uri": row["uri"],

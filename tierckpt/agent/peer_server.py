@@ -1,11 +1,11 @@
 """The site of a node's agent for the other nodes: GET and HEAD of the paths in peer_http.py, for members only.
 
-K1  A request is answered only after authentication (auth.py), and only from ``Holdings``, ``segment``, ``hub``,
-    ``fresh`` and ``drains``: no request contains a path of a file of this node. Everything else is a 404.
+K1  A request is answered only after authentication (auth.py), and no request contains a path of a file of this
+    node. Everything else is a 404.
 K2  Bounded, besides http_server.py: chunks in flight in all and per peer, bytes per second, and the time of an
-    answer. No request has a body.
-K3  A chunk goes from the page cache to the socket (sendfile(2)); it is in the page cache before its first byte is
-    sent, so a slow disk never delays the other connections.
+    answer.
+K3  A chunk is in the page cache before its first byte is sent (sendfile(2)), so a slow disk never delays the other
+    connections.
 """
 
 from __future__ import annotations
@@ -54,26 +54,22 @@ log = logger("peer")
 T = TypeVar("T")
 THREADS_MAX = 16
 SERVES_MAX = 64
-"""Chunks served at a time, to all peers together; a quarter of them to any one."""
+"""Limit for all peers together; any one may have a quarter of it."""
 POLL_SECONDS = 0.01
 POLL_SECONDS_MAX = 0.05
 """Interval of the checks for a chunk that a peer waits for: initial, and after a long wait."""
 TRIES = 3
-"""Attempts to open a chunk that the journal lists."""
 RETRY_AFTER_SECONDS = 1
 INTEREST_SECONDS = 10.0
 SLOW_SECONDS = 2.5
-"""Lifetime of a peer's report that this node is slow; the peer repeats it every second."""
+"""Lifetime of a peer's report that this node is slow, which it repeats every second."""
 INTERESTED_MAX = 8192
 PIECE_BYTES = 1 << 20
-"""Bytes sent at once with a rate limit or TLS."""
 RATE_SECONDS = 10
 
 
 @dataclass(slots=True)
 class Rates:
-    """Bytes per second over the last ``RATE_SECONDS``, by name."""
-
     _slots: deque[tuple[int, Counter[str]]] = field(default_factory=deque)
 
     def add(self, name: str, size_bytes: int) -> None:
@@ -96,13 +92,13 @@ class Rates:
 
 
 class RecentNames:
-    """Names recently noted under a version. Bounded in versions, and in names per version."""
+    """Names recently noted under a version, bounded in both."""
 
     def __init__(self) -> None:
         self._names: dict[str, dict[str, float]] = {}
 
     def note(self, version: str, name: str, seconds: float) -> None:
-        """Note a name. With too many versions, those without a note for ``seconds`` are dropped."""
+        """With too many versions, those without a note for ``seconds`` are dropped."""
         now = time.monotonic()
         if version not in self._names and len(self._names) >= INTERESTED_MAX:
             self._names = {key: fresh for key in self._names if (fresh := self._fresh(key, now - seconds))}
@@ -119,8 +115,6 @@ class RecentNames:
 
 
 class TokenBucket:
-    """Rate limiter: ``take`` returns when as many bytes may be sent. None: no limit."""
-
     def __init__(self, bytes_per_second: int | None) -> None:
         self.bytes_per_second = bytes_per_second
         self._free_at = 0.0
@@ -137,16 +131,10 @@ class TokenBucket:
 class PeerServer:
     """Serves ``holdings`` on one event loop; reads files on threads of its own.
 
-    Args:
-        fresh: returns the answer to ``/v1/fresh``; None: not served.
-        segment: opens a range of a gradient log of this node.
-        hub: fetches a range of a file of a Hub, or only looks it up. Returns the file with the range, and its digest.
-            None: this node serves no Hub.
-        drains: returns the answer to ``/v1/drains``.
-        bytes_per_second: limit for all peers together.
+    ``hub`` fetches a range of a file of a Hub, or only looks it up; it returns the file with the range, and its digest.
+    ``bytes_per_second`` limits all peers together.
 
-    Raises:
-        ConfigError: see ``check_listen``; or the secret or the certificates are unusable.
+    Raises ConfigError: see ``check_listen``; or the secret or the certificates are unusable.
     """
 
     def __init__(
@@ -170,7 +158,7 @@ class PeerServer:
         self._threads = ThreadPool(THREADS_MAX, thread_name_prefix="tierckpt-peer")
         self.http = HttpServer("the peer server", self._handle)
         self.counts = self.http.counts
-        """Requests by result: chunks, missing, busy, refused, malformed, overflowed."""
+        """Results: chunks, missing, busy, refused, malformed, overflowed."""
         self.bytes_per_second = bytes_per_second
         self._bucket = TokenBucket(bytes_per_second)
         self.serving: Counter[str] = Counter()
@@ -179,19 +167,17 @@ class PeerServer:
         self._interested, self._slow = RecentNames(), RecentNames()
         self._rates = Rates()
         self.served: Counter[str] = Counter()
-        """Bytes of chunks, by receiving peer."""
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError: cannot listen on the address."""
+        """Raises ConfigError: cannot listen on the address."""
         await self.http.start(*self._where, self._tls)
 
     @property
     def address(self) -> str:
-        """Address and port of the listening socket."""
         return address_of(*self.http.address)
 
     def _in_thread(self, work: Callable[..., T], *args: object) -> asyncio.Future[T]:
-        """Run ``work`` on a thread of the server, so that a slow disk delays nothing else in the agent."""
+        """Run ``work`` on a thread: a slow disk delays nothing else in the agent."""
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def close(self) -> None:
@@ -285,7 +271,6 @@ class PeerServer:
         return names | {self.members.me.name} if self.holdings.is_fetching(version) else names
 
     def slow_to(self, version: str) -> set[str]:
-        """Return the peers that recently reported this node as slow for chunks of ``version``."""
         return self._slow.names(version, SLOW_SECONDS)
 
     # --- chunks --------------------------------------------------------------------------------------------------
@@ -311,7 +296,6 @@ class PeerServer:
         return _missing()
 
     async def _from_hub(self, asked: _Asked, uri: str, at: ByteRange, reads: bool) -> web.StreamResponse:
-        """Send a range of a file of a Hub once this node has it. The first request starts the fetch."""
         bringing = self._hub(uri, at, reads) if self._hub is not None else None
         if bringing is None:
             return refusal(HTTPStatus.METHOD_NOT_ALLOWED)
@@ -330,7 +314,7 @@ class PeerServer:
     async def _range(
         self, asked: _Asked, open_: Callable[[], Opened | None], *, is_coming: bool = False
     ) -> web.StreamResponse:
-        """Send the range that ``open_`` opens. ``is_coming``: if nothing opens, it is expected soon."""
+        """``is_coming``: if nothing opens, the range is expected soon."""
         if not await self._take_slot(asked.name, time.monotonic()):
             return self._nothing(asked, is_coming=True)
         try:
@@ -382,7 +366,7 @@ class PeerServer:
                     except asyncio.SendfileNotAvailableError:
                         if transport.is_closing():
                             raise EOFError("the peer closed the connection") from None
-                        is_plain = False  # the file system has no sendfile
+                        is_plain = False
                         continue
                 else:
                     data = await self._in_thread(os.pread, opened.file, count, at)
@@ -393,7 +377,6 @@ class PeerServer:
                 at += sent
 
     async def _take_slot(self, name: str, deadline: float) -> bool:
-        """Take a slot for a chunk in flight; False if none is free in time."""
         while self.serving.total() >= SERVES_MAX or self.serving[name] >= max(1, SERVES_MAX // 4):
             left = deadline - time.monotonic()
             if left <= 0:
@@ -411,7 +394,7 @@ class PeerServer:
         self.freed.set()
 
     async def _await_chunk(self, version: str, size: int, ordinal: int, deadline: float) -> bool:
-        """Wait for a chunk. False after the deadline. Requests for a version share each check."""
+        """False after the deadline. Requests for a version share each check."""
         pause = POLL_SECONDS
         while time.monotonic() < deadline:
             await self._look(version, size, pause)
@@ -433,7 +416,6 @@ class PeerServer:
         await self._in_thread(self.holdings.locate, version, size, 0)
 
     def status(self) -> Json:
-        """Return what this node serves and fetches now. Blocking."""
         return {
             "name": self.members.me.name,
             "served_bytes": dict(self.served),

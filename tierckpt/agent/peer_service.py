@@ -1,9 +1,7 @@
 """The agent's peer service: serves this node's chunks, tracks the members, and reports them to the node's processes.
 
-It is optional: an agent that cannot serve or find peers drains and fetches without them, reports the problem in its log
-and in ``tierckpt status --peers``, and retries.
+An agent that cannot serve or find peers works without them, reports the problem, and retries.
 
-Invariants:
     A1  Nothing here ends the agent or delays a drain: every error is caught, and files are accessed on other threads.
     A2  A process's report about a directory it fills is valid while its connection lasts.
     A3  The secret is in no answer, log or process argument.
@@ -56,9 +54,8 @@ RETRY_SECONDS = 2.0
 LOOK_SECONDS = 2.0
 FILLS_MAX = 1024
 SETS_MAX = 20_000
-"""Sets of lost nodes that are enumerated at most."""
 TOLD_BYTES_MAX = 768 << 10
-"""Size of the members in one answer: a message has at most a MiB (ipc/agent_client.py). Enough for 5000."""
+"""A message has at most a MiB. Enough for 5000 members."""
 UNREACHABLE_MAX = 256
 NOWHERE = ("192.0.2.1:9", "[2001:db8::1]:9")
 """Addresses for documentation (RFC 5737, RFC 3849): their route is the default route. Nothing is sent."""
@@ -69,13 +66,7 @@ _VERSION = re.compile(r"[0-9a-f]{32}")
 class PeerService:
     """Serves peers and tracks members, from ``start`` to ``close``. Runs on the agent's loop.
 
-    Args:
-        directory: the agent's own, which stores the node's name.
-        options: the agent's.
-        fresh: returns the answer to ``/v1/fresh``; None: not served.
-        segment: opens a range of a gradient log of this node.
-        hub: provides a range of a file of a Hub (peer_server.py).
-        drains: returns the answer to ``/v1/drains``.
+    ``directory`` stores the node's name. Other arguments: see ``PeerServer``.
     """
 
     def __init__(
@@ -92,7 +83,7 @@ class PeerService:
         self.settings, self.options = settings, options
         self.holdings = Holdings(settings.local_root)
         self.problem = ""
-        """Reason why this node does not serve or find peers; "" if it does."""
+        """Reason why this node does not serve or find peers."""
         self.gossip: Gossip | None = None
         self.server: PeerServer | None = None
         self._directory, self._fresh, self._segment, self._hub = directory, fresh, segment, hub
@@ -102,7 +93,6 @@ class PeerService:
         self._fills: dict[Hashable, list[tuple[str, Path]]] = {}
         self._reports: dict[tuple[Hashable, str], Json] = {}
         self._settled: Json = _sum_of([])
-        """Sum of the reports of ended processes."""
         self._task: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
         self._asked_at = time.monotonic()
@@ -115,7 +105,6 @@ class PeerService:
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        """Start, retrying on failure; then maintain the membership until cancelled."""
         while True:
             while not await self._try_start():  # noqa: ASYNC110  # no event reports a free port
                 await asyncio.sleep(RETRY_SECONDS)
@@ -131,7 +120,7 @@ class PeerService:
             await self._rename(gossip.me.name)
 
     async def _rename(self, name: str) -> None:
-        """Another node has the same name: a local root was copied. Once only, so that a liar cannot repeat it."""
+        """Take a new name, once only, so that a false report of the same name has no further effect."""
         log.error("another node is named %s too (was the local root copied?): this node takes a new name", name)
         self._has_renamed = True
         await self._stop()
@@ -184,7 +173,7 @@ class PeerService:
         return seeds
 
     async def _find_me(self, seeds: Sequence[str] | None = None) -> None:
-        """Determine this node's address for the others, again and again, since networks may come up after agents."""
+        """Determine this node's address for the others periodically: networks may come up after agents."""
         assert self.gossip is not None and self.server is not None and self._lookup is not None
         table = self.gossip.table
         if seeds is None:
@@ -214,7 +203,6 @@ class PeerService:
                     await part.close()
 
     def _observe(self) -> None:
-        """Periodically update the metrics, and whether requests arrive."""
         gossip, server = self.gossip, self.server
         if gossip is None or server is None:
             return
@@ -235,11 +223,9 @@ class PeerService:
     # --- requests of the node's processes --------------------------------------------------------------------------
 
     async def ask(self, owner: Hashable, version: str | None, directory: str | None) -> Json:
-        """Answer the operation ``peers``. With a version and a directory, start serving that directory.
+        """Return the members. With a version and a directory, start serving that directory.
 
-        Raises:
-            ConfigError: this node has not joined the cluster; the message has the reason.
-            ValueError: malformed version, or a relative path.
+        Raises ConfigError: this node has not joined the cluster. ValueError: malformed version, or a relative path.
         """
         if version is not None:
             _check_version(version)
@@ -266,7 +252,6 @@ class PeerService:
         }
 
     def _unreachable(self, gossip: Gossip) -> list[str]:
-        """Return the configured nodes with no answering member at any address."""
         places = self._lookup.places() if self._lookup is not None else {}
         return [place for place, addresses in places.items() if not any(map(gossip.is_reachable, addresses))]
 
@@ -282,7 +267,7 @@ class PeerService:
         self.holdings.add(version, directory)
 
     def done(self, owner: Hashable, version: str | None = None) -> None:
-        """Note that a process has ended, or no longer fills ``version`` (A2)."""
+        """A process exited, or no longer fills ``version`` (A2)."""
         kept = []
         for known, directory in self._fills.pop(owner, []):
             if version is None or known == version:
@@ -295,7 +280,7 @@ class PeerService:
             self._settled = _sum_of([self._settled, self._reports.pop(key)])
 
     def report(self, owner: Hashable, version: str, report: Json) -> None:
-        """Note what a process has fetched of ``version`` since it started. Raises ValueError: malformed report."""
+        """Record the fetches of a process since its start. Raises ValueError: malformed report."""
         _check_version(version)
         clean: Json = {
             "by_source": _amounts(report.get("by_source"), 16),
@@ -306,7 +291,6 @@ class PeerService:
             self._reports[(owner, version)] = clean
 
     def add_job_addresses(self, addresses: Sequence[str]) -> None:
-        """Add the agents' addresses from the job's own store (``peers=torchrun``)."""
         if self._lookup is not None and self.gossip is not None:
             self._lookup.set_job_addresses([str(address) for address in addresses])
             self.gossip.look_up_now()
@@ -314,7 +298,6 @@ class PeerService:
     # --- status ----------------------------------------------------------------------------------------------------
 
     async def status(self) -> Json:
-        """Return the document of ``tierckpt status --peers``."""
         serves = await asyncio.to_thread(self.server.status) if self.server is not None else None
         gossip, server = self.gossip, self.server
         fetched = _sum_of([self._settled, *self._reports.values()])
@@ -356,22 +339,17 @@ class PeerService:
         return [(record.member, table.state(record), max(0.0, now - record.heartbeat_at)) for record in records]
 
     def unreachable_nodes(self) -> list[str]:
-        """Return the addresses of configured nodes that have never answered."""
         return self._unreachable(self.gossip)[:UNREACHABLE_MAX] if self.gossip is not None else []
 
     async def ask_drains(self, member: Member) -> Json:
-        """Return the state of the drains of ``member``.
-
-        Raises TierckptError: see ``PeerClient.chunk``.
-        """
+        """Raises TierckptError: see ``PeerClient.chunk``."""
         if self._client is None:
             raise ConfigError(f"this node has not joined the cluster: {self.problem or 'it is starting'}")
         return await self._client.drains(member)
 
 
 def survival(members: Sequence[Member], replicas: int) -> Json:
-    """Return the probability that every shard keeps a copy if n nodes are lost at once, n from one to replicas + 1:
-    enumerated over the placement, or by formula (planning/replica_placement.py) if there are too many sets."""
+    """Return the probability that every shard keeps a copy if n nodes are lost at once, n from one to replicas + 1."""
     known = tuple(sorted((member.name, member.domain) for member in members))
     return {str(lost): found for lost, found in _survival(known, replicas)}
 
@@ -393,11 +371,7 @@ def _survival(known: tuple[tuple[str, str], ...], replicas: int) -> tuple[tuple[
 
 
 def node_name(directory: Path) -> str:
-    """Return the name of this node among its peers, created once and stored next to the agent's lock.
-
-    Raises:
-        OSError, TierckptError: the name can be neither read nor stored.
-    """
+    """Return the name of this node, created once and stored next to the agent's lock. Raises OSError, TierckptError."""
     path = directory / NODE_NAME
     with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
         known = read_whole(path, NAME_BYTES_MAX).decode().strip()
@@ -405,7 +379,7 @@ def node_name(directory: Path) -> str:
             return known
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).strip(".-")[:80] or "node"
     name = f"{host}-{secrets.token_hex(4)}"
-    durable_write(path, f"{name}\n".encode())  # this process has the agent's lock: no other process creates one
+    durable_write(path, f"{name}\n".encode())  # only the holder of the agent's lock creates one
     return name
 
 
@@ -431,7 +405,6 @@ def _row(record: MemberRecord, now: float) -> Json:
 
 
 def _fitting(rows: list[Json]) -> list[Json]:
-    """Return the rows that fit in one message."""
     size = 0
     for count, row in enumerate(rows):
         size += len(json.dumps(row))

@@ -1,7 +1,6 @@
 """Progress of a rollout: which node has which chunks of one version, and the source of its bytes.
 
-The bytes from peers are those that the peers report as sent; all other bytes came from shared storage. Both counts
-start with the first request for the page.
+Peers report the bytes that they send; all others came from shared storage.
 """
 
 from __future__ import annotations
@@ -28,38 +27,32 @@ from ..types import Json
 RATE_SECONDS = 5.0
 CELLS_MAX = 128
 DRAWN_MAX = 64
-"""Number of nodes drawn with cells: the slowest ones."""
+"""The slowest nodes are drawn with cells."""
 SHARES = 9
 ASKED = "a"
 
 
 @dataclass
 class Node:
-    """One node of a rollout."""
-
     name: str
     chunks: bytearray = field(default_factory=bytearray)
-    """1 for each chunk that the node has."""
     has: int = 0
     fetching: frozenset[int] = frozenset()
-    """Chunks that the node is reading from shared storage."""
     after: int = 0
-    """Journal line after which the next holdings are requested."""
+    """Line after which the next holdings are requested."""
     is_whole: bool = False
     is_silent: bool = False
-    """The node did not answer the last request."""
     landed_bytes: int = 0
     from_peers_bytes: int = 0
     from_shared_bytes: int = 0
     served_bytes: int = 0
     history: deque[tuple[float, int, int, int]] = field(default_factory=deque)
-    """(time, from peers, from shared storage, served), for rates."""
+    """Rows (time, from peers, from shared storage, served)."""
     before: tuple[int, int, int] | None = None
     """Landed, received and served bytes at the first request."""
 
     @property
     def is_part(self) -> bool:
-        """True if the node has, or fetches, chunks of the version."""
         return self.is_whole or bool(self.chunks)
 
     def share(self) -> float:
@@ -75,8 +68,6 @@ class Node:
 
 
 class Rollout:
-    """Distribution of one version to many nodes, from their reports."""
-
     def __init__(self, uri: str, version: str, chunk_size_bytes: int, now: float) -> None:
         self.uri, self.version, self.chunk_size_bytes = uri, version, chunk_size_bytes
         self.size_bytes = self.total = 0
@@ -111,7 +102,7 @@ class Rollout:
         if held is None or not held.total or held.total > CHUNKS_MAX:
             return
         self.total = held.total
-        if len(node.chunks) != held.total or held.landed < node.after:  # the fill was restarted
+        if len(node.chunks) != held.total or held.landed < node.after:
             node.chunks, node.has, node.after = bytearray(held.total), 0, 0
         if held.whole:
             node.chunks, node.has = bytearray(b"\1") * held.total, held.total
@@ -144,7 +135,6 @@ class Rollout:
     # --- results ---------------------------------------------------------------------------------------------------
 
     def share(self) -> float:
-        """Mean share of the version on the nodes that fetch it."""
         part = self.part
         return sum(node.share() for node in part) / len(part) if part else 0.0
 
@@ -184,8 +174,7 @@ class Rollout:
         }
 
     def cells(self, node: Node, width: int) -> list[tuple[float, bool]]:
-        """Divide the version into ``width`` cells. Returns the share on the node, and whether a chunk of the cell is
-        being read from shared storage."""
+        """Return ``width`` cells: each the share on the node, and whether it is being read from the store."""
         found = []
         for at in range(width):
             start, stop = _span(at, width, self.total)
@@ -195,13 +184,12 @@ class Rollout:
         return found
 
     def shades(self, node: Node) -> str:
-        """Encode ``cells`` as one character each: 0 (empty) to 9 (complete), ``a`` (being read)."""
+        """Encode each cell as 0 (empty) to 9 (complete), or ``a`` (being read)."""
         cells = self.cells(node, min(CELLS_MAX, self.total))
         return "".join(ASKED if asked and share < 1 else str(int(share * SHARES)) for share, asked in cells)
 
 
 def _span(at: int, width: int, total: int) -> tuple[int, int]:
-    """Return the chunks of cell ``at``, at least one, as (start, stop)."""
     start = min(at * total // width, max(0, total - 1))
     return start, max(start + 1, (at + 1) * total // width)
 
@@ -210,7 +198,6 @@ def _span(at: int, width: int, total: int) -> tuple[int, int]:
 
 
 def line(rollout: Rollout) -> str:
-    """Format the rollout as one log line."""
     now, part = rollout.to_json(), rollout.part
     slowest = min(part, key=Node.share, default=None)
     rates, sizes = now["bytes_per_second"], now["bytes_by_source"]
@@ -231,7 +218,6 @@ def line(rollout: Rollout) -> str:
 
 
 def _given(statuses: Mapping[str, Json | None]) -> dict[str, int]:
-    """Return the bytes that each node received, summed over the senders' reports."""
     got: dict[str, int] = {}
     for status in statuses.values():
         for name, size in _amounts((status or {}).get("served_bytes")).items():
@@ -248,7 +234,6 @@ def _count(value: Any) -> int:
 
 
 def rows(value: Any) -> list[Json]:
-    """Return the objects of a list; empty if ``value`` is not a list."""
     return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
 
 
@@ -256,16 +241,12 @@ T = TypeVar("T")
 
 ASK_SECONDS = 2.0
 ASKED_MAX = 512
-"""Maximum number of nodes in a round; the first ones by name."""
+"""Limit of nodes in a round; the first ones by name."""
 ASKED_AT_A_TIME = 32
 
 
 class RolloutWatch:
-    """Follows the distribution of one version to all nodes. ``poll`` queries each node once and updates ``rollout``.
-
-    Args:
-        uri: URI of the version; None: the version that most nodes fill.
-    """
+    """Follows the distribution of one version to all nodes. ``uri``: None: the one that most nodes fill."""
 
     def __init__(self, uri: str | None, settings: Settings) -> None:
         self.uri, self.settings = uri, settings
@@ -277,13 +258,9 @@ class RolloutWatch:
         self._gate = asyncio.Semaphore(ASKED_AT_A_TIME)
 
     async def poll(self, *, start: bool = True) -> None:
-        """Query each node for its chunks.
+        """Query each node once, and update ``rollout``. ``start``: start an agent if none runs on this node.
 
-        Args:
-            start: start an agent if none runs on this node.
-
-        Raises:
-            TierckptError: the agent of this node rejects the request or is unavailable.
+        Raises TierckptError: the agent of this node rejects the request or is unavailable.
         """
         answer = await asyncio.to_thread(self._contact.ask, {"op": "peers"}, start=start)
         live = [member_of(row) for row in answer["live"][:ASKED_MAX]]
@@ -310,12 +287,10 @@ class RolloutWatch:
             if not rollout.node(member.name).is_whole
         }
         held = await self._all(asks)
-        gone = {node.name: None for node in rollout.part if node.name not in statuses}  # left or dead
+        gone = {node.name: None for node in rollout.part if node.name not in statuses}
         rollout.take({**held, **gone}, statuses, time.monotonic())
 
     async def _all(self, asks: Mapping[str, Awaitable[T]]) -> dict[str, T | None]:
-        """Send requests concurrently, within the limit; None for a node that does not answer."""
-
         async def one(ask: Awaitable[T]) -> T | None:
             try:
                 async with self._gate, asyncio.timeout(ASK_SECONDS):
@@ -326,7 +301,7 @@ class RolloutWatch:
         return dict(zip(asks, await asyncio.gather(*map(one, asks.values())), strict=True))
 
     def _find(self, statuses: Mapping[str, Json | None]) -> None:
-        """Select the version that most nodes fill, of ``uri`` if set; else the complete version on this node."""
+        """Select the version that most nodes fill; else the complete version on this node."""
         found: Counter[tuple[bool, str, str, int]] = Counter()
         for status in statuses.values():
             found.update(fill for fill in _fills(status) if self.uri in (None, fill[1]))
@@ -339,7 +314,7 @@ class RolloutWatch:
                 if row.uri == self.uri and row.state == "complete":
                     new = Rollout(row.uri, row.version, self.settings.chunk_size_bytes, time.monotonic())
         if new is not None and (self.rollout is None or new.version != self.rollout.version):
-            new.take({}, self._before, new.now)  # baseline: the byte counts before the fill started
+            new.take({}, self._before, new.now)  # the byte counts before the fill started
             self.rollout = new
         self._before = statuses
 

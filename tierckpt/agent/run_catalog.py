@@ -1,7 +1,6 @@
 """The runs and checkpoints of a node on all tiers, and the contents of one, for the agent's page.
 
-Every wait has a deadline. If the store does not answer, rows come from this node, with the reason. A committed
-checkpoint on shared storage is read once: a reload costs one listing.
+Every wait has a deadline. If the store does not answer, rows come from this node, with the reason.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from ..types import Json, Tier
 REFUSED, SET_ASIDE = "refused", "set aside"
 """Drain states in addition to those of ``ActiveDrain``."""
 RANKED = (QUEUED, SENDING, COMMITTING, OTHER_RANKS, STORE, REFUSED, SET_ASIDE)
-"""States of a drain, in order of urgency; the last is the most urgent."""
+"""The last is the most urgent."""
 
 
 def step_rows(journal: Sequence[Json], local: Sequence[Json], agent: Json) -> list[Json]:
@@ -68,7 +67,7 @@ def step_rows(journal: Sequence[Json], local: Sequence[Json], agent: Json) -> li
             row["local"] = row["local"] or "writing"
             continue
         if row["drain"] is None or RANKED.index(drain["state"]) > RANKED.index(row["drain"]["state"]):
-            row["drain"], row["shared"] = drain, drain["state"]  # the most urgent of several ranks
+            row["drain"], row["shared"] = drain, drain["state"]
         done_bytes[item["uri"]] += drain["done_bytes"]
     for row in rows.values():
         if row["drain"] is not None and done_bytes[row["uri"]]:
@@ -77,7 +76,6 @@ def step_rows(journal: Sequence[Json], local: Sequence[Json], agent: Json) -> li
 
 
 def _row(rows: dict[str, Json], uri: str, at_unix_seconds: float) -> Json | None:
-    """Return the row of ``uri``; None if it is not a step of a run."""
     run, step = _run_and_step(uri)
     if step is None:
         return None
@@ -97,8 +95,7 @@ def _run_and_step(uri: str) -> tuple[str, int | None]:
 def run_rows(steps: Sequence[Json], newest_drained: Callable[[str], Json | None] = lambda run: None) -> list[Json]:
     """Return a row for each run of this node, newest first: its safe step, and the loss if this node fails.
 
-    Args:
-        newest_drained: ``run_log_reader.newest_drained`` of a run, since the local copy may be deleted.
+    ``newest_drained``: from the run's log, since the local copy may be deleted.
     """
     by_run: dict[str, list[Json]] = {}
     for row in steps:
@@ -107,7 +104,6 @@ def run_rows(steps: Sequence[Json], newest_drained: Callable[[str], Json | None]
 
 
 def _run(run: str, rows: Sequence[Json], drained: Json | None) -> Json:
-    """Summarize ``rows``, newest first. Steps after the newest safe one are lost with this node."""
     safe = next((row for row in rows if row["shared"] == "committed"), None)
     lost = [*(rows[: rows.index(safe)] if safe is not None else rows)]
     if drained is not None and (safe is None or drained["created_at"] > safe["at_unix_seconds"]):
@@ -148,24 +144,20 @@ def _loss(gone: Sequence[Json], kept: Json | None, is_on_peers: bool) -> str:
 T = TypeVar("T")
 
 STORE_SECONDS = 4.0
-"""Time limit of one request to a store, because a person waits for the page."""
+"""A person waits for the page."""
 PEER_SECONDS = 2.0
 CHECKPOINTS_MAX = 256
-"""Maximum per run; the newest ones."""
+"""The newest ones of a run."""
 ROWS_MAX = 200
-"""Maximum files, and tensors, in one answer."""
 READ_AT_A_TIME = 16
 KNOWN_MAX = 4096
-"""Committed checkpoints in the cache, 200 bytes each."""
+"""Each takes 200 bytes."""
 RUNS_KEPT = 8
 TENSORS_KEPT = 2
-"""Checkpoints with a cached list of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Committed:
-    """The summary of a manifest."""
-
     attempt: str
     created_unix_seconds: float
     files: int
@@ -181,14 +173,11 @@ class _Committed:
 
 @dataclass(slots=True)
 class _StepTiers:
-    """One name under a run, on each tier."""
-
     local: _Committed | None = None
     files_here: int = 0
     is_drained: bool = False
     shared: _Committed | None = None
     is_listed: bool = False
-    """Shared storage has an object under the name."""
     peers: list[str] = field(default_factory=list)
 
     @property
@@ -202,15 +191,16 @@ class RunCatalog:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._shared: OrderedDict[str, _Committed] = OrderedDict()
-        """Commits on shared storage, by URI."""
         self._here: OrderedDict[str, dict[str, tuple[object, _StepTiers | None]]] = OrderedDict()
-        """This node's copies by run and name, with the stamp of their files at the time of reading."""
+        """This node's copies by run and name, with the stamp of their files."""
         self._tensors: OrderedDict[tuple[str, str], list[TensorRow]] = OrderedDict()
         self._gate = asyncio.Semaphore(READ_AT_A_TIME)
 
     async def run(self, uri: str) -> Json:
-        """Return the checkpoints of the run at ``uri``, newest first, and its records. ``problem``: why shared storage,
-        or part of it, could not be read."""
+        """Return the checkpoints of the run at ``uri``, newest first, and its records.
+
+        ``problem``: why shared storage, or part of it, could not be read.
+        """
         location = parse_uri(uri)
         found = await asyncio.to_thread(self._local, location)
         names, problem = await self._in_time(location, self._mover.store(location).list_dirs(), [])
@@ -237,7 +227,7 @@ class RunCatalog:
     # --- tiers ----------------------------------------------------------------------------------------------------
 
     def _local(self, run: Location) -> dict[str, _StepTiers]:
-        """Return this node's commits. Cached rows are used while their stamp matches."""
+        """Cached rows are used while their stamp matches."""
         directory, known = self._mover.directory(run), self._here.get(run.uri, {})
         fresh: dict[str, tuple[object, _StepTiers | None]] = {}
         for path in directory.iterdir() if directory.is_dir() else ():
@@ -267,12 +257,10 @@ class RunCatalog:
             return default, redact(f"{location.uri}: {error.strerror or error}")
 
     async def _read_shared(self, run: Location, found: Mapping[str, _StepTiers]) -> None:
-        """Read the manifests that are not cached."""
-
         async def one(name: str, tiers: _StepTiers) -> None:
             uri = run.child(name).uri
             if tiers.local is not None and tiers.is_drained:
-                known: _Committed | None = tiers.local  # the mark: shared storage has this attempt
+                known: _Committed | None = tiers.local
             elif (known := self._shared.get(uri)) is None:
                 async with self._gate:
                     manifest = await shared_commit.read_shared_manifest(self._mover.store(run.child(name)))
@@ -345,8 +333,8 @@ class RunCatalog:
     async def checkpoint(self, uri: str, text: str) -> Json:
         """Return the document of ``tierckpt info`` for the checkpoint at ``uri``, and its tensors.
 
-        Has the first ``ROWS_MAX`` files and tensors with ``text`` in their names, and their number. ``problem``: why it
-        cannot be read; ``shared_problem``: why only this node's copy was read.
+        Lists the first ``ROWS_MAX`` files and tensors with ``text`` in their names. ``problem``: why it cannot be read;
+        ``shared_problem``: why only this node's copy was read.
         """
         location = parse_uri(uri)
         checkpoint, problem = await self._in_time(location, self._mover.selector.find(location), None)
@@ -389,7 +377,6 @@ class RunCatalog:
         return found | {"size_bytes": size_bytes, "files": files}
 
     async def _tensors_of(self, checkpoint: Checkpoint) -> tuple[list[TensorRow], str]:
-        """Return the tensors, or the reason why they cannot be listed."""
         key = (checkpoint.location.uri, checkpoint.attempt)
         if checkpoint.attempt and key in self._tensors:
             return self._tensors[key], ""
@@ -416,7 +403,6 @@ class RunCatalog:
 
 
 def _read_local(directory: Path) -> _StepTiers | None:
-    """Return the commit in ``directory``; None without one, or if its manifest is damaged."""
     with contextlib.suppress(ManifestError, StoreError):
         if (manifest := local_commit.read_local_manifest(directory)) is not None:
             here = sum(file_size(directory / entry.key) == entry.size_bytes for entry in manifest.entries)
@@ -426,10 +412,7 @@ def _read_local(directory: Path) -> _StepTiers | None:
 
 
 def _report(history: Mapping[str, Lines]) -> Json | None:
-    """Return the numbers of ``tierckpt report --json``, without its lists; None without records of training.
-
-    Commits without a record are not looked up on the shared tier, so some saves may be missing.
-    """
+    """Return the numbers of ``tierckpt report --json``. Commits without a record may be missing."""
     by_file = {name: read_start(lines) for name, lines in history.items()}
     commits = [line for name, lines in history.items() if by_file[name] is None for line in lines]
     try:
@@ -457,7 +440,6 @@ def _report(history: Mapping[str, Lines]) -> Json | None:
 
 
 def _retention(found: Mapping[str, _StepTiers]) -> Json | None:
-    """Return the retention rule of the run, from its newest checkpoint (retention.py, N9); None without one."""
     known = [(tiers.known, step_of(name) or 0) for name, tiers in found.items() if tiers.known is not None]
     newest, _ = max(known, key=lambda one: (one[0].branch.order, one[1]), default=(None, 0))
     if newest is None or not newest.policy:
@@ -466,7 +448,7 @@ def _retention(found: Mapping[str, _StepTiers]) -> Json | None:
 
 
 def directory_stamp(directory: Path) -> tuple[int, ...]:
-    """Return the modification times of a checkpoint's directory and records: cached rows are valid while they match."""
+    """Return modification times: cached rows of a checkpoint are valid while they match."""
     return tuple(_changed_at(f"{directory}/{name}") for name in ("", MANIFEST, DRAINED, REPLICATED))
 
 

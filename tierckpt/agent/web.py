@@ -1,19 +1,12 @@
 """The page of a node, over HTTP. Read-only.
 
-Routes: ``/``, the page; ``/events``, its documents (server-sent events); ``/status.json``, one of them. Other documents
-come from ``page_documents.py``; further routes, such as ``/metrics`` of the agent, are arguments.
-
-    B1  Reads only: GET and HEAD, and no route that acts.
-    B2  A page of another site cannot read it through a browser on this node: the Host must be an address, or a name of
-        this machine, since such a page would use a name that foreign DNS resolves. ``/metrics`` is exempt, because
-        Prometheus uses any name.
-    B3  Beyond loopback every request must carry the token.
-    B4  Events are sent while a page listens, at most once in ``PERIOD_SECONDS``, every ``QUIET_SECONDS`` without
-        changes, and with at most ``CPU_SHARE`` of one core. ``/status.json`` makes one per request.
-    B5  Documents are built on threads: the event loop, which may be the agent's, never waits for a disk.
-
-Measured over 20 s on two busy cores, eight local checkpoints: 0.15 % of a core with a page open and nothing changing,
-0.35 % while 32 MiB are saved and drained every 2.5 s (18 documents), nothing without a page.
+B1  Reads only: GET and HEAD, and no route that acts.
+B2  A page of another site cannot read it through a browser on this node: the Host must be an address, or a name of
+    this machine, except for ``/metrics``: Prometheus uses any name.
+B3  Beyond loopback every request must carry the token.
+B4  Events are sent while a page listens, at most once in ``PERIOD_SECONDS``, every ``QUIET_SECONDS`` without
+    changes, and with at most ``CPU_SHARE`` of one core. ``/status.json`` makes one per request.
+B5  Documents are built on threads: the event loop never waits for a disk.
 """
 
 from __future__ import annotations
@@ -50,18 +43,18 @@ LOOPBACK = "127.0.0.1"
 PERIOD_SECONDS = 1.0
 QUIET_SECONDS = 5.0
 QUIET_AFTER = 5
-"""Number of unchanged documents after which the period is longer."""
+"""After so many unchanged documents the period is longer."""
 PERIOD_SECONDS_MAX = 60.0
 REFRESH_SECONDS = 60.0
-"""Interval of sending an unchanged document, because the free space changes."""
+"""The free space of an unchanged document changes."""
 CPU_SHARE = 0.003
 KEEPALIVE_SECONDS = 15.0
 ROLLOUT_SECONDS = 5.0
-"""Interval of checks for a rollout while there is none."""
+"""Interval of checks while there is no rollout."""
 LISTENERS_MAX = 16
 THREADS_MAX = 16
 AGES = re.compile(r"(age|lag|uptime|failing)_seconds$|heard_seconds_ago$|^at_unix_seconds$|^(free|served)_bytes$")
-"""Fields that change by themselves; a document with no other change is not sent."""
+"""A document in which only these change is not sent."""
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -76,11 +69,7 @@ Route: TypeAlias = Callable[[str], tuple[bytes, str]]
 
 
 class Documents:
-    """The newest document of the node, for all open pages. Makes none while no page is open. One event loop.
-
-    Args:
-        make: makes a document; called on a thread.
-    """
+    """The newest document of the node, for all open pages. Makes none while no page is open. One event loop."""
 
     def __init__(self, settings: Settings, make: Callable[[], Json] | None = None) -> None:
         self._settings, self._make = settings, make
@@ -89,7 +78,6 @@ class Documents:
         self._text = b""
         self._task: asyncio.Task[None] | None = None
         self._maker = ThreadPool(1, thread_name_prefix="tierckpt-page")
-        # Used by the thread that makes documents only.
         self._document: Json = {}
         self._known: Known = {}
         self._watch: RolloutWatch | None = None
@@ -97,7 +85,6 @@ class Documents:
         self._loop: asyncio.Runner | None = None
 
     def listen(self) -> bool:
-        """Count a page. False if there are too many."""
         if self._listeners >= LISTENERS_MAX:
             return False
         self._listeners += 1
@@ -129,7 +116,6 @@ class Documents:
         self._maker.shutdown(wait=False)
 
     async def _run(self) -> None:
-        """Make documents while a page is open."""
         loop = asyncio.get_running_loop()
         unchanged, sent_at = 0, float("-inf")
         try:
@@ -170,7 +156,6 @@ class Documents:
                 loop.close()
 
     def _document_or_problem(self, make: Callable[[], Json]) -> Json:
-        """Return a document, or one with the problem."""
         try:
             document = make()
         except (OSError, TierckptError) as error:
@@ -182,7 +167,6 @@ class Documents:
         return redacted
 
     def _make_document(self, known: Known | None) -> Json:
-        """Make a document. ``known``: cache of the thread that also watches the rollout."""
         document = node_document(self._settings, known)
         document["peers"] = document["rollout"] = None
         if self._settings.peers is not None:
@@ -192,7 +176,6 @@ class Documents:
         return document
 
     def _rollout(self) -> Json | None:
-        """Return the active rollout. The nodes are queried only during one."""
         rollout = self._watch.rollout if self._watch is not None else None
         is_active = rollout is not None and not rollout.is_done
         if is_active or time.monotonic() - self._looked_at >= ROLLOUT_SECONDS:
@@ -253,13 +236,13 @@ class WebServer:
         self._threads = ThreadPool(THREADS_MAX, thread_name_prefix="tierckpt-web")
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError: the port is in use."""
+        """Raises ConfigError: the port is in use."""
         await self._http.start(self.host, self.port)
         _, self.port = self._http.address
 
     @property
     def url(self) -> str:
-        """The page's address, including the token: every client with the address may read the page."""
+        """The page's address, including the token."""
         unspecified = ipaddress.ip_address(self.host).is_unspecified
         host = socket.gethostname() if unspecified else f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
@@ -271,7 +254,7 @@ class WebServer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def is_own_name(self, host: str) -> bool:
-        """B2: True for an address, and a name of this machine, with or without a port."""
+        """True for an address, and a name of this machine, with or without a port (B2)."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -310,7 +293,6 @@ class WebServer:
         return _reply(body, kind)
 
     def _make(self, path: str, query: Mapping[str, str], accept: str) -> tuple[bytes, str]:
-        """Return a body and its type. Blocking."""
         if path == "/":
             return resources.files(__package__).joinpath("page.html").read_bytes(), "text/html; charset=utf-8"
         if path == "/status.json":
@@ -328,9 +310,9 @@ class WebServer:
         try:
             response = await begin(request, {"Content-Type": "text/event-stream", **HEADERS})
             number = 0
-            while True:  # until the page is closed and a write fails
+            while True:
                 number, text = await self.documents.after(number, KEEPALIVE_SECONDS)
-                # The time of sending: an unchanged document may be older, and a page's clock may be wrong.
+                # An unchanged document may be older, and a page's clock may be wrong.
                 now = b'{"sent_unix_seconds": %.3f, ' % time.time()
                 await write(response, b"id: %d\ndata: %b%b\n\n" % (number, now, text[1:]) if text else b":\n\n")
         finally:
