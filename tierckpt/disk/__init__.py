@@ -1,1 +1,1 @@
-"""Local files: durable writes, locks, leases, ownership, page cache, and I/O tuning."""
+"""Local files: durable writes, locks, page cache, and I/O tuning."""

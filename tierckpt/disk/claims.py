@@ -1,13 +1,10 @@
 """Claims: byte locks that assign work to one process; and a lease between hosts.
 
-Invariants:
-    C1  A claim is a lock on one byte (fcntl(2), F_OFD_SETLK). The kernel grants it to one open file at a time, in all
-        containers of the host, and frees it when the process ends in any way. Nothing remains to clean up.
-    C2  A forked child holds no claim of its parent (K5 of ``file_lock``).
-    C3  A claim saves work and protects no data: two processes that do the same work have the same result. On a file
-        system without locks, each process gets each claim.
-    C4  Locks do not extend to other hosts that mount the file system: a ``HostLease`` does. It ends when its holder
-        releases it, or has not written to it for ``SILENT_SECONDS``.
+C1  A claim is a lock on one byte (fcntl(2), F_OFD_SETLK): one open file has it, in all containers of the host, and
+    the kernel frees it when the process ends.
+C2  A forked child holds no claim of its parent.
+C3  A claim saves work and protects no data. On a file system without locks, each process gets each claim.
+C4  A ``HostLease`` ends when its holder releases it, or has not written for ``SILENT_SECONDS``.
 """
 
 from __future__ import annotations
@@ -33,17 +30,16 @@ log = logger("cache")
 
 HEARTBEAT_SECONDS = 2.0
 SILENT_SECONDS = 20.0
-"""Ten heartbeats, so that a process short of processor time does not count as dead."""
+"""Ten heartbeats: a process short of processor time is not dead."""
 LEASE_ATTEMPTS = 100
 NAME_BYTES_MAX = 1024
 
 _FLOCK = struct.Struct("hhqqi0q")
-"""``struct flock`` with a 64-bit off_t: type, whence, start, length, pid."""
+"""The kernel's 64-bit ``struct flock``: type, whence, start, length, pid."""
 
 
 class Claims:
-    """Claims on the bytes of the file ``path``, created if missing. Thread-safe. Close it. Cost of a call: one system
-    call, about 1 microsecond."""
+    """Claims on the bytes of the file ``path``. Thread-safe. Close it. Cost of a call: 1 microsecond."""
 
     def __init__(self, path: Path) -> None:
         self._file, self._pid = open_lock(path, file_mode(path)), os.getpid()
@@ -52,7 +48,7 @@ class Claims:
         self.has_locks = True
 
     def take(self, offset: int) -> bool:
-        """Claim a byte; False if any other claim, also of this process, has it."""
+        """False if any other claim, also of this process, has the byte."""
         if self._pid != os.getpid():
             return True  # as without locks (C3): the descriptor was closed at the fork (C2)
         with self._lock:
@@ -66,7 +62,7 @@ class Claims:
 
     def release(self, offset: int) -> None:
         if self._pid != os.getpid():
-            return  # a copied block ends in the fork; the descriptor may be another file's by now
+            return  # in a fork the descriptor may be another file's by now
         with self._lock:
             self._taken.discard(offset)
             self._set(fcntl.F_UNLCK, offset)
@@ -94,8 +90,7 @@ class Claims:
 
 
 def locked(file: int, start: int, stop: int) -> list[int]:
-    """Return the bytes of a range locked by other open files; [] on a file system without locks. Cost: a system call
-    for each lock, and for each gap between them."""
+    """Return the bytes of a range locked by other open files. Cost: a system call per lock and per gap."""
     found: list[int] = []
     ranges = [(start, stop)]
     with contextlib.suppress(OSError):
@@ -117,7 +112,7 @@ def holder_name(*, has_locks: bool) -> str:
 
 
 class HostLease:
-    """A lease by the file ``path``, which names its holder; a host's processes hold it together. Blocking."""
+    """A lease by the file ``path``, held by all processes of a host together. Blocking."""
 
     def __init__(self, path: Path, holder: str) -> None:
         self._path, self._holder = path, holder.encode()
@@ -128,8 +123,7 @@ class HostLease:
     def take(self) -> bool:
         """Hold the lease until ``release``; False while another holder has it. Idempotent.
 
-        Raises ObjectNotFoundError: its directory is missing. StoreError, PermissionDeniedError: the file can
-        be neither created nor read.
+        Raises ObjectNotFoundError: no directory. StoreError, PermissionDeniedError: the file is inaccessible.
         """
         with translated(self._path):
             for _ in range(LEASE_ATTEMPTS if self._file < 0 else 0):
@@ -155,7 +149,7 @@ class HostLease:
             return True  # unknown: assume yes
 
     def release(self, *, is_last: bool = True) -> None:
-        """Release the lease. ``is_last``: no other process of the holder needs it. Idempotent."""
+        """``is_last``: no other process of the holder needs it. Idempotent."""
         if self._file < 0 or self._pid != os.getpid():
             return
         self._is_over.set()
@@ -176,17 +170,16 @@ class HostLease:
 
     def _heartbeat(self, file: int, is_over: threading.Event) -> None:
         while not is_over.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError):  # if the file system fails, others see no heartbeat
+            with contextlib.suppress(OSError):  # others then see no heartbeat
                 os.pwrite(file, self._holder, 0)  # some file systems set no times; does not recreate a removed file
 
     def _read(self) -> tuple[bytes, int] | None:
-        """Return the holder, b"" before its name is written, and its last write; None without a lease. Opens the file:
-        a network mount may answer a ``stat`` from a cache that is a minute old."""
+        """Opens the file: a network mount may cache its ``stat`` for a minute."""
         try:
             file = open_regular(self._path)
         except FileNotFoundError:
             return None
-        except PermissionError:  # another user's, with a strict umask
+        except PermissionError:
             return b"", self._path.lstat().st_mtime_ns
         try:
             return os.read(file, NAME_BYTES_MAX), os.fstat(file).st_mtime_ns
@@ -194,8 +187,7 @@ class HostLease:
             os.close(file)
 
     def _is_silent(self, written_ns: int) -> bool:
-        """Whether the other holder has not written for ``SILENT_SECONDS``. By this host's clock from the second check
-        on; at the first, by the file system's, which may differ."""
+        """By this host's clock; at the first check by the file system's, which may differ."""
         now = time.monotonic()
         if written_ns == self._seen_ns:
             return now - self._seen_at > SILENT_SECONDS

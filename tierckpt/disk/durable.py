@@ -1,7 +1,6 @@
 """Durable local files, and the meaning of their errors. Synchronous.
 
-A file is durable when its bytes, its name and every new directory above it are on the disk: fsync(file), rename,
-fsync(directory), fsync(parent of each directory made).
+A file is durable after fsync(file), rename, fsync(directory), fsync(parent of each directory made).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .quarantine import open_regular, set_aside
 
 MAKES_MAX = 100
 PATH_BYTES_MAX = 4095 - 200
-"""Of a path's 4,095 bytes, our files below it and temporary names take the rest."""
+"""Our files below a path, and temporary names, take the rest."""
 SET_LOCAL_ROOT = "Set TIERCKPT_LOCAL_ROOT (or local_root=) to a writable directory of this user on node-local SSD"
 UNKNOWN_BYTES = 1 << 62
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -57,7 +56,7 @@ _OUTAGE_ERRNOS = {
     errno.ENOTCONN,
     errno.EREMOTEIO,
 }
-# Errors of a file system without such a link or call: another file system, unsupported, too many, or forbidden.
+# Errors of a file system without such a link or call.
 CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
@@ -70,7 +69,6 @@ class Space(NamedTuple):
 
 
 def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
-    """Return the typed error for ``error`` on ``path``, by errno, never by text."""
     if isinstance(error, TierckptError):
         return error
     if error.errno == errno.EFBIG:
@@ -124,10 +122,7 @@ def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
 
 
 def space_of(path: Path) -> Space:
-    """Return the space on the file system of ``path``, or its nearest existing parent. Raises OSError.
-
-    A FUSE server may report no blocks: then ``UNKNOWN_BYTES``, and a write finds out.
-    """
+    """Return the space on the nearest existing parent; ``UNKNOWN_BYTES`` if FUSE reports none. Raises OSError."""
     for candidate in (path, *path.parents):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             disk = os.statvfs(candidate)
@@ -154,7 +149,7 @@ def _name_bytes_max(directory: Path) -> int:
         try:
             limit = os.pathconf(candidate, "PC_NAME_MAX")
             return limit if limit > 0 else 255
-        except OSError:  # not made yet, or itself too long
+        except OSError:
             continue
     return 255
 
@@ -172,7 +167,7 @@ def _free_bytes(path: Path) -> int:
 
 @contextlib.contextmanager
 def translated(path: Path, tier: Tier = Tier.LOCAL, *, is_above: bool = False) -> Iterator[None]:
-    """Translate OS errors into typed errors; ``is_above``: name the error's path under ``path``."""
+    """Raise typed errors for OS errors; ``is_above``: name the error's path under ``path``."""
     try:
         yield
     except OSError as error:
@@ -196,10 +191,7 @@ def fsync_dir(path: Path) -> None:
 
 
 def matching(directory: Path, pattern: str) -> list[Path]:
-    """Return the sorted entries of ``directory`` that match ``pattern``; [] if it is missing or not a directory.
-
-    Safe against concurrent removals. (``Path.glob`` raises if ``directory`` itself is removed.)
-    """
+    """Return the sorted entries that match; [] without a directory. Safe against concurrent removals."""
     try:
         names = os.listdir(directory)  # noqa: PTH208  # a third of the time
     except OSError as error:
@@ -212,11 +204,10 @@ def matching(directory: Path, pattern: str) -> list[Path]:
 def make_dirs(path: Path, *, tier: Tier = Tier.LOCAL, is_durable: bool = True) -> None:
     """Make directory ``path`` and its parents, durably. Cost: one fsync per directory made.
 
-    Under a local root no other user can write to new directories, for any umask; an entry that is no directory is
-    quarantined.
+    Under a local root no other user can write to new directories, and an entry that is no directory is quarantined.
 
-    Raises PermissionDeniedError: a directory below a local root is not safe to use (``ownership``). ConfigError:
-    the local root, or a directory above it, is a file.
+    Raises PermissionDeniedError: a directory below a local root is not safe to use (``ownership``). ConfigError: the
+    local root, or a directory above it, is a file.
     """
     with translated(path, tier):
         check(path)
@@ -276,7 +267,7 @@ def read_whole(path: Path, size_bytes_max: int, *, tier: Tier = Tier.LOCAL) -> b
 
 
 def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
-    """Replace ``path`` by ``data``: a reader, or a crash, sees the old file or the whole new one, which is durable.
+    """Replace ``path`` by ``data``, durably: a reader, or a crash, sees the old file or the whole new one.
 
     The directory must exist. Cost: two fsyncs.
     """
@@ -287,10 +278,9 @@ def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:
 
 
 def publish(new: Path, path: Path, file: int | None = None) -> None:
-    """Rename ``new``, with durable bytes, to ``path``, durably: rename, fsync of the directory.
+    """Rename ``new``, with durable bytes, to ``path``, durably. Raises OSError, or a typed error.
 
-    ``file``: its descriptor, if its bytes are not durable yet. A directory replaces an empty one only. Raises
-    OSError, or a typed error.
+    ``file``: its descriptor, if its bytes are not durable yet. A directory replaces an empty one only.
     """
     if file is not None:
         with requests.counted():
@@ -311,19 +301,19 @@ def replace_file(new: Path, path: Path) -> None:
 
 
 def hard_link(source: Path, target: Path) -> None:
-    """``os.link``. Raises OSError: one of ``CANNOT_LINK`` without hard links."""
+    """Raises OSError: one of ``CANNOT_LINK`` without hard links."""
     try:
         with requests.counted():
             os.link(source, target)
     except FileNotFoundError as error:
         if source.lstat().st_nlink:
             raise
-        # The file system counts no links; the kernel takes the file for a removed one.
+        # The kernel takes a file without a count of links for a removed one.
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(source)) from error
 
 
 def rename_new(new: Path, path: Path) -> None:
-    """Rename ``new`` to ``path``, unless that exists. Raises FileExistsError; OSError if unsupported."""
+    """Raises FileExistsError; OSError if unsupported."""
     if not hasattr(_libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
     with requests.counted():
@@ -335,9 +325,7 @@ def rename_new(new: Path, path: Path) -> None:
 def name_new(new: Path, path: Path) -> None:
     """Give the file ``new`` the name ``path``, unless that exists; its old name may go.
 
-    A hard link decides between racing callers, also over NFS; else RENAME_NOREPLACE.
-
-    Raises FileExistsError; OSError: one of ``CANNOT_LINK`` if neither is supported.
+    A hard link decides between racing callers, also over NFS. Raises FileExistsError; OSError: one of ``CANNOT_LINK``.
     """
     try:
         hard_link(new, path)
@@ -350,8 +338,10 @@ def name_new(new: Path, path: Path) -> None:
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a directory tree, following no link, even if one is planted meanwhile. Raises OSError. ``shutil.rmtree``
-    compares inode numbers, and removes nothing if those change at each stat (FUSE)."""
+    """Remove a directory tree, following no link, even if one is planted meanwhile. Raises OSError.
+
+    Works if inode numbers change at each stat (FUSE), unlike ``shutil.rmtree``.
+    """
     try:
         folder = os.open(path, _FOLDER)
         try:
@@ -380,15 +370,15 @@ def _empty(folder: int) -> None:
                 os.close(below)
             os.rmdir(entry.name, dir_fd=folder)
         except FileNotFoundError:
-            continue  # another process removes it too
+            continue  # another process removes it, too
         except OSError as error:
-            first = first or error  # remove as much as possible
+            first = first or error
     if first is not None:
         raise first
 
 
 def is_same_file(one: Path, other: Path) -> bool:
-    """True for two names of one file. With unstable inode numbers, size and time decide. Raises OSError."""
+    """With unstable inode numbers, size and time decide. Raises OSError."""
     status, status_of_other = one.stat(), other.stat()
     if os.path.samestat(status, status_of_other):
         return True
@@ -397,7 +387,7 @@ def is_same_file(one: Path, other: Path) -> bool:
 
 
 def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool:
-    """Link ``source`` to ``target``, durably. False without hard links (then copy).
+    """Link ``source`` to ``target``, durably. False without hard links.
 
     Outside of a local root ``target`` gets the mode and group of a new file; False if that fails. Raises
     PreconditionFailedError: ``target`` is another file.
@@ -421,15 +411,11 @@ def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool
 
 
 def _match_new_file(path: Path) -> bool:
-    """Give ``path``, made under a local root, the mode and group of a new file in its directory.
-
-    Its mode is narrower than the umask, and its group this process's, not the directory's. A file made under
-    another umask keeps its mode. False if another file is needed: an ACL, a group of others.
-    """
+    """Give ``path`` the mode and group of a new file. False if another file is needed: an ACL, a group of others."""
     try:
         os.getxattr(path.parent, "system.posix_acl_default")
         return False
-    except OSError:  # no such ACL, or no ACLs at all
+    except OSError:
         pass
     status, folder, umask = path.stat(), path.parent.stat(), current_umask()
     try:
@@ -443,7 +429,7 @@ def _match_new_file(path: Path) -> bool:
 
 
 def link_or_copy(source: Path, target: Path) -> bool:
-    """Link or copy ``source`` to ``target``, durably. True for a hard link. Raises as ``durable_link``; OSError."""
+    """True for a hard link. Raises as ``durable_link``; OSError."""
     if durable_link(source, target):
         return True
     with temporary_next_to(target) as temporary:

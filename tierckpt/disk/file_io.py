@@ -1,7 +1,6 @@
 """Reads and writes local files at an offset: past the page cache (direct I/O), or through it.
 
-Direct I/O needs whole disk blocks and block-aligned memory. Writers pad the last block with zeros; ``cut`` removes
-them. ``Resident`` finds bytes in the page cache; ``open_beneath`` follows no symbolic link.
+Direct I/O needs whole disk blocks and block-aligned memory. ``cut`` removes the padding of the last block.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ _DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 def open_beneath(directory: Path, relative: str) -> int:
     """Open the regular file ``relative`` of ``directory`` for reading; the caller closes it.
 
-    The last part of ``directory`` may be no link either; the path to it is the administrator's. Raises OSError:
-    missing, no regular file, or a part is a symbolic link or leads out.
+    Raises OSError: missing, no regular file, or a part of ``relative``, or the last of ``directory``, is a link.
     """
     *folders, name = relative.split("/")
     if "\0" in relative or any(part in ("", ".", "..") for part in (*folders, name)):
@@ -55,18 +53,14 @@ def open_beneath(directory: Path, relative: str) -> int:
 PAGE_BYTES = mmap.PAGESIZE
 
 WINDOW_BYTES = 64 << 20
-"""Range per cached result of "not in the page cache": a load checks each 2 MiB."""
+"""Range of a cached result: a load checks each 2 MiB."""
 
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class Resident:
-    """Queries ``mincore(2)`` on a mapping of ``file`` that is never touched.
-
-    Unknown residency (no mapping, or another user's file) counts as none. Pages that appear after a window was found
-    empty are not used: the range is read past the page cache.
-    """
+    """Queries ``mincore(2)`` on a mapping of ``file`` that is never touched. Unknown residency counts as none."""
 
     def __init__(self, file: int) -> None:
         self._map: mmap.mmap | None = None
@@ -95,12 +89,12 @@ class Resident:
         return self._is_empty[window]
 
     def pages(self, start: int, stop: int) -> bytes:
-        """One byte per page: 1 in the page cache; 0 not, or unknown."""
+        """Return one byte per page: 1 in the page cache; 0 not, or unknown."""
         pages = -(-(stop - start) // PAGE_BYTES)
         found = ctypes.create_string_buffer(pages)
         if _mincore(self._address + start, stop - start, found):
             return bytes(pages)
-        return found.raw  # the other bits are reserved, and zero
+        return found.raw
 
 
 log = logger("disk")
@@ -111,7 +105,7 @@ devices_without: set[int] = set()
 
 
 def open_direct(path: Path, flags: int) -> int | None:
-    """Open ``path`` for direct I/O; None if unsupported, logged once per device. Raises OSError."""
+    """None if unsupported, logged once per device. Raises OSError."""
     try:
         with requests.counted():
             return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, file_mode(path))
@@ -126,7 +120,7 @@ def open_direct(path: Path, flags: int) -> int | None:
 
 
 class DirectFile:
-    """A file written at offsets by several threads: past the page cache (``direct``) or through it."""
+    """A file written at offsets by several threads, past the page cache if ``direct``."""
 
     def __init__(self, fd: int = -1, *, direct: bool = True) -> None:
         self.fd = fd
@@ -144,9 +138,9 @@ class DirectFile:
         self.fd = os.open(path, flags | os.O_CLOEXEC, file_mode(path))
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write all of ``view``. A short direct write continues from the last whole block.
+        """A short direct write continues from the last whole block.
 
-        If direct I/O is only refused now, or needs more alignment, the page cache is used.
+        If direct I/O is refused only now, or needs more alignment, the page cache is used.
         """
         while view:
             was_direct = self.direct  # another thread may leave direct I/O meanwhile
@@ -165,8 +159,7 @@ class DirectFile:
             view, offset = view[count:], offset + count
 
     def _leave_direct(self) -> None:
-        """Reopen the file under the same descriptor: other threads write to it, and FUSE reads flags only in ``open``.
-        Raises OSError."""
+        """Reopen the file under its descriptor, which threads write to: FUSE reads flags only in ``open``."""
         file = os.open(f"/proc/self/fd/{self.fd}", os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.dup2(file, self.fd, inheritable=False)
@@ -189,7 +182,7 @@ class DirectFile:
 
 
 def read_direct(file: int, into: memoryview, offset: int, bounce: memoryview | None = None) -> int:
-    """Read whole blocks into ``into``, ``bounce`` a buffer if given. Returns the number of bytes.
+    """Read whole blocks into ``into``, through ``bounce`` if given. Returns the number of bytes.
 
     An error ends it like the end of the file: reading the rest through the page cache raises it.
     """
@@ -207,7 +200,7 @@ def read_direct(file: int, into: memoryview, offset: int, bounce: memoryview | N
 
 
 def read_into(file: int, into: memoryview, offset: int) -> int:
-    """Fill ``into`` through the page cache. Returns the number of bytes. Raises OSError."""
+    """Returns the number of bytes. Raises OSError."""
     done = 0
     while done < len(into):
         count = os.preadv(file, [into[done:]], offset + done)
@@ -220,9 +213,8 @@ def read_into(file: int, into: memoryview, offset: int) -> int:
 def stat_version(status: os.stat_result) -> str:
     """Return the version of a file: last write time and size.
 
-    No inode number: FUSE servers change it at each stat, and a copied tree has others. No ctime: a hard link or a
-    chmod changes it, and no byte. So a rewrite of the same size within one tick of the file system's clock (2 s on
-    vfat, some milliseconds on ext4) is missed. ``LocalStore`` makes sure that its own writes are not.
+    No inode number: FUSE servers change it at each stat. No ctime: a hard link or a chmod changes it. A rewrite of
+    the same size within one tick of the file system's clock (2 s on vfat, some milliseconds on ext4) is missed.
     """
     return f"{status.st_mtime_ns:x}-{status.st_size:x}"
 
@@ -231,9 +223,9 @@ def address_of(memory: memoryview | bytearray) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-# ctypes.memmove releases the interpreter lock at each call: another thread then takes it for 5 ms.
+# ctypes.memmove releases the interpreter lock: another thread then takes it for 5 ms.
 copy_small = ctypes.PyDLL(None).memmove
-"""``copy_small(target, source, count)`` copies some KiB and keeps the interpreter lock."""
+"""Copies some KiB and keeps the interpreter lock."""
 copy_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 copy_small.restype = None
 
@@ -244,13 +236,13 @@ def open_file(path: Path) -> int:
 
 
 def pread_all(file: int, byte_range: ByteRange, path: Path, tier: Tier = Tier.LOCAL) -> bytes:
-    """Return the bytes of the range; fewer if the file is too short."""
+    """Return fewer bytes if the file is too short."""
     with translated(path, tier):
         pieces, offset = [], byte_range.start
         while offset < byte_range.stop:
             piece = os.pread(file, byte_range.stop - offset, offset)
             if not piece:
-                break  # the digest check reports a short file
+                break
             pieces.append(piece)
             offset += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -270,10 +262,9 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 def allocate(file: int, size_bytes: int) -> None:
-    """Allocate ``size_bytes`` on the disk: a full one is found before the first byte, and extents are long.
+    """Find a full disk before the first byte, and make extents long, if supported.
 
-    Not ``posix_fallocate``: without support by the file system it writes zeros, over what another process may just
-    have written. Without support, allocates nothing.
+    ``posix_fallocate`` may write zeros over what another process has just written.
     """
     while size_bytes and libc.fallocate(file, 0, 0, size_bytes):
         number = ctypes.get_errno()
@@ -284,10 +275,7 @@ def allocate(file: int, size_bytes: int) -> None:
 
 
 def clone_range(source: Path, target: Path, byte_range: ByteRange) -> bool:
-    """Share the blocks of ``source`` in the range with ``target`` (reflink); False if unsupported.
-
-    Later writes to one are invisible in the other.
-    """
+    """Share the blocks of a range (reflink); False if unsupported."""
     start, size_bytes = byte_range.start, byte_range.size_bytes
     try:
         with source.open("rb") as old, target.open("r+b") as new:
@@ -298,5 +286,4 @@ def clone_range(source: Path, target: Path, byte_range: ByteRange) -> bool:
 
 
 def begin_writeback(file: int, start: int, size_bytes: int) -> None:
-    """Start writeback of this range of the page cache. A hint: the fsync reports errors."""
     libc.sync_file_range(file, start, size_bytes, _SYNC_FILE_RANGE_WRITE)

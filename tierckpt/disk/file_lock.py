@@ -1,19 +1,10 @@
 """Locks between processes of one node, which end with their holder: a crash leaves nothing to clean up.
 
-``try_lock`` and ``lock`` are flocks of a whole file. ``lock_record`` locks one byte of an open file, if other
-processes query the holder without taking the lock, or if a file has several locks.
-
-Invariants:
-    K1  At most one holder of a path at a time, also between tasks and threads of one process.
-    K2  Released when the block ends, even if a child was forked in it: the child has a copy of the descriptor, so
-        closing only ours would leave the lock with a DataLoader worker.
-    K3  With ``remove`` the file is removed with the lock. A process that then locks the removed file detects that the
-        name is missing or another file, and does not hold the lock.
-    K4  A lock can be inherited: it belongs to the open file. A process that receives the descriptor keeps the lock if
-        the first holder is killed, and loses it if the first holder releases it normally (K2).
-    K5  A forked child holds no lock of its parent: its copies of the descriptors are closed at the fork, so a lock
-        ends with the parent even if a DataLoader worker lives on. Nor does the child release any: a block copied by
-        the fork that ends in the child leaves lock and file unchanged (an unlock would release the parent's).
+K1  At most one holder of a path at a time, also between tasks and threads of one process.
+K2  Released when the block ends, even if a child forked in it has a copy of the descriptor.
+K3  With ``remove`` the file is removed with the lock. A process that locks a removed file does not hold the lock.
+K4  A process that receives the descriptor keeps the lock if the first holder is killed, not if it releases it.
+K5  A forked child holds no lock of its parent, and releases none: its copies are closed at the fork.
 """
 
 from __future__ import annotations
@@ -35,10 +26,10 @@ from .quarantine import open_regular
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EPERM, errno.EACCES}
 
 _RECORD = struct.Struct("hhqqi4x")
-"""``struct flock`` with a 64-bit off_t: type, whence, start, length, pid."""
+"""The kernel's 64-bit ``struct flock``: type, whence, start, length, pid."""
 
 _files: set[int] = set()
-"""Descriptors of this process that may hold a lock, except inherited ones."""
+"""Descriptors that may hold a lock, except inherited ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +48,8 @@ def try_lock(
 ) -> Iterator[LockAttempt]:
     """Yield a true ``LockAttempt`` while holding ``path``, or at once a false one if another holder has it.
 
-    Its directory must exist. ``is_shared``: with other holders; with ``remove`` the last of them removes the file.
-    ``inherited``: the descriptor of a holder that may be dead (K4); closed at the end.
+    ``is_shared``: with other holders; with ``remove`` the last of them removes the file. ``inherited``: the descriptor
+    of a holder that may be dead (K4); closed at the end.
     """
     file, pid = open_lock(path) if inherited is None else inherited, os.getpid()
     is_held = False
@@ -80,7 +71,7 @@ def try_lock(
             ) from error
         yield LockAttempt(is_held, file)
     finally:
-        if os.getpid() == pid:  # K5
+        if os.getpid() == pid:  # K5: an unlock in a child would release the parent's
             try:
                 if is_held and remove:
                     with suppress(OSError):  # if the file stays, the next holder locks it
@@ -89,7 +80,7 @@ def try_lock(
                         if not is_shared or _is_file(file, path):  # the change to EX released SH for an instant
                             path.unlink()
             finally:
-                with suppress(OSError):  # closing releases it too, unless such a child exists
+                with suppress(OSError):  # closing releases it, too, unless a child has a copy
                     fcntl.flock(file, fcntl.LOCK_UN)  # K2
                 close_lock(file)
 
@@ -126,8 +117,8 @@ def _late(timeout_seconds: float, what: str) -> OperationTimeoutError:
 def lock_record(file: int, kind: int, offset: int = 0, *, is_process: bool = False) -> bool:
     """Set byte ``offset`` to ``fcntl.F_WRLCK``, ``F_RDLCK`` or ``F_UNLCK``. False if another holder conflicts.
 
-    The lock ends with the open file, which forked children share; with ``is_process``, with this process, or when
-    it closes any descriptor of the file. Never blocks. Cost: about 1 microsecond.
+    The lock ends with the open file, which forked children share; with ``is_process``, with this process, or when it
+    closes any descriptor of the file. Never blocks. Cost: 1 microsecond.
     """
     try:
         fcntl.fcntl(
@@ -141,7 +132,7 @@ def lock_record(file: int, kind: int, offset: int = 0, *, is_process: bool = Fal
 
 
 def record_holder(file: int, offset: int = 0, *, is_process: bool = False) -> int | None:
-    """Return the process that locks byte ``offset``, None without one; negative if unknown. Takes no lock."""
+    """Return the process that locks byte ``offset``; negative if unknown. Takes no lock."""
     asked = _RECORD.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
     answer = fcntl.fcntl(file, fcntl.F_GETLK if is_process else fcntl.F_OFD_GETLK, asked)
     kind, _, _, _, pid = _RECORD.unpack(answer)
@@ -149,7 +140,7 @@ def record_holder(file: int, offset: int = 0, *, is_process: bool = False) -> in
 
 
 def open_lock(path: Path, mode: int = 0o600) -> int:
-    """Open the file of a lock; a forked child closes its copy (K5)."""
+    """A forked child closes its copy (K5)."""
     file = open_regular(path, os.O_RDWR | os.O_CREAT, mode)
     _files.add(file)
     return file
@@ -171,7 +162,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def _is_file(file: int, path: Path) -> bool:
-    """Whether ``path`` names ``file``. If inode numbers change at each stat (FUSE): whether it has any name."""
+    """If inode numbers change at each stat (FUSE), any name of ``file`` counts."""
     try:
         status = os.fstat(file)
         if os.path.samestat(status, path.lstat()):

@@ -1,10 +1,8 @@
 """The flush lock: drains yield the disk to a process of this node that flushes a checkpoint (P8).
 
-The flush holds a shared lock on a file of the local root throughout. Movers only test the lock. So neither waits for
-the other, and a lock ends with its process.
+Movers only test the shared lock of the flush, so neither waits for the other.
 
-    G3  Drains pause for at most ``STEP_BACK_SECONDS_MAX`` at a time, then run for at least as long: a drain gets half
-        of the time however often training saves.
+    G3  Drains pause for at most ``STEP_BACK_SECONDS_MAX`` at a time, then run for at least as long.
 """
 
 from __future__ import annotations
@@ -30,10 +28,9 @@ STEP_BACK_SECONDS_MAX = 2.0
 
 @contextmanager
 def flushing(local_root: Path, size_bytes: int = 0) -> Iterator[None]:
-    """Mark that this process writes a checkpoint to the local tier: the node's drains yield the disk (G3).
+    """Mark that this process writes a checkpoint to the local tier (G3). Cost: 5 microseconds.
 
-    Best effort; never blocks or fails a save: nothing conflicts with the shared lock, which ends with the process.
-    Cost: about 5 microseconds.
+    Best effort; never blocks or fails a save.
     """
     file, pid = _mark(local_root), os.getpid()
     started_at = time.monotonic()
@@ -63,7 +60,7 @@ def _mark(local_root: Path) -> int:
 
 
 class FlushMark:
-    """The mark as seen by movers. Cost of a test: about 1 microsecond."""
+    """The mark as seen by movers. Cost of a test: 1 microsecond."""
 
     def __init__(self, local_root: Path) -> None:
         self._path = flush_mark(local_root)

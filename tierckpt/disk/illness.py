@@ -1,6 +1,6 @@
 """Distinguishes a slow disk from a hanging one, for which training does not wait.
 
-A disk hangs if it has completed no request of this process's requests for ``ILL_SECONDS``, while it had one.
+A disk hangs if it has completed none of this process's pending requests for ``ILL_SECONDS``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..types import Tier
 T = TypeVar("T")
 
 ILL_SECONDS = 0.4
-"""Of the half second that training may wait for a hanging disk."""
+"""Training may wait half a second for a hanging disk."""
 HINT = "look for a hung disk or mount (dmesg)"
 
 
@@ -36,7 +36,6 @@ class Requests:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a request to a disk. Cost: a microsecond."""
         number = next(self._numbers)
         self._begun[number] = time.monotonic()
         try:
@@ -46,8 +45,7 @@ class Requests:
             self._ended_at = time.monotonic()
 
     def seconds_left(self) -> float:
-        """Return the seconds until the disk counts as hanging, unless it completes a request; ``ILL_SECONDS`` without
-        one."""
+        """Seconds until the disk counts as hanging, unless it completes a request."""
         begun = min(tuple(self._begun.values()), default=None)
         if begun is None:
             return ILL_SECONDS
@@ -77,7 +75,7 @@ def ill_disk(where: object, **context: object) -> CheckpointSkippedError:
 class Errands:
     """Runs requests to the disk below ``where`` on a thread; the caller waits only while they progress.
 
-    Progress is processor time. While one request hangs no other begins: there is at most one such thread.
+    Progress is processor time. While one request hangs no other begins.
     """
 
     def __init__(self, where: object) -> None:
@@ -88,7 +86,7 @@ class Errands:
         self._hung_at = -1.0
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Run ``work`` as one disk request. Raises CheckpointSkippedError while an earlier one hangs."""
+        """Raises CheckpointSkippedError while an earlier request hangs."""
         if not self._last.done() and (self._progress() == self._hung_at or not self.wait_for_progress()):
             raise ill_disk(self._where)
         done, clocks = Future[T](), list[int]()
@@ -107,12 +105,11 @@ class Errands:
         try:
             start_thread(threading.Thread(target=do, name="tierckpt-errand", daemon=True))
         except CapacityError as error:
-            done.set_exception(error)  # it does not hang
+            done.set_exception(error)
             raise
         return done
 
     def wait_for_progress(self) -> bool:
-        """Wait for the last request. False if it hangs."""
         is_done = wait_while([self._last], self._progress)
         self._hung_at = self._progress()
         return is_done
@@ -123,7 +120,7 @@ class Errands:
         return -1.0
 
     def run(self, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, or raise its error; CheckpointSkippedError if it, or an earlier one, hangs."""
+        """Return the result of ``work``, or raise its error; CheckpointSkippedError if any request hangs."""
         done = self.begin(work)
         if not self.wait_for_progress():
             raise ill_disk(self._where)

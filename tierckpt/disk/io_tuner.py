@@ -1,19 +1,7 @@
 """Measures on real loads and flushes how a device is read and written fastest. No test I/O.
 
-Writes: every large flush measures a number and size of concurrent writes. The first ones try each shape once, the rest
-use the cheapest of those as good as the best; now and then another shape is retried, because devices and neighbours
-change.
-
-Reads: past the page cache, or through it, in place or through buffers. The first large load from a device tries each
-mode on a part of its bytes, and continues in the fastest. The result is kept under the local root for all loads of the
-node, until it reboots. Small loads, and bytes in memory, do not count.
-
-Chunks of a checkpoint are read into buffers and verified there. Model files are verified in place, so they have one
-more mode: straight into the tensors. That copies nothing, and yet is not always fastest: the few buffers stay in the
-CPU caches, which a disk, or a hypervisor that copies its data, may fill faster than memory.
-
-Source: the modes are ordered by processor time, measured in docs/internals/load.md; the shapes in
-docs/adr/0007-flush.md.
+Large flushes try each shape, then use the cheapest of those as good as the best; now and then another one is retried.
+The first large load from a device tries each mode on a part of its bytes, for all loads until the node reboots.
 """
 
 from __future__ import annotations
@@ -44,7 +32,7 @@ log = logger("restore")
 MiB = 1 << 20
 
 EQUAL_RATE_SHARE = 0.95
-"""Modes within this share of the fastest count as equal (noise), and the cheapest is chosen."""
+"""Share of the fastest rate that counts as equal (noise)."""
 
 T = TypeVar("T")
 
@@ -65,8 +53,7 @@ SHAPE_RETRY_INTERVAL = 8
 class IoShape:
     """Threads, how many of them may write at a time, and the bytes of one write.
 
-    Idle threads prepare their next segments: with one more thread than writes the disk never waits, at the least
-    processor time.
+    With one more thread than writes the disk never waits, at the least processor time.
     """
 
     threads: int
@@ -111,7 +98,7 @@ class WriteTuner:
             return self._best()
 
     def learn(self, shape: IoShape, size_bytes: int, seconds: float) -> None:
-        """Record a flush. Small ones say more about the caller than about the device."""
+        """Small flushes say more about the caller than about the device."""
         if size_bytes < MEASURED_BYTES_MIN or seconds <= 0:
             return
         with self._lock:
@@ -125,15 +112,14 @@ class WriteTuner:
 
 
 BUFFERED_GAIN_MIN = 1.25
-"""Required gain of the page cache: it costs five times the processor time, and evicts other data."""
+"""The page cache costs five times the processor time, and evicts other data."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadMode:
     """Read with O_DIRECT (``direct``) or with readahead through the page cache, on several threads.
 
-    ``in_place``: into the final memory, without buffers. ``ranks``: processes of this node that read the same
-    files now; 0: unknown.
+    ``in_place``: without buffers. ``ranks``: processes of this node that read the same files now; 0: unknown.
     """
 
     direct: bool
@@ -157,27 +143,25 @@ class ReadMode:
 
 
 READ_MODES = (ReadMode(True, 8), ReadMode(False, 4))
-"""Modes to try, ordered by processor time. Eight threads keep a disk busy while some digest and copy; the kernel's
-readahead needs fewer."""
+"""Ordered by processor time. Eight threads keep a disk busy while some digest; readahead needs fewer."""
 
 MODEL_READ_MODES = (ReadMode(True, 8, in_place=True), ReadMode(True, 12), ReadMode(False, 4))
 
 SHARED_READ_MODES = (ReadMode(False, 4),)
-"""For model files that several processes of a node read at once: the page cache reads each byte once."""
+"""The page cache reads each byte of a model file once for several processes."""
 
 READ_THREADS_MAX = max(way.threads for way in READ_MODES + MODEL_READ_MODES)
 
 
 class ReadTuner:
-    """Knows how to read checkpoints, or model files, from each device of this node. Thread-safe.
-    ``settings.local_root`` has the result; ``modes``: ``READ_MODES`` or ``MODEL_READ_MODES``, the modes to try."""
+    """Chooses how to read checkpoints, or model files, from each device. Thread-safe."""
 
     def __init__(self, settings: Settings, modes: tuple[ReadMode, ...] = READ_MODES) -> None:
         use_local_root(settings)
         self.modes = modes
         self.path = (model_read_modes if modes == MODEL_READ_MODES else read_modes)(settings.local_root)
         self._format_1_path = self.path.with_name(self.path.name.replace("modes", "ways"))
-        """An earlier process's results: valid until the node reboots."""
+        """Valid until the node reboots."""
         self._known: dict[str, ReadMode] = {}
         self._lock = threading.Lock()
 
@@ -190,7 +174,6 @@ class ReadTuner:
             return self._known.get(device, self.modes[0])
 
     def is_known(self, device: str) -> bool:
-        """True if no mode is to be tried: done before, or only one mode."""
         self.mode(device)
         return device in self._known or len(self.modes) < 2
 
@@ -234,7 +217,7 @@ class ReadTuner:
 
 
 def best(rates: Mapping[ReadMode, float]) -> ReadMode:
-    """Return the cheapest of ``rates`` as good as the fastest; the page cache must be faster by a quarter."""
+    """The page cache must be faster by a quarter."""
     worth = {mode: rate if mode.direct else rate / BUFFERED_GAIN_MIN for mode, rate in rates.items()}
     return cheapest(worth)
 
@@ -243,7 +226,7 @@ RECORD_BYTES_MAX = 1 << 20
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """Return the results at ``path``, by device; {} if the file is missing or another user's."""
+    """Return {} if the file is missing or another user's."""
     try:
         found: Json = json.loads(read_whole(path, RECORD_BYTES_MAX))
     except (TierckptError, ValueError):

@@ -20,7 +20,7 @@ log = logger("disk")
 MEMORY_FILESYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
 
 LEFTOVER_SECONDS = 3600.0
-"""A temporary file unwritten for this long is abandoned: a live transfer writes more often."""
+"""A live transfer writes a temporary file more often."""
 
 checked: set[Path] = set()
 
@@ -29,14 +29,15 @@ _MODES = {"user": 0o700, "group": 0o750, "all": 0o755}
 
 
 def use_local_root(settings: Settings) -> None:
-    """Check ``local_root`` and mark it as used by this process. Makes nothing. Raises PermissionDeniedError: another
-    user owns it, can write to it, or controls a link above it."""
+    """Check ``local_root`` and mark it as used by this process.
+
+    Raises PermissionDeniedError: another user owns it, can write to it, or controls a link above it.
+    """
     open_root(settings.local_root, _MODES[settings.local_readable_by])
 
 
 def make_local_root(settings: Settings) -> Path:
-    """Make and return ``local_root``. Raises PermissionDeniedError: not safe to use, not writable, or read-only.
-    ConfigError: it cannot be a directory."""
+    """Raises PermissionDeniedError: not safe to use, or not writable. ConfigError: it cannot be a directory."""
     root = settings.local_root
     use_local_root(settings)
     try:
@@ -51,7 +52,7 @@ def make_local_root(settings: Settings) -> Path:
 
 
 def check_local_root(settings: Settings) -> None:
-    """``make_local_root``; once per process, warn if it is in memory, and clear leftovers."""
+    """Warn, once per process, if it is in memory, and clear leftovers."""
     root = make_local_root(settings)
     if root in checked:
         return
@@ -69,18 +70,15 @@ def check_local_root(settings: Settings) -> None:
 def clear_leftovers(local_root: Path) -> int:
     """Remove temporary files and locks of killed processes. Returns how many.
 
-    Files of ended processes of this machine, named after them, are removed at once; others after LEFTOVER_SECONDS
-    without a write. A lock is removed while it is held (K3), and never if its journal entry exists: its next owner
-    would take the lock's name for the entry's.
-
-    Cost: one walk over the names below ``local_root``, and a stat for each temporary file and lock.
+    Temporary files of unknown owners are removed after LEFTOVER_SECONDS without a write. A lock is removed while it is
+    held (K3), and never if its journal entry exists: its next owner would take the lock's name for the entry's.
     """
     removed = 0
     before = time.time() - LEFTOVER_SECONDS
     for folder, _, names in os.walk(local_root):
         for name in names:
             if is_temporary(name) or name.endswith(".lock"):
-                with contextlib.suppress(OSError, TierckptError):  # in use, gone, or another user's: it stays
+                with contextlib.suppress(OSError, TierckptError):  # in use, gone, or another user's
                     removed += _clear(Path(folder, name), before)
     if removed:
         log.info("removed %d files that killed processes had left under %s", removed, local_root)
@@ -112,7 +110,7 @@ def filesystem_type(path: Path) -> str:
     for line in lines:
         left, _, right = line.partition(" - ")
         mount = left.split()[4].replace("\\040", " ")
-        # The last of equal mounts is on top, so >= is right.
+        # the last of equal mounts is on top
         if (target == mount or target.startswith(mount.rstrip("/") + "/")) and len(mount) >= len(best):
             best, kind = mount, right.split()[0]
     return kind

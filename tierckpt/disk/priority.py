@@ -1,10 +1,6 @@
 """Low priority, and a small share of a busy node, for background threads: training comes first (P8).
 
-A low priority orders two threads that want one processor, but does not limit what two hardware threads of one core
-take from each other, nor the interpreter lock. So the flush does less work per second.
-
-Two measures detect a busy node: this process's own processor time, exact within milliseconds, and the node's, which
-the kernel counts in ticks of 10 ms. Neither counts a flush: ours is subtracted, and flushes of other ranks are niced.
+A low priority does not limit what two hardware threads of one core take from each other, nor the interpreter lock.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from ..telemetry import logger
 
 STAT = Path("/proc/stat")
 BACKGROUND_CPU_SHARE = 0.04
-"""Of one processor, for a background flush on a busy node. Measured: docs/adr/0007-flush.md."""
+"""Share of one processor for a background flush on a busy node (docs/adr/0007-flush.md)."""
 BUSY_SHARE = 0.4
 OWN_WINDOW_SECONDS = 0.01
 NODE_WINDOW_SECONDS = 0.1
@@ -28,15 +24,15 @@ REST_SECONDS_MAX = 0.5
 
 
 class CpuThrottle:
-    """Sleeps after work, so that the work takes ``share`` of the time while processors are busy. 1.0 never sleeps.
+    """Sleeps after work, so that the work takes ``share`` of the time while processors are busy.
 
-    One for all ``threads`` of a flush: each gets its part of the share.
+    Each of the ``threads`` of a flush gets its part of the share.
     """
 
     def __init__(self, share: float = 1.0, threads: int = 1) -> None:
         self.share = share if share >= 1.0 else share / threads
         self.has_throttled = False
-        """True if any thread ever slept: then the flush does not measure the device."""
+        """A throttled flush does not measure the device."""
         if self.share >= 1.0:
             return
         self._processors = len(os.sched_getaffinity(0))
@@ -69,8 +65,7 @@ class CpuThrottle:
 
 
 def _ticks() -> tuple[int, int]:
-    """Return processor time at normal priority, and in total, since the start; zeros if unknown. Source: proc(5): user,
-    nice, system, idle, iowait, irq, softirq, steal."""
+    """Return ticks at normal priority, and in total (proc(5))."""
     try:
         user, _, system, _, _, irq, softirq, *_ = fields = [
             int(f) for f in STAT.read_text().split("\n", 1)[0].split()[1:9]
@@ -92,16 +87,13 @@ BEST_EFFORT_LOWEST = (2 << 13) | 7
 
 
 def lower_this_thread(nice: int) -> None:
-    """Lower the CPU and I/O priority of the calling thread, for good: raising it again needs privileges.
-
-    Linux keeps both per thread, and a new thread inherits them. Best effort: a refusal of the kernel is logged.
-    """
+    """Lower the CPU and I/O priority of the calling thread, and of threads that it starts, for good. Best effort."""
     _lower(threading.get_native_id(), nice)
 
 
 def _lower(thread: int, nice: int) -> None:
     try:
-        if os.getpriority(os.PRIO_PROCESS, thread) < nice:  # the site may have set it lower already
+        if os.getpriority(os.PRIO_PROCESS, thread) < nice:
             os.setpriority(os.PRIO_PROCESS, thread, nice)
     except OSError as error:
         log.debug("the CPU priority of thread %d stays: %s", thread, error)

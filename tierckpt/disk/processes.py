@@ -1,7 +1,6 @@
 """Identifies processes across pid reuse, containers and hosts, and their temporary files.
 
-A pid is valid within one pid namespace of one boot of one machine. A namespace number alone does not identify a host:
-the first one's is the same on every machine.
+A pid is valid within one pid namespace of one boot of one machine.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 @functools.cache
 def boot_id() -> str:
-    """The id of this boot of this machine; else an id of this process and its children."""
+    """Return the id of this boot; else one of this process and its children."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or secrets.token_hex(16)
     except OSError:
@@ -24,13 +23,13 @@ def boot_id() -> str:
 
 
 def host_id() -> int:
-    """32 bits that differ between machines and boots; equal in all containers of one kernel."""
+    """Return 32 bits that differ between machines and boots; equal in all containers."""
     return zlib.crc32(boot_id().encode())
 
 
 @functools.cache
 def pid_namespace() -> int:
-    """32 bits that differ between pid namespaces of all hosts; 0 if /proc lacks this process's pids."""
+    """Return 32 bits that differ between pid namespaces of all hosts; 0 if /proc lacks this process's pids."""
     try:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115  # /proc is of another namespace
             return 0
@@ -43,7 +42,7 @@ os.register_at_fork(after_in_child=pid_namespace.cache_clear)
 
 
 def start_ticks(pid: int) -> int:
-    """Return clock ticks from boot to the start of ``pid`` (proc(5)); 0 without one, or for a zombie."""
+    """Return clock ticks from boot to the start of ``pid``; 0 without one, or for a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -52,14 +51,14 @@ def start_ticks(pid: int) -> int:
 
 
 def has_ended(pid: int, started_ticks: int, namespace: int) -> bool | None:
-    """Return whether that process exited; None in another namespace (unknown)."""
+    """Return None in another namespace, where it is unknown."""
     if not namespace or namespace != pid_namespace():
         return None
     return start_ticks(pid) != started_ticks
 
 
 def current_umask() -> int | None:
-    """Return the umask, which ``os.umask`` cannot read without a change; None if unknown."""
+    """Return the umask, which ``os.umask`` cannot read without a change."""
     try:
         match = re.search(rb"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_bytes(), re.MULTILINE)
     except OSError:
@@ -77,7 +76,6 @@ STEM_BYTES_MAX = 97
 
 
 def stem_of(name: str) -> str:
-    """The part of ``name`` in its temporary files and locks: all of it, or its beginning and a digest."""
     raw = os.fsencode(name)
     if len(raw) <= STEM_BYTES_MAX:
         return name
@@ -85,7 +83,6 @@ def stem_of(name: str) -> str:
 
 
 def companion_path(path: Path, ending: str) -> Path:
-    """The path ``.<name><ending>`` of a file that belongs to ``path``, shortened if needed."""
     return path.with_name(f".{stem_of(path.name)}{ending}")
 
 
@@ -109,10 +106,7 @@ def temporary_of_this_process(name: str) -> str:
 
 
 def is_abandoned(name: str) -> bool:
-    """True for a temporary name of an ended process of this machine; unknown for other containers and hosts.
-
-    A reused pid has another start time.
-    """
+    """True for a temporary name of an ended process of this machine; False if unknown."""
     match = _OWNED.search(name)
     if match is None:
         return False

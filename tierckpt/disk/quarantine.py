@@ -1,10 +1,6 @@
-"""Quarantine: moves files of an unexpected kind below a local root aside, and reports them.
+"""Quarantine: moves files of an unexpected kind below a local root to ``<local_root>/quarantine/<hex>.<name>``.
 
-    <local_root>/quarantine/<hex>.<name>    files of an unexpected kind
-
-A local root that was copied without its links, unpacked from an archive, or repaired by a file system check may have a
-file in place of a directory, a directory in place of a file, a link, a FIFO. They are not read, waited for, or
-followed: one rename moves it away, nothing is deleted, and the work continues as if it were missing.
+A link or a FIFO in place of a file is not read, waited for, or followed: the work continues as if it were missing.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ log = logger("disk")
 
 QUARANTINE = "quarantine"
 _OTHER_KIND = {errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV}
-"""open() errors for a link, a directory, a socket, a FIFO without reader, a device without driver."""
+"""Errors for a link, a directory, a socket, a FIFO without reader, a device without driver."""
 _KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFDIR: "a directory",
@@ -45,8 +41,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int
     Raises:
         OSError: as ``os.open``.
         StoreError: an entry of another kind that cannot be quarantined.
-        PermissionDeniedError: its directory is not safe to use, or under a local root another user owns it
-            (``ownership``): others could write to the directory before.
+        PermissionDeniedError: its directory is not safe to use, or another user owns it (``ownership``).
     """
     is_state = check(path.parent)
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_state else 0)
@@ -78,9 +73,9 @@ def _check_owner(file: int, status: os.stat_result, path: Path) -> None:
 
 
 def set_aside(path: Path) -> bool:
-    """Quarantine the unexpected entry ``path`` of a local root; log and count it.
+    """Quarantine the unexpected entry ``path``. True also if it has vanished.
 
-    False if it is under no local root, or cannot be moved. True if it has vanished.
+    False if it is under no local root, or cannot be moved.
     """
     root = root_of(path)
     if root is None or root == path:

@@ -1,9 +1,7 @@
 """Read leases: protect data from removal while a process of this node reads it.
 
-A lease is a shared flock on a small file under the local root; a removal needs the exclusive one. So a lease ends with
-its process in any case: there is no pid to compare, and nothing to clean up after a crash.
+A lease is a shared flock on a small file under the local root, so it ends with its process.
 
-Invariants:
     L1  During a read, ``removing`` yields False; during a removal, a reader waits (a removal is short).
     L2  Leases cover this node only: a reader on another node that loses its copy reads the next one, or gets an error.
     L3  Reading does not require a lease: on a read-only local root a restore continues without one.
@@ -27,14 +25,14 @@ from .file_lock import try_lock
 log = logger("leases")
 
 REMOVAL_SECONDS_MAX = 60.0
-"""Maximum wait of a reader for a removal. Then it continues, and may find no copy."""
+"""After that a reader continues, and may find no copy."""
 
 
 @contextmanager
 def reading(local_root: Path, directory: Path) -> Iterator[None]:
     """Protect the checkpoint that ``directory`` mirrors from removal, with any number of readers.
 
-    Check in the block that it exists: it may have been removed before the lease was held.
+    Check in the block that it exists: it may have been removed before.
     """
     with holding(lease_path(local_root, directory)):
         yield
@@ -42,7 +40,7 @@ def reading(local_root: Path, directory: Path) -> Iterator[None]:
 
 @contextmanager
 def holding(path: Path) -> Iterator[None]:
-    """Hold the lease file ``path`` with other readers. A removal holds it alone (``try_lock``)."""
+    """Hold the lease file ``path`` with other readers."""
     for _ in Poll(REMOVAL_SECONDS_MAX, BRIEF):
         with _leased(path) as is_had:
             if is_had:
@@ -76,7 +74,6 @@ def _leased(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def removing(local_root: Path, directory: Path) -> Iterator[bool]:
-    """Yield True while the checkpoint has no reader and admits none; else False."""
     path = lease_path(local_root, directory)
     make_dirs(path.parent)
     with try_lock(path, remove=True) as free:
@@ -95,7 +92,7 @@ def is_held(path: Path) -> bool:
 
 
 def holders(path: Path) -> list[int]:
-    """Return the processes that hold the lease file ``path``, from the kernel; 0 for unnamed ones."""
+    """Return the processes that hold ``path``; 0 for unnamed ones."""
     if not is_held(path):
         return []
     with contextlib.suppress(OSError):
@@ -107,7 +104,7 @@ def holders(path: Path) -> list[int]:
 
 
 def forget_dead(local_root: Path) -> None:
-    """Remove lease files of killed holders. They hold no lock."""
+    """Remove lease files of killed holders, which hold no lock."""
     for path in matching(local_root / "leases", "*.lock"):
         with contextlib.suppress(OSError, TierckptError), try_lock(path, remove=True):
             pass
