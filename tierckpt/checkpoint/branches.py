@@ -1,24 +1,13 @@
 """Branches of a run: a job that goes back to an older step and trains on begins a new branch.
 
-Each save of a Checkpointer notes its branch in the manifest (``NOTE``). A branch that went back records the last step
-of each earlier branch; later steps of that branch are abandoned. Readers take the newest step that is not abandoned.
-
-Decisions:
-    B1  A branch is recorded when its first checkpoint commits. A job that is killed before that resumes as if it had
-        not gone back.
-    B2  A commit writes the note of its branch next to the checkpoints of the run (``layout.BRANCHES_DIR``), after the
-        manifest and before it reports the commit. After a crash between the two the note may be missing. A run without
-        notes has no branches and costs no extra request.
-    B3  The last start decides. ``Branch.order`` is larger than every order that the process has seen, and at least its
-        wall clock in milliseconds, so clocks matter only between two starts that cannot have seen each other. A start
-        that continues at a lower step than an unseen branch loses to it. If two jobs save to one run at the same time,
-        the later start has the newest step; the checkpoints of both stay.
-    B4  Only going back abandons steps. ``restore()`` without a step continues the branch that it finds. A step of that
-        branch that another node drained late still counts.
-    B5  A step that is saved again belongs to the branch of the last save. On a tier that still has the checkpoint of an
-        abandoned branch, the new one replaces it, in either order of their commits.
-    B6  A checkpoint without a branch in its manifest (``dcp.save``, ``adopt``) is a branch of its own. It is compared
-        by step, unless it was present, and newer, when a job went back.
+B1  A branch is recorded when its first checkpoint commits. A job killed before resumes as if it had not gone back.
+B2  A commit writes its note to ``layout.BRANCHES_DIR``, after the manifest; a crash in between can lose the note.
+B3  The last start decides. ``Branch.order`` exceeds every order that the process has seen, and is at least its
+    clock in milliseconds.
+B4  Only going back abandons steps: those after ``ends``. ``restore()`` without a step continues the branch.
+B5  A step that is saved again replaces the abandoned checkpoint, in either order of their commits.
+B6  A checkpoint without a note (``dcp.save``, ``adopt``) is a branch of its own, compared by step, unless it was
+    present, and newer, when a job went back.
 """
 
 from __future__ import annotations
@@ -41,7 +30,6 @@ from ..telemetry import logger
 log = logger("branches")
 
 NOTE = "branch"
-"""The note of a manifest that holds ``Branch.encode``."""
 _FIELDS = frozenset({NOTE})
 _END = r"[A-Za-z0-9_.-]{1,80}=\d{1,18}"
 _ENCODED = re.compile(
@@ -51,18 +39,13 @@ _ENCODED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The branch of one checkpoint, as its manifest records it."""
-
     id: str
     order: int = 0
-    """Start order of the process that saved it (B3)."""
     base: int | None = None
-    """The step that its first process went back to, if any."""
     ends: Mapping[str, int] = field(default_factory=dict)
-    """The last step of each other branch that this one continues, by ``id``."""
+    """The last step of each continued branch, by ``id``."""
 
     def holds(self, other: Branch, step: int | None) -> bool:
-        """Return False if this branch has abandoned ``step`` of ``other``."""
         if other.id == self.id:
             return True
         if other.id in self.ends:
@@ -76,7 +59,6 @@ class Branch:
 
 
 def parse(note: object) -> Branch | None:
-    """Parse the result of ``Branch.encode``; None for anything else."""
     match = _ENCODED.fullmatch(note) if isinstance(note, str) else None
     if match is None:
         return None
@@ -86,7 +68,6 @@ def parse(note: object) -> Branch | None:
 
 
 def branch_of(manifest: Manifest | None, name: str) -> Branch:
-    """Return the branch of the checkpoint ``name``. ``manifest``: None for a checkpoint of stock DCP."""
     if manifest is None:
         return Branch(f"stock-{manifests.digest_of(name.encode())[:16]}")
     return parse(manifest.notes.get(NOTE)) or Branch(manifest.attempt)
@@ -98,14 +79,11 @@ def order_of(manifest: Manifest) -> int:
 
 
 def current_branch(seen: Iterable[tuple[Branch, int | None]]) -> Branch | None:
-    """Return the branch that a job of this run continues, None if no checkpoint is abandoned.
-
-    ``seen``: branch and step of every known checkpoint, and of the notes of the run (``step`` None).
-    """
+    """Return the branch that a job of this run continues, None if no checkpoint is abandoned. A note has step None."""
     known = list(seen)
     current = max((one for one, _ in known if one.base is not None), key=_order, default=None)
     while current is not None:
-        # Saved by processes that started after the going back without having seen it.
+        # Saved by processes that started later without having seen it.
         newest = max((step for one, step in known if step is not None and current.holds(one, step)), default=-1)
         behind = [(one, step) for one, step in known if step is not None and step > newest]
         later = [one for one, step in behind if one.order > current.order and not current.holds(one, step)]
@@ -116,7 +94,6 @@ def current_branch(seen: Iterable[tuple[Branch, int | None]]) -> Branch | None:
 
 
 def abandoned_here(checkpoints: Iterable[tuple[Path, Manifest]]) -> set[Path]:
-    """Return the local directories with an abandoned checkpoint, according to this node's files."""
     runs: dict[Path, list[tuple[Path, Branch, int | None]]] = {}
     for directory, manifest in checkpoints:
         one = directory, branch_of(manifest, directory.name), step_of(directory.name)
@@ -132,7 +109,7 @@ def abandoned_here(checkpoints: Iterable[tuple[Path, Manifest]]) -> set[Path]:
 
 
 def replaces_abandoned(manifest: Manifest, branch: Branch | None, name: str) -> bool:
-    """Return True if ``manifest`` replaces ``name`` of ``branch``, which it abandons (B5)."""
+    """Apply rule B5."""
     mine = parse(manifest.notes.get(NOTE))
     if mine is None or branch is None or mine.order <= branch.order:
         return False
@@ -140,15 +117,11 @@ def replaces_abandoned(manifest: Manifest, branch: Branch | None, name: str) -> 
 
 
 def next_order(*known: Branch | None) -> int:
-    """Return the order of a process that starts now and has seen ``known`` (B3)."""
     return max([time.time_ns() // 1_000_000, *(one.order + 1 for one in known if one is not None)])
 
 
 def branch_going_back(name: str, base: Branch, step: int, current: Branch | None, newer: Iterable[Branch]) -> Branch:
-    """Return the branch of a job that goes back to ``step`` of the branch ``base``.
-
-    ``newer``: the branches of all checkpoints of later steps.
-    """
+    """``newer``: branches of all later steps."""
     newer = list(newer)
     before = current if current is not None and current.holds(base, step) else base
     ends = {**before.ends, before.id: step, base.id: step}
@@ -161,15 +134,12 @@ def _order(branch: Branch) -> tuple[int, str]:
     return branch.order, branch.id
 
 
-# --- the notes of a run ------------------------------------------------------------------------------------------
-
-
 def run_of(location: Location) -> Location:
     return location.parent.parent if location.parent.name == WINDOWS_DIR else location.parent
 
 
 def note_local(directory: Path, manifest: Manifest) -> None:
-    """Write the note of the branch of the commit in ``directory``, if that branch went back (B2)."""
+    """Write the note of a branch that went back (B2)."""
     branch = parse(manifest.notes.get(NOTE))
     if branch is None or branch.base is None:
         return
@@ -178,12 +148,11 @@ def note_local(directory: Path, manifest: Manifest) -> None:
         make_dirs(path.parent)
         durable_write(path, manifests.seal({NOTE: branch.encode()}))
     for other in matching(path.parent, f"*-{branch.id}.json"):
-        if other.name < path.name:  # of an earlier process of the same branch
+        if other.name < path.name:
             other.unlink(missing_ok=True)
 
 
 def read_local(run: Path) -> Branch | None:
-    """Return the newest branch noted in a local run directory."""
     for path in matching(run / BRANCHES_DIR, "*.json")[::-1]:
         with suppress(ObjectNotFoundError):
             if (branch := _decoded(read_whole(path, manifests.RECORD_BYTES_MAX), str(path))) is not None:
@@ -192,7 +161,7 @@ def read_local(run: Path) -> Branch | None:
 
 
 async def note_shared(store: Store, manifest: Manifest) -> None:
-    """Write the branch note of the committed ``manifest`` to ``store``, the run's store (B2). Idempotent."""
+    """Write the note of the branch (B2). Idempotent."""
     branch = parse(manifest.notes.get(NOTE))
     if branch is None or branch.base is None:
         return
@@ -206,7 +175,7 @@ async def note_shared(store: Store, manifest: Manifest) -> None:
 
 
 async def read_shared(store: Store) -> Branch | None:
-    """Return the newest branch noted in ``store``, the run's store. Cost: one LIST, and a GET if there is a note."""
+    """Cost: one LIST, and a GET if there is a note."""
     for key in sorted([info.key async for info in store.list(BRANCHES_DIR)], reverse=True):
         try:
             data = await store.get(key)

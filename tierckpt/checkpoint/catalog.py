@@ -1,4 +1,4 @@
-"""The catalog: finds one checkpoint on all tiers and lists runs. ``select.py`` picks the one to load."""
+"""The catalog: finds one checkpoint on all tiers and lists runs."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LISTINGS_MAX = 16
-"""Maximum listings of a run that loses checkpoints between listing and reading."""
+"""Listings of a run that loses checkpoints between listing and reading."""
 UNREADABLE_ERRORS = (IntegrityError, ObjectNotFoundError, CheckpointNotFoundError, UncommittedCheckpointError)
-"""Errors of a checkpoint that is damaged, or was removed after the listing."""
 
 
 async def retry_listing(
@@ -61,11 +60,9 @@ async def retry_listing(
     names: Callable[[], Awaitable[Collection[str]]],
     look: Callable[[Collection[str]], Awaitable[tuple[T, set[str]]]],
 ) -> T:
-    """Return the result of ``look(names)``; list again if a name that it did not find is no longer there.
+    """Return the result of ``look(names)``; list again if a name has disappeared.
 
-    ``look`` returns its result and the names that it did not find.
-
-    Raises OperationTimeoutError: names disappeared in each of ``LISTINGS_MAX`` rounds.
+    Raises OperationTimeoutError after ``LISTINGS_MAX`` rounds.
     """
     listed = await names()
     for _ in range(LISTINGS_MAX):
@@ -76,12 +73,7 @@ async def retry_listing(
 
 
 def read_newest(location: Location, newest: Callable[[], str | None], read: Callable[[str], T]) -> T:
-    """Read the newest checkpoint at or under ``location``, or ``location`` if ``newest`` finds none.
-
-    If a job removes it meanwhile after committing a newer one, that is read.
-
-    Raises OperationTimeoutError after ``LISTINGS_MAX`` such rounds.
-    """
+    """Read the newest checkpoint, again if it is removed meanwhile. Raises as ``retry_listing``."""
     found = newest()
     for _ in range(LISTINGS_MAX):
         try:
@@ -99,17 +91,15 @@ class WalkBack:
     def __init__(self, run: Location) -> None:
         self._run, self._removed = run, 0
         self.step_max: int | None = None
-        """The newest step to look for; None: any."""
         self.lost: list[tuple[Location, TierckptError]] = []
 
     def note_removed(self) -> None:
-        """A checkpoint was removed before it was read. Raises OperationTimeoutError after ``LISTINGS_MAX``."""
         self._removed += 1
         if self._removed >= LISTINGS_MAX:
             raise changing_run_error(self._run)
 
     def note_lost(self, damaged: Location, error: TierckptError) -> None:
-        """Look for older steps. Raises the first error if ``damaged`` has no step in its name."""
+        """Raises the first error if ``damaged`` has no step in its name."""
         self.lost.append((damaged, error))
         step = step_of(damaged.name)
         if step is None:
@@ -117,13 +107,11 @@ class WalkBack:
         self.step_max = step - 1
 
     def end(self) -> None:
-        """Raise the error of the newest damaged checkpoint, if any: no older one was found."""
         if self.lost:
             raise self.lost[0][1]
 
 
 def is_newer(uri: str | None, other: str | None) -> bool:
-    """Return True if the step of ``uri`` is later than the step of ``other``. None is oldest."""
     if uri is None or other is None:
         return uri is not None
     step, other_step = (step_of(parse_uri(one).name) for one in (uri, other))
@@ -142,12 +130,12 @@ log = logger("catalog")
 
 STOCK = "stock"
 SHARED_TIMEOUT_SECONDS = 10.0
-"""Timeout of the shared tier for a checkpoint with all its files on this node."""
+"""Timeout of the shared tier if all files are on this node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint and its copies. ``manifest`` is None for a checkpoint of stock DCP."""
+    """``manifest`` is None for a checkpoint of stock DCP."""
 
     location: Location
     manifest: Manifest | None
@@ -155,16 +143,14 @@ class Checkpoint:
     store: Store
     tiers: frozenset[Tier] = field(default_factory=frozenset)
     elsewhere: PeerCopies | None = None
-    """The copies on other nodes."""
     unseen: StoreError | None = None
-    """The error of the shared tier, if it did not answer: it may hold another attempt."""
+    """The shared tier did not answer: it may hold another attempt."""
 
     @property
     def step(self) -> int | None:
         return step_of(self.location.name)
 
     def local_path(self, entry: FileEntry) -> Path | None:
-        """Return the path of the local copy of ``entry``, None without a copy of its size."""
         path = self.directory / entry.key
         return path if file_size(path) == entry.size_bytes else None
 
@@ -185,7 +171,6 @@ class Checkpoint:
         return self.branch.order
 
     async def look(self) -> None:
-        """Query the files of the peers if this node lacks some."""
         lacking = await asyncio.to_thread(self.missing_locally) if self.elsewhere is not None else []
         if lacking and self.elsewhere is not None:
             await self.elsewhere.query_files()
@@ -195,7 +180,7 @@ class Checkpoint:
 
 
 def file_size(path: Path) -> int:
-    """Return the size of a regular file, -1 without one."""
+    """-1 without a regular file."""
     try:
         status = path.stat()
     except OSError:
@@ -206,8 +191,7 @@ def file_size(path: Path) -> int:
 async def find(location: Location, directory: Path, store: Store, cluster: PeerLookup | None = None) -> Checkpoint:
     """Return the committed checkpoint at ``location``, the newer one if the tiers disagree.
 
-    If the shared tier does not answer, a commit on the local tier or a peer is returned, and vice versa.
-    Among attempts that only peers have, the newest with a copy of every file is returned.
+    A tier that does not answer is left out if another one has a commit.
 
     Raises:
         CheckpointNotFoundError: no tier has files at ``location``.
@@ -235,7 +219,7 @@ async def find(location: Location, directory: Path, store: Store, cluster: PeerL
         return await _newest_complete(manifest, [elsewhere.manifest for elsewhere in found.values()], checkpoint)
     if manifest is not None:
         return checkpoint(manifest)
-    # A silent shared tier comes first: a damaged local copy says nothing about it.
+    # A damaged local copy says nothing about a silent shared tier.
     for problem in (unseen, local_error if isinstance(local_error, ManifestError) else None, shared_error):
         if problem is not None:
             raise problem
@@ -268,10 +252,7 @@ async def _read_shared(store: Store, timeout_seconds: float | None) -> Manifest 
 async def _newest_complete(
     base: Manifest | None, others: Iterable[Manifest], checkpoint: Callable[[Manifest], Checkpoint]
 ) -> Checkpoint:
-    """Return the newest complete attempt among ``base`` (this node, the shared tier) and ``others`` (peers).
-
-    If none is complete: ``base`` or the newest attempt; the reader reports missing files.
-    """
+    """Without a complete attempt: ``base`` or the newest; the reader reports missing files."""
     attempts = {manifest.attempt: manifest for manifest in others}
     if base is not None:
         attempts[base.attempt] = base
@@ -306,10 +287,7 @@ def _is_drained(directory: Path, local: Manifest | None) -> bool:
 
 
 def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Manifest | None:
-    """Return the newer of two manifests: one that replaced the other, or one from a process that started later.
-
-    The local one counts as older once it is drained.
-    """
+    """Return the manifest that replaced the other, or came from a later process. A drained local one is older."""
     if local is None or shared is None or local.attempt == shared.attempt:
         return local or shared
     if local.attempt in shared.replaces:
@@ -317,13 +295,12 @@ def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Ma
     if shared.attempt in local.replaces:
         return local
     orders = branches.order_of(local), branches.order_of(shared)
-    if all(orders) and orders[0] != orders[1]:  # each was saved without the other (B5)
+    if all(orders) and orders[0] != orders[1]:  # B5
         return local if orders[0] > orders[1] else shared
     return shared if drained else local
 
 
 async def is_stock(store: Store) -> bool:
-    """Return True for a checkpoint of stock DCP: it has metadata and no file of ours."""
     for name in (METADATA, rank_metadata(0)):
         try:
             await store.head(name)
@@ -338,22 +315,22 @@ async def is_stock(store: Store) -> bool:
 
 
 async def is_still_committed(checkpoint: Checkpoint) -> bool:
-    """Return False if a removal or another save was faster than the lease on ``checkpoint``."""
+    """Return False if a removal or another save was faster than the lease."""
     if checkpoint.manifest is None:
         return True
     try:
         local = await asyncio.to_thread(local_commit.read_local_manifest, checkpoint.directory)
     except ManifestError:
-        local = None  # the manifest that was found came from the shared tier
+        local = None
     if local is not None and local.attempt == checkpoint.manifest.attempt:
         return True
     try:
         shared = await shared_commit.read_shared_manifest(checkpoint.store)
     except (StoreUnavailableError, EndpointError, ManifestError):
-        return True  # the restore then reports the unreadable files
+        return True  # the restore reports the unreadable files
     if shared is not None and shared.attempt == checkpoint.manifest.attempt:
         return True
-    # Copies on peers may be removed any moment, with or without a lease: the next copy is read, or there is an error.
+    # A peer may remove copies at any moment: the reader then fails or takes the next one.
     return Tier.PEER in checkpoint.tiers and (shared is None or checkpoint.attempt not in shared.replaces)
 
 
@@ -371,8 +348,6 @@ async def _has_leftovers(directory: Path, store: Store) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """One line of ``tierckpt ls``. Each tier is ``committed``, ``uncommitted``, ``stock`` or ``-``."""
-
     location: Location
     step: int | None
     local: str
@@ -381,15 +356,11 @@ class CheckpointRow:
     size_bytes: int
     branch: Branch
     created_unix_seconds: float | None = None
-    """None: uncommitted, or stock DCP."""
     is_adopted: bool = False
-    """The files keep the names that another writer gave them."""
     is_abandoned: bool = False
-    """The job later went back to an older step."""
 
     @property
     def name(self) -> str:
-        """Name relative to the run; a redo log includes its directory."""
         is_window = self.location.parent.name == WINDOWS_DIR
         return f"{WINDOWS_DIR}/{self.location.name}" if is_window else self.location.name
 
@@ -418,7 +389,6 @@ class CheckpointRow:
 
 
 async def describe(location: Location, directory: Path, store: Store) -> CheckpointRow | None:
-    """Return the state of ``location`` on each tier, None if it is no checkpoint."""
     try:
         local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
     except ManifestError as error:
@@ -469,10 +439,7 @@ async def _is_known_complete(checkpoint: Checkpoint) -> bool:
 
 
 async def is_complete(checkpoint: Checkpoint) -> bool:
-    """Return True if every file has a copy of its size on some tier. Reads no data.
-
-    Raises StoreError if the shared tier cannot be listed.
-    """
+    """Every file has a copy of its size on some tier. Raises StoreError."""
     if checkpoint.manifest is None:
         return True
     missing = {entry.key: entry.size_bytes for entry in await missing_near_files(checkpoint)}
@@ -483,7 +450,6 @@ async def is_complete(checkpoint: Checkpoint) -> bool:
 
 
 async def missing_near_files(checkpoint: Checkpoint) -> list[FileEntry]:
-    """Return the files without a copy on this node or a peer. Reads no data."""
     lacking = await asyncio.to_thread(checkpoint.missing_locally)
     if lacking and checkpoint.elsewhere is not None:
         lacking = (await checkpoint.elsewhere.query_files()).missing(lacking)

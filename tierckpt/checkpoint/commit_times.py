@@ -1,12 +1,9 @@
 """Records when checkpoints reached peers and shared storage, for ``tierckpt report``: one file per node and run.
 
-The process that completes a drain or a replication writes the line: the trainer may have exited, and an eviction
-removes the marks of the local copy. The file is in ``layout.HISTORY_DIR``, with the other records of the run.
-
-    C1  Bounded: a file of more than ``LINES_MAX`` lines keeps the newer half, and a line that says so.
-    C2  Crash-safe: a line is written before the work counts as done, so a killed process's successor writes it again.
-        Readers take the earliest line of a save, and skip a torn one.
-    C3  Nothing here fails or delays a drain: an error is logged, and the request to the store has a deadline.
+C1  Bounded: a file of more than ``LINES_MAX`` lines keeps the newer half, and a line that says so.
+C2  Crash-safe: a line is written before the work counts as done. Readers take the earliest line of a save, and skip
+    a torn one.
+C3  An error here is logged and never fails a drain; the request to the store has a deadline.
 """
 
 from __future__ import annotations
@@ -33,19 +30,19 @@ from .run_log_reader import has_ended_here, parse_lines
 log = logger("history")
 
 LINES_MAX = 2000
-"""Of at most 200 bytes each: the file is sent whole after each drain."""
+"""Of at most 200 bytes each."""
 FILE_BYTES_MAX = 4 << 20
 LOCK_SECONDS = 5.0
 SEND_SECONDS = 5.0
 STARTS_SENT = 2
-"""Starts that a drain sends records of, the newest; earlier drains sent older ones."""
+"""Earlier drains sent the records of older starts."""
 TRIMMED = "trimmed"
 
 
 def note(local_root: Path, location: Location, manifest: Manifest, tier: Tier, at: float) -> Path | None:
-    """Record that the checkpoint of ``manifest`` reached ``tier`` at ``at`` (Unix seconds). Blocking; never raises.
+    """Record a commit at ``at`` (Unix seconds). Blocking; never raises.
 
-    Returns the file, None for a checkpoint that no ``Checkpointer`` saved: its run has no records.
+    Returns None for a checkpoint that no ``Checkpointer`` saved.
     """
     step = step_of(location.name)
     if step is None or branches.NOTE not in manifest.notes:
@@ -71,31 +68,25 @@ def note(local_root: Path, location: Location, manifest: Manifest, tier: Tier, a
 async def note_shared(
     local_root: Path, location: Location, manifest: Manifest, store: Store, run: Store, committed_at: float | None
 ) -> None:
-    """Record that the shared tier has committed ``manifest``; copy the records to ``run``, the store of the run.
+    """Record a commit on the shared tier and copy the records to ``run``, the store of the run.
 
-    Includes the records of a trainer that was killed before it could copy them.
-
-    Args:
-        store: the store of the checkpoint.
-        committed_at: Unix seconds of the commit; None: ask the store, because another process made it.
-    Cost: one PUT, and a HEAD without ``committed_at``; after the end of the trainer another HEAD, and once a PUT.
+    ``committed_at``: Unix seconds, None to ask ``store``, the checkpoint's. Cost: two PUTs and two HEADs at most.
     """
     try:
         async with asyncio.timeout(SEND_SECONDS):
             if committed_at is None:
                 committed_at = (await store.head(MANIFEST)).modified_unix_seconds
             if committed_at is None:
-                return  # unknown is better than the time of this call, which may be hours later
+                return  # it may be hours after the commit
             path = await asyncio.to_thread(note, local_root, location, manifest, Tier.SHARED, committed_at)
             if path is not None:
                 await run.put(f"{HISTORY_DIR}/{path.name}", await asyncio.to_thread(read_whole, path, FILE_BYTES_MAX))
                 await _send_ended(run, path.parent)
-    except (TimeoutError, OSError, TierckptError) as error:  # C3; the next drain sends all lines
+    except (TimeoutError, OSError, TierckptError) as error:  # C3
         log.info("the time of the commit of %s is on this node only: %s", location.uri, error)
 
 
 async def _send_ended(run: Store, directory: Path) -> None:
-    """Copy the newest records of ended processes to ``run``, unless it has them."""
     for path in matching(directory, "*.jsonl")[-STARTS_SENT:]:
         data, key = await asyncio.to_thread(read_whole, path, FILE_BYTES_MAX), f"{HISTORY_DIR}/{path.name}"
         lines = parse_lines(data.partition(b"\n")[0])
@@ -110,7 +101,6 @@ async def _send_ended(run: Store, directory: Path) -> None:
 
 
 def _file_of(directory: Path) -> Path:
-    """Return the file of this local root. Its name is unique, so no two nodes write to one object of the store."""
     found = matching(directory, f"*{COMMITS_SUFFIX}")
     return found[-1] if found else directory / f"{int(time.time() * 1000):014d}-{uuid.uuid4().hex[:8]}{COMMITS_SUFFIX}"
 
@@ -128,4 +118,4 @@ def _append(path: Path, line: Json) -> None:
     if size_bytes > LINES_MAX * len(data):
         lines = [text for text in read_whole(path, FILE_BYTES_MAX).splitlines() if text]
         kept = [json.dumps({"what": TRIMMED, "at": line["at"]}).encode(), *lines[-LINES_MAX // 2 :]]
-        durable_write(path, b"\n".join(kept) + b"\n")  # C1; a crash leaves the old file or the new one
+        durable_write(path, b"\n".join(kept) + b"\n")  # C1

@@ -19,7 +19,6 @@ log = logger("mover")
 
 
 def describe_committed(checkpoint: Checkpoint, manifest: Manifest, *, is_abandoned: bool) -> Json:
-    """Describe save, tiers, branch and files of ``checkpoint``. Blocking: one stat per file."""
     branch = checkpoint.branch
     files = [
         {
@@ -54,10 +53,7 @@ def describe_committed(checkpoint: Checkpoint, manifest: Manifest, *, is_abandon
 
 
 async def describe_run(selector: Selector, location: Location) -> list[catalog.CheckpointRow]:
-    """Return the checkpoints at or directly under ``location`` by step, including uncommitted ones.
-
-    Raises CheckpointNotFoundError without any.
-    """
+    """Raises CheckpointNotFoundError without any."""
     own = await _describe(selector, location)
     if own is not None:
         return [own]
@@ -72,7 +68,7 @@ async def describe_run(selector: Selector, location: Location) -> list[catalog.C
             rows = await asyncio.gather(*(_describe(selector, location.child(name)) for name in part))
             found |= {name: row for name, row in zip(part, rows, strict=True) if row is not None}
             if not found:
-                break  # a bucket of other things: its runs are further down
+                break
         return [*found.values()], {name for name in names if step_of(name) is not None} - found.keys()
 
     found = await retry_listing(location, names, describe)

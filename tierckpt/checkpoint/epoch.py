@@ -1,20 +1,13 @@
 """The epoch of a run on this node: fences a restarted job off from the saves of its earlier start.
 
-The agent's executor finishes the staged saves of dead trainers. It may be slow, and a restarted job may stop waiting
-for it. From then on it must not commit: the new job continues from another state and saves the same steps. So each
-staged save carries the epoch of its run and commits only in that epoch. A process that enters a run without a live
-trainer on this node first waits for the executor, up to a limit, and then begins a new epoch.
+A run has one file with the random name of its epoch and two record locks, which end with the process; a fork does not
+inherit them.
 
-A run has one file with the random name of its epoch and two record locks. Record locks belong to a process: a forked
-child does not inherit them, and they end with the process, even if other processes hold the file open.
-
-Invariants:
-    F1  An epoch begins only under the exclusive lock ALIVE: no trainer of the run lives on this node. A second rank
-        of a job, or a process that only reads, fences nothing.
-    F2  A staged save commits under the lock COMMIT, after it has compared its epoch. An epoch begins
-        under the same lock: so the new process either sees the commit, or the commit is refused.
-    F3  A process that holds COMMIT for longer than a trainer waits is killed: a commit that is cut
-        short is a crash like any other (docs/internals/commit.md).
+    F1  An epoch begins only under the exclusive lock ALIVE: no trainer of the run lives on this node. So a second rank
+        of a job, or a reader, fences nothing.
+    F2  A staged save compares its epoch and commits under the lock COMMIT. An epoch begins under the same lock, so the
+        new process sees the commit, or the commit is refused.
+    F3  A process that holds COMMIT for longer than a trainer waits is killed, as by any other crash.
 """
 
 from __future__ import annotations
@@ -48,12 +41,11 @@ EPOCH_BYTES = 16
 
 @dataclass(eq=False)
 class _Run:
-    """A run in this process. Its file is never closed: closing it would release the locks."""
+    """Its file is never closed: closing it would release the locks."""
 
     file: int
     is_joined: bool = False
     begun: bytes = b""
-    """The epoch that this process began."""
 
 
 runs: dict[Path, _Run] = {}
@@ -61,15 +53,13 @@ _lock = threading.RLock()
 
 
 def enter(local_root: Path, run: Location, *, trains: bool) -> None:
-    """Begin a new epoch of ``run`` if it has no live trainer on this node.
+    """Begin a new epoch of ``run`` if it has no live trainer on this node. ``trains``: this process saves to it.
 
-    Call it after the wait for their staged saves and before the search for the newest commit. Waits for at most
-    ``PATIENCE_SECONDS``, and for a process that it kills. A local root that cannot be written is logged.
-
-    ``trains``: this process saves to the run.
+    Call it before the search for the newest commit. Waits ``PATIENCE_SECONDS`` at most, and for a process that it
+    kills.
     """
     if not trains and not agent_dir(local_root).exists():
-        return  # no save was staged here
+        return
     try:
         with _lock:
             found = _open(local_root, run)
@@ -78,7 +68,7 @@ def enter(local_root: Path, run: Location, *, trains: bool) -> None:
             if lock_record(found.file, fcntl.F_WRLCK, ALIVE, is_process=True):
                 _begin(found, run)
                 if trains:
-                    lock_record(found.file, fcntl.F_RDLCK, ALIVE, is_process=True)  # exclusive becomes shared
+                    lock_record(found.file, fcntl.F_RDLCK, ALIVE, is_process=True)
                 else:
                     lock_record(found.file, fcntl.F_UNLCK, ALIVE, is_process=True)
             elif trains:
@@ -96,10 +86,7 @@ def current(local_root: Path, run: Location) -> str:
 
 @contextlib.contextmanager
 def committing(local_root: Path, run: Location, epoch: str) -> Iterator[None]:
-    """Context manager for the commit of a save that was staged in ``epoch`` (F2).
-
-    Raises CommitAbandonedError if the job has been started again since.
-    """
+    """Commit a save that was staged in ``epoch`` (F2). Raises CommitAbandonedError after a later start of the job."""
     with _lock:
         file = _open(local_root, run).file
     if not _wait_for(file, COMMIT, fcntl.F_WRLCK, COMMIT_SECONDS):
@@ -145,7 +132,7 @@ def _wait_for(file: int, byte: int, kind: int, timeout_seconds: float) -> bool:
 
 
 def _committing_process(file: int) -> int:
-    """Return the process that holds COMMIT; 0 without one, or if it is in another container."""
+    """Return 0 also if it is in another container."""
     return max(0, record_holder(file, COMMIT, is_process=True) or 0)
 
 
@@ -153,7 +140,7 @@ def _kill(pid: int, file: int) -> None:
     with contextlib.suppress(OSError):
         pidfd = os.pidfd_open(pid)
         try:
-            if _committing_process(file) == pid:  # the pidfd now refers to that process, even if its pid is reused
+            if _committing_process(file) == pid:  # the pidfd refers to that process, even if its pid is reused
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         finally:
             os.close(pidfd)

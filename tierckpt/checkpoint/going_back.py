@@ -1,4 +1,4 @@
-"""Decides which branch a process continues or begins after a restore (branches.py)."""
+"""Decides which branch a process continues or begins after a restore."""
 
 from __future__ import annotations
 
@@ -16,21 +16,15 @@ from .select import Selector, age_of, below
 log = logger("branches")
 
 CONCURRENT_READS = 32
-"""Manifests read at a time."""
 
 
 async def branch_of_restored(
     selector: Selector, run: Location, restored: Location, name: str, *, is_asked_for: bool
 ) -> Branch:
-    """Return the branch of a process that has restored the checkpoint ``restored`` of ``run``.
+    """Return the branch of a process that has restored ``restored`` of ``run``; ``name`` for a new branch.
 
-    It goes back if its caller asks for this step and a newer one exists, if the step is abandoned, or if
-    the shared tier does not answer. Otherwise it continues the branch of the run.
-
-    Args:
-        name: unique name for a new branch.
-        is_asked_for: the caller has named the step.
-    Cost: a listing, and with ``is_asked_for`` a manifest of each later step.
+    It goes back from newer steps if the caller named this one (``is_asked_for``), from an abandoned step, and if the
+    shared tier does not answer. Cost: a listing, and with ``is_asked_for`` a manifest of each later step.
     """
     names, is_near = await selector.all_names(run, SHARED_TIMEOUT_SECONDS)
     if WINDOWS_DIR in names and not is_near:

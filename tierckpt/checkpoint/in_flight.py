@@ -1,7 +1,6 @@
 """Saves of this process that have not ended yet, for ``tierckpt.wait``.
 
-``dcp.async_save`` returns when the state is staged; another thread writes the first file a moment later. Until then
-the disk shows the earlier checkpoint of that id.
+``dcp.async_save`` returns before the first file is written; until then the disk shows the earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from ..errors import CheckpointError, OperationTimeoutError
 from ..poll import BRIEF, Poll
 
 ORPHAN_SECONDS = 10.0
-"""A save takes a staged state within moments; an older state belongs to a writer of another library."""
+"""A save takes a staged state within moments; an older one belongs to another library's writer."""
 FAILURES_MAX = 64
 
 
 class Begun:
-    """One save. ``uri`` is None until the staged state has a destination."""
-
     def __init__(self, local_root: Path, ready: Future[Any] | None = None) -> None:
         self.local_root = local_root
         self.uri: str | None = None
@@ -40,7 +37,7 @@ class Begun:
         self._ready_at = time.monotonic()
 
     def ended(self, error: BaseException | None = None) -> None:
-        """Record the end of the save: committed on the local tier or failed. The first call wins.
+        """Record the commit on the local tier, or the failure. The first call wins.
 
         ``wait`` in the thread that saved does not raise the error: its caller already has it.
         """
@@ -59,7 +56,6 @@ class Begun:
         return self._thread is threading.current_thread()
 
     def check(self) -> None:
-        """End the save if its thread or writer ended, or if no save has taken the staged state."""
         if self.uri is None:
             if self._ready_at is not None and time.monotonic() > self._ready_at + ORPHAN_SECONDS:
                 self.ended()
@@ -84,7 +80,6 @@ _failed: dict[tuple[Path, str], Begun] = {}
 
 
 def staged(local_root: Path, ready: Future[Any]) -> None:
-    """Register a state that is staged, once ``ready`` is done, for a save in another thread."""
     begun = Begun(local_root, ready)
     with _lock:
         _staged[:] = [one for one in _staged if not one.is_over]
@@ -93,12 +88,7 @@ def staged(local_root: Path, ready: Future[Any]) -> None:
 
 
 def begin(local_root: Path, uri: str, writer: object, *, is_of_thread: bool) -> Begun:
-    """Register the begin of a save to ``uri``. The caller calls ``ended`` on the result.
-
-    Args:
-        writer: the save has ended once it is collected.
-        is_of_thread: the calling thread does the whole save, so the save ends with it.
-    """
+    """The save ends with ``ended``, with ``writer`` and, if ``is_of_thread``, with the calling thread."""
     with _lock:
         mine = next((one for one in _staged if one.local_root == local_root and not one.is_over), None)
         if mine is None:
@@ -116,7 +106,7 @@ def begin(local_root: Path, uri: str, writer: object, *, is_of_thread: bool) -> 
 def wait(local_root: Path, uri: str, timeout_seconds: float) -> None:
     """Wait until each save to ``uri`` that this process began is on the local tier.
 
-    Raises the error of the newest of them if another thread made it; OperationTimeoutError.
+    Raises OperationTimeoutError, or the newest save's error if another thread made it.
     """
     for _ in Poll(timeout_seconds, BRIEF):
         under_way = [one for one in tuple(_open) if one.local_root == local_root and one.uri in (None, uri)]

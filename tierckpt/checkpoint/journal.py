@@ -1,17 +1,11 @@
-"""The journal of saves still to be drained: one small file per rank and save, on the SSD (drainer.py drains them).
+"""The journal of saves still to be drained: one small file per rank and save, on the SSD.
 
-Invariants (tests cite them):
-    J1  An entry exists on disk, fsynced, before the first shard byte of its save is written: after a crash, every file
-        of an unfinished save is named by an entry.
-    J2  One mover works on an entry at a time. Ownership is a flock, so it ends with the process, and a crash leaves no
-        lock to clean up.
-    J3  An entry is removed only when its files are committed on the shared tier; were deleted, durably, because no
-        commit names them; are superseded by newer checkpoints on the SSD; or were released by
-        `tierckpt drain --forget`.
-    J4  An entry carries its own digest: a damaged one is reported and ignored, so no file is sent to a wrong
-        place or deleted because of it.
-    J5  Entries of files and of removals are ordered by their tokens: each sorts after all entries that were in the
-        journal when it began, even if the clock steps back or forward.
+J1  An entry is fsynced before the first shard byte of its save: an entry names every file of an unfinished save.
+J2  One mover works on an entry at a time. A flock, which ends with its process, is the ownership.
+J3  An entry is removed only when its files are committed on the shared tier, were deleted durably because no commit
+    names them, are superseded by newer checkpoints on the SSD, or were released by `drain --forget`.
+J4  An entry carries its own digest. A damaged one is reported, and no file is sent or deleted because of it.
+J5  Tokens order the entries of files and removals: each sorts after all earlier ones, even if the clock steps.
 """
 
 from __future__ import annotations
@@ -44,17 +38,16 @@ AWAITING_COMMIT = "awaiting commit"
 """The files are durable; this rank does not know whether their save was committed."""
 READY = "ready"
 LOCAL_ONLY = "local-only"
-"""Committed on the local tier and not drained unless requested (``checkpoint/local_only.py``)."""
+"""Committed on the local tier and drained only on request."""
 FILE = "file"
-"""A single file at ``uri``, no checkpoint. Without ``files`` it was removed, and the drain removes it."""
+"""A single file at ``uri``. Without ``files`` it was removed, and the drain removes it."""
 SET_ASIDE = "set aside"
-"""The drain failed too long: no mover retries by itself. The files stay, and nothing evicts them."""
+"""The drain failed too long: no mover retries by itself, and nothing evicts the files."""
 FILE_SET_ASIDE = "file set aside"
 DRAIN_STATES = (READY, FILE)
 SET_ASIDE_STATES = (SET_ASIDE, FILE_SET_ASIDE)
-"""States that ``DRAIN_STATES`` become when set aside, in its order."""
 ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
-"""Holds a manifest and, on the coordinator, the entries of its own files once more."""
+"""Room for a manifest and, on the coordinator, the entries of its own files once more."""
 FAILING_SINCE = "failing_since_unix_seconds"
 AFTER, BRANCH = "after_uri", "branch"
 _FILE_TOKEN = re.compile(r"file-[0-9a-f]+-([0-9]{20})-[0-9a-f]{8}")
@@ -65,10 +58,9 @@ FIELDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """The files of one rank of one save to drain.
+    """The files of one rank of one save, durable once ``state`` is READY or LOCAL_ONLY.
 
-    ``files`` are durable on the local tier once ``state`` is READY or LOCAL_ONLY. ``manifest`` is the whole
-    checkpoint's on the coordinator, this rank's fragment after a save without collectives, otherwise None.
+    ``manifest``: the whole checkpoint's on the coordinator, this rank's fragment after a save without collectives.
     """
 
     token: str
@@ -81,11 +73,10 @@ class JournalEntry:
     manifest: Manifest | None = None
     error: str = ""
     failing_since_unix_seconds: float = 0.0
-    """Time of the first failure of the current type, kept over restarts of the mover. 0: no failure."""
+    """First failure of the current type, kept over restarts of the mover. 0: no failure."""
     after_uri: str = ""
-    """Set if the file was removed with its directory: drained after all that this node had closed under this URI."""
+    """The file was removed with this directory: drained after all that this node had closed under it."""
     branch: str = ""
-    """Branch of the save, as its manifest notes it (branches.py)."""
 
     @property
     def location(self) -> Location:
@@ -97,19 +88,18 @@ class JournalEntry:
 
     @property
     def is_fragment(self) -> bool:
-        """True after a save without collectives: the manifest covers this rank only."""
         manifest = self.manifest
         return manifest is not None and manifest.world_size > 1 and self.token == f"{manifest.attempt}-{self.rank}"
 
 
 class Journal:
-    """The entries under one local root. Blocking; call from a thread."""
+    """The entries under one local root. Blocking."""
 
     def __init__(self, local_root: Path) -> None:
         self.directory = journal_dir(local_root)
 
     def write(self, entry: JournalEntry) -> JournalEntry:
-        """Write ``entry`` durably (J1), replacing an older state of it. Returns it."""
+        """Write ``entry`` durably (J1)."""
         make_dirs(self.directory)
         durable_write(self.path(entry.token), encode(entry))
         return entry
@@ -123,14 +113,14 @@ class Journal:
         )
 
     def read(self, token: str) -> JournalEntry | None:
-        """Return the entry of ``token`` or None. Raises ManifestError if it is damaged (J4)."""
+        """Raises ManifestError if the entry is damaged (J4)."""
         try:
             return read_entry(self.path(token))
         except ObjectNotFoundError:
             return None
 
     def entries(self) -> list[JournalEntry]:
-        """Return every readable entry, newest first. Others are logged and kept."""
+        """Newest first. Unreadable ones are logged and kept."""
         return sorted(self._read("*"), key=lambda entry: entry.created_unix_seconds, reverse=True)
 
     def _read(self, pattern: str, before: float = math.inf) -> Iterator[JournalEntry]:
@@ -147,10 +137,7 @@ class Journal:
                 log.warning("unreadable journal entry %s: %s", path.name, error)
 
     def next_file_token(self, uri: str) -> tuple[str, list[str]]:
-        """Return a token for a write or removal of ``uri``, and the tokens that ``uri`` has.
-
-        The token sorts after every file in the journal (J5).
-        """
+        """Return a token that sorts last (J5), and the tokens that ``uri`` has."""
         with translated(self.directory, is_above=True):
             tokens = [path.stem for path in matching(self.directory, f"{_files_of(None)}.json")]
         order = max(map(_order_of, tokens), default=0) + 1
@@ -158,10 +145,7 @@ class Journal:
         return token, [one for one in tokens if fnmatchcase(one, _files_of(uri))]
 
     def files(self, uri: str | None = None, *, before: str | None = None) -> list[JournalEntry]:
-        """Return the files still to be drained (of ``uri``; None: all), oldest first, up to the token ``before``.
-
-        A missing local file means that its write was never complete.
-        """
+        """Return the files to drain, oldest first, up to the token ``before``. A missing file was never complete."""
         found = [
             entry
             for entry in self._read(_files_of(uri), math.inf if before is None else _order_of(before))
@@ -179,14 +163,11 @@ class Journal:
             self._lock_path(token).unlink(missing_ok=True)
 
     def settle_removal(self, token: str) -> None:
-        """Make the removal of an unfinished save's files durable.
-
-        Otherwise a power cut could bring them back after the entry is gone, without an entry that names them.
-        """
+        """Make the removal of an unfinished save's files durable: a power cut must not restore them."""
         try:
             entry = self.read(token)
         except (ManifestError, StoreError):
-            return  # a damaged entry is removed only by hand
+            return
         if entry is not None and entry.state not in (LOCAL_ONLY, *DRAIN_STATES, *SET_ASIDE_STATES):
             directory = local_dir(self.directory.parent, entry.location)
             for changed in (directory, directory / METADATA_DIR, directory / BLOCKS_DIR):
@@ -197,11 +178,9 @@ class Journal:
     def fail(
         self, token: str, error: str, *, patience_seconds: float = math.inf, is_passing: bool = False
     ) -> JournalEntry | None:
-        """Record why and since when the drain fails; the entry stays. Returns the updated entry.
+        """Record a failed or (``is_passing``, ``error`` '') waiting drain.
 
-        An entry that fails for longer than ``patience_seconds`` is set aside. A failure of another type restarts the
-        time.
-        ``is_passing`` and ``error`` '': the drain still waits.
+        It is set aside after ``patience_seconds`` of failures of one type.
         """
         entry, now = self.read(token), time.time()
         if entry is None or entry.state in SET_ASIDE_STATES:
@@ -216,7 +195,7 @@ class Journal:
         return noted if noted == entry else self.write(noted)
 
     def put_back(self, uri: str | None = None) -> list[JournalEntry]:
-        """Schedule set-aside entries (of ``uri``; None: all) for draining again. Returns them."""
+        """Schedule set-aside entries (of ``uri``; None: all) for draining again."""
 
         def put_back(entry: JournalEntry) -> None:
             state = DRAIN_STATES[SET_ASIDE_STATES.index(entry.state)]
@@ -225,7 +204,7 @@ class Journal:
         return self._change_set_aside(uri, put_back)
 
     def forget(self, uri: str) -> list[JournalEntry]:
-        """Remove the set-aside entries of ``uri`` (J3) and return them. Their files stay, except single files."""
+        """Remove the set-aside entries of ``uri`` (J3). Their files stay, except single files."""
         return self._change_set_aside(uri, self.drop)
 
     def drop(self, entry: JournalEntry) -> None:
@@ -249,14 +228,14 @@ class Journal:
     def own(self, token: str, inherited: int | None = None) -> Iterator[LockAttempt]:
         """Hold the entry (J2). Yields a false hold at once if another live process or task holds it.
 
-        ``inherited``: the locked descriptor that an ended holder passed to this process.
+        ``inherited``: the locked descriptor that an ended holder passed on.
         """
         make_dirs(self.directory)
         path = self._lock_path(token)
         with translated(path, is_above=True), try_lock(path, inherited=inherited) as held:
             yield held
             if held and not self.path(token).exists():
-                path.unlink(missing_ok=True)  # the entry is done; a late owner finds no entry and leaves
+                path.unlink(missing_ok=True)  # a late owner finds no entry and leaves
 
     def path(self, token: str) -> Path:
         return self.directory / f"{token}.json"
@@ -339,7 +318,6 @@ def decode(data: bytes, *, where: str) -> JournalEntry:
 
 
 def _problem(body: Json) -> str:
-    """Return the name of the first field with an invalid value, '' without one."""
     checks = {
         "token": manifests.is_token(body["token"]),
         "uri": is_uri(body["uri"]),
@@ -358,12 +336,12 @@ def _problem(body: Json) -> str:
 
 
 def is_uri(value: Any) -> bool:
-    """Return True for a URI in the form of ``Location.uri`` with its directory under the local root."""
+    """Whether it has the form of ``Location.uri``, with its directory under the local root."""
     try:
         if not isinstance(value, str) or parse_uri(value).uri != value or "\0" in value:
             return False
         value.encode()
         below = os.path.normpath(local_dir(Path("/root"), parse_uri(value)))
         return below.startswith("/root/checkpoints/")
-    except ValueError:  # includes ConfigError and UnicodeError
+    except ValueError:
         return False

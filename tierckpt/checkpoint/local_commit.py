@@ -3,11 +3,9 @@
 Under a flock on the checkpoint directory:
     1. every shard is already durable under a name that no commit has used (P3)
     2. the attempt's metadata is written under a name of its own, fsynced
-    3. ``.metadata`` is replaced by a rename: stock PyTorch now reads the new checkpoint, and all its files are durable
-    4. ``manifest.json`` is replaced by a rename: now it is committed
+    3. a rename replaces ``.metadata``: stock PyTorch now reads the new checkpoint, whose files are all durable
+    4. a rename replaces ``manifest.json``: now it is committed
 A crash before 4 leaves the old manifest, whose files are untouched.
-
-The shared tier has neither lock nor rename: ``shared_commit.py``.
 """
 
 from __future__ import annotations
@@ -69,10 +67,7 @@ MARKS = (DRAINED, SUPERSEDED, REPLICATED)
 
 
 def read_local_manifest(directory: Path) -> Manifest | None:
-    """Return the manifest committed in a local checkpoint directory, if any.
-
-    Raises ManifestError if it is damaged, StoreError if it cannot be read.
-    """
+    """Raises ManifestError if it is damaged, StoreError if it cannot be read."""
     try:
         return _read_manifest(directory / MANIFEST)
     except ObjectNotFoundError:
@@ -83,27 +78,17 @@ def _read_manifest(path: Path) -> Manifest:
     return manifests.decode(read_whole(path, manifests.MANIFEST_BYTES_MAX), where=str(path))
 
 
-# --- local tier ------------------------------------------------------------------------------------------------
-
-
 def commit_local(directory: Path, location: Location, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
-    """Commit ``manifest`` on the local tier. ``metadata``: the bytes of each of its metadata files, by path.
+    """Commit ``manifest``. Its metadata and its journal entry exist, so a crash leaves nothing that cannot be drained.
 
-    The attempt's own copy of them (``write_attempt_metadata``) and its journal entry exist already: a crash at any
-    moment leaves the old checkpoint, or the new one with everything that its drain reads.
-
-    Raises:
-        AlreadyCommittedError: another attempt is committed here, and ``manifest`` does not replace it.
+    Raises AlreadyCommittedError if another attempt is committed here that ``manifest`` does not replace.
     """
     with _locked(directory):
         _publish(directory, location, manifest, metadata)
 
 
 def commit_local_fragment(directory: Path, location: Location, fragment: Manifest) -> Manifest | None:
-    """Write one rank's fragment. Commits and returns the merged manifest once all ranks' fragments are here.
-
-    The fragment's own metadata is written before, as for ``commit_local``.
-    """
+    """Write one rank's fragment. Commits and returns the merged manifest once all ranks' fragments are here."""
     with _locked(directory):
         make_dirs(directory / PARTS_DIR)
         durable_write(
@@ -122,20 +107,18 @@ def commit_local_fragment(directory: Path, location: Location, fragment: Manifes
             {entry.path: _read_metadata(directory, entry, whole) for entry in whole.metadata},
         )
         for path in parts:
-            with suppress(OSError):  # committed: leftovers are removed with the checkpoint
+            with suppress(OSError):  # removed with the checkpoint
                 path.unlink(missing_ok=True)
         return whole
 
 
 def write_attempt_metadata(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
-    """Write the attempt's own copy of its metadata. Invisible: no commit names it yet."""
     for entry in manifest.metadata:
         make_dirs((directory / entry.key).parent)
         durable_write(directory / entry.key, metadata[entry.path])
 
 
 def _read_metadata(directory: Path, entry: FileEntry, manifest: Manifest) -> bytes:
-    """Read back metadata that another rank wrote here."""
     data = read_whole(directory / entry.key, manifests.SIZE_BYTES_MAX)
     check_bytes(data, entry, manifest.chunk_size_bytes, str(directory))
     return data
@@ -156,21 +139,17 @@ def _publish(directory: Path, location: Location, manifest: Manifest, metadata: 
 
 
 def _read_or_set_aside(directory: Path) -> Manifest | None:
-    """Return the committed manifest; rename a damaged one, because a good one follows. Call it with the lock held.
-
-    Crash after the rename: no manifest, as with a damaged one.
-    """
+    """Needs the lock. Renames a damaged manifest, because a good one follows."""
     try:
         return read_local_manifest(directory)
     except (ManifestError, StoreError) as error:
         if isinstance(error, StoreError) and not (directory / MANIFEST).is_dir():
-            raise  # not damaged: it cannot be read now
+            raise
         _set_aside(directory / MANIFEST, str(error))
         return None
 
 
 def _set_aside(path: Path, reason: str) -> None:
-    """Rename a damaged file of ours to a name that no code reads. It is removed with the checkpoint."""
     aside = path.with_name(f"{path.name}.{time.time_ns()}{SET_ASIDE}")
     path.replace(aside)
     fsync_dir(aside.parent)
@@ -198,18 +177,17 @@ def _replace(directory: Path, current: Manifest | None, manifest: Manifest, meta
         durable_write(directory / MANIFEST, manifest.encode())
         branches.note_local(directory, manifest)
     except BaseException:
-        with suppress(OSError, TierckptError):  # report the first error
+        with suppress(OSError, TierckptError):
             undo_commit(directory, current, manifest)
         raise
     try:
         finish_locked_removal(directory)
     except (OSError, TierckptError) as error:
-        # It is committed: the caller must not take this for a failed save and delete its shards. The note stays.
+        # It is committed: an error would make the caller delete its shards.
         log.warning("%s: files of the replaced checkpoint stay for now: %s", directory, error)
 
 
 def undo_commit(directory: Path, current: Manifest | None, failed: Manifest) -> None:
-    """Undo a commit that could not be made durable: the save fails and its shards are deleted."""
     standing = read_local_manifest(directory)
     if standing is not None and standing.attempt == failed.attempt:
         if current is None:
@@ -220,10 +198,6 @@ def undo_commit(directory: Path, current: Manifest | None, failed: Manifest) -> 
 
 
 def _restore_stock_metadata(directory: Path, unfinished: Manifest) -> None:
-    """Restore the stock metadata of the committed checkpoint after a failed save that replaced ``.metadata``.
-
-    Does nothing if ``unfinished`` is committed.
-    """
     standing = read_local_manifest(directory)
     if standing is not None and standing.attempt == unfinished.attempt:
         return
@@ -236,14 +210,9 @@ def _restore_stock_metadata(directory: Path, unfinished: Manifest) -> None:
 
 
 def discard_attempt(directory: Path, token: str, manifest: Manifest | None = None) -> bool:
-    """Delete the files of one rank's save that never committed, and what refers to them.
+    """Delete the files of one rank's save that never committed. ``manifest``: of the failed save.
 
-    Files that the committed manifest names stay; returns False if there are any.
-
-    Args:
-        manifest: the manifest of the failed save, if any: stock metadata that names it is replaced.
-
-    Raises ManifestError if the committed manifest is damaged; no file was deleted then.
+    Returns False if the committed manifest names some: they stay. Raises ManifestError if that is damaged.
     """
     if not directory.is_dir():
         return True
@@ -263,7 +232,6 @@ def discard_attempt(directory: Path, token: str, manifest: Manifest | None = Non
 
 
 def is_committed(directory: Path, token: str) -> bool:
-    """Return True if the local tier has the commit of the save with ``token``, or the fragment of that rank."""
     return _is_named_by(read_local_manifest(directory), token) or (directory / part(token)).exists()
 
 
@@ -272,7 +240,7 @@ def _is_named_by(standing: Manifest | None, token: str) -> bool:
 
 
 def remove_unfinished(directory: Path, token: str) -> None:
-    """Delete the files of one rank's uncommitted save. The directory stays: the next save may use it."""
+    """The directory stays for the next save."""
     _remove_fragment(directory, token)
     for path in (*matching(directory, f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
         path.unlink(missing_ok=True)
@@ -280,7 +248,7 @@ def remove_unfinished(directory: Path, token: str) -> None:
 
 
 def _remove_fragment(directory: Path, token: str) -> None:
-    """Remove the fragment before its files: else a merge of all ranks could still commit it."""
+    """Remove it before its files: else a merge of all ranks could still commit it."""
     fragment = directory / part(token)
     with suppress(FileNotFoundError):
         fragment.unlink()
@@ -288,14 +256,14 @@ def _remove_fragment(directory: Path, token: str) -> None:
 
 
 def remove_empty(directory: Path) -> None:
-    """Remove ``directory`` if it is empty. Hold its lease: a save makes the directory before its first file."""
+    """Hold the lease of ``directory``: a save makes it before its first file."""
     if (directory / PRIVATE_DIR).is_dir():
         with _locked(directory):
             _remove_empty(directory)
 
 
 def record_commit(directory: Path, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
-    """Record a commit of another node on this node, unless this node has a different one."""
+    """Record a commit of another node, unless this node has a different one."""
     with _locked(directory):
         current = _read_or_set_aside(directory)
         if current is not None and current.attempt == manifest.attempt:
@@ -313,11 +281,8 @@ def record_commit(directory: Path, manifest: Manifest, metadata: Mapping[str, by
 def remove_local(directory: Path, attempt: str | None = None) -> bool:
     """Remove a local checkpoint. Returns False if there is none, or its attempt is not ``attempt``.
 
-    A rename turns the manifest into a removal note: the checkpoint is invisible and the note lists its files.
-    Crash before the rename: the checkpoint is whole. After it: ``finish_removal`` works off the note. Only
-    files of the manifest are deleted, so a running save to the same id keeps its files.
-
-    Cost: one fsync for each directory touched, no matter how many files.
+    A rename turns the manifest into a removal note, which ``finish_removal`` works off after a crash. Only files of the
+    manifest are deleted, so a running save keeps its own. Cost: one fsync for each directory touched.
     """
     with translated(directory), _locked(directory):
         manifest = read_local_manifest(directory)
@@ -333,7 +298,7 @@ def remove_local(directory: Path, attempt: str | None = None) -> bool:
 
 
 def finish_removal(directory: Path) -> bool:
-    """Finish the removal of a killed ``remove_local`` and remove empty directories. True if there was a note."""
+    """Finish the removal of a killed ``remove_local``. True if there was a note."""
     if not (directory / PRIVATE_DIR).is_dir():
         return False
     with translated(directory), _locked(directory):
@@ -341,7 +306,7 @@ def finish_removal(directory: Path) -> bool:
 
 
 def finish_locked_removal(directory: Path) -> bool:
-    """Work off every removal note. Call it with the lock held. Files of the committed manifest stay."""
+    """Needs the lock. Files of the committed manifest stay."""
     standing = read_local_manifest(directory)
     notes = matching(directory / REMOVED_DIR, "*.json")
     for note in notes:
@@ -355,7 +320,7 @@ def finish_locked_removal(directory: Path) -> bool:
         dead = gone.tokens - (standing.tokens if standing else set())
         if (directory / ORIGIN_DIR).is_dir():
             doomed += [f"{ORIGIN_DIR}/{token}" for token in dead]
-        # Durably before the shards, or a power cut could keep it and lose them: stock PyTorch goes by it (P1).
+        # Durable before the shards go: stock PyTorch trusts it (P1).
         stock = stale_metadata(gone, standing) if standing else [entry.path for entry in gone.metadata]
         _unlink_all([directory / path for path in stock])
         if standing is None:
@@ -371,7 +336,7 @@ def finish_locked_removal(directory: Path) -> bool:
 
 
 def _unlink_all(paths: list[Path]) -> None:
-    """Remove files, durably. Cost: one fsync for each directory."""
+    """Durable. Cost: one fsync for each directory."""
     for path in paths:
         if path.name.endswith(SET_ASIDE) and path.is_dir():
             remove_tree(path, ignore_errors=True)
@@ -383,14 +348,14 @@ def _unlink_all(paths: list[Path]) -> None:
 
 
 def _remove_empty(directory: Path) -> None:
-    """Remove our private directory and ``directory`` if they hold nothing but the lock that we hold."""
+    """Needs the lock. Any other file keeps the directory."""
     private = directory / PRIVATE_DIR
     for empty in PRIVATE_DIRS:
         with suppress(OSError):
             (directory / empty).rmdir()
     names = [path.name for path in (*matching(directory, "*"), *matching(private, "*"))]
     if names != [private.name, "lock"]:
-        return  # a running save, or files of another owner
+        return
     (private / "lock").unlink(missing_ok=True)  # a waiting process finds the name gone and makes a new file (K3)
     with suppress(OSError):
         private.rmdir()
@@ -400,7 +365,7 @@ def _remove_empty(directory: Path) -> None:
 
 @contextmanager
 def _closed_quietly() -> Iterator[ExitStack]:
-    """Hold locks and ignore errors of their release: the work is done, and they end with the process."""
+    """Ignore errors of the release: the work is done, and the locks end with the process."""
     held = ExitStack()
     try:
         yield held
@@ -411,7 +376,7 @@ def _closed_quietly() -> Iterator[ExitStack]:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Lock the directory against other processes of this node. Translates OS errors."""
+    """Translates OS errors."""
     deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     with translated(directory, is_above=True), _closed_quietly() as held:
         while True:
@@ -419,7 +384,7 @@ def _locked(directory: Path) -> Iterator[None]:
             try:
                 held.enter_context(lock(directory / PRIVATE_DIR / "lock", LOCK_TIMEOUT_SECONDS, str(directory)))
                 break
-            except FileNotFoundError:  # a removal took the empty directory away between the two lines
+            except FileNotFoundError:  # a removal took the empty directory away
                 if time.monotonic() > deadline:
                     raise
         yield

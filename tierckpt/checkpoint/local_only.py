@@ -1,14 +1,10 @@
 """Local-only checkpoints: saved between two drains, and kept on the SSD only.
 
-Each has a journal entry (``local-only``) while it may still be needed: the newest of a run goes to shared
-storage when the job ends or the node is preempted. Once this node has two newer checkpoints it is
-*superseded*: the entry is removed, and the files stay until a save needs the room (``marks.mark_superseded``). A node
-without its manifest, because another node coordinated the save, removes its files then.
+The newest of a run is drained when the job ends or the node is preempted. A *superseded* one has no journal entry, and
+its files stay until a save needs the room.
 
-Invariants:
     K0  Older means: abandoned by a job that went back to an older step (branches.py); otherwise, a lower step.
-    K1  A checkpoint is superseded only by at least two newer local commits of the same run and rank (D4), or by one
-        on shared storage.
+    K1  Only two newer local commits of the same run and rank (D4), or one on shared storage, supersede a checkpoint.
     K2  Only the holder of its journal entry promotes or supersedes it, so it never changes during a drain.
 """
 
@@ -31,14 +27,11 @@ from .select import age_of
 log = logger("local_only")
 
 LOCAL_ONLY_MAX = 2
-"""Newest checkpoints of a run that are never superseded: the second one in case the first is damaged."""
+"""Never superseded; the second one in case the first is damaged."""
 
 
 def supersede_older(local_root: Path, journal: Journal, newest: JournalEntry) -> list[str]:
-    """Supersede local-only checkpoints older than ``newest``, which is committed on this node. Returns their URIs.
-
-    Never fails a save. Cost: reads the journal; two small durable writes per superseded checkpoint.
-    """
+    """Supersede local-only checkpoints older than ``newest``, which is committed here. Never fails a save."""
     superseded: list[str] = []
     try:
         entries = journal.entries()
@@ -54,10 +47,7 @@ def supersede_older(local_root: Path, journal: Journal, newest: JournalEntry) ->
 
 
 def promote_newest(local_root: Path, journal: Journal, run: Location | None = None) -> list[JournalEntry]:
-    """Schedule the newest local-only checkpoint of ``run`` (None: of every run) for draining. Returns its entries.
-
-    A checkpoint older than one on shared storage, or on its way there, is not promoted.
-    """
+    """Schedule the newest local-only checkpoint of ``run`` (None: of every run), if shared storage has no newer."""
     promoted: list[JournalEntry] = []
     entries = journal.entries()
     for parent, kept in _by_run(one for one in entries if one.state == LOCAL_ONLY).items():
@@ -78,7 +68,7 @@ def promote_newest(local_root: Path, journal: Journal, run: Location | None = No
 def drop_superseded(
     local_root: Path, journal: Journal, run: Location | None = None, committed: JournalEntry | None = None
 ) -> None:
-    """Supersede local-only checkpoints of ``run`` (None: of every run) older than the newest on shared storage.
+    """Supersede local-only checkpoints older than the newest on shared storage.
 
     ``committed``: a save known to be on shared storage without a trace on this SSD.
     """
@@ -124,7 +114,7 @@ def _by_run(entries: Iterable[JournalEntry]) -> dict[Location, list[JournalEntry
 
 
 class _Ages:
-    """The order of the checkpoints of one run on this node (K0): larger is newer."""
+    """The order of the checkpoints of one run (K0): larger is newer."""
 
     def __init__(self, local_root: Path, run: Location, entries: Iterable[JournalEntry]) -> None:
         self._directory = local_dir(local_root, run)

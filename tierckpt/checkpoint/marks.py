@@ -1,4 +1,4 @@
-"""Marks: small files in a checkpoint's private directory that record the state of an attempt on the local tier."""
+"""Marks: small files that record the state of an attempt on the local tier. A damaged mark means unknown."""
 
 from __future__ import annotations
 
@@ -26,42 +26,36 @@ DRAINED_FIELDS = frozenset({"attempt"})
 
 
 def mark_origin(directory: Path, token: str) -> None:
-    """Note that a rank of this node makes the save ``token``: peers copy its files and report its commit.
-
-    Not durable: losing the note costs a copy.
-    """
+    """Note that a rank of this node makes the save ``token``, for peers. Not durable: losing the note costs a copy."""
     for _ in range(MARK_TRIES):
         with suppress(OSError, TierckptError):
             make_dirs(directory / ORIGIN_DIR)
             (directory / origin_file(token)).touch()
-            return  # a concurrent commit removed the empty directory between the two lines
+            return  # a concurrent commit removed the empty directory
     log.warning("%s: peers will not learn that this node saves it", directory)
 
 
 def origins(directory: Path) -> frozenset[str]:
-    """Return the saves that ranks of this node make or have made here."""
     with suppress(OSError):
         return frozenset(os.listdir(directory / ORIGIN_DIR))  # noqa: PTH208
     return frozenset()
 
 
 def mark_drained(directory: Path, attempt: str) -> None:
-    """Mark the local copy: the shared tier has committed ``attempt``. A lost mark costs one GET."""
+    """A lost mark costs one GET."""
     _note(directory, DRAINED, attempt)
 
 
 def is_drained(directory: Path, attempt: str) -> bool:
-    """Return True if marked as drained. A lost or damaged mark means unknown."""
     return _noted(directory / DRAINED) == attempt
 
 
 def mark_superseded(directory: Path, attempt: str) -> None:
-    """Mark the local copy: ``attempt`` was not drained, and this node has newer checkpoints."""
     _note(directory, SUPERSEDED, attempt)
 
 
 def mark_replicated(directory: Path, attempt: str) -> None:
-    """Note that all known copies of ``attempt`` are whole: older ones are no longer needed."""
+    """All known copies of ``attempt`` are whole: older ones are no longer needed."""
     _note(directory, REPLICATED, attempt)
 
 
@@ -70,12 +64,11 @@ def is_replicated(directory: Path, attempt: str) -> bool:
 
 
 def is_evictable(directory: Path, attempt: str) -> bool:
-    """Return True if the local copy of ``attempt`` needs no drain. A damaged mark means unknown."""
     return is_drained(directory, attempt) or _noted(directory / SUPERSEDED) == attempt
 
 
 def read_drained(directory: Path) -> str | None:
-    """Return the attempt noted as drained, if any. Raises ManifestError if damaged."""
+    """Raises ManifestError if damaged."""
     return _read(directory / DRAINED)
 
 
@@ -85,7 +78,6 @@ def _note(directory: Path, name: str, attempt: str) -> None:
 
 
 def _noted(path: Path) -> str | None:
-    """Return the attempt in a note; None without one, or if it is damaged."""
     try:
         return _read(path)
     except (ManifestError, StoreError) as error:

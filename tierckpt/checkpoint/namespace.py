@@ -1,13 +1,9 @@
-"""Listings of files and directories for fsspec: they show committed checkpoints and hide unfinished saves.
+"""Listings of files and directories for fsspec.
 
-    V1  A checkpoint that is committed on some tier is listed, with the files of its manifest: also while it is on the
-        local tier only and still drains.
-    V2  Files without a commit are hidden: shards of a running or failed save, and private files of tierckpt.
-    V3  A file that this node has written and not drained yet is listed as written; a file that it has removed is
-        hidden, even if the shared tier still has it.
-    V4  Everything else (data sets, models, checkpoints of stock DCP) is shown as the store has it.
-
-So a program that looks for ``.metadata`` in each directory finds the newest loadable checkpoint.
+V1  A committed checkpoint is listed with the files of its manifest, also while it still drains.
+V2  Files without a commit are hidden: shards of a running or failed save, and private files.
+V3  A file that this node has written and not drained yet is listed as written; a removed one is hidden.
+V4  Everything else (data sets, models, checkpoints of stock DCP) is shown as the store has it.
 """
 
 from __future__ import annotations
@@ -46,19 +42,12 @@ from .journal import Journal, JournalEntry
 log = logger("catalog")
 
 REQUESTS_MAX = 16
-"""Directories listed at a time."""
 
 _RANK_METADATA = re.compile(r"__\d+\.metadata$")
 
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One file or directory.
-
-    Attributes:
-        checkpoint: the committed checkpoint of the file, if any; ``entry`` is its entry in the manifest.
-    """
-
     location: Location
     is_dir: bool = False
     size_bytes: int = 0
@@ -69,7 +58,6 @@ class Thing:
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Return True for a file name that only DCP uses."""
     return name == METADATA or name.endswith(SHARD_SUFFIX) or bool(_RANK_METADATA.match(name))
 
 
@@ -78,7 +66,6 @@ def is_private(location: Location) -> bool:
 
 
 def root_of(location: Location) -> tuple[Location, str]:
-    """Return the location of the store for ``location`` and its siblings, and the key of ``location`` there."""
     if location.scheme == "hf" and (repository := repository_of(location)) is not None:
         name = location.path.removesuffix(repository.path).rstrip("/")
         return Location(location.scheme, location.authority, name), repository.path
@@ -87,7 +74,7 @@ def root_of(location: Location) -> tuple[Location, str]:
 
 
 class Browser:
-    """Lists locations on all tiers. Runs on one event loop; no call uses a cache."""
+    """Lists all tiers. Runs on one event loop; no call uses a cache."""
 
     def __init__(
         self,
@@ -99,16 +86,10 @@ class Browser:
         self._store_at, self._find, self._directory_of, self._journal = store_at, find, directory_of, journal
         self._gate = asyncio.Semaphore(REQUESTS_MAX)
         self._hung: asyncio.Task[str] | None = None
-        """A request to a mount that does not answer."""
-
-    # --- one place ----------------------------------------------------------------------------------------------
 
     async def look(self, location: Location) -> Thing:
-        """Return the file or directory at ``location``.
-
-        Raises:
-            ObjectNotFoundError: no visible file or directory.
-        Cost: one HEAD for a file; a listing more for a directory; a GET of the manifest for a file of a checkpoint.
+        """Raises ObjectNotFoundError. Cost: one HEAD for a file, and a listing or a GET for a directory or committed
+        file.
         """
         written = await asyncio.to_thread(self._journal.files, location.uri)
         if written and written[-1].files:
@@ -135,10 +116,7 @@ class Browser:
         return Thing(location, is_dir=True)
 
     async def _adopted(self, location: Location) -> list[Thing]:
-        """Return the files at or under ``location`` of an adopted checkpoint above it.
-
-        Tries only names that end in a step, so a missing file does not cost a request for each parent directory.
-        """
+        """Return the files of an adopted checkpoint above ``location``. Tries only names that end in a step."""
         above = location.parent
         while root_of(above)[1]:
             if step_of(above.name) is not None and await self._has_manifest(above):
@@ -151,7 +129,7 @@ class Browser:
         return []
 
     async def _file_of_checkpoint(self, location: Location) -> tuple[bool, Thing | None]:
-        """Return whether tierckpt saves in the directory of ``location``, and the file there if a commit names it."""
+        """Return whether tierckpt saves in its directory, and the file if a commit names it."""
         is_ours, checkpoint = await self._checkpoint(location.parent)
         for thing in _files(checkpoint):
             if thing.location == location:
@@ -161,8 +139,7 @@ class Browser:
     async def _checkpoint(self, location: Location) -> tuple[bool, Checkpoint | None]:
         """Return whether tierckpt saves at ``location``, and the commit there.
 
-        Stock checkpoints are not ours, not even while this node drains the ``.metadata`` of one with shards on the
-        shared tier (W2).
+        A stock checkpoint is not ours, even while this node drains its ``.metadata`` (W2).
         """
         # Local first: a file that is drained between the two requests is then on the shared tier.
         metadata = await asyncio.to_thread(self._journal.files, location.child(METADATA).uri)
@@ -175,10 +152,7 @@ class Browser:
             return False, None
         return found.manifest is not None, found if found.manifest is not None else None
 
-    # --- one directory ------------------------------------------------------------------------------------------
-
     async def level(self, location: Location) -> list[Thing]:
-        """Return ``_level`` and the files that this node has written in ``location``, by name."""
         written = await self._written_below(location)
         try:
             things = {thing.location.name: thing for thing in await self._level(location)}
@@ -203,18 +177,13 @@ class Browser:
         return sorted(things.values(), key=lambda thing: thing.location.name)
 
     async def _written_below(self, location: Location) -> dict[str, JournalEntry]:
-        """Return this node's undrained files and removals under ``location``, by path. They override the store."""
+        """Undrained files and removals, which override the store."""
         above = f"{location.uri.rstrip('/')}/"
         entries = await asyncio.to_thread(self._journal.files)
         return {entry.uri.removeprefix(above): entry for entry in entries if entry.uri.startswith(above)}
 
     async def _level(self, location: Location) -> list[Thing]:
-        """Return the files and directories directly in ``location``, by name.
-
-        Raises:
-            ObjectNotFoundError: no such directory.
-        Cost: one listing; for each directory in it with a number at the end one HEAD, or one and a listing.
-        """
+        """Raises ObjectNotFoundError. Cost: one listing; for each name with a final number a HEAD or two requests."""
         if is_private(location):
             raise _not_found_error(location)
         directory = self._directory_of(location)
@@ -255,7 +224,6 @@ class Browser:
     async def _visible(
         self, location: Location, infos: Iterable[ObjectInfo], *, has_private: bool
     ) -> tuple[list[Thing], bool]:
-        """Return the visible files of one directory, and whether there are others."""
         infos = [info for info in infos if not is_temporary(_name(info))]
         if not has_private and not any(is_checkpoint_file(_name(info)) for info in infos):
             return [_thing(location, info) for info in infos], False
@@ -276,7 +244,6 @@ class Browser:
         return True
 
     async def _is_visible(self, location: Location) -> bool:
-        """Return False for a directory with nothing but uncommitted files."""
         if await self._has_manifest(location):
             return True
         try:
@@ -285,10 +252,8 @@ class Browser:
             return False
         return True
 
-    # --- all below ----------------------------------------------------------------------------------------------
-
     async def below(self, location: Location) -> list[Thing]:
-        """Return every file under ``location``. Cost: one listing, and a GET per checkpoint."""
+        """Cost: one listing, and a GET per checkpoint."""
         if is_private(location):
             return []
         written = await self._written_below(location)  # before the listing: a file drained in between is in both
@@ -315,7 +280,6 @@ class Browser:
         return sorted(found.values(), key=lambda thing: thing.location.path)
 
     async def _shared_below(self, location: Location) -> dict[str, list[ObjectInfo]]:
-        """Return the objects under ``location`` by relative directory."""
         root, key = root_of(location)
         directories: dict[str, list[ObjectInfo]] = {}
         skip = len(key) + 1 if key else 0
@@ -329,10 +293,8 @@ class Browser:
             log.warning("%s: listing the local tier only (%s)", location.uri, error)
         return directories
 
-    # --- before a change ----------------------------------------------------------------------------------------
-
     async def check_change(self, location: Location) -> None:
-        """Raise ConfigError if a file or directory may not be written or removed, because a commit refers to it."""
+        """Raise ConfigError if a commit refers to the file or directory."""
         if not root_of(location)[1]:
             raise ConfigError(f"{location.uri} names no file", hint="Give a name below it", uri=location.uri)
         if is_private(location):
@@ -343,10 +305,7 @@ class Browser:
                 raise _protected_error(checkpoint.location)
 
     async def check_write(self, location: Location) -> None:
-        """``check_change``; on a mount also: no parent is a file, and no directory has this name.
-
-        Does not wait for a mount that does not answer.
-        """
+        """``check_change``; on a mount that answers, also against names in the way."""
         await self.check_change(location)
         if location.scheme != "file" or (self._hung is not None and not self._hung.done()):
             return
@@ -382,7 +341,6 @@ def _thing(location: Location, info: ObjectInfo) -> Thing:
 
 
 def _shallow(location: Location, things: Iterable[Thing]) -> list[Thing]:
-    """Return the files of ``things`` directly in ``location``, and the directories there of the others."""
     found: dict[str, Thing] = {}
     for thing in things:
         name, slash, _ = thing.location.path[len(location.path.rstrip("/")) + 1 :].partition("/")
@@ -395,7 +353,6 @@ def _written(location: Location, entry: JournalEntry) -> Thing:
 
 
 def _files(checkpoint: Checkpoint | None) -> list[Thing]:
-    """Return the files of our checkpoint that stock PyTorch reads. Their digests are their version."""
     if checkpoint is None or checkpoint.manifest is None:
         return []
     return [
@@ -412,7 +369,6 @@ def _files(checkpoint: Checkpoint | None) -> list[Thing]:
 
 
 def _commits(directory: Path) -> Iterator[str]:
-    """Yield the relative paths of directories with a committed checkpoint at or under ``directory``."""
     for path, names, _ in os.walk(directory):
         if PRIVATE_DIR in names and Path(path, MANIFEST).exists():
             relative = str(Path(path).relative_to(directory))
@@ -427,10 +383,7 @@ def _has_commit(directory: Path) -> bool:
 
 
 def _is_sufficient_alone(directory: Path) -> bool:
-    """Return True if a local directory may be shown alone while the shared tier does not answer.
-
-    It is a checkpoint, or the newest under it is this node's own (N3): a reader of the newest must not go back.
-    """
+    """Return True if ``directory`` may be shown without the shared tier: its newest is this node's own (N3)."""
     if (directory / MANIFEST).exists():
         return True
     names = sorted(_with_commits(directory), key=select.age_of)
@@ -455,11 +408,10 @@ def _with_commits(directory: Path) -> set[str]:
 
 
 def _name_conflict(location: Location, journal: Journal) -> str:
-    """Return why a mount cannot have a file at ``location``, considering undrained files of this node; '' if it can."""
     with suppress(OSError):
         if Path(location.path).is_dir():
             below = [entry for entry in journal.files() if entry.uri.startswith(f"{location.uri}/")]
-            return "" if any(not entry.files for entry in below) else "it is a directory"  # unless it was removed
+            return "" if any(not entry.files for entry in below) else "it is a directory"
         above = location.parent
         while root_of(above)[1]:
             written, place = journal.files(above.uri), Path(above.path)

@@ -17,8 +17,6 @@ from ..types import Buffer, Json
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """The agent of one node, as it describes itself."""
-
     name: str
     """Unique in the cluster, and constant for the lifetime of its local root."""
     address: str
@@ -26,14 +24,14 @@ class Member:
     weight: float = 1.0
     """Network bytes per second; only ratios count."""
     domain: str = ""
-    """Failure domain: a rack, a power feed."""
+    """A rack, a power feed."""
 
     def to_json(self) -> Json:
         return {"name": self.name, "address": self.address, "weight": self.weight, "domain": self.domain}
 
 
 class PeerCopies(Protocol):
-    """The copies of one checkpoint on other nodes, all of one attempt."""
+    """The copies of one attempt on other nodes."""
 
     manifest: Manifest
 
@@ -41,36 +39,31 @@ class PeerCopies(Protocol):
     def attempt(self) -> str: ...
 
     async def query_files(self) -> PeerCopies:
-        """Query the files of each member, once. Returns itself."""
+        """Query each member once."""
 
     def holders(self, entry: FileEntry) -> Sequence[Member]:
-        """Return the members that had all of ``entry`` at the last query."""
+        """As of the last query."""
 
     def missing(self, entries: Iterable[FileEntry]) -> list[FileEntry]: ...
 
     def report_damage(self, member: Member) -> None:
-        """Report wrong bytes from ``member``: it is not used for a while."""
+        """Avoid ``member`` for a while."""
 
     async def chunk(self, member: Member, entry: FileEntry, index: int) -> Buffer:
-        """Return chunk ``index`` of ``entry`` from ``member``, verified."""
+        """Return a verified chunk."""
 
 
 class PeerLookup(Protocol):
-    """Lookup of checkpoints on other nodes."""
-
     async def replicas_at(self, location: Location, known: Iterable[Manifest | None] = ()) -> Mapping[str, PeerCopies]:
-        """Return the copies of the checkpoint at ``location``, by attempt."""
+        """Return the copies by attempt."""
 
     async def committed(
         self, parent: Location, *, is_fresh: bool = False
     ) -> Mapping[str, Mapping[str, Sequence[Member]]]:
-        """Return the checkpoints under ``parent``: holders by name and attempt. ``is_fresh``: without the cache."""
+        """Return holders by name and attempt."""
 
     async def silent(self, parent: Location) -> list[str]:
-        """Return the configured nodes that do not answer about ``parent``, after a new request to each.
-
-        Raises PermissionDeniedError: a node does not accept this one as a member.
-        """
+        """Return the configured nodes that do not answer a new request. Raises PermissionDeniedError: one refuses."""
 
 
 log = logger("select")
@@ -78,28 +71,19 @@ log = logger("select")
 DENIED_SECONDS = 5.0
 """Nodes receive a new secret at different moments; a longer refusal is permanent."""
 FIRST_REPORT_SECONDS = 2.0
-"""Nodes silent for so long are reported, then every ``REPORT_SECONDS``."""
 REPORT_SECONDS = 10.0
 PAUSES = Pauses(0.2, 1.0)
 
 
 class SilentPeers:
-    """Waits once for each silent node, and again for one that has answered since.
-
-    Args:
-        cluster: the other nodes; None without ``peers``.
-        wait_seconds: ``store_wait_seconds``, as for shared storage.
-    """
+    """Waits once for each silent node, and again for one that has answered since."""
 
     def __init__(self, cluster: PeerLookup | None, wait_seconds: float) -> None:
         self._cluster, self._seconds = cluster, wait_seconds
         self._given_up: set[str] = set()
 
     async def wait(self, run: Location) -> list[str]:
-        """Return the nodes that have not reported their checkpoints of ``run``.
-
-        Raises PermissionDeniedError: a node does not accept this one as a member.
-        """
+        """Return the nodes that have not reported their checkpoints of ``run``. Raises PermissionDeniedError."""
         if self._cluster is None:
             return []
         begun = time.monotonic()

@@ -33,14 +33,12 @@ log = logger("retention")
 KEPT, WOULD_GO, REMOVED, FAILED = "kept", "would go", "removed", "failed"
 HAS_LOG = "a gradient log leads on from it"
 DUE_SECONDS_MAX = 7 * 86400.0
-"""Maximum time that a run stays due while its store does not answer; the next drain makes it due again."""
+"""Time with a silent store; the next drain makes the run due again."""
 _DUE_FIELDS = frozenset({"run", "shared"})
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome for one copy. ``reason``: why it is kept, removed, or could not be removed."""
-
     copy: CheckpointCopy
     outcome: str
     reason: str
@@ -60,15 +58,12 @@ class Outcome:
 
 @dataclass(slots=True)
 class PruneResult:
-    """The outcome for every copy of a run; other names, with a reason; leftovers."""
-
     outcomes: list[Outcome]
     others: dict[str, str] = field(default_factory=dict)
     leftovers: list[str] = field(default_factory=list)
     errors: list[TierckptError] = field(default_factory=list)
 
     def join(self, other: PruneResult, *, below: str) -> None:
-        """Add the outcomes of the directory ``below`` of the run."""
         self.outcomes += [
             replace(one, copy=replace(one.copy, name=f"{below}/{one.copy.name}")) for one in other.outcomes
         ]
@@ -82,8 +77,6 @@ class PruneResult:
 
 @dataclass(slots=True)
 class _RunEntry:
-    """One name of the run: the commit on each tier, and interrupted removals."""
-
     location: Location
     local: Manifest | None = None
     shared: Manifest | None = None
@@ -102,11 +95,10 @@ class _RunEntry:
 
 
 _Run: TypeAlias = tuple[list[_RunEntry], list[_RunEntry]]
-"""The checkpoints directly under a run, and its redo logs."""
 
 
 class Pruner:
-    """Prunes runs of one local root. Runs on one event loop; ``store_of`` opens the shared tier of a location."""
+    """Prunes the runs of one local root. Runs on one event loop."""
 
     def __init__(
         self, settings: Settings, journal: Journal, store_of: Callable[[Location], Store], selector: Selector
@@ -129,16 +121,12 @@ class Pruner:
     ) -> PruneResult:
         """Remove the checkpoints directly under ``run`` that ``policy`` does not keep.
 
-        Redo logs count among themselves and against newer checkpoints; checkpoints count among themselves.
-        A copy that cannot be removed does not stop the removal of the others.
+        Redo logs count among themselves and against newer checkpoints. A copy that cannot be removed does not stop the
+        others. ``branch`` None: the one that a job of this run continues. ``own``: steps that this process has saved,
+        the latest last.
 
-        Args:
-            branch: the branch that this process saves to. None: the one that a job of this run continues.
-            own: the steps that this process has saved, the latest last.
-
-        Raises:
-            StoreError: the shared tier does not answer, so nothing was judged and nothing removed.
-        Cost: one GET or two for each name, one listing of the newest; a removal costs one request for each file.
+        Raises StoreError: the shared tier does not answer; nothing was removed.
+        Cost: one or two GETs for each name, one listing of the newest; one request for each removed file.
         """
         return await self._prune(run, await self._look_at_run(run), policy, dry_run, branch, own)
 
@@ -150,7 +138,7 @@ class Pruner:
         result = await self._judge(steps, policy, dry_run, branch, noted, own)
         if windows:
             kept = [one.copy for one in result.only(KEPT) if not one.copy.is_abandoned]
-            beside = [replace(copy, name=f"beside/{copy.name}") for copy in kept]  # these are only compared with
+            beside = [replace(copy, name=f"beside/{copy.name}") for copy in kept]
             redo_logs = await self._judge(windows, policy, dry_run, branch, noted, own, beside)
             result.join(redo_logs, below=layout.WINDOWS_DIR)
         if not dry_run:
@@ -161,15 +149,14 @@ class Pruner:
     async def prune_due(self, is_reported: Callable[[Location], bool] = lambda run: False) -> bool:
         """Prune each run with a drain that ended here since, by the rule of its newest checkpoint (N9).
 
-        Returns True if a store did not answer, so that some runs are still due. ``is_reported``: the outage or refusal
-        of the run's store is in the log.
+        Returns True if some runs are still due. ``is_reported``: the outage of a store is in the log.
         """
         for run, notes in (await asyncio.to_thread(_due_runs, self._root)).items():
             try:
-                seen = await self._look_at_run(run, level=logging.DEBUG)  # the drains report an outage of the store
+                seen = await self._look_at_run(run, level=logging.DEBUG)
                 policy, own = _rule_of_newest([*seen[0], *seen[1]])
                 if not any(is_shared for _, is_shared in notes):
-                    policy = replace(policy, shared=Rule())  # the coordinator's node prunes that tier
+                    policy = replace(policy, shared=Rule())
                 is_due = False
                 if policy:
                     result = await self._prune(run, seen, policy, False, None, own)
@@ -201,7 +188,7 @@ class Pruner:
         own: Sequence[int],
         beside: Sequence[CheckpointCopy] = (),
     ) -> PruneResult:
-        """``noted``: the newest branch noted for the run. ``beside``: copies that count and are kept."""
+        """``beside``: copies that count and are kept."""
         if branch is None:
             known = [(found, step_of(one.name)) for one in seen for _, found in one.branches]
             branch = current_branch([*known, *([(noted, None)] if noted is not None else [])])
@@ -216,8 +203,6 @@ class Pruner:
             if one.begun or one.is_empty:
                 await self._finish(one, dry_run, result)
         return result
-
-    # --- the copies of a run -----------------------------------------------------------------------------------
 
     async def _look(self, location: Location) -> _RunEntry:
         seen = _RunEntry(location)
@@ -249,7 +234,7 @@ class Pruner:
             seen.is_empty = not [info async for info in store.list()]
 
     async def _read(self, read: Callable[[], Awaitable[Manifest | None]]) -> Manifest | None:
-        """Return a manifest; log a damaged one and keep its checkpoint (N5)."""
+        """Log a damaged manifest and keep its checkpoint (N5)."""
         try:
             return await read()
         except ManifestError as error:
@@ -269,7 +254,6 @@ class Pruner:
             return False
 
     async def copies_of(self, seen: Sequence[_RunEntry], branch: Branch | None) -> list[CheckpointCopy]:
-        """Return the copies of the run on both tiers, each with the reason that holds it."""
         busy = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
         linked = await asyncio.to_thread(_link_targets, [one.location for one in seen if one.other == "a link"])
         base = _base_of_log(seen, branch)
@@ -307,7 +291,7 @@ class Pruner:
         return "being read" if read_lease.is_read(self._root, local_dir(self._root, location)) else ""
 
     async def _with_health(self, copies: list[CheckpointCopy], seen: dict[str, _RunEntry]) -> list[CheckpointCopy]:
-        """Check the newest copies of each tier down to the first whole one: older ones protect nothing."""
+        """Check each tier down to its first whole copy: older ones protect nothing."""
         known: dict[tuple[str, Tier], Health] = {}
         for tier in (Tier.LOCAL, Tier.SHARED):
             here = [copy for copy in copies if copy.tier is tier]
@@ -325,8 +309,6 @@ class Pruner:
         if tier is Tier.SHARED:
             return await retention.shared_health(self._store(seen.location), manifest)
         return await asyncio.to_thread(retention.local_health, local_dir(self._root, seen.location), manifest)
-
-    # --- removing ----------------------------------------------------------------------------------------------
 
     async def _carry_out(
         self, verdict: Verdict, location: Location, dry_run: bool, errors: list[TierckptError]
@@ -349,7 +331,7 @@ class Pruner:
         return Outcome(copy, REMOVED, verdict.reason)
 
     async def _remove(self, copy: CheckpointCopy, location: Location) -> str:
-        """Remove a copy that was judged a moment ago. Returns the reason if it must stay now (N3)."""
+        """Return the reason if the copy must stay now (N3)."""
         directory = local_dir(self._root, location)
         with read_lease.removing(self._root, directory) as free:
             if not free:
@@ -382,14 +364,12 @@ class Pruner:
 
 
 def note_due(local_root: Path, run: Location, token: str, *, is_shared: bool) -> None:
-    """Note that a drain into ``run`` has committed: ``Pruner.prune_due`` prunes it, even after a kill.
+    """Make ``run`` due until a prune that begins after this, even after a kill.
 
-    Args:
-        token: of the journal entry, which is removed after this. So a run stays due until a prune that began later.
-        is_shared: this node also prunes the shared tier.
+    ``token``: of the journal entry. ``is_shared``: this node also prunes the shared tier.
     """
     path = local_root / layout.RETENTION_DIR / f"{token}.json"
-    if not path.exists():  # the commit wrote it, for the shared tier
+    if not path.exists():
         make_dirs(path.parent)
         durable_write(path, seal({"run": run.uri, "shared": is_shared}))
 
@@ -399,7 +379,6 @@ def has_due(local_root: Path) -> bool:
 
 
 def _due_runs(local_root: Path) -> dict[Location, list[tuple[Path, bool]]]:
-    """Return the runs that are due, each with its notes and whether they concern the shared tier."""
     found: dict[Location, list[tuple[Path, bool]]] = {}
     for path in matching(local_root / layout.RETENTION_DIR, "*.json"):
         try:
@@ -421,11 +400,10 @@ def _age_seconds(path: Path) -> float:
 
 
 def _rule_of_newest(seen: Sequence[_RunEntry]) -> tuple[Policy, list[int]]:
-    """Return the rule of the newest checkpoint of the latest start of a job, and all steps of that start."""
     manifests = [(one, manifest) for one in seen for manifest in (one.local, one.shared) if manifest is not None]
     start = max((order_of(manifest) for _, manifest in manifests), default=0)
     if not start:
-        return Policy(), []  # a Checkpointer's manifests name their start
+        return Policy(), []
     own = {
         step: manifest
         for one, manifest in manifests
@@ -435,24 +413,20 @@ def _rule_of_newest(seen: Sequence[_RunEntry]) -> tuple[Policy, list[int]]:
 
 
 def remove_empty(location: Location) -> None:
-    """Remove the directory of a removed checkpoint on a mounted tier if it is empty."""
     if location.scheme != "file":
         return
     directory = Path(location.path)
     for torn in matching(directory / layout.REMOVED_DIR, ".*.tmp"):
-        torn.unlink(missing_ok=True)  # left by a killed writer
+        torn.unlink(missing_ok=True)
     for name in (*local_commit.PRIVATE_DIRS, PRIVATE_DIR, "."):
         try:
             (directory / name).rmdir()
         except OSError:
-            continue  # missing, or not empty
+            continue
 
 
 def finish_local(local_root: Path, journal: Journal) -> list[Path]:
-    """Finish interrupted removals on the local tier. Returns the directories. Safe with live processes.
-
-    Cost: one walk over the directories of the local tier.
-    """
+    """Finish interrupted removals on the local tier, in one walk. Safe with live processes."""
     found = []
     busy = {local_dir(local_root, parse_uri(entry.uri)) for entry in journal.entries()}
     for directory in list(retention.marked_directories(local_root / "checkpoints")):
@@ -470,10 +444,7 @@ def finish_local(local_root: Path, journal: Journal) -> list[Path]:
 
 
 def _base_of_log(seen: Sequence[_RunEntry], branch: Branch | None) -> int | None:
-    """Return the step of the newest checkpoint of ``branch`` with a gradient log, if any.
-
-    The log may reach further than any checkpoint, whichever process saved that.
-    """
+    """Return the newest step of ``branch`` with a gradient log, which may reach further."""
     steps = []
     for one in seen:
         step, found = step_of(one.name), one.local or one.shared
@@ -493,12 +464,11 @@ def _has_mark(location: Location) -> bool:
 
 
 def _is_leftover(directory: Path) -> bool:
-    """Return True for a removal note, and for an empty directory of ours."""
     if (directory / layout.REMOVED_DIR).is_dir():
         return True
     return not any(name != "lock" for _, _, names in os.walk(directory) for name in names)
 
 
 def _link_targets(links: Sequence[Location]) -> dict[Path, str]:
-    """Return the targets of links on a mounted tier: a link ``best -> step-100`` keeps step 100."""
+    """A link ``best -> step-100`` keeps step 100."""
     return {Path(link.path).resolve(): link.name for link in links}

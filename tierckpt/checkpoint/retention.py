@@ -1,22 +1,19 @@
-"""Retention: which copies of a run's checkpoints may go (``Policy.judge``, pure), and removing one. prune.py calls it.
+"""Retention: which copies of a run's checkpoints may go (``Policy.judge``, pure), and removing one.
 
-Invariants (tests cite them by number; I5 of the failure model is N1 and N2):
-    N1  The newest copy of a tier is never removed; if it is damaged, neither is the newest sound copy, nor the newest
-        complete one. With replicas, the newest checkpoint that peers hold completely also stays until the shared tier
-        has it: the loss of a node before the next one is copied must not cost both.
-    N2  A local copy is removed only if its attempt was drained and the shared tier holds that step, or a newer one,
-        completely. Without drains (``drain=False``) the local tier is the last one, and N1 protects its newest copy.
-    N3  A checkpoint that a live process of this node reads, saves or drains is not removed.
-    N4  The manifest is removed first, and a note lists the remaining files: a crash leaves the checkpoint whole, or
-        invisible with a note that the next prune (or, on the local tier, the next process) works off.
-    N5  Only files that a manifest of ours names are deleted. Other files in the directory stay, and so does a
-        directory without a mark of ours.
-    N6  The judged attempt is removed, and no other. A save that takes over its id meanwhile commits whole or fails.
-    N7  Steps that a job abandoned by going back to an older one count for no rule, and no rule removes them.
-        They are removed on request, or when their numbers are saved again. A process judges by its own branch.
-    N8  The rule keeps as many of a process's own saves as of all saves, whatever other processes save.
-    N9  Each manifest of a Checkpointer carries the rule of its job (``NOTE``), so a mover that ends a drain after the
-        trainer's exit prunes by the rule of the newest checkpoint. A job that shares its run saves without a rule.
+N1  The newest copy of a tier stays; if it is damaged, so do the newest sound copy and the newest complete one. The
+    newest checkpoint that peers hold completely also stays until the shared tier has it.
+N2  A local copy is removed only if it was drained and the shared tier holds that step, or a newer one, completely.
+    Without drains (``drain=False``), N1 protects the newest copy.
+N3  A checkpoint that a live process of this node reads, saves or drains is not removed.
+N4  The manifest goes first, and a note lists the remaining files: after a crash, the checkpoint is whole, or
+    invisible with a note that the next prune works off.
+N5  Only files that a manifest of ours names are deleted. A directory without a mark of ours stays.
+N6  Only the judged attempt is removed. A save that takes over its id meanwhile commits whole or fails.
+N7  Abandoned steps count for no rule. Only a request removes them, or a new save of the step. A process judges by
+    its own branch.
+N8  The rule keeps as many of a process's own saves as of all saves.
+N9  Each manifest of a Checkpointer carries the rule of its job (``NOTE``): a later mover prunes by the newest one.
+    A job that shares its run saves without a rule.
 """
 
 from __future__ import annotations
@@ -43,20 +40,16 @@ from .select import newest_of
 log = logger("retention")
 
 NOTE = "retention"
-"""The note of a manifest that holds ``Policy.encode``."""
 _NOTED_RULE = r"(\d{1,9}|-)/(\d{1,9}|-)"
 _NOTED = re.compile(rf"local {_NOTED_RULE} shared {_NOTED_RULE}")
 
 
-# --- which: pure -----------------------------------------------------------------------------------------------
-
-
 class Health(enum.StrEnum):
-    """Completeness of a committed copy by the sizes of its files. No data is read."""
+    """Completeness of a committed copy by the sizes of its files."""
 
     WHOLE = "whole"
     PARTIAL = "partial"
-    """Local tier only: all files of some ranks and none of others, as on each node of a multi-node job."""
+    """All files of some ranks and none of others, as on each node of a multi-node job."""
     DAMAGED = "damaged"
 
 
@@ -68,15 +61,14 @@ class CheckpointCopy:
     health: Health | None = None
     """None: not checked, because a newer copy of the tier is whole."""
     is_drained: bool = False
-    """Local tier: the shared tier has at some time committed this attempt."""
+    """The shared tier has at some time committed this attempt."""
     held: str = ""
-    """The use by a live process that holds it."""
+    """The use by a live process."""
     attempt: str = ""
     size_bytes: int = 0
     is_replicated: bool = False
-    """Local tier: not on the shared tier, and all its copies on other nodes are whole."""
+    """Not on the shared tier, and all its copies on other nodes are whole."""
     is_abandoned: bool = False
-    """The job later went back to an older step (branches.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +89,6 @@ class Rule:
         return self.last is not None or self.every is not None
 
     def kept(self, steps: Iterable[int]) -> dict[int, str]:
-        """Return the steps that this rule keeps, each with the reason."""
         newest_first = sorted(set(steps), reverse=True)
         if not self:
             return dict.fromkeys(newest_first, "no rule for this tier")
@@ -106,7 +97,7 @@ class Rule:
         return kept | dict.fromkeys(newest_first[: self.last or 0], f"among the newest {self.last}")
 
     def kept_of(self, saved: Sequence[int]) -> set[int]:
-        """Return the kept steps of those that one process has ``saved``, the latest last (N8)."""
+        """Apply rule N8. ``saved``: by one process, the latest last."""
         if not self:
             return {*saved}
         latest_first = [*dict.fromkeys(reversed(saved))]
@@ -116,25 +107,22 @@ class Rule:
         return f"{self.last or '-'}/{self.every or '-'}"
 
     def __str__(self) -> str:
-        """Describe why this rule does not keep a step."""
+        """Why this rule does not keep a step."""
         newest = [f"not among the newest {self.last}"] if self.last else []
         return ", ".join(newest + ([f"no multiple of {self.every}"] if self.every else []))
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A rule for each tier."""
-
     local: Rule = field(default_factory=Rule)
     shared: Rule = field(default_factory=Rule)
     abandoned: frozenset[Tier] = frozenset()
-    """Tiers that remove abandoned steps (N7)."""
 
     @classmethod
     def of(
         cls, keep_last: int | Mapping[str, int] | None = None, keep_every: int | Mapping[str, int] | None = None
     ) -> Policy:
-        """Build from user values: a number for both tiers, or one per tier. Raises ConfigError."""
+        """Build from a number for both tiers, or one per tier. Raises ConfigError."""
         last, every = _by_tier("keep_last", keep_last), _by_tier("keep_every", keep_every)
         local, shared = (Rule(last.get(tier), every.get(tier)) for tier in ("local", "shared"))
         return cls(local, shared)
@@ -143,12 +131,10 @@ class Policy:
         return bool(self.local or self.shared or self.abandoned)
 
     def encode(self) -> str:
-        """Encode the rules for a manifest: ``local 2/- shared 10/1000``."""
         return f"local {self.local.encode()} shared {self.shared.encode()}"
 
     @classmethod
     def noted(cls, manifest: Manifest) -> Policy:
-        """Return the policy in ``manifest`` (N9), or one that keeps everything."""
         note = manifest.notes.get(NOTE)
         match = _NOTED.fullmatch(note) if isinstance(note, str) else None
         if match is None:
@@ -159,9 +145,7 @@ class Policy:
     def judge(self, copies: Sequence[CheckpointCopy], *, drains: bool = True, own: Sequence[int] = ()) -> list[Verdict]:
         """Judge every copy of a run (N1, N2, N3), newest first, local before shared.
 
-        Args:
-            drains: False without drains: the local tier is then the last one.
-            own: the steps that this process has saved, the latest last.
+        ``drains``: False if the local tier is the last one. ``own``: this process's steps, the latest last.
         """
         shared = [copy for copy in copies if copy.tier is Tier.SHARED and not copy.is_abandoned]
         shared_whole = max((copy.step for copy in shared if copy.health is Health.WHOLE), default=None)
@@ -188,17 +172,16 @@ class Policy:
     def _judge_abandoned(
         self, copy: CheckpointCopy, here: Sequence[CheckpointCopy], every: Sequence[CheckpointCopy]
     ) -> Verdict:
-        """``here``: the copies of the tier that are not abandoned; ``every``: all of them."""
         reason = copy.held
         if not reason and not any(one.health in (Health.WHOLE, Health.PARTIAL) for one in here):
-            reason = protect(every).get(copy.name, "")  # the tier has no others
+            reason = protect(every).get(copy.name, "")
         if not reason and copy.tier not in self.abandoned:
             reason = "abandoned; `tierckpt prune --abandoned` removes it"
         return Verdict(copy, not reason, reason or "abandoned: the job went back to an older step")
 
 
 def protect(copies: Sequence[CheckpointCopy]) -> dict[str, str]:
-    """Return the names of the copies of one tier that no rule removes (N1), and why each."""
+    """Return the copies of one tier that no rule removes (N1), with reasons."""
     found: dict[str, str] = {}
     wanted: dict[str, set[Health | None]] = {
         "the newest": {*Health, None},
@@ -234,11 +217,7 @@ def _by_tier(name: str, value: int | Mapping[str, int] | None) -> dict[str, int]
     return given
 
 
-# --- the local tier --------------------------------------------------------------------------------------------
-
-
 def local_health(directory: Path, manifest: Manifest) -> Health:
-    """Return the completeness of ``manifest`` in ``directory``. Each rank is complete, missing or damaged."""
     if any(file_size(directory / entry.key) != entry.size_bytes for entry in manifest.metadata):
         return Health.DAMAGED
     here: set[int] = set()
@@ -255,14 +234,13 @@ def local_health(directory: Path, manifest: Manifest) -> Health:
 
 
 async def shared_health(store: Store, manifest: Manifest) -> Health:
-    """Return WHOLE if the shared tier lists every file of ``manifest`` with its size."""
     sizes = {info.key: info.size_bytes async for info in store.list()}
     whole = all(sizes.get(entry.key) == entry.size_bytes for entry in manifest.entries)
     return Health.WHOLE if whole else Health.DAMAGED
 
 
 def local_checkpoints(local_root: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Yield every committed checkpoint of the local tier; log and skip damaged manifests."""
+    """Damaged manifests are logged and skipped."""
     for directory in marked_directories(Path(local_root, "checkpoints")):
         try:
             manifest = local_commit.read_local_manifest(directory)
@@ -274,7 +252,7 @@ def local_checkpoints(local_root: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def marked_directories(top: Path, mark: str = PRIVATE_DIR) -> Iterator[Path]:
-    """Yield the directories at and under ``top`` with our private directory. Links are not followed."""
+    """Links are not followed."""
     for path, names, _ in os.walk(top):
         if mark in names:
             names.remove(mark)
@@ -282,22 +260,17 @@ def marked_directories(top: Path, mark: str = PRIVATE_DIR) -> Iterator[Path]:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return ``path`` or its nearest parent that exists and is reachable."""
     while not os.path.exists(path):  # noqa: PTH110  # Path.exists raises for unreachable paths
         path = path.parent
     return path
 
 
-# --- removing --------------------------------------------------------------------------------------------------
-
-
 async def remove_shared(store: Store, manifest: Manifest) -> bool:
     """Remove a committed checkpoint from the shared tier (N4, N6). Returns False if another save took over its id.
 
-    Order: put a note with the manifest, delete the manifest, delete its files, delete the note. A save that replaces
-    this attempt may commit meanwhile. Names that both use are deleted only in the version that was read, so one of
-    the two loses cleanly. On a store without such conditions, a save between the read and the delete can lose its
-    manifest; on one node the journal prevents that (N3).
+    Names that a concurrent save may replace are deleted only in the version read, so one of the two loses cleanly. On a
+    store without conditions, a save between the read and the delete can lose its manifest; on one node the journal
+    prevents that (N3).
     """
     note = layout.removal_note(manifest.attempt)
     await store.put(note, manifest.encode())
@@ -308,7 +281,7 @@ async def remove_shared(store: Store, manifest: Manifest) -> bool:
     stands = now is not None and now.attempt == manifest.attempt
     if not (is_ours and stands and await shared_commit.remove(store, MANIFEST, standing)):
         if now is None or await shared_commit.read_shared_manifest(store) is None:
-            # Another mover removes it, too. They share the note: it stays until all files that it names are deleted.
+            # Another mover removes it, too: the shared note stays until all files that it names are deleted.
             await _finish(store, manifest, stock, claim)
         else:
             await store.delete(note)
@@ -318,17 +291,14 @@ async def remove_shared(store: Store, manifest: Manifest) -> bool:
 
 
 async def finish_shared(store: Store, gone: Manifest) -> None:
-    """Delete the files that only the removed manifest ``gone`` names, then its removal note. Idempotent."""
+    """Delete the files that only ``gone`` names, then its removal note. Idempotent."""
     stock = {entry.path: await shared_commit.etag_of(store, entry.path) for entry in gone.metadata}
     claim = await shared_commit.etag_of(store, CLAIM)
     await _finish(store, gone, stock, claim)
 
 
 async def _finish(store: Store, gone: Manifest, stock: Mapping[str, str | None], claim: str | None) -> None:
-    """``stock`` and ``claim``: versions read before the owner of the id.
-
-    The claim is deleted last: after a crash before that, the directory does not look like a stock checkpoint.
-    """
+    """The claim goes last: until then, a crash leaves no directory that looks like a stock checkpoint."""
     standing = await shared_commit.read_shared_manifest(store)
     if standing is None or standing.attempt != gone.attempt:
         owns_id = standing is None and await shared_commit.read_claim(store) in {gone.attempt, None}

@@ -1,4 +1,4 @@
-"""Reads the records of a run: its processes (``training/run_log.py``) and its commits (``commit_times.py``)."""
+"""Reads the records of a run: its processes and its commits."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ Lines = list[dict[str, Any]]
 
 
 async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
-    """Return the lines of each record file of the run, by name, from this node and the shared tier.
+    """Return the lines of each record file of the run, by name. The longer copy of a file counts.
 
-    Of two copies of a file the longer one counts: files are append-only, and copied whole. Damaged lines and, with a
-    warning, unreadable files are left out.
-
-    Cost: one listing, and one GET for each file that this node does not have whole.
+    Damaged lines and unreadable files are left out. Cost: one listing, and one GET for each file that is incomplete
+    here.
     """
     here = await asyncio.to_thread(local_records, directory)
     try:
@@ -68,9 +66,7 @@ async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
 
 
 async def read_shared_commits(store_at: Callable[[str], Store], run: Store, names: Collection[str]) -> Lines | None:
-    """Return a line, as ``commit_times`` writes it, for each of ``names`` that the shared tier has now.
-
-    The time is the store's, None without one. Returns None if the store does not answer.
+    """Return a line, as ``commit_times`` writes it, for each of ``names`` on the shared tier; None if that is silent.
 
     Cost: one listing; a GET and a HEAD for each of the newest ``CHECKPOINTS_MAX`` that are there.
     """
@@ -105,15 +101,12 @@ def local_records(directory: Path) -> dict[str, bytes]:
 
 
 def newest_lines(directory: Path) -> Lines:
-    """Return the last lines of the newest start recorded here. Blocking; reads at most ``TAIL_BYTES``."""
+    """Blocking; reads at most ``TAIL_BYTES``."""
     return _last_lines(directory, "*.jsonl")
 
 
 def newest_drained(directory: Path) -> dict[str, Any] | None:
-    """Return the line of the newest checkpoint that this node drained, if any.
-
-    Eviction and retention remove the marks of local copies, but not this. Blocking; reads at most ``TAIL_BYTES``.
-    """
+    """Return the line of the newest drained checkpoint, evicted or not. Blocking; reads at most ``TAIL_BYTES``."""
     lines = [line for line in _last_lines(directory, f"*{COMMITS_SUFFIX}") if line.get("what") == Tier.SHARED]
     good = [line for line in lines if isinstance(line.get("step"), int) and isinstance(line.get("created_at"), float)]
     return max(good, key=lambda line: float(line["created_at"]), default=None)
@@ -131,14 +124,13 @@ def _last_lines(directory: Path, pattern: str) -> Lines:
 
 @lru_cache(maxsize=64)
 def _tail(path: Path, inode: int, size_bytes: int, changed_ns: int) -> Lines:
-    """Return the lines in the last ``TAIL_BYTES``. Cached: status and page call it every second or two."""
+    """Cached: status and page call it every second or two."""
     with path.open("rb") as file:
         file.seek(max(0, size_bytes - TAIL_BYTES))
         return parse_lines(file.read(TAIL_BYTES))
 
 
 def has_ended_here(first: dict[str, Any]) -> bool:
-    """Return True if the process named in the first line of its records ended on this node."""
     match = re.fullmatch(r"(\d{1,20})-(\d{1,20})", str(first.get("process")))
     pid = first.get("pid")
     if match is None or not isinstance(pid, int) or pid <= 0:
@@ -147,7 +139,7 @@ def has_ended_here(first: dict[str, Any]) -> bool:
 
 
 def parse_lines(data: bytes) -> Lines:
-    """Parse the records in ``data``; skip torn lines."""
+    """Skips torn lines."""
     lines = []
     for text in data.splitlines():
         try:

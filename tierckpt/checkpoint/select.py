@@ -1,16 +1,13 @@
 """Chooses the checkpoint that a job resumes from: the newest loadable one, or certainly none.
 
-Invariants (tests cite them):
-    N1  "None" is returned only after a complete listing of the shared tier. A store that refuses, fails, hangs or
-        ends a listing early is retried and then raises. A listed run that loses its names before they are read is
-        listed again: a job that keeps one step has saved the next.
-    N2  A checkpoint that the shared tier did not answer about is never skipped in favour of an older one.
-    N3  While the shared tier does not answer, the newest local step is taken only if this node saved it and has not
-        drained it: then no other node can have continued from it through the shared tier. From a drained step,
-        another node may have continued.
-    N4  Configured peers that do not answer are waited for like the shared tier, ``store_wait_seconds``; then the
-        newest step of the others is taken, and a warning names them. A peer that refuses this node's secret raises.
-    N5  A step that a job abandoned by going back to an older one is no candidate (branches.py).
+N1  "None" is returned only after a complete listing of the shared tier. A store that refuses, fails, hangs or ends
+    a listing early is retried and then raises. A run whose names disappear is listed again.
+N2  A checkpoint that the shared tier did not answer about is never skipped in favour of an older one.
+N3  While the shared tier does not answer, the newest local step is taken only if this node saved it and has not
+    drained it: no other node can have continued from it.
+N4  Silent peers are waited for like the shared tier; then the others' newest step is taken, with a warning. A peer
+    that refuses this node's secret raises.
+N5  A step that a job abandoned by going back is no candidate (branches.py).
 """
 
 from __future__ import annotations
@@ -54,30 +51,25 @@ log = logger("select")
 T = TypeVar("T")
 
 DENIED_SECONDS = 5.0
-"""Credentials are renewed within moments; a longer refusal is permanent."""
+"""A longer refusal is permanent: credentials are renewed within moments."""
 SEARCH_SECONDS_MIN = 10.0
-"""Minimum time for one search, so that ``store_wait_seconds=0`` means one attempt and not none."""
+"""Time of one search, so that ``store_wait_seconds=0`` means one attempt and not none."""
 PAUSE_SECONDS = 1.0
 PEER_REMOVAL_SECONDS = 0.5
-"""How long a peer may list a checkpoint that it has removed."""
+"""Time that a peer may list a checkpoint that it has removed."""
 FIRST_REPORT_SECONDS = 2.0
-"""A store silent for this long is reported, then every ``REPORT_SECONDS``."""
 REPORT_SECONDS = 10.0
 
 SEARCHED_DIRECTORIES_MAX, AT_ONCE = 256, 16
-"""Directories that a search for runs visits, and how many at a time: a listing and up to four requests each."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """A directory of checkpoints, ``steps`` of them, committed or not."""
-
     location: Location
     steps: int
     newest: catalog.CheckpointRow
 
     def joined(self, other: RunDirectory | None) -> RunDirectory:
-        """Merge with an earlier result for the same run."""
         if other is None:
             return self
         newest = max(other.newest, self.newest, key=lambda row: age_of(row.name))
@@ -89,7 +81,7 @@ class RunDirectory:
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The newest checkpoint. ``unseen``: the error of the shared tier, if the step is this node's own (N3)."""
+    """``unseen``: the error of the shared tier, if the step is this node's own (N3)."""
 
     checkpoint: Checkpoint | None
     unseen: StoreError | None = None
@@ -97,16 +89,13 @@ class Newest:
 
 @dataclass(frozen=True, slots=True)
 class _Near:
-    """Checkpoints on this node and its peers, while the shared tier does not answer."""
-
     is_own: bool = False
     """The newest is this node's own (N3)."""
     chosen: Checkpoint | None = None
-    """The newest complete one."""
 
 
 class Selector:
-    """Chooses among the checkpoints of all tiers. Runs on one event loop; no call uses a cache."""
+    """Selects on all tiers. Runs on one event loop; no call uses a cache."""
 
     def __init__(
         self,
@@ -118,7 +107,7 @@ class Selector:
         self.settings, self.store_at, self.directory_of, self._peers = settings, store_at, directory_of, peers
         self._silent_peers = SilentPeers(peers, settings.store_wait_seconds)
         self.reached: set[tuple[str, str]] = set()
-        """The stores (``store_key``) that have answered properly in this process."""
+        """Stores (``store_key``) that have answered in this process."""
 
     async def find(self, location: Location) -> Checkpoint:
         return await catalog.find(location, self.directory_of(location), self.store_at(location), self._peers)
@@ -150,16 +139,10 @@ class Selector:
     ) -> Newest:
         """Return the newest usable checkpoint at or under ``location``: committed, every file with a copy of its size.
 
-        The newest is the highest step number, at most ``step_max``; uncommitted and incomplete checkpoints are
-        skipped with a log line. Waits ``store_wait_seconds`` for a shared tier that does not answer.
+        Skipped ones are logged. Waits ``store_wait_seconds`` for the shared tier. ``may_be_own``: take this node's own
+        newest step at once without it (N3). ``windows``: consider newer redo logs.
 
-        Args:
-            may_be_own: take this node's own newest step at once if the shared tier does not answer (N3).
-            windows: consider redo logs (``layout.WINDOWS_DIR``) that are newer than every checkpoint.
-
-        Raises:
-            StoreUnavailableError, PermissionDeniedError: the shared tier did not answer (N1); or a
-                peer refuses this node's secret (N4).
+        Raises StoreUnavailableError, PermissionDeniedError: no answer (N1), or a peer refuses this node's secret (N4).
         """
         wait = _Wait(self.settings, self.store_at(location), location)
 
@@ -197,17 +180,13 @@ class Selector:
             )
         return newest
 
-    # --- all tiers ----------------------------------------------------------------------------------------------
-
     async def _explicit(self, location: Location) -> Checkpoint:
-        """Return the checkpoint at ``location``. A complete near copy needs no shared tier."""
         found = await self.find(location)
         if found.unseen is not None and await catalog.missing_near_files(found):
             raise found.unseen
         return found
 
     async def _whole_near(self, location: Location, error: StoreError) -> Checkpoint | None:
-        """Return the complete copies of a requested checkpoint on this node and its peers."""
         for found in await self.committed_near(location):
             if not await catalog.missing_near_files(found):
                 text = "%s: going by the copy near, as shared storage does not say more: %s"
@@ -226,7 +205,7 @@ class Selector:
             found, gone = await self._first_usable(location, ordered, await self.noted_branch(location, names))
             if not ordered or (found is not None and found.location == location.child(ordered[0])):
                 return found
-            # A skipped checkpoint may have been removed since the listing, by a job that has committed newer steps.
+            # A skipped checkpoint may have been removed since the listing, after newer steps were committed.
             before, names = names, await self._listed(location, windows, is_again=True)
             new = _newest_first(names - before, step_max)
             if self._peers is not None and gone & {*await self._peers.committed(location)}:
@@ -249,7 +228,7 @@ class Selector:
         raise changing_run_error(location)
 
     async def _listed(self, location: Location, windows: bool, *, is_again: bool = False) -> set[str]:
-        """Return the names at ``location`` on all tiers. ``is_again``: without the cache of the peers' answers."""
+        """``is_again``: without the cache of the peers' answers."""
         names = {*await self._names_near(location, is_again), *await self.store_at(location).list_dirs()}
         if windows and WINDOWS_DIR in names:
             names |= below(WINDOWS_DIR, await self.store_at(location).list_dirs(WINDOWS_DIR))
@@ -257,7 +236,6 @@ class Selector:
         return names
 
     async def noted_branch(self, location: Location, names: Collection[str], *, is_near: bool = False) -> Branch | None:
-        """Return the branch noted for the run listed as ``names``. ``is_near``: on this node and its peers."""
         if BRANCHES_DIR not in names:
             return None
         found = [await asyncio.to_thread(branches.read_local, self.directory_of(location))]
@@ -272,7 +250,6 @@ class Selector:
     async def _first_usable(
         self, location: Location, names: Sequence[str], branch: Branch | None
     ) -> tuple[Checkpoint | None, set[str]]:
-        """Return the first whole checkpoint of ``names``, and the names before it that no longer exist."""
         gone: set[str] = set()
         for name in names:
             try:
@@ -296,25 +273,15 @@ class Selector:
             log.warning("latest: skipping %s: some files have no copy", name)
         return None, gone
 
-    # --- near ---------------------------------------------------------------------------------------------------
-
     async def names(self, location: Location, *, level: int = logging.WARNING) -> list[str]:
-        """Return the names under ``location``; without the shared tier's if it does not answer.
-
-        Only for listings and removals of near copies: an omitted checkpoint may be newer than all of them.
-        """
+        """For listings and removals of near copies: an omitted checkpoint may be newer than all of them."""
         return sorted(name for name in (await self.all_names(location, level=level))[0] if not name.startswith("."))
 
     async def windows(self, run: Location, *, level: int = logging.WARNING) -> list[str]:
-        """Return the names of the redo logs of ``run``, as ``names``."""
         return sorted(below(WINDOWS_DIR, await self.names(run.child(WINDOWS_DIR), level=level)))
 
     async def branch(self, location: Location, known: Iterable[tuple[Branch, int | None]] = ()) -> Branch | None:
-        """Return the branch that a job of the run at ``location`` continues; None if no step is abandoned.
-
-        Without the shared tier if it does not answer. ``known``: branch and step of checkpoints that the caller has
-        seen.
-        """
+        """Return the branch that a job at ``location`` continues; None if no step is abandoned."""
         names, is_near = await self.all_names(location)
         noted = await self.noted_branch(location, names, is_near=is_near)
         return branches.current_branch([*known, *([(noted, None)] if noted is not None else [])])
@@ -322,10 +289,7 @@ class Selector:
     async def all_names(
         self, location: Location, timeout_seconds: float | None = None, *, level: int = logging.WARNING
     ) -> tuple[set[str], bool]:
-        """Return all names under ``location``, and True if the shared tier did not answer.
-
-        With ``timeout_seconds``, a timeout or a refusal counts as no answer.
-        """
+        """Return all names under ``location``, and True if the shared tier did not answer in time."""
         near = await self._names_near(location)
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -342,10 +306,7 @@ class Selector:
     async def runs(
         self, places: list[Location], *, look_max: int = SEARCHED_DIRECTORIES_MAX
     ) -> tuple[list[RunDirectory], bool]:
-        """Return the runs in and under ``places``, by URI, and whether the search covered all directories.
-
-        Breadth first, at most ``look_max`` directories. Unreadable directories are skipped with a log line.
-        """
+        """Return the runs in and under ``places``, and whether the search covered all readable directories."""
         found: dict[Location, RunDirectory] = {}
         looked = 0
         while places and looked < look_max:
@@ -358,10 +319,7 @@ class Selector:
         return sorted(found.values(), key=lambda run: run.location.uri), not places
 
     async def _run_at(self, location: Location) -> tuple[RunDirectory | None, list[Location]]:
-        """Return the run at ``location``, or of the checkpoint there, and the directories to search next.
-
-        If the newest directory is a checkpoint, others with a step number count as checkpoints unseen.
-        """
+        """Return the run at ``location``, or of the checkpoint there, and the directories to search next."""
         if location.scheme == "file" and Path(location.path).is_relative_to(self.settings.local_root):
             return None, []
 
@@ -392,7 +350,6 @@ class Selector:
         ]
 
     async def _names_near(self, location: Location, is_again: bool = False) -> list[str]:
-        """Return the names under ``location`` on this node, and of checkpoints committed there on its peers."""
         local = await asyncio.to_thread(_directories, self.directory_of(location))
         if self._peers is None:
             return local
@@ -418,7 +375,7 @@ class Selector:
         return _Near(is_own)
 
     async def committed_near(self, location: Location) -> list[Checkpoint]:
-        """Return the attempts that this node and its peers have committed at ``location``, newest first."""
+        """Newest first."""
         directory, store = self.directory_of(location), self.store_at(location)
         try:
             local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
@@ -441,25 +398,22 @@ class Selector:
         ]
 
     def _is_own(self, checkpoint: Checkpoint) -> bool:
-        """Return True if a rank of this node saved ``checkpoint`` and the shared tier is not known to have it (N3)."""
         manifest, directory = checkpoint.manifest, checkpoint.directory
         return manifest is not None and Tier.LOCAL in checkpoint.tiers and is_origin(directory, manifest)
 
 
 def is_origin(directory: Path, manifest: Manifest) -> bool:
-    """Return True if a rank of this node saved ``directory`` and no mark says that it was drained (N3)."""
+    """Return True if a rank of this node saved it and no mark says that it was drained (N3)."""
     is_copy = (directory / REPLICA).exists() and not manifest.tokens & marks.origins(directory)
     return not is_copy and not marks.is_drained(directory, manifest.attempt)
 
 
 def store_key(location: Location) -> tuple[str, str]:
-    """Key of the store of ``location``: requests with one key share an outcome."""
+    """Requests with one key share an outcome."""
     return location.scheme, location.authority
 
 
 class _Wait:
-    """Waits for a store that does not answer, and reports it: at once, then every ``REPORT_SECONDS``."""
-
     def __init__(self, settings: Settings, store: Store, location: Location) -> None:
         self._store, self._location = store, location
         self._seconds = settings.store_wait_seconds
@@ -492,7 +446,7 @@ class _Wait:
             await self._pause()
 
     async def _answer(self, work: Awaitable[T]) -> T:
-        """Return the outcome of ``work``. Hanging work is abandoned, even if it cannot be cancelled."""
+        """Hanging work is abandoned, even if it cannot be cancelled."""
         task = asyncio.ensure_future(work)
         end = max(self._end, time.monotonic() + SEARCH_SECONDS_MIN)
         try:
@@ -563,7 +517,6 @@ class _Wait:
 
 
 def _advice(near: _Near) -> str:
-    """Describe how to accept a near checkpoint that the user knows to be the newest."""
     offered = near.chosen
     if offered is None:
         return ""
@@ -583,9 +536,6 @@ def _endpoint(location: Location) -> str:
     return os.environ.get("AWS_ENDPOINT_URL", "") if location.scheme == "s3" else ""
 
 
-# --- order: every place that asks which of some checkpoints is newer asks here ----------------------------------------
-
-
 def age_of(name: str) -> tuple[bool, int]:
     """Sort key: by step; names without a step are oldest."""
     step = step_of(name)
@@ -597,7 +547,7 @@ def _age_of_attempt(manifest: Manifest) -> tuple[int, float]:
 
 
 def newest_of(names: Iterable[str]) -> list[str]:
-    """Return the names of the highest step: several may differ in other parts."""
+    """Several names may differ in other parts than the step."""
     names = list(names)
     newest = max(map(age_of, names), default=None)
     return [name for name in names if age_of(name) == newest]
@@ -621,4 +571,4 @@ def _directories(directory: Path) -> list[str]:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
             raise
-        return []  # also if retention removes it meanwhile
+        return []

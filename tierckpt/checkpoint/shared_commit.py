@@ -1,10 +1,10 @@
 """The commit on the shared tier, which has no locks and no rename.
 
     1. shards, the attempt's metadata and one part record per rank are put under unique names
-    2. ``claim.json`` is put if absent, or in place of exactly the claim that was read: it decides between saves that
-       race for an id. An attempt may take over a claim only from attempts that it replaces
+    2. ``claim.json`` is put if absent, or over exactly the claim that was read, whose attempt it replaces. It decides
+       between saves that race for an id
     3. ``.metadata``, then ``manifest.json``, under the same conditions: now it is committed
-Every step is idempotent for one attempt, so the last mover, or a restarted one, repeats them.
+Every step is idempotent for one attempt, so any mover may repeat them.
 """
 
 from __future__ import annotations
@@ -55,39 +55,31 @@ async def read_shared_manifest(store: Store) -> Manifest | None:
     try:
         return await verified(store, read)
     except BucketNotFoundError:
-        raise  # a missing bucket is not an empty one
+        raise
     except ObjectNotFoundError:
         return None
 
 
 async def replaced_by_claim(store: Store) -> frozenset[str]:
-    """Return the attempts that the holder of the claim replaces: each is superseded."""
     claim = await _read_claim(store)
     return frozenset(claim["replaces"]) if claim else frozenset()
 
 
 async def is_abandoned(store: Store, location: Location, manifest: Manifest) -> bool:
-    """Return True if the attempt that owns this id belongs to a job that abandoned ``manifest`` (branches.py, B5)."""
+    """Return True if the owner of this id belongs to a job that abandoned ``manifest`` (B5)."""
     branch, claim = branches.branch_of(manifest, location.name), await _read_claim(store)
     holder = branches.parse(claim.get(branches.NOTE)) if claim else None
     return holder is not None and holder.order > branch.order and not holder.holds(branch, step_of(location.name))
 
 
 async def read_claim(store: Store) -> str | None:
-    """Return the attempt that owns this id on the shared tier, None without a claim.
-
-    Raises ManifestError for a damaged claim: no attempt may take it over.
-    """
+    """Raises ManifestError for a damaged claim: no attempt may take it over."""
     claim = await _read_claim(store)
     return str(claim["attempt"]) if claim else None
 
 
 async def current_attempts(store: Store) -> set[str]:
-    """Return the attempts that own this id on the shared tier: a save that begins may replace only these.
-
-    The holder of the claim usually is also the committed attempt. Both are checked, because either can exist without
-    the other: a save between its claim and its commit, and a lost claim. A damaged one counts as none.
-    """
+    """Return the owners of this id, which a new save may replace: the claim's holder and the committed attempt."""
     found: set[str] = set()
     for read in (read_claim, _standing_attempt):
         try:
@@ -105,10 +97,9 @@ async def _standing_attempt(store: Store) -> str | None:
 
 
 async def _read_claim(store: Store) -> Json | None:
-    """Read the claim. It names its URI, because no digest in it would reveal a wrong answer of the store.
+    """The claim names its URI, because no digest in it would reveal a wrong answer of the store.
 
-    A claim of another URI is requested again, and believed if it comes again: the checkpoint was copied here, or the
-    node that wrote it has another name for this mount.
+    Another URI is believed if it comes twice: the checkpoint was copied, or the mount has another name.
     """
     where = f"{store.uri}/{CLAIM}"
     from_elsewhere: Json | None = None
@@ -144,13 +135,8 @@ async def _read_claim(store: Store) -> Json | None:
 async def commit_shared(store: Store, location: Location, manifest: Manifest) -> float | None:
     """Commit ``manifest`` on the shared tier, where all its files already are. Idempotent.
 
-    Returns the time of the commit (Unix seconds), None if an earlier call had made it.
-
-    Each put replaces exactly the version that was read before, and only one that ``replaces`` names: a committed
-    attempt is never replaced by one that has not read it.
-
-    Raises:
-        AlreadyCommittedError: another attempt owns this id and this one does not replace it.
+    Returns the time of the commit (Unix seconds), None if an earlier call had made it. Each put replaces exactly the
+    version read before. Raises AlreadyCommittedError if another attempt owns this id and this one does not replace it.
     """
     await put_claim(store, location, manifest)
     current, etag = await _read_versioned(store)
@@ -160,7 +146,7 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
         and current.attempt not in {manifest.attempt, *manifest.replaces}
         and not branches.replaces_abandoned(manifest, branches.branch_of(current, location.name), location.name)
     ):
-        # Its claim was lost: to a removal that was overtaken, or on a store without conditional puts.
+        # Its claim was lost to an overtaken removal, or on a store without conditional puts.
         raise already_committed(location, current.attempt, Tier.SHARED)
     if current is None or current.attempt != manifest.attempt:
         for entry in manifest.metadata:
@@ -168,7 +154,7 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
             check_bytes(data, entry, manifest.chunk_size_bytes, store.uri)
             await store.put(entry.path, data)
         if await read_claim(store) != manifest.attempt:
-            # A later save has taken the id over since: our manifest must not cover its manifest.
+            # A later save owns the id: our manifest must not cover its manifest.
             await _restore_stock_metadata(store, manifest)
             raise already_committed(location, "that replaced this one", Tier.SHARED)
         if current is not None:
@@ -187,17 +173,14 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
 
 
 async def _read_versioned(store: Store) -> tuple[Manifest | None, str | None]:
-    """Return the committed manifest and its etag. The etag is read first: newer bytes then only fail a condition."""
+    """The etag is read first: newer bytes then only fail a condition."""
     etag = await etag_of(store, MANIFEST)
     current = await read_shared_manifest(store)
     return current, etag if current is not None else None
 
 
 async def _put_manifest(store: Store, location: Location, manifest: Manifest, etag: str | None) -> None:
-    """Put the manifest over the version ``etag`` (None: over none), never over a save that was faster.
-
-    If retention removed the replaced version meanwhile, that counts as none.
-    """
+    """Put the manifest over the version ``etag`` (None, or removed meanwhile: over none)."""
     try:
         if etag is not None:
             try:
@@ -219,17 +202,16 @@ async def _put_manifest(store: Store, location: Location, manifest: Manifest, et
 
 
 async def _restore_stock_metadata(store: Store, loser: Manifest) -> None:
-    """Restore the stock metadata of a committed attempt that ``loser`` overwrote."""
     try:
         standing = await read_shared_manifest(store)
         for entry in standing.metadata if standing is not None and standing.attempt != loser.attempt else ():
             await store.put(entry.path, await store.get(entry.key))
-    except (StoreError, ManifestError) as error:  # the caller must see the lost race, not this
+    except (StoreError, ManifestError) as error:  # the caller must see the lost race
         log.warning("%s: stock PyTorch may not be able to read the checkpoint: %s", store.uri, error)
 
 
 async def replace(store: Store, key: str, data: bytes, etag: str | None) -> None:
-    """Put ``data`` over the version ``etag`` of ``key``. Raises PreconditionFailedError without that version."""
+    """Raises PreconditionFailedError without the version ``etag``."""
     if isinstance(store, Conditional) and etag is not None:
         await store.replace(key, data, etag=etag)
         return
@@ -251,7 +233,6 @@ async def remove(store: Store, key: str, etag: str | None) -> bool:
 
 
 async def _check_version(store: Store, key: str, etag: str | None) -> None:
-    """Check on a store without conditions: a write between this and the next request goes unnoticed."""
     try:
         now = (await store.head(key)).etag
     except BucketNotFoundError:
@@ -263,7 +244,6 @@ async def _check_version(store: Store, key: str, etag: str | None) -> None:
 
 
 async def etag_of(store: Store, key: str) -> str | None:
-    """Return the current version of ``key``, None without one (or without versions)."""
     try:
         return (await store.head(key)).etag
     except BucketNotFoundError:
@@ -275,7 +255,7 @@ async def etag_of(store: Store, key: str) -> str | None:
 async def _remove_replaced(store: Store, manifest: Manifest) -> None:
     """Remove the files of the replaced attempts, committed or not: a lost node cannot clean up after itself.
 
-    Idempotent, because the manifest names the attempts it replaced. Only names with a replaced token are deleted.
+    Idempotent, because the manifest names them. Only names with a replaced token are deleted.
     """
     tokens = set(manifest.replaces)
     last = []
@@ -284,7 +264,7 @@ async def _remove_replaced(store: Store, manifest: Manifest) -> None:
             try:
                 gone = manifests.decode(await store.get(name), where=f"{store.uri}/{name}")
             except (ObjectNotFoundError, ManifestError):
-                continue  # one rank, or no trace
+                continue
             tokens |= gone.tokens
             last.append(name)
             if name == removal_note(attempt):
@@ -309,10 +289,9 @@ async def _remove_stale(store: Store, old: Manifest, new: Manifest) -> None:
 
 
 async def put_claim(store: Store, location: Location, manifest: Manifest) -> None:
-    """Take the id for this attempt, if it is free or held by exactly the holder that was read and is to be replaced.
+    """Take the id, if it is free or held by exactly the holder that was read and is to be replaced.
 
-    A replaced attempt that retention has removed meanwhile does not count: no committed data is lost.
-    The same holds for an unseen attempt of an abandoned branch (branches.py, B5).
+    A removed attempt, or an unseen one of an abandoned branch (B5), does not count.
     """
     body = {"attempt": manifest.attempt, "replaces": sorted(manifest.replaces), "uri": store.uri}
     if branches.NOTE in manifest.notes:
@@ -330,7 +309,7 @@ async def put_claim(store: Store, location: Location, manifest: Manifest) -> Non
             continue  # a removal took it away between the two requests
         holder = str(held["attempt"])
         if holder == manifest.attempt:
-            return  # ours already: an earlier try, or another rank's mover
+            return
         if holder not in manifest.replaces and not branches.replaces_abandoned(
             manifest, branches.parse(held.get(branches.NOTE)), location.name
         ):
@@ -339,7 +318,7 @@ async def put_claim(store: Store, location: Location, manifest: Manifest) -> Non
             await replace(store, CLAIM, claim, etag)
             return
         except PreconditionFailedError:
-            continue  # another save, or a removal, was faster: read the claim again
+            continue
     raise StoreUnavailableError(
         f"the claim of {location.uri} changes faster than it can be read",
         hint="Other saves to this id and removals of it are under way; it is tried again",
@@ -358,7 +337,6 @@ def already_committed(location: Location, winner: str, tier: Tier) -> AlreadyCom
 
 
 async def has_file(store: Store, file: FileEntry) -> bool:
-    """Return whether ``store`` has ``file`` with its size, committed or not."""
     try:
         return (await store.head(file.key)).size_bytes == file.size_bytes
     except ObjectNotFoundError:

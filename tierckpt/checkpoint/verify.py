@@ -28,19 +28,19 @@ log = logger("verify")
 CHECKS_BYTES_MAX = 1 << 16
 
 OnBytes: TypeAlias = Callable[[int], None]
-"""Called with the number of bytes read and checked. None: only existence and sizes are checked."""
+"""Called with the number of bytes read. None: only existence and sizes are checked."""
 
 
 @dataclass
 class VerifyReport:
-    """Files checked and the problems found. ``problems`` maps ``(tier, path)`` to a sentence."""
+    """``problems`` maps ``(tier, path)`` to a sentence."""
 
     checked_files: int = 0
     checked_bytes: int = 0
     read_data: bool = False
     problems: dict[tuple[Tier, str], str] = field(default_factory=dict)
     records: dict[tuple[Tier, str], str] = field(default_factory=dict)
-    """Damaged records of ours: manifest, claim, drained mark. The files may all be good."""
+    """Damaged manifest, claim or drained mark: the files may all be good."""
     lost: list[str] = field(default_factory=list)
     """Files with no good copy on any tier."""
 
@@ -56,7 +56,7 @@ class VerifyReport:
 
 
 def record_check(local_root: Path, verb: str, document: Json) -> None:
-    """Record the result of ``verb``, verify or drill. Blocking. A lost record is harmless."""
+    """``verb``: verify or drill. Blocking. A lost record is harmless."""
     seen = {name: document[name] for name in ("uri", "good", "seconds") if name in document}
     try:
         body: Json = {**read_checks(local_root), verb: {**seen, "at_unix_seconds": time.time()}}
@@ -66,7 +66,6 @@ def record_check(local_root: Path, verb: str, document: Json) -> None:
 
 
 def read_checks(local_root: Path) -> Json:
-    """Return the last verify and drill of this node, by verb; None without a readable record."""
     try:
         body = json.loads(read_whole(checks_file(local_root), CHECKS_BYTES_MAX))
     except (OSError, TierckptError, ValueError):
@@ -78,9 +77,9 @@ def read_checks(local_root: Path) -> Json:
 async def verify(
     selector: Selector, location: Location, *, read_data: bool, listener: ProgressListener = ignore_progress
 ) -> tuple[Checkpoint, VerifyReport]:
-    """Check every file of a checkpoint on each tier that has it, and our records. Reports all problems.
+    """Check every file on each tier that has it, and our records. Reports all problems.
 
-    Cost: three GETs of records and one HEAD a file; with ``read_data`` every byte of every copy is read once.
+    Cost: three GETs and one HEAD a file; with ``read_data`` every byte of every copy is read once.
     """
     checkpoint, report = await selector.find(location), VerifyReport(read_data=read_data)
     if checkpoint.manifest is None:
@@ -111,7 +110,7 @@ async def verify(
                         await _verify_file(checkpoint, tier, entry, chunk_size, on_bytes)
             except TierckptError as error:
                 if error.retryable or isinstance(error, EndpointError):
-                    raise  # a store that is away says nothing about the files
+                    raise  # an unreachable store says nothing about the files
                 report.problems[(tier, entry.path)] = str(error)
         report.checked_files += 1
         report.checked_bytes += entry.size_bytes
@@ -131,7 +130,6 @@ async def verify(
 
 
 async def _damaged_records(checkpoint: Checkpoint, manifest: Manifest) -> dict[tuple[Tier, str], str]:
-    """Name each damaged record of ours, on any tier. ``find`` has skipped a damaged one."""
     directory, store = checkpoint.directory, checkpoint.store
     committed = Tier.SHARED in checkpoint.tiers
     reads: dict[tuple[Tier, str], Callable[[], Awaitable[Any]]] = {
@@ -156,14 +154,12 @@ async def _damaged_records(checkpoint: Checkpoint, manifest: Manifest) -> dict[t
 async def _check_shared_manifest(store: Store, directory: Path, manifest: Manifest) -> None:
     shared = await shared_commit.read_shared_manifest(store)
     if shared is not None and shared.attempt in manifest.replaces and marks.is_drained(directory, manifest.attempt):
-        # Only a manifest that replaces it follows a manifest, and this one was seen there.
         raise IntegrityError(f"{store.uri}/{MANIFEST} is of {shared.attempt}, which was replaced by {manifest.attempt}")
 
 
 async def _check_claim(store: Store, manifest: Manifest, *, committed: bool) -> None:
     claim = await shared_commit.read_claim(store)
     if committed and claim in (None, *manifest.replaces):
-        # It is put before the manifest, and only a later save takes it over.
         raise IntegrityError(f"{store.uri}/{CLAIM} names {claim or 'nobody'}; committed is {manifest.attempt}")
 
 
@@ -183,7 +179,7 @@ async def _verify_file(
 async def _verify_on_peers(
     copies: PeerCopies, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes | None
 ) -> None:
-    """Verify one whole copy: each node has the shards of its own ranks, and those that it holds for others."""
+    """One whole copy may be spread over several nodes."""
     if not (holders := copies.holders(entry)):
         raise ObjectNotFoundError(f"no other node has {entry.path}", file=entry.path)
     for index, (byte_range, _) in enumerate(entry.chunks(chunk_size_bytes) if on_bytes is not None else ()):
