@@ -1,7 +1,6 @@
-"""Parse numbers with units, and raise a clear error for each invalid one.
+"""Parse numbers with units: decimal (``GB`` is 1e9 bytes), binary (``GiB``), or bits (``Gb/s``, ``Gbit/s``).
 
-Sizes and rates follow their unit: decimal (``GB`` is 1e9 bytes), binary (``GiB``), or bits (``Gb/s``, ``Gbit/s``).
-The published figures that this package reproduces are decimal.
+Every function raises a ConfigError that names the value.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _BITS = {f"{name}{bit}": scale / 8 for name, scale in _PREFIXES.items() if name 
 
 
 def parse_count(text: str | float, what: str) -> int:
-    """Return ``"175e9"``, ``"70b"``, ``"1.3T"`` as a positive whole number. Raises ConfigError that names ``what``."""
+    """Parse ``"175e9"``, ``"70b"``, ``"1.3T"``."""
     value, unit = _split(text, what, "175e9, 70b or 1.5t")
     if unit.lower() not in _COUNTS:
         raise _wrong(what, text, "write a count like 175e9, 70b or 1.5t")
@@ -29,7 +28,7 @@ def parse_count(text: str | float, what: str) -> int:
 
 
 def parse_bytes(text: str | float, what: str) -> float:
-    """Return ``"30TB"``, ``"512GiB"`` as bytes, above 0. Raises ConfigError."""
+    """Parse ``"30TB"``, ``"512GiB"``."""
     value, unit = _split(text, what, "30TB or 512GiB")
     if unit not in _BYTES:
         raise _wrong(what, text, "write a size like 30TB or 512GiB")
@@ -37,7 +36,7 @@ def parse_bytes(text: str | float, what: str) -> float:
 
 
 def parse_rate(text: str | float, what: str) -> float:
-    """Return ``"25GB/s"``, ``"200Gb/s"`` as bytes per second, above 0. Raises ConfigError."""
+    """Parse ``"25GB/s"``, ``"200Gb/s"`` as bytes per second."""
     value, unit = _split(text, what, "25GB/s or 200Gb/s")
     scale = (_BYTES | _BITS).get(unit.removesuffix("/s"))
     if scale is None:
@@ -46,7 +45,7 @@ def parse_rate(text: str | float, what: str) -> float:
 
 
 def parse_seconds(text: str | float, what: str, *, zero: bool = False) -> float:
-    """Return ``"90"``, ``"5min"``, ``"2.5h"``, ``"1d"`` as seconds, above 0 unless ``zero``. Raises ConfigError."""
+    """Parse ``"90"``, ``"5min"``, ``"2.5h"``, ``"1d"``."""
     value, unit = _split(text, what, "90s, 5min, 2h or 1d")
     if unit not in _SECONDS:
         raise _wrong(what, text, "write a duration like 90s, 5min, 2h or 1d")

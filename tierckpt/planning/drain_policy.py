@@ -1,24 +1,16 @@
-"""The drain policy: selects drains and their rate, evictions, and the next save's tier.
+"""The drain policy: selects drains and their rate, evictions, and the next save's tier. Pure.
 
-A pure state machine. The mover (and the simulator) passes measurements (``observe``) and requests a decision
-(``decide``) whenever a checkpoint is committed, a drain ends, and every few seconds. It keeps the returned
-``PolicyState`` and executes the ``Decision``, which carries its numbers for the log.
-
-Rules (tests cite them):
+Numbers: docs/adr/0012-planning.md. Rules (tests cite them):
     D1  Newest first. A checkpoint older than the newest on the SSD, and not being sent, is superseded: never sent.
     D2  A running drain is never cancelled for a newer checkpoint: slow storage would then receive none at all.
-    D3  Every ``every``-th checkpoint is sent, and earlier if waiting for the next one would exceed the exposure bound
-        (``rpo_seconds``): the maximum age of the newest state on shared storage, minus ``outage_seconds`` of reserve
-        for storage that stops responding.
-    D4  Only checkpoints that are on shared storage or superseded are evicted from the SSD, except the newest
-        ``keep_local`` and the one being sent. So this node's newest state is always whole somewhere.
-    D5  A save goes directly to shared storage if the SSD has no room; or if the SSD is no faster, and the checkpoint is
-        due anyway or the SSD cannot keep up. A switch takes three votes in a row, or a factor of 1.5.
-    D6  Saves never wait for bandwidth: at zero they continue on the SSD, which never fills if it has room for
-        ``keep_local`` + 2 checkpoints. The newest one is sent when bandwidth returns.
-    D7  Drains use only the bandwidth that training leaves, unless the exposure bound needs more.
-
-From the dynamic local/remote decision of SK hynix; the numbers are argued in docs/adr/0012-planning.md.
+    D3  Every ``every``-th checkpoint is sent, and earlier if the age of the newest state on shared storage would exceed
+        ``rpo_seconds`` less ``outage_seconds``.
+    D4  Only checkpoints that are on shared storage or superseded are evicted, except the newest ``keep_local`` and the
+        one being sent: this node's newest state is always whole somewhere.
+    D5  A save goes directly to shared storage if the SSD has no room; or if it is no faster, and the checkpoint is due
+        or the SSD cannot keep up. A switch takes three votes in a row, or a factor of 1.5.
+    D6  Saves never wait for bandwidth. The SSD needs room for ``keep_local`` + 2 checkpoints.
+    D7  Drains leave training its bandwidth, unless the exposure bound needs more.
 """
 
 from __future__ import annotations
@@ -34,12 +26,12 @@ Place: TypeAlias = Literal["local", "shared"]
 Standing: TypeAlias = Literal["held", "at risk", "missed"]
 
 BANDWIDTH_SHARE_MIN = 0.05
-"""Share of the measured bandwidth that a drain always gets, so that training cannot starve it."""
+"""Share of the measured bandwidth that training cannot take from a drain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Limits that the policy keeps. Bytes are of one checkpoint, in the units of ``local_bytes_max``."""
+    """Bytes are of one checkpoint, in the units of ``local_bytes_max``."""
 
     every: int = 1
     rpo_seconds: float = math.inf
@@ -65,8 +57,6 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One checkpoint: its save number (1, 2, ...), time, size, and tiers."""
-
     number: int
     size_bytes: float
     taken_at: float
@@ -78,7 +68,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """State between two decisions. Throughputs are None until measured."""
+    """Throughputs are None until measured."""
 
     local_rate: float | None = None
     shared_rate: float | None = None
@@ -88,13 +78,9 @@ class PolicyState:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """The situation at a decision. ``versions``: those that have or will have a copy, oldest first.
+    """``versions``: those with a copy, now or soon, oldest first, and the newest on shared storage.
 
-    They include the newest on shared storage; ``sending`` is the number of the one being sent.
-
-    ``began_at`` is when the job began: the exposure counts from there until shared storage has a checkpoint.
-    ``interval_seconds`` is the expected time between two saves, ``local_queue_bytes`` the bytes to be flushed, and
-    ``local_reserved_bytes`` the room that these will take on the SSD.
+    ``began_at``: of the job. ``local_queue_bytes`` wait for a flush and will take ``local_reserved_bytes`` of the SSD.
     """
 
     now: float
@@ -111,7 +97,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The actions to take. ``rate_bytes_per_second`` None is unlimited."""
+    """``rate_bytes_per_second`` None is unlimited."""
 
     place: Place
     send: int | None
@@ -126,7 +112,7 @@ class Decision:
 def observe(
     state: PolicyState, rules: Rules, tier: Literal["local", "shared"], size_bytes: float, seconds: float
 ) -> PolicyState:
-    """Record a transfer of ``size_bytes`` to ``tier`` in ``seconds``. Zero bytes are valid too: an outage."""
+    """Record a transfer. Zero bytes are valid: an outage."""
     if seconds <= 0:
         return state
     rate = not_negative(size_bytes, "measured bytes") / seconds
@@ -136,10 +122,7 @@ def observe(
 
 
 def decide(state: PolicyState, rules: Rules, now: Situation, *, votes: bool = True) -> tuple[PolicyState, Decision]:
-    """Return the new state and the decision. Pure.
-
-    ``votes=False``: another decision at the same moment, which does not vote for a switch (D5).
-    """
+    """``votes=False``: another decision at the same moment, which does not vote for a switch (D5)."""
     pending = _pending(now.versions)
     exposure = now.now - _newest_shared(now)
     due, why = _due(state, rules, now, pending)
@@ -162,18 +145,17 @@ def decide(state: PolicyState, rules: Rules, now: Situation, *, votes: bool = Tr
 
 
 def with_version(now: Situation, version: Version) -> Situation:
-    """Return ``now`` after ``version`` is written to the SSD."""
     return replace(now, versions=[*now.versions, version])
 
 
 def _superseded(pending: Sequence[Version], sent: int | None) -> tuple[int, ...]:
-    """D1: a newer one is on the SSD, or on its way to shared storage."""
+    """Apply rule D1."""
     newest = max([one.number for one in pending] + [sent or 0])
     return tuple(one.number for one in pending if one.number < newest and one.number != sent)
 
 
 def _due(state: PolicyState, rules: Rules, now: Situation, pending: Sequence[Version]) -> tuple[bool, str]:
-    """D3: return whether to send the newest now, and why."""
+    """Apply rule D3. Returns the reason as well."""
     if now.sending is not None:
         return False, f"checkpoint {now.sending} is being sent"
     if not pending:
@@ -191,7 +173,7 @@ def _due(state: PolicyState, rules: Rules, now: Situation, pending: Sequence[Ver
 def _next_tier(
     state: PolicyState, rules: Rules, now: Situation, remove: tuple[int, ...], sent: int | None
 ) -> tuple[PolicyState, Place]:
-    """D5: return the tier of the next save."""
+    """Apply rule D5."""
     free = _free(rules, now, remove)
     remote = _seconds(_left(now, now.sending) + now.next_bytes, state.shared_rate)
     local = _seconds(now.local_queue_bytes + now.next_bytes, state.local_rate)
@@ -205,7 +187,7 @@ def _next_tier(
 
 
 def vote(state: PolicyState, rules: Rules, now: Situation, local: float, remote: float) -> PolicyState:
-    """Vote whether shared storage is as fast as the SSD, and takes each checkpoint before the next one is due."""
+    """Vote whether shared storage is as fast as the SSD, and keeps up with the checkpoints."""
     if state.local_rate is None or state.shared_rate is None:
         return replace(state, direct=False, votes=0)
     wanted = remote <= rules.as_fast * local and remote <= now.interval_seconds
@@ -218,7 +200,7 @@ def vote(state: PolicyState, rules: Rules, now: Situation, local: float, remote:
 
 
 def _room(rules: Rules, now: Situation, skip: tuple[int, ...], sent: int | None) -> tuple[int, ...]:
-    """D4: return the fewest evictions, oldest first, that make room for the next save."""
+    """Apply rule D4: return the checkpoints to evict, oldest first."""
     local = [one for one in now.versions if one.on_local]
     kept = {one.number for one in local[-rules.keep_local :]} | {sent}
     free = _free(rules, now)
@@ -236,7 +218,7 @@ def _room(rules: Rules, now: Situation, skip: tuple[int, ...], sent: int | None)
 
 
 def _rate(state: PolicyState, rules: Rules, now: Situation, exposure: float, send: int | None) -> float | None:
-    """D7: return what training leaves, at least a minimum and the bound's need."""
+    """Apply rule D7."""
     if state.shared_rate is None or (now.training_bytes_per_second <= 0 and now.step_slowdown <= 0):
         return None
     left = max(state.shared_rate - now.training_bytes_per_second, BANDWIDTH_SHARE_MIN * state.shared_rate)
@@ -245,7 +227,7 @@ def _rate(state: PolicyState, rules: Rules, now: Situation, exposure: float, sen
     bytes_left = _left(now, now.sending if now.sending is not None else send)
     seconds_left = rules.rpo_seconds - rules.outage_seconds - exposure
     if bytes_left and seconds_left <= 0:
-        return None  # the bound is or will be exceeded: no limit
+        return None
     return max(left, bytes_left / seconds_left)
 
 
@@ -261,7 +243,7 @@ def _standing(
 
 
 def _pending(versions: Sequence[Version]) -> list[Version]:
-    """Return the candidates for shared storage: on the SSD, not there yet, and newer than its newest (D1)."""
+    """Return the candidates for shared storage, newer than its newest (D1)."""
     newest = max((one.number for one in versions if one.on_shared), default=0)
     return [one for one in versions if one.on_local and not one.skipped and one.number > newest]
 
@@ -284,7 +266,7 @@ def _free(rules: Rules, now: Situation, without: tuple[int, ...] = ()) -> float:
 
 
 def _seconds(size_bytes: float, rate: float | None) -> float:
-    """Return the time for ``size_bytes``: infinite at rate zero (D6), 0 at an unknown rate."""
+    """Infinite at rate zero (D6), 0 at an unknown rate."""
     if rate is None or size_bytes <= 0:
         return 0.0
     return size_bytes / rate if rate > 0 else math.inf

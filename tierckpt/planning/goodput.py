@@ -1,12 +1,10 @@
-"""Measure how a job spent its time, from the records of its processes (``ettr`` predicts it). Pure.
+"""Measure how a job spent its time, from the records of its processes. Pure.
 
-A *start* is one life of the job, from the start of its processes to their last record. Each line carries cumulative
-totals, so lines may be missing: a crash loses at most the time after the last line. Trained steps are
+A *start* is one life of the job, until its last record. A crash loses at most the time after it. Trained steps are
 
-    lost     a later start resumed before them: they were trained again
-    unsaved  no checkpoint has them, no start has resumed, and the last one was not closed: it runs or was killed; its
-             records do not tell which. The next save keeps them, the next start loses them
-    kept     all others; also steps after the newest save of a job that was closed, until another start resumes
+    lost     a later start resumed before them
+    unsaved  in no checkpoint, no start has resumed, and the last one was not closed
+    kept     all others; also steps after the newest save of a closed job, until another start resumes
 """
 
 from __future__ import annotations
@@ -25,17 +23,17 @@ Line: TypeAlias = Mapping[str, Any]
 What: TypeAlias = Literal["kept", "unsaved", "lost", "blocked", "down", "starting", "loading", "warming", "other"]
 
 TOTALS = ("productive", "blocked", "starting", "loading", "warming")
-"""Fields in seconds of each line, counted since the processes of its start began."""
+"""Seconds since the processes of the start began."""
 
 NUMBERS = ("at", "saves", "replayed_steps", "replicas")
 
 PLANNED = "closed"
-"""The end of a start that is not a failure."""
+"""An end that is no failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One life of the job. ``restored_step`` None: it began without a checkpoint."""
+    """``restored_step`` None: it began without a checkpoint."""
 
     began_at: float
     ended_at: float
@@ -48,20 +46,19 @@ class Start:
     saves: int
     size_bytes: int
     made: tuple[Save, ...]
-    """The saves that have their own record: not all of ``saves`` in a long start."""
+    """The recorded saves: not all of ``saves`` in a long start."""
     work: tuple[tuple[int, float], ...]
-    """Steps, and the productive seconds of this start when they ended."""
+    """Steps, and the productive seconds of this start at their end."""
     replayed_steps: int = 0
-    """Steps of ``restored_step`` that came from a gradient log, and were in no checkpoint."""
+    """Steps that came from a gradient log."""
     drain: bool | None = None
     replicas: int | None = None
     has_gradient_log: bool = False
     begins_with_save: bool = False
-    """The first call was ``save``, so the number of earlier steps is unknown."""
 
     @property
     def did_nothing(self) -> bool:
-        """Whether it ended before it restored a checkpoint, so that the work of the previous start was not undone."""
+        """It restored no checkpoint, so the work of the previous start was not undone."""
         return self.restored_step is None and not self.work
 
     @property
@@ -71,8 +68,6 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A part of the timeline."""
-
     what: What
     began_at: float
     ended_at: float
@@ -80,8 +75,6 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a start, and its cost."""
-
     at: float
     last_step: int
     restored_step: int | None
@@ -92,7 +85,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Result of ``report``. ``spent`` adds up to ``wall_seconds``."""
+    """``spent`` adds up to ``wall_seconds``."""
 
     ettr: float
     goodput: float
@@ -102,9 +95,8 @@ class Goodput:
     unsaved_steps: int
     lost_steps: int
     trained_steps: int
-    """Sum of the three: a step that was trained twice counts twice."""
+    """A step that was trained twice counts twice."""
     after_save_steps: int
-    """Steps after the newest save, kept or unsaved: no checkpoint has them."""
     spent: dict[What, float]
     failures: tuple[Failure, ...]
     starts: tuple[Start, ...]
@@ -123,18 +115,13 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Time that training waited for the save after ``step``."""
-
     step: int
     at: float
     seconds: float
 
 
 def stalls_of(lines: Iterable[Line]) -> list[Stall]:
-    """Return the saves in a start's lines, with the training wait of each.
-
-    A save's line is written before training has waited for it. For saves with thinned-out lines, the mean.
-    """
+    """Return the saves of a start, with the training wait of each; for thinned-out lines, the mean."""
     rows = [line for line in lines if _is_line(line)]
     saves = [row for row in rows if row["what"] == "save" and row.get("step") is not None]
     found = []
@@ -147,7 +134,6 @@ def stalls_of(lines: Iterable[Line]) -> list[Stall]:
 
 
 def read_start(lines: Iterable[Line]) -> Start | None:
-    """Return a start from its lines, in order; None without a first line."""
     rows = [line for line in lines if _is_line(line)]
     first = next((row for row in rows if row["what"] == "start"), None)
     if first is None:
@@ -170,7 +156,7 @@ def read_start(lines: Iterable[Line]) -> Start | None:
         if row["what"] == "durable":
             size_bytes = int(row.get("size_bytes", size_bytes))
         step = row.get("reached_step" if row["what"] == "durable" else "step")
-        # A job that went back within one life has lines of earlier steps: ignore them up to the step it had reached.
+        # After going back within one life, ignore steps below the highest one.
         if row["what"] in ("step", "save", "end", "durable") and step is not None and (not work or step >= work[-1][0]):
             work.append((int(step), float(row.get("productive_seconds", 0.0))))
     first_step = first.get("step")
@@ -188,7 +174,6 @@ def read_start(lines: Iterable[Line]) -> Start | None:
 
 
 def _note_save(made: list[Save], row: Line) -> None:
-    """Add the save of a line to ``made``. The line of its call or of its commit may be missing."""
     if row.get("step") is None:
         return
     step, at = int(row["step"]), float(row["at"])
@@ -206,9 +191,7 @@ def _note_save(made: list[Save], row: Line) -> None:
 
 
 def _is_save_first(first: Line, made: Sequence[Save]) -> bool:
-    """Whether the loop calls only ``save``.
-
-    Older releases did not record the first call: there, the step of the first save is also the first step."""
+    """Whether the loop calls only ``save``. Older releases did not record the first call."""
     if "begins_with" in first:
         return bool(first["begins_with"] == "save")
     return bool(made) and bool(first.get("step") == made[0].step)
@@ -216,7 +199,7 @@ def _is_save_first(first: Line, made: Sequence[Save]) -> bool:
 
 @dataclass
 class _Kept:
-    """Work that was not undone: steps in order, and the seconds of work up to each."""
+    """Work that was not undone: steps, and the seconds of work up to each."""
 
     steps: list[int]
     seconds: list[float] = field(default_factory=lambda: [0.0])
@@ -224,7 +207,7 @@ class _Kept:
     """The steps in a checkpoint or a gradient log, in order."""
 
     def at(self, step: int) -> float:
-        """Return the seconds of work up to ``step``, interpolated between known steps."""
+        """Interpolates."""
         place = bisect.bisect_right(self.steps, step) - 1
         if place < 0:
             return 0.0
@@ -234,7 +217,7 @@ class _Kept:
         return self.seconds[place] + share * (self.seconds[place + 1] - self.seconds[place])
 
     def back_to(self, step: int) -> float:
-        """Drop the work after ``step``. Return its seconds."""
+        """Return the seconds of work dropped after ``step``."""
         stays = self.at(step)
         lost = self.seconds[-1] - stays
         place = bisect.bisect_right(self.steps, step)
@@ -242,7 +225,7 @@ class _Kept:
         if not self.steps or self.steps[-1] < step:
             self.steps.append(step)
             self.seconds.append(stays)
-        self.saved = [one for one in self.saved if one < step] + [step]  # a start resumed from it
+        self.saved = [one for one in self.saved if one < step] + [step]
         return lost
 
     def add(self, work: Iterable[tuple[int, float]], saved: Iterable[int]) -> None:
@@ -257,14 +240,7 @@ class _Kept:
 
 
 def analyse(starts: Iterable[Start], commits: Sequence[Line] = ()) -> Goodput:
-    """Combine the starts of one job.
-
-    Args:
-        commits: the recorded commits on the shared tier; the agent makes some of them after a job was killed.
-
-    Raises:
-        ConfigError: there is no start, or all have no duration.
-    """
+    """Combine the starts of one job. Raises ConfigError: there is no start, or all have no duration."""
     ordered = sorted(starts, key=lambda one: one.began_at)
     if not ordered or ordered[-1].ended_at <= ordered[0].began_at:
         raise ConfigError("there is no record of any training", hint="Records begin with the first `Checkpointer`")
@@ -290,12 +266,11 @@ def analyse(starts: Iterable[Start], commits: Sequence[Line] = ()) -> Goodput:
 
 
 def _origin(start: Start, saved: Sequence[int]) -> int:
-    """Return the step that a start continued from. ``saved``: the steps with a checkpoint at that time."""
     if start.restored_step is not None:
         return start.restored_step
     if start.first_step is None:
         return 0
-    if start.begins_with_save:  # a loop that calls only ``save``, every few steps
+    if start.begins_with_save:
         return max((step for step in saved if step < start.first_step), default=0)
     return start.first_step - 1
 
@@ -372,7 +347,6 @@ def _expected(
 
 
 def _stretches(starts: Sequence[Start], lost_of: Sequence[float], unsaved_seconds: float) -> Iterable[Stretch]:
-    """Yield the timeline: per start the time before training, kept, and lost or unsaved."""
     previous: float | None = None
     last = max((place for place, start in enumerate(starts) if start.work), default=-1)
     for place, (start, lost) in enumerate(zip(starts, lost_of, strict=True)):
@@ -397,7 +371,7 @@ def _stretches(starts: Sequence[Start], lost_of: Sequence[float], unsaved_second
 
 
 def _is_line(line: Line) -> bool:
-    """Whether a line is valid: other users may write to the directory of the records."""
+    """Reject invalid lines: other users may write to this directory."""
     try:
         return isinstance(line["what"], str) and float(line["at"]) >= 0 and _has_numbers(line)
     except (KeyError, TypeError, ValueError):

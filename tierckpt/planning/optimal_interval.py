@@ -1,14 +1,6 @@
 """Checkpoint intervals: the published optima, and the interval of a running job. Pure functions.
 
-Intervals are seconds of training between two checkpoints, without the stall of the checkpoint. For a running job:
-
-    choose    the best interval, and every how many checkpoints to drain one, for a profile (CheckFreq's: step,
-              blocked, time to durable) and for failure rates if they are known
-    Window    the overhead of checkpoints in the last period of training
-    adapt     lengthens the interval at once if the overhead exceeds the bound, shortens it while it is well below
-
-CheckFreq (FAST'21) only lengthens the interval, and takes its baseline from steps that a save slows down. Here it
-changes both ways (additive and multiplicative, like TCP), and the baseline is the median of undisturbed steps.
+Intervals are seconds of training, without the stall.
 """
 
 from __future__ import annotations
@@ -23,18 +15,18 @@ from .checked_numbers import not_negative, positive
 from .ettr import Level
 
 OVERHEAD_MAX = 0.035
-"""CheckFreq's bound on the share of training time that checkpoints cost."""
+"""CheckFreq's bound on the overhead, as a share of training time."""
 
 _HALVINGS = 200
 
 
 def young(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Return √(2Cμ), Young 1974: first order, for a stall much shorter than the time between failures."""
+    """√(2Cμ), Young 1974: first order."""
     return math.sqrt(2 * _stall(stall_seconds) * _mtbf(mtbf_seconds))
 
 
 def daly(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Return Daly's interval (2006): two more terms; μ itself from C = 2μ on."""
+    """Daly 2006: two more terms; μ itself from C = 2μ on."""
     if _stall(stall_seconds) >= 2 * _mtbf(mtbf_seconds):
         return mtbf_seconds
     ratio = stall_seconds / (2 * mtbf_seconds)
@@ -42,13 +34,10 @@ def daly(stall_seconds: float, mtbf_seconds: float) -> float:
 
 
 def exact(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Return the interval that maximises ``ettr.exact``: the root of e^((Δ+C)/μ) (1 - Δ/μ) = 1.
-
-    Independent of restart and latency, which cost the same at every interval.
-    """
+    """Return the interval that maximises ``ettr.exact``: the root of e^((Δ+C)/μ) (1 - Δ/μ) = 1."""
     ratio = _stall(stall_seconds) / _mtbf(mtbf_seconds)
     low, high = 0.0, 1.0
-    for _ in range(_HALVINGS):  # x + C/μ + log(1 - x) falls from C/μ to minus infinity: one root
+    for _ in range(_HALVINGS):  # falls from C/μ to minus infinity: one root
         middle = (low + high) / 2
         if middle in (low, high):
             break
@@ -57,7 +46,7 @@ def exact(stall_seconds: float, mtbf_seconds: float) -> float:
 
 
 def to_steps(interval_seconds: float, step_seconds: float, stall_seconds: float, mtbf_seconds: float) -> int:
-    """Return the neighbouring number of whole steps with the higher ETTR; at least 1."""
+    """Return the neighbouring number of whole steps with the higher ETTR."""
     steps = interval_seconds / positive(step_seconds, "step time")
     nearest = sorted({max(1, math.floor(steps)), max(1, math.ceil(steps))})
     return max(nearest, key=lambda k: ettr.exact(k * step_seconds, stall_seconds, mtbf_seconds, 0.0))
@@ -66,10 +55,7 @@ def to_steps(interval_seconds: float, step_seconds: float, stall_seconds: float,
 def two_level(
     local_stall_seconds: float, local_mtbf_seconds: float, shared_stall_seconds: float, shared_mtbf_seconds: float
 ) -> tuple[float, int]:
-    """Return the local interval, and how many make a shared one: W = √(2C/λ) (Benoit et al.).
-
-    ``plan`` starts from it and improves on it, with bounds and whole steps.
-    """
+    """Return the local interval, and how many make a shared one: W = √(2C/λ) (Benoit et al.)."""
     local = young(local_stall_seconds, local_mtbf_seconds)
     shared = young(shared_stall_seconds, shared_mtbf_seconds)
     return local, max(1, round(shared / local)) if local > 0 else 1
@@ -78,10 +64,7 @@ def two_level(
 def checkfreq_steps(
     step_seconds: float, blocked_seconds: float, durable_seconds: float, overhead_max: float = OVERHEAD_MAX
 ) -> int:
-    """Return CheckFreq's interval, without failure rates: as often as the bounds allow.
-
-    One checkpoint is durable before the next begins, and blocking stays below ``overhead_max`` of training.
-    """
+    """CheckFreq: one checkpoint is durable before the next, and blocking stays below ``overhead_max``."""
     step = positive(step_seconds, "step time")
     hidden = max(0.0, not_negative(durable_seconds, "time to durable") - not_negative(blocked_seconds, "blocked time"))
     return max(1, _ceil(hidden / step), _ceil(blocked_seconds / (positive(overhead_max, "overhead_max") * step)))
@@ -89,10 +72,10 @@ def checkfreq_steps(
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Result of ``plan``: the first level every ``steps`` steps, each next every ``every[i]``-th time.
+    """The first level every ``steps`` steps, each next every ``every[i]``-th time.
 
-    ``bound_by`` gives the limit of each level's interval: ``cost`` (the optimum), ``throughput`` (the level's maximum)
-    or ``step`` (there is no shorter one: every step, or every checkpoint of the previous level).
+    ``bound_by``: ``cost`` (the optimum), ``throughput`` (the level's maximum) or ``step`` (every step, or every
+    checkpoint of the previous level).
     """
 
     levels: tuple[Level, ...]
@@ -118,13 +101,10 @@ class Schedule:
 
 
 def plan(levels: Sequence[Level], step_seconds: float) -> Schedule:
-    """Return the intervals in whole steps with the highest sustainable ``ettr.nested``.
+    """Return the intervals in whole steps with the highest sustainable ``ettr.nested``, the longer ones if equal.
 
-    ``levels`` are in order of the failures that they survive; the first takes every checkpoint. Deterministic:
-    all ranks with the same numbers get the same result. Ties go to the longer interval.
-
-    Raises:
-        ConfigError: no levels, or no interval at which the job would make progress.
+    ``levels``: in order of the failures that they survive. Deterministic. Raises ConfigError: no levels, or no
+    progress.
     """
     if not levels:
         raise ConfigError("there are no levels to plan for: give at least one")
@@ -149,7 +129,6 @@ def plan(levels: Sequence[Level], step_seconds: float) -> Schedule:
 
 
 def _first_guess(levels: tuple[Level, ...], step_seconds: float) -> tuple[int, ...]:
-    """Return the optimum of each level alone, as ``two_level``; the first one against all failures."""
     rate = sum(1 / level.mtbf_seconds for level in levels)
     base = young(levels[0].stall_seconds, 1 / rate) if rate else math.inf
     counts = [max(1, round(min(base, LONGEST_SECONDS) / step_seconds))]
@@ -160,17 +139,14 @@ def _first_guess(levels: tuple[Level, ...], step_seconds: float) -> tuple[int, .
 
 
 LONGEST_SECONDS = 30 * ettr.DAY_SECONDS
-"""The longest interval: without failures, none would be optimal."""
+"""Without failures, no interval would be optimal."""
 
 
 _FACTORS = (0.5, 0.7, 0.8, 0.9, 0.97, 0.997, 1.003, 1.03, 1.1, 1.2, 1.4, 2.0)
 
 
 def _neighbours(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return variants with one count changed by one or by up to a factor of two, and the next by one or inversely.
-
-    By one, since from 3 to 2 is a third: a change alone, or one fully compensated, would never look better.
-    """
+    """Return variants with one count changed, and the next by one or inversely: alone, neither might look better."""
     result = []
     for place, count in enumerate(counts):
         for other in {count - 1, count, count + 1, *(round(count * factor) for factor in _FACTORS)}:
@@ -194,7 +170,7 @@ def _repaired(levels: tuple[Level, ...], step_seconds: float, counts: tuple[int,
 
 
 def _rank(levels: tuple[Level, ...], step_seconds: float, counts: tuple[int, ...]) -> tuple[float, int]:
-    """Return a sort key, greater is better. Beyond twelve digits, the model's precision, fewer checkpoints win."""
+    """Greater is better. Beyond twelve digits, the model's precision, fewer checkpoints win."""
     interval = math.prod(counts) * step_seconds
     if interval > LONGEST_SECONDS and counts != (1,) * len(counts):
         return (-interval, 0)
@@ -203,7 +179,6 @@ def _rank(levels: tuple[Level, ...], step_seconds: float, counts: tuple[int, ...
 
 
 def _ceil(value: float) -> int:
-    """Round up, except a value that only rounding of the division put just above a whole number."""
     return math.ceil(value - 1e-9)
 
 
@@ -217,18 +192,16 @@ def _mtbf(seconds: float) -> float:
 
 GROWTH = 1.25
 CALM_WINDOWS = 3
-"""Consecutive windows below half of the bound after which the interval is shortened."""
+"""Windows below half of the bound before the interval is shortened."""
 STEPS_FACTOR_MAX = 16
 """Maximum ratio to the chosen interval: a noisy machine must not end checkpoints."""
 NODE_LOSS_SHARE = 0.5
-"""Share of failures that lose the SSD too, if one MTBF is given for both kinds."""
+"""Share of failures that lose the SSD too, if one MTBF is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobProfile:
-    """Measurements of this job, of the slowest rank. ``shared_seconds`` None: no finished drain.
-
-    ``shared_stall_seconds``: the total slowdown of training by one drain."""
+    """Measurements of the slowest rank. ``shared_seconds`` None: no finished drain."""
 
     step_seconds: float
     blocked_seconds: float
@@ -244,9 +217,7 @@ class JobProfile:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The permitted cost of checkpoints, and the rates of failures that an SSD does and does not survive.
-
-    None: unknown."""
+    """The permitted cost, and the rates of failures that an SSD does and does not survive (None: unknown)."""
 
     overhead_max: float = OVERHEAD_MAX
     local_mtbf_seconds: float | None = None
@@ -258,7 +229,7 @@ class Goal:
 
     @classmethod
     def of(cls, overhead_max: float, mtbf_seconds: float | Mapping[str, float] | None) -> Goal:
-        """Return the goal for one MTBF, or ``{"local": ..., "shared": ...}``. Raises ConfigError."""
+        """For one MTBF, or ``{"local": ..., "shared": ...}``. Raises ConfigError."""
         if mtbf_seconds is None:
             return cls(overhead_max)
         if isinstance(mtbf_seconds, Mapping):
@@ -282,19 +253,13 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class IntervalChoice:
-    """A checkpoint every ``steps``, each ``every``-th of them drained, and the reason."""
-
     steps: int
     every: int
     reason: str
 
 
 def choose(profile: JobProfile, goal: Goal, *, drains: bool = True) -> IntervalChoice:
-    """Return the best interval for ``profile``. Deterministic.
-
-    Without a failure rate: CheckFreq's, the shortest at which one checkpoint is durable before the next begins and
-    blocking stays below the bound. With one: the maximum of the exact exponential model, but never shorter than that.
-    """
+    """Return the best interval: CheckFreq's, or with a failure rate the model's, which is never shorter."""
     least = checkfreq_steps(profile.step_seconds, profile.blocked_seconds, profile.durable_seconds, goal.overhead_max)
     is_tiered = drains and profile.shared_seconds is not None
     if not goal.knows_failures:
@@ -338,8 +303,6 @@ def _keeps_up(profile: JobProfile, steps: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Training steps of one kind: their number, total seconds and median."""
-
     count: int = 0
     seconds: float = 0.0
     median_seconds: float | None = None
@@ -347,7 +310,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpan:
-    """Training between two saves: steps without load, during drains, during flushes."""
+    """Training between two saves."""
 
     plain: Steps = Steps()
     draining: Steps = Steps()
@@ -359,12 +322,11 @@ class MeasuredSpan:
         return self.plain.count + self.draining.count + self.flushing.count
 
     def baseline(self, known_seconds: float | None = None) -> float | None:
-        """Return the seconds of an undisturbed step: the median, else ``known_seconds``, else the least disturbed."""
+        """Prefer the median undisturbed step, then ``known_seconds``, then the least disturbed."""
         candidates = (self.plain.median_seconds, known_seconds, self.draining.median_seconds)
         return next((one for one in candidates if one is not None), self.flushing.median_seconds)
 
     def overhead(self, step_seconds: float) -> float:
-        """Return the overhead as a share: blocked time, and steps slowed down by flushes and drains."""
         if not self.count:
             return 0.0
         positive(step_seconds, "step time", "seconds")
@@ -373,14 +335,13 @@ class MeasuredSpan:
         return max(0.0, self.blocked_seconds + slower) / (self.count * step_seconds)
 
     def drain_slowdown(self, step_seconds: float) -> float:
-        """Return the slowdown of steps during a drain, as a share."""
         median = self.draining.median_seconds
         return max(0.0, median / positive(step_seconds, "step time", "seconds") - 1) if median is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The current interval. ``calm`` counts consecutive windows well below the bound."""
+    """``calm`` counts consecutive windows well below the bound."""
 
     steps: int
     every: int
@@ -389,11 +350,7 @@ class Pace:
 
 
 def adapt(pace: Pace | None, choice: IntervalChoice, overhead_share: float, overhead_max: float) -> Pace:
-    """Return the next interval: longer by a quarter if too costly, shorter step by step if cheap.
-
-    Never shorter than the chosen one. Multiplicative up, additive down: it reacts to overhead quickly, and probes for
-    shorter intervals carefully.
-    """
+    """Longer by a quarter if too costly, shorter step by step if cheap, never shorter than ``choice``."""
     if pace is None:
         return Pace(choice.steps, choice.every, 0, choice.reason)
     longest = STEPS_FACTOR_MAX * choice.steps
@@ -410,7 +367,7 @@ def adapt(pace: Pace | None, choice: IntervalChoice, overhead_share: float, over
 
 
 def slowest(profiles: Sequence[JobProfile]) -> JobProfile:
-    """Return the profile of the job: ranks wait for each other, so the maximum of each value."""
+    """Ranks wait for each other: the maximum of each value."""
     shared = [one.shared_seconds for one in profiles if one.shared_seconds is not None]
     return JobProfile(
         max(one.step_seconds for one in profiles),

@@ -1,9 +1,6 @@
-"""Placement of replicas, and the probability to survive a loss of several nodes.
+"""Placement of replicas, and the probability to survive a loss of several nodes (Gemini, SOSP 2023).
 
-Used by a cluster's nodes through ``peer/replica_policy.py`` (``holders``), and by the simulator.
-
-From Gemini (Wang et al., SOSP 2023). Nodes are numbered so that neighbours share a failure domain (rack, power). The
-holders of a shard are spread over the nodes, so that no domain smaller than N/m holds all its copies.
+No domain smaller than N/m holds all copies of a shard.
 """
 
 from __future__ import annotations
@@ -19,10 +16,7 @@ from .checked_numbers import whole
 def group_placement(nodes: int, replicas: int) -> list[tuple[int, ...]]:
     """Return the holders of each node's shard, itself first: groups that hold each other's shards.
 
-    If ``replicas`` does not divide ``nodes``, the last group and the rest form a ring (Gemini's mixed placement).
-
-    Raises:
-        ConfigError: more replicas than nodes.
+    If ``replicas`` does not divide ``nodes``, the last ones form a ring. Raises ConfigError: more replicas than nodes.
     """
     _check(nodes, replicas)
     stride = nodes // replicas
@@ -39,17 +33,9 @@ def group_placement(nodes: int, replicas: int) -> list[tuple[int, ...]]:
 
 
 def spread_placement(domains: Sequence[str], replicas: int) -> list[tuple[int, ...]]:
-    """Return the holders of each node's shard, itself first, for nodes in arbitrary failure domains.
+    """Return the holders of each node's shard, itself first, in different ``domains`` if possible.
 
-    If possible, no two holders of a shard share a domain, so that the loss of one domain loses no shard. If a domain
-    has more nodes than there are groups, its nodes are distributed evenly.
-
-    Args:
-        domains: the domain of each node. Equal domains (unknown ones) are valid.
-
-    Raises:
-        ConfigError: more replicas than nodes.
-    Cost: N log N for N nodes.
+    Raises ConfigError: more replicas than nodes. Cost: N log N.
     """
     blocks = _blocks(len(domains), replicas)
     seated = _seated(domains, [len(block) for block in blocks])
@@ -64,7 +50,6 @@ def spread_placement(domains: Sequence[str], replicas: int) -> list[tuple[int, .
 
 
 def _seated(domains: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
-    """Deal the nodes to blocks of these sizes, large domains first, each to the emptiest blocks."""
     members: dict[str, list[int]] = {}
     for node, domain in enumerate(domains):
         members.setdefault(domain, []).append(node)
@@ -83,7 +68,6 @@ def _seated(domains: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _blocks(nodes: int, replicas: int) -> list[list[int]]:
-    """Return the groups of ``group_placement``, and its ring if there is one, as positions in order."""
     blocks: dict[frozenset[int], list[int]] = {}
     placed = group_placement(nodes, replicas)
     rest = []
@@ -96,15 +80,13 @@ def _blocks(nodes: int, replicas: int) -> list[list[int]]:
 
 
 def survives(holders: Sequence[Collection[int]], lost: Collection[int]) -> bool:
-    """Whether every lost node's shard is on a node that is not lost."""
     return all(any(holder not in lost for holder in holders[node]) for node in lost)
 
 
 def survival_probability(nodes: int, replicas: int, lost: int) -> float:
     """Return a lower bound of the probability to survive a loss of ``lost`` random nodes.
 
-    Exact for fewer than ``2 * replicas`` lost and ``replicas`` a divisor of ``nodes``:
-    1 - (N/m)·C(N-m, k-m)/C(N, k). Beyond that, cases in which several groups are lost count more than once.
+    Exact for fewer than ``2 * replicas`` lost and ``replicas`` a divisor of ``nodes``: 1 - (N/m)·C(N-m, k-m)/C(N, k).
     """
     _check(nodes, replicas)
     if not 0 <= lost <= nodes:

@@ -12,15 +12,13 @@ from .sizer import Sizing, TierRow
 from .transfer_times import Bandwidths, Mode
 
 LOCAL_ONLY = 1 << 60
-"""``every`` of a configuration that drains no checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureKind:
-    """One cause of failures: its rate per node, and its extent.
+    """``nodes`` fail at once: neighbours (a rack) if ``together``, else random ones.
 
-    ``nodes`` fail at once: a block of neighbours (a rack) if ``together``, else random ones. ``wipes``: their SSDs and
-    memory are lost; otherwise only the processes.
+    ``wipes``: their SSDs and memory are lost; otherwise only the processes.
     """
 
     name: str
@@ -36,11 +34,10 @@ class FailureKind:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes, their links to shared storage, and their failures.
+    """``jobs`` split the nodes evenly and share the storage.
 
-    ``jobs`` split the nodes evenly and share the storage. ``spares`` None is unlimited; otherwise a job without a spare
-    waits until a node is repaired. Shared storage has outages of ``outage_seconds``, on average every
-    ``outage_every_seconds``.
+    ``spares`` None is unlimited; otherwise a job without a spare waits for a repair. Shared storage is out for
+    ``outage_seconds``, on average every ``outage_every_seconds``.
     """
 
     nodes: int
@@ -52,7 +49,7 @@ class Cluster:
     outage_every_seconds: float = math.inf
     outage_seconds: float = 0.0
     strikes_at: tuple[float, ...] = ()
-    """Additional failure times of the first job's processes (seconds), to simulate an observed run."""
+    """Failures of the first job's processes (seconds), to simulate an observed run."""
 
     def __post_init__(self) -> None:
         whole(self.nodes, "nodes")
@@ -76,10 +73,9 @@ class Cluster:
 class Configuration:
     """How each job takes and restores checkpoints. Bytes and seconds are per job.
 
-    ``blocking`` writes to shared storage while training waits. Otherwise a checkpoint takes ``stall_seconds`` of
-    staging, then ``flush_seconds`` until it is on the SSDs (``local``) and ``replicate_seconds`` until peers hold it
-    (``peer``), and the drain policy (``rules``) sends it. With ``log_step_seconds`` every step is in a log after the
-    checkpoint, ``log_latency_seconds`` later, and a restart from local or peer replays each in ``replay_step_seconds``.
+    ``blocking`` writes to shared storage while training waits. Otherwise a checkpoint takes ``stall_seconds``, then
+    ``flush_seconds`` to the SSDs and ``replicate_seconds`` to peers, and ``rules`` drain it. ``log_step_seconds``:
+    every step is in a log, ``log_latency_seconds`` later, and a restart replays each in ``replay_step_seconds``.
     """
 
     name: str
@@ -110,7 +106,6 @@ class Configuration:
 
 
 def failures_of(sizing: Sizing, domain_nodes: int) -> tuple[FailureKind, ...]:
-    """Return the sizer's failures in the simulator's form: of processes, of nodes, of racks."""
     site = sizing.site
     rate = 86400.0 / sizing.mtbf_seconds / sizing.mesh.nodes
     losses = site.node_loss_share + site.domain_loss_share
@@ -122,12 +117,12 @@ def failures_of(sizing: Sizing, domain_nodes: int) -> tuple[FailureKind, ...]:
 
 
 def configurations_of(sizing: Sizing, rpo_seconds: float = math.inf) -> tuple[Configuration, ...]:
-    """Return the sizer's configurations with its intervals, except those that would make no progress."""
+    """Omits those that would make no progress."""
     return tuple(_configuration(sizing, row, rpo_seconds) for row in sizing.tiers if row.schedule is not None)
 
 
 def configuration_of(mode: Mode, sizing: Sizing, interval_seconds: float) -> Configuration:
-    """Return ``mode`` with a checkpoint every ``interval_seconds``, on the local tier only."""
+    """On the local tier only."""
     return Configuration(
         name=mode.name,
         interval_seconds=interval_seconds,

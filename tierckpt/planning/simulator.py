@@ -1,11 +1,7 @@
-"""The simulator: jobs of thousands of nodes with failures, event by event.
+"""The simulator: jobs of thousands of nodes with failures, event by event. Deterministic for a seed.
 
-It covers effects that the formulas omit: failures during restarts and drains, queues at shared storage, racks that
-fail together, exhausted spares, storage outages, and the decisions of the drain policy. Decisions, intervals and
-placement of replicas come from the pure functions that the product calls.
-
-Nodes of one job train in step, so a job is one process of the simulation and a node is modelled only when lost: the
-cost of a run grows with its checkpoints and failures, not with its nodes. Runs are deterministic for a seed.
+It adds to the formulas: failures during restarts and drains, queues at shared storage, failing racks, exhausted spares,
+outages. The cost grows with checkpoints and failures, not with nodes.
 """
 
 from __future__ import annotations
@@ -33,14 +29,13 @@ except ModuleNotFoundError as error:
 
 DAY_SECONDS = 86400.0
 PARTS = 100
-"""Progress reports of one run."""
 
 Steps = Generator[simpy.Event, Any, None]
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """Result of one simulation. Seconds are of one job, averaged over all jobs.
+    """Seconds are of one job, averaged over all jobs.
 
     ``kept``, ``lost``, ``stalled``, ``restarting``, ``loading`` and ``waiting`` (for a node) add up to ``wall``.
     """
@@ -64,7 +59,7 @@ class SimulationResult:
     interval_seconds: float
     every: int
     replaying_seconds: float = 0.0
-    """The part of ``loading_seconds`` spent on steps of a log."""
+    """Part of ``loading_seconds`` for the steps of a log."""
 
     @property
     def lost_by_failure_seconds(self) -> float:
@@ -80,13 +75,10 @@ def simulate(
     seed: int = 0,
     listener: ProgressListener = ignore_progress,
 ) -> SimulationResult:
-    """Run ``configuration`` on ``cluster`` for ``days``. The same arguments give the same result.
+    """Run ``configuration`` on ``cluster`` for ``days``. ``listener`` is called with simulated seconds.
 
-    ``listener`` is called with simulated seconds.
-
-    Raises:
-        ConfigError: days of zero or less; more replicas than a job has nodes.
-    Cost: about 10 microseconds of processor time for each event; a checkpoint is 5 of them, a failure 4.
+    Raises ConfigError: days of zero or less; more replicas than a job has nodes. Cost: about 50 microseconds of
+    processor time for each checkpoint or failure.
     """
     seconds = positive(days, "days") * DAY_SECONDS
     world = _World(cluster, configuration, random.Random(seed))
@@ -182,7 +174,7 @@ class _World:
 
 @dataclass(eq=False, slots=True)
 class _Version:
-    """One checkpoint of a job. Times are when each tier had it whole; infinite: not there (any more)."""
+    """Times when each tier had it whole; infinite: not there (any more)."""
 
     number: int
     work: float
@@ -224,8 +216,6 @@ class _Job:
         self.missing = 0
         self.process = self.env.process(self._live())
 
-    # --- training ----------------------------------------------------------------------------------------------
-
     def _live(self) -> Steps:
         failed = False
         while True:
@@ -242,7 +232,6 @@ class _Job:
                 self._give_up()
 
     def _now_doing(self, what: str) -> None:
-        """Account the time since the last change, and switch to activity ``what``."""
         elapsed = self.env.now - self.since
         if self.doing == "training":
             self.work += elapsed
@@ -275,7 +264,7 @@ class _Job:
             self._later(self.plan.replicate_seconds, lambda: setattr(version, "peer_at", self.env.now))
 
     def _later(self, seconds: float, what: Any) -> None:
-        """Run ``what`` in the background, unless the job fails first."""
+        """Run ``what`` unless the job fails first."""
         epoch = self.epoch
         event = self.env.timeout(seconds)
         event.callbacks.append(lambda _: what() if epoch == self.epoch else None)
@@ -303,8 +292,6 @@ class _Job:
             pipe, flow = self.transfer
             pipe.cancel(flow)
             self.transfer = None
-
-    # --- draining ----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         self.policy, decision = drain_policy.decide(self.policy, self.plan.rules, self._situation())
@@ -366,10 +353,7 @@ class _Job:
         sending = self.drain.version.number if self.drain else 0
         self.versions = [one for one in self.versions if one.number in newest or one.number in (shared, sending)]
 
-    # --- failures and restarts ---------------------------------------------------------------------------------
-
     def strike(self, nodes: list[int], *, wipes: bool) -> None:
-        """Stop the job, as some of its nodes failed."""
         self.epoch += 1
         if wipes:
             self.wiped |= dict.fromkeys(nodes, self.env.now)
@@ -381,7 +365,7 @@ class _Job:
         self.process.interrupt()
 
     def _can_go_on(self, version: _Version) -> bool:
-        """Whether a drain survives the trainer: every byte of it is still on some node."""
+        """Whether every byte of a running drain is still on some node."""
         return self._from_local(version) or self._from_peers(version)
 
     def _come_back(self) -> Steps:
@@ -409,7 +393,6 @@ class _Job:
         self._roll_back(version, tier, logged)
 
     def _take_spare(self) -> None:
-        """Replace a missing node by a spare, and send the old one to repair."""
         self.missing -= 1
         self.env.process(self._repair())
 
@@ -419,7 +402,6 @@ class _Job:
             yield self.world.spares.put(1)
 
     def _newest_usable(self) -> tuple[_Version, str]:
-        """Return the newest whole checkpoint, and the nearest tier that has it."""
         for version in reversed(self.versions):
             if self._from_local(version):
                 return version, "local"
@@ -441,7 +423,7 @@ class _Job:
         return {node for node, at in self.wiped.items() if at >= when}
 
     def _logged_work(self, version: _Version, tier: str) -> float:
-        """Return the work up to the last logged step after ``version``. Logs exist on the near tiers only."""
+        """Logs exist on the near tiers only."""
         step = self.plan.log_step_seconds
         if not step or tier not in ("local", "peer"):
             return version.work
@@ -449,10 +431,7 @@ class _Job:
         return version.work + math.floor((durable - version.work) / step) * step
 
     def _roll_back(self, version: _Version, tier: str, work: float) -> None:
-        """Resume training from ``version``, or from the log after it.
-
-        Afterwards all nodes have it: a restore fills their SSDs.
-        """
+        """The restore fills the SSDs of all nodes."""
         self.restores[tier] += 1
         self.spent["lost"] += self.work - work
         self.work = work
@@ -468,7 +447,6 @@ class _Job:
         self.wiped.clear()
 
     def close(self) -> None:
-        """Account the pending activity at the end."""
         self._now_doing("over")
         self.exposure_max = max(self.exposure_max, self.env.now - self.shared_work_at)
 
@@ -481,12 +459,9 @@ def _holders(configuration: Configuration, nodes: int) -> list[tuple[int, ...]]:
     return replica_placement.group_placement(nodes, configuration.replicas)
 
 
-# --- links ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False, slots=True)
 class Flow:
-    """One transfer. ``done`` fires after its last byte."""
+    """``done`` fires after its last byte."""
 
     left: float
     cap: float
@@ -495,10 +470,7 @@ class Flow:
 
 
 class Pipe:
-    """A fluid model: constant rates between changes, max-min fair with separate caps.
-
-    Cost: two simulation events for each transfer, whatever its size.
-    """
+    """Max-min fair with separate caps. Two events per transfer."""
 
     def __init__(self, env: simpy.Environment, bytes_per_second: float) -> None:
         self._env = env
@@ -521,7 +493,7 @@ class Pipe:
             self._share()
 
     def set_capacity(self, bytes_per_second: float) -> None:
-        """Change the capacity from now on. Zero: an outage; transfers wait."""
+        """Zero: an outage; transfers wait."""
         self._pass()
         self._capacity = bytes_per_second
         self._share()
@@ -545,7 +517,7 @@ class Pipe:
 
     def _finish(self, turn: int) -> None:
         if turn != self._turn:
-            return  # outdated by a later change
+            return
         self._pass()
         for flow in _finished(self._flows):
             self._flows.remove(flow)
@@ -554,5 +526,5 @@ class Pipe:
 
 
 def _finished(flows: Iterable[Flow]) -> list[Flow]:
-    """Return the flows with less left than a microsecond's bytes, which is rounding error."""
+    """Less than a microsecond's bytes is rounding error."""
     return [flow for flow in flows if flow.left <= flow.rate * 1e-6]

@@ -1,8 +1,4 @@
-"""The sizer: from a model, a mesh and a site to bytes, bandwidths, times, intervals and ETTR. Pure arithmetic.
-
-``size`` combines the other modules of this package. Its assumptions are the fields of ``Site``, which can all be
-changed, and the docstrings of the modules.
-"""
+"""The sizer: from a model, a mesh and a site to bytes, bandwidths, times, intervals and ETTR. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -19,20 +15,18 @@ from .transfer_times import Bandwidths, Mode
 
 STALL_BUDGETS_SECONDS = (1.0, 5.0, 10.0, 60.0, 120.0)
 WARRANTY_YEARS = 5.0
-"""Period for which vendors specify the drive writes per day of an SSD."""
+"""Period for which vendors specify the drive writes per day."""
 
 FAILURES_PER_NODE_DAY = 6.5e-3
-"""Of 8-GPU nodes, as measured by Meta on RSC-1 (RSC-2: 2.34e-3). 131,072 GPUs then fail every 13.5 minutes."""
+"""Rate of 8-GPU nodes, as measured by Meta on RSC-1 (RSC-2: 2.34e-3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
     """Hardware and operations of a site. The defaults are plain assumptions; give your own numbers.
 
-    ``node_loss_share`` and ``domain_loss_share`` are the shares of failures that lose a node's SSDs, and those of a
-    whole rack; the SSDs survive all others (processes, software, a GPU reset). ``restart_seconds`` is detection,
-    scheduling and initialisation, without loading. ``drain_slowdown`` is the slowdown of training by a drain that
-    shares its network.
+    ``node_loss_share``, ``domain_loss_share``: of failures, those that lose a node's SSDs, and a whole rack's.
+    ``restart_seconds``: without loading. ``drain_slowdown``: of training, by a drain.
     """
 
     rates: Bandwidths = field(
@@ -87,7 +81,7 @@ class ComponentRow:
 
 @dataclass(frozen=True, slots=True)
 class WriteRow:
-    """Bandwidths that a blocking save needs to finish within ``stall_seconds``."""
+    """Bandwidths of a blocking save within ``stall_seconds``."""
 
     stall_seconds: float
     bytes_per_second: float
@@ -97,8 +91,6 @@ class WriteRow:
 
 @dataclass(frozen=True, slots=True)
 class PathRow:
-    """One way to load the bytes. ``shared_bytes`` are read from shared storage."""
-
     name: str
     shared_bytes: float
     seconds: float
@@ -106,19 +98,15 @@ class PathRow:
 
 @dataclass(frozen=True, slots=True)
 class Endurance:
-    """Wear of one node's SSDs by the local tier, at the chosen interval."""
-
     needed_bytes: float
     written_bytes_per_day: float
     drive_writes_per_day: float
     years: float
-    """Years until the rated terabytes written are used up."""
+    """Time until the rated terabytes written are used up."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierRow:
-    """One configuration of tiers: its best schedule, and the ETTR."""
-
     name: str
     levels: tuple[Level, ...]
     schedule: Schedule | None
@@ -134,7 +122,7 @@ class TierRow:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Result of ``size``. Bytes are bytes, rates bytes per second, times seconds."""
+    """Rates are bytes per second."""
 
     model: Model
     mesh: Mesh
@@ -165,39 +153,33 @@ class Sizing:
 
     @property
     def log_step_bytes(self) -> float:
-        """Bytes that a gradient log adds each step, over all ranks."""
+        """Bytes of a gradient log, over all ranks."""
         return sum(row.total_bytes for row in self.components if row.name == "gradients")
 
     @property
     def log_interval_steps(self) -> float:
-        """Interval below which a log moves fewer bytes than full checkpoints, in steps."""
+        """Below it a log moves fewer bytes than full checkpoints."""
         return self.checkpoint_bytes / self.log_step_bytes
 
     @property
     def log_drive_writes_per_day(self) -> float:
-        """Drive writes per day of one node's SSDs by a log, without the bases."""
         node_bytes = self.log_step_bytes * self.node_written_bytes / self.checkpoint_bytes
         return node_bytes * DAY_SECONDS / self.site.step_seconds / self.site.ssd_bytes
 
     @property
     def node_update_seconds(self) -> float:
-        """Processor time of one step of a node's share, with the optimizer near storage."""
+        """Processor time of one step of a node's share, near storage."""
         share = self.node_written_bytes / self.checkpoint_bytes
         return self.model.parameters * share / transfer_times.UPDATES_PER_SECOND
 
     @property
     def copy_restart_seconds(self) -> float:
-        """Restart time after a failure that left a copy on the SSDs or on a peer, loading included."""
+        """Restart from a copy on the SSDs or on a peer, loading included."""
         return self.site.restart_seconds + next(row.seconds for row in self.restores if row.name == "local")
 
 
 def size(model: Model, state: TrainingState, mesh: Mesh | None = None, site: Site | None = None) -> Sizing:
-    """Size the checkpoints of a job. Raises an error for impossible input.
-
-    Raises:
-        ConfigError: invalid degrees, bandwidths or times; names the value and the valid ones.
-    Cost: milliseconds; no I/O.
-    """
+    """Raises ConfigError that names the invalid value. Cost: milliseconds."""
     mesh, site = mesh or Mesh(), site or Site()
     mesh.check(model)
     job = _Quantities(model, state, mesh, site)
@@ -261,12 +243,10 @@ class _Quantities:
 
     @property
     def host_bytes(self) -> float:
-        """Staging memory of one node: those in flight and the one being taken."""
         return (self.site.in_flight + 1) * self.node_written
 
     @property
     def replica_bytes(self) -> float:
-        """Memory of one node for replicas: the last whole copy, and the arriving one."""
         return 2 * (self.site.replicas - 1) * self.node_written
 
     def components(self) -> tuple[ComponentRow, ...]:
@@ -288,7 +268,7 @@ class _Quantities:
         )
 
     def restores(self) -> tuple[PathRow, ...]:
-        """Return the ways to restore. Naive: every replica reads the whole checkpoint. Sharded: every rank its part.
+        """Naive: every replica reads the whole checkpoint. Sharded: every rank its part.
 
         Fanned out: each byte leaves shared storage once. Local: each node reads its own files, the rest from peers.
         """
@@ -313,10 +293,7 @@ class _Quantities:
         )
 
     def tiers(self, seconds: dict[str, float]) -> tuple[TierRow, ...]:
-        """Return the configurations, from the most common one to the one with all tiers.
-
-        Copies go to peers while training leaves the network idle: they take time, but stall nothing.
-        """
+        """Copies to peers stall nothing."""
         site = self.site
         blocking = Level("shared", self.drain_seconds, site.restart_seconds + seconds["sharded"], self.mtbf)
         background = Level(
@@ -350,7 +327,6 @@ class _Quantities:
         return tuple(rows)
 
     def modes(self) -> tuple[Mode, ...]:
-        """Return the four ways to take the checkpoints of the first level."""
         part = self.rank_written / self.state.saved_bytes
         gradients = sum(one.bytes_per_parameter for one in self.state.components if not one.is_saved)
         return transfer_times.modes(
@@ -365,7 +341,7 @@ class _Quantities:
 
     @property
     def worn_out_seconds(self) -> float:
-        """Return the interval at which a node's SSDs reach their rated writes."""
+        """Interval at which a node's SSDs reach their rated writes."""
         return self.node_written * DAY_SECONDS / (self.site.ssd_bytes * self.site.ssd_dwpd)
 
     def _near(self, name: str, part: float, load_seconds: float, flush_seconds: float) -> Level:
@@ -396,7 +372,7 @@ class _Quantities:
         try:
             schedule: Schedule | None = optimal_interval.plan(levels, self.site.step_seconds)
         except ConfigError:
-            schedule = None  # this configuration makes no progress; another may
+            schedule = None
         return TierRow(name, levels, schedule, schedule.ettr if schedule else 0.0, *optima)
 
     def _mtbf_of(self, part: float) -> float:
@@ -431,7 +407,6 @@ def _loads(model_bytes: float, nodes: int, rates: Bandwidths) -> tuple[PathRow, 
 
 
 def _intervals(tiers: Sequence[TierRow]) -> tuple[float, float]:
-    """Return the local and the shared interval of the deepest usable configuration."""
     for row in reversed(tiers):
         if row.schedule is not None:
             return row.interval_seconds(0) or 1.0, row.interval_seconds(len(row.levels) - 1) or 1.0

@@ -1,8 +1,6 @@
 """Times of a run's saves to each tier, from the records of its processes. Pure.
 
-A save begins with the call of ``save`` (clock of rank 0) and reaches a tier at the commit there: on the local tier by
-the same clock, on the others by the clock of the node that recorded it, or of the store. A time that a difference of
-clocks would make negative is unknown.
+Each commit is timed by the clock of its node or store. A negative difference of clocks makes a time unknown.
 """
 
 from __future__ import annotations
@@ -23,18 +21,17 @@ TRIMMED = "trimmed"
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One save, as recorded by its start. ``local_seconds`` None: no local commit is recorded."""
+    """``local_seconds`` None: no local commit is recorded."""
 
     step: int
     at: float
     local_seconds: float | None = None
     is_sent: bool = True
     is_direct_put: bool = False
-    """It went to the shared tier without a local copy."""
 
 
 class Life(Protocol):
-    """The part of a ``Start`` needed here. ``drain`` and ``replicas`` are None in records of older releases."""
+    """``drain`` and ``replicas`` are None in records of older releases."""
 
     @property
     def made(self) -> Sequence[Save]: ...
@@ -54,7 +51,7 @@ class Seen:
 
     Attributes:
         is_here: the newest start ran on this node, so its journal has all pending drains.
-        to_drain: steps in the journal of this node.
+        to_drain: steps in that journal.
         is_asked: the shared tier has listed its steps.
     """
 
@@ -68,11 +65,9 @@ class TierTimes:
     """The saves of a run on one tier. Seconds count from the call of ``save``; None without a time.
 
     Attributes:
-        is_used: False if the run was not configured for the tier; None if its records do not say.
+        is_used: None if the records do not say.
         untimed: the part of ``reached`` without a recorded time, or with contradictory clocks.
-        waiting_steps: not there yet.
-        skipped_steps: will not get there: failed, replaced by a later save of the step, kept on the SSD by the
-            interval, skipped for a newer one, or forgotten.
+        skipped_steps: will not get there.
         unknown_steps: in neither the records nor the tier.
         unlisted: saves of long runs without a record; no other number counts them.
     """
@@ -102,8 +97,7 @@ Key: TypeAlias = tuple[int, int]
 def commits_of(starts: Sequence[Life], commits: Iterable[Line], tier: str) -> dict[Key, float | None]:
     """Return when each save reached ``tier`` (Unix seconds); None if the time is not recorded.
 
-    The manifest of a save was created after the call of ``save`` and before the next call for that step, by the same
-    clock: this distinguishes two saves of one step.
+    Its manifest was created between its call and the next one for that step, by the same clock.
     """
     by_step: dict[int, list[tuple[float, Key]]] = {}
     for key, save in _keyed(starts):
@@ -123,10 +117,9 @@ def commits_of(starts: Sequence[Life], commits: Iterable[Line], tier: str) -> di
 
 
 def tier_times(starts: Sequence[Life], commits: Sequence[Line], seen: Seen, now: float) -> tuple[TierTimes, ...]:
-    """Return the times of the local, the peer and the shared tier. ``now``: Unix seconds, for ages.
+    """Return the times of the local, the peer and the shared tier. ``now``: Unix seconds.
 
-    ``starts`` in order; ``commits``: lines of ``checkpoint/commit_times.py``, and the commits that the shared tier
-    lists now.
+    ``commits``: lines of ``checkpoint/commit_times.py``, and those that the shared tier lists now.
     """
     return _Tiers(starts, commits, seen, now).times()
 

@@ -1,8 +1,6 @@
-"""The state of a training job: parameters, bytes for each, and the ranks and nodes that hold them.
+"""The state of a training job: parameters, bytes for each, and the ranks and nodes with them.
 
-The default, mixed-precision Adam, is 14 bytes: weights 2, master 4, two moments of 4. Gradients (2 or 4 more) are in
-memory and never in a checkpoint; the popular 16 and 18 bytes per parameter include them. Parameters count as spread
-evenly over tensor- and pipeline-parallel ranks; embeddings make the first and last stage of a pipeline larger.
+Parameters count as spread evenly over tensor- and pipeline-parallel ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ EXPERT_MARK = ".experts."
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Number of parameters, and of those in routed experts. ``experts`` and ``layers`` are 0 if unknown."""
+    """``expert_parameters``: of routed experts. ``experts`` and ``layers`` are 0 if unknown."""
 
     parameters: int
     expert_parameters: int = 0
@@ -42,27 +40,19 @@ class Model:
 
 
 def from_number(text: str | float, expert_text: str | float | None = None) -> Model:
-    """Return a model given only its size: ``"175e9"``, ``"70b"``. Raises ConfigError."""
+    """Parse ``"175e9"``, ``"70b"``. Raises ConfigError."""
     experts = parse_count(expert_text, "expert parameters") if expert_text else 0
     return Model(parse_count(text, "parameters"), experts)
 
 
 def from_shapes(shapes: Mapping[str, Sequence[int]], name: str = "") -> Model:
-    """Return a model from the full shape of each parameter. Names with ``.experts.`` are experts.
-
-    Raises:
-        ConfigError: no parameters.
-    """
+    """Count full shapes. Names with ``.experts.`` are experts. Raises ConfigError: no parameters."""
     counts = {key: math.prod(shape) for key, shape in shapes.items()}
     return Model(sum(counts.values()), sum(count for key, count in counts.items() if EXPERT_MARK in key), name=name)
 
 
 def from_config(config: Mapping[str, Any]) -> Model:
-    """Return the exact parameter counts of a ``config.json`` of a known family.
-
-    Raises:
-        ConfigError: another ``model_type``, or a missing value; names it.
-    """
+    """Count exactly what a ``config.json`` describes. Raises ConfigError: an unknown family or a missing value."""
     text = config.get("text_config")
     if isinstance(text, Mapping) and "model_type" in text:
         raise ConfigError(
@@ -80,7 +70,7 @@ def from_config(config: Mapping[str, Any]) -> Model:
 
 
 class _Fields:
-    """Whole numbers of a config.json by name. Raises ConfigError for a missing or invalid one."""
+    """Raises ConfigError for a missing or invalid number."""
 
     def __init__(self, config: Mapping[str, Any], family: str) -> None:
         self.config, self.family = config, family
@@ -107,7 +97,6 @@ def _gpt2(get: _Fields) -> Model:
 
 
 def _llama(get: _Fields) -> Model:
-    """Llama and similar models: gated MLP, grouped queries, RMS norms, experts in place of some MLPs."""
     width, layers = get("hidden_size"), get("num_hidden_layers")
     experts = get("num_local_experts", "num_experts", "n_routed_experts", default=0)
     expert_width = get("moe_intermediate_size", "intermediate_size") if experts else 0
@@ -172,7 +161,7 @@ Kind: TypeAlias = Literal["weights", "optimizer", "gradients"]
 
 DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
 _BLOCK_SCALES = 4 / 256
-"""8-bit states carry one fp32 scale for each block of 256."""
+"""One fp32 scale for each block of 256."""
 
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "adam": {"exp_avg": 4.0, "exp_avg_sq": 4.0},
@@ -185,13 +174,11 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     "momentum": {"momentum_buffer": 4.0},
     "sgd": {},
 }
-"""Bytes per parameter of each optimizer. Adafactor's rows and columns are negligible."""
+"""Bytes per parameter. Adafactor's rows and columns are negligible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One value stored for each parameter. All but gradients are saved."""
-
     name: str
     bytes_per_parameter: float
     kind: Kind
@@ -201,19 +188,17 @@ class Component:
         return self.kind != "gradients"
 
     def is_sharded(self, stage: int) -> bool:
-        """Whether sharding ``stage`` (ZeRO) splits it over the data-parallel ranks."""
+        """Whether ZeRO ``stage`` splits it over the data-parallel ranks."""
         return stage >= {"optimizer": 1, "gradients": 2, "weights": 3}[self.kind]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """All components of one training job."""
-
     components: tuple[Component, ...]
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes per parameter of a model file, which has the weights only."""
+        """Bytes per parameter of a model file."""
         return sum(part.bytes_per_parameter for part in self.components if part.kind == "weights")
 
     @property
@@ -229,16 +214,10 @@ class TrainingState:
 def state_of(
     optimizer: str = "adam", weights: str = "bf16", *, master: bool | None = None, gradients: str | None = None
 ) -> TrainingState:
-    """Return the state per parameter of training with ``optimizer``.
+    """Return the state per parameter of training with ``optimizer``, a key of ``OPTIMIZERS``.
 
-    Args:
-        optimizer: a key of ``OPTIMIZERS``.
-        weights: dtype of the weights that the model computes with.
-        master: whether there is a second copy of the weights in fp32. None: if the weights are smaller than that.
-        gradients: their dtype; None: the weights' dtype.
-
-    Raises:
-        ConfigError: an unknown optimizer or dtype; lists the known ones.
+    ``master``: a copy of the weights in fp32; None: if the weights are smaller. ``gradients``: None is the weights'
+    dtype. Raises ConfigError with the known names.
     """
     moments = OPTIMIZERS.get(optimizer.lower())
     if moments is None:
@@ -253,11 +232,7 @@ def state_of(
 
 
 def measured_state(component_bytes: Mapping[str, float], parameters: int) -> TrainingState:
-    """Return the state in an existing checkpoint: bytes by component, ``weights`` among them.
-
-    Raises:
-        ConfigError: no weights.
-    """
+    """Build from bytes by component. Raises ConfigError without ``weights``."""
     if not component_bytes.get("weights"):
         raise ConfigError(
             "no tensor of the checkpoint looks like a weight, so its parameters cannot be counted",
@@ -279,9 +254,9 @@ def _dtype_bytes(name: str, what: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The parallel degrees of a job. Context-parallel ranks hold the same weights, so they are replicas like ``dp``.
+    """The parallel degrees of a job. Context-parallel ranks are replicas like ``dp``.
 
-    Experts are spread over ``ep`` of the replicas; ``stage`` is ZeRO's (3 is FSDP: everything sharded).
+    ``ep`` of the replicas share the experts; ``stage`` is ZeRO's (3 is FSDP: everything sharded).
     """
 
     tp: int = 1
@@ -344,7 +319,6 @@ class Mesh:
             raise ConfigError(f"ep is {self.ep}: it must divide the {model.experts} experts of the model")
 
     def rank_bytes(self, model: Model, part: Component) -> float:
-        """Bytes of ``part`` that one rank holds."""
         dense, expert = self._parameters(model)
         if part.is_sharded(self.stage):
             dense /= self.replicas
@@ -352,24 +326,20 @@ class Mesh:
         return part.bytes_per_parameter * (dense + expert)
 
     def held_bytes(self, model: Model, state: TrainingState) -> float:
-        """Saved bytes that one rank holds and restores."""
+        """Saved bytes that one rank restores."""
         return sum(self.rank_bytes(model, part) for part in state.saved)
 
     def held_by_node_bytes(self, model: Model, state: TrainingState) -> float:
-        """Saved bytes that the ranks of one node hold, each byte once."""
+        """Saved bytes of one node, each once."""
         return min(self.ranks_per_node * self.held_bytes(model, state), model.parameters * state.saved_bytes)
 
     def written_bytes(self, model: Model, state: TrainingState, *, split: bool) -> float:
-        """Bytes that a writing rank writes.
-
-        ``split`` divides replicated bytes among all their holders; otherwise one replica writes them all.
-        """
+        """Bytes of one writing rank. ``split``: all holders share replicated bytes, instead of one replica."""
         if split:
             return model.parameters * state.saved_bytes / self.gpus
         return self.held_bytes(model, state)
 
     def writing_nodes(self, state: TrainingState, *, split: bool) -> int:
-        """Nodes that write. Without ``split``, or if nothing is sharded, those of one replica."""
         if split or any(part.is_sharded(self.stage) for part in state.saved):
             return self.nodes
         return max(1, -(-self.tp * self.pp * self.ep // self.ranks_per_node))
@@ -387,7 +357,7 @@ _MASTERS = frozenset({"master", "master_param", "master_weight", "fp32_param"})
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One saved tensor: its name, elements and bytes over all ranks."""
+    """``count`` and ``size_bytes`` are over all ranks."""
 
     name: str
     count: int
@@ -396,7 +366,6 @@ class Tensor:
 
 
 def component_of(tensor: Tensor) -> str:
-    """Return a tensor's component: ``weights``, ``master``, a moment, or ``other``."""
     last = tensor.name.rpartition(".")[2]
     if last in _MOMENTS:
         return last
@@ -408,11 +377,7 @@ def component_of(tensor: Tensor) -> str:
 
 
 def take_stock(tensors: Iterable[Tensor], name: str = "") -> tuple[Model, TrainingState]:
-    """Count the tensors. Weights with ``.experts.`` in their name are experts.
-
-    Raises:
-        ConfigError: no tensor that looks like a weight.
-    """
+    """Count the tensors. Weights with ``.experts.`` in their name are experts. Raises ConfigError without weights."""
     size_bytes: dict[str, float] = {}
     parameters = expert_parameters = 0
     for tensor in tensors:

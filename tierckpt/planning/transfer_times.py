@@ -1,11 +1,9 @@
 """Transfer times of restores and model loads, and of copies out of an accelerator.
 
-Times are bandwidth bounds: of the slowest link that all bytes of the plan must pass. Latencies and small files add to
-them, and are small in comparison for the intended sizes.
-
-The four ways, with M bytes of state, G = rM of gradients, link bandwidth b, and F for the forward and backward pass:
+Times are bounds of the slowest link. The four ways, with M bytes of state, G = rM of gradients, link bandwidth b, and F
+for the forward and backward pass:
     async           training waits for the whole copy: M/b
-    lazy            the copy overlaps the next step, and its update waits for the rest: M/b - F (DataStates-LLM)
+    lazy            the next update waits for the rest of the copy: M/b - F (DataStates-LLM)
     multi-step      a part in each of K steps, plus the gradients of earlier parts: the time beyond F (GoCkpt)
     gradient log    G each step, after a base: fewer bytes than full checkpoints every i steps if i < M/G
 """
@@ -22,11 +20,11 @@ from .checked_numbers import positive, whole
 STEPS_DEFAULT = 7
 STEPS_MAX = 32
 SHARE_MAX = 0.5
-"""Assumed before an optimizer's first step, when it has no state yet: as many bytes of gradients as of all else."""
+"""Value before an optimizer's first step: as many bytes of gradients as of all else."""
 STALL_SECONDS_MAX = 0.04
-"""Maximum training wait of a window of equal parts; above it, parts of equal traffic are used instead."""
+"""Maximum stall of equal parts; above it, parts of equal traffic are used instead."""
 UPDATES_PER_SECOND = 1e9
-"""Parameters that a node's processors update: fused AdamW of ``torch.optim`` does 0.9 to 1.6 billion on two cores."""
+"""Rate of a node's processors: fused AdamW of ``torch.optim`` does 0.9 to 1.6 billion on two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,52 +44,37 @@ class Bandwidths:
 
 
 def write_seconds(size_bytes: float, nodes: int, rates: Bandwidths) -> float:
-    """Return the time to write ``size_bytes`` from ``nodes`` to shared storage."""
     return max(size_bytes / rates.shared_write, size_bytes / (nodes * rates.nic))
 
 
 def read_seconds(shared_bytes: float, node_bytes: float, rates: Bandwidths) -> float:
-    """Return the time to read ``shared_bytes`` from shared storage, if each node receives ``node_bytes``."""
     return max(shared_bytes / rates.shared_read, node_bytes / rates.nic)
 
 
 def load_direct_seconds(model_bytes: float, nodes: int, rates: Bandwidths) -> float:
-    """Return the time if each node reads the model from shared storage: N·M/B or network."""
+    """Return N·M/B, or the time of the network."""
     return read_seconds(whole(nodes, "nodes") * model_bytes, model_bytes, rates)
 
 
 def load_cached_seconds(model_bytes: float, rates: Bandwidths) -> float:
-    """Return the time if every node reads from its own SSDs, for any number of nodes."""
     return model_bytes / rates.local_read
 
 
 def load_fanout_seconds(model_bytes: float, nodes: int, rates: Bandwidths) -> float:
-    """Return the time if each node reads 1/N of shared storage, and the rest from peers.
-
-    M/B + M(N-1)/N/b: flat in N. A loader that forwards chunks as they arrive approaches the larger of the two.
-    """
+    """Return M/B + M(N-1)/N/b: each node reads 1/N of shared storage, and the rest from peers."""
     share = model_bytes / whole(nodes, "nodes")
     return read_seconds(model_bytes, share, rates) + (model_bytes - share) / rates.nic
 
 
 def local_aggregate_rate(nodes: int, rates: Bandwidths) -> float:
-    """Return the read rate of the SSDs of all nodes together, which shared storage would have to match."""
     return nodes * rates.local_read
 
 
-# --- out of the accelerator -----------------------------------------------------------------------------------------
-
-
 def best_steps(gradient_share: float, steps_bytes: float = 0.0, state_bytes: float = 0.0) -> int:
-    """Return the number of steps of a window.
+    """Return the number of steps of a window: the fewest in which the link carries all, else K = 1/r + 1/2.
 
-    A window hides K - r K (K - 1) / 2 of a step's transfer, which is largest at K = 1/r + 1/2: 7 or 8 for 14 bytes of
-    state and 2 of gradient. The fewest steps in which the link carries all are better.
-
-    Args:
-        gradient_share: bytes of gradient for each byte of state.
-        steps_bytes: bytes that the link moves during the forward and backward pass of one step; 0 if unknown.
-        state_bytes: of parameters and optimizer state.
+    ``gradient_share``: r, bytes of gradient for each byte of state. ``steps_bytes``: that the link moves during one
+    forward and backward pass; 0 if unknown.
     """
     if not 0 < gradient_share < 1:
         return STEPS_DEFAULT
@@ -104,23 +87,16 @@ def best_steps(gradient_share: float, steps_bytes: float = 0.0, state_bytes: flo
 
 
 def _step_share(gradient_share: float, steps: int) -> float:
-    """Return the traffic of a step as a share of the state: r / (1 - (1 - r)^K), for parts that fall by (1 - r)."""
+    """Return the traffic of a step as a share of the state: r / (1 - (1 - r)^K)."""
     return gradient_share / (1 - (1 - gradient_share) ** steps)
 
 
 def weights_of(falling_share: float, steps: int) -> list[float]:
-    """Return relative sizes of parts that fall by ``falling_share`` from step to step. 0: equal ones."""
     return [(1 - falling_share) ** step for step in range(steps)]
 
 
 def split_parts(sizes: Mapping[str, int], weights: Sequence[float]) -> list[list[str]]:
-    """Split the parameters, in order, into at most ``len(weights)`` non-empty parts.
-
-    The relative sizes of the parts follow ``weights``.
-
-    Args:
-        sizes: bytes of each parameter and its optimizer state.
-    """
+    """Split the parameters, in order, into at most ``len(weights)`` non-empty parts of these relative sizes."""
     total, weight = sum(sizes.values()), sum(weights)
     parts: list[list[str]] = [[]]
     moved, bound = 0.0, total * weights[0] / weight
@@ -137,10 +113,8 @@ def split_parts(sizes: Mapping[str, int], weights: Sequence[float]) -> list[list
 class Traffic:
     """Bytes that a window would move, and that the link moves during one step. 0: unknown.
 
-    Equal parts move least: 1 + r (K - 1) / 2 of the state, with r bytes of gradient for a byte of state. The gradients
-    of a part follow it in every later step, so the last steps of a window move most. If the link is too narrow for
-    that, sizes that fall by (1 - r) from step to step make the traffic of all steps equal, for 1.62 of the state
-    instead of 1.5 (r = 1/6, K = 7). Source: GoCkpt; the equations are derived in its terms.
+    Equal parts move least, but most in the last steps. Sizes that fall by (1 - r) make the traffic of all steps equal,
+    for 1.62 of the state instead of 1.5 (r = 1/6, K = 7; GoCkpt).
     """
 
     state_bytes: float
@@ -161,7 +135,7 @@ class Traffic:
         return best_steps(self.share, self.step_bytes, self.state_bytes)
 
     def moved_bytes(self, weights: Sequence[float]) -> list[float]:
-        """Return the bytes of each step: its part, and gradients of earlier parts."""
+        """Count for each step its part, and the gradients of earlier parts."""
         total, copied, found = sum(weights), 0.0, []
         for weight in weights:
             size = self.state_bytes * weight / total
@@ -170,12 +144,11 @@ class Traffic:
         return found
 
     def stall_seconds(self, weights: Sequence[float]) -> float:
-        """Return the computed training wait for parts with relative sizes ``weights``."""
         over = sum(max(0.0, moved - self.step_bytes) for moved in self.moved_bytes(weights))
         return over / self.bytes_per_second if self.bytes_per_second else 0.0
 
     def falling_share(self, steps: int) -> float:
-        """Return the share by which parts fall per step; 0 unless the link is too narrow."""
+        """0 unless the link is too narrow."""
         share = min(self.share, SHARE_MAX)
         equal, falling = (self.stall_seconds(weights_of(one, steps)) for one in (0.0, share))
         return 0.0 if equal <= max(falling, STALL_SECONDS_MAX) else share
@@ -183,11 +156,10 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One way to take checkpoints, and its cost. Bytes are of one rank's link, intervals are of training.
+    """One way to take checkpoints, and its cost. Bytes are of one rank's link.
 
-    ``stall_seconds`` is the stall of one checkpoint, ``stall_step_seconds`` that of every other step. A checkpoint is
-    on the SSD ``latency_seconds`` after the stall. With ``is_log``, so is every step, and a restart replays the steps
-    since the last base, each in ``replay_step_seconds``.
+    ``stall_seconds``: of one checkpoint; ``stall_step_seconds``: of every other step. A checkpoint, and with ``is_log``
+    every step, is on the SSD ``latency_seconds`` after the stall.
     """
 
     name: str
@@ -203,11 +175,9 @@ class Mode:
     replay_step_seconds: float = 0.0
 
     def stalled_share(self, interval_seconds: float) -> float:
-        """Seconds of stall for each second of training."""
         return self.stall_seconds / interval_seconds + self.stall_step_seconds / self.step_seconds
 
     def replay_seconds(self, interval_seconds: float) -> float:
-        """Mean time of a restart to replay the steps of a log: half of an interval's."""
         return self.replay_step_seconds * interval_seconds / self.step_seconds / 2
 
     def lost_seconds(self, interval_seconds: float) -> float:
@@ -216,12 +186,12 @@ class Mode:
         return since / 2 + self.latency_seconds + self.replay_seconds(interval_seconds)
 
     def best_interval_seconds(self, mtbf_seconds: float) -> float:
-        """Return the interval of least stall and loss, in whole steps, within limits. Bases of a log do not stall."""
+        """Return the interval of least stall and loss, in whole steps. Bases of a log do not stall."""
         found = max(self.interval_min_seconds, optimal_interval.exact(self.stall_seconds, mtbf_seconds))
         return max(1, math.ceil(found / self.step_seconds - 1e-9)) * self.step_seconds
 
     def ettr(self, interval_seconds: float, mtbf_seconds: float, restart_seconds: float) -> float:
-        """Return ``ettr.exact`` of a checkpoint every ``interval_seconds``; a log takes one each step."""
+        """A log takes a checkpoint each step."""
         span = self.step_seconds if self.is_log else interval_seconds
         restart = restart_seconds + self.replay_seconds(interval_seconds)
         return ettr.exact(
@@ -239,11 +209,7 @@ def modes(
     interval_min_seconds: float,
     rates: Bandwidths,
 ) -> tuple[Mode, ...]:
-    """Return the four ways for a rank that writes ``state_bytes``, with ``ranks`` a node.
-
-    Counts a whole step as forward and backward pass. A window has the steps and parts that ``Traffic`` chooses. The
-    node's processors bring its copies to the version of its last step; accelerators replay a log, at its read rate.
-    """
+    """Return the four ways for a rank that writes ``state_bytes``, with ``ranks`` a node."""
     copy, flush = state_bytes / rates.pcie, ranks * state_bytes / rates.local_write
     traffic = Traffic(state_bytes, gradient_bytes, rates.pcie, step_seconds)
     steps = traffic.best_steps()
