@@ -1,12 +1,7 @@
 """The memory that this process may still take before the kernel's OOM killer acts.
 
-Two kinds of limit are read: the machine (``MemAvailable``), and every memory cgroup above this process, version 1 or
-2, as set by a container or Slurm job. Memory files (memfd, tmpfs) are charged to both like private memory. Page cache
-counts as free in both: the kernel drops it first.
-
-Each limit keeps a margin for other processes. The numbers are a snapshot: all ranks of a node allocate at once and see
-the same free bytes. So a large buffer is filled in pieces, with a check before each, and no piece takes more than a
-small part of the rest (``piece_bytes``): many processes at once get the error before the limit.
+Limits: the machine (``MemAvailable``), and every memory cgroup above this process. All ranks of a node see the same
+free bytes: each limit keeps a margin, and a large buffer is filled in small, checked pieces.
 """
 
 from __future__ import annotations
@@ -21,8 +16,8 @@ ROOT = Path("/")
 MARGIN_BYTES_MAX = 1 << 30
 _PIECE_BYTES_MAX = 64 << 20
 _PIECE_BYTES_MIN = 2 << 20
-_SHARERS = 32  # processes times threads that may fill memory at once within a limit
-_UNLIMITED_BYTES = 1 << 60  # version 1 writes the largest page count for "no limit"
+_SHARERS = 32  # processes times threads that fill memory at once
+_UNLIMITED_BYTES = 1 << 60  # "no limit" in version 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +33,6 @@ class Limit:
 
 
 def margin_bytes(total_bytes: int) -> int:
-    """Margin for other processes: one twentieth, at most 1 GiB."""
     return min(MARGIN_BYTES_MAX, total_bytes // 20)
 
 
@@ -47,8 +41,7 @@ def limits(root: Path = ROOT) -> list[Limit]:
 
 
 def require(more_bytes: int, *, asked_bytes: int, root: Path = ROOT) -> None:
-    """Return if ``more_bytes`` fit under every limit. Raises CapacityError with the total request, the free bytes, and
-    what to change."""
+    """Raise CapacityError, with a remedy, unless ``more_bytes`` fit under every limit."""
     exceeded = [limit for limit in limits(root) if limit.usable_bytes < more_bytes]
     if not exceeded:
         return
@@ -64,7 +57,7 @@ def require(more_bytes: int, *, asked_bytes: int, root: Path = ROOT) -> None:
 
 
 def piece_bytes(*, asked_bytes: int, root: Path = ROOT) -> int:
-    """Return how much of a buffer of ``asked_bytes`` to fill before the next check. Raises CapacityError."""
+    """Raises CapacityError."""
     usable_bytes = min((limit.usable_bytes for limit in limits(root)), default=_PIECE_BYTES_MAX * _SHARERS)
     if usable_bytes < _PIECE_BYTES_MIN:
         require(_PIECE_BYTES_MIN, asked_bytes=asked_bytes, root=root)

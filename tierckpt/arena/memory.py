@@ -1,16 +1,11 @@
-"""One mapping of staging memory: filled with pages once, then reused. Three kinds, one owner.
+"""One mapping of staging memory: filled with pages once, then reused. Three kinds:
 
     PRIVATE   anonymous, transparent huge pages; seen by this process and its threads only
     HUGETLB   a memory file in the pool of huge pages (vm.nr_hugepages)
     SHM       a memory file; huge pages if the kernel makes them on request (Linux 6.1) or shmem_enabled allows
 
-No mapping has a name in a file system: the kernel frees the pages with the last mapping and descriptor, also after a
-crash. Other processes of the same user open the two shared kinds through ``/proc/PID/fd/N``, or by descriptor over a
-Unix socket.
-
-An ordinary ``mmap`` object reserves addresses, 2 MiB more than needed, and the memory is mapped at the first 2 MiB
-boundary in it. So a huge page can back every part, and Python owns the addresses: they are released with the last
-view, never during a read.
+The kernel frees the pages with the last mapping and descriptor, also after a crash. The memory is mapped into addresses
+that Python's ``mmap`` reserves, and releases with the last view.
 """
 
 from __future__ import annotations
@@ -38,14 +33,14 @@ from . import capacity, pages
 log = logger("arena")
 
 HUGE_PAGE_BYTES = pages.HUGE_PAGE_BYTES
-PREFAULT_THREADS = 2  # 1.5 to 1.9 times as fast as one; both wait in the kernel, without the GIL
+PREFAULT_THREADS = 2  # 1.5 to 1.9 times as fast as one
 _PIECE_BYTES = 64 << 20
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_REMOVE, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_WIPEONFORK, _MADV_KEEPONFORK = 9, 14, 15, 18, 19
 _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING, _MFD_HUGETLB, _MFD_NOEXEC_SEAL, _MFD_HUGE_2MB = 0x1, 0x2, 0x4, 0x8, 21 << 26
-_F_ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4  # no more seals, no shrinking, no growing
+_F_ADD_SEALS, _SEAL_SIZE = 1033, 0x1 | 0x2 | 0x4
 _FAILED = ctypes.c_void_p(-1).value
 _NAME = re.compile(r"/proc/(\d+)/fd/(\d+)")
 
@@ -67,17 +62,10 @@ class Kind(enum.StrEnum):
 
 
 class Memory:
-    """A range of memory with its pages allocated, 2 MiB aligned, zero-filled. ``close`` releases it.
+    """Memory with its pages allocated, 2 MiB aligned, zero-filled. ``close`` releases it.
 
-    After ``fork`` the child of a PRIVATE owner sees zeros and takes no memory; shared kinds stay shared. Either
-    way the parent's pages are never copied nor made copy-on-write.
-
-    Attributes:
-        address: Start address.
-        size_bytes: Size in bytes, rounded up to 2 MiB.
-        kind: Kind of its pages.
-        fd: The descriptor of a shared kind; None for PRIVATE, and after ``close``.
-        view: The whole range, writable.
+    After ``fork`` the child of a PRIVATE owner sees zeros; shared kinds stay shared. ``fd`` is None for PRIVATE, and
+    after ``close``.
     """
 
     address: int
@@ -87,7 +75,7 @@ class Memory:
     view: memoryview
 
     def __init__(self, size_bytes: int, kind: Kind, fd: int | None) -> None:
-        """Map, without pages yet. Use ``allocate``, ``open`` or ``from_fd``; this owns ``fd`` from now on."""
+        """Use ``allocate``, ``open`` or ``from_fd``. This owns ``fd`` from now on."""
         self.size_bytes, self.kind, self.fd = size_bytes, kind, fd
         self._huge: bool | None = False
         self._map: mmap.mmap | None = None
@@ -105,17 +93,15 @@ class Memory:
         """Return new memory that later use can neither fault in nor fail on.
 
         Args:
-            size_bytes: Rounded up to a multiple of 2 MiB.
-            kind: Exactly this kind, or an error. None: PRIVATE, or for ``shared`` HUGETLB if the pool has
-                room, else SHM.
-            shared: Other processes must be able to open it.
-            numa_nodes: Fill these nodes in this order, front to back. Empty: the kernel's choice.
+            size_bytes: rounded up to a multiple of 2 MiB.
+            kind: None: PRIVATE, or for ``shared`` HUGETLB if the pool has room, else SHM.
+            numa_nodes: filled in this order, front to back. Empty: the kernel's choice.
 
         Raises:
             CapacityError: it does not fit; raised before the OOM killer acts, and nothing stays allocated.
             ConfigError: an invalid size, kind or node.
 
-        Cost: every page is zeroed, about 0.1 s per GiB of huge pages and 0.3 s per GiB of 4 KiB pages.
+        Cost: about 0.1 s per GiB of huge pages and 0.3 s per GiB of 4 KiB pages.
         """
         if size_bytes <= 0:
             raise ConfigError(f"an arena of {size_bytes} bytes cannot be", hint="Ask for at least one byte")
@@ -148,17 +134,16 @@ class Memory:
 
     @classmethod
     def reserve(cls, size_bytes: int) -> Memory:
-        """Return new shared memory (SHM) with pages allocated on first use, by any process. Raises CapacityError."""
+        """Return SHM with pages allocated on first use, by any process. Raises CapacityError."""
         size_bytes = round_up(size_bytes, HUGE_PAGE_BYTES)
         capacity.require(size_bytes, asked_bytes=size_bytes)
         return cls(size_bytes, Kind.SHM, _create(Kind.SHM, size_bytes))
 
     @classmethod
     def open(cls, name: str, *, fill: bool = True) -> Memory:
-        """Return another process's shared memory ``name``, of the same user.
+        """Return another process's shared memory, of the same user. ``fill``: allocate all pages at once.
 
-        ``fill``: allocate all pages at once, else on first use. Raises ConfigError: an invalid name, or its
-        owner ended or closed it.
+        Raises ConfigError: an invalid name, or its owner ended or closed it.
         """
         if _NAME.fullmatch(name) is None:
             raise ConfigError(f"{name!r} does not name an arena", hint="Use Memory.name of the process that owns it")
@@ -171,8 +156,7 @@ class Memory:
 
     @classmethod
     def from_fd(cls, fd: int, kind: Kind, *, fill: bool = True) -> Memory:
-        """Map the shared memory of ``fd``, received from another process. The caller keeps ``fd``. ``fill``: as of
-        ``open``. Raises ConfigError: not a memory file of that kind."""
+        """Map ``fd``, which stays the caller's. Raises ConfigError: not a memory file of that kind."""
         return cls._adopt(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), kind, fill=fill)
 
     @classmethod
@@ -195,26 +179,21 @@ class Memory:
 
     @property
     def name(self) -> str | None:
-        """The name for ``open`` in another process of this user while this one lives; None for PRIVATE."""
+        """For ``open`` in another process of this user; None for PRIVATE."""
         return None if self.fd is None else f"/proc/{os.getpid()}/fd/{self.fd}"
 
     @property
     def huge(self) -> bool:
-        """True if huge pages back at least nine tenths of it, measured once, on first use. Cost: 10 to 40 ms for each
-        GiB of 4 KiB pages that this process has in any mapping (``huge_bytes``)."""
+        """True if at least nine tenths are huge pages, measured once. Cost: 10 to 40 ms per GiB of 4 KiB pages."""
         if self._huge is None:
             self._huge = pages.huge_bytes(self.address, self.size_bytes) >= 0.9 * self.size_bytes
         return self._huge
 
     def keep_on_fork(self) -> None:
-        """Let forked children see the contents, copied on write, like any other memory.
-
-        For memory handed to the user: nothing may read into it directly any more.
-        """
+        """Let forked children see the contents, copied on write. Nothing may read into it directly any more."""
         self._advise(_MADV_KEEPONFORK)
 
     def make_huge(self, offset: int, size_bytes: int) -> None:
-        """Use huge pages for the unallocated rest of this part, if the kernel supports it for shared memory."""
         if self.kind is Kind.SHM and offset % HUGE_PAGE_BYTES == 0:
             _collapse(self.address + offset, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
 
@@ -222,38 +201,33 @@ class Memory:
         self._advise(_MADV_HUGEPAGE)
 
     def use_small_pages(self, part: memoryview) -> None:
-        """Use 4 KiB pages for the unallocated rest of the page-aligned ``part`` of the view."""
+        """Use 4 KiB pages for the unallocated rest of ``part``, which is page-aligned."""
         start = ctypes.addressof(ctypes.c_char.from_buffer(part))
         if _libc.madvise(start, len(part), _MADV_NOHUGEPAGE) != 0:
             log.debug("madvise(%d): %s", _MADV_NOHUGEPAGE, os.strerror(ctypes.get_errno()))
 
     def fill_in(self, part: memoryview) -> None:
-        """Allocate the pages of ``part`` of the view. Those that the kernel refuses are allocated on first use."""
+        """Pages that the kernel refuses are allocated on first use."""
         start = ctypes.addressof(ctypes.c_char.from_buffer(part))
         if code := populate(start, len(part)):
             log.debug("madvise(%d): %s", _MADV_POPULATE_WRITE, os.strerror(code))
 
     def discard(self) -> None:
-        """Free the pages, for all processes. The memory stays, and reads as zeros."""
+        """Free the pages, for all processes. The memory reads as zeros."""
         self._advise(_MADV_REMOVE)
 
     def before_close(self, action: Callable[[], object]) -> None:
-        """Run ``action`` at close, while the memory is still mapped. Last added runs first."""
+        """Run ``action`` while the memory is still mapped. Last added runs first."""
         self._before_close.append(action)
 
     def close(self) -> None:
-        """Release the memory. Idempotent.
-
-        The descriptor is closed now: no process can open the memory any more. Slices, arrays and tensors of
-        ``view`` stay valid, and the last of them frees the pages. Using ``view`` itself raises ValueError.
-        """
+        """Release the memory. Idempotent. Slices and tensors of ``view`` stay valid; the last frees the pages."""
         while self._before_close:
             self._before_close.pop()()
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
-        # Dropped, not unmapped: torch.frombuffer keeps the view without exporting it, and an explicit unmap would leave
-        # it dangling.
+        # Dropped, not unmapped: torch.frombuffer does not export the view, and an unmap would leave it dangling.
         self.view, self._map = _RELEASED, None
 
     def __enter__(self) -> Self:
@@ -285,11 +259,9 @@ class Memory:
         if self.fd is not None:
             self._map_file(self.fd)
         else:
-            # Without WIPEONFORK, fork makes these pages copy-on-write: the parent would fault and copy each page on its
-            # next write, and a direct read in flight could land in the child's copy. WIPEONFORK gives the child zero
-            # pages on first use. DONTFORK would leave a hole in the child, where the kernel may put another mapping,
-            # which this object's end there would unmap. A kernel without it (before 4.14) copies on write: slower after
-            # a fork, never wrong for writes to disk.
+            # Without WIPEONFORK, fork makes these pages copy-on-write: a direct read in flight could land in the
+            # child's copy. DONTFORK would leave a hole in the child for another mapping, which this object's end would
+            # unmap. A kernel before 4.14 copies on write: slower, never wrong for writes to disk.
             self._advise(_MADV_WIPEONFORK)
         if self.kind is not Kind.HUGETLB:
             self._advise(_MADV_HUGEPAGE)
@@ -297,10 +269,8 @@ class Memory:
     def _map_file(self, fd: int) -> None:
         """Map the file over the reserved addresses.
 
-        A failed MAP_FIXED may leave a hole in the reservation; another thread may map memory there, and
-        releasing the reservation would unmap it. So the mapping is tried elsewhere first: most refusals (by
-        the huge page pool, which then holds the pages for this file) happen there. If MAP_FIXED fails anyway,
-        the reservation is never released: it costs addresses, not memory.
+        A failed MAP_FIXED may leave a hole, where another thread may map memory that a release would unmap. So the
+        mapping is tried elsewhere first; if MAP_FIXED fails anyway, the reservation is never released.
         """
         access = mmap.PROT_READ | mmap.PROT_WRITE
         trial_address = _libc.mmap(None, self.size_bytes, access, mmap.MAP_SHARED, fd, 0)
@@ -317,7 +287,7 @@ class Memory:
             log.debug("madvise(%d) on %s memory: %s", advice, self.kind, os.strerror(ctypes.get_errno()))
 
     def _prefault(self, *, is_new: bool) -> None:
-        counted = is_new and self.kind is not Kind.HUGETLB  # the others' pages, and the pool's, are taken already
+        counted = is_new and self.kind is not Kind.HUGETLB  # taken already
         position, end, lock = self.address, self.address + self.size_bytes, threading.Lock()
 
         def take() -> tuple[int, int]:
@@ -333,13 +303,13 @@ class Memory:
                 while position < end:
                     self._fill(*take(), is_new=is_new)
             except BaseException:
-                position = end  # stop the other thread
+                position = end
                 raise
 
         with ThreadPool(PREFAULT_THREADS, "tierckpt-prefault") as pool:
             for done in [pool.submit(fill) for _ in range(PREFAULT_THREADS)]:
                 done.result()
-        self._huge = None  # measure again
+        self._huge = None
 
     def _fill(self, start: int, size_bytes: int, *, is_new: bool) -> None:
         if is_new and self.kind is Kind.SHM:
@@ -351,9 +321,8 @@ class Memory:
             raise _no_memory(self.size_bytes, self.kind, code)
 
     def _touch(self, start: int, size_bytes: int, *, is_new: bool) -> None:
-        """Allocate pages on a kernel before 5.14, which cannot do it by advice."""
         if not is_new:
-            return  # other bytes are in there: allocate pages on first use
+            return  # other bytes are in there
         if self.fd is not None:
             try:  # an unavailable page is an error here, and a SIGBUS on access
                 os.posix_fallocate(self.fd, start - self.address, size_bytes)
@@ -368,7 +337,7 @@ def shared_is_huge(size_bytes: int = 1 << 30) -> bool:
 
 @functools.cache
 def collapses() -> bool:
-    """Return whether this kernel makes huge pages of a memory file on request. Tried once."""
+    """This kernel makes huge pages of a memory file on request."""
     try:
         with Memory.allocate(HUGE_PAGE_BYTES, kind=Kind.SHM) as memory:
             return memory.huge
@@ -416,7 +385,7 @@ def _kind_of(fd: int) -> Kind | None:
 
 
 def populate(start: int, size_bytes: int) -> int:
-    """Have the kernel allocate all pages, without the GIL. Returns 0 or the errno."""
+    """Allocate all pages, without the GIL. Returns 0 or the errno."""
     while _libc.madvise(start, size_bytes, _MADV_POPULATE_WRITE) != 0:
         code = ctypes.get_errno()
         if code not in (errno.EINTR, errno.EAGAIN):
@@ -425,11 +394,9 @@ def populate(start: int, size_bytes: int) -> int:
 
 
 def _collapse(start: int, size_bytes: int) -> None:
-    """Back this part of a memory file with huge pages, unless ``shmem_enabled`` says ``deny`` (madvise(2), Linux 6.1).
+    """Back this part of a memory file with huge pages, unless ``shmem_enabled`` says ``deny`` (Linux 6.1).
 
-    The kernel makes a huge page out of small pages, and needs at least one. With exactly one in each 2 MiB it
-    costs as much as filling a private huge page, with all of them three times that or more. Without contiguous
-    memory, ``populate`` fills the rest with small pages.
+    The kernel needs one small page in each 2 MiB.
     """
     for page in range(start, start + size_bytes, HUGE_PAGE_BYTES):
         if populate(page, mmap.PAGESIZE):

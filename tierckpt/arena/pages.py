@@ -1,15 +1,7 @@
 """Pages of a mapping: huge page settings of the kernel, the faster page size, and NUMA nodes.
 
-``PageChoice``: huge pages are faster nearly everywhere: one fault instead of 512, and fewer pieces for the disk. But a
-virtual machine may return free memory to its host (free page reporting), in huge pages only. Each such page is
-requested again on use, at up to 2 s a GiB, while small pages still in the guest cost a quarter. No setting reports
-this, and it changes over time, so both kinds are measured while memory is filled.
-
-NUMA: a memory tier on CXL appears in Linux as a NUMA node without processors. ``nodes=[0, 2]`` means: local memory
-first, the rest on node 2. Low addresses are on the first node, so slots filled from the start use fast memory first.
-The policy is MPOL_PREFERRED per range, not MPOL_BIND: ranges are sized by the memory free now. If that changes before
-allocation, MPOL_BIND makes the kernel kill a process although other nodes have room. MPOL_PREFERRED uses the nearest
-node instead; ``placement`` returns the actual nodes.
+Huge pages are slower in a virtual machine with free page reporting, so both kinds are measured. The policy is
+MPOL_PREFERRED: with MPOL_BIND the kernel kills a process that exceeds the memory of a node.
 """
 
 from __future__ import annotations
@@ -27,12 +19,11 @@ from ..errors import CapacityError, ConfigError
 from .capacity import ROOT, margin_bytes, mebibytes, meminfo_bytes
 
 MEASURE_INTERVAL = 32
-"""In each such number of pieces, the first is measured, and the second, of the other kind: so the choice follows the
-machine."""
+"""Of so many pieces, the first two are measured, one of each kind."""
 BYTES_MIN = 4 << 20
 WEIGHT = 0.3
 GAIN_MIN = 0.5
-"""Small pages cost the disk something, and every later use: they are taken only below this cost."""
+"""Small pages also cost the disk and every later use: they are taken only below this cost."""
 
 
 class Paging:
@@ -47,14 +38,13 @@ class Paging:
         return huge is None or small is None or small > GAIN_MIN * huge
 
     def next(self) -> tuple[bool, bool]:
-        """Whether the next piece of memory gets huge pages, and whether to measure it (``learn``)."""
+        """Whether the next piece gets huge pages, and whether to measure it."""
         with self._lock:
             self._count += 1
             turn = self._count % MEASURE_INTERVAL
             return self.is_huge != (turn == 2), turn in (1, 2)
 
     def learn(self, size_bytes: int, seconds: float, *, is_huge: bool) -> None:
-        """Record the time of a page allocation. Small ones are not counted."""
         if size_bytes < BYTES_MIN:
             return
         with self._lock:
@@ -88,7 +78,7 @@ def existing_nodes(root: Path = ROOT) -> list[int]:
 
 
 def check_nodes(nodes: Sequence[int], root: Path = ROOT) -> None:
-    """Raise ConfigError, with the existing nodes, unless every node exists and is named once."""
+    """Raise ConfigError unless every node exists and is named once."""
     there = existing_nodes(root)
     unknown = [node for node in nodes if node not in there]
     if unknown or len(set(nodes)) != len(nodes):
@@ -97,7 +87,7 @@ def check_nodes(nodes: Sequence[int], root: Path = ROOT) -> None:
 
 
 def free_bytes(nodes: Sequence[int], *, huge_pool: bool = False, root: Path = ROOT) -> dict[int, int]:
-    """Return the available memory per node: free memory and clean cache less a margin, or its huge page pool."""
+    """Return per node the free memory and clean cache less a margin, or its huge page pool."""
     free: dict[int, int] = {}
     for node in nodes:
         directory = root / _NODES / f"node{node}"
@@ -111,8 +101,7 @@ def free_bytes(nodes: Sequence[int], *, huge_pool: bool = False, root: Path = RO
 
 
 def plan(size_bytes: int, free: Mapping[int, int], granule_bytes: int) -> list[Stretch]:
-    """Return the bytes per node, in the order of ``free``, in multiples of ``granule_bytes``. Raises CapacityError,
-    with the free memory of each, if they do not have enough together."""
+    """Return the bytes per node, in the order of ``free``. Raises CapacityError."""
     stretches: list[Stretch] = []
     left = size_bytes
     for node, room in free.items():
@@ -132,8 +121,7 @@ def plan(size_bytes: int, free: Mapping[int, int], granule_bytes: int) -> list[S
 
 
 def prefer(address: int, stretches: Sequence[Stretch]) -> None:
-    """Set the node of each stretch, from ``address`` on, for pages not yet allocated. Raises ConfigError: an unknown
-    processor, or a node forbidden to this process (cpuset)."""
+    """Set the nodes of pages not yet allocated. Raises ConfigError: an unknown processor or a forbidden node."""
     number = _MBIND.get(platform.machine())
     if number is None:
         raise ConfigError(f"NUMA placement is not supported on {platform.machine()}", hint="Leave the node list empty")
@@ -155,14 +143,11 @@ HUGE_PAGE_BYTES = 2 << 20
 _THP = Path("sys/kernel/mm/transparent_hugepage")
 _POOL = Path("sys/kernel/mm/hugepages/hugepages-2048kB")
 _WANTED = {"always", "within_size", "advise", "force"}
-# Lines of smaps that count memory mapped by huge pages, by backing.
 _HUGE_FIELDS = {"AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"}
 
 
 @dataclass(frozen=True, slots=True)
 class HugePool:
-    """The pool of 2 MiB pages: free pages, and how many the kernel may add on demand."""
-
     free_bytes: int
     growth_bytes: int
 
@@ -185,8 +170,7 @@ def huge_pool(root: Path = ROOT) -> HugePool:
 
 
 def huge_bytes(address: int, size_bytes: int) -> int:
-    """Return how much of this mapping huge pages back, by /proc/self/smaps; 0 if unknown. Cost: the kernel walks the
-    page tables of the mappings below and of this one, 10 ms per GiB of 4 KiB pages."""
+    """Return how much of this mapping huge pages back; 0 if unknown. Cost: 10 ms per GiB of 4 KiB pages."""
     found, inside = 0, False
     try:
         with Path("/proc/self/smaps").open() as lines:
@@ -218,11 +202,7 @@ def private_is_huge(root: Path = ROOT) -> bool:
 
 
 def memory_files_are_huge(root: Path = ROOT) -> bool:
-    """Return whether a memory file can have huge pages on request.
-
-    ``deny`` and ``force`` of the general setting win; else the setting of this page size, which may inherit (Linux
-    6.11).
-    """
+    """A general setting ``deny`` or ``force`` wins; otherwise this page size's, which may inherit (Linux 6.11)."""
     general = chosen(root / _THP / "shmem_enabled")
     own = chosen(root / _THP / "hugepages-2048kB/shmem_enabled")
     if general in ("deny", "force") or own in ("", "inherit"):
@@ -235,18 +215,11 @@ def shared_memory_is_huge(size_bytes: int = 1 << 30, root: Path = ROOT) -> bool:
 
 
 def pool_command(size_bytes: int) -> str:
-    """Return the advice to have ``size_bytes`` in the pool of huge pages."""
     count = -(-size_bytes // HUGE_PAGE_BYTES)
     return f"Run `sysctl -w vm.nr_overcommit_hugepages={count}` (or vm.nr_hugepages, which takes the memory at once)"
 
 
 def advice(shared_bytes: int = 1 << 30, root: Path = ROOT, *, collapses: bool = False) -> list[str]:
-    """Return one sentence for each kernel setting that would speed up staging.
-
-    Args:
-        shared_bytes: The size of shared staging memory.
-        collapses: The kernel makes huge pages of memory files on request (``memory.collapses``).
-    """
     why = "O_DIRECT from 4 KiB pages takes up to 3 times longer than from huge pages"
     said = []
     thp = root / _THP

@@ -1,7 +1,4 @@
-"""Page-locks staging memory for faster, asynchronous copies from the GPU. The only module here with torch.
-
-Optional: without it, staging works unpinned.
-"""
+"""Page-locks staging memory for faster, asynchronous copies from the GPU. Optional."""
 
 from __future__ import annotations
 
@@ -15,15 +12,12 @@ from .memory import Memory
 
 log = logger("arena")
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context of this process
-_pinned: dict[int, int] = {}  # address to the process that pinned it
+_PORTABLE = 1  # for every CUDA context of this process
+_pinned: dict[int, int] = {}  # by address, the process that pinned it
 
 
 def pin(memory: Memory) -> bool:
-    """Register all of ``memory`` with CUDA until it is closed. Returns whether it is pinned.
-
-    False without torch or CUDA, or if CUDA refuses (logged): use it unpinned.
-    """
+    """Register ``memory`` with CUDA until it is closed. False without CUDA, or if it refuses (logged)."""
     if _is_pinned(memory):
         return True
     runtime = cuda_runtime()
@@ -39,7 +33,7 @@ def pin(memory: Memory) -> bool:
 
 def _unregister(address: int) -> bool:
     if _pinned.pop(address, None) != os.getpid():
-        return False  # not pinned; or in a forked child, where the registration is the parent's
+        return False  # not pinned, or the registration is the parent's
     runtime = cuda_runtime()
     return runtime is not None and _call("cudaHostUnregister", lambda: runtime.cudaHostUnregister(address))
 
@@ -49,13 +43,13 @@ def _is_pinned(memory: Memory) -> bool:
 
 
 def cuda_runtime() -> Any:
-    """Return torch's CUDA runtime, or None. A process without torch has nothing on a GPU to copy."""
+    """A process without torch has nothing on a GPU to copy."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return None
     try:
         return torch.cuda.cudart()
-    except Exception as error:  # a broken driver
+    except Exception as error:
         log.warning("staging memory stays unpinned: %s", error)
         return None
 
@@ -66,7 +60,7 @@ def forget_error() -> None:
     try:
         torch.ones(1, device="cuda")
     except RuntimeError:
-        pass  # this was the error, reported here, where it does no harm
+        pass
 
 
 def _call(what: str, function: Any) -> bool:

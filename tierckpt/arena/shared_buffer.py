@@ -1,17 +1,11 @@
 """Shared memory for shared reads: one rank fills a unit, all ranks copy it.
 
-A memory file of one rank, without a name in any file system, which the others open through ``/proc/PID/fd/N``. Pages
-are allocated on first use. It contains a word with the progress of each member, a byte for each unit that is set when
-the unit is filled, and the slots. Unit ``n`` uses slot ``n`` modulo their number.
-
-Invariants:
-    W1  A unit has one filler at a time: the holder of the lock on its byte. The kernel releases it with the process.
-    W2  A slot is reused only when every living member has passed the unit in it: no copy is torn.
-    W3  The filler marks a unit as filled after its bytes; a filler that dies leaves it unmarked.
-    W4  Every member fills and copies in the order of the units, so the slowest member never waits for a slot.
-    W5  Members that do not join in time are not awaited, and can no longer join (``join``).
-
-W1: each member opens the file itself, since a record lock belongs to the open file (``disk/file_lock.py``).
+W1  A unit has one filler at a time: the holder of the lock on its byte, which ends with the process. Each member
+    opens the file itself, since a record lock belongs to the open file.
+W2  A slot is reused only when every living member has passed the unit in it: no copy is torn.
+W3  The filler marks a unit as filled after its bytes; a filler that dies leaves it unmarked.
+W4  Every member fills and copies in the order of the units, so the slowest member never waits for a slot.
+W5  Members that do not join in time are not awaited, and can no longer join.
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ _WORDS_AT, _JOINED_AT, _CLOSED_AT, _DOOR_AT, _UNITS_AT = 0, 2048, 2304, 2305, 40
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process of this machine, distinct from a later one with the same pid."""
+    """Distinct from a later one with the same pid."""
 
     pid: int
     began: int
@@ -61,7 +55,7 @@ def reserve(slots_bytes: int) -> Memory:
 
 
 class SharedWindow:
-    """One member's view of a window. Thread-safe, except that two threads must not claim the same unit."""
+    """One member's view. Thread-safe, except that two threads must not claim the same unit."""
 
     def __init__(self, memory: Memory, members: Sequence[Process], own_index: int, slot_bytes: int) -> None:
         if memory.fd is None or len(members) > MEMBERS_MAX:
@@ -79,8 +73,7 @@ class SharedWindow:
 
     @classmethod
     def open(cls, name: str, members: Sequence[Process], own_index: int, slot_bytes: int) -> SharedWindow:
-        """Return the window in another member's memory ``name``. Raises ConfigError: its owner ended, or its memory
-        cannot be opened."""
+        """Raises ConfigError: the memory ``name`` cannot be opened."""
         window = cls(Memory.open(name, fill=False), members, own_index, slot_bytes)
         window._is_own = False
         return window
@@ -147,7 +140,7 @@ class SharedWindow:
         """Become the filler of ``unit``. False if it has another filler or is filled."""
         if self.is_there(unit) or not self._try_lock(_UNITS_AT + unit):
             return False
-        if self.is_there(unit):  # filled between the two checks
+        if self.is_there(unit):
             self._unlock(_UNITS_AT + unit)
             return False
         return True
@@ -166,7 +159,7 @@ class SharedWindow:
             self._memory.make_huge(HEADER_BYTES + slot * self.slot_bytes, size_bytes)
 
     def release(self, unit: int, *, filled: bool) -> None:
-        """End a claim; ``filled`` marks the unit as filled. The system call orders the bytes before the mark."""
+        """End a claim. The system call orders the bytes before the mark."""
         if filled:
             self._memory.view[_UNITS_AT + unit] = 1
         self._unlock(_UNITS_AT + unit)
@@ -181,7 +174,7 @@ class SharedWindow:
         lock_record(self._file, fcntl.F_UNLCK, offset)
 
     def leave(self) -> None:
-        """Leave the window. The last member frees the pages. The own memory stays open for late members."""
+        """The last member frees the pages. The own memory stays open for late members."""
         self.advance(PASSED_ALL)
         if all(self._words[one] == PASSED_ALL for one in self._living()):
             self._memory.discard()

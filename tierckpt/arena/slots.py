@@ -1,14 +1,9 @@
-"""The arena: staging memory in slots, each holding one checkpoint until it is on the SSD.
+"""The arena: staging memory in slots, each holding one checkpoint of one rank until it is on the SSD.
 
-A slot holds one checkpoint of one rank. There are at most ``slots_max`` and they never take more than
-``size_bytes_max`` together, for any sequence of requests (P7). Slots are made on first use, grow only with the state,
-and are reused for the lifetime of the process: after the first saves there are no allocations and no page faults.
+At most ``slots_max``, and ``size_bytes_max`` together (P7). The process reuses them.
 
-Life of a lease: free -> staged (a state dict refers to it) -> flushing -> written, or not -> free
-
-After its flush a lease may be taken for the next checkpoint even while its tensors are referenced: its bytes are on
-the SSD, or its save has failed (and the error, which refers to them, is kept); a staged one only under the policy
-``drop_oldest_unflushed`` (PCcheck, ASPLOS'25: newest first).
+Life of a lease: free -> staged -> flushing -> written, or not -> free. After its flush it may be taken even while its
+tensors are referenced; a staged one only under ``drop_oldest_unflushed``.
 """
 
 from __future__ import annotations
@@ -44,7 +39,6 @@ def whole_huge_pages(size_bytes: int) -> int:
 
 
 def slot_taken_error() -> CheckpointSkippedError:
-    """The error of a save whose staged copy was dropped for a newer checkpoint."""
     return CheckpointSkippedError(
         "the staged copy has given its place to a newer checkpoint",
         hint="Raise checkpoints_in_flight_max, save less often, or use the staging_policy 'wait'",
@@ -66,7 +60,7 @@ class SlotState(StrEnum):
 
 
 class AheadOfFlush(Protocol):
-    """Writes a lease's data to unnamed files (``save/write_ahead.py``)."""
+    """Writes a lease's data to unnamed files."""
 
     @property
     def reserved_bytes(self) -> int: ...
@@ -78,22 +72,22 @@ class AheadOfFlush(Protocol):
 
 @dataclass(eq=False)
 class Lease:
-    """One checkpoint's hold on a slot, in the first ``size_bytes`` of the slot's ``memory``."""
+    """One checkpoint's hold on the first ``size_bytes`` of a slot's ``memory``."""
 
     memory: Memory
     size_bytes: int
     number: int
     state: SlotState = SlotState.STAGED
     in_use: Callable[[], bool] = lambda: True
-    """Returns False once no tensor refers to the memory. Set by the code that makes the tensors."""
+    """False once no tensor refers to the memory. Set by the code that makes the tensors."""
     storage: int = 0
-    """Id of the storage of those tensors, which tells stale ones from current ones; 0: unknown."""
+    """Id of the storage of those tensors; 0: unknown."""
     replaced_other: bool = False
     tensors: int | None = None
-    """Number of tensors with data in it; None if unknown. Set by the code that makes the tensors."""
+    """Number of tensors with data in it; None if unknown."""
     ahead: AheadOfFlush | None = None
     in_place: bool = False
-    """True if the flush wrote files from the staged data. Set by the flush."""
+    """The flush wrote files from the staged data."""
     _writers: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _may_drop: Callable[[], bool] = lambda: True
@@ -101,7 +95,7 @@ class Lease:
     def ask_before_drop(self, may_drop: Callable[[], bool]) -> None:
         """Have ``may_drop`` decide whether a newer checkpoint may replace this one while it is only staged.
 
-        Another process may have to be notified first. Raises CheckpointSkippedError: replaced already.
+        Raises CheckpointSkippedError: replaced already.
         """
         with self._lock:
             if self.state is SlotState.DROPPED:
@@ -112,11 +106,7 @@ class Lease:
         return 0 <= address - self.memory.address < self.size_bytes
 
     def begin_flush(self) -> None:
-        """Hold the memory during the write.
-
-        Raises CheckpointSkippedError: a newer checkpoint has taken the slot (``drop_oldest_unflushed``),
-        possibly after this one was written.
-        """
+        """Hold the memory during the write. Raises CheckpointSkippedError: a newer checkpoint has taken the slot."""
         with self._lock:
             if self.state is SlotState.DROPPED:
                 raise slot_taken_error()
@@ -135,7 +125,7 @@ class Lease:
             self.ahead.discard()
 
     def try_reclaim(self, *, drop: bool = False) -> bool:
-        """Take the memory back if no reference is left (or, with ``drop``, if it was only staged)."""
+        """Take the memory back if no reference is left, or with ``drop`` if it was only staged."""
         with self._lock:
             if self.state is SlotState.FLUSHING:
                 return False
@@ -164,10 +154,9 @@ class Arena:
         self._timeout_seconds = timeout_seconds
         self.shared = shared
         self.read_elsewhere = read_elsewhere
-        """Another process reads the staged data while this one lives: its use is unknown here."""
+        """Another process reads the staged data: its use is unknown here."""
         self.numa_nodes = tuple(numa_nodes)
         self.allocations = 0
-        """Slots made so far: constant once a job runs steadily."""
         self._free: list[Memory] = []
         self._leases: list[Lease] = []
         self._count = 0
@@ -249,13 +238,12 @@ class Arena:
         return lease
 
     def _reclaim(self, size_bytes: int, *, drop: bool) -> bool:
-        """Free unused slots; if that is not enough, the oldest droppable one. True if a checkpoint was dropped."""
+        """Free unused slots, then the oldest droppable one. True if a checkpoint was dropped."""
         dropped = False
         for lease in tuple(self._leases):
             if not lease.in_use() and lease.try_reclaim():
                 self._give_back(lease)
-        # Oldest first: a checkpoint on the SSD, or lost, even if still referenced. Before making a new slot: a finished
-        # save releases its tensors a moment after it reports the end.
+        # Oldest first, before making a new slot: a finished save soon releases its tensors.
         for lease in tuple(self._leases):
             if self._fits(size_bytes):
                 return False
@@ -275,7 +263,6 @@ class Arena:
         return any(memory.size_bytes >= size_bytes for memory in self._free)
 
     def _has_room(self, size_bytes: int) -> bool:
-        """True if a new slot keeps both bounds, without the free slots, which make room for it."""
         leased_bytes = sum(lease.memory.size_bytes for lease in self._leases)
         return len(self._leases) < self.slots_max and (
             self.size_bytes_max is None or leased_bytes + whole_huge_pages(size_bytes) <= self.size_bytes_max
@@ -311,10 +298,7 @@ class Arena:
 
 
 class BounceBufferPool:
-    """A few small huge-page buffers between files and unaligned memory.
-
-    At most ``count_max``, reused by flushes or loads. Thread-safe.
-    """
+    """Huge-page buffers between files and unaligned memory. Thread-safe."""
 
     def __init__(self, count_max: int, what: str = "write") -> None:
         self.count_max = count_max
@@ -327,15 +311,14 @@ class BounceBufferPool:
     def take(self, count: int, size_bytes: int, timeout_seconds: float) -> Iterator[list[Memory]]:
         """Yield up to ``count`` pieces of ``size_bytes``: those that exist and fit in memory, at least one.
 
-        Raises OperationTimeoutError: other flushes used all of them for ``timeout_seconds``. CapacityError: no
-        memory for one.
+        Raises OperationTimeoutError, if other flushes used all of them; CapacityError.
         """
         used_bytes = self._take(count, size_bytes, timeout_seconds)
         usable = used_bytes
         try:
             yield used_bytes
         except (OperationTimeoutError, KeyboardInterrupt):
-            usable = []  # a hanging thread may still use them: drop them
+            usable = []  # a hanging thread may still use them
             raise
         finally:
             with self._changed:
@@ -384,7 +367,7 @@ _shared_lock = threading.Lock()
 def arena_for(
     settings: Settings, *, shared: bool = False, read_elsewhere: bool = False, numa_nodes: Sequence[int] = ()
 ) -> Arena:
-    """The process's arena for these settings: writers change, their staging memory stays."""
+    """Share an arena for equal settings: writers change, their staging memory stays."""
     key = (
         shared,
         read_elsewhere,
@@ -429,7 +412,7 @@ def close_arenas() -> None:
 
 
 def _reset_after_fork() -> None:
-    """In a forked child: the parent's leases are not ours (its memory reads as zeros here), nor are its locks."""
+    """The parent's leases read as zeros here, and its locks are not ours."""
     global _shared_lock
     _shared_lock = threading.Lock()
     shared_arenas.clear()

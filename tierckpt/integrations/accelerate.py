@@ -1,6 +1,8 @@
-"""Accelerate: ``save_state`` and ``load_state`` with a URI.
+"""Accelerate: ``save_state`` and ``load_state`` with a URI. Usage:
 
-run = TierState(accelerator, "s3://bucket/run") run.load() run.save(f"step-{step}")
+run = TierState(accelerator, "s3://bucket/run")
+run.load()
+run.save(f"step-{step}")
 """
 
 from __future__ import annotations
@@ -21,9 +23,8 @@ from .directories import Directories
 class TierState:
     """The states of one ``Accelerator``, saved as ``uri/NAME``. Every rank makes the same calls.
 
-    ``directory``: output directory of Accelerate; on the file system of ``local_root`` no copy is made. Default:
-    its ``project_dir``, else ``./checkpoints``. Adopted files are removed there, except for checkpoints that
-    Accelerate names (``automatic_checkpoint_naming``): ``total_limit`` removes those.
+    ``directory``: Accelerate's output (default: its ``project_dir``, else ``./checkpoints``). Adopted files are removed
+    there, except those of ``automatic_checkpoint_naming``, which ``total_limit`` removes.
     """
 
     def __init__(
@@ -37,14 +38,16 @@ class TierState:
         self.accelerator = accelerator
         self._configuration = accelerator.project_configuration
         self._names = bool(self._configuration.automatic_checkpoint_naming)
-        if self._names:  # its own directory
+        if self._names:
             directory = Path(accelerator.project_dir or ".", "checkpoints")
         self.directory = Path(directory or accelerator.project_dir or "checkpoints")
         self.run = Directories(uri, settings, **overrides)
 
     def save(self, name: str | None = None, **options: Any) -> Adoption:
-        """Adopt ``accelerator.save_state`` to ``name``, which ends in the step; omit it if Accelerate names it. Raises
-        ConfigError: a superfluous or missing name, or one without a step. As ``tierckpt.adopt``."""
+        """Adopt ``accelerator.save_state`` to ``name``, which ends in the step; omit it if Accelerate names it.
+
+        Raises ConfigError for a wrong ``name``, and as ``tierckpt.adopt``.
+        """
         if (name is None) != self._names:
             raise ConfigError(
                 "Accelerate names its checkpoints itself" if name else "a checkpoint of Accelerate has no name",
@@ -53,13 +56,11 @@ class TierState:
         if name is not None and (step_of(name) is None or Path(name).name != name):
             raise ConfigError(f"{name!r} is not a checkpoint name", hint="Say save(f'step-{step}'): no path, a step")
         directory = self.directory / (name or f"checkpoint_{self._configuration.iteration}")
-        started_mark = companion_path(
-            self.directory.parent / directory.name, "-begun"
-        )  # Accelerate would use it inside
+        started_mark = companion_path(self.directory.parent / directory.name, "-begun")
         if self.accelerator.is_local_main_process:
             if not self._names or started_mark.exists():
                 remove_tree(directory, ignore_errors=True)  # of an interrupted save
-            elif not directory.exists():  # else Accelerate refuses: it is not of a save of ours
+            elif not directory.exists():  # else Accelerate refuses: it is of no save of ours
                 started_mark.parent.mkdir(parents=True, exist_ok=True)
                 started_mark.touch()
         self.accelerator.wait_for_everyone()
@@ -77,7 +78,7 @@ class TierState:
         return adopted
 
     def load(self, **options: Any) -> int | None:
-        """``accelerator.load_state`` of the newest usable checkpoint; return its step, or None."""
+        """Load the newest usable checkpoint; return its step, or None."""
         found = self.run.restore(self.directory)
         if found is None:
             return None

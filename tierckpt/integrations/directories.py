@@ -29,7 +29,7 @@ _lock = threading.Lock()  # not of the objects, which hosts copy and pickle
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 RESTORE_SECONDS = 600.0
-"""Maximum wait of a node for the checkpoint chosen by rank 0, which another node may still be draining."""
+"""Wait of a node for rank 0's checkpoint, which another node may still be draining."""
 
 
 class Directories:
@@ -45,19 +45,18 @@ class Directories:
     def save(
         self, directory: str | os.PathLike[str], name: str | None = None, *, is_written_once: bool = True
     ) -> Adoption:
-        """Adopt ``directory`` on every rank of a job, as ``name`` (default: the directory's). ``is_written_once``:
-        replaced by name or deleted later, so that links suffice (and see ``make_way``)."""
+        """Adopt ``directory`` on every rank. ``is_written_once``: it is never written in place, so links suffice."""
         place = local_path(directory, "directory")
         uri = self.location.child(name or place.name).uri
         adopted = adopt(place, uri, overwrite=True, links=is_written_once, settings=self.settings)
         with _lock:
             self._warn_of_removed()
-            if adopted.files:  # else another rank warns
+            if adopted.files:
                 self._saved[adopted.uri] = place
         return adopted
 
     def forget(self, adopted: Adoption) -> None:
-        """Do not warn when ``adopted``'s directory disappears: the caller removes it."""
+        """Do not warn when ``adopted``'s directory disappears."""
         with _lock:
             self._saved.pop(adopted.uri, None)
 
@@ -74,10 +73,8 @@ class Directories:
     def restore(self, into: str | os.PathLike[str]) -> Path | None:
         """Restore the newest usable checkpoint to ``into/NAME``; return that directory, or None.
 
-        In a job of ``torch.distributed`` every rank calls this, and gets rank 0's choice.
-
-        Raises ConfigError: several ranks without a process group. CheckpointError: this node has an undrained
-        one newer than rank 0's.
+        Every rank calls this, and gets rank 0's choice. Raises ConfigError: several ranks without a process group.
+        CheckpointError: this node has an undrained checkpoint newer than rank 0's.
         """
         client = get_client(self.settings)
         client.enter(self.location, trains=False)
@@ -89,7 +86,7 @@ class Directories:
             return seen[-1]
 
         found = rank_0_finds(self.location.uri, find)
-        if not seen:  # rank 0 has checked
+        if not seen:
             with contextlib.suppress(StoreError):  # the store answered a moment ago, and the restore waits for it
                 find()
             if seen and age_of(seen[0]) > age_of(found):
@@ -118,7 +115,7 @@ class Directories:
 
     @short_traceback
     def restore_checkpoint(self, found: Location, into: str | os.PathLike[str]) -> Path:
-        """Restore ``found``, which another node may still be draining, to ``into/NAME``; return that directory."""
+        """Restore ``found``, which another node may still be draining, to ``into/NAME``."""
         client, target = get_client(self.settings), local_path(into, "into") / found.name
 
         async def once() -> RestoreResult:
@@ -129,10 +126,7 @@ class Directories:
 
 
 def make_way(directory: Path) -> None:
-    """Unlink adopted files of ``directory``: a host that writes in place would write into the links.
-
-    Only directories of other names are removed. Call it before any rank writes there.
-    """
+    """Unlink adopted files of ``directory``, before a rank writes there in place into the links."""
     for folder, _, names in os.walk(directory):
         for path in (Path(folder, name) for name in names):
             with contextlib.suppress(FileNotFoundError):  # another rank's
@@ -141,11 +135,10 @@ def make_way(directory: Path) -> None:
 
 
 def rank_0_finds(what: str, find: Callable[[], str]) -> str:
-    """Return rank 0's result of ``find`` on every rank of a ``torch.distributed`` job: ranks see different tiers.
+    """Return rank 0's result of ``find`` on every rank: ranks see different tiers.
 
-    Every rank calls this, in the same order. An error of ``find`` is raised on every rank.
-
-    Raises ConfigError: ``WORLD_SIZE`` above 1 without a process group. OperationTimeoutError: rank 0 did not arrive.
+    Every rank calls this, in the same order. Raises ``find``'s error; ConfigError: ``WORLD_SIZE`` above 1 without a
+    process group; OperationTimeoutError: rank 0 did not arrive.
     """
     job_ranks = ranks_of_job()
     if job_ranks is None and os.environ.get("WORLD_SIZE", "1") != "1":

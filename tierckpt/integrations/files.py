@@ -39,11 +39,11 @@ log = logger("fsspec")
 BUFFER_BYTES = 256 << 10
 _CLOSING_FRAMES = 4
 _CLOSES_ALWAYS = ("fsspec.core", "pandas.io.common")
-"""Modules with a ``with`` that closes files even after an exception."""
+"""Their ``with`` closes files even after an exception."""
 
 
 class _CachedFile(RangeFile):
-    """A file through the node cache. Thread-safe; a forked child reopens it in the same version."""
+    """Thread-safe; a forked child reopens it in the same version."""
 
     def __init__(self, entry: Thing, settings: Settings) -> None:
         super().__init__(entry.size_bytes)
@@ -79,8 +79,7 @@ class _CachedFile(RangeFile):
 
 
 class _LocalFile(VerifiedFile):
-    """A local-tier checkpoint file, with verified chunks; damaged ones are read from the shared tier. The checkpoint
-    stays while this is open."""
+    """Damaged chunks are read from the shared tier. The checkpoint stays while this is open."""
 
     def __init__(self, thing: Thing, checkpoint: Checkpoint, entry: FileEntry, local: Path, settings: Settings) -> None:
         self._lease = contextlib.ExitStack()
@@ -105,7 +104,7 @@ class _LocalFile(VerifiedFile):
 
 
 class _WrittenFile(RangeFile):
-    """An undrained file, with verified chunks. It stays while this is open, drained or not."""
+    """An undrained file. It stays while this is open, drained or not."""
 
     def __init__(self, entry: JournalEntry, settings: Settings) -> None:
         (self._file,) = entry.files
@@ -142,11 +141,11 @@ class _WrittenFile(RangeFile):
 
 def open_raw(entry: Thing, settings: Settings) -> RangeFile:
     if not entry.size_bytes:
-        return RangeFile(0)  # nothing to fetch or keep
+        return RangeFile(0)
     if entry.written is not None:
         try:
             return _WrittenFile(entry.written, settings)
-        except ObjectNotFoundError:  # drained meanwhile
+        except ObjectNotFoundError:
             client = get_client(settings)
             return open_raw(client.run(client.mover.browser.look(entry.location)), settings)
     if entry.checkpoint is not None and entry.entry is not None:
@@ -157,7 +156,7 @@ def open_raw(entry: Thing, settings: Settings) -> RangeFile:
 
 
 class Reader(io.BufferedReader):
-    """A file open for reading, in one version. ``path``, ``size``, ``details``: as in other fsspec files."""
+    """A file open for reading, in one version."""
 
     def __init__(self, fs: Any, path: str, entry: Thing, details: dict[str, Any], settings: Settings) -> None:
         super().__init__(open_raw(entry, settings), BUFFER_BYTES)
@@ -168,7 +167,7 @@ class Reader(io.BufferedReader):
         return self.details
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reopen in the process that unpickles it (a spawned worker): same position, current version."""
+        """Reopen in a spawned worker: same position, current version."""
         return _opened_anew, (self.fs, self.path, self.tell())
 
 
@@ -179,10 +178,7 @@ def _opened_anew(fs: Any, path: str, position: int) -> Any:
 
 
 class Writer(io.BufferedIOBase):
-    """A file open for writing: it appears on close, whole, or not at all.
-
-    After an exception, or without ``close``, nothing is written. ``commit`` and ``discard`` are for transactions.
-    """
+    """It appears on close, whole; after an exception or without ``close``, not at all."""
 
     def __init__(
         self, fs: Any, path: str, put: Callable[[Spool, int], None], spool: Spool, *, autocommit: bool
@@ -223,7 +219,7 @@ class Writer(io.BufferedIOBase):
         """Do nothing: the file is invisible before it is complete."""
 
     def fileno(self) -> int:
-        """For a sync, as by stock FsspecWriter; without it, the whole machine is synced."""
+        """Stock FsspecWriter syncs by it; without it, the whole machine is synced."""
         self._check()
         return self._spool.fileno()
 
@@ -325,8 +321,6 @@ class CompressingWriter(io.BufferedIOBase):
 
 
 class TextWriter(io.TextIOWrapper):
-    """A ``Writer`` or ``CompressingWriter`` for text: an exception also discards the data."""
-
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None:
             self.buffer.discard()  # type: ignore[attr-defined]

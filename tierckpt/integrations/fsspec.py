@@ -1,9 +1,6 @@
-"""fsspec's protocol ``tierckpt://``: any store, read through the node cache, with listings that tell the truth.
+"""fsspec's protocol ``tierckpt://`` (docs/guide/fsspec.md), found through the entry point ``fsspec.specs``.
 
-    tierckpt://s3/BUCKET/KEY    tierckpt://az/CONTAINER/KEY    tierckpt://gs/BUCKET/KEY    tierckpt://file/ABSOLUTE/PATH
-
-Found by fsspec through the entry point ``fsspec.specs``; nobody needs to import this. docs/guide/fsspec.md shows it
-with pandas, datasets, webdataset and DCP's own FsspecReader.
+tierckpt://s3/BUCKET/KEY    tierckpt://az/CONTAINER/KEY    tierckpt://gs/BUCKET/KEY    tierckpt://file/ABSOLUTE/PATH
 """
 
 from __future__ import annotations
@@ -40,22 +37,20 @@ from .files import CompressingWriter, Reader, TextWriter, Writer, open_raw, put
 log = logger("fsspec")
 
 ARRIVE_SECONDS = 10.0
-"""Maximum wait of a direct write or removal for pending files of the same name."""
+"""Wait of a direct write or removal for pending files of the same name."""
 
 
 class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     """Any store as a file system, read through the node cache.
 
-    Reading: an open file keeps its version; cached bytes are read from this node's SSD, missing ones are fetched
-    in chunks, once per node, verified if digests are known, and kept. Writing: a closed file is on this node,
-    durable and complete: this node sees it from then on, and it drains to the store in the background. Checkpoints
-    of tierckpt appear when they commit on the local tier, and cannot be changed here file by file.
+    An open file keeps its version. A closed file is durable on this node, and drains in the background. Checkpoints of
+    tierckpt appear when they commit, and cannot be changed file by file.
 
     Args:
         write_back: False writes to the store before ``close`` returns, for immediate readers on other nodes.
         settings: a ``Settings``; other keywords are single fields of it (``local_root``, ``cache_bytes_max``).
 
-    Raises (every verb): ConfigError, with a correction, for an invalid URL; StoreError.
+    Raises (every verb): ConfigError for an invalid URL; StoreError.
     """
 
     protocol = "tierckpt"
@@ -110,7 +105,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def exists(self, path: str, **kwargs: Any) -> bool:
-        """False only if missing: a store that refuses or does not answer is an error."""
+        """Raises if the store refuses or does not answer."""
         return self._is_dir(path) is not None
 
     @short_traceback
@@ -146,7 +141,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     ) -> Any:
         name = self._strip_protocol(path)
         location = self._location(name)
-        if location.scheme == "file" or maxdepth is not None:  # real directories; or less than all
+        if location.scheme == "file" or maxdepth is not None:
             return super().find(name, maxdepth=maxdepth, withdirs=withdirs, detail=detail, **kwargs)
         entries = self._run(self._mover.browser.below(location))
         skip = len(location.path.rstrip("/")) + 1 if location.path else 0
@@ -158,7 +153,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return dict(sorted(found.items())) if detail else sorted(found)
 
     def expand_path(self, path: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> list[str]:
-        """As fsspec's, but existing names are literal: ``a[1]`` is not ``a1``, and ``a*`` is not all of them."""
+        """Existing names are literal: ``a[1]`` is not ``a1``."""
         paths = [path] if isinstance(path, str | os.PathLike) else list(path)
         literal = {self._strip_protocol(one) for one in paths if self._is_literal(one)}
         others = [one for one in paths if self._strip_protocol(one) not in literal]
@@ -175,7 +170,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def open(self, path: str, mode: str = "rb", *args: Any, compression: str | None = None, **kwargs: Any) -> Any:
-        """As fsspec's; text and compressed files also appear complete or not at all."""
+        """Text and compressed files also appear complete or not at all."""
         if "r" in mode:
             return super().open(path, mode, *args, compression=compression, **kwargs)
         text = {name: kwargs.pop(name) for name in ("encoding", "errors", "newline") if name in kwargs}
@@ -282,14 +277,12 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def copy(self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
-        """As fsspec's, but an existing ``path1`` is literal."""
         if isinstance(path1, str) and self._is_literal(path1):
             path1, path2 = self._pairs(path1, path2, self.isdir(path2), recursive, maxdepth)
         super().copy(path1, path2, recursive=recursive, maxdepth=maxdepth, **kwargs)
 
     @short_traceback
     def get(self, rpath: Any, lpath: Any, recursive: bool = False, *args: Any, **kwargs: Any) -> None:
-        """As fsspec's, but an existing ``rpath`` is literal."""
         if isinstance(rpath, str) and self._is_literal(rpath):
             rpath, lpath = self._pairs(rpath, os.fspath(lpath), Path(lpath).is_dir(), recursive, kwargs.get("maxdepth"))
         super().get(rpath, lpath, recursive, *args, **kwargs)
@@ -307,8 +300,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def wait(self, path: str, timeout_seconds: float = 600.0) -> None:
         """Wait until the store has this node's writes and removals at ``path`` and under it.
 
-        Raises OperationTimeoutError, with the last error. CommitAbandonedError: the drain of a file failed for
-        too long; with the reason.
+        Raises OperationTimeoutError; CommitAbandonedError: the drain of a file failed for too long.
         """
         started_tokens: set[str] = set()
         for _ in Poll(timeout_seconds, LOCAL):
@@ -329,7 +321,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def is_drained(self, path: str) -> bool:
-        """Return whether the store has this node's writes and removals at ``path`` and under it."""
+        """Return whether ``wait`` would return at once."""
         return not self._undrained(path)
 
     def _undrained(self, path: str) -> list[JournalEntry]:
@@ -373,7 +365,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
-        """Copy, then remove. The store, too, loses the old files after it has the new ones."""
+        """Copy, then remove, also on the store."""
         old, new = self._strip_protocol(path1), self._strip_protocol(path2)
         if old == new:
             return
@@ -381,7 +373,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             raise ConfigError(f"{new} is inside {old}", hint="Move it to a place outside")
         self.copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
         above = posixpath.commonpath([self._parent(old), self._parent(new)])
-        if "/" not in above:  # two stores, or buckets: drains to them are unordered
+        if "/" not in above:  # drains to two stores or buckets are unordered
             self.wait(path2)
             above = ""
         self._remove(path1, recursive, maxdepth, above)
@@ -415,8 +407,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def rm_behind(self, path: str) -> None:
-        """Remove a file once it, and the files that this node closed next to it, are on the store (W6). Does not wait
-        for the store."""
+        """Remove a file once it, and the files that this node closed next to it, are on the store (W6)."""
         location = self._location(path)
         if not write_back.can_write_back(location):
             self.rm_file(path)
@@ -440,10 +431,10 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 raise IsADirectoryError(f"{name} is a directory: remove it with recursive=True, as a whole")
             location = self._location(name)
             root, key = root_of(location)
-            self._run(self._mover.browser.check_removal(location))  # used at once
+            self._run(self._mover.browser.check_removal(location))
             below = self._run(self._mover.browser.below(location))
             above = moved_in or self._parent(name)
-            # Later files may be on this node only: then the store keeps this one until it has them (W5).
+            # Later files may be on this node only: the store keeps this one until it has them (W5).
             is_behind = self.write_back and all(write_back.can_write_back(thing.location) for thing in below)
             is_behind = is_behind and any(
                 entry.files and not f"{entry.uri}/".startswith(f"{location.uri}/") for entry in self._undrained(above)
@@ -461,7 +452,6 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             self._run(self._mover.store(root).delete_dir(key))
 
     def _let_arrive(self, path: str) -> None:
-        """Wait at most ``ARRIVE_SECONDS`` for running transfers under ``path``. Pending files were cancelled."""
         for _ in Poll(ARRIVE_SECONDS, LOCAL):
             if not any(entry.files for entry in self._undrained(path)):
                 return

@@ -4,8 +4,7 @@
     trainer = Trainer(plugins=[TierCheckpointIO()], callbacks=[checkpoints])
     trainer.fit(model, data, ckpt_path=newest(checkpoints.dirpath))
 
-``ckpt_path="last"`` finds nothing there: Lightning drops the protocol of the names that it lists.
-Sharded strategies ask no ``CheckpointIO``: see ``lightning_sharded``.
+Lightning does not find ``ckpt_path="last"`` there. Sharded strategies: ``lightning_sharded``.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from .directories import RESTORE_SECONDS, rank_0_finds
 log = logger("save")
 
 NEWEST = "newest"
-"""Placeholder in a ``ckpt_path`` for the newest checkpoint of a directory, until the ranks can agree on it."""
+"""Placeholder in a ``ckpt_path``, until the ranks can agree on the newest checkpoint."""
 _OWN = re.compile(r"(\..+|hpc_ckpt_\d+)\.ckpt$")
-"""Lightning's own files: weights of a spawned process, a tuner's state, Slurm's requeue state."""
+"""Weights of a spawned process, a tuner's state, Slurm's requeue state."""
 RAY_NAME = "checkpoint.ckpt"
-"""File that RayTrainReportCallback and TuneReportCheckpointCallback write to a temporary directory for Ray."""
+"""RayTrainReportCallback and TuneReportCheckpointCallback write it to a temporary directory."""
 _lock = threading.Lock()  # not of the object, which spawning strategies pickle
 os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
@@ -49,8 +48,7 @@ os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-d
 def newest(dirpath: str | os.PathLike[str]) -> str:
     """Return the ``ckpt_path`` of the newest checkpoint in ``dirpath``: ``last.ckpt``, else the highest step.
 
-    Of several versions (``last-v1.ckpt``) it is the latest. Rank 0 finds it once there is a process group, and all
-    ranks load its result. Without a checkpoint, training starts from the beginning.
+    All ranks load rank 0's result. Without a checkpoint, training starts from the beginning.
     """
     return f"{os.fspath(dirpath).rstrip('/')}/{NEWEST}"
 
@@ -58,21 +56,19 @@ def newest(dirpath: str | os.PathLike[str]) -> str:
 class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """Writes checkpoints through ``tierckpt://``: durable on this node when saved, drained in the background.
 
-    A checkpoint removed by Lightning is still drained, and stays on shared storage until later ones are there too.
-    Checkpoints are read with ``weights_only=True`` by default.
+    A checkpoint removed by Lightning stays on shared storage until later ones are there.
     """
 
     def __init__(self) -> None:
         self._pending_removals: set[str] = set()
-        """Paths to remove after the next save: the removal failed, or the SSD had no room for its entry."""
+        """The removal failed, or the SSD had no room for its entry."""
         self._saver: int | None = None
-        """The saving thread. If another one removes (``AsyncCheckpointIO``), it may be pending."""
+        """If another thread removes (``AsyncCheckpointIO``), the save may be pending."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Save to ``path``, a ``tierckpt://`` URL, except Lightning's own files. Raises ConfigError: another
-        location."""
+        """Save to a ``tierckpt://`` URL. Raises ConfigError: another location."""
         if not _is_ours(path) and is_of_host(path):
             TorchCheckpointIO().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -81,7 +77,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
         fs, name = _place(path)
         with _lock:
             self._saver, doomed, self._pending_removals = threading.get_ident(), self._pending_removals, set()
-        doomed.discard(os.fspath(path))  # it exists again
+        doomed.discard(os.fspath(path))
         try:
             with fs.open(name, "wb") as file:
                 torch.save(checkpoint, file)
@@ -139,7 +135,7 @@ class TierCheckpointIO(CheckpointIO):  # type: ignore[misc]
                 if not fs.is_drained(name):
                     log.warning("%s was removed and is not drained yet: it stays until it is", path)
                 fs.rm_behind(name)
-            except (TierckptError, OSError) as error:  # a failed removal does not fail the save
+            except (TierckptError, OSError) as error:
                 log.warning("%s is removed later: %s", path, error)
                 with _lock:
                     self._pending_removals.add(path)
@@ -206,7 +202,7 @@ def _load(fs: Any, name: str, map_location: Any | None, weights_only: bool | Non
 
 
 def _load_as_rank_0(fs: Any, name: str, *how: Any) -> dict[str, Any]:
-    """Load ``name`` as rank 0 sees it: its node may have an undrained version."""
+    """Its node may have an undrained version."""
     found, version = _loaded_anew(fs, name, None, *how)
     step = int(rank_0_finds(f"{name} step", lambda: str((found or {}).get("global_step", 0))))
     for _ in Poll(RESTORE_SECONDS, SHARED):
@@ -232,7 +228,7 @@ def _load_as_rank_0(fs: Any, name: str, *how: Any) -> dict[str, Any]:
 
 
 def _loaded_anew(fs: Any, name: str, version: Any, *how: Any) -> tuple[dict[str, Any] | None, Any]:
-    """The content of ``name``, and its version; None if missing or of ``version``."""
+    """Return no content if missing or of ``version``."""
     try:
         info = fs.info(name)
         return (None if info == version else _load(fs, name, *how)), info

@@ -4,8 +4,7 @@
     trainer = Trainer(strategy=strategy, callbacks=[ModelCheckpoint(dirpath="out", every_n_train_steps=100)])
     trainer.fit(model, data, ckpt_path=newest("out"))
 
-``save_top_k`` removes directories of ``out``; undrained ones stay on the local tier. On shared storage only
-`tierckpt prune` removes.
+``save_top_k`` removes from ``out`` only.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ from .lightning import NEWEST, is_of_host, nothing_to_restore
 
 
 class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
-    """Adopts Lightning's checkpoint directories as ``uri/step-N``, on every rank. Raises (in saves) as
-    ``tierckpt.adopt``. Cost: one additional read of the files."""
+    """Adopts Lightning's checkpoint directories as ``uri/step-N``, on every rank.
+
+    Raises (in saves) as ``tierckpt.adopt``. Cost: one additional read of the files.
+    """
 
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **options: Any) -> None:
         super().__init__(**options)
@@ -38,7 +39,7 @@ class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
         directory, step = Path(self.broadcast(filepath)), checkpoint["global_step"]
-        if is_of_host(directory):  # a tuner's, which is no step of the run
+        if is_of_host(directory):
             super().save_checkpoint(checkpoint, directory, storage_options)
             return
         make_way(directory)  # last.ckpt is written in place, repeatedly
@@ -49,7 +50,7 @@ class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load ``checkpoint_path``; for ``newest``, the newest usable checkpoint of the run, or nothing."""
+        """For ``newest``, load the newest usable checkpoint of the run, or nothing."""
         if Path(checkpoint_path).name != NEWEST:
             return dict(super().load_checkpoint(checkpoint_path, weights_only))
         found = self.run.restore(Path(checkpoint_path).parent)
@@ -58,5 +59,5 @@ class TierModelParallelStrategy(ModelParallelStrategy):  # type: ignore[misc]
         loaded = dict(super().load_checkpoint(found, weights_only))
         self.barrier()
         if self.local_rank == 0:
-            remove_tree(found, ignore_errors=True)  # no checkpoint of ModelCheckpoint's
+            remove_tree(found, ignore_errors=True)
         return loaded

@@ -1,7 +1,8 @@
 """Megatron-core and NeMo: an asynchronous save is adopted when all ranks have finished it.
 
-run = MegatronRun("s3://bucket/run") request.add_finalize_fn(run.finalize("out/iter_0001000")) load_dir =
-run.restore("out")
+run = MegatronRun("s3://bucket/run")
+request.add_finalize_fn(run.finalize("out/iter_0001000"))
+load_dir = run.restore("out")
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ class MegatronRun:
         return adopt
 
     def restore(self, into: str | os.PathLike[str]) -> str | None:
-        """Restore the newest usable checkpoint below ``into``, with Megatron's tracker; return ``into`` for ``--load``,
-        or None."""
+        """Restore the newest usable checkpoint, with Megatron's tracker; return ``into``, or None."""
         found = self.run.restore(into)
         if found is None:
             return None

@@ -1,7 +1,8 @@
 """Ray: checkpoints of Ray Train are adopted, and every node of a cluster has a model before a rollout.
 
-ray.train.report(metrics, checkpoint, checkpoint_upload_fn=upload("s3://bucket/experiment")) directory =
-restore("s3://bucket/experiment", "resume") prefetch("s3://models/llama-8b")
+ray.train.report(metrics, checkpoint, checkpoint_upload_fn=upload("s3://bucket/experiment"))
+directory = restore("s3://bucket/experiment", "resume")
+prefetch("s3://models/llama-8b")
 """
 
 from __future__ import annotations
@@ -28,12 +29,9 @@ def upload(
 ) -> Callable[[Any, str], Any]:
     """Return a ``checkpoint_upload_fn`` that adopts the local checkpoint as ``uri/NAME`` and returns at once.
 
-    ``NAME`` is Ray's own name. ``uri`` is the experiment's directory in its ``storage_path``, as Ray requires: its
-    retention then removes drained checkpoints. Afterwards the local directory may be deleted or reused: the files
-    have been copied, or reflinked, to the local tier.
-
-    ``every_rank``: False if only one worker reports a checkpoint, and the others None. Ray does not say which, and
-    by default the workers of a ``torch.distributed`` job wait for each other.
+    Ray names it and requires ``uri`` to be the experiment's directory in its ``storage_path``. Afterwards the local
+    directory may be deleted or reused. ``every_rank``: False if only one worker reports a checkpoint; by default the
+    workers wait for each other.
 
     Raises (in ``report``): as ``tierckpt.adopt``; ConfigError: the checkpoint is not on this node.
     """
@@ -55,14 +53,14 @@ def upload(
 def restore(
     uri: str | os.PathLike[str], into: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any
 ) -> Path | None:
-    """Restore the newest usable checkpoint below ``uri`` to ``into/NAME``; return that, or None."""
+    """Restore the newest usable checkpoint to ``into/NAME``; return that, or None."""
     return Directories(uri, settings, **overrides).restore(into)
 
 
 def prefetch(uri: str, timeout_seconds: float = 3600.0, **options: Any) -> dict[str, str]:
-    """Run ``tierckpt.prefetch(uri, **options)`` on every alive node of the cluster; return directories by node id.
+    """Run ``tierckpt.prefetch(uri, **options)`` on every alive node; return directories by node id.
 
-    With ``peers`` the nodes share their reads. Raises the error of a node; ray.exceptions.GetTimeoutError.
+    Raises the error of a node; ray.exceptions.GetTimeoutError.
     """
 
     def on_node() -> str:
@@ -76,7 +74,7 @@ def alive_nodes() -> list[str]:
 
 
 def on_nodes(work: Mapping[str, Callable[[], T]], timeout_seconds: float = 3600.0) -> dict[str, T]:
-    """Run ``work`` on each node in parallel; return the results by node id. Raises the error of a node."""
+    """Run ``work`` on each node in parallel. Raises the error of a node."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     task = ray.remote(num_cpus=0)(_call)

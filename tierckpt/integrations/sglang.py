@@ -1,13 +1,8 @@
-"""``tierckpt://`` for SGLang: a model in any store, through the node cache.
-
-SGLang finds ``register`` by the entry point group ``sglang.srt.plugins`` and calls it in each of its processes. For a
-model path that begins with ``tierckpt://`` it then takes configuration, tokenizer and weights from there:
+"""``tierckpt://`` for SGLang (checked with 0.5.23): a model in any store, through the node cache.
 
     sglang serve --model-path tierckpt://s3/models/llama-70b
 
-Each byte comes from the store once per node; ranks of a node read the cache through the page cache, each byte once.
-
-Source: SGLang 0.5.23, ``sglang.srt.plugins`` and ``BaseFileConnector`` (``glob``, ``pull_files``, ``weight_iterator``).
+SGLang calls ``register``, by the entry point group ``sglang.srt.plugins``, in each of its processes.
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ TARGET = "sglang.srt.connector.create_remote_connector"
 
 
 def register() -> None:
-    """Make SGLang in this process open ``tierckpt://``. Idempotent."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(TARGET, _connect, HookType.AROUND)
@@ -48,7 +42,7 @@ def _connector_class() -> Any:
     from sglang.srt.connector.base_connector import BaseFileConnector
 
     class TierckptConnector(BaseFileConnector):  # type: ignore[misc]
-        """The files of a model at ``tierckpt://STORE/...``. Files of ``pull_files`` are removed with it."""
+        """Files of ``pull_files`` are removed with it."""
 
         def glob(self, allow_pattern: str | Sequence[str] | None = None) -> list[str]:
             with open_cached(self.url, settings=Settings.load()) as view:
@@ -57,8 +51,7 @@ def _connector_class() -> Any:
         def pull_files(
             self, allow_pattern: Sequence[str] | None = None, ignore_pattern: Sequence[str] | None = None
         ) -> None:
-            """Fetch matching files into the connector's directory. Raises TierckptError: no such model, or
-            unreadable."""
+            """Raises TierckptError."""
             with open_cached(self.url, settings=Settings.load()) as view:
                 for name in sorted(view.files):
                     if not _matches(name, allow_pattern) or (ignore_pattern and _matches(name, ignore_pattern)):
@@ -68,7 +61,6 @@ def _connector_class() -> Any:
                     path.write_bytes(view.read(name))
 
         def weight_iterator(self, rank: int = 0) -> Generator[tuple[str, Tensor], None, None]:
-            """Yield every tensor, as ``stream_safetensors``; layers take their part of each."""
             ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
             modes = SHARED_READ_MODES if ranks > 1 else MODEL_READ_MODES
             selected = WantedTensors(self.url, "cpu", None, "", Parts(), Settings.load(), modes)

@@ -4,10 +4,7 @@
     trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
     trainer.train(resume_from_checkpoint=callback.resume(args.output_dir))
 
-``output_dir`` on the file system of ``local_root`` costs no copy. ``save_total_limit`` removes directories
-there; undrained ones stay on the local tier. On shared storage only `tierckpt prune` removes.
-
-In ``Trainer.hyperparameter_search`` each trial is a run of its own, ``uri/run-0`` and so on, as Trainer names them.
+Each trial of ``hyperparameter_search`` is a run of its own, ``uri/run-N``.
 """
 
 from __future__ import annotations
@@ -31,14 +28,16 @@ STATE = "trainer_state.json"
 
 
 class TierCallback(TrainerCallback):  # type: ignore[misc]
-    """Adopts ``Trainer``'s ``checkpoint-N`` as ``uri/checkpoint-N``, on every rank. Raises (in ``on_save``) as
-    ``tierckpt.adopt``. Cost: ``save`` blocks for one read of the files."""
+    """Adopts ``Trainer``'s ``checkpoint-N`` as ``uri/checkpoint-N``, on every rank.
+
+    Raises (in ``on_save``) as ``tierckpt.adopt``. Cost: ``save`` blocks for one read of the files.
+    """
 
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
         self.run = Directories(uri, settings, **overrides)
         self._trials: dict[str, Directories] = {}
         self._earlier: dict[int | None, Path] = {}
-        """Checkpoints of an earlier training in ``output_dir``, by step: this one may write there in place."""
+        """Of an earlier training in ``output_dir``, by step: this one may write there in place."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         directories = Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
@@ -66,11 +65,7 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
         return self._trials[trial]
 
     def resume(self, output_dir: str | os.PathLike[str]) -> str | None:
-        """Restore the newest usable checkpoint to ``output_dir``; return it for ``resume_from_checkpoint``, or None.
-
-        Also restores the best one that its state names, for ``load_best_model_at_end``: without its directory
-        ``Trainer`` would end with the last model.
-        """
+        """Restore the newest usable checkpoint, and the best one; return it for ``resume_from_checkpoint``, or None."""
         found = self.run.restore(output_dir)
         if found is None:
             return None
@@ -82,11 +77,7 @@ class TierCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _of_trial(output_dir: Path, name: str, state: Any) -> Path:
-    """Return ``name`` of the current trial of a search: Trainer names its directory without telling.
-
-    Each trial has its own log and parameters, written to ``trainer_state.json``. Raises ConfigError: no directory
-    below ``output_dir`` has this state.
-    """
+    """Return ``name`` of the current trial of a search, found by its ``trainer_state.json``. Raises ConfigError."""
     for directory in sorted(output_dir.glob(f"*/{name}")):
         with contextlib.suppress(OSError, ValueError, KeyError):
             if _identity(json.loads((directory / STATE).read_text())) == _identity(vars(state)):
@@ -98,5 +89,5 @@ def _of_trial(output_dir: Path, name: str, state: Any) -> Path:
 
 
 def _identity(state: Mapping[str, Any]) -> str:
-    """Identify a trial as text: a loss may be NaN."""
+    """As text: a loss may be NaN."""
     return json.dumps([state["global_step"], state["trial_params"], state["log_history"]], sort_keys=True, default=str)

@@ -1,15 +1,13 @@
 """verl: what its trainers write as ``global_step_N`` is adopted, and a run resumes on nodes that never had it.
 
 PPO, by configuration alone:
-
     trainer.checkpoint_callback_class=tierckpt.integrations.verl.TierCheckpointCallback
     +trainer.checkpoint_uri=s3://bucket/run
 
-SFT, where ``trainer.default_hdfs_dir=s3://bucket/run`` says where to:
-
+SFT, with ``trainer.default_hdfs_dir=s3://bucket/run``:
     sft_trainer.CheckpointHandler = TierCheckpointHandler
 
-Both resume with ``trainer.resume_mode=auto``, verl's default. Settings are ``TIERCKPT_*`` variables, on every node.
+Both resume with ``trainer.resume_mode=auto``. Settings are ``TIERCKPT_*`` variables, on every node.
 """
 
 from __future__ import annotations
@@ -37,10 +35,8 @@ from .ray import alive_nodes, on_nodes
 class TierCheckpointCallback(CheckpointCallback):  # type: ignore[misc]
     """Adopts each ``global_step_N``, on every node with a part of it, as ``trainer.checkpoint_uri/global_step_N``.
 
-    Workers on many nodes write the adopted files; ``trainer.default_local_dir`` may be local or shared. If made
-    before the trainer looks for a checkpoint, it restores the newest one to that directory on every node.
-
-    Raises ConfigError: no URI; ``async_save``, which calls before writing. As ``tierckpt.adopt``.
+    Make it before the trainer looks for a checkpoint: it restores the newest one on every node. Raises ConfigError: no
+    URI, or ``async_save``; as ``tierckpt.adopt``.
     """
 
     def __init__(self, config: Any = None) -> None:
@@ -59,8 +55,10 @@ class TierCheckpointCallback(CheckpointCallback):  # type: ignore[misc]
 
 
 class TierCheckpointHandler(CheckpointHandler):  # type: ignore[misc]
-    """verl's SFT handler, with a URI as ``default_hdfs_dir``: checkpoints are adopted to it. Raises (in
-    ``save_checkpoint``) as ``tierckpt.adopt``. Cost: one additional read of the files."""
+    """Adopts checkpoints of verl's SFT to the URI ``default_hdfs_dir``.
+
+    Raises (in ``save_checkpoint``) as ``tierckpt.adopt``. Cost: one additional read of the files.
+    """
 
     def __init__(self, *args: Any, default_hdfs_dir: str | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -86,7 +84,7 @@ def _checked(uri: str | None, key: str) -> str:
 
 
 class _Cluster:
-    """The run at ``uri`` of a job with worker directories on Ray nodes, not necessarily the driver's."""
+    """Worker directories on Ray nodes, not necessarily the driver's."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
@@ -94,7 +92,7 @@ class _Cluster:
     def save(self, directory: str) -> None:
         """Adopt ``directory`` of every node into one checkpoint, once per shared directory.
 
-        By copies: workers write in place, and a run that restores an earlier step writes here again.
+        By copies: workers write in place, also after an earlier step is restored.
         """
         nodes, attempt = _places(partial(identity, Path(directory))), secrets.token_hex(8)
         if not nodes:
@@ -104,7 +102,6 @@ class _Cluster:
         on_nodes({node: partial(work, ranks=(rank, len(nodes))) for rank, node in enumerate(nodes)})
 
     def restore(self, into: str) -> str | None:
-        """Restore the newest usable checkpoint to ``into`` of every node, with verl's tracker."""
         newest = latest(self.uri)
         if newest is None:
             return None

@@ -1,19 +1,10 @@
-"""``load_format="tierckpt"`` for vLLM: its default loader, with the weights streamed at the speed of the disk.
-
-vLLM finds ``register`` by the entry point group ``vllm.general_plugins`` and calls it in each of its processes. The
-loader derives from vLLM's ``DefaultModelLoader`` and replaces how weights are prepared and read. What vLLM does around
-that stays: it finds files and Hugging Face ids, checks that every parameter was loaded, and reloads weights.
+"""``load_format="tierckpt"`` for vLLM (checked with 0.33): its default loader, with weights at the speed of the disk.
 
     vllm serve /nvme/llama-70b --load-format tierckpt
     vllm serve /nvme/llama-70b-config --load-format tierckpt \
         --model-loader-extra-config '{"uri": "s3://models/llama-70b"}'
 
-Only tensors that this rank loads are read, without experts of other ranks and tensors that a draft model or an encoder
-omits. Several ranks of a node read through the page cache, so each byte is read from the disk once. Files of a
-URI go through the node cache: each byte leaves the store once per node, and with several nodes each fetches the
-chunks of its own ranks.
-
-Source: vLLM 0.33, ``DefaultModelLoader._prepare_weights`` and ``_get_weights_iterator``, ``get_node_count``.
+vLLM calls ``register``, by the entry point group ``vllm.general_plugins``, in each of its processes.
 """
 
 from __future__ import annotations
@@ -42,7 +33,6 @@ _VLLM_OWN = ("enable_weights_track", "enable_multithread_load", "num_threads")
 
 
 def register() -> None:
-    """Register ``load_format="tierckpt"`` with vLLM in this process. Idempotent."""
     from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 
     register_model_loader(LOAD_FORMAT)(_loader_class(DefaultModelLoader))
@@ -55,7 +45,7 @@ def _loader_class(base: Any) -> Any:
     from vllm.model_executor.model_loader.weight_utils import enable_tqdm
 
     class TierckptModelLoader(base):  # type: ignore[misc]
-        """vLLM's default loader with tierckpt as reader of safetensors files; vLLM reads other files."""
+        """vLLM reads files other than safetensors."""
 
         counter_before_loading_weights: float = 0.0
 
@@ -91,8 +81,7 @@ def _loader_class(base: Any) -> Any:
             return uri, [uri], True, ""
 
         def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, Tensor]]:
-            """Stream one source's weights that this rank loads. Raises as ``stream_safetensors``, mostly before any
-            read."""
+            """Raises as ``stream_safetensors``, mostly before any read."""
             _, locations, use_safetensors, _ = self._prepare_weights(
                 source.model_or_path,
                 source.subfolder,
@@ -111,7 +100,7 @@ def _loader_class(base: Any) -> Any:
             return ((source.prefix + name, tensor) for name, tensor in tensors)
 
         def _wanted(self, is_unused: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
-            """Return a filter for the names that this rank loads, by vLLM's rules; None: all."""
+            """Filter by vLLM's rules; None: all names."""
             experts, encoder_only = self.local_expert_ids, self._encoder_only_lm_prefixes
             mapper = self._encoder_only_weights_mapper
             if experts is None and encoder_only is None and is_unused is None:
@@ -135,11 +124,7 @@ def _ranks() -> int:
 class Options:
     """``--model-loader-extra-config``: ``uri``, ``device``, ``bytes_in_flight_max``, and any ``Settings``.
 
-    Attributes:
-        uri: of the served model's weights, if not where vLLM would look.
-        for_vllm: options of vLLM's default loader: ``enable_weights_track`` and others.
-
-    Raises ConfigError: an unknown name or an invalid value.
+    ``for_vllm``: options of vLLM's default loader. Raises ConfigError: an unknown name or an invalid value.
     """
 
     def __init__(self, extra: dict[str, Any] | None) -> None:
@@ -161,11 +146,10 @@ class Options:
     def stream(
         self, locations: list[str], names: Callable[[str], bool] | None, is_shown: bool, nodes: int = 1
     ) -> Generator[tuple[str, Tensor], None, None]:
-        """Yield the tensors of files, or of a URI, one location after another; show progress in bytes.
+        """Yield the tensors of files, or of a URI; show progress in bytes.
 
-        All headers are checked before the first tensor is read. One of several ranks gets large tensors
-        deferred (``loading/deferred.py``): it reads only the parts it uses. One of several ``nodes`` fetches
-        from a URI only these parts; a single node fetches all files ahead of the reads.
+        All headers are checked before the first read. One of several ranks, or ``nodes``, gets only its parts of large
+        tensors (``loading/deferred.py``).
         """
         from tqdm.auto import tqdm
 
