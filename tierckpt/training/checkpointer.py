@@ -1,13 +1,4 @@
-"""Checkpointer: saves and restores the state of a training loop.
-
-One save, with several ranks:
-    on the caller's thread   plan (collectives; almost free while the structure is unchanged), copy this rank's share
-                             to host memory, return
-    in the background        write shards; exchange results through the rendezvous store (no collective);
-                             the coordinator commits on the local tier; every rank learns the outcome
-    in the mover             drain, shared commit, retention
-Saves are written one after another. At most ``checkpoints_in_flight_max`` are staged and not yet written.
-"""
+"""Checkpointer: saves and restores the state of a training loop."""
 
 from __future__ import annotations
 
@@ -80,40 +71,33 @@ RECORDS_USED = 64
 STATS_MAX = 4096
 LOOK_SECONDS = 0.1
 RETENTION_SECONDS = 2.0
-"""Maximum wait of a committed save for retention, which removes superseded checkpoints before its future resolves."""
 
 
 class Checkpointer:
     """Saves and restores the state of a training job under ``uri``, as ``uri/step-N``.
 
-    ``save`` blocks only while the state is copied to host memory (see ``mode`` and ``staging``). The next ``save``,
-    ``wait`` or ``close`` raises the error of a failed save. All ranks must make the same calls in the same order.
+    ``save`` blocks only while the state is copied to host memory. The next ``save``, ``wait`` or ``close`` raises the
+    error of a failed save. All ranks must make the same calls in the same order.
 
     Args:
         uri: directory or key prefix of the run.
-        keep_last: checkpoints to keep; an int for both tiers, or ``{"local": 2, "shared": 10}``. None keeps all.
-            Never removed: the newest, a local copy that is not on the shared tier yet, one that is being restored.
-        keep_every: also keep the steps that this number divides; an int or ``{"shared": 1000}``. Without
-            ``keep_last``, the newest is kept too.
-        overwrite: True replaces an existing step, False refuses it.
+        keep_last: checkpoints to keep; an int, or by tier: ``{"local": 2, "shared": 10}``. None keeps all. Never
+            removed: the newest, a local copy not yet on the shared tier, one being restored.
+        keep_every: also keep the steps that this number divides; an int or ``{"shared": 1000}``.
+        overwrite: False refuses to save an existing step.
         mode: "async", or "sync": ``save`` returns after the local commit.
-        staging: "eager" copies the state before ``save`` returns. "lazy" overlaps the copies of parameters and
-            optimizer state with the next forward and backward pass; ``step`` of an optimizer in ``state`` waits for
-            them. Nothing else may change these tensors before that step.
-        interval: steps between two saves by ``step``, or "auto": optimized from measured times (``AutoInterval`` sets
-            overhead and failure rates). With an interval, leaving the ``with`` block without an error saves the last
-            step too.
-        every_step: an ``EveryStep``: logs every step between checkpoints, or copies a large state over several steps.
-        timeout_seconds: seconds a save waits for the other ranks before it fails on all of them. "sync" waits 60 s
-            longer for a disk that hangs, then raises OperationTimeoutError; it waits 10 s, once a minute, for a silent
-            store.
-        settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``, ``drain=False``).
+        staging: "eager", or "lazy": copies overlap the next forward and backward pass; ``step`` of an optimizer in
+            ``state`` waits for them, and nothing else may change these tensors.
+        interval: steps between two saves by ``step``, or "auto": from measured times (see ``AutoInterval``). Leaving
+            the ``with`` block without an error then saves the last step too.
+        every_step: logs every step, or copies a large state over several steps.
+        timeout_seconds: a save that waits longer for other ranks fails on all of them. "sync" waits 60 s longer for a
+            disk that hangs (OperationTimeoutError), and 10 s, once a minute, for a silent store.
+        settings: a ``Settings``; ``overrides`` are single fields of it (``drain=False``).
 
     Attributes:
         stats: one SaveRecord for each of the latest 4096 saves of this object.
-        restore_seconds: duration of the last ``restore``; None before the first.
-
-    Source: docs/adr/0012-planning.md, for the interval of "auto".
+        restore_seconds: duration of the last ``restore``.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
@@ -170,7 +154,6 @@ class Checkpointer:
         self._disk_worker = Errands(self.settings.local_root)
         self._saves, self._closed = 0, False
         self._is_blind = False
-        """True after a failed listing: saves replace no existing checkpoint."""
         self._is_first_rank = not is_distributed() or dist.get_rank() == 0
         self._run_log = RunLog(
             self.location, self.settings, is_on=self._is_first_rank, has_gradient_log=self._step_log.is_on
@@ -194,13 +177,10 @@ class Checkpointer:
 
     @short_traceback
     def step(self, step: int, state: Mapping[str, Any]) -> Future[None] | None:
-        """Record the end of training step ``step``, and save ``state`` if ``interval`` says so.
+        """Save ``state`` if ``interval`` says so. Call it at the end of each training step, on every rank.
 
-        Call it once after each step, on every rank. Returns the future of ``save``, or None without a save.
-        With an ``interval``, leaving the ``with`` block without an error saves an unsaved last step, unless an
-        optimizer of ``state`` has stepped since. ``state`` is referenced until then, or until a save.
-
-        Raises as ``save``. Costs microseconds without a save.
+        Returns and raises as ``save``; None without a save, at a cost of microseconds. With an ``interval``, ``state``
+        is referenced until a save or the end of the ``with`` block.
         """
         self._check_open()
         step, started_at = states.check_step(step), time.monotonic()
@@ -233,7 +213,7 @@ class Checkpointer:
         self._final_save.request(time.monotonic() + seconds, reason)
 
     def request_final_save(self, deadline: float, reason: str) -> None:
-        """Save at the loop's next step, after a signal, if there is one and the save fits."""
+        """Save at the loop's next step, after a signal, if the save fits."""
         if self._steps_seen:
             self._final_save.request(deadline, reason)
 
@@ -243,7 +223,6 @@ class Checkpointer:
         self._run_log.resumed(now - started_at)
 
     def _phase(self, now: float) -> Phase:
-        """Return the background activity. Reads the disk at most ten times a second."""
         if self._running.is_last_under_way or self._window.is_open:
             return "flushing"
         if not any(record.is_sent and record.shared_commit_seconds is None for record in self.stats[-RECORDS_USED:]):
@@ -258,12 +237,11 @@ class Checkpointer:
         """Save ``state`` as ``step``. Returns when it is copied; the future resolves at the local commit.
 
         With ``checkpoints_in_flight_max`` saves unwritten, ``staging_policy`` decides: wait for the oldest, skip this
-        save (on all ranks; the record's ``error`` and the future report it), or drop the oldest that has not begun.
-        If the disk has not completed a request for 0.4 s, this save is skipped, whatever the policy. ``save`` does not
-        wait for shared storage: if it later reports an existing checkpoint, or refuses, the future raises that error.
+        save (the record's ``error`` and the future report it), or drop the oldest that has not begun. The save is also
+        skipped if the disk hangs for 0.4 s. If shared storage later reports an existing checkpoint, the future raises
+        the error.
 
-        Raises:
-            TierckptError: an earlier save failed, or this one cannot start (StateMismatchError, ...).
+        Raises TierckptError: an earlier save failed, or this one cannot start (StateMismatchError, ...).
         Cost: one copy of this rank's share of the state, and planning if the structure has changed.
         """
         self._check_open()
@@ -281,7 +259,7 @@ class Checkpointer:
         is_sync = self._is_sync or self._step_log.has_branched
         future = self._save(step, state, is_asked=is_asked)
         is_left_out = future.done() and isinstance(future.exception(), CheckpointSkippedError)
-        if is_sync and not is_left_out:  # an earlier hanging save was waited for already
+        if is_sync and not is_left_out:
             self._running.finish()
             self.stats[-1].blocked_seconds = self.stats[-1].age_seconds
         return future
@@ -340,7 +318,7 @@ class Checkpointer:
             self._note(record)
             return left_out(record, error, is_retry=is_retry)
         staged, failure = stage(self._stager, plan, planner, state, is_copied=collected is not None)
-        # torch releases the interpreter lock per freed tensor: 13,000 tensors took 0.5 s next to the save's threads.
+        # torch releases the interpreter lock per freed tensor: 13,000 tensors took 0.5 s.
         planner.state_dict = {}
         if collected is None:
             self._last_step.saved()
@@ -373,14 +351,12 @@ class Checkpointer:
 
     def _write(self, save: StagedSave) -> None:
         record = save.record
-        # Other nodes can restore a direct put only after its shared commit.
         save.write(lambda: self._wait_shared(record, self.timeout_seconds))
         record.local_commit_seconds = record.age_seconds
         self._run_log.durable(
             record.step, record.local_commit_seconds, record.size_bytes, is_direct_put=record.is_direct_put
         )
         self._step_log.committed(record.step, record.size_bytes)
-        # No save may wait for a hanging store.
         self._pruning.start()
         self._pruning.wait(RETENTION_SECONDS)
 
@@ -388,8 +364,7 @@ class Checkpointer:
     def wait(self, tier: str = "shared", timeout_seconds: float | None = None) -> None:
         """Wait until every save of this object that retention keeps is committed on ``tier``.
 
-        ``tier="shared"`` covers drained saves. Raises the error of a failed save or drain, and
-        OperationTimeoutError after ``timeout_seconds``.
+        ``"shared"`` covers drained saves. Raises the error of a failed save or drain, and OperationTimeoutError.
         """
         self._window.conclude()
         self._running.finish()
@@ -422,7 +397,6 @@ class Checkpointer:
         self._branch.read_local()
 
     def _raise_failures(self, skip_error: CheckpointSkippedError | None) -> None:
-        """Raise the first new error of finished saves and drains; else ``skip_error``."""
         self._running.raise_ended()
         if skip_error is not None:
             raise skip_error
@@ -438,42 +412,36 @@ class Checkpointer:
         strict: bool = True,
         trust_pickle: bool = False,
     ) -> int | None:
-        """Load the newest usable checkpoint (or ``step``) into ``state``, in place. Returns its step, or None.
-
-        ``only="model"``, or several names, loads those entries of ``state`` and reads no other byte. ``trust_pickle``
-        is passed to ``TierStorageReader``.
-
-        A key that only the checkpoint or only the state has raises StateMismatchError. ``strict=False`` loads the rest
-        and keeps values that the checkpoint lacks; the returned step has the attributes ``missing_keys``,
-        ``unexpected_keys``, and both as ``skipped_keys``. Entries that ``state`` does not name are not read.
-
-        All ranks agree on the step before any of them changes anything. Each file is read from any good copy; a damaged
-        copy is quarantined and the next one tried. Without ``step``, all ranks skip a checkpoint if a file has no good
-        copy, or if a redo log cannot be replayed here; they log it and try the one before. A replayed redo log becomes
-        a checkpoint of its step first.
-
-        With a ``step`` older than the newest, the job branches: once its next save is committed, the newer checkpoints
-        are abandoned, and ``restore(state)`` skips them (docs/guide/cleaning-up.md).
+        """Load the newest usable checkpoint (or ``step``) into ``state``, in place. Returns its step.
 
         None means that shared storage was listed and has no checkpoint. If it does not answer, all ranks wait up to
-        ``store_wait_seconds``, unless the newest step on every rank's node was saved there and is not drained: then
-        that step is restored, with a warning. With ``step``, a checkpoint that is complete on this node needs no store.
+        ``store_wait_seconds``, unless the newest step on every rank's node was saved there and is not drained: that
+        step is restored. A ``step`` that is complete on this node needs no store.
+
+        All ranks agree on the step before any changes anything. A damaged copy of a file is quarantined, and another
+        one read. Without ``step``, all ranks skip a checkpoint without a good copy of a file, or a redo log that cannot
+        be replayed here. With an older ``step``, the job branches: its next save abandons the newer checkpoints
+        (docs/guide/cleaning-up.md).
+
+        Args:
+            only: names of entries of ``state`` to load; no other byte is read.
+            strict: a key that only the checkpoint or only an entry has raises StateMismatchError. False loads the rest;
+                the returned step has ``missing_keys``, ``unexpected_keys``, and both as ``skipped_keys``.
+            trust_pickle: as in ``TierStorageReader``.
 
         Raises:
-            StoreUnavailableError, PermissionDeniedError: checkpoints could not be listed; names the rank and the
-                remedy. Nothing was changed. Until a restore succeeds, saves of this object replace only checkpoints
-                that it saved itself.
+            StoreUnavailableError, PermissionDeniedError: checkpoints could not be listed. Nothing was changed. Until a
+                restore succeeds, saves of this object replace only checkpoints that it saved itself.
             CheckpointNotFoundError: some ranks see checkpoints, but no step is visible to all.
-            StateMismatchError: the state does not fit; names the difference. Nothing was changed.
-            IntegrityError: a file has no good copy, and there is no older step; names tensor, file and tiers.
-                ``state`` may be partly loaded.
+            StateMismatchError: the state does not fit. Nothing was changed.
+            IntegrityError: no good copy of a file, and no older step. ``state`` may be partly loaded.
         """
         self._check_open()
         options = Restoring(states.check_names(state, only), strict, trust_pickle)
         self._window.conclude()
         self._running.finish()
         self._client.recover()
-        self._client.enter(self.location, trains=False)  # the first save marks the process as training
+        self._client.enter(self.location, trains=False)
         started_at, write = time.monotonic(), partial(self._save_record, is_asked=True)
         fold = partial(make_checkpoint, exact=self._every_step.exact, write=write)
         restore = partial(restore_newest, self._client, self.location, state, options, fold)
@@ -502,10 +470,7 @@ class Checkpointer:
 
     @short_traceback
     def latest_step(self) -> int | None:
-        """Return the newest step that every rank can load, or None. Collective under torchrun.
-
-        Raises what ``restore`` raises if the checkpoints cannot be listed.
-        """
+        """Return the newest step that every rank can load. Collective under torchrun. Raises as ``restore``."""
         with self._listing():
             uri = agreed_latest(self._client, self.location, windows=True)
         return step_of(uri) if uri is not None else None
@@ -523,8 +488,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until all saves are committed on the shared tier (or locally with ``drain=False``). Idempotent.
 
-        Waits up to ``exit_timeout_seconds`` for drains, logs the wait, then raises OperationTimeoutError. Unfinished
-        saves stay on this node and in the journal.
+        Raises OperationTimeoutError after ``exit_timeout_seconds``. Unfinished saves stay on this node and in the
+        journal.
         """
         if self._closed:
             return
@@ -535,7 +500,7 @@ class Checkpointer:
                 lambda: describe_wait(self.location, self.settings, self._running, tuple(self.stats), deadline),
                 min(1.0, self.settings.exit_timeout_seconds / 4),
             ):
-                if not self._final_save.is_done:  # after a preemption, the final save is already decided
+                if not self._final_save.is_done:
                     self._window.conclude()
                 self._running.finish(deadline)
                 self._send_newest()
@@ -574,7 +539,6 @@ class Checkpointer:
             finally:
                 self.close()
             return
-        # The loop failed: finish a running save, without hiding the loop's error.
         try:
             self._running.finish(time.monotonic() + self.settings.exit_timeout_seconds)
         except TierckptError as failure:
@@ -584,10 +548,9 @@ class Checkpointer:
         self._release()
 
     def _save_last(self) -> None:
-        """Save the last step if the interval left it out. Alike on all ranks, which counted the same steps.
+        """Save the last step if the interval left it out.
 
-        Not after an error, which other ranks may lack: a save is collective. Not after a preemption notice,
-        whose final save is already decided.
+        Not after an error, which other ranks may lack: a save is collective.
         """
         if self._closed or self._final_save.is_done:
             return
@@ -597,10 +560,7 @@ class Checkpointer:
             retry_final_save(partial(self._save, *last, is_asked=True), self.stats)
 
     def flush_before_exit(self, deadline: float) -> list[str]:
-        """Wait until ``deadline`` for running saves and drains, after SIGTERM. Returns a line per unsafe save.
-
-        Does not raise errors of saves. The agent continues its drains after this process ends.
-        """
+        """Finish saves and drains until ``deadline``, after SIGTERM. Returns a line per unsafe save."""
         self._client.run(self._client.mover.drains.prefer_newest())
         self._final_save.wait(deadline, self._interval.step_seconds)
         self._running.wait(max(0.0, deadline - time.monotonic()))

@@ -1,10 +1,7 @@
 """Decides each drain, its route and its rate (by ``planning/drain_policy.py``).
 
-A checkpoint on shared storage needs every rank's part, so nodes cannot decide separately. Rank 0 decides at the save,
-from measurements of all ranks, and broadcasts the directive. The journal passes it to each node's mover: an entry is
-``ready`` to be drained, or ``kept`` on its SSD until newer checkpoints are on shared storage
-(``checkpoint/local_only.py``). With ``exposure_seconds_max`` the policy decides (D1 to D7): ``dcp/shard_delivery.py``
-writes directly to shared storage, ``drain/rate_limiter.py`` throttles.
+A checkpoint on shared storage needs every rank's part. So rank 0 decides at the save, from measurements of all ranks,
+and broadcasts the directive. With ``exposure_seconds_max`` the policy decides (D1 to D7).
 """
 
 from __future__ import annotations
@@ -29,15 +26,14 @@ log = logger("policy")
 VERSIONS_MAX = 64
 SLOWDOWN_WEIGHT = 0.5
 THROTTLED_SHARE = 0.8
-"""From this share of its throttle, a drain was limited by it and does not measure shared storage."""
+"""From this share of its throttle on, a drain does not measure shared storage."""
 THROTTLE_SECONDS_MIN = 60.0
 THROTTLE_INTERVALS = 4.0
-"""Intervals until an unrenewed throttle expires, as the job has probably ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveDirective:
-    """Directive for one save. ``bytes_per_second`` limits the job's drains; None: unlimited."""
+    """The directive for a save. ``bytes_per_second`` limits the job's drains; None: unlimited."""
 
     is_sent: bool = True
     is_direct_put: bool = False
@@ -45,7 +41,6 @@ class SaveDirective:
     throttle_seconds: float = 0.0
 
     def throttle_of_node(self) -> int | None:
-        """Rate limit of this node's drains, with equal shares for all nodes."""
         if self.bytes_per_second is None:
             return None
         return max(1, int(self.bytes_per_second * _share_of_node()))
@@ -53,8 +48,7 @@ class SaveDirective:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """A rank's measurements. ``free_checkpoints``: further ones that fit on its SSD, with equal shares on all nodes;
-    ``drain_slowdown``: slowdown of its steps by drains, None if unmeasured."""
+    """A rank's measurements. ``free_checkpoints`` counts more that fit on its SSD."""
 
     free_checkpoints: float = math.inf
     drain_slowdown: float | None = None
@@ -81,7 +75,6 @@ class DrainDecider:
         return self.is_adaptive
 
     def measure(self, records: Sequence[SaveRecord], drain_slowdown: float | None) -> RankView:
-        """Return this rank's measurements for rank 0. Cost: a statvfs, plus that of ``local_bytes_max``."""
         size_bytes = _usual_bytes(records)
         if not self.is_adaptive or not size_bytes:
             return RankView(drain_slowdown=drain_slowdown)
@@ -101,7 +94,6 @@ class DrainDecider:
         is_asked: bool = False,
         view: RankView | None = None,
     ) -> SaveDirective:
-        """Return the directive for the next save, on rank 0. Explicit saves are drained, unless the policy decides."""
         if not self.drains:
             return SaveDirective()
         if not self.is_adaptive:
@@ -196,7 +188,6 @@ class DrainDecider:
         )
 
     def _is_on_ssd(self, one: SaveRecord) -> bool:
-        """Return False if the SSD has evicted its copy. Tests without a URI have no SSD."""
         return not one.uri or (local_dir(self._settings.local_root, parse_uri(one.uri)) / MANIFEST).exists()
 
     def _observe(self, number: int, one: SaveRecord) -> None:

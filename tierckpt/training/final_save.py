@@ -1,13 +1,9 @@
 """The final save of a job: of an unsaved last step (``LastStep``), or of a preempted job (``FinalSave``).
 
-The ranks of a preempted job agree on a step and on whether there is time (preemption.py). They see a signal at
-different moments, and a cloud's notice on one node only; but a save is collective. They agree through the rendezvous
-store, without a collective, on a step that no rank has passed. On each rank a thread
-    1.  posts a note when its rank is preempted, and polls for notes of others,
-    2.  promises a step, two after the current one, which the rank will not pass before the decision,
-    3.  waits for the decision of rank 0: the latest promised step, if a save fits by the measured times.
-
-Training waits for the decision at the promised step only, and the decision does not depend on training.
+Ranks see a signal at different moments, but a save is collective. So a thread on each rank posts a note in the
+rendezvous store, promises a step, two after the current one, which the rank will not pass before the decision, and
+waits for the decision of rank 0: the latest promised step, if a save fits by the measured times. Training waits at the
+promised step only.
 """
 
 from __future__ import annotations
@@ -40,10 +36,9 @@ log = logger("checkpointer")
 LOOK_SECONDS = 0.25
 STORE_SECONDS = 10.0
 PATIENCE_SECONDS, PATIENCE_STEPS = 3.0, 10
-"""Maximum wait of a preempted process for its loop to end a step."""
+"""Maximum wait for the loop to end a step."""
 SAVES_JUDGED = 5
 AHEAD_STEPS = 2
-"""A rank's current step, and one that it may begin while the promise is in transit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +58,7 @@ def cost_of(records: Sequence[SaveRecord], unfinished: int) -> Cost:
 
 
 class FinalSave:
-    """One per Checkpointer. ``end_step`` and ``done`` run on the caller's thread; ``request`` on any."""
+    """``end_step`` and ``done`` run on the caller's thread; ``request`` on any."""
 
     def __init__(self, job: str, cost: Callable[[], Cost]) -> None:
         self._key, self._cost = f"tierckpt/{job}/last", cost
@@ -95,13 +90,13 @@ class FinalSave:
         return self.requested.is_set() and self.decided.is_set()
 
     def wait(self, deadline: float, step_seconds: float | None) -> None:
-        """Wait for the decision until ``deadline``, or until the loop stalls."""
+        """Wait until ``deadline`` for the decision, unless the loop stalls."""
         patience = max(PATIENCE_SECONDS, PATIENCE_STEPS * (step_seconds or 0.0))
         if self.requested.is_set() and not self.decided.wait(max(0.0, min(deadline - time.monotonic(), patience))):
             log.warning("no step ended within %.3g s: exiting with the saves made so far", patience)
 
     def end_step(self, step: int) -> bool:
-        """At the end of ``step``, return whether it is the final step to save. The same on every rank."""
+        """Return whether to save ``step``, the final one. The same on every rank."""
         if not is_distributed():
             return self._is_requested and self._settle(
                 *fits_deadline(step, self._cost(), self._deadline - time.monotonic())
@@ -169,7 +164,7 @@ class FinalSave:
             if decisions := store.peek([f"{current}/decision"]):
                 break
         else:
-            return  # the loop logs it at the promised step
+            return
         with self._lock:
             if self._round == current:
                 self._decision = decisions[0]
@@ -187,7 +182,7 @@ def _decide(store: RankStore, current: int) -> None:
 
 
 def fits_deadline(step: int, cost: Cost, seconds: float) -> tuple[bool, str]:
-    """Return whether a save of ``step`` reaches the SSD within ``seconds``, and why. Pure."""
+    """Return whether a save of ``step`` reaches the SSD within ``seconds``, and why."""
     if cost.local_seconds is None:
         return seconds > 0, f"step {step} is saved: nothing was measured yet"
     rate = cost.size_bytes / max(cost.local_seconds, 1e-9)
@@ -212,8 +207,7 @@ def _largest(values: list[float | None]) -> float | None:
 class LastStep:
     """The last ended step and its state, until a save begins: leaving the ``with`` block saves it.
 
-    Only with an interval. The state is referenced, not copied. A loop that exits between ``optimizer.step()`` and
-    ``Checkpointer.step()`` has changed the state, so it is not saved under the wrong step.
+    After ``optimizer.step()`` without ``Checkpointer.step()``, the state has changed and is not saved.
     """
 
     def __init__(self, *, is_on: bool) -> None:
@@ -230,7 +224,7 @@ class LastStep:
         self._last = None
 
     def take(self) -> tuple[int, Mapping[str, Any]] | None:
-        """Return the unsaved step and state; None without any, or if changed on some rank. Collective."""
+        """Return the unsaved step and state; None if changed on some rank. Collective."""
         last, self._last = self._last, None
         if last is None or not any(all_gather(self._has_changed(last[1]))):
             return last
@@ -252,6 +246,6 @@ class LastStep:
             return False
         try:
             found = tree_leaves(job_state.collect(state))
-        except Exception:  # raised by the save, on all ranks
+        except Exception:
             return False
         return any(isinstance(one, torch.Tensor) and storage_id(one) in updated for one in found)

@@ -1,8 +1,7 @@
 """The interval of ``Checkpointer(interval=...)``: when to save, and which saves are drained, alike on all ranks.
 
-Every rank counts the same steps, so knows when the next save is due. Decisions change only at a save: the ranks gather
-measurements, rank 0 decides by pure functions (``planning/optimal_interval.py``, ``planning/drain_policy.py``) and
-broadcasts the result: two small collectives on the caller's thread (P8).
+At a save the ranks gather measurements, and rank 0 decides and broadcasts the result: two small collectives on the
+caller's thread (P8).
 """
 
 from __future__ import annotations
@@ -31,22 +30,21 @@ Phase: TypeAlias = Literal["plain", "draining", "flushing"]
 PROFILE_STEPS = 10
 """Steps before the first save, and between saves until the first outcome."""
 WARM_UP_STEPS = 2
-"""First steps, excluded from measurements: compilation, caches, connections."""
+"""These steps are not measured: compilation, caches, connections."""
 SAMPLES_MAX = 2048
 RECORDS_MAX = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoInterval:
-    """``Checkpointer(interval=...)``: the best interval by measured times. ``interval="auto"`` is ``AutoInterval()``.
+    """``Checkpointer(interval=...)``: the best interval by measured times. "auto" is ``AutoInterval()``.
 
     Args:
         overhead_max: maximum share of training time spent on checkpoints.
         mtbf_seconds: mean time between failures of the job, if known; or ``{"local": ..., "shared": ...}``: between
             failures that an SSD survives, and between all others.
 
-    Raises:
-        ConfigError: a share that is not between 0 and 1, or a time that is not positive.
+    Raises ConfigError: a share that is not between 0 and 1, or a time that is not positive.
 
     Example:
         >>> interval = tierckpt.AutoInterval(overhead_max=0.02, mtbf_seconds=6 * 3600)
@@ -77,14 +75,7 @@ class _Kind:
 
 
 class IntervalController:
-    """Decides for one Checkpointer. All ranks must call the same methods in the same order.
-
-    Args:
-        interval: "auto" or an AutoInterval, a number of steps, or None: only explicit saves.
-        sending: decides which saves are drained.
-
-    Raises ConfigError: any other interval.
-    """
+    """Decides for one Checkpointer. All ranks must call the same methods in the same order. Raises ConfigError."""
 
     def __init__(self, interval: Interval, sending: DrainDecider) -> None:
         auto = interval if isinstance(interval, AutoInterval) else AutoInterval()
@@ -95,7 +86,7 @@ class IntervalController:
         self.goal = Goal.of(auto.overhead_max, auto.mtbf_seconds)
         self.pace: Pace | None = None
         self.step_seconds: float | None = None
-        """Duration of an undisturbed step, once known."""
+        """The duration of an undisturbed step."""
         self._drain_decider = sending
         self._since = 0
         self._seen = 0
@@ -134,7 +125,6 @@ class IntervalController:
         return self._drain_decider.decides
 
     def is_due(self, step: int) -> bool:
-        """Whether to save at ``step``. Local: all ranks have counted the same steps."""
         if self.interval is None:
             return False
         if self.interval == "auto":
@@ -142,7 +132,7 @@ class IntervalController:
         return step % self.interval == 0
 
     def before_save(self, step: int, records: Sequence[SaveRecord], *, is_asked: bool = False) -> SaveDirective:
-        """Decide the next interval, and return the directive for this save. ``is_asked``: the user called ``save``.
+        """Decide the next interval, and return the directive for this save.
 
         Collective, unless the interval is fixed and all saves are drained.
         """
@@ -225,7 +215,6 @@ class IntervalController:
         usable = [record for record in records if not record.error]
         if not usable or not self.step_seconds:
             return None
-        # The first save also pays for memory and plans that later saves reuse.
         usual = usable[1:] or usable
         blocked = statistics.median(one.blocked_seconds for one in usual[-RECORDS_MAX:])
         durable = _recent([(one.local_commit_seconds, one.age_seconds) for one in usual])

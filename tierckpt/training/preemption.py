@@ -1,13 +1,8 @@
 """SIGTERM: flush staged saves to the SSD, drain what fits into ``grace_seconds``, then end the process.
 
-final_save.py decides whether all ranks save once more; ``Checkpointer.flush_before_exit`` finishes the saves.
-
-A scheduler reclaims a node by SIGTERM (or the signal of Slurm's ``--signal``) and, after a grace period, SIGKILL. The
-first Checkpointer in the main thread installs handlers, only for signals without another one. Python runs handlers
-between bytecodes of the main thread, which may be asleep or in a collective that waits for a dead rank. So the
-signal's number also arrives in a pipe, read by a thread (``signal.set_wakeup_fd``). The first of the two starts a
-worker thread while training continues; the interrupted thread may hold any lock and does no work. Then the process
-ends by the same signal, so its parent sees the expected status. A second signal has no effect.
+The main thread, which runs Python's handlers, may be asleep or in a collective that waits for a dead rank. So the
+signal's number also arrives in a pipe, read by a thread. The first of the two starts a worker thread: the interrupted
+thread may hold any lock. Then the process ends by the same signal. A signal with another handler keeps it.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ class Saver(Protocol):
     grace_seconds: float
 
     def request_final_save(self, deadline: float, reason: str) -> None:
-        """Request a last save from the training loop; the process ends by ``deadline`` (monotonic)."""
+        """Request a last save. ``deadline`` is the end of the process (monotonic)."""
 
     def flush_before_exit(self, deadline: float) -> list[str]:
         """Finish running saves until ``deadline`` (monotonic). Returns a line per unfinished one."""
@@ -38,16 +33,16 @@ class Saver(Protocol):
 
 _savers: WeakSet[Any] = WeakSet()
 _begun = threading.Lock()
-"""Acquired for good by the first signal, always without blocking."""
+"""The first signal acquires it for good."""
 _exit_deadline = signal.SIGTERM
 _exit_thread: threading.Thread | None = None
 _watched: set[signal.Signals] = set()
 _pipe: list[int] = []
-"""The wakeup pipe: read end, write end. Empty while no signal is handled."""
+"""The read end and the write end. Empty while no signal is handled."""
 
 
 def watch(saver: Saver, names: tuple[str, ...] = ("SIGTERM",)) -> None:
-    """Flush the saves of ``saver`` on the signals ``names``, while it lives. No effect if its grace is 0."""
+    """Flush the saves of ``saver`` on these signals, while it lives. No effect if its grace is 0."""
     if saver.grace_seconds <= 0:
         return
     _savers.add(saver)
@@ -68,7 +63,7 @@ def forget(saver: Saver) -> None:
 
 
 def _listen() -> None:
-    """Start the thread that reads signals while the main thread cannot. Yields to a loop that owns the wakeup."""
+    """Start the thread that reads signals. Yields to an event loop that owns the wakeup."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writing, False)
     previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -99,7 +94,7 @@ def _restore_handlers() -> None:
         _pipe.clear()
         current = signal.set_wakeup_fd(-1)
         if current not in (-1, writing):
-            signal.set_wakeup_fd(current)  # another event loop has replaced it since
+            signal.set_wakeup_fd(current)
         os.close(writing)
 
 
@@ -121,7 +116,7 @@ def is_ending() -> bool:
 
 
 def await_end(timeout_seconds: float) -> None:
-    """After a signal, wait for it to end the process, so that the exit status is the signal's."""
+    """Wait for a signal to end the process, so that the exit status is the signal's."""
     if _exit_thread is not None and _exit_thread is not threading.current_thread():
         _exit_thread.join(timeout_seconds)
 
@@ -132,7 +127,7 @@ def _end() -> None:
     grace_seconds = min((saver.grace_seconds for saver in savers), default=0.0)
     deadline = time.monotonic() + grace_seconds
     log.warning("%s: up to %g s to flush the saves of %d run(s)", name, grace_seconds, len(savers))
-    for saver in savers:  # request all first: each loop must reach its next step
+    for saver in savers:  # each loop must reach its next step
         saver.request_final_save(deadline, name)
     for saver in savers:
         try:
@@ -140,13 +135,13 @@ def _end() -> None:
                 log.warning("%s", sentence)
         except Exception as error:
             log.error("a save was not flushed: %s", error)
-    # signal.signal works only in the main thread, which may never run Python again.
+    # signal.signal works only in the main thread, which may never run again.
     ctypes.pythonapi.PyOS_setsig(_exit_deadline, ctypes.c_void_p(signal.SIG_DFL))
     os.kill(os.getpid(), _exit_deadline)
 
 
 def _reset_after_fork() -> None:
-    """In a forked child: drop the parent's saves, and its pipe, which would receive the child's signals."""
+    """Drop the parent's saves, and its pipe, which would receive the child's signals."""
     global _begun, _exit_thread
     _begun, _exit_thread = threading.Lock(), None
     _savers.clear()

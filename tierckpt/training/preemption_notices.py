@@ -1,10 +1,6 @@
 """Polls a cloud's metadata address for the notice of preemption.
 
-A thread polls every few seconds and calls back once, if ``preempt_notices`` names the cloud. Requests bypass proxies;
-an answer can only trigger a checkpoint.
-
-Sources: the providers' documentation of EC2 spot interruption notices (IMDSv2), Compute Engine preemption and Azure
-Scheduled Events.
+Requests bypass proxies; an answer can only trigger a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,22 +25,22 @@ ANSWER_SECONDS = 2.0
 ANSWER_BYTES_MAX = 1 << 20
 TOKEN_SECONDS = 21600
 GRACE_SECONDS = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
-"""Each provider's minimum notice, used if a notice states none."""
+"""The providers' minimum notice, for a notice that states none."""
 ADDRESSES = {
     "aws": "http://169.254.169.254",
     "gcp": "http://metadata.google.internal",
     "azure": "http://169.254.169.254",
 }
 POLL_SECONDS = 5.0
-"""As AWS recommends; its notice comes 120 s ahead."""
+"""AWS recommends this period."""
 MEMORY_LOSS_EVENTS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
-"""Azure's events that lose the machine's memory; a freeze does not."""
+"""These events of Azure lose the memory. A freeze keeps it."""
 
 NoticeCallback = Callable[[float, str], None]
 
 
 class Notices:
-    """Polls until a notice or ``close``. Calls ``told(seconds, why)`` on its own thread."""
+    """Polls until a notice or ``close``. Calls back once, on its own thread."""
 
     def __init__(self, settings: Settings, callback: NoticeCallback) -> None:
         self._cloud = settings.preempt_notices
@@ -83,7 +79,7 @@ class Notices:
         headers = {"X-aws-ec2-metadata-token": (token or b"").decode("ascii", "replace").strip()}
         answer = self._ask("/latest/meta-data/spot/instance-action", headers)
         if answer is None:
-            return None  # 404: no interruption is scheduled
+            return None
         notice = _object(answer)
         if notice.get("action") not in ("terminate", "stop", "hibernate"):
             return None
@@ -124,5 +120,5 @@ class Notices:
 def _object(data: bytes) -> dict[str, Any]:
     found = json.loads(data)
     if not isinstance(found, dict):
-        raise ValueError("the answer is not an object")  # noqa: TRY004  # of a program elsewhere, not of a caller
+        raise ValueError("the answer is not an object")  # noqa: TRY004  # not of a caller
     return found

@@ -1,4 +1,4 @@
-"""Retention during training: runs after each save, on its own thread."""
+"""Retention during training."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ log = logger("checkpointer")
 
 
 class BackgroundPruning:
-    """Removes checkpoints that ``policy`` does not keep. Never fails a save: errors are logged.
-
-    The coordinator prunes the shared tier, and one rank of each node its local tier.
-    """
+    """Removes checkpoints that ``policy`` does not keep, after each save, on its own thread. Errors are logged."""
 
     def __init__(
         self, policy: Policy, branch: RunBranch, run_log: RunLog, saves: Sequence[SaveRecord], settings: Settings
@@ -43,7 +40,7 @@ class BackgroundPruning:
         self._last.set_result(None)
 
     def note(self) -> dict[str, str]:
-        """The note in manifests that lets movers prune after this process (N9). Does not block."""
+        """Return the note in manifests that lets movers prune after this process (N9)."""
         return {NOTE: self._policy.encode()} if self._policy and self._run_log.is_alone(0.0) else {}
 
     def start(self) -> None:
@@ -54,7 +51,7 @@ class BackgroundPruning:
         futures.wait([self._last], seconds)
 
     def prune(self, deadline: float | None = None) -> None:
-        """Prune until ``deadline`` (monotonic) at most; not if another job saves to the run."""
+        """Prune until ``deadline`` (monotonic); not if another job saves to the run."""
         policy = self._policy
         if dist.is_initialized() and dist.get_rank() != 0:
             policy = replace(policy, shared=Rule())
@@ -74,7 +71,7 @@ class BackgroundPruning:
             client.run(within(client.mover))
         except Exception as error:  # the save is committed anyway
             is_known = getattr(error, "is_logged", False) or client.mover.drainer.is_away(self._location)
-            is_known |= isinstance(error, futures.CancelledError)  # the process ends
+            is_known |= isinstance(error, futures.CancelledError)
             level, name = logging.DEBUG if is_known else logging.WARNING, type(error).__name__
             log.log(level, "retention under %s did not finish: %s: %s", self._location.uri, name, error)
 

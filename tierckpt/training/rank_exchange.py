@@ -1,6 +1,6 @@
 """Messages between ranks: results of a save through the rendezvous store, small values by all_gather.
 
-The store needs no collective, so any thread may use it (P8). ``all_gather`` is a collective, for the caller's thread.
+The store needs no collective, so any thread may use it (P8).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 RANKS_SHOWN = 4
 
 VERDICT_SECONDS = 10.0
-"""Extra wait of the other ranks for rank 0's own timeout report."""
+"""The other ranks wait this much longer, for rank 0's own timeout report."""
 
 _HINT = "A rank died or hangs; the previous checkpoint is intact"
 
@@ -29,13 +29,9 @@ def _same(value: Any) -> Any:
 
 
 class Exchange:
-    """One gather and one broadcast through the rendezvous store (``RankStore``), on any thread.
+    """One gather and one broadcast through the rendezvous store, on any thread.
 
     An error of one rank becomes an error of all.
-
-    Args:
-        previous_key: ``key`` of the previous exchange; rank 0 deletes its verdict. Empty: none.
-        timeout_seconds: maximum wait of rank 0 for the other ranks.
     """
 
     def __init__(self, key: str, previous_key: str, timeout_seconds: float) -> None:
@@ -43,7 +39,7 @@ class Exchange:
         self.previous_key = previous_key
         self.timeout_seconds = timeout_seconds
         self.may_be_done = False
-        """Rank 0 may have used this rank's value. False once it reports otherwise."""
+        """Rank 0 may have used this rank's value."""
 
     def gather_then(
         self,
@@ -52,8 +48,7 @@ class Exchange:
         encode: Callable[[Any], Any] = _same,
         decode: Callable[[Any], Any] = _same,
     ) -> Any:
-        """Run ``work`` on every rank, then ``then`` on rank 0 with all results. Returns its value, JSON, on all ranks.
-        ``encode`` converts a result to JSON, ``decode`` back; unused without ranks."""
+        """Run ``work`` on every rank, then ``then`` on rank 0 with all results. Returns its JSON value on all ranks."""
         if not is_distributed():
             value = then([work()])
             self.may_be_done = True
@@ -83,7 +78,7 @@ class Exchange:
         try:
             ranks = [str(rank) for rank in range(store.world_size)]
             outcomes = store.wait(ranks, "some ranks did not write their shards", _HINT)
-            if self.previous_key:  # every rank wrote this value, so all have read the previous verdict
+            if self.previous_key:  # every rank has read the previous verdict
                 store.delete("verdict", self.previous_key)
             _raise_if_failed(outcomes)
             return then([decode(outcome) for outcome in outcomes])
@@ -109,8 +104,7 @@ def is_distributed() -> bool:
 
 
 def agree_on_name(uri: str) -> str:
-    """Return a name for the job, the same on every rank. Raises ConfigError on all ranks if their ``uri`` differ: each
-    rank would wait for the others."""
+    """Return a name for the job, the same on every rank. Raises ConfigError on all ranks if their ``uri`` differ."""
     gathered = all_gather((uuid.uuid4().hex, uri))
     first = gathered[0][1]
     others = [f"rank {rank} has {other}" for rank, (_, other) in enumerate(gathered) if other != first]

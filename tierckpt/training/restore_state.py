@@ -1,4 +1,4 @@
-"""Restores a checkpoint, or the part under a prefix, into live objects: models, optimizers, ``state``."""
+"""Restores a checkpoint, or the part under a prefix, into live objects."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Restored(int):
 
 
 class LoadedModel(dict[str, Any]):
-    """The state dict that ``load_model`` returns, with the keys that ``strict=False`` skipped."""
+    """A state dict, with the keys that ``strict=False`` skipped."""
 
     missing_keys: Sequence[str] = ()
     unexpected_keys: Sequence[str] = ()
@@ -92,10 +92,9 @@ class Restoring:
 
 
 def restore_into(reader: TierStorageReader, state: dict[str, Any], options: Restoring) -> str:
-    """Load the checkpoint of ``reader`` into ``state``, reading only ``options.only`` if set.
+    """Load the checkpoint of ``reader`` into ``state``. Returns its base name in gradient logs.
 
-    Returns its base name in gradient logs, on all ranks. Raises an error of any rank on all, so that they stay at
-    one step.
+    Raises an error of any rank on all.
     """
     base = ""
 
@@ -142,14 +141,10 @@ def restore_newest(
     fold: Callable[[TierStorageReader, Mapping[str, Any]], str],
     step: int | None,
 ) -> tuple[str, str] | None:
-    """Restore ``step``, else the newest checkpoint with a good copy of every file.
+    """Restore ``step``, else the newest checkpoint with a good copy of every file. Returns URI and name of the save.
 
-    Returns its URI, and the name of its save; None without a checkpoint. If a redo log is newer than all
-    checkpoints, ``fold`` makes a checkpoint of it and returns its URI. An unreplayable redo log is skipped like a
-    damaged checkpoint.
-
-    Raises the newest checkpoint's error if no older one can be restored either, and the errors of
-    ``agreed_latest``: an unlisted shared tier is never taken for an empty one.
+    ``fold`` makes a checkpoint of a redo log that is newer than all checkpoints. Raises the newest checkpoint's error
+    if no older one can be restored, and the errors of ``agreed_latest``.
     """
 
     def open_checkpoint(uri: str) -> TierStorageReader:
@@ -174,7 +169,7 @@ def restore_newest(
             walk.end()
             raise
         if newest is None:
-            walk.end()  # raises the newest checkpoint's more specific error
+            walk.end()
             return None
         found = newest
         try:
@@ -183,9 +178,9 @@ def restore_newest(
             save = restore_into(open_checkpoint(newest), state, options)
         except (StateMismatchError, *UNREADABLE_ERRORS) as error:
             if isinstance(error, StateMismatchError) and not is_window(parse_uri(found)):
-                raise  # the caller must handle a mismatch of a checkpoint
+                raise
             if is_newer(agreed_latest(client, location, walk.step_max, windows=True), found):
-                walk.note_removed()  # by a job that has committed a newer one
+                walk.note_removed()
             else:
                 walk.note_lost(parse_uri(found), error)
             continue
@@ -202,7 +197,7 @@ def restore_newest(
 def newest_base(client: Client, location: Location) -> tuple[int, Branch | None, str, int] | None:
     """Return step and branch of the newest checkpoint, and name and step of the newest base of gradient logs.
 
-    None without any. Collective. Cost: a manifest of each checkpoint from that base to the newest.
+    Collective. Reads the manifests since that base.
     """
     newest: tuple[int, Branch | None] | None = None
     limit: int | None = None
@@ -219,7 +214,7 @@ def newest_base(client: Client, location: Location) -> tuple[int, Branch | None,
         try:
             notes = same_outcome(reader.notes)
         except UNREADABLE_ERRORS:
-            notes = {}  # a restore skips it and logs that
+            notes = {}
         finally:
             reader.reset()  # retention keeps checkpoints that a reader holds
         newest = newest or (step, parse_branch(notes.get(NOTE)))
@@ -228,7 +223,6 @@ def newest_base(client: Client, location: Location) -> tuple[int, Branch | None,
 
 
 def restore_from(base: int | None, restore: Callable[[int | None], tuple[str, str] | None]) -> tuple[str, str] | None:
-    """Restore ``base``, the start of the longest gradient log; without one, or if unreadable, the newest checkpoint."""
     if base is not None:
         try:
             return restore(base)
@@ -251,21 +245,18 @@ def agreed_latest(
 ) -> str | None:
     """Return the newest checkpoint that all ranks can load: lower the step until all agree, never mix steps.
 
-    With ``windows``, a redo log newer than every checkpoint counts as one. None if all ranks could list and see no
-    checkpoint. A rank that could not list neither resets the job nor sets it back: if others could, it waits for
-    the shared tier; its error is raised on all ranks, and names the rank.
+    None if all ranks could list and see no checkpoint. If only some could list, the job waits for the shared tier. With
+    ``windows``, a redo log counts too.
 
-    Raises:
-        StoreUnavailableError, PermissionDeniedError: a rank could not list the checkpoints.
-        CheckpointNotFoundError: ranks see checkpoints, but no common one.
-        OperationTimeoutError: another job removes checkpoints faster than all ranks can list them.
+    Raises the errors of ``Checkpointer.restore``, on all ranks, and OperationTimeoutError: another job removes
+    checkpoints faster than all ranks can list them.
     """
     message = ""
     for _ in range(LISTINGS_MAX):
         try:
             return _agreed_once(client, location, step_max, windows)
         except CheckpointNotFoundError as error:
-            if error.message == message:  # else a job has saved and removed steps between two ranks' listings
+            if error.message == message:  # else another job has changed the run between two listings
                 raise
             message = error.message
     raise changing_run_error(location)
@@ -292,7 +283,7 @@ def _agreed_once(client: Client, location: Location, step_max: int | None, windo
             return found.location.uri if found is not None else None
         if len(steps) == 0:
             raise _no_common_step(location, newest)
-        # Different saves under one step must not mix: continue with older steps.
+        # Different saves under one step must not mix.
         limit = min(steps) if len(steps) > 1 else min(steps) - 1
 
 
@@ -348,15 +339,13 @@ def load_model(
 ) -> dict[str, Any]:
     """Load only the model of a checkpoint, and read nothing else. Returns its state dict.
 
-    Reads checkpoints of ``Checkpointer``, ``TierStorageWriter`` and stock DCP, saved by any number of ranks, and
-    verifies every byte of the first two. Under torchrun all ranks must call it. Ranks of one node read shared data
-    once.
+    Reads checkpoints of ``Checkpointer``, ``TierStorageWriter`` and stock DCP, of any number of ranks, and verifies
+    every byte of the first two. Under torchrun all ranks must call it.
 
     Args:
         uri: a checkpoint, or a run: then its newest usable checkpoint.
         module: filled in place, with its sharding. None: whole tensors are made on ``device``.
-        prefix: the name the model was saved under (``{"model": ...}``). ``""``: the checkpoint is a state dict.
-        device: device of the returned tensors; with ``module`` they are the module's own.
+        prefix: the name the model was saved under. ``""``: the checkpoint is a state dict.
         strict: False loads the keys that ``module`` and checkpoint share; ``skipped_keys`` of the result has the rest.
         trust_pickle: as in ``TierStorageReader``.
         settings: a ``Settings``; ``overrides`` are single fields of it.
@@ -366,12 +355,11 @@ def load_model(
         StateMismatchError: no key starts with ``prefix`` (lists the keys), or ``module`` has other shapes.
         StoreUnavailableError, PermissionDeniedError: the checkpoints could not be listed.
         CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError, StoreError: from the reader.
-    Cost: one read of the model's bytes, a seventh of an Adam checkpoint in mixed precision.
 
     Example:
         >>> model = torch.nn.Linear(2, 3)
         >>> with tierckpt.Checkpointer("run") as checkpointer:
-        ...     copied = checkpointer.save(1, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+        ...     saved = checkpointer.save(1, {"model": model})
         >>> {name: tuple(tensor.shape) for name, tensor in tierckpt.load_model("run").items()}
         {'weight': (3, 2), 'bias': (3,)}
     """
@@ -420,8 +408,8 @@ def _load_model(
 
 def _load(reader: TierStorageReader, target: dict[str, Any]) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process is valid
-        # FSDP1's ShardedTensor may hold others, which only DCP's planner unpacks.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        # Only DCP's planner unpacks FSDP1's ShardedTensor.
         odd = (one for one in target.values() if type(one) not in (torch.Tensor, str))
         is_nested = any(hasattr(one, "local_shards") for one in odd)
         state, planner = (target, DefaultLoadPlanner()) if is_nested else ({}, TargetPlanner(target))
@@ -445,14 +433,11 @@ def _placeholder(metadata: Metadata, name: str, device: str | torch.device) -> A
     stored = metadata.state_dict_metadata[name]
     if isinstance(stored, TensorStorageMetadata):
         return torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
-    return ""  # an object replaces this value
+    return ""
 
 
 class unwrapped:
-    """Raise the typed error inside DCP's CheckpointException (a BaseException, by rank).
-
-    Also an interrupt of this rank (Ctrl-C, ``sys.exit`` in a signal handler), which DCP wraps as well.
-    """
+    """Raise the error inside DCP's CheckpointException, which also wraps an interrupt."""
 
     def __enter__(self) -> None: ...
 

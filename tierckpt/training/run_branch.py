@@ -1,4 +1,4 @@
-"""The branch of a run that this process saves to (``checkpoint.branches``)."""
+"""The branch of a run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from .rank_exchange import all_gather, is_distributed
 
 
 class RunBranch:
-    """The branch that this process continues: the restored checkpoint's, or a new one from there. ``job``: the same on
-    all ranks, and unique to this job."""
+    """The branch that this process saves to: the restored checkpoint's, or a new one from there.
+
+    ``job``: the same on all ranks, and unique to this job.
+    """
 
     def __init__(self, location: Location, job: str, settings: Settings) -> None:
         self.location, self._job, self._settings, self._restored = location, job, settings, 0
         self.now: Branch | None = None
 
     def restored(self, uri: str, *, is_asked_for: bool) -> Branch:
-        """Return the branch of later saves, after a restore of ``uri``. Collective; rank 0 decides.
+        """Return the branch of later saves, after a restore of ``uri``. Collective.
 
-        ``is_asked_for``: the caller named the step; the next save abandons newer checkpoints. Raises on all
-        ranks if rank 0 cannot read the run.
+        ``is_asked_for``: the next save abandons newer checkpoints. Raises on all ranks if rank 0 cannot read the run.
         """
         self._restored += 1
         own_branch: Branch | BaseException | None = None
@@ -46,12 +47,12 @@ class RunBranch:
         return decided
 
     def read_local(self) -> None:
-        """Read this node's branch from the disk, for a process that has restored nothing."""
+        """Read this node's branch, for a process that has restored nothing."""
         if self.now is None:
             noted = branches.read_local(local_dir(self._settings.local_root, self.location))
             order = branches.next_order(noted)
             self.now = Branch(noted.id, order, noted.base, noted.ends) if noted else Branch(self._job, order)
 
     def of_save(self) -> Branch:
-        """Return the next save's branch; a new one if ``read_local`` could not read the disk, which fails the save."""
+        """Return the branch of the next save: a new one if ``read_local`` failed, as the save will."""
         return self.now or Branch(self._job)

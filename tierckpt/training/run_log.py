@@ -1,18 +1,13 @@
 """The records of a run: how its processes spend their time, for ``tierckpt report``.
 
-At each start, rank 0 opens one small file in the run's directory on the local tier (``layout.HISTORY_DIR``) and
-appends lines to it. At intervals and at the end, it is copied to shared storage, next to the checkpoints. No
-checkpoint needs it. Every line carries totals, so a torn or missing line loses only its own increment.
+At each start, rank 0 opens a file in ``layout.HISTORY_DIR``; copies go to shared storage. Every line carries totals, so
+a torn or missing line loses only its own increment.
 
     L1  The records never fail or delay training: a thread writes the file; an error ends the records, logged once.
-    L2  A file has at most ``LINES_MAX`` lines: at the limit, every second line of progress is removed. Totals stay.
-
-The records also show whether another job saves to the run (``OtherJobs``), by mistake or from a node that returns. The
-commit lets neither job replace a checkpoint that it has not seen, but retention counts the steps of both.
-
-    O1  Another job has records that change, or appear, after this process began. An ended process, on this
-        host or with a last line, does not count: a restarted job is alone.
-    O2  The search never fails or delays a save: a store that does not answer yields no information.
+    L2  A file has at most ``LINES_MAX`` lines: at the limit, every second line of progress is removed.
+    O1  Another job that saves to the run has records that change, or appear, after this process began. An ended process
+        does not count.
+    O2  The search for other jobs never fails or delays a save.
 """
 
 from __future__ import annotations
@@ -48,13 +43,11 @@ log = logger("ledger")
 
 LINES_MAX = 4000
 LINE_SECONDS = 1.0
-"""Seconds between two permanent lines of progress. The last step is always present."""
 SEND_SECONDS = 5.0
 WRITE_WAIT_SECONDS = 0.05
-"""Maximum wait of a step for the file write. On a healthy disk the thread takes 0.1 ms."""
+"""Maximum wait of a step for the file write; 0.1 ms on a healthy disk."""
 LAST_SEND_SECONDS = 5.0
 CHECK_SECONDS = 5.0
-"""Maximum seconds of one check of other jobs' records."""
 _own_names: set[str] = set()
 PROGRESS = ("step", "save", "durable")
 
@@ -78,7 +71,6 @@ class RunLog:
         self._sending: Future[None] | None = None
         self._lines: list[str] = []
         self._tail = ""
-        """The last step's line, while newer than the last permanent line."""
         self._changes = self._written = self._thinned = 0
         self._left_seconds = 0.0
         self._thread: threading.Thread | None = None
@@ -94,7 +86,6 @@ class RunLog:
         self._begun_at = time.monotonic()
 
     def restored(self, step: int | None, seconds: float, replayed_steps: int = 0) -> None:
-        """Record a restore. ``replayed_steps`` of its steps came from a log, not a checkpoint."""
         with self._lock:
             self._begin(seconds)
             self._totals["loading"] += seconds
@@ -104,8 +95,7 @@ class RunLog:
                 self._write("restored", step=step, replayed_steps=replayed_steps)
 
     def stepped(self, step: int, *, is_save: bool = False) -> None:
-        """Record the end of training step ``step``; the time since the last call counts as work. ``is_save``: the loop
-        called ``save``, perhaps without a call for each earlier step."""
+        """Record the end of a step. The time since the last call counts as work."""
         with self._lock:
             self._step = step if self._step is None else self._step
             self._begin(0.0, begins_with="save" if is_save else "step")
@@ -114,7 +104,7 @@ class RunLog:
             if self._mark is not None:
                 self._count(now - self._mark)
             self._mark, self._step = None, step
-            if now - self._written_at >= LINE_SECONDS or self._thread is None:  # the first step of this start
+            if now - self._written_at >= LINE_SECONDS or self._thread is None:
                 self._write("step")
             else:
                 self._write_tail()
@@ -125,7 +115,6 @@ class RunLog:
             self._mark = time.monotonic()
 
     def saved(self, step: int, age_seconds: float, *, is_sent: bool = True) -> None:
-        """Record that the save of ``step``, called ``age_seconds`` ago, is staged. ``is_sent``: to be drained."""
         with self._lock:
             self._begin(0.0)
             self._trains = True
@@ -134,7 +123,7 @@ class RunLog:
             self._write("save", save_at=round(time.time() - age_seconds, 3), is_sent=is_sent)
 
     def durable(self, step: int, seconds: float, size_bytes: int, *, is_direct_put: bool = False) -> None:
-        """Record the commit of ``step`` after ``seconds``, local, or with ``is_direct_put`` only shared."""
+        """Record a commit. With ``is_direct_put`` it is only shared."""
         with self._lock:
             if self._has_begun:
                 self._write(
@@ -143,10 +132,10 @@ class RunLog:
                     durable_seconds=round(seconds, 6),
                     size_bytes=size_bytes,
                     is_direct_put=is_direct_put,
-                    reached_step=self._step,  # this line replaces the tail
+                    reached_step=self._step,
                 )
         if self._flush(LAST_SEND_SECONDS):
-            _make_durable(self._path)  # no step waits for this thread
+            _make_durable(self._path)
         self.send()
         self._check_jobs()
 
@@ -164,7 +153,7 @@ class RunLog:
             if has_news:
                 self.send(at_once=True)
 
-        with contextlib.suppress(Exception):  # L1: a closing client
+        with contextlib.suppress(Exception):  # L1
             self._looking = get_client(self._settings).start(look(get_client(self._settings).mover))
 
     def is_alone(self, wait_seconds: float = CHECK_SECONDS) -> bool:
@@ -177,7 +166,7 @@ class RunLog:
         with self._lock:
             if not self._trains:
                 return
-            self._mark = None  # not a step: the job waited for its drains, or failed
+            self._mark = None  # the job waited for its drains, or failed
             self._write("end", reason=reason)
         self._flush(ILL_SECONDS)
         if wait_seconds > 0:
@@ -192,11 +181,11 @@ class RunLog:
         self._has_begun = True
         if self._mark is None:
             before = time.monotonic() - self._begun_at
-            if loading_seconds:  # all time except the restore
+            if loading_seconds:
                 self._totals["starting"] = max(0.0, time.time() - self._process_at - loading_seconds)
             else:
                 self._totals["starting"] = max(0.0, time.time() - self._process_at - before)
-                self._mark = self._begun_at  # assume that the first step began with this process
+                self._mark = self._begun_at
         self._write(
             "start",
             process_at=round(self._process_at, 3),
@@ -209,7 +198,7 @@ class RunLog:
         )
 
     def _count(self, seconds: float) -> None:
-        """Count a step. The first step's excess over the second counts as warm-up (compilation)."""
+        """Count a step. The first step's excess over the second counts as warm-up."""
         if self._first_seconds is not None:
             extra = max(0.0, self._first_seconds - seconds)
             self._totals["warming"] += extra
@@ -238,17 +227,14 @@ class RunLog:
     def _write_tail(self) -> None:
         """Write the latest step as the tail, which the next line overwrites, so that a kill hides no step.
 
-        A kill tears no write of one page. A power cut may; the reader skips a torn line. Cost: 0.1 ms, at most
-        ``WRITE_WAIT_SECONDS``.
+        A kill tears no write of one page. The reader skips a line torn by a power cut.
         """
         if self._is_on and self._thread is not None:
-            # Never shorter than the previous tail, to overwrite it completely.
             self._tail = self._text("step")[:-1].ljust(len(self._tail) - 1) + "\n"
             self._warn()
 
     def _thin(self) -> None:
-        """Remove every second line of progress (L2), and replace the file atomically. Lines of saves are removed last,
-        as each describes one checkpoint; the newest durable one stays."""
+        """Remove every second line of progress (L2), lines of saves last. Replaces the file atomically."""
         kinds = [json.loads(text)["what"] for text in self._lines]
         newest = max((n for n, what in enumerate(kinds) if what == "durable"), default=-1)
         removed = set([n for n, what in enumerate(kinds[:-1]) if what == "step"][1::2])
@@ -263,7 +249,7 @@ class RunLog:
         if self._thread is None:
             self._thread = start_thread(threading.Thread(target=self._keep, name="tierckpt-run-log", daemon=True))
         self._lock.notify_all()
-        if self._left_seconds > 0:  # a kill hides no step, and a hanging disk costs at most this budget, once
+        if self._left_seconds > 0:  # a hanging disk costs at most this budget, once
             started_at = time.monotonic()
             self._lock.wait_for(lambda: self._written == self._changes, self._left_seconds)
             self._left_seconds -= time.monotonic() - started_at
@@ -310,7 +296,7 @@ class RunLog:
                 os.close(file)
 
     def send(self, *, at_once: bool = False) -> None:
-        """Copy the file to shared storage in the background, one copy at a time, at most every ``SEND_SECONDS``."""
+        """Copy the file to shared storage, at most every ``SEND_SECONDS``."""
         with self._lock:
             is_early = time.monotonic() - self._sent_at < SEND_SECONDS and self._sent_at > 0
             is_busy = self._sending is not None and not self._sending.done()
@@ -322,7 +308,7 @@ class RunLog:
             self._sending = get_client(self._settings).start(
                 _put(get_client(self._settings).mover, self._location, self._key, data)
             )
-        except Exception as error:  # L1: a closing client
+        except Exception as error:  # L1
             log.debug("the records of %s stay on this node: %s", self._location.uri, error)
 
     def close(self) -> None:
@@ -348,12 +334,12 @@ def _make_durable(path: Path) -> None:
 async def _put(mover: Mover, location: Location, key: str, data: bytes) -> None:
     try:
         await mover.store(location).put(key, data)
-    except Exception as error:  # L1; the next copy is complete
+    except Exception as error:  # L1
         log.debug("the records of %s stay on this node for now: %s", location.uri, error)
 
 
 def process_started_at() -> float:
-    """The process's start in Unix seconds. Source: proc(5), field 22 of stat, in ticks since boot."""
+    """Return Unix seconds, from field 22 of stat (proc(5)), in ticks since boot."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -364,11 +350,11 @@ def process_started_at() -> float:
 
 RECORDS_READ_MAX = 4
 OTHER_JOB_SECONDS = 3600.0
-"""Seconds after another job's last sign during which this job does not count as alone."""
+"""Another job counts for this time after its last sign."""
 
 
 class OtherJobs:
-    """Other jobs that save to this run, as known on rank 0. One check at a time."""
+    """Other jobs that save to the run. One check at a time."""
 
     def __init__(self, location: Location, process_at: float) -> None:
         self._location, self._process_at = location, process_at
@@ -381,8 +367,7 @@ class OtherJobs:
         return time.monotonic() - self._seen_at > OTHER_JOB_SECONDS
 
     async def look(self, mover: Mover, own: frozenset[str]) -> bool:
-        """Check the run. Returns True if another job made progress. ``own``: this process's records. Cost: one listing,
-        and a GET per record changed since the last check."""
+        """Return True if another job made progress. Cost: one listing, and a GET per changed record."""
         store, found = mover.store(self._location), {}
         async for info in store.list(HISTORY_DIR):
             name = info.key.rpartition("/")[2]
@@ -423,6 +408,6 @@ class OtherJobs:
 
 
 def identity() -> dict[str, Any]:
-    """Return the fields of a record that name its process; ``process`` is unique across hosts and containers."""
+    """Return the fields that name this process, uniquely across hosts and containers."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "process": f"{pid_namespace()}-{start_ticks(pid)}"}

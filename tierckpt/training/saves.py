@@ -1,4 +1,4 @@
-"""One save of a Checkpointer: its record, and its stages from staging memory to the local tier."""
+"""One save of a Checkpointer, from staging memory to the local tier."""
 
 from __future__ import annotations
 
@@ -42,10 +42,8 @@ from .rank_exchange import Exchange, all_gather, is_distributed
 log = logger("checkpointer")
 
 EXTRA_SECONDS = 60.0
-"""Maximum seconds of a save beyond its deadline for the other ranks."""
 PROMPT_SECONDS = 0.02
 ROUND_SECONDS = 0.1
-"""Interval of exchanges between ranks that wait for their oldest saves."""
 FINAL_SAVE_ATTEMPTS = 10
 LAST_PAUSE_SECONDS = 1.0
 NAMES_SHOWN = 4
@@ -55,7 +53,7 @@ Notes = dict[str, str | int | bool]
 
 @dataclass
 class SaveRecord:
-    """Outcome of one save. Seconds count from the call of ``save``; None until known (or unknown on this rank)."""
+    """Outcome of one save. Seconds count from the call of ``save``; None if unknown (on this rank)."""
 
     step: int
     uri: str
@@ -65,21 +63,19 @@ class SaveRecord:
     shared_commit_seconds: float | None = None
     error: str = ""
     is_sent: bool = True
-    """False: it stays on the local tier; only newer saves are drained."""
     is_direct_put: bool = False
-    """True: all or part of it bypasses the SSD; its local and shared commits are one."""
+    """All or part of it bypasses the SSD; its local and shared commits are one."""
     window_steps: int = 0
-    """Steps over which a multi-step save was copied."""
+    """Steps of a multi-step save."""
     moved_bytes: int = 0
-    """Bytes copied to host memory for a multi-step save."""
+    """Bytes copied to host memory by a multi-step save."""
     waited_bytes: int = 0
-    """Part of ``moved_bytes`` for which training waited, because it did not fit into the steps."""
+    """The part of ``moved_bytes`` that training waited for."""
     fallback: str = ""
-    """Why a multi-step save was copied whole; else ''."""
+    """Why a multi-step save was copied whole."""
     notes: Notes = field(default_factory=dict)
-    """Notes in its manifest: whether its steps were replayed, and bit for bit."""
     base: str = ""
-    """Name of this base in the gradient logs that start from it. '' without a log."""
+    """Its name in gradient logs."""
     begun_at: float = field(default_factory=time.monotonic, repr=False)
 
     def name(self, run: Location, step: int) -> None:
@@ -91,7 +87,6 @@ class SaveRecord:
 
     @property
     def drain_seconds(self) -> float | None:
-        """Seconds from the local to the shared commit."""
         if self.shared_commit_seconds is None or self.local_commit_seconds is None:
             return None
         return max(0.0, self.shared_commit_seconds - self.local_commit_seconds)
@@ -149,15 +144,15 @@ class StagedSave:
                 error.context.setdefault("checkpoint", record.uri)
             session.report_outcome(error)
             if self.prepared is not None:
-                futures.wait([self.prepared])  # until then another thread uses the session
+                futures.wait([self.prepared])  # another thread uses the session
             if self.exchange.may_be_done:
                 session.settle()
             else:
                 session.abort()
             raise error from (caught if error is not caught else caught.__cause__)
         finally:
-            # Free the staged copies, even if the caller keeps the future of this save.
-            with contextlib.suppress(TierckptError):  # raised by the save
+            # The caller may keep the future of this save.
+            with contextlib.suppress(TierckptError):
                 self.staged.release()
             self.staged = StagedItems()
             self.metadata = None
@@ -168,10 +163,7 @@ class StagedSave:
 
 
 def left_out(record: SaveRecord, why: CheckpointSkippedError, *, is_retry: bool = False) -> Future[None]:
-    """Record a skipped save. Returns its future, which raises the error.
-
-    Only the rank that the error names logs it, and not for a retry.
-    """
+    """Record a skipped save. Returns its future, which raises the error. Only the rank that the error names logs it."""
     context = {"rank": 0, **why.context, "checkpoint": record.uri}
     error = CheckpointSkippedError(f"step {record.step} was left out: {why.message}", hint=why.hint, **context)
     is_owner = not is_retry and context["rank"] == (dist.get_rank() if is_distributed() else 0)
@@ -183,8 +175,10 @@ def left_out(record: SaveRecord, why: CheckpointSkippedError, *, is_retry: bool 
 
 
 def retry_final_save(save: Callable[..., Future[None]], records: list[SaveRecord]) -> None:
-    """Call ``save``, a job's final save. If a hanging disk skips it, retry up to ``FINAL_SAVE_ATTEMPTS`` times,
-    alike on all ranks: no training is held up. ``records`` gets only the last try's record."""
+    """Call ``save`` up to ``FINAL_SAVE_ATTEMPTS`` times if a hanging disk skips it.
+
+    ``records`` gets only the last try's record.
+    """
     pauses = Poll(pauses=Pauses(LAST_PAUSE_SECONDS, LAST_PAUSE_SECONDS))
     for number in range(FINAL_SAVE_ATTEMPTS - 1):
         future = save(is_retry=number > 0)
@@ -203,7 +197,6 @@ def kept_records(records: Sequence[SaveRecord], rule: Rule) -> list[SaveRecord]:
 
 
 def note_commits(records: Sequence[SaveRecord], settings: Settings, committed_at: Mapping[str, float]) -> None:
-    """Record shared commits, from ``committed_at`` of this process or from the SSD."""
     for record in records:
         if record.shared_commit_seconds is None and record.is_sent and not record.error:
             seconds = _drained_after(record, settings, committed_at)
@@ -225,8 +218,7 @@ def _drained_after(record: SaveRecord, settings: Settings, committed_at: Mapping
 def stage(
     stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any], *, is_copied: bool = False
 ) -> tuple[StagedItems, BaseException | None]:
-    """Stage this rank's part of the plan. Returns an error instead of raising it: all ranks must receive it.
-    ``is_copied``: training no longer uses the tensors."""
+    """Stage this rank's part of the plan. Returns an error, as all ranks must receive it."""
     try:
         if is_copied:
             return stager.stage_items(plan.items, planner, in_background=True), None
@@ -239,14 +231,14 @@ def stage(
 
 
 class RunningSaves:
-    """Staged saves, oldest first, until their outcome is raised or logged. ``is_sync``: one at a time."""
+    """Staged saves, oldest first, until their outcome is raised or logged."""
 
     def __init__(self, settings: Settings, timeout_seconds: float, *, is_sync: bool = False) -> None:
         self._settings, self._timeout_seconds = settings, timeout_seconds
         self._saves_max = 1 if is_sync else settings.checkpoints_in_flight_max
         self._saves: deque[tuple[SaveRecord, Future[None]]] = deque()
         self._reported: set[str] = set()
-        """Saves with an error already raised here, as another rank reported it first."""
+        """Saves whose error was raised here, as another rank reported it first."""
 
     @property
     def uris(self) -> set[str]:
@@ -263,22 +255,18 @@ class RunningSaves:
         return [(record, future) for record, future in self._saves if not future.done()]
 
     def note_reported(self, uris: Collection[str]) -> None:
-        """Record that these saves' errors, if running here, were raised: each rank raises them once."""
         self._reported |= self.uris & set(uris)
 
     def wait(self, seconds: float, *, last: bool = False) -> None:
-        """Wait up to ``seconds`` for all saves, or only the ``last`` one."""
         waited = list(self._saves)[-1:] if last else list(self._saves)
         futures.wait([future for _, future in waited], seconds)
 
     def refuses(self, uri: str) -> CheckpointSkippedError | None:
-        """Wait until a save to ``uri`` may begin. Returns the reason if it is skipped: the policy, or any
-        rank's hanging disk.
+        """Wait until a save to ``uri`` may begin. Returns the reason if it is skipped. Collective.
 
-        Collective, with the same result on all ranks. Does not raise errors of earlier saves: planning does,
-        on all ranks.
+        Does not raise errors of earlier saves: planning does, on all ranks.
         """
-        # Report a save that fails at once (a full disk) now, not one checkpoint later.
+        # Report a save that fails at once (a full disk) now.
         if not requests.is_ill:
             self.wait(PROMPT_SECONDS, last=True)
         policy = self._settings.staging_policy
@@ -330,7 +318,7 @@ class RunningSaves:
     def finish(self, deadline: float | None = None) -> None:
         """Wait for every running save. Raises the first error; logs the others.
 
-        After ``deadline``, waits only for saves not yet on the local tier: only those would be lost.
+        After ``deadline``, waits only for saves not yet on the local tier.
         """
         first: BaseException | None = None
         while self._saves:
@@ -342,20 +330,20 @@ class RunningSaves:
                     log.error("another save also failed: %s", error)
                 first = first or error
                 if len(self._saves) == unfinished:
-                    break  # it hangs, and so do the later ones: wait only once
+                    break  # wait only once: the later ones hang too
         if first is not None:
             raise first
 
     def _finish_oldest(self, deadline: float | None = None) -> None:
         record, running = self._saves[0]
         seconds = self._timeout_seconds + EXTRA_SECONDS
-        if deadline is not None and record.is_direct_put:  # it bypasses the SSD
+        if deadline is not None and record.is_direct_put:
             seconds = min(seconds, max(0.0, deadline - time.monotonic()))
         futures.wait([running], seconds)
         try:
             running.result(timeout=0)
         except CheckpointSkippedError as error:
-            log.warning("%s", error)  # expected by the policy, not a failure
+            log.warning("%s", error)
         except TimeoutError as error:
             if isinstance(error, TierckptError):
                 self._raise_once(record, error)
@@ -396,16 +384,16 @@ def plan_save(
     *,
     with_addresses: bool = False,
 ) -> tuple[SavePlan, TierSavePlanner, Metadata | None]:
-    """Run DCP's planning on the caller's thread: the only collectives of a save."""
+    """Run DCP's planning, the only collectives of a save, on the caller's thread."""
     planner = TierSavePlanner()
     planner.with_addresses = with_addresses
     ranks = DistWrapper(None, is_distributed(), 0)
     metadata: Metadata | None = None
 
     def local_step() -> SavePlan:
-        raise_failures()  # here, so that all ranks raise it and none waits in the collective
+        raise_failures()  # so that all ranks raise it and none waits in the collective
         with gc_paused():
-            collected = collect()  # here, so that an error of one rank is raised on all
+            collected = collect()
             planner.set_up_planner(collected, session.storage_meta(), ranks.is_coordinator)
         session.begin()
         return session.plan_local(planner.create_local_plan())

@@ -1,4 +1,4 @@
-"""Measures a live model and its optimizer for the sizer."""
+"""Measures a live model for the sizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..planning.training_state import Model, Tensor, TrainingState, take_stock
 def measure(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[Model, TrainingState]:
     """Count the parameters of ``model``, and the bytes per parameter of it and ``optimizer``, however sharded.
 
-    An optimizer before its first step has no state and adds nothing. Raises ConfigError for a model without parameters.
+    Raises ConfigError for a model without parameters.
     """
     tensors = [_tensor(name, parameter) for name, parameter in model.named_parameters()]
     if optimizer is not None:

@@ -1,7 +1,7 @@
 """``peers=torchrun``: the nodes of a job find each other through the job's rendezvous store.
 
 Each node's first process adds its agent's address to a list in the store, and passes the list to the agent. No node
-waits for another: a later node finds the earlier ones, whose agents learn about it from its agent.
+waits for another: earlier agents learn about a later one from it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ log = logger("peer")
 
 STORE_SECONDS = 30.0
 ADDRESSES_BYTES_MAX = 512 << 10
-"""Only the list's end is read: an elastic job that restarted often leaves many stale addresses."""
+"""Only the list's end is read: an elastic job may leave many stale addresses."""
 
 
 def exchange_addresses(settings: Settings) -> None:
-    """Pass the addresses of the job's other agents to this node's agent. Only logs failures: the node reads alone.
-    Cost: two requests to the job's store and two to the agent, on the first rank of each node."""
+    """Pass the addresses of the job's other agents to this node's agent. Only logs failures."""
     if settings.peers != "torchrun" or int(os.environ.get("LOCAL_RANK", "0")) != 0:
         return
     try:
@@ -52,7 +51,6 @@ def exchange_addresses(settings: Settings) -> None:
 
 
 def _connector() -> Callable[[], Any] | None:
-    """Return a function that connects to the store of the process group or of torchrun. None: no job."""
     if is_distributed():
         return own_store
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")

@@ -2,13 +2,12 @@
 
     8 bytes size of the JSON, little endian; JSON; the bytes of the tensors
 
-The JSON has the structure of the values (``structure``), so it runs no code (P9), and the dtype, size and local shape
-of each tensor. The values are
+The JSON runs no code (P9). It describes the tensors, and has
 
     values     entries of the state that are neither modules nor optimizers
-    groups     options of the groups of each optimizer, which a schedule may change after the step
-    tensors    buffers of each module, and parameters that no optimizer of the state steps, if they changed
-    extra      extra state of the submodules of each module
+    groups     options of the groups of each optimizer
+    tensors    changed buffers of modules, and changed parameters that no optimizer of the state steps
+    extra      extra state of submodules
 """
 
 from __future__ import annotations
@@ -46,15 +45,8 @@ UNTRACED = (
 class Attachments:
     """Encodes the attachment of each step of ``state``, with the module tensors changed since the last one.
 
-    Buffers are compared by their bits, as kernels write to them without a trace (``batch_norm``). Parameters that
-    no optimizer steps are compared by version counters, and in host memory by a sample of elements, as averages of
-    weights are often written through ``.data``. The digest thread compares all bits of unchanged ones: ``check``
-    reports a difference, and later attachments always include that parameter.
-
-    ``untraced``: these parameters; shared with the next log.
-
-    Cost: state_dict() of entries that are neither module nor optimizer; one pass over the buffers, which waits for
-    their device; one pass over other parameters, on the digest thread.
+    Buffers are compared by their bits, as kernels write to them without a trace; other parameters by version counters
+    and a sample of elements, and by all bits in ``check``.
     """
 
     def __init__(self, state: Mapping[str, Any], untraced: set[TensorKey]) -> None:
@@ -66,13 +58,12 @@ class Attachments:
         self._places = self._seen.keys() | set[TensorKey]()
 
     def rebase(self, state: Mapping[str, Any]) -> None:
-        """Note that a checkpoint has the current state: the next attachment has all changes since the last step."""
+        """Make the current state the base: a checkpoint has it."""
         for name, key, tensor in _tensors_of(state):
             if self._seen.get((name, key)) != _mark(tensor):
                 self._seen.pop((name, key), None)
 
     def check(self, state: Mapping[str, Any], sent: Mapping[TensorKey, int | torch.Tensor] = NONE_SENT) -> Check:
-        """Return a check of the parameters against the newest step. ``sent``: marks of attached parameters."""
         marks: dict[TensorKey, Any] = dict(sent)
         for name, key, tensor in _parameters_of(state):
             if (name, key) not in marks:
@@ -130,8 +121,10 @@ class Attachments:
 
 
 class Attached:
-    """Restores attachments to ``state``: tensors of modules in order, the rest of the newest one in ``finish``. Raises
-    UnsafeCheckpointError: not an attachment. StateMismatchError: it does not fit the state."""
+    """Restores attachments: tensors in order, the rest of the newest one in ``finish``.
+
+    Raises UnsafeCheckpointError: not an attachment. StateMismatchError: it does not fit the state.
+    """
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -211,7 +204,7 @@ def _live(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inner(module: torch.nn.Module) -> torch.nn.Module:
-    """Unwrap DDP: checkpoints use the inner names."""
+    """Unwrap DDP."""
     return inner(module.module) if isinstance(module, DistributedDataParallel) else module
 
 
@@ -279,7 +272,6 @@ def _mark(tensor: torch.Tensor) -> Any:
 
 
 def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` with its dimensions in memory order, so that sampling needs no copy."""
     if tensor.is_contiguous():
         return tensor
     return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))

@@ -1,18 +1,4 @@
-"""Saves the state of a training job as a DCP state dict, and restores it.
-
-modules      the result of ``state_dict``, with its sharding                      ``modules``
-optimizers   the same, with parameter names in place of numbers                   ``optimizers``
-PerRank      one entry per rank: RNG, data loaders                                ``rank_state``
-Stateful     any other object with ``state_dict`` and ``load_state_dict``         ``values``
-values       numbers, strings, containers, tensors, arrays: put into the state    ``values``
-
-Tensors have the names of DCP. The structure (``training/codec/structure.py``) restores their containers and all other
-values exactly.
-
-A restore builds the state dict of each entry from the checkpoint and passes it to ``load_state_dict`` of the entry. The
-checkpoint decides the content, the live object the placement of tensors. Every entry is read and compared before any
-entry changes.
-"""
+"""Saves the state of a training job as a DCP state dict, and restores it (docs/internals/state.md)."""
 
 from __future__ import annotations
 
@@ -45,7 +31,7 @@ def structure_name(name: str, *, per_rank: bool = False) -> str:
 
 
 def check_step(step: Any) -> int:
-    """Return ``step`` as an int. Raises ConfigError unless it is a whole number of at least 0."""
+    """Raise ConfigError unless ``step`` is a whole number of at least 0."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -64,10 +50,9 @@ def _check_state(state: object) -> None:
 
 
 def collect(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict to save. Tensors are the live ones, not copies.
+    """Return the state dict to save. Tensors are the live ones.
 
-    Structures are under ``STRUCTURE``: one for all ranks, or one per rank with its own values. If values differ without
-    ``PerRank``, those of one rank are saved. Raises StateMismatchError naming a value that cannot be restored.
+    If values differ between ranks without ``PerRank``, those of one rank are saved. Raises StateMismatchError.
     """
     _check_state(state)
     saved: dict[str, Any] = {}
@@ -109,7 +94,7 @@ def _encoded(name: str, value: Any, saved: Mapping[str, Any], texts: dict[str, d
 def _is_unambiguous(flat: dict[str, Any]) -> bool:
     try:
         flatten_state_dict(flat)
-    except ValueError:  # two of its values have the same name
+    except ValueError:
         return False
     return True
 
@@ -121,7 +106,6 @@ def _split(name: str, tree: dict[str, Any], inexact: list[tuple[Path, Any]]) -> 
         nodes.append([{"tuple": list(path)}, node])
         if path:
             _put(tree, path, shown)
-    # An optimizer always has a structure: it marks complete parameter lists, which stock PyTorch does not save.
     return tree, text_of({"paths": nodes}) if nodes or optimizers.GROUPS in tree else ""
 
 
@@ -135,7 +119,7 @@ def _put(saved: Any, path: tuple[Any, ...], value: Any) -> None:
 
 
 def check_names(state: Mapping[str, Any], only: str | Collection[str] | None) -> Collection[str] | None:
-    """Return ``only`` as a collection, None for all. Raises StateMismatchError for a name that ``state`` lacks."""
+    """Raise StateMismatchError for a name that ``state`` lacks."""
     _check_state(state)
     if only is None:
         return None
@@ -161,13 +145,13 @@ def structures(state: Mapping[str, Any], stored: Stored, only: Collection[str] |
 
 
 class RestorePlan:
-    """The items to read for each entry of a state, and how they are loaded.
+    """The items to read for each entry of a state. Every entry is compared before any changes.
 
     Attributes:
         missing: names that only the entries have.
         unexpected: names that only the checkpoint has. Other ranks may have them.
 
-    Raises StateMismatchError: a tensor has another shape in the checkpoint, or a value's class is unknown here.
+    Raises StateMismatchError: other shapes, or a class that is unknown here.
     """
 
     def __init__(
@@ -216,18 +200,17 @@ class RestorePlan:
         ]
 
     def destinations(self) -> dict[str, Any]:
-        """Return the dict to load, by name in the checkpoint: new tensors on the devices of the state's."""
+        """Return the dict to load: new tensors on the devices of the state's."""
         return {key: value for one in self._targets.values() for key, value in one.destinations().items()}
 
     def put_back(self, loaded: Mapping[str, Any], *, strict: bool = True, own_code: bool) -> None:
         """Load the entries that run their own code (``own_code``), or the others, which only copy.
 
-        Call it with ``own_code`` first, on all ranks, so that a failure leaves the others unchanged. Raises
-        StateMismatchError, which lists the entries that may have changed.
+        ``own_code`` goes first, on all ranks: a failure leaves the others unchanged. StateMismatchError lists changed
+        entries.
         """
         selected = {name: target for name, target in self._targets.items() if target.is_plain is not own_code}
         changed: list[str] = []
-        # Objects before modules and optimizers, and plain values last.
         for name, target in sorted(selected.items(), key=lambda item: isinstance(item[1], ValueTarget) is not own_code):
             try:
                 target.load(loaded, strict=strict)

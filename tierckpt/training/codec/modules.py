@@ -1,7 +1,4 @@
-"""A module's part of a checkpoint: the result of ``state_dict``, and the argument of ``load_state_dict``.
-
-Names omit DDP and ``torch.compile``, so a restore may add or remove these wrappers.
-"""
+"""A module's part of a checkpoint: the result of ``state_dict``. Names omit DDP and ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -22,11 +19,10 @@ from .reconstruction import Decoder, NewTensors
 from .stored import Path, Stored, nested
 
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
-"""Attribute of the module inside activation checkpointing's wrapper, omitted by the wrapper's state dict."""
 EXTRA_STATE = "_extra_state"
-"""Last key part of ``get_extra_state``'s result: a tensor of any length, or any other value."""
+"""The last key part of ``get_extra_state``'s result."""
 VERSIONS: Path = ()
-"""Path of the submodule versions, ``_metadata`` of a state dict, among values that are not tensors."""
+"""The path of ``_metadata`` of a state dict."""
 
 
 class Names:
@@ -78,7 +74,7 @@ def _submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 
 
 def is_flat(module: torch.nn.Module) -> bool:
-    """True for FSDP1, with parameters that only DCP can name."""
+    """True for FSDP1, as only DCP can name its parameters."""
     return any(isinstance(one, FullyShardedDataParallel) for _, one in _submodules(module))
 
 
@@ -99,7 +95,7 @@ class ModuleTarget:
         missing: keys that only the module has.
         unexpected: keys that only the checkpoint has.
         problems: values that ``load_state_dict`` would reject.
-        is_plain: loading only copies tensors, runs no code of the module and cannot fail.
+        is_plain: loading only copies tensors and cannot fail.
     """
 
     def __init__(self, module: torch.nn.Module, stored: Stored, name: str, text: Any = None) -> None:
@@ -120,7 +116,6 @@ class ModuleTarget:
         self._compare(tuple(f"{self._names.saved(path)}." if path else "" for path in own))
 
     def _decoded(self) -> dict[Path, Any]:
-        """Values of the structure by path: some, or all if the state dict was saved as an ordinary value."""
         value = self._decoder.value if self._decoder is not None else {}
         if not isinstance(value, Mapping):
             return {}
@@ -142,7 +137,7 @@ class ModuleTarget:
         return live if is_alike and self._is_flat else new.like(found, live if is_alike else None)
 
     def _compare(self, loose: tuple[str, ...]) -> None:
-        """``loose``: prefixes of submodules with their own rules for keys and shapes."""
+        """Compare keys and shapes. Submodules with a prefix in ``loose`` have their own rules."""
         decoded = {str(path[0]): value for path, value in self._decoded().items() if path}
         found = {str(path[0]): one for path, one in self._items.items()} | decoded
         self.missing = [key for key in self._live if key not in found and not key.startswith(loose)]
@@ -150,10 +145,9 @@ class ModuleTarget:
         self.problems = []
         for key, live in self._live.items():
             if not isinstance(live, torch.Tensor) or key.endswith(EXTRA_STATE):
-                self.is_plain = False  # the module's own code loads it
+                self.is_plain = False
             elif key in found and not key.startswith(loose):
                 self.problems += _problem(f"{self._name}.{key}" if self._name else key, live, found[key])
-        # Unexpected keys of other pipeline stages are not this rank's; others were rejected, or are skipped.
         foreign = set(self.unexpected)
         self._below = {path: key for path, key in self._below.items() if str(path[0]) not in foreign}
         self.is_meta = any(isinstance(one, torch.Tensor) and one.is_meta for one in self._live.values())
@@ -173,7 +167,7 @@ class ModuleTarget:
 
     @property
     def replaces_parameters(self) -> bool:
-        """True if the module gets new parameters, which an optimizer over the old ones does not step."""
+        """True if the module gets new parameters, which its optimizer does not step."""
         return self.is_meta and not torch.__future__.get_swap_module_params_on_conversion()
 
     def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
@@ -198,7 +192,7 @@ class ModuleTarget:
             )
 
     def _all_versions(self, versions: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``_metadata`` of a state dict: versions equal to 1 are not saved."""
+        """Return all versions: those equal to 1 are not saved."""
         paths = [path for path, _ in self._module.named_modules()]
         return {path: dict(versions.get(self._names.saved(f"{path}.")[:-1], {"version": 1})) for path in paths}
 
@@ -209,7 +203,7 @@ def _problem(name: str, live: torch.Tensor, found: Any) -> list[str]:
     if isinstance(found, TensorStorageMetadata | torch.Tensor):
         sizes = tuple(found.size if isinstance(found, TensorStorageMetadata) else found.shape)
         live_sizes = _sizes(live)
-        # torch.load_state_dict accepts one element for a number, as saved before 0.4.
+        # load_state_dict accepts one element for a number, as saved before torch 0.4.
         same = sizes == live_sizes or (sizes, live_sizes) == ((1,), ())
         return [] if same else [f"{name} is {live_sizes} here and {sizes} in the checkpoint"]
     return [f"{name} is a tensor here and an object in the checkpoint"]
@@ -224,8 +218,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 
 @torch.no_grad()
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each second tensor into the first, like ``load_state_dict``, in a few batched calls. Tied tensors are copied
-    one by one, so that the last one wins: a batched call on a GPU has no order."""
+    """Copy each second tensor into the first. Tied tensors one by one, as a batched call on a GPU has no order."""
     plain = []
     owners = Counter(local_shard(to).data_ptr() for to, _ in pairs if type(to) in _PLAIN)
     for to, source in pairs:

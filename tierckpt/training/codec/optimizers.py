@@ -4,9 +4,7 @@
     param_groups.N.params     the names of a group's parameters
     param_groups.N.OPTION     the options of a group
 
-``state_dict`` numbers parameters. A checkpoint names them like their module, so that the state follows its parameter
-when order or world size change, and stock PyTorch finds it. A parameter of no module is ``param.GROUP.INDEX``. With
-several modules in the state, names begin with the name of the module.
+A parameter of no module is ``param.GROUP.INDEX``. With several modules, names begin with the name of the module.
 """
 
 from __future__ import annotations
@@ -52,12 +50,12 @@ class ParameterNames:
                     self._other_names.setdefault((entry, id(parameter)), []).append(name)
 
     def flat_owner(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
-        """Return the module whose parameters only DCP can name (FSDP1), or None."""
+        """Return the module of FSDP1, as only DCP can name its parameters."""
         ids = {id(one) for one in parameters_of(optimizer)} if self._flat else set()
         return next((self.modules[entry] for entry in self._flat if ids & self._first_names[entry].keys()), None)
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[list[list[str]]]:
-        """Return the possible names of each parameter of each group. A checkpoint is saved with the first."""
+        """Return the possible names of each parameter of each group. A save uses the first."""
         saved, owner = self.saved(optimizer), self._owner(optimizer)
         return [
             [[first, *(one for one in self._of(parameter, owner) if one != first)]
@@ -117,7 +115,6 @@ class ParameterNames:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters in the order of their numbers in ``state_dict``."""
     return [one for group in optimizer.param_groups for one in group[PARAMS]]
 
 
@@ -133,12 +130,8 @@ def _holder(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 class Saved(NamedTuple):
-    """The state dict of an optimizer, by parameter name.
-
-    Attributes:
-        lists: this rank's parameter names as JSON, if other ranks may have others.
-        odd: the values that DCP would not restore exactly, by path.
-    """
+    """``lists``: this rank's parameter names as JSON, if other ranks may have others. ``inexact``: values that DCP
+    would not restore exactly."""
 
     tree: dict[str, Any]
     lists: str
@@ -146,7 +139,6 @@ class Saved(NamedTuple):
 
 
 def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved | None:
-    """Return the state dict to save; None if it does not have the form of ``torch.optim``."""
     if (owner := names.flat_owner(optimizer)) is not None:
         tree = _flat_state(owner, optimizer)
         return Saved(tree, "", _odd(tree))
@@ -174,12 +166,11 @@ def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved |
             if isinstance(one, torch.Tensor) and is_plain(one) and has_device(one.device.type)]  # fmt: skip
     every = zip(chain.from_iterable(lists), parameters, strict=True)
     if shapes := {name: one.shape for name, one in every if isinstance(one, DTensor)}:
-        # State that is sharded differently from its parameter.
         inexact += [((STATE, name, key), one) for name, parameter_state in tree.get(STATE, {}).items()
                 for key, one in parameter_state.items()
                 if isinstance(one, DTensor) and one.shape != shapes.get(name) and is_plain(one)]  # fmt: skip
     for name in {path[1] for path, _ in inexact if path[0] == STATE}:
-        tree[STATE][name] = dict(tree[STATE][name])  # a copy, as odd values are removed from it
+        tree[STATE][name] = dict(tree[STATE][name])  # odd values are removed from it
     return Saved(tree, "" if names.are_on_all_ranks(optimizer) else json.dumps(lists), inexact)
 
 
@@ -196,8 +187,7 @@ def _is_of_torch(saved: Any, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _flat_state(owner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state by DCP, which would make a fake step and run hooks for an optimizer without state: it gets an
-    empty one here."""
+    """Return the state by DCP, without its fake step for an optimizer without state."""
     if optimizer.state:
         return dict(get_optimizer_state_dict(owner, optimizer))
     try:
@@ -224,8 +214,6 @@ def lists_of(name: str, stored: Stored) -> list[str]:
 
 
 class _Numbers(list[int]):
-    """Consecutive numbers with a fast ``in``: ``load_state_dict`` looks up each value of the state."""
-
     def __contains__(self, number: object) -> bool:
         return len(self) > 0 and isinstance(number, int) and self[0] <= number <= self[-1]
 
@@ -245,8 +233,6 @@ def _loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class FlatTarget:
-    """``OptimizerTarget`` for FSDP1, loaded by DCP."""
-
     is_plain = False
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
@@ -259,7 +245,7 @@ class FlatTarget:
     def destinations(self) -> dict[str, Any]:
         saved = dict(get_optimizer_state_dict(self._owner, self._optimizer))
         if not any(path[0] == STATE for path in self._stored.below(self._name)):
-            saved.pop(STATE, None)  # saved before its first step
+            saved.pop(STATE, None)
             self._optimizer.state.clear()
         flat, self._paths = torch_internals.flatten_state_dict({self._name: saved})
         return {key: value for key, value in flat.items() if key in self._stored.items}
@@ -279,11 +265,7 @@ def is_rank(key: Any) -> bool:
 
 
 class OptimizerTarget:
-    """The optimizer's part of a checkpoint, and how it is loaded.
-
-    ``objects``: the items of ``lists_of``, and the structure, by name in the checkpoint. Attributes: as in
-    ``ModuleTarget``; ``missing`` and ``unexpected`` are names of parameters and groups.
-    """
+    """The optimizer's part of a checkpoint. Attributes: as in ``ModuleTarget``, of parameters and groups."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames, stored: Stored, name: str,
@@ -355,7 +337,7 @@ class OptimizerTarget:
             is_loose = all(id(one) in loose for one in left) or all(
                 str(name).startswith(UNNAMED) for name in open_names
             )
-            # A module that translates its state dict's keys has other names too, so only the order is left.
+            # A module that translates its keys has other names too: only the order is left.
             is_loose |= any(map(torch_internals.submodules_that_load_themselves, self._modules.values()))
             if len(left) == len(open_names) and is_loose:
                 found |= dict(zip(map(id, left), open_names, strict=True))
@@ -420,7 +402,6 @@ class OptimizerTarget:
             if self._local_state is not None:
                 return self._local_state[str(path[1])][str(path[2])]
             if path[2] == "step":
-                # A number stays on the device where torch.optim creates it.
                 return self._numbers.like(found, None, device=self._default_device if found.size == () else "cpu")
             parameter = by_name.get(path[1])
             if parameter is None or torch.nn.parameter.is_lazy(parameter) or parameter.shape != found.size:
@@ -478,15 +459,16 @@ class OptimizerTarget:
         holder.load_state_dict({**nested(more), STATE: numbered, GROUPS: described})
         self._keep_dtypes(holder, state)
         for group, old in zip(holder.param_groups, before, strict=True):
-            # An option newer than the checkpoint that the optimizer does not add by itself.
             group.update({key: old[key] for key in optimizer.defaults if key in old and key not in group})
         if holder is not optimizer:
             for group, loaded_group in zip(optimizer.param_groups, holder.param_groups, strict=True):
                 group.update({key: value for key, value in loaded_group.items() if key != PARAMS})
 
     def _keep_dtypes(self, optimizer: torch.optim.Optimizer, state: Mapping[Any, Any]) -> None:
-        """Undo the cast of ``Optimizer.load_state_dict`` of all state but "step" to the dtype of its parameter. Numbers
-        keep the dtype that the optimizer gave them; so does other state if the parameter has its saved dtype."""
+        """Undo the cast of ``Optimizer.load_state_dict`` to the parameter's dtype.
+
+        Numbers keep the dtype that the optimizer gave them; so does all state if the parameter has its saved dtype.
+        """
         for parameter in parameters_of(optimizer):
             name = self._saved_name.get(id(parameter))
             for key, value in state.get(name, {}).items():

@@ -1,5 +1,3 @@
-"""State that differs by rank: data loaders, random number generators."""
-
 from __future__ import annotations
 
 import random
@@ -17,7 +15,7 @@ log = logger("state")
 class PerRank:
     """Wraps a Stateful with state that differs by rank (a data loader): each rank saves and restores its own.
 
-    A rank that the checkpoint lacks, because the job has grown, keeps its state; this is logged.
+    A rank that the checkpoint lacks keeps its state; this is logged. Raises the errors of the wrapped object.
 
     Args:
         stateful: any object with ``state_dict`` and ``load_state_dict``.
@@ -34,17 +32,11 @@ class PerRank:
         self.stateful = stateful
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{"rank-N": state}`` of this rank alone; a checkpoint has the entries of all ranks.
-
-        Raises the errors of the wrapped object.
-        """
+        """Return ``{"rank-N": state}`` of this rank alone."""
         return {rank_key(): self.stateful.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load this rank's entry of ``state``. Without one, logs a warning and changes nothing.
-
-        Raises the errors of the wrapped object.
-        """
+        """Load this rank's entry of ``state``. Without one, logs a warning and changes nothing."""
         if rank_key() not in state:
             log.warning("the checkpoint has no state for %s, which keeps its current state", rank_key())
             return
@@ -52,8 +44,7 @@ class PerRank:
 
 
 class _Rng:
-    """The random number generators of this process, as tensors and (lists of) numbers. A restore reads these without
-    trusting the checkpoint."""
+    """The random number generators of this process, in types that need no trust to load."""
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": _listed(random.getstate())}

@@ -1,4 +1,4 @@
-"""The entries of a checkpoint's training state, and the values that DCP restores exactly."""
+"""The entries of a checkpoint's training state."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ _EXACT = frozenset({type(None), bool, float, complex, bytes, torch.dtype, torch.
 
 
 class Stored:
-    """The items of a checkpoint. ``below(name)`` maps the path of each item under an entry to its name. Cost: one pass
-    over the metadata for any number of entries."""
-
     def __init__(self, metadata: Metadata) -> None:
         self.metadata = metadata
         self.items = metadata.state_dict_metadata
         self._entries: dict[str | int, dict[Path, str]] = {}
         paths = metadata.planner_data or {}
-        # In the order of the saved state, which the items of several ranks have lost.
+        # In the order of the saved state.
         for key in (*(key for key in paths if key in self.items), *(key for key in self.items if key not in paths)):
             first, *rest = paths.get(key, (key,))
             self._entries.setdefault(first, {})[tuple(rest)] = key
@@ -40,7 +37,7 @@ class Stored:
         return [str(name) for name in self._entries if name != STRUCTURE]
 
     def below(self, name: str) -> dict[Path, str]:
-        """Return the items of the entry ``name``, or of a prefix of a state dict that was saved flat."""
+        """Return the items of the entry ``name`` by path, or of a prefix of a flat state dict."""
         if name in self._entries:
             return self._entries[name]
         return dict(self._search(f"{name}." if name else ""))
@@ -98,7 +95,7 @@ def not_plain_below(values: Mapping[Any, Mapping[Any, Any]], path: Path) -> list
 
 
 def _are_plain_tensors(values: list[Any]) -> bool:
-    """Check by columns, a tenth of the cost of a call per tensor, in batches that fit the CPU cache."""
+    """Check by columns: a tenth of the cost of a call per tensor."""
     if not {torch.Tensor}.issuperset(map(type, values)):
         return False
     layout, is_quantized = operator.attrgetter("layout"), operator.attrgetter("is_quantized")

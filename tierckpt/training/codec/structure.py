@@ -1,19 +1,14 @@
 """Encodes a training job's values as text and tensors, equal in type and in value.
 
-DCP flattens nested values to names and loses their containers: keys become text, tuples lists, empty containers
-nothing. So tierckpt saves one text for each entry of the state, next to the tensors, which DCP saves as usual:
-
     null, true, 1, 1.5, "x"   None, bool, int of 64 bits, float, str
     [...]                     list
-    {"tag": ...}              everything else; {"tensor": [name, kind]} refers to a tensor of the checkpoint, with the
-                              type of its device if that is an accelerator
+    {"tag": ...}              everything else; {"tensor": [name, kind]} refers to a tensor of the checkpoint
 
 The text runs no code (P9). Nothing is imported, and no constructor of a class that the text names is called:
     V1  Only the functions of this module make values; an unknown tag is rejected.
-    V2  An enum, dataclass or named tuple needs a class that this process has already imported and that is
-        one. Members of enums exist; of the others an empty instance gets its fields, without ``__init__``,
-        ``__post_init__`` and ``__setattr__``. A class with ``__del__`` is rejected: it would run later, on fields
-        that the text has chosen.
+    V2  An enum, dataclass or named tuple needs a class of this kind that is already imported. Members of enums exist;
+        an empty instance of the others gets its fields, without ``__init__``, ``__post_init__`` and ``__setattr__``. A
+        class with ``__del__`` is rejected: it would run later, on fields that the text has chosen.
     V3  Keys and members of sets have a hash and an equality of Python's own, and few share a hash.
     V4  Functions, classes and objects are rejected at save: to restore one is to call it.
 """
@@ -63,21 +58,15 @@ from .structure_types import (
 )
 
 LARGE_BYTES = 64 << 10
-"""Arrays of at least this size are tensors of the checkpoint: staged, checked and read as such."""
+"""Arrays of at least this size are tensors of the checkpoint."""
 NOTHING: Any = object()
 PathOf = tuple[str | int, ...]
 
 
 class Encoder:
-    """Encodes one entry of a state.
+    """Encodes one entry of a state. Tensors have DCP's names.
 
-    Tensors have the names that DCP gives them. If two values would have the same name, the second one's are numbered.
-
-    Args:
-        below: prefix of numbered tensors.
-        is_ambiguous: number all tensors.
-
-    ``numbered``: the numbered tensors, to be saved under ``below``.
+    If two values would have the same name, the second one's are saved under ``below``; with ``is_ambiguous``, all are.
     """
 
     def __init__(self, below: str, *, is_ambiguous: bool = False) -> None:
@@ -85,12 +74,11 @@ class Encoder:
         self._below = below
         self._is_ambiguous = is_ambiguous
         self._split_values = 0
-        """Number of values so far that split their container for DCP: tensors, and values that do not pickle."""
+        """The number of tensors, and of values that do not pickle."""
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: PathOf) -> tuple[Any, Any]:
-        """Return the node of ``value``, and the part of it that DCP saves: its tensors, and readable plain values.
-        Raises StateMismatchError naming a value that cannot be restored. Cost: about a microsecond per value."""
+        """Return the node of ``value``, and the part of it that DCP saves. Raises StateMismatchError."""
         kind = type(value)
         if kind in NUMBERS:
             return value, value
@@ -271,7 +259,7 @@ def text_of(node: Any) -> str:
 
 
 def _key_text(key: Any) -> str:
-    """Return the key as DCP has it in the name of a tensor. Python writes no integer of thousands of digits."""
+    """Return the key as in DCP's names. Python writes no integer of thousands of digits."""
     if type(key) is int and key not in INT64:
         return format(key, "x")
     return key if type(key) is str else str(key)
@@ -353,7 +341,7 @@ def _dtype_name(dtype: Any, path: PathOf) -> Any:
 
 
 def _class_name(value: Any, path: PathOf, fits: Callable[[type], bool]) -> tuple[str, str]:
-    """Return this class's name for ``class_of``. Raises if it cannot, or must not instantiate it."""
+    """Return the class's name. Raises if ``class_of`` cannot, or must not, instantiate it."""
     kind = type(value)
     if not fits(kind) or has_finalizer(kind):
         raise _refused(path, value, f"{_why_not(value)}, a class that creates values by its own code")

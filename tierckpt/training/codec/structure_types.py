@@ -1,4 +1,4 @@
-"""Types that a state's text may name, for encoder and decoder: classes, keys, dtypes."""
+"""Types that a state's text may name."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def is_namedtuple(kind: type) -> bool:
 
 
 def joined(kind: Any, names: Iterable[str]) -> Any:
-    """Return the flag of these members. ``enum`` makes it or finds it by number."""
+    """Return the flag of these members, which ``enum`` makes or finds by number."""
     value = 0
     for name in names:
         value |= kind.__members__[name].value

@@ -1,4 +1,4 @@
-"""A value's part of a checkpoint: an object with ``state_dict``, a container, a number, a tensor."""
+"""A value's part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ log = logger("state")
 
 
 class ValueTarget:
-    """The value ``name`` of a state: its part of the checkpoint, and its destination.
+    """A value of a state, by name.
 
-    Tensors of ``state`` with the same position, shape and dtype are filled in place, so that ``restore({"model":
-    model.state_dict()})`` fills the model. Attributes: as in ``ModuleTarget``.
+    Tensors with the same position, shape and dtype are filled in place: ``restore({"model": model.state_dict()})``
+    works.
     """
 
     def __init__(self, state: dict[str, Any], stored: Stored, name: str, text: Any = None) -> None:
@@ -61,7 +61,7 @@ class ValueTarget:
             return None
 
     def _compare(self) -> None:
-        """Check a module's state dict: a tensor that replaces another one would not reach the module."""
+        """Check a state dict: a tensor that replaces another one would not reach the module."""
         if not (isinstance(self._value, OrderedDict) and hasattr(self._value, "_metadata")):
             return
         found = self._decoder.value if self._decoder is not None and not self._decoder.has_paths else self._sizes()
@@ -118,7 +118,7 @@ def fill(live: Any, found: Any, visited_ids: set[int] | None = None) -> Any:
     if isinstance(found, torch.Tensor):
         if not (isinstance(live, torch.Tensor) and type(live) is type(found) and _can_hold(live, found)):
             return found
-        if id(live) in visited_ids:  # one tensor in two places of the state, but two in the checkpoint
+        if id(live) in visited_ids:
             return found
         visited_ids.add(id(live))
         live.detach().copy_(found)
@@ -142,4 +142,4 @@ def _can_hold(live: torch.Tensor, found: torch.Tensor) -> bool:
     if live.requires_grad != found.requires_grad:
         return False
     span = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True))
-    return live.numel() == 0 or span == live.numel()  # no two elements share memory
+    return live.numel() == 0 or span == live.numel()

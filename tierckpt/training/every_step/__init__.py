@@ -1,1 +1,1 @@
-"""Checkpoints that follow the optimizer: a save over several steps, its redo log, and a log of every step."""
+"""Multi-step saves, redo logs and gradient logs."""

@@ -1,16 +1,12 @@
-"""Saves a window of a multi-step save as a redo log, and makes a checkpoint of it.
+"""Saves a window of a multi-step save as a redo log, and makes a checkpoint of it (docs/adr/0015-redo-log.md).
 
-    <run>/.tierckpt-windows/step-N     committed, drained, verified and removed like a checkpoint
-        __tierckpt_window__            parts at their versions, gradients; a recipe in JSON, as bytes, for each rank
-        other entries                  the rest of the state at step N, under its names in a checkpoint
+<run>/.tierckpt-windows/step-N     committed, drained, verified and removed like a checkpoint
+    __tierckpt_window__            parts at their versions, gradients; a recipe in JSON, as bytes, for each rank
+    other entries                  the rest of the state at step N
 
-Invariants:
-    R1  No reader takes a redo log for a checkpoint of step N: ``<run>/step-N`` does not exist before it is folded.
-    R2  Folding reads, replays and compares before it writes, and writes like every save: a crash leaves the redo log
-        unchanged, and the checkpoint complete or absent.
-    R3  Each rank folds its own part. Other ranks, groups or shards are rejected on all ranks.
-
-Source: docs/adr/0015-redo-log.md.
+R1  No reader takes a redo log for a checkpoint: ``<run>/step-N`` does not exist before it is folded.
+R2  Folding compares before it writes: a crash leaves the redo log, and the checkpoint complete or absent.
+R3  Each rank folds its own part. Other ranks, groups or shards are rejected on all ranks.
 """
 
 from __future__ import annotations
@@ -55,8 +51,7 @@ def is_window(location: Location) -> bool:
 
 
 def stored(tree: Any, redos: Mapping[int, Redo]) -> tuple[dict[str, Any], Notes]:
-    """Return the state to save for a window, and the notes of its manifest. ``tree``: the state, with gaps for the
-    optimizers' tensors: (number of optimizer, key, name)."""
+    """Return the state to save for a window, and notes. ``tree`` has gaps for tensors of optimizers."""
     found = list(gaps(tree))
     names: dict[int, dict[str, str]] = {number: {} for number in redos}
     for path, (number, key, _) in found:
@@ -67,7 +62,7 @@ def stored(tree: Any, redos: Mapping[int, Redo]) -> tuple[dict[str, Any], Notes]
     tensors: dict[str, torch.Tensor] = {}
     recipes = []
     for number, redo in redos.items():
-        for key, _ in redo.devices:  # parameters outside of the state
+        for key, _ in redo.devices:
             names[number].setdefault(key, f"{rank_key()}/{number}/{key}")
         packed, recipe = pack(redo, names[number])
         tensors |= packed
@@ -90,8 +85,7 @@ def _notes(redos: Sequence[Redo], what: str, accepted: str, steps: int = 0) -> N
 
 
 def notes_of(conditions: Conditions, kinds: Iterable[str], what: str, accepted: str, steps: int) -> Notes:
-    """Return manifest notes about a replay of ``steps`` steps. ``accepted``: accepted differences to training; '' for
-    bit-for-bit equality."""
+    """Return manifest notes about a replay. ``accepted``: differences to training; '' for none."""
     notes: Notes = {
         "replay": what,
         "exact": not accepted,
@@ -108,15 +102,13 @@ def notes_of(conditions: Conditions, kinds: Iterable[str], what: str, accepted: 
 
 
 def fold(reader: TierStorageReader, state: Mapping[str, Any], exact: Exact) -> tuple[dict[str, Any], Notes]:
-    """Return the state at the last step of ``reader``'s redo log, to be saved, and the notes of its manifest.
+    """Return the state at the last step of ``reader``'s redo log, and the notes of its manifest.
 
-    ``state`` provides the optimizers and the placement of shards. It is not changed.
+    ``state`` is not changed. Host memory: the window, 1 + r (K - 1) / 2 of the state.
 
     Raises:
-        StateMismatchError: other ranks, groups or shards (R3); or, with "required", other bits on another
-            build, device or implementation.
-        IntegrityError: the log is damaged, or parameters were changed outside the optimizer during the window. Host
-            memory: the window, 1 + r (K - 1) / 2 of the state. Cost: a read of that, and the optimizer's steps.
+        StateMismatchError: R3; or, with "required", another build, device or implementation.
+        IntegrityError: the log is damaged, or parameters were changed outside the optimizer during the window.
     """
     metadata = reader.read_metadata()
     recipe = _recipe(reader, metadata)
@@ -148,15 +140,17 @@ def make_checkpoint(
     exact: Exact,
     write: Callable[[SaveRecord, Mapping[str, Any], dict[str, Any]], Future[None]],
 ) -> str:
-    """Fold the redo log of ``reader``, and save the result. Returns the URI of that checkpoint. Collective. Raises the
-    errors of ``fold``, on all ranks, and of ``write`` and the save."""
+    """Fold the redo log of ``reader``, and save the result. Returns its URI. Collective.
+
+    Raises the errors of ``fold``, on all ranks, and of the save.
+    """
     window = parse_uri(reader.path)
     try:
         collected, notes = same_outcome(lambda: fold(reader, state, exact))
         base = str(reader.notes().get(BASE_NOTE, ""))
         notes |= {name: note for name, note in reader.notes().items() if name in {NOTE, retention.NOTE}}
     finally:
-        reader.reset()  # releases its lease, which keeps the log from retention
+        reader.reset()  # its lease keeps the log from retention
     uri = window.parent.parent.child(window.name).uri
     record = SaveRecord(step_of(window.name) or 0, uri, notes=notes, base=base)
     write(record, state, collected).result()

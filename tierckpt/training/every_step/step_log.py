@@ -1,27 +1,18 @@
-"""The gradient log of a Checkpointer: makes each step between two checkpoints recoverable (``replay.log``).
+"""The gradient log of a Checkpointer: makes each step between two checkpoints recoverable.
 
-    <run>/.tierckpt-gradients/rank-N/    the log of a rank, on the local tier and within its quota. Agents of other
-                                         nodes copy it in the background (``replication.log_copies``)
-
-Invariants:
-    G1  A step that is durable on every rank is not lost. A checkpoint becomes a base of the log when its state is
-        captured (in a multi-step save at the last step of the window), committed or not: until it is committed, the
-        previous base leads to the same frames. Segments are removed when the two newest committed checkpoints do not
-        need them.
-    G2  All ranks restore the same step of the same history. A segment has the name of its job, new after each restore,
-        and its branch (checkpoint/branches.py). Ranks compare their segments after the checkpoint, and stop at a
-        difference, or at a later return of the run to an older step. If a rank fails to reach the agreed step
-        (damage, other parameters than in training), all restore the checkpoint, and replay to the step it reached.
-    G3  A step is restored completely or not at all: parameters and optimizer state by replay, the rest from the
-        attachment (``codec.attachment``).
-    G4  Steps abandoned by a restore of a certain step are removed with the next frame. A surviving copy on another node
-        belongs to the restored checkpoint, and to no later one: so the first step saves.
-    G5  Other writers of the run (a second Checkpointer, ``dcp.save``, ``adopt``) hide no step: if the newest checkpoint
-        is not a base of the log, and older than its end, the log is applied to its own base, which retention keeps
-        (``checkpoint/prune``).
-    G6  After the end of a log, unless its disk failed, the next step is saved and begins another log; if logs end
-        immediately (a loop that edits weights in each step), after 2, 4, 8, ... steps. With several ranks the next
-        checkpoint of the interval does: a save is collective, and only one rank may know.
+G1  A step that is durable on every rank is not lost. A checkpoint becomes a base of the log when its state is captured;
+    until it is committed, the previous base leads to the same frames. The two newest committed checkpoints keep their
+    segments.
+G2  All ranks restore the same step of the same history. A segment names its job, new after each restore, and its
+    branch: ranks stop at a difference, or at a later return to an older step. If a rank fails to reach the agreed step,
+    all restore the checkpoint, and replay to the step it reached.
+G3  A step is restored completely or not at all: parameters and optimizer state by replay, the rest from the attachment.
+G4  Steps abandoned by a restore are removed with the next frame. A copy on another node may survive: so the first step
+    saves.
+G5  Other writers hide no step: if their newest checkpoint is not a base of the log, and older than its end, the log is
+    applied to its own base, which retention keeps.
+G6  After the end of a log, unless its disk failed, the next step is saved and begins another; if logs end immediately,
+    after 2, 4, 8, ... steps. With several ranks the next checkpoint does.
 """
 
 from __future__ import annotations
@@ -63,16 +54,15 @@ from ..saves import Notes, SaveRecord
 log = logger("checkpointer")
 
 BASES_KEPT = 2
-"""If the newest checkpoint is damaged, the previous one leads to the newest step too."""
 RESTART_STEPS_MAX = 64
 _ASKED = re.compile(r"(\d+) (steps?|ms)")
 
 Span = tuple[str, int, int]
-"""A segment: the job that wrote it, the step before its first frame, its last step."""
+"""A segment: its job, the step before its first frame, its last step."""
 
 
 def parse(gradient_log: bool | str) -> tuple[int, float] | None:
-    """Return the steps, or seconds, per fdatasync; None without a log. Raises ConfigError."""
+    """Return the steps, or seconds, per fdatasync. Raises ConfigError."""
     if isinstance(gradient_log, bool):
         return (1, 0.0) if gradient_log else None
     match = _ASKED.fullmatch(gradient_log) if isinstance(gradient_log, str) else None
@@ -94,7 +84,7 @@ class _Chain:
 
 
 def agreed_step(chains: Sequence[Sequence[Span]]) -> int | None:
-    """Return the newest step that all ranks have in one history, or None (G2)."""
+    """Return the newest step that all ranks have in one history (G2)."""
     newest = None
     for spans in zip(*chains, strict=False):
         if len({(job, begin) for job, begin, _ in spans}) > 1:
@@ -106,14 +96,13 @@ def agreed_step(chains: Sequence[Sequence[Span]]) -> int | None:
 
 
 class _Room:
-    """Keeps room on the local tier for the next checkpoint, after which segments are removed (P7)."""
+    """Keeps room on the local tier for the next checkpoint (P7)."""
 
     def __init__(self, settings: Settings, directory: Path) -> None:
         self.checkpoint_bytes = 0
         self._settings, self._directory = settings, directory
 
     def reserve(self, size_bytes: int) -> None:
-        """Raise CapacityError if a frame of ``size_bytes`` leaves no room for a checkpoint."""
         needed = size_bytes + self.checkpoint_bytes
         if room_bytes(self._settings) < needed and not has_room(self._settings, needed, self._directory):
             raise CapacityError(
@@ -123,11 +112,9 @@ class _Room:
 
 
 class StepLog:
-    """Logs the steps of one rank, and applies them on a restore. Does nothing without ``asked``.
+    """Logs the steps of one rank, and applies them on a restore. Without ``gradient_log`` does nothing.
 
-    Args:
-        asked: as ``EveryStep(gradient_log=...)``. Raises ConfigError.
-        job: a unique name, the same on all ranks.
+    ``job``: a unique name, the same on all ranks.
     """
 
     def __init__(self, gradient_log: bool | str, location: Location, settings: Settings, job: str) -> None:
@@ -149,8 +136,8 @@ class StepLog:
         self._branch: Branch | None = None
         self._based_at, self._restart_steps, self._has_ended = 0, 1, False
         self._has_base = self.has_branched = False
-        """``has_branched``: an older step was restored and no save followed yet. Frames logged before that save is
-        committed are not restored: a restart would replay the abandoned steps (branches.py, B1)."""
+        """Frames logged after the restore of an older step wait for a committed save: a restart would replay the
+        abandoned steps (branches.py, B1)."""
         self._foreign_step = -1
 
     @functools.cached_property
@@ -158,12 +145,11 @@ class StepLog:
         return Link()
 
     def new_base(self) -> str:
-        """Return a new name for the checkpoint of the current state; '' without a log. Collective."""
+        """Return a new name for the current state; '' without a log. Collective."""
         self._named += 1
         return f"{self._owner['job']}-{self._named}" if self.is_on else ""
 
     def notes(self, record: SaveRecord, branch: Branch, *, is_of_now: bool) -> Notes:
-        """Return the manifest notes of ``record``. ``is_of_now``: it has the current state."""
         self._owner[NOTE] = branch.encode()
         if is_of_now:
             record.base = self.new_base()
@@ -171,13 +157,14 @@ class StepLog:
 
     @property
     def needs_base(self) -> bool:
-        """True if the next step must be saved, the same on all ranks: before the first checkpoint, as a log needs a
-        base; after the restore of an older step (G4); and, in a job of one rank, after the end of a log (G6)."""
+        """True if the next step must be saved, the same on all ranks (G4, G6)."""
         return self.is_on and (not self._has_base or self.has_branched or self._has_ended)
 
     def stepped(self, step: int, state: Mapping[str, Any]) -> None:
-        """Log ``step``, at its end. Any failure to log ends the log. Raises ConfigError: before the first checkpoint,
-        if the state has no optimizer or one that cannot be replayed."""
+        """Log ``step``, at its end. Any failure to log ends the log.
+
+        Raises ConfigError before the first checkpoint: no optimizer, or one that cannot be replayed.
+        """
         if self.is_on and self._log is None:
             _check(optimizers_in(state))
         if self._log is None:
@@ -191,7 +178,6 @@ class StepLog:
         self._has_ended = not is_distributed() and self._log.needs_base and self._may_restart(step)
 
     def _may_restart(self, step: int) -> bool:
-        """Return True if another log should begin: at once, unless logs end immediately (G6)."""
         steps = step - self._based_at
         if steps < self._restart_steps:
             return False
@@ -199,7 +185,7 @@ class StepLog:
         return True
 
     def based(self, base: str, step: int, state: Mapping[str, Any], failure: BaseException | None = None) -> None:
-        """Make the current state, after ``step``, a base of the log: the checkpoint ``base``, unless that failed."""
+        """Make the current state a base of the log: the checkpoint ``base``, unless that failed."""
         if not self.is_on or failure is not None:
             return
         self._has_base, self.has_branched, self._has_ended = True, False, False
@@ -225,8 +211,7 @@ class StepLog:
     def base_of_newest(
         self, state: Mapping[str, Any], newest_base: Callable[[], tuple[int, Branch | None, str, int] | None]
     ) -> int | None:
-        """Return the step of the log's base, if another writer saved the newest checkpoint and the log reaches further
-        (G5); else None. Collective."""
+        """Return the step of the log's base if the log reaches beyond another writer's checkpoint (G5). Collective."""
         self._foreign_step = -1
         if not self.is_on or (found := newest_base()) is None:
             return None
@@ -256,17 +241,16 @@ class StepLog:
         Returns that step, and the number of steps applied. Collective.
 
         Args:
-            restore: restores the checkpoint of a step, the newest for None, and returns its URI and base.
-            branch: the branch that this process continues, or begins.
-            is_newest: False: restore this checkpoint, and abandon the steps after it.
+            restore: restores a step, the newest for None, and returns URI and base.
+            is_newest: False: abandon the steps after this checkpoint.
 
-        Raises ConfigError: the state has no optimizer or one that cannot be replayed.
+        Raises ConfigError as ``stepped``.
         """
         if not self.is_on:
             return step, 0
         self._branch = branch
         self._owner[NOTE] = branch.encode()
-        self._owner["job"] = self.new_base()  # frames of this process after ``step`` are another history (G2)
+        self._owner["job"] = self.new_base()  # another history (G2)
         with self._ends_at(step):
             self._log_of(state)
         self._has_base = True
@@ -274,7 +258,7 @@ class StepLog:
         found = Recovered(-1, 0)
         if is_newest:
             found = self._newest_of_all(base, step, state, functools.partial(restore, step))
-            if (found.step if found.steps else step) < self._foreign_step:  # the log is damaged
+            if (found.step if found.steps else step) < self._foreign_step:
                 try:
                     newest = restore(None)
                     if newest is not None and (end_step := step_of(newest[0])) is not None:
@@ -326,7 +310,6 @@ class StepLog:
 
     @contextlib.contextmanager
     def _ends_at(self, step: int) -> Iterator[None]:
-        """End the log until the next checkpoint if the system runs out of threads, memory or files."""
         try:
             yield
         except (CapacityError, MemoryError, OSError) as error:
@@ -356,8 +339,7 @@ class StepLog:
         return self._log
 
     def _longest_chain(self, base: str, step: int, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
-        """Return this rank's log after ``base``, the checkpoint of ``step``. A copy on any node that reaches further
-        replaces it."""
+        """Return this rank's log, or a copy on any node that reaches further."""
         own, client = self._chain(self._directory, base, optimizers), get_client(self._settings)
         try:
             if client.mover.peers is not None:
@@ -394,7 +376,7 @@ class StepLog:
                 spans.append((owner["job"], segment.step, position.number))
         except (TierckptError, OSError) as error:
             return _Chain(spans, str(error))
-        except (KeyError, TypeError) as error:  # a copy from another node may have any fields
+        except (KeyError, TypeError) as error:  # a copy may have any fields
             return _Chain(spans, f"it has an invalid header: {error!r}")
         return _Chain(spans)
 

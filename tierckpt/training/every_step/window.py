@@ -1,16 +1,13 @@
 """The multi-step save of a Checkpointer: a window of K steps, saved as a checkpoint of the last step.
 
-    save(n), or a step that is due    ranks agree on K; the copy of the first part begins
-    step(n+1) ... step(n+K-2)         the next part; gradients of earlier parts follow
-    step(n+K-1)                       the last part begins; the rest of the state is copied
-    a later step                      all ranks have their parts: the save path writes them as step n+K-1, or, for
-                                      an accelerator, as a redo log (``redo_log``)
+save(n), or a step that is due    ranks agree on K; the copy of the first part begins
+step(n+1) ... step(n+K-2)         the next part; gradients of earlier parts follow
+step(n+K-1)                       the last part begins; the rest of the state is copied
+a later step                      all ranks have their parts: they are saved
 
-Invariants:
-    M1  A checkpoint has one step on all ranks. They exchange their outcomes at the last step of the window, and at each
-        step until all parts are complete. If a rank fails, all save a full copy of that step.
-    M2  A loop that ends early loses no save: a window that ends before its last step saves a full copy of the current
-        state.
+M1  A checkpoint has one step on all ranks. They exchange their outcomes from the last step on. If a rank fails, all
+    save a full copy of that step.
+M2  A window that ends before its last step saves a full copy of the current state.
 """
 
 from __future__ import annotations
@@ -54,18 +51,16 @@ class EveryStep:
     """``Checkpointer(every_step=...)``: work in every training step. See docs/guide/every-step.md.
 
     Args:
-        gradient_log: True: each ``step`` can be restored. Between checkpoints, the gradients of the optimizers in the
-            state are logged on this node's SSD, and ``restore`` replays the steps. "10 steps" or "500 ms" makes
-            several steps durable together. The first ``step`` saves.
-        window_steps: copies the optimizers' state over this many steps: a save at step n makes the checkpoint of
-            step n + window_steps - 1. At most ``interval`` if that is a number. "auto": from sizes and measured times
-            of link and step; 7 before they are known. None copies the state at once. Requires a call of ``step`` after
-            every training step; with several ranks one more, or ``wait("local")``, before ``result()`` of a save.
-        exact: for multi-step saves on an accelerator. "required": saves a redo log, which a restore turns into
-            a checkpoint on such a device. "approximate": the last bits may differ from training, as the manifest notes.
+        gradient_log: True: each ``step`` can be restored, as the gradients of the optimizers in the state are logged on
+            this node's SSD. "10 steps" or "500 ms" makes several steps durable together. The first ``step`` saves.
+        window_steps: copies the optimizers' state over this many steps: a save at step n makes the checkpoint of step n
+            + window_steps - 1. At most ``interval`` if that is a number. "auto": from measured times; 7 before they are
+            known. Call ``step`` after every training step; with several ranks once more, or ``wait("local")``, before
+            ``result()`` of a save.
+        exact: for multi-step saves on an accelerator. "required": saves a redo log, which a restore turns into a
+            checkpoint on such a device. "approximate": the last bits may differ from training.
 
-    Raises:
-        ConfigError: an invalid value.
+    Raises ConfigError: an invalid value.
 
     Example:
         >>> every_step = tierckpt.EveryStep(gradient_log=True)
@@ -87,16 +82,15 @@ class EveryStep:
 class MultiStepSave(Future[None]):
     """Done when the checkpoint is committed on the local tier. ``record`` has its step, URI and statistics.
 
-    The next ``step`` or ``wait`` writes a complete window. In a job of one rank, so does ``result`` on the
-    training thread, which also ends an incomplete window. With several ranks it raises CheckpointError: call
-    ``wait("local")`` first, on all ranks.
+    The next ``step`` or ``wait`` writes a complete window. In a job of one rank, ``result`` on the training thread also
+    ends an incomplete one. With several ranks it raises CheckpointError: call ``wait("local")`` first, on all ranks.
     """
 
     def __init__(self, record: SaveRecord, write: Callable[[MultiStepSave], None]) -> None:
         super().__init__()
         self.record = record
         self._write, self._thread = write, threading.get_ident()
-        self.set_running_or_notify_cancel()  # a save cannot be cancelled: other ranks copy too
+        self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> None:
         self._look(timeout)
@@ -112,7 +106,7 @@ class MultiStepSave(Future[None]):
 
 
 class Write(Protocol):
-    """Saves ``state`` as an ordinary checkpoint: ``collected`` if given, which the save then owns."""
+    """Saves ``state``, or ``collected``, which the save then owns."""
 
     def __call__(
         self, record: SaveRecord, state: State, collected: dict[str, Any] | None, *, is_asked: bool
@@ -143,12 +137,7 @@ class _Window:
 
 
 class SaveWindow:
-    """The windows of one Checkpointer, one at a time. All ranks must call the same methods in the same order.
-
-    Args:
-        step_log: receives the last step of each window; its link copies the parts too.
-        longest: maximum steps of a window (else ConfigError); None for no limit.
-    """
+    """The windows of one Checkpointer, one at a time. All ranks must call the same methods in the same order."""
 
     def __init__(
         self,
@@ -183,8 +172,7 @@ class SaveWindow:
     def open(self, step: int, state: State, *, is_asked: bool) -> Future[None]:
         """Begin a window at ``step``. The future is done when the checkpoint of its last step is committed locally.
 
-        Raises CheckpointError: a window is open. ConfigError: the state has no optimizer or one that cannot be
-        replayed.
+        Raises CheckpointError: a window is open. ConfigError: no optimizer that can be replayed.
         """
         if self.is_moving:
             raise CheckpointError(
@@ -205,7 +193,7 @@ class SaveWindow:
         return window.handle
 
     def end_of_step(self, step: int, state: State) -> None:
-        """Copy the next part, with the last one the rest of the state; write the window if complete on all ranks."""
+        """Copy the next part, with the last one the rest of the state."""
         window = self._window
         if window is None:
             return
@@ -225,7 +213,7 @@ class SaveWindow:
             return
         if window.is_sealed:
             started_at, record = time.perf_counter(), window.handle.record
-            futures.wait(window.rest, COPY_TIMEOUT_SECONDS)  # of a device
+            futures.wait(window.rest, COPY_TIMEOUT_SECONDS)
             for stager, copied in zip(self._stagers, window.copies, strict=True):
                 if not copied.done() and (stager.failure or not stager.wait([copied])):
                     window.failure = window.failure or stager.failure or COPY_HANGS
@@ -248,7 +236,6 @@ class SaveWindow:
         self.conclude("result() was called before the last step of its window")
 
     def copy_whole(self, step: int, state: State, reason: str) -> Future[None] | None:
-        """End the window with a copy of ``state`` as ``step``. Returns its future; None without a window."""
         window = self._window
         if window is None:
             return None
