@@ -1,14 +1,10 @@
 """Block digests of a rank's shards, so that small reads need no whole chunk.
 
-The manifest has one digest a chunk, of the digests of the chunk's blocks (``manifest.digest_of``). The block digests
-are in ``.tierckpt/blocks/<token>``: 16 bytes a block, no header, the blocks of a shard in order, the shards in the
-order of their paths. It is a file of the checkpoint like any other: the manifest names it, and it is drained, verified
-and removed with the others.
+The manifest has one digest a chunk, of the digests of its blocks. Those are in ``.tierckpt/blocks/<token>``: 16 bytes a
+block, no header, shards in the order of their paths. See docs/adr/0011-digests-of-blocks.md.
 
-    B1  Block digests are used only after they match the chunk's digest in the manifest. If they are missing or damaged,
-        a read is larger, but never returns wrong bytes and never fails.
-
-Source: hash lists, as in Merkle trees of height two; docs/adr/0011-digests-of-blocks.md.
+    B1  Block digests are used only after they match the chunk's digest. If they are missing or damaged, a read is
+        larger, but never returns wrong bytes and never fails.
 """
 
 from __future__ import annotations
@@ -51,10 +47,7 @@ def write_digests(
 
 
 def digest_locations(manifest: Manifest) -> dict[str, tuple[FileEntry, int]]:
-    """Return the file of block digests and the offset in it, by path of each shard.
-
-    Omits shards without block digests (of earlier releases, or with one block a chunk).
-    """
+    """Return the file and offset of each shard's block digests, by its path."""
     kept = {entry.token: entry for entry in manifest.files if entry.path == blocks_file(entry.token)}
     at = dict.fromkeys(kept, 0)
     found: dict[str, tuple[FileEntry, int]] = {}
@@ -66,9 +59,9 @@ def digest_locations(manifest: Manifest) -> dict[str, tuple[FileEntry, int]]:
 
 
 class ShardBlockDigests:
-    """The block digests of one shard, read from the copies of their file. Thread-safe.
+    """The block digests of one shard. Thread-safe.
 
-    Cost: one read for all chunks between the first and the last of ``expect``, 512 bytes for each 8 MiB.
+    Cost: one read for all chunks between the first and the last of ``expect``.
     """
 
     def __init__(self, shard: FileEntry, chunk_size_bytes: int, start: int, copies: Sequence[FileCopy]) -> None:
@@ -82,15 +75,14 @@ class ShardBlockDigests:
 
     @property
     def tier(self) -> str | None:
-        """The tier that they are read from first."""
         return next((str(copy.tier) for copy in self._copies), None)
 
     def expect(self, indices: Iterable[int]) -> None:
-        """Announce the chunks to be requested, in order, before the first ``of``."""
+        """Announce the chunks of later ``of`` calls, in order."""
         self._expected = sorted(indices)
 
     def of(self, index: int) -> bytes | None:
-        """Return the verified digests of the blocks of chunk ``index``; None if there are none (B1)."""
+        """Return the verified digests of the blocks of chunk ``index``, if any (B1)."""
         with self._lock:
             if index not in self._known:
                 near = self._expected if index in self._expected else [index]

@@ -1,7 +1,4 @@
-"""Copies of a file on any tier, with blocking reads for threads.
-
-``dcp/checkpoint_files`` orders them; ``replicated_file`` uses the next one if a copy fails.
-"""
+"""Copies of a file on any tier."""
 
 from __future__ import annotations
 
@@ -25,10 +22,9 @@ log = logger("restore")
 
 
 class FileCopy(Protocol):
-    """One copy of a file. ``read`` returns a range of it or raises a TierckptError. Thread-safe.
+    """One copy of a file. ``read`` raises a TierckptError. Thread-safe.
 
-    ``into``: page-aligned memory of whole blocks, which the range may be read into instead of new memory.
-    ``through``: a buffer of whole blocks, for an intermediate read if that is faster.
+    ``into``: page-aligned memory of whole blocks. ``through``: a buffer of whole blocks for an intermediate read.
     """
 
     tier: Tier
@@ -39,23 +35,21 @@ class FileCopy(Protocol):
     ) -> Buffer: ...
 
     def is_in_memory(self, byte_range: ByteRange, /) -> bool:
-        """Whether the range is in memory, so that a read waits for neither disk nor network."""
+        """Whether a read waits for neither disk nor network."""
 
     def quarantine(self) -> None:
-        """Quarantine a bad copy, if this node owns it."""
+        """Quarantine a bad copy of this node."""
 
     def close(self) -> None: ...
 
 
 class LocalCopy:
-    """A copy on a mounted file system. A bad one of this node is renamed and kept for inspection.
+    """A copy on a mounted file system. A bad copy on this node is renamed, and kept.
 
-    Reads from the page cache if it has the range. Other ranges are read with O_DIRECT, if the file system supports it,
-    or through the page cache if that is faster (``tuner``).
+    Ranges outside the page cache are read with O_DIRECT, unless ``tuner`` found that slower.
 
     Attributes:
-        is_direct: read past the page cache.
-        is_straight: read past it without a buffer, even if one is given.
+        is_straight: read past the page cache without a buffer, even if one is given.
         cold_bytes: bytes read that were not in the page cache.
     """
 
@@ -75,21 +69,17 @@ class LocalCopy:
 
     @property
     def device(self) -> str:
-        """The device of the open file."""
         return self._device
 
     @property
     def mode(self) -> ReadMode:
-        """The read mode of the device, if known."""
         return self.tuner.mode(self._device) if self.tuner is not None else READ_MODES[0]
 
     @property
     def is_untried(self) -> bool:
-        """Whether there are modes to try, and none was tried."""
         return self.tuner is not None and not self.tuner.is_known(self._device)
 
     def set_mode(self, way: ReadMode) -> None:
-        """Use this read mode from now on."""
         self.is_direct, self.is_straight = way.direct, way.in_place
 
     def read(
@@ -107,15 +97,16 @@ class LocalCopy:
                 if file is not None:
                     done = read_direct(file, blocks, byte_range.start, None if self.is_straight else through)
                     done = min(done, byte_range.size_bytes)
-            if not done and not is_cached:  # all at once, as the kernel would read ahead in small steps
+            if not done and not is_cached:  # all at once: the kernel would read ahead in small steps
                 os.posix_fadvise(self._file, byte_range.start, byte_range.size_bytes, os.POSIX_FADV_WILLNEED)
             done += read_into(self._file, into[done : byte_range.size_bytes], byte_range.start + done)
         return into[:done]
 
     def read_pieces(self, start: int, size: int, step: int, into: memoryview) -> int:
-        """Fill ``into`` with ``size`` bytes of each ``step`` from ``start``, through the page cache; return the count.
+        """Fill ``into`` with ``size`` bytes of each ``step`` from ``start``; return the count.
 
-        Reads the gaps from the disk too if the ranks of this node together want them."""
+        Also reads the gaps if the ranks of this node together want them.
+        """
         self.open()
         starts, advised = range(start, start + len(into) // size * step, step), size
         with translated(self._path, is_above=True):
@@ -130,7 +121,6 @@ class LocalCopy:
         return len(into)
 
     def open(self) -> None:
-        """Open the file, once. Raises TierckptError."""
         with self._lock:
             if self._file < 0:
                 self._file = open_file(self._path)
@@ -138,18 +128,16 @@ class LocalCopy:
                 self.set_mode(self.mode)
 
     def is_in_memory(self, byte_range: ByteRange, /) -> bool:
-        """Whether the range is in the page cache."""
         try:
             self.open()
         except TierckptError:
-            return False  # the read reports the error
+            return False
         return self.is_in_page_cache(byte_range)
 
     def is_in_page_cache(self, byte_range: ByteRange) -> bool:
-        """Whether the whole range is in the page cache.
+        """Whether the whole range is in the page cache. Cost: 20 us for 8 MiB.
 
-        Uses ``mincore``: a read with RWF_NOWAIT that finds nothing starts readahead of bytes that are then read past
-        the page cache. Cost: some 20 us for 8 MiB.
+        Uses ``mincore``: RWF_NOWAIT would start readahead of bytes that are then read past the page cache.
         """
         with self._lock:
             if self._resident is None:
@@ -157,11 +145,10 @@ class LocalCopy:
         return self._resident.has(byte_range)
 
     def _direct_descriptor(self) -> int | None:
-        """Return the file opened with O_DIRECT at the first call; None if unsupported."""
         with self._lock:
             if self._may_direct and self._direct_file is None:
                 self._may_direct = False
-                with contextlib.suppress(OSError):  # the read through the page cache reports the error
+                with contextlib.suppress(OSError):
                     self._direct_file = open_direct(self._path, os.O_RDONLY)
             return self._direct_file
 
@@ -183,12 +170,9 @@ class LocalCopy:
 
 
 class RemoteCopy:
-    """A copy over a network. Each read is a request (``get_range``, blocking) into new memory.
+    """A copy over a network. Each read is a request into new memory.
 
-    Args:
-        chunk_size_bytes: of a peer, which serves whole chunks only; 0: any range.
-        report: called if the bytes are damaged. This node renames no file on the shared tier: ``tierckpt verify``
-            reports it.
+    ``chunk_size_bytes``: of a peer, which serves whole chunks only. ``report`` is called if the bytes are damaged.
     """
 
     def __init__(
@@ -219,4 +203,4 @@ class RemoteCopy:
         return False
 
     def close(self) -> None:
-        """Close nothing: a remote copy holds no resources."""
+        """Do nothing."""

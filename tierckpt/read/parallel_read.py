@@ -1,12 +1,8 @@
 """Read parts of many files into memory, in parallel and verified.
 
-A few threads take parts of the chunks, in the order of the files. Each reads its part, or its wanted blocks, into a
-small buffer (huge pages, past the page cache for uncached bytes), digests it while it is in the processor's caches,
-and copies the wanted bytes out. Separate threads read from stores, since they mostly wait for responses, and copy out
-of the responses. Reading, digesting and copying run without the interpreter lock.
-
-At most one thread per processor digests and copies at a time, in turns: if a disk completes many reads at once, all
-threads would otherwise do so concurrently, each as slowly as all together, and none would read.
+Each thread reads a part of a chunk into a small buffer, digests it in the processor's caches, and copies the wanted
+bytes out. At most one thread per processor digests and copies at a time: otherwise all would do so at once, and none
+would read.
 """
 
 from __future__ import annotations
@@ -38,33 +34,27 @@ from .replicated_file import ReplicatedFile
 T = TypeVar("T")
 
 REQUESTS_MAX = 8
-"""Concurrent requests of one load to stores. Each holds a chunk, so this also bounds its memory."""
+"""Of one load to stores. Each request holds a chunk."""
 
 NEAR_BYTES = 1 << 20
-"""Maximum gap between ranges of a remote file read in one request: it costs less than another request."""
+"""Maximum gap between ranges of a remote file in one request."""
 
 NEAR_LOCAL_BYTES = 64 << 10
-"""Maximum gap for a file on a disk, where a read has almost no fixed cost."""
+"""Maximum gap in one read from a disk."""
 
 READ_BYTES = 2 << 20
-"""Size of a read from a disk that has block digests for verification. Small, so that the buffers of all threads stay
-in the processor's caches: 2 GiB took 0.57 s into eight buffers of 1 MiB, 0.88 into eight of 8 MiB, and digesting and
-copying out of them half as long again. Smaller reads gain nothing more, and cost a call each."""
+"""Size of a disk read with block digests: the buffers of all threads stay in the processor's caches."""
 
 THREADS_PER_PROCESSOR = 4
-"""Maximum read threads per processor, of all ranks of a node together. Two ranks became four on two processors in
-1.05 x the time of raw reads with two threads each, 1.19 with four and 1.36 with eight."""
+"""A node's ranks together have at most this many."""
 
 THREADS_MIN = 2
-"""Minimum for one rank: while one digests, the other reads."""
 
 
 class Piece(NamedTuple):
     """Bytes ``start`` to ``stop`` of a file, and their target address. The creator keeps that memory alive.
 
-    Attributes:
-        is_unverified: the caller compares the bytes with known ones, so they need no verification: no extra bytes are
-            read for it, and on a read error its memory is unchanged.
+    ``is_unverified``: the caller compares the bytes with known ones. A read error leaves the memory unchanged.
     """
 
     start: int
@@ -95,7 +85,6 @@ class _ChunkJob:
     index: int
     pieces: list[Piece] = field(default_factory=list)
     runs: list[ByteRange] = field(default_factory=list)
-    """Whole blocks that cover all pieces except unverified ones."""
 
     @property
     def chunk(self) -> ByteRange:
@@ -107,7 +96,6 @@ class _ChunkJob:
 
     @property
     def has_parts(self) -> bool:
-        """Whether less than the chunk can be read at a time."""
         copies, index = self.copies, self.index
         return copies.takes_parts(index) if self.is_wanted_whole else copies.has_parts(index)
 
@@ -125,7 +113,6 @@ class _ChunkJob:
 
     @property
     def read_bytes_max(self) -> int:
-        """Largest single read of the chunk, and of a disk, as known without I/O."""
         if not self.runs:
             return 0
         is_cut = self.has_parts if self.is_wanted_whole else self.copies.may_have_parts
@@ -138,10 +125,9 @@ class _ChunkJob:
         return first
 
     def parts(self) -> Iterator[ByteRange]:
-        """Yield the reads of the chunk in order; they cover ``runs``, for verification."""
         if self.runs and not self.has_parts:
             yield self.chunk
-        elif self.copies.is_remote:  # one request each
+        elif self.copies.is_remote:
             yield from self.runs
         else:
             for run in self.runs:
@@ -152,16 +138,13 @@ class _ChunkJob:
 class _Read(NamedTuple):
     job: _ChunkJob
     parts: Iterable[ByteRange]
-    """The reads of the chunk."""
     first: int = 0
-    """The first piece that may overlap them."""
 
 
 def _split_jobs(jobs: Iterable[_ChunkJob]) -> Iterator[_Read]:
-    """Split chunks of a disk that are wanted whole into parts, so that the disk is read in order.
+    """Split chunks of a disk that are wanted whole into parts.
 
-    One thread reads any other chunk: the digests for a part of it may have to be fetched, and other threads should not
-    wait for that.
+    One thread reads any other chunk: the others should not wait for its digests.
     """
     for job in jobs:
         if job.copies.is_remote or not job.is_wanted_whole:
@@ -186,10 +169,8 @@ def pull(
         buffers: for threads that read from disks, at most one each.
         on_error: may extend the error of a chunk, given its first piece.
 
-    Raises:
-        IntegrityError: a chunk has no good copy. Pieces of other chunks may have been copied.
-    Cost: each block that a piece overlaps (each chunk, if the file has no block digests) is read, digested and copied
-        from once; a page or two for unverified pieces.
+    Raises IntegrityError: a chunk has no good copy. Pieces of other chunks may have been copied.
+    Cost: each block that a piece overlaps (each chunk without block digests) is read, digested and copied from once.
     """
     local: list[_ChunkJob] = []
     remote: list[_ChunkJob] = []
@@ -201,7 +182,7 @@ def pull(
 
 
 def batches(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: int) -> Iterator[list[T]]:
-    """Cut ``things`` into runs of at most ``size_bytes_max`` in memory, or of one thing."""
+    """Cut ``things`` into runs of at most ``size_bytes_max``, or of one thing."""
     window: list[T] = []
     size_bytes = 0
     for thing in things:
@@ -216,7 +197,6 @@ def batches(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: i
 
 
 def _threads(disk: LocalCopy | None) -> int:
-    """Return the thread count for a disk, which all ranks of a node share."""
     liked = disk.mode.threads if disk is not None else READ_MODES[0].threads
     return min(liked, max(THREADS_MIN, THREADS_PER_PROCESSOR * (os.cpu_count() or 1) // ranks_of_node()))
 
@@ -254,7 +234,7 @@ def _missing_ranges(job: _ChunkJob) -> list[ByteRange]:
 
 
 class _Turns:
-    """Limits the threads that digest and copy. (``threading.Semaphore`` is pure Python, and measurably slower.)"""
+    """Limits the threads that digest and copy. (``threading.Semaphore`` is slower.)"""
 
     def __init__(self, count: int) -> None:
         self._free: SimpleQueue[None] = SimpleQueue()
@@ -262,7 +242,6 @@ class _Turns:
             self.give_back()
 
     def take(self) -> None:
-        """Wait for a turn. Its holder returns it, after a read of the next copy at most."""
         self._free.get()
 
     def give_back(self) -> None:
@@ -270,14 +249,12 @@ class _Turns:
 
 
 class _Turn:
-    """A thread's turn to digest and copy, from its call to its exit."""
-
     def __init__(self, turns: _Turns) -> None:
         self._turns, self._is_ours = turns, False
 
     def __call__(self) -> None:
         if not self._is_ours:
-            self._is_ours = True  # set first: an interrupt in between adds a turn instead of losing one
+            self._is_ours = True  # set first: an interrupt then adds a turn instead of losing one
             self._turns.take()
 
     def __enter__(self) -> Self:
@@ -302,7 +279,6 @@ class _Pull(ReadThreads):
         buffer_bytes = max((round_up(job.read_bytes_max) for job in local), default=0)
         count = min(threads, buffers.count_max, sum(max(1, -(-job.wanted_bytes // READ_BYTES)) for job in local))
         disks = Worker(partial(self._read_jobs, _split_jobs(local)), "tierckpt-pull", buffer_bytes)
-        # Responses of a store are in the store's own memory: no buffer.
         stores = Worker(partial(self._read_jobs, _split_jobs(remote)), "tierckpt-pull")
         super().__init__([disks] * count + [stores] * min(REQUESTS_MAX, len(remote)), buffers)
         self._on_error = on_error
@@ -341,7 +317,6 @@ def _read_unverified(piece: Piece, job: _ChunkJob, buffer: memoryview | None) ->
 
 
 def _pages(copies: ReplicatedFile, start: int, stop: int) -> ByteRange:
-    """Return the range to read for an unverified piece: whole pages of a disk, or the exact bytes."""
     if copies.is_remote:
         return ByteRange(start, stop)
     return ByteRange(start // PAGE_BYTES * PAGE_BYTES, min(round_up(stop, PAGE_BYTES), copies.entry.size_bytes))
@@ -377,7 +352,7 @@ class _PyBuffer(ctypes.Structure):
 
 @contextlib.contextmanager
 def _address_of(data: Buffer) -> Iterator[int]:
-    """Yield the address of ``data``, held meanwhile. Works for read-only memory too, unlike ctypes itself."""
+    """Yield the address of ``data``, also of read-only memory."""
     found = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(found), 0)
     try:

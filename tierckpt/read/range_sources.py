@@ -1,8 +1,4 @@
-"""Async sources of ranges of a checkpoint's files: peers, and the shared tier.
-
-Each is a ``RangeSource`` (stores/base.py), like stores and ``LocalFiles``, for readers on the event loop. Threads read
-through a ``Copy`` (file_copies.py).
-"""
+"""Async sources of ranges of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -21,17 +17,13 @@ log = logger("restore")
 T = TypeVar("T")
 
 PEERS_TRIED_MAX = 3
-"""Maximum number of peers tried for a file, one after another, before the shared tier."""
 
 
 class PeerSource:
     """Whole chunks of a checkpoint's files from other nodes, verified on arrival.
 
-    A peer that fails is not used again; one that returns wrong bytes is reported.
-
-    Args:
-        members: the peers to use. None: for each file, the peers that have it.
-        spend: awaited with the size of each chunk before its request.
+    A peer that fails is not used again; one that returns wrong bytes is reported. ``spend`` is awaited with the size of
+    each chunk before its request.
     """
 
     tier = Tier.PEER
@@ -44,13 +36,11 @@ class PeerSource:
     ) -> None:
         self.uri = f"peers {', '.join(member.name for member in members)}" if members is not None else "peers"
         self.size_bytes = 0
-        """Bytes received."""
         self._copies, self._members, self._spend = copies, members, spend
         self._entries = {entry.key: entry for entry in copies.manifest.entries}
         self._given_up: dict[str, TierckptError] = {}
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        """Return one chunk. Raises TierckptError if no peer returns it."""
         entry = self._entries.get(key)
         if entry is None or not entry.digests:
             raise ObjectNotFoundError(f"peers do not serve {key}", key=key)
@@ -79,10 +69,7 @@ class PeerSource:
 
 
 class NearestSource:
-    """Files of one checkpoint: verified chunks from peers, else unverified ranges.
-
-    Recovers from failures as the store does (``Recoverable``).
-    """
+    """Files of one checkpoint: verified chunks from peers, else unverified ranges."""
 
     def __init__(self, store: Store, elsewhere: PeerCopies | None) -> None:
         self.uri = store.uri
@@ -93,11 +80,7 @@ class NearestSource:
         return self._peers.size_bytes if self._peers is not None else 0
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        """Return one chunk, or any range, which only the store has.
-
-        Raises:
-            ObjectNotFoundError, StoreError, IntegrityError: of the shared tier, if no peer returns the chunk.
-        """
+        """Return one chunk, or any range, which only the store has. Raises the store's errors."""
         if self._peers is not None:
             try:
                 return await self._peers.get_range(key, byte_range)
@@ -109,7 +92,7 @@ class NearestSource:
         return again(self._store, work)
 
     async def reconnect(self, damage: TierckptError) -> None:
-        """Handle damage, which must come from the store: chunks of peers are verified on arrival."""
+        """Handle damage, which comes from the store: chunks of peers are verified on arrival."""
         if not isinstance(self._store, Recoverable):
             raise damage
         await self._store.reconnect(damage)

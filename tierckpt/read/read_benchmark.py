@@ -1,4 +1,4 @@
-"""Benchmarks the read modes of a device on part of a large load's own bytes."""
+"""Benchmarks the read modes of a device on a large load's own bytes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from .file_copies import LocalCopy
 MiB = 1 << 20
 
 TRIAL_BYTES = 128 * MiB
-"""Bytes read at a time in each mode."""
 
 TRIAL_ROUNDS_MAX = 3
-"""Maximum rounds, if the load has as many bytes again to read in the best mode."""
 
 DISK_SHARE_MIN = 0.9
-"""A trial counts only if the device had to deliver at least this part of the bytes."""
+"""A trial counts only if the device delivered at least this part."""
 
 
 class Request(Protocol):
@@ -42,23 +40,14 @@ def opened_disk(jobs: Iterable[Request]) -> LocalCopy | None:
     """Return the first file on a disk; its device is assumed for all."""
     for job in jobs:
         if (disk := job.disk) is not None:
-            with contextlib.suppress(TierckptError):  # its reader reports the error
+            with contextlib.suppress(TierckptError):
                 disk.open()
                 return disk
     return None
 
 
 def run_trials(jobs: list[R], first: LocalCopy | None, run: Callable[[list[R], int], None]) -> list[R]:
-    """Read the first of ``jobs`` in each mode, unless the best is known or under trial.
-
-    Ignores bytes that came from memory or from another device. A device's speed varies, so a large load tries each mode
-    several times, in turn.
-
-    Args:
-        first: an open file on the device to benchmark.
-        run: reads some of the jobs with the given number of threads.
-    Returns: the remaining jobs.
-    """
+    """Read the first of ``jobs`` in each mode, unless the best is known. Return the remaining jobs."""
     if first is None or first.tuner is None or not first.is_untried:
         return jobs
     if _size_bytes(jobs) <= TRIAL_BYTES * len(first.tuner.modes):

@@ -1,8 +1,4 @@
-"""The threads of one load: each has a buffer, and the first error ends all.
-
-Used by every parallel read: pieces of checkpoints (``parallel_read``), shared reads of ranks (``shared_read``), tensors
-of model files (``loading/fill.py``).
-"""
+"""The threads of one load: each has a buffer, and the first error ends all."""
 
 from __future__ import annotations
 
@@ -22,11 +18,11 @@ log = logger("restore")
 J = TypeVar("J")
 
 BUFFER_SECONDS = 600.0
-"""Maximum wait for the first buffer, which other loads of this process may hold."""
+"""Other loads may hold all buffers."""
 
 
 class Worker(NamedTuple):
-    """The work of one thread, given its buffer of ``buffer_bytes`` (0: none)."""
+    """A thread's work, and the size of its buffer (0: none)."""
 
     work: Callable[[Memory | None], None]
     name: str
@@ -44,10 +40,9 @@ class ReadThreads:
     def run(self) -> None:
         """Run all workers to their end. Raises the first error of any, interrupts included.
 
-        Raises:
-            OperationTimeoutError, CapacityError: the first worker got no buffer; nothing was read.
+        Raises OperationTimeoutError, CapacityError: no buffer for the first worker; nothing was read.
         """
-        # Workers reference this object, which references sources and targets: break the cycle to free that memory.
+        # Break the cycle from workers to this object, to free sources and targets.
         workers, self._workers = self._workers, ()
         if not workers:
             return
@@ -64,7 +59,7 @@ class ReadThreads:
             try:
                 for thread in started:
                     thread.join()
-            except BaseException as error:  # interrupted: the caller closes sources and targets after this
+            except BaseException as error:  # the caller then closes sources and targets
                 self.fail(error)
                 for thread in started:
                     thread.join()
@@ -72,7 +67,7 @@ class ReadThreads:
                 raise self.error
 
     def iterate(self, jobs: Iterator[J]) -> Iterator[J]:
-        """Yield the ``jobs`` that no other thread has taken, in order; none after an error of any thread."""
+        """Yield the ``jobs`` that no other thread has taken, in order; none after an error."""
         while True:
             with self._taking:
                 job = None if self.error is not None else next(jobs, None)
@@ -81,15 +76,11 @@ class ReadThreads:
             yield job
 
     def fail(self, error: BaseException) -> None:
-        """End all threads before their next job."""
         with self._taking:
             self.error = self.error or error
 
     def _run_helper(self, worker: Worker) -> None:
-        """Work in addition to the first thread. Without another buffer, the load has one thread less.
-
-        Each thread allocates its own, while earlier ones read: a new buffer costs 3 to 10 ms.
-        """
+        """Run an additional thread. Without another buffer, the load has one less."""
         with contextlib.ExitStack() as stack:
             try:
                 buffer = stack.enter_context(self._buffer(worker, 0.0))

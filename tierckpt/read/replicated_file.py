@@ -1,7 +1,4 @@
-"""Read a file of a checkpoint from its first good copy, verified by chunk.
-
-The caller orders the copies: ``dcp/checkpoint_files`` for a load.
-"""
+"""Read a file of a checkpoint from its first good copy, verified by chunk."""
 
 from __future__ import annotations
 
@@ -22,11 +19,10 @@ log = logger("restore")
 
 
 class ReplicatedFile:
-    """The copies of one file, nearest first. Any thread may read any chunk, or whole blocks of one.
+    """The copies of one file, nearest first. Thread-safe.
 
-    All returned bytes are verified by digest (except files of stock DCP, which have none, and ``read_unverified``).
-    If a part of a copy is bad or unreadable, the copy is dropped (quarantined if this node owns it), and the next one
-    is used.
+    Returned bytes are verified by digest, except files of stock DCP and ``read_unverified``. A bad copy is dropped, and
+    quarantined if this node owns it; the next one is used.
     """
 
     def __init__(
@@ -51,29 +47,26 @@ class ReplicatedFile:
 
     @property
     def tier(self) -> str | None:
-        """The tier of the current copy."""
         return next((str(copy.tier) for copy in self._copies), None)
 
     @property
     def disk(self) -> LocalCopy | None:
-        """The current copy, if it is on a mounted file system."""
         first = next(iter(self._copies), None)
         return first if isinstance(first, LocalCopy) else None
 
     @property
     def is_remote(self) -> bool:
-        """Whether the current copy is read over a network, with one request per read."""
         return isinstance(next(iter(self._copies), None), RemoteCopy)
 
     @property
     def _is_by_chunk(self) -> bool:
-        """Whether a part of a chunk of the current copy costs as much to read as the whole."""
+        """Whether a part of a chunk costs as much to read as the whole."""
         first = next(iter(self._copies), None)
         return isinstance(first, RemoteCopy) and first.chunk_size_bytes > 0
 
     @property
     def verify_block_bytes(self) -> int:
-        """The smallest verifiable range, and so the smallest useful read; parts begin at a multiple of it."""
+        """The smallest verifiable range. Parts begin at a multiple of it."""
         return DIGEST_BLOCK_BYTES if self.entry.digests else DISK_BLOCK_BYTES
 
     def chunk_range(self, index: int) -> ByteRange:
@@ -86,25 +79,21 @@ class ReplicatedFile:
             self._blocks.expect(indices)
 
     def has_parts(self, index: int) -> bool:
-        """Whether ``part`` can return less than the whole of chunk ``index``."""
         if not self.entry.digests or not self.may_have_parts:
             return self.may_have_parts
         return self._blocks is not None and self._blocks.of(index) is not None
 
     @property
     def may_have_parts(self) -> bool:
-        """False if no chunk ``has_parts``, as known without I/O."""
         return not self.entry.digests or (not self._is_by_chunk and self._blocks is not None)
 
     def takes_parts(self, index: int) -> bool:
-        """Whether chunk ``index``, wanted whole, is on a disk and can be read in parts.
-
-        True only if its block digests are as near as the file."""
+        """Whether chunk ``index``, wanted whole, can be read in parts: its block digests are as near as it."""
         is_near = not self.entry.digests or (self._blocks is not None and self._blocks.tier == self.tier)
         return is_near and not self.is_remote and self.has_parts(index)
 
     def chunk(self, index: int, into: memoryview | None = None) -> Buffer:
-        """Return chunk ``index``: in ``into`` (page-aligned, whole pages for a chunk), or in other memory."""
+        """Return chunk ``index``, in ``into`` (page-aligned, whole pages) or in other memory."""
         return self.part(index, self.chunk_range(index), into)
 
     def part(
@@ -116,13 +105,11 @@ class ReplicatedFile:
     ) -> Buffer:
         """Return ``byte_range`` of chunk ``index``: all of it, or whole blocks of one that ``has_parts``.
 
-        Args:
-            arrived: called between reading and digesting; again for the next copy if the bytes were bad.
+        ``arrived`` is called between reading and digesting, once for each copy.
 
         Raises:
-            IntegrityError: no copy has a good version; names each copy and its error.
-            StoreUnavailableError, PermissionDeniedError: the shared tier, whose copy may be good, could not be read,
-                and no other copy is good.
+            IntegrityError: no copy is good; names each copy and its error.
+            StoreUnavailableError, PermissionDeniedError: no other copy is good, and the shared tier could not be read.
         """
         tried: list[tuple[FileCopy, TierckptError]] = []
         while (copy := self._next_copy([copy for copy, _ in tried])) is not None:
@@ -144,10 +131,7 @@ class ReplicatedFile:
         raise self._no_copy_error(byte_range, tried)
 
     def read_unverified(self, byte_range: ByteRange, into: memoryview | None = None) -> Buffer:
-        """Return the bytes of some copy, **unverified**, or none if they cannot be read.
-
-        Only for bytes that are compared with known ones: damage then shows as a difference.
-        """
+        """Return the bytes of some copy, **unverified**, or none. Only for a comparison with known ones."""
         for copy in tuple(self._copies):
             with contextlib.suppress(TierckptError):
                 data = copy.read(byte_range, into)
@@ -166,7 +150,7 @@ class ReplicatedFile:
         return known is not None and known[at : at + len(found)] == found
 
     def _next_copy(self, tried: Sequence[FileCopy]) -> FileCopy | None:
-        """Return the next copy to read. Copies with damage elsewhere come last: this range may be good there."""
+        """Return the next copy, one with damage elsewhere last: this range may be good there."""
         with self._lock:
             damaged = [copy for copy, problem in self._given_up if isinstance(problem, IntegrityError)]
             return next((copy for copy in (*self._copies, *damaged) if copy not in tried), None)
@@ -176,13 +160,12 @@ class ReplicatedFile:
             if copy not in self._copies:
                 return  # another thread has dropped it
             self._copies.remove(copy)
-            self._given_up.append((copy, problem))  # other threads may be reading it: it is closed with the others
+            self._given_up.append((copy, problem))  # other threads may be reading it
         if isinstance(problem, IntegrityError):
             copy.quarantine()
         log.warning("%s: the %s copy is bad, trying the next: %s", self.entry.path, copy.tier, problem)
 
     def _no_copy_error(self, byte_range: ByteRange, tried: Sequence[tuple[FileCopy, TierckptError]]) -> TierckptError:
-        """Return the error of a range that no copy can provide."""
         known = [copy for copy, _ in tried]
         with self._lock:
             all_tried = [*(given_up for given_up in self._given_up if given_up[0] not in known), *tried]
@@ -204,7 +187,7 @@ class ReplicatedFile:
 
 
 class RangeFile(io.RawIOBase):
-    """A read-only, seekable file of ``size_bytes``; subclasses implement ``read_into``."""
+    """A read-only, seekable file of ``size_bytes``."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes, self._position = size_bytes, 0
@@ -239,7 +222,7 @@ class RangeFile(io.RawIOBase):
 
 
 class VerifiedFile(RangeFile):
-    """A file over ``copies``, which it closes. Holds one chunk in memory; each is read once if read in order."""
+    """A file over ``copies``, which it closes. Holds one chunk in memory."""
 
     def __init__(self, copies: ReplicatedFile) -> None:
         super().__init__(copies.entry.size_bytes)

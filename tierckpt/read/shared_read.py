@@ -1,13 +1,10 @@
 """Shared reads: ranks of a node read common bytes once, through shared memory.
 
-    interest    each rank names its node and the byte ranges that it wants (``ReadInterest``)
-    plan        one rank returns the ranges that several ranks of a node want (``SharedReadPlan``), cut into units
-    read        each rank visits the units that it wants, in order: it copies a unit that is in the window
-                (arena/shared_buffer.py), else reads and verifies one that no rank has claimed, else waits
+One rank cuts the ranges that several ranks of a node want into units. Each rank copies them from the window
+(arena/shared_buffer.py) in order, and reads and verifies those that no rank has claimed.
 
-DCP's planning carries the first two (dcp/read_sharing.py). Fast ranks read more units than slow ones, and the unit of
-a killed rank is read by another. No rank depends on another: without progress for some time it reads the remaining
-units itself, at the cost of more reads. The page cache does less: docs/internals/together.md.
+No rank depends on another: another rank reads the unit of a killed one, and a rank without progress for some time reads
+the remaining units itself.
 """
 
 from __future__ import annotations
@@ -44,18 +41,15 @@ UNIT_BYTES = 8 << 20
 SLOTS, SLOTS_MIN = 16, 4
 """Slots of a small window, and of the smallest useful one."""
 JOIN_SECONDS = 10.0
-"""Maximum wait of idle ranks for a rank that has not begun to read."""
+"""Maximum wait of idle ranks for one that has not begun to read."""
 THREADS = 4
-"""Threads of one rank for files on disks: they read, digest and copy."""
+"""Threads of one rank for files on disks."""
 UNIT_PAUSES = Pauses(0.0003, 0.005)
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 
 Spans: TypeAlias = Callable[[Any], tuple[str, list[tuple[int, int]]]]
 """Returns the file of an item, and the wanted bytes of it, in order."""
-
-
-# --- planning ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +60,6 @@ class ReadInterest:
         group: equal for ranks of one node, checkpoint and unit size.
         window: name of the memory that this rank has reserved.
         wanted: byte ranges of each file, in order, not adjacent.
-        verify_block_bytes: alignment of reads.
         unit_bytes: largest unit. No chunk spans two units.
     """
 
@@ -91,12 +84,10 @@ class SharedReadPlan:
 
 
 def unit_bytes(chunk_size_bytes: int, window_bytes: int) -> int:
-    """Return the size of a unit: whole chunks."""
     return chunk_size_bytes * max(1, min(UNIT_BYTES, window_bytes // SLOTS) // chunk_size_bytes)
 
 
 def plan_shared_reads(interests: Sequence[ReadInterest | None]) -> list[SharedReadPlan | None]:
-    """Return the shared plan of each rank; None for a rank that shares nothing. Pure."""
     plans: list[SharedReadPlan | None] = [None] * len(interests)
     groups: dict[str, list[int]] = {}
     for rank, interest in enumerate(interests):
@@ -116,9 +107,9 @@ def plan_shared_reads(interests: Sequence[ReadInterest | None]) -> list[SharedRe
 
 
 def _common_ranges(members: Sequence[ReadInterest]) -> dict[str, Ranges]:
-    """Return the ranges of each file that several ranks want, aligned; at most as many units as a window counts.
+    """Return the ranges that several ranks want, aligned; at most as many units as a window counts.
 
-    An overlap of alignment alone does not count: ranks that want neighbouring rows read them apart.
+    An overlap by alignment alone does not count.
     """
     block, unit = members[0].verify_block_bytes, members[0].unit_bytes
     units_left = UNITS_MAX
@@ -141,7 +132,7 @@ def _common_ranges(members: Sequence[ReadInterest]) -> dict[str, Ranges]:
 
 
 def overlaps(lists: Iterable[Ranges]) -> list[tuple[int, int]]:
-    """Return the ranges that two or more of ``lists`` have. Each list is ``merge_ranges``."""
+    """Return the ranges that two or more of ``lists`` have. Each list is from ``merge_ranges``."""
     edges = heapq.merge(*([edge for start, stop in ranges for edge in ((start, 1), (stop, -1))] for ranges in lists))
     found: list[tuple[int, int]] = []
     depth = begun = 0
@@ -155,7 +146,6 @@ def overlaps(lists: Iterable[Ranges]) -> list[tuple[int, int]]:
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ``ranges`` in order, adjacent ones as one."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if found and start <= found[-1][1]:
@@ -165,11 +155,8 @@ def merge_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
-
-
 class Units:
-    """The units of a shared plan, numbered through the files in the order of their names."""
+    """The units of a shared plan, in the order of file names."""
 
     def __init__(self, plan: SharedReadPlan) -> None:
         size, number = plan.unit_bytes, 0
@@ -183,14 +170,13 @@ class Units:
             number += len(cuts)
 
     def first_of(self, name: str, start: int, stop: int) -> int | None:
-        """Return the first unit that overlaps these bytes."""
         if name not in self._starts:
             return None
         at = bisect.bisect_right(self._stops[name], start)
         return self._first[name] + at if at < len(self._starts[name]) and self._starts[name][at] < stop else None
 
     def cut(self, name: str, start: int, stop: int) -> list[tuple[int, int, int | None]]:
-        """Return these bytes as parts ``(start, stop, unit)``, each inside one unit or outside all of them."""
+        """Return these bytes as parts, each inside one unit or outside all of them."""
         if name not in self._starts:
             return [(start, stop, None)]
         parts: list[tuple[int, int, int | None]] = []
@@ -226,11 +212,7 @@ class _UnitJob:
 
 
 class SharedRead:
-    """One rank's part in a shared read. ``leave`` ends it.
-
-    Args:
-        timeout_seconds: longest wait for the next unit from other ranks.
-    """
+    """One rank's part in a shared read. ``timeout_seconds``: longest wait for the next unit."""
 
     def __init__(self, plan: SharedReadPlan, window: SharedWindow, timeout_seconds: float, spans_of: Spans) -> None:
         self.units = Units(plan)
@@ -246,7 +228,6 @@ class SharedRead:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank reads for itself from now on."""
         return self._alone
 
     def stop_sharing(self) -> None:
@@ -279,15 +260,13 @@ class SharedRead:
         later: int | None,
         on_error: OnError = lambda *_: None,
     ) -> None:
-        """``read.parallel_read.pull``, with each byte of the plan read once for all ranks of the node.
+        """As ``parallel_read.pull``, with each byte of the plan read once for all ranks of the node.
 
-        Args:
-            later: the first unit that a later call may need, also a second time. None: this is the last call.
-            later: the first unit that a later call may need, also a second time. None: this is the last call.
+        ``later``: the first unit that a later call may need again. None: this is the last call.
         """
         origins: dict[int, Piece] = {}
         jobs, own = self._split_by_unit(wanted, origins)
-        # A call must not wait for a later one, which re-reads the units that this one has passed.
+        # No call waits for a later one, which re-reads the units that this one has passed.
         after = PASSED_ALL if later is None else max(later, max(jobs, default=0))
 
         def blame(error: TierckptError, copies: ReplicatedFile, piece: Piece) -> None:
@@ -336,8 +315,6 @@ class SharedRead:
 
 
 class UnitThreads(ReadThreads):
-    """The threads of one ``SharedRead.pull``."""
-
     def __init__(
         self,
         window: SharedWindow,
@@ -353,14 +330,12 @@ class UnitThreads(ReadThreads):
         self._window, self._jobs, self._after, self._on_error = window, jobs, after, on_error
         self._order = sorted(jobs)
         self._open = set(jobs)
-        """Units not copied yet. All of them are in ``_order`` from ``_at`` on."""
         self._busy: set[int] = set()
         self._at = 0
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._timeout_seconds = timeout_seconds
         self._note_progress()
         self._is_over = False
-        """No progress for ``timeout_seconds``."""
 
     def copied(self) -> list[_UnitJob]:
         """Copy all units. Return those that did not arrive in time."""
@@ -379,7 +354,7 @@ class UnitThreads(ReadThreads):
             self.copy_unit(unit)
 
     def _next(self) -> tuple[int, bool] | None:
-        """Wait for a unit to copy, or to read first (True). None: no work is left. One thread waits for all."""
+        """Wait for a unit to copy, or to read first (True). None: no work is left."""
         with self._turn:
             while not self._is_over and self.error is None:
                 task = self._find_unit()
@@ -389,7 +364,7 @@ class UnitThreads(ReadThreads):
                     if not self._open - self._busy:
                         return None
                     if self._busy:
-                        self._note_progress()  # a thread of this rank waits for the disk, not for other ranks
+                        self._note_progress()  # the disk is slow, not another rank
                 if time.monotonic() - self._progressed_at > JOIN_SECONDS and self._window.awaited():
                     self._window.close_joining()
                 elif not self._idle.pause():
@@ -397,7 +372,7 @@ class UnitThreads(ReadThreads):
         return None
 
     def _find_unit(self) -> tuple[int, bool] | None:
-        """Return the first unit that is in the window, else the first that can be claimed."""
+        """Return a unit in the window, else one that can be claimed."""
         with self._lock:
             near = [unit for unit in self._units_in_window() if unit not in self._busy]
             found = next(((unit, False) for unit in near if self._window.is_there(unit)), None)
@@ -410,7 +385,6 @@ class UnitThreads(ReadThreads):
             return found
 
     def _units_in_window(self) -> Iterable[int]:
-        """Return the units still to be copied that fit into the window with the first of them."""
         near = [unit for unit in self._order[self._at : self._at + self._window.slots] if unit in self._open]
         return itertools.takewhile(lambda unit: unit < near[0] + self._window.slots, near)
 

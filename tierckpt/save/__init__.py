@@ -1,1 +1,1 @@
-"""From memory to the SSD: flush, write-ahead, direct put."""
+"""From memory to the SSD."""

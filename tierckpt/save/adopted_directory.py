@@ -1,11 +1,10 @@
 """Adopts a directory written by another program into the local tier.
 
-A1  The writer may delete or replace its files once they are adopted: the local tier has its own names for them.
-A2  The adopted bytes are the digested bytes. A file that differs between the first and the last scan, or that any
-    process has open for writing, refuses the whole directory: no commit names half of a write.
-A3  A reflink or a copy shares nothing with the writer. A hard link shares its inode: a write in place after the commit
-    changes our bytes too, and every reader detects that by the digests (P4). So links are made only if the caller
-    guarantees that its files are never written in place.
+A1  The writer may delete or replace its files once they are adopted.
+A2  The adopted bytes are the digested bytes. A file that changes between two scans, or is open for writing, refuses the
+    whole directory.
+A3  A reflink or a copy shares nothing with the writer. A hard link shares its inode: it is made only if the caller
+    guarantees that files are never written in place. Readers detect such a write by the digests (P4).
 """
 
 from __future__ import annotations
@@ -32,18 +31,16 @@ from ..stores.schemes import check_object_name
 from ..types import ByteRange
 
 FICLONE = 0x40049409
-"""``ioctl_ficlone(2)``: share the blocks of another file, copy on write."""
+"""``ioctl_ficlone(2)``"""
 THREADS = 4
 COPY_BYTES = 8 << 20
 CLOCK_REALTIME_COARSE = 5
 QUIET_SECONDS = 2 * time.clock_getres(CLOCK_REALTIME_COARSE)
-"""Time stamps have the resolution of a kernel tick: a file written more recently than this is scanned again later."""
+"""Two kernel ticks: a file with a more recent time stamp may change without a new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file as scanned: two equal ones mean that it was not written in between."""
-
     place: Path
     size_bytes: int
     modified_ns: int
@@ -51,10 +48,9 @@ class SourceFile:
 
 
 def identity(directory: Path) -> str | None:
-    """Return an identity of ``directory``, equal on all nodes after all have written.
+    """Return an identity of ``directory``, equal on all nodes; None without a file.
 
-    It consists of names and modification times, without inode numbers, which differ between nodes on FUSE. None if
-    the directory has no file: a framework may create it on nodes that write nothing.
+    Inode numbers differ between nodes on FUSE, and are left out.
     """
     walk = os.walk(directory)
     names = sorted(os.path.relpath(Path(folder, name), directory) for folder, _, found in walk for name in found)
@@ -63,7 +59,6 @@ def identity(directory: Path) -> str | None:
 
 @contextmanager
 def staying(directory: Path) -> Iterator[None]:
-    """Raise CheckpointError if a file vanishes in the context: it is still being written."""
     try:
         yield
     except ObjectNotFoundError as error:
@@ -71,7 +66,6 @@ def staying(directory: Path) -> Iterator[None]:
 
 
 def check_names(files: Mapping[str, SourceFile], folder: str, location: Location) -> None:
-    """Raise ConfigError for a path under ``folder`` that no manifest or bucket key can hold."""
     for path in files:
         if not is_safe_path(f"{folder}/{path}"):
             raise ConfigError(f"{path} is too long for a file name in a checkpoint", hint="Shorten it")
@@ -81,9 +75,7 @@ def check_names(files: Mapping[str, SourceFile], folder: str, location: Location
 def scan(directory: Path) -> dict[str, SourceFile]:
     """Return the files under ``directory`` by relative path. Follows links that stay inside it.
 
-    Raises:
-        ConfigError: ``directory`` does not exist or is empty, or has an entry that cannot be adopted: a link that
-            leads out of it or is dangling, a name that no store accepts, a device, a pipe, a socket.
+    Raises ConfigError: it is missing or empty, or has an entry that no checkpoint can hold (an outside link, a device).
     """
     with staying(directory), translated(directory, is_above=True):
         if not directory.is_dir():
@@ -100,7 +92,7 @@ def scan(directory: Path) -> dict[str, SourceFile]:
 def _walk(top: Path, place: Path, below: str, above: tuple[Path, ...]) -> Iterator[tuple[str, SourceFile]]:
     for entry in sorted(os.scandir(place), key=lambda one: one.name):
         path, real = f"{below}{entry.name}", Path(entry.path)
-        if path == PRIVATE_DIR:  # the receipt of a restore, not part of the checkpoint
+        if path == PRIVATE_DIR:  # the receipt of a restore
             continue
         if entry.is_symlink():
             real = _followed(top, real, path)
@@ -131,7 +123,6 @@ def _followed(top: Path, link: Path, path: str) -> Path:
 
 
 def check_quiet(directory: Path, files: Mapping[str, SourceFile]) -> None:
-    """Raise CheckpointError if a process has a file open for writing and the kernel reports it."""
     newest = max(file.modified_ns for file in files.values()) / 1e9
     time.sleep(min(QUIET_SECONDS, max(0.0, newest + QUIET_SECONDS - time.time())))
     with staying(directory):
@@ -141,7 +132,6 @@ def check_quiet(directory: Path, files: Mapping[str, SourceFile]) -> None:
 
 
 def check_same(directory: Path, before: Mapping[str, SourceFile], links: bool) -> None:
-    """Raise CheckpointError if ``directory`` has changed since the first scan."""
     was, now = (
         {path: _compared_fields(file, links) for path, file in files.items()} for files in (before, scan(directory))
     )
@@ -151,7 +141,7 @@ def check_same(directory: Path, before: Mapping[str, SourceFile], links: bool) -
 
 
 def _compared_fields(file: SourceFile, links: bool) -> tuple[object, ...]:
-    """Return the fields to compare. A hard link changes the inode's ctime, but no byte."""
+    """Return the fields to compare, without ctime if ``links``: a new hard link changes it."""
     return (file.size_bytes, file.modified_ns, None if links else file.changed_ns)
 
 
@@ -164,13 +154,13 @@ def _still_written(directory: Path, path: str) -> CheckpointError:
 
 
 def _is_open_for_writing(path: Path) -> bool:
-    """Whether a process has the file open for writing: the kernel then refuses a read lease (fcntl(2)).
+    """Whether the kernel refuses a read lease (fcntl(2)), as a process has the file open for writing.
 
-    It also refuses leases on network mounts and for files of other users. There only the two scans protect.
+    It also refuses leases on network mounts and for other users' files: there only the scans protect.
     """
     file = open_file(path)
     try:
-        # A process that opens the file during the lease makes the kernel signal us; SIGIO would end the process.
+        # A process that opens the file during the lease makes the kernel signal us. SIGIO would end the process.
         fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -182,7 +172,6 @@ def _is_open_for_writing(path: Path) -> bool:
 
 
 def import_files(files: Mapping[str, SourceFile], target: Path, *, links: bool) -> None:
-    """Create each file under ``target``: as a hard link if ``links``, else a reflink, else a copy (A3)."""
     with translated(target, is_above=True), ThreadPool(THREADS) as pool:
         for place in sorted({(target / path).parent for path in files}):
             make_dirs(place)
@@ -197,18 +186,14 @@ def _take_file(source: Path, target: Path, links: bool) -> None:
     with os.fdopen(open_file(source), "rb", 0) as old, os.fdopen(create_file(target, 0o644), "wb") as new:
         try:
             fcntl.ioctl(new, FICLONE, old.fileno())
-        except OSError:  # another file system, or one without reflinks
+        except OSError:
             shutil.copyfileobj(old, new, COPY_BYTES)
 
 
 def make_durable(
     target: Path, sizes: Mapping[str, int], chunk_size_bytes: int, on_bytes: Callable[[int], None]
 ) -> dict[str, tuple[str, ...]]:
-    """Make the files under ``target`` and their names durable. Return the chunk digests of each file.
-
-    ``on_bytes`` is called with the number of bytes digested so far.
-    Cost: an fsync for each file and directory, several at a time, and one concurrent read of every byte.
-    """
+    """Make the files under ``target`` durable, names included. Return the chunk digests of each file."""
 
     def digest(place: tuple[str, int]) -> str:
         path, start = place

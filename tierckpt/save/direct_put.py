@@ -1,13 +1,9 @@
 """Direct put: sends shards from staging memory to the store, bypassing the SSD.
 
-For a save that the SSD has no room for, or if it is no faster than the shared tier (``planning/drain_policy.py``, D5).
-The commit is the usual one: each object has the name its shard would have had, so the drain finds it and sends nothing.
-
-Invariants (tests cite them):
-    T1  A rank's results name its shards only when all of them are whole and durable on the shared tier, with digests
-        of the bytes that were sent. So a commit that names them, on either tier, names readable files.
-    T2  A shard that cannot be put goes to the SSD instead, and vice versa. If neither tier takes it, the save fails,
-        and its objects are removed from the store, or stay under names that no commit knows.
+T1  A rank's results name its shards only when all are durable on the shared tier, with digests of the bytes that
+    were sent. So a commit on either tier names readable files.
+T2  A shard that cannot be put goes to the SSD instead, and vice versa. If neither tier takes it, the save fails;
+    objects that remain have names that no commit knows.
 """
 
 from __future__ import annotations
@@ -29,11 +25,7 @@ from .shard_plan import Shard
 async def send(
     store: Store, shards: Sequence[Shard], slot: Memory, chunk_size_bytes: int, flow: DrainFlow
 ) -> list[Flushed]:
-    """Put ``shards`` into ``store``, one after another, each under its file's name. All are durable on return.
-
-    Raises TierckptError if a shard cannot be put; the earlier ones are stored.
-    Cost: one pass over the data for CRC and digest, and a copy of each chunk, as the store takes several at a time.
-    """
+    """Put ``shards`` into ``store``, durably. Raises TierckptError if one cannot be put; earlier ones are stored."""
     return [await send_shard(store, shard, slot, chunk_size_bytes, flow) for shard in shards]
 
 

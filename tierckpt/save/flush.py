@@ -1,24 +1,12 @@
 """Flush: writes memory to the node's SSD, durably, taking digests and CRCs in the same pass.
 
-A shard is an ordered list of records (head, raw data somewhere in memory, tail). Its file is cut in segments of one or
-more chunks. Workers take segments in file order. A worker
+Workers take segments of a file (one or more chunks) in order, and write each with one O_DIRECT write.
 
-    1. gathers the segment's bytes: in place if the arena holds an image of the file, otherwise in the worker's slot of
-       huge pages;
-    2. computes the CRC-32 of the data in it, and fills the tails that are then known;
-    3. digests each chunk;
-    4. writes the whole segment with one O_DIRECT write.
-
-In steps 2 and 3 the bytes of step 1 are still in the processor's cache. Memory use does not depend on the size.
-
-Invariants (tests cite them):
     F1  The digests are of the bytes handed to the kernel, excluding padding.
     F2  A tail waits only for earlier segments of the same file, which are taken first: no deadlock.
-    F3  After any error the shard is useless: the error is raised, and the same file is never retried. In particular,
-        a failed fsync may have dropped the pages it could not write (Rebello et al., ATC'20).
+    F3  After any error the shard is useless, and the same file is never retried: a failed fsync may have dropped the
+        pages it could not write (Rebello et al., ATC'20).
     F4  When ``flush`` returns, every shard's bytes are durable if ``durable``; the caller syncs its directory.
-
-Runs in the process that owns the data or in another one that maps the same memory: addresses count from ``base``.
 """
 
 from __future__ import annotations
@@ -47,10 +35,10 @@ from .shard_plan import Shard, ShardRecord
 
 _ZEROS = bytes(64 * 1024)
 HOT_BYTES = 2 * DIGEST_BLOCK_BYTES
-"""A quarter of the smallest second-level cache of current servers, which also holds source, target and other data."""
+"""A quarter of the smallest second-level cache of current servers."""
 
 SMALL_BYTES = 16 * 1024
-"""Copied without releasing the interpreter lock: reacquiring it takes longer than the copy."""
+"""Reacquiring the interpreter lock takes longer than a copy of this size."""
 
 
 def flush(
@@ -68,18 +56,16 @@ def flush(
 ) -> list[Flushed]:
     """Write ``shards``, each to a new file. Return size and chunk digests, in order.
 
-    The caller's thread is one of the workers, unless ``nice`` requests a low priority, which applies to new threads
-    only. ``slots``: memory for a segment each, used for data outside an image.
-
-    ``cached`` writes through the page cache: slower, but later readers find the shards in memory.
-
-    With a ``pace``, workers rest between segments while the node's processors are busy (``disk/priority.py``).
+    Args:
+        slots: memory for a segment each, used for data outside an image.
+        base: addresses count from it.
+        nice: of new threads; 0: the caller's thread is a worker.
+        cached: write through the page cache, so that later readers find the shards in memory.
 
     Raises:
-        CapacityError: the disk is full (detected by fallocate before the first byte, if the file system supports it).
-        TierckptError: any other error of a worker, of the first failed shard (F3). Files are not removed.
+        CapacityError: the disk is full. If the file system supports fallocate, nothing was written.
+        TierckptError: the error of the first failed shard (F3). Files are not removed.
         OperationTimeoutError: a worker did not end within ``timeout_seconds``.
-    Cost: one pass over cached data for CRC and digest, one more copy if there is no image; memory: the slots.
     """
     deadline = time.monotonic() + timeout_seconds
     pace = pace or CpuThrottle()
@@ -94,8 +80,7 @@ def flush(
                 job.work(0)
             job.join()
         except BaseException as error:
-            # An interrupt, or no thread available. On return the caller reuses the slots, so wait for the workers:
-            # each finishes its current segment and takes no other.
+            # The caller reuses the slots, so wait for the workers.
             job.fail(error)
             job.join()
             raise
@@ -107,7 +92,7 @@ def flush(
 
 
 class Stream:
-    """A shard as a stream of bytes, to be sent instead of written. ``slot`` must hold a chunk."""
+    """A shard as a stream of bytes, to be sent. ``slot`` must hold a chunk."""
 
     def __init__(self, shard: Shard, slot: Memory, chunk_size_bytes: int, timeout_seconds: float = 1800.0) -> None:
         for record in shard.records:
@@ -120,7 +105,7 @@ class Stream:
         self._slot = slot
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yield the bytes of the file in order, chunk by chunk. Each piece is valid until the next iteration."""
+        """Yield the file's bytes, chunk by chunk. Each piece is valid until the next iteration."""
         for file in self._job.files:
             for index in range(file.segments):
                 start = index * self._job.segment_bytes
@@ -131,18 +116,14 @@ class Stream:
                 yield place.part(start, end)
 
     def flushed(self) -> Flushed:
-        """Return size and digests of the shard, after all pieces were consumed."""
         return self._job.files[0].flushed()
 
 
 class ShardFile(DirectFile):
-    """A shard being written: its descriptor, and the number of pending segments."""
-
     def __init__(self, shard: Shard, segment_bytes: int, *, direct: bool) -> None:
         super().__init__(direct=direct)
         self.shard = shard
         self.blocks: dict[int, bytes] = {}
-        """The digests of each chunk's blocks."""
         self.ahead = shard.image.ahead if direct and shard.image is not None else None
         self.segments = -(-shard.size_bytes // segment_bytes)
         self.left = self.segments
@@ -162,7 +143,7 @@ class ShardFile(DirectFile):
         return True
 
     def has(self, place: _Place) -> bool:
-        """Whether the segment at ``place`` is written ahead: it is in the image and is one record's data (A3)."""
+        """Return whether write-ahead has this segment: one record's data in the image (A3)."""
         image = self.shard.image
         if self.ahead is None or image is None or place.address != image.address + place.start:
             return False
@@ -182,8 +163,6 @@ class ShardFile(DirectFile):
 
 
 class FlushJob:
-    """The workers of one ``flush`` call and their shared state."""
-
     def __init__(
         self,
         shards: Sequence[Shard],
@@ -209,8 +188,8 @@ class FlushJob:
         self.working = 0
         self.threads_started: list[threading.Thread] = []
         self.pace = pace
-        # In the foreground, copy, CRC and digest process pieces that fit the core's own cache: an eighth less processor
-        # time. In the background they process whole segments, since each call must reacquire the GIL.
+        # In the foreground, pieces that fit the core's cache take an eighth less processor time. In the background,
+        # whole segments: each call reacquires the GIL.
         whole_blocks = not chunk_size_bytes % DIGEST_BLOCK_BYTES
         self.hot_bytes = HOT_BYTES if foreground and whole_blocks else 0
         self._queue = deque(self._segments())
@@ -223,7 +202,6 @@ class FlushJob:
                 yield file, index * self.segment_bytes
 
     def open(self, nice: int) -> list[threading.Thread]:
-        """Open the files. Return the threads to start besides the caller's, or instead of it (``nice``)."""
         for file in self.files:
             file.open()
             if not file.segments:
@@ -237,15 +215,15 @@ class FlushJob:
     def join(self) -> None:
         """Wait until no worker uses a slot or a file.
 
-        Uses a counter, as an interrupted ``Thread.join`` marks a running thread as ended (CPython issue 89437).
+        Uses a counter: an interrupted ``Thread.join`` marks a running thread as ended (CPython issue 89437).
         """
         with self.changed:
             ended = self.changed.wait_for(lambda: not self.working, max(0.0, self.deadline - time.monotonic()))
         if ended:
-            for thread in self.threads_started:  # they are about to return: leave none for interpreter shutdown
+            for thread in self.threads_started:  # about to return: leave none for interpreter shutdown
                 thread.join(1.0)
             return
-        # A thread hangs in the kernel and still uses its slot and its file: neither may be reused.
+        # A thread hangs in the kernel: its slot and its file must not be reused.
         late = self._late("a write to end")
         self.fail(late)
         raise late
@@ -257,7 +235,7 @@ class FlushJob:
             start_thread(thread)
             self.threads_started.append(thread)
         except BaseException:
-            if thread.ident is None:  # it never ran, so it does not call ``_leave``
+            if thread.ident is None:
                 self._leave()
             raise
 
@@ -282,7 +260,7 @@ class FlushJob:
                     self._write_segment(segment)
                 finally:
                     self._give_back(segment.slot)
-                if self._queue:  # after the last segment only the commit remains
+                if self._queue:
                     self.pace.throttle_after(time.thread_time() - begun)
         except BaseException as error:
             self.fail(error)
@@ -295,8 +273,7 @@ class FlushJob:
     def _next(self) -> _Segment | None:
         """Return the next segment, with a slot if it needs one; None at the end or after an error.
 
-        Segments are taken strictly in order, also if the first must wait for a slot: a tail waits for the CRCs of
-        earlier segments, which must all have their slots.
+        Strictly in order: a tail waits for earlier segments (F2).
         """
         with self.changed:
             while self.failure is None and self._queue:
@@ -339,7 +316,6 @@ class FlushJob:
                 self._finish(file)
 
     def assemble(self, file: ShardFile, records: Sequence[ShardRecord], place: _Place, end: int) -> None:
-        """Assemble the bytes up to ``end`` at ``place``, padded to whole blocks, and note their digests."""
         self._gather(records, place)
         start = place.start
         for index, offset in enumerate(range(start, end, self.chunk_size_bytes), start // self.chunk_size_bytes):
@@ -355,7 +331,6 @@ class FlushJob:
             file.finish(self.durable)
 
     def in_place(self, file: ShardFile, records: Sequence[ShardRecord], start: int, end: int) -> _Place | None:
-        """Return the place of these bytes in the image; None if the image does not hold them contiguously."""
         image, padded = file.shard.image, round_up(end)
         if image is None or padded > image.size_bytes:
             return None
@@ -369,7 +344,7 @@ class FlushJob:
         return _Place(image.memory.view[position : position + padded - start], image.address + start, start, padded)
 
     def _gather(self, records: Sequence[ShardRecord], place: _Place) -> None:
-        """Gather the bytes of a segment. Tails come last: their CRC may depend on another worker."""
+        """Gather the bytes of a segment, tails last: their CRC may depend on another worker."""
         cursor = place.start
         tails = []
         view, start, shift, last = place.view, place.start, place.address - place.start, place.end
@@ -378,7 +353,6 @@ class FlushJob:
             offset, frame = record.offset, record.frame
             gap, end = offset - cursor, offset + record.total_bytes
             if frame is not None and offset >= start and end <= last and gap < DISK_BLOCK_BYTES:
-                # The segment has the whole item: the common case with many small items.
                 data = offset + record.head_bytes
                 tail = data + record.size_bytes
                 view[cursor - start : data - start] = _ZEROS[:gap] + record.head if gap else record.head
@@ -401,7 +375,6 @@ class FlushJob:
             place.put(record.frame.tail_with(self._crc_of(record)), record.end - record.tail_bytes)
 
     def _put_data(self, record: ShardRecord, place: _Place) -> None:
-        """Copy the record's data in this segment, unless it is there already, and note its CRC."""
         first = max(record.data_offset, place.start)
         last = min(record.data_offset + record.size_bytes, place.end)
         if first >= last:
@@ -449,25 +422,21 @@ class FlushJob:
 
 
 class _Place:
-    """Memory for a segment: ``view`` begins at file offset ``start`` and memory ``address``."""
-
     __slots__ = ("address", "digests", "end", "start", "view")
 
     def __init__(self, view: memoryview, address: int, start: int, end: int) -> None:
         self.view, self.address, self.start, self.end = view, address, start, end
         self.digests: dict[int, bytes] = {}
-        """Digests of blocks by file offset, taken while their bytes were in the cache."""
 
     def part(self, start: int, end: int) -> memoryview:
         return self.view[start - self.start : end - self.start]
 
     def digest(self, start: int, end: int) -> None:
-        """Digest the whole blocks within ``[start, end)``, after their bytes are final."""
+        """Digest the whole blocks within ``[start, end)``, which must be final."""
         for offset in range(start + -start % DIGEST_BLOCK_BYTES, end - DIGEST_BLOCK_BYTES + 1, DIGEST_BLOCK_BYTES):
             self.digests[offset] = block_digest(self.part(offset, offset + DIGEST_BLOCK_BYTES))
 
     def blocks(self, start: int, end: int) -> bytes:
-        """Return the block digests of the chunk ``[start, end)``, which is complete."""
         if not self.digests:
             return blocks_of(self.part(start, end))
         return b"".join(
@@ -476,13 +445,12 @@ class _Place:
         )
 
     def put(self, data: Any, offset: int) -> None:
-        """Copy the part of ``data`` (which begins at file ``offset``) that is in this segment."""
         first, last = max(offset, self.start), min(offset + len(data), self.end)
         if first < last:
             self.view[first - self.start : last - self.start] = data[first - offset : last - offset]
 
     def zero(self, start: int, end: int) -> None:
-        """Zero these bytes, so that no stale memory reaches a file."""
+        """Zero these bytes: no stale memory reaches a file."""
         while start < end:
             count = min(end - start, len(_ZEROS))
             self.view[start - self.start : start - self.start + count] = _ZEROS[:count]
@@ -490,7 +458,6 @@ class _Place:
 
 
 def _pieces(start: int, end: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield ``[start, end)`` cut at multiples of ``size_bytes``; whole if that is 0."""
     while size_bytes and end - start > size_bytes:
         cut = start + size_bytes - start % size_bytes
         yield start, cut
@@ -508,10 +475,9 @@ class _Segment(NamedTuple):
     place: _Place
     end: int
     slot: Memory | None
-    """The slot that ``place`` uses; None in the image."""
+    """The memory of ``place``; None in the image."""
 
 
 def overlapping(records: Sequence[ShardRecord], start: int, end: int) -> Sequence[ShardRecord]:
-    """Return the records with a byte in [start, end)."""
     first = bisect_right(records, start, key=lambda record: record.end)
     return records[first : bisect_left(records, end, first, key=lambda record: record.offset)]

@@ -12,17 +12,14 @@
                       parameters  digest of all parameters and state after the step; optional
                       data        size in bytes and digests, one per ``CHUNK_BYTES``: gradients, then the attachment
 
-Heads and frames start at disk blocks, padded with zeros, and use direct I/O if available. ``replay.frame`` converts
-between steps of optimizers and the JSON and data of a frame.
+Heads and frames start at disk blocks, padded with zeros.
 
-Invariants:
-    F1  A frame is whole or refused: its record has its own digest, and that of each chunk of the data.
-    F2  A frame fits one place: its record has the digest of the record before it, and the layout of each optimizer. A
-        frame of another run or step, or a repeated one, is refused.
-    S1  Segments form a chain: a head has the digest of the frame that it continues, and the names of the checkpoints
-        that have its first state. Each frame is on the disk once, and reachable from all earlier checkpoints.
-    S2  If a segment continues a frame, later frames in that frame's own file are obsolete. A job that continues before
-        the newest frame truncates nothing: a crash leaves the old end of the log, or the new one.
+    F1  A frame is whole or refused: its record has a digest of itself and of each chunk.
+    F2  A frame of another run or step, or a repeated one, is refused: see ``previous`` and ``steps``.
+    S1  Segments form a chain: a head has the digest of the frame that it continues, and the checkpoints of its first
+        state. Each frame is on the disk once, and reachable from all earlier checkpoints.
+    S2  If a segment continues a frame, later frames in that frame's own file are obsolete. Nothing is truncated: a
+        crash leaves the old end of the log, or the new one.
 """
 
 from __future__ import annotations
@@ -53,27 +50,23 @@ SUFFIX = ".gradients"
 SEGMENT, FRAME = b"TKSEGM01", b"TKGRAD03"
 STAGING_BYTES = REQUEST_BYTES_MAX = 8 << 20
 REQUEST_BYTES_MIN, REQUEST_SECONDS = 1 << 20, 0.1
-"""The size of a request adapts to this time: a slow disk shows progress, a fast one gets large requests."""
+"""A request's size adapts to this time."""
 CHUNK_BYTES = 4 << 20
-"""Bytes per digest of a frame's data."""
 _HEAD = struct.Struct("<8sQ16s")
 _JSON_BYTES_MAX = 1 << 30
 _COPIED_BYTES_MAX = 64 << 10
-"""Limit for copies under the interpreter lock."""
 
 Read = Callable[[int, int], memoryview]
-"""Returns bytes, given the offset from the start of a record and the size; fewer at the end of the file."""
+"""Returns the bytes at an offset from the start of a record; fewer at the end of the file."""
 
 
 def pack(magic: bytes, fields: dict[str, Any]) -> tuple[bytes, str]:
-    """Return a record and its digest."""
     text = json.dumps(fields, separators=(",", ":")).encode()
     digest = xxh3_128(text).digest()
     return _HEAD.pack(magic, len(text), digest) + text, digest.hex()
 
 
 def pack_frame(fields: Mapping[str, Any], data: Sequence[memoryview]) -> tuple[bytes, str]:
-    """Return the record of a frame with ``data``, and its digest. Cost: one pass over ``data``."""
     described = [
         (len(one), [digest_of_piece(one[at : at + CHUNK_BYTES]) for at in range(0, len(one), CHUNK_BYTES)])
         for one in data
@@ -82,11 +75,7 @@ def pack_frame(fields: Mapping[str, Any], data: Sequence[memoryview]) -> tuple[b
 
 
 def unpack(read: Read, magic: bytes, *, where: str) -> tuple[dict[str, Any], str, int]:
-    """Return the fields of a record, its digest, and its size in bytes.
-
-    Raises:
-        IntegrityError: it is cut short, damaged, or of another type.
-    """
+    """Return the fields of a record, its digest, and its size in bytes. Raises IntegrityError."""
     head = read(0, _HEAD.size)
     if len(head) < _HEAD.size:
         raise damaged(where, "it is cut short")
@@ -116,30 +105,21 @@ def damaged(where: str, what: str) -> IntegrityError:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A file of a log: the fields of its head."""
-
     path: Path
     step: int
-    """The step before its first frame."""
     bases: Sequence[str]
-    """The checkpoints that have the state before its first frame."""
     previous: str
     """Digest of the frame that it continues; '' for none."""
     owner: dict[str, Any]
-    """Its writer: job, rank and world size."""
     digest: str
     head_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class FramePosition:
-    """A frame in its file."""
-
     segment: Segment
     number: int
-    """Number of the step in training."""
     layouts: dict[str, str]
-    """``replay.optimizers.layout_digest`` of each optimizer with a step, by name."""
     fields: dict[str, Any]
     digest: str
     head_bytes: int
@@ -147,46 +127,39 @@ class FramePosition:
 
     @property
     def file_text(self) -> str:
-        """The file, for messages."""
         return str(self.segment.path)
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Statistics of segments that continue each other."""
-
     base_step: int
-    """The step before the first frame."""
     newest_step: int | None
-    """The newest frame of full size; None for no frame."""
+    """None without a frame of full size."""
     steps: int
     size_bytes: int
     verified_step: int | None
     """The newest frame with a digest of all parameters."""
     ended: str
-    """Reason why the rest is unusable; '' for no rest."""
+    """Why the rest is unusable; '' for no rest."""
 
 
 def paths_in(directory: Path) -> list[Path]:
-    """Return the segments in ``directory``, ordered by first step."""
     return matching(directory, f"*{SUFFIX}")
 
 
 def step_of_path(path: Path) -> int:
-    """Return the step in a segment's name; -1 for other names."""
     number = path.name.partition("-")[0]
     return int(number) if number.isdecimal() else -1
 
 
 def remove_from(directory: Path, step: int) -> None:
-    """Remove the segments that begin at ``step`` or later, before training repeats these steps."""
     for path in paths_in(directory):
         if step_of_path(path) >= step:
             path.unlink(missing_ok=True)
 
 
 def remove_before(directory: Path, step: int) -> None:
-    """Remove the segments without frames after ``step``, which a checkpoint has."""
+    """Remove the segments without frames after ``step``."""
     paths = paths_in(directory)
     for path, following in pairwise(paths):
         if step_of_path(following) <= step:
@@ -194,16 +167,13 @@ def remove_before(directory: Path, step: int) -> None:
 
 
 def iterate_frames(directory: Path, base: str) -> Iterator[FramePosition | str]:
-    """Yield the frames after the checkpoint ``base``, without reading their data; then the reason for the end.
-
-    The reason is '' at the end of the file.
-    """
+    """Yield the frames after the checkpoint ``base``, without their data; then the reason for the end, or ''."""
     found, ended = segments_in(directory)
     yield from walk_from(found, next((one for one in found if base in one.bases), None), ended)
 
 
 def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Iterator[FramePosition | str]:
-    """As ``iterate_frames``, from the segment ``here``. ``ended``: the reason to yield instead of ''."""
+    """As ``iterate_frames``, from the segment ``here``. ``ended`` replaces the reason ''."""
     while here is not None:
         file = open_file(here.path)
         try:
@@ -224,7 +194,6 @@ def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Ite
 
 
 def list_chains(directory: Path) -> list[Chain]:
-    """Return the chains in ``directory``, the oldest first, without reading the data of frames."""
     found: list[Chain] = []
     seen: set[Path] = set()
     there, wrong = segments_in(directory)
@@ -242,34 +211,25 @@ def list_chains(directory: Path) -> list[Chain]:
                     verified = newest if place.fields.get("parameters") else verified
             size_bytes = sum(path.stat().st_size for path in here)
         except (TierckptError, OSError):
-            continue  # removed meanwhile, as a checkpoint has its steps
+            continue
         seen |= here
         found.append(Chain(first.step, newest, frames, size_bytes, verified, ended))
     return found
 
 
 class Tail:
-    """The whole frames of a growing segment, as of the last ``look``. One thread at a time.
-
-    Args:
-        is_verified: verify the data of frames too, and not only their size.
-    """
+    """The whole frames of a growing segment, as of the last ``look``. One thread at a time."""
 
     def __init__(self, path: Path, *, is_verified: bool = False) -> None:
         self.path = path
         self.size_bytes = 0
-        """Bytes of the head and the whole frames."""
         self.step = -1
-        """The newest whole frame; -1 for none."""
+        """-1 without a frame."""
         self.segment: Segment | None = None
-        """None while the head is incomplete."""
         self._is_verified, self._digest = is_verified, ""
 
     def read_new(self) -> None:
-        """Read new frames. Stops at the first unreadable one, without an error.
-
-        Cost: the header of each new frame, and its data if that is verified.
-        """
+        """Read new frames, up to the first unreadable one."""
         try:
             file = open_file(self.path)
         except TierckptError:
@@ -287,7 +247,7 @@ class Tail:
                     deque(verified_pieces(place.read, place.fields, place.head_bytes, where=place.file_text), maxlen=0)
                 self.size_bytes, self._digest, self.step = self.size_bytes + length, place.digest, place.number
         except (TierckptError, TypeError, KeyError, ValueError):
-            return  # incomplete, or damaged: a restore reports which
+            return  # incomplete or damaged: a restore reports which
         finally:
             os.close(file)
 
@@ -295,11 +255,7 @@ class Tail:
 def verified_pieces(read: Read, fields: Mapping[str, Any], at: int, *, where: str) -> Iterator[memoryview]:
     """Yield the data of a frame in pieces of at most ``CHUNK_BYTES``, each of one gradient or the attachment.
 
-    Args:
-        at: offset of the data from the begin of the frame.
-
-    Raises:
-        IntegrityError: the data is cut short or damaged (F1).
+    ``at``: offset of the data in the frame. Raises IntegrityError (F1).
     """
     for number, (size_bytes, digests) in enumerate(fields["data"]):
         end = at + size_bytes
@@ -317,7 +273,6 @@ def verified_pieces(read: Read, fields: Mapping[str, Any], at: int, *, where: st
 
 
 def digest_of_piece(data: bytes | memoryview) -> str:
-    """Return the digest of at most ``CHUNK_BYTES`` of a frame's data, taken without the interpreter lock."""
     digest = xxh3_128()
     digest.update(data)
     return digest.hexdigest()
@@ -326,8 +281,7 @@ def digest_of_piece(data: bytes | memoryview) -> str:
 def adopt(copy: Path, directory: Path) -> None:
     """Replace the log in ``directory`` by the longer one in ``copy``. Raises OSError.
 
-    Other segments are removed first, so two histories never mix. A crash in between leaves ``copy``, which is still the
-    longer one, and the next restore repeats this.
+    Other segments are removed first, so two histories never mix. After a crash, the next restore repeats this.
     """
     make_dirs(directory)
     found = paths_in(copy)
@@ -395,11 +349,7 @@ def _read_head(file: int, path: Path) -> Segment:
 
 
 class SegmentFile:
-    """Writes a segment. One thread.
-
-    Args:
-        is_cached: use the page cache, so that only ``sync`` waits for the disk.
-    """
+    """Writes a segment. One thread. ``is_cached``: through the page cache; only ``sync`` waits for the disk."""
 
     def __init__(self, directory: Path, step: int, fields: dict[str, Any], *, is_cached: bool = False) -> None:
         self.path = directory / f"{max(step, 0):012d}-{secrets.token_hex(4)}{SUFFIX}"
@@ -415,13 +365,13 @@ class SegmentFile:
                 fsync_dir(directory)
                 head, self.digest = pack(SEGMENT, {"step": step, **fields})
                 self.append([memoryview(head)])
-            except BaseException:  # a full disk: leave neither a descriptor nor a file without a head
+            except BaseException:  # leave neither a descriptor nor a file without a head
                 self._file.close()
                 self.path.unlink(missing_ok=True)
                 raise
 
     def append(self, pieces: Sequence[memoryview], on_write: Callable[[], None] = lambda: None) -> None:
-        """Write ``pieces``, and zeros to the next block. ``on_write`` is called after each request. Raises OSError."""
+        """Write ``pieces``, padded to blocks. ``on_write`` is called after each request. Raises OSError."""
         for view in self._aligned_pieces(pieces):
             while view:
                 part, begun = view[: self._request_bytes], time.monotonic()
@@ -430,12 +380,12 @@ class SegmentFile:
                 wanted = len(part) * REQUEST_SECONDS / max(time.monotonic() - begun, 1e-6)
                 self._request_bytes = max(REQUEST_BYTES_MIN, min(REQUEST_BYTES_MAX, int(wanted) >> 20 << 20))
                 on_write()
-            if not (self._file.direct or self._is_cached):  # else one sync writes everything, without progress
+            if not (self._file.direct or self._is_cached):  # one sync would write everything, without progress
                 self.sync()
                 on_write()
 
     def _aligned_pieces(self, pieces: Sequence[memoryview]) -> Iterator[memoryview]:
-        """Yield ``pieces`` in aligned memory, which is reused, padded with zeros to whole blocks."""
+        """Yield ``pieces`` in aligned memory, which is reused, padded to whole blocks."""
         staging, filled = memoryview(self._staging), 0
         for piece in pieces:
             while piece:
@@ -454,7 +404,7 @@ class SegmentFile:
             yield staging[:end]
 
     def sync(self) -> None:
-        """Wait until all appended bytes are on the disk. Raises OSError."""
+        """Wait until all appended bytes are durable. Raises OSError."""
         os.fdatasync(self._file.fd)
 
     def close(self) -> None:

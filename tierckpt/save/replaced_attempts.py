@@ -1,4 +1,4 @@
-"""Finds the attempts that a new save replaces, before its ranks write."""
+"""Finds the attempts that a new save replaces."""
 
 from __future__ import annotations
 
@@ -25,32 +25,25 @@ log = logger("mover")
 PROBE_TIMEOUT_SECONDS = 10.0
 PROBE_SILENT_SECONDS = 0.5
 REPORT_SECONDS = 8.0
-"""A save that waits this long for its store logs an outage."""
 SILENT_SECONDS = 60.0
-"""Period after an unanswered save: its store gets ``PROBE_SILENT_SECONDS``, and training does not wait for it."""
+"""Time after an unanswered save during which its store gets only ``PROBE_SILENT_SECONDS``."""
 
 
 class ReplacedAttempts:
-    """Queries both tiers. Its coroutines run on one event loop."""
-
     def __init__(self, drainer: Drainer, selector: Selector) -> None:
         self._drainer, self._selector = drainer, selector
         self._silent_until: dict[tuple[str, str], float] = {}
-        """When (monotonic seconds) saves wait again for stores that did not answer one."""
         self._asking: list[tuple[tuple[str, str], float, asyncio.Timeout]] = []
-        """The stores that saves are querying, and when (of the loop's clock) one counts as silent."""
+        """Stores being queried, and the loop's time when each counts as silent."""
         self._blind: set[Location] = set()
-        """Runs with a warning that their store has no conditional puts."""
 
     def local_attempts(self, location: Location) -> tuple[bool, set[str]]:
-        """Return whether the local tier has a checkpoint at ``location``, and this node's attempts on either tier.
-
-        Blocking."""
+        """Return whether the local tier has a checkpoint, and this node's attempts. Blocking."""
         directory = self._drainer.directory(location)
         try:
             local = local_commit.read_local_manifest(directory)
         except (ManifestError, StoreError) as error:
-            # The commit quarantines it, not this method: the journal names its entries by that manifest.
+            # The commit quarantines it: the journal names its entries by that manifest.
             log.warning("%s: the local checkpoint is unreadable, a new save replaces it: %s", location, error)
             return False, self._attempts_in_journal(location)
         if local is None:
@@ -59,13 +52,12 @@ class ReplacedAttempts:
         return True, {local.attempt, *(() if is_drained else local.replaces)}  # the shared tier may hold any of these
 
     def is_silent(self, location: Location) -> bool:
-        """Whether the store of ``location`` keeps a save waiting, or did within ``SILENT_SECONDS``. Thread-safe."""
+        """Whether the store keeps a save waiting, or did within ``SILENT_SECONDS``. Thread-safe."""
         place = store_key(location)
         is_asked = any(one == place for one, _, _ in self._asking)
         return is_asked or time.monotonic() < self._silent_until.get(place, 0.0)
 
     def stop_probing(self) -> None:
-        """Stop waiting for each store that has not answered a save within ``PROBE_SILENT_SECONDS``."""
         for _, soon, limit in self._asking:
             if not limit.expired():
                 limit.reschedule(max(soon, asyncio.get_running_loop().time()))
@@ -93,16 +85,12 @@ class ReplacedAttempts:
     ) -> tuple[str, ...]:
         """Return the attempts at ``location`` now: a new save replaces exactly these.
 
-        A save does not wait for a shared tier that does not answer in time: the drain finds an attempt there. Refused
-        requests do not fail it either, once this process has reached the tier: credentials may have expired, and the
-        save is safe on this node.
-
-        Args:
-            here: the result of ``here``.
+        If a shared tier does not answer in time, the drain finds an attempt there. If it refuses requests after this
+        process has reached it (credentials may have expired), the save goes on.
 
         Raises:
             AlreadyCommittedError: there are attempts, and ``overwrite`` is False.
-            StoreError: the shared tier refuses requests (missing bucket, credentials) and was never reached.
+            StoreError: the shared tier refuses requests and was never reached.
         """
         is_local, standing = await asyncio.to_thread(self.local_attempts, location) if here is None else here
         if self._drainer.settings.drain:
@@ -143,7 +131,7 @@ class ReplacedAttempts:
         return {entry.manifest.attempt if entry.manifest else entry.token for entry in entries}
 
     def _warn_if_unguarded(self, store: Store, location: Location) -> None:
-        """Warn once for each run if the store cannot detect a second job that saves to it."""
+        """Warn once for each run if the store has no conditional puts to detect a second job."""
         run = location.parent
         if store.has_put_if_absent or run in self._blind:
             return

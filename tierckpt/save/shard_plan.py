@@ -1,4 +1,4 @@
-"""Layout of a shard file before it is written: records in memory, and their offsets."""
+"""Layout of a shard file before it is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..arena.memory import Memory
 from .write_ahead import TempFile
 
 Fetch = Callable[[int, int, int], None]
-"""``fetch(target_address, start, count)``: copy ``count`` bytes of the data, from ``start``, to an address."""
+"""``fetch(target_address, start, count)`` copies part of the data."""
 
 
 class ShardRecord:
@@ -36,19 +36,16 @@ class ShardRecord:
         lease: Any = None,
     ) -> None:
         self.offset = offset
-        """Offset of the head in the file."""
         self.head = head
         self.frame = frame
-        """Has ``tail_with(crc)``, ``tail`` and ``size_bytes``; None for a record without a tail."""
+        """Has ``tail_with(crc)``, ``tail`` and ``size_bytes``; None without a tail."""
         self.address = address
         self.owner = owner
-        """Keeps the data alive until it is written."""
+        """It keeps the data alive."""
         self.fetch = fetch
-        """Reads data that is not contiguous in this process's memory, such as on a device; None to copy it."""
+        """Reads data that is not contiguous in host memory."""
         self.item = item
-        """The caller's item for the record."""
         self.lease = lease
-        """Lease of the arena that stages the data; None elsewhere."""
         self.head_bytes = len(head)
         self.size_bytes: int = 0
         self.tail_bytes: int = 0
@@ -67,18 +64,15 @@ class ShardRecord:
         return self.offset + self.total_bytes
 
     def set_crc(self, offset: int, size_bytes: int, crc: int) -> None:
-        """Note the CRC-32 of a part of the data."""
         if self.crcs is None:
             self.crcs = {}
         self.crcs[offset] = (crc, size_bytes)
         self.known_bytes += size_bytes
 
     def clear_crcs(self) -> None:
-        """Drop the CRCs, before the shard is written from the beginning again."""
         self.known_bytes, self.crcs = 0, None
 
     def crc(self) -> int:
-        """Return the CRC-32 of the whole data, combined from its parts."""
         value = 0
         for _, (crc, size_bytes) in sorted((self.crcs or {}).items()):
             value = crc32_combine(value, crc, size_bytes)
@@ -87,18 +81,18 @@ class ShardRecord:
 
 @dataclass(slots=True)
 class Image:
-    """Memory that holds a shard's data in the file's layout: offset 0 of the file is at ``address``."""
+    """A shard's data in the file's layout: offset 0 of the file is at ``address``."""
 
     memory: Memory
     address: int
     size_bytes: int
     ahead: TempFile | None = None
-    """An unnamed file that already has part of the data."""
+    """A file that already has part of the data."""
 
 
 @dataclass(slots=True)
 class Shard:
-    """A file to be written. Records are in order of their offsets and do not overlap."""
+    """A file to be written. Its records are in order and do not overlap."""
 
     path: Path
     records: Sequence[ShardRecord]

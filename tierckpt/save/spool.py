@@ -1,12 +1,7 @@
 """The spool of a file being written: in memory, then in an unnamed local file.
 
-Keeping the file only links a name to it: no byte is written twice. A file written front to back is digested on the
-way, and writeback of each piece starts at once, so that the final fsync waits only for the last one.
-
-Invariants:
-    S1  Until it is kept the file is invisible, and the kernel frees it with its last descriptor (O_TMPFILE, open(2)):
-        a killed process leaves no file.
-    S2  After a write other than at its end, the whole file is read and digested again.
+S1  Until it is kept, the kernel frees the file with its last descriptor (O_TMPFILE): a killed process leaves none.
+S2  A file written front to back is digested on the way. After any other write it is read and digested again.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
 class Spool(io.BufferedIOBase):
     """A file to be written, and then kept on the local tier (``is_kept``) or read.
 
-    Raises (``write``): CapacityError: no room, as for a save; or the file system's error as a TierckptError.
+    ``write`` raises CapacityError, or the file system's error as a TierckptError.
     """
 
     def __init__(self, settings: Settings, *, is_kept: bool) -> None:
@@ -43,14 +38,12 @@ class Spool(io.BufferedIOBase):
         self._at = self._begun_bytes = 0
         self.size_bytes = 0
         self._room_bytes = MEMORY_BYTES
-        """Size beyond which more room must be reserved."""
         self._digests, self._chunk = list[str](), BlockDigests()
         self._is_in_order = is_kept
         self._to_sync = -1
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes already allocated on the disk, if it is kept."""
         return self.size_bytes if self._can_be_named else 0
 
     def readable(self) -> bool:
@@ -81,7 +74,7 @@ class Spool(io.BufferedIOBase):
         return len(view)
 
     def fileno(self) -> int:
-        """Return a read-only descriptor for fsync: bytes written past ``write`` would not be digested."""
+        """Return a read-only descriptor: bytes written past ``write`` would not be digested."""
         if self._to_sync < 0:
             with translated(self._settings.local_root):
                 if self._is_in_memory:
@@ -136,9 +129,9 @@ class Spool(io.BufferedIOBase):
         self._chunk = BlockDigests()
 
     def link_to(self, path: Path) -> tuple[str, ...]:
-        """Link the file to ``path``, its bytes durable, its name not. Return its chunk digests.
+        """Link the file to ``path``, its bytes durable, its name not. Return its chunk digests. Cost: one fsync.
 
-        Raises OSError, TierckptError. Cost: one fsync; a copy if the file system has no unnamed files.
+        Raises OSError, TierckptError.
         """
         self._file.flush()
         if not self._is_linked(path):
@@ -176,7 +169,6 @@ class Spool(io.BufferedIOBase):
 
 
 def spool_stream(settings: Settings, stream: io.BufferedIOBase) -> Spool:
-    """Return a spool, to be kept, with the contents of ``stream``."""
     spool = Spool(settings, is_kept=True)
     while piece := stream.read(PIECE_BYTES):
         spool.write(piece)

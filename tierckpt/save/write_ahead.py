@@ -1,21 +1,15 @@
 """Write-ahead: writes staged data to the SSD before the save is planned or hashed.
 
-If the last save of a layout was written in its staged form, the next one will be too. So blocks of pure data are
-written once all is copied, before the files' names are known. The flush then names the files and writes the rest
-concurrently: pure data can be written before it is hashed, so the disk is never idle.
+If the last save of a layout was written in its staged form, the next one will be too. Blocks of pure data are written
+once all is copied (docs/adr/0007-flush.md); the flush writes the rest.
 
-Not during the copies, although the disk is idle then: training waits for them, and if writing takes memory bandwidth
-or the host's processors they took up to five times as long (docs/adr/0007-flush.md).
-
-Invariants (tests cite them):
-    A1  Writes begin only after all is copied, and cover only blocks inside the data of one tensor: it does not change
-        before the lease ends. The flush makes heads, tails, CRCs and digests from the same memory.
-    A2  A file has no name (O_TMPFILE, open(2)) until a flush takes it. If that never happens, or the process ends,
-        the kernel frees it: there is nothing to clean up, and it is invisible to readers.
-    A3  A flush takes a file only for the same memory in the same place, and skips a write only if its own records
-        show nothing but one tensor's data there. A wrong guess costs writes, never bytes.
-    A4  An error before a flush has taken the file does not fail the save: the file is dropped, and the flush makes
-        another. Afterwards the file belongs to the flush, and is never retried (F3 of ``save/flush.py``).
+    A1  Writes begin only after all is copied, and cover only blocks inside one tensor, which does not change before the
+        lease ends. The flush makes everything else from the same memory.
+    A2  A file has no name (O_TMPFILE) until a flush takes it: otherwise the kernel frees it, and no reader sees it.
+    A3  A flush takes a file only for the same memory in the same place, and skips a write only if its own records show
+        nothing but one tensor's data there. A wrong guess costs writes, never bytes.
+    A4  An error before a flush has taken the file drops it. Afterwards the file belongs to the flush, and is never
+        retried (F3 of ``save/flush.py``).
     A5  No descriptor is closed while a thread may write to it: another file may get its number.
 """
 
@@ -48,7 +42,6 @@ BYTES_MIN = 64 << 20
 """A smaller state is written before threads have started."""
 THREADS = 2
 OPEN_SECONDS = 30.0
-"""Maximum wait for opening and reserving a file."""
 WRITE_BYTES = 8 << 20
 LAYOUTS_KNOWN_MAX = 8
 
@@ -62,7 +55,6 @@ class Span:
     data: Sequence[tuple[int, int]]
 
     def units(self, unit_bytes: int) -> Iterator[int]:
-        """Yield the offsets of the units inside the data of one tensor (A1)."""
         for start, end in self.data:
             first = round_up(start, unit_bytes)
             yield from range(first, end - unit_bytes + 1, unit_bytes)
@@ -70,36 +62,28 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class TempFile:
-    """A file without a name until a flush takes it."""
-
     owner: WriteAhead
     span: Span
     fd: int = -1
     begun: set[int] = field(default_factory=set)
-    """The offsets of the units that are written, or being written, by write-ahead or by the flush."""
     writing: int = 0
     is_taken: bool = False
     is_ended: bool = False
     error: BaseException | None = None
 
     def take(self, path: Path) -> int | None:
-        """Give the file its name. Return its descriptor, or None if there is no usable file (A4).
+        """Give the file its name. Return its descriptor, which the caller closes after ``end`` returned True.
 
-        The caller closes it after ``end`` returned True.
-
-        Raises FileExistsError: the name exists already.
+        None without a usable file (A4). Raises FileExistsError.
         """
         return self.owner.take(self, path)
 
     def covers(self, start: int, end: int) -> bool:
-        """Whether all of ``[start, end)`` is written or being written here. If not, the caller owns all of it."""
+        """Whether ``[start, end)`` is written or being written here. If not, the caller owns all of it."""
         return self.owner.covers(self, start, end)
 
     def end(self, timeout_seconds: float) -> bool:
-        """Start no more writes, and wait for pending ones. Return False on timeout.
-
-        ``error`` is the error of a failed write, if any.
-        """
+        """Start no more writes, and wait for pending ones. Return False on timeout."""
         return self.owner.end(self, timeout_seconds)
 
 
@@ -129,12 +113,10 @@ class WriteAhead:
 
     @property
     def reserved_bytes(self) -> int:
-        """Return the disk space of the files that no flush has taken."""
         with self._changed:
             return sum(file.span.size_bytes for file in self._files if file.fd >= 0 and not file.is_taken)
 
     def start(self) -> None:
-        """Start writing, after all is copied (A1). The first thread opens the files."""
         _started.add(self)
         for number in range(THREADS):
             with self._changed:
@@ -142,13 +124,13 @@ class WriteAhead:
             thread = threading.Thread(target=self._run, args=(number == 0,), name="tierckpt-ahead", daemon=True)
             try:
                 start_thread(thread)
-            except CapacityError as error:  # no thread available
+            except CapacityError as error:
                 self._stop(error)
                 self._end_thread()
                 return
 
     def discard(self) -> None:
-        """Drop the files that no flush has taken, without waiting: the kernel frees them after the last write."""
+        """Drop the files that no flush has taken, without waiting."""
         with self._changed:
             self.is_stopped = self._is_discarded = True
             self._changed.notify_all()
@@ -156,21 +138,19 @@ class WriteAhead:
                 self.close()
 
     def file(self, address: int, size_bytes: int) -> TempFile | None:
-        """Return the file whose offset 0 is at ``address``, if it has this size (A3)."""
+        """Return the file at ``address``, if it has this size (A3)."""
         for file in self._files:
             if file.span.address == address and file.span.size_bytes == size_bytes:
                 return file
         return None
 
-    # --- for the flush, through AheadFile -----------------------------------------------------------------------
-
     def take(self, file: TempFile, path: Path) -> int | None:
         with self._changed:
-            # Opening takes some milliseconds and is under way: faster than creating another file.
+            # Opening takes milliseconds: faster than creating another file.
             self._changed.wait_for(lambda: file.fd >= 0 or self.is_stopped or not self._working, OPEN_SECONDS)
             try:
                 if file.fd >= 0 and file.error is None and not self._is_discarded:
-                    # With a directory fd, Python calls linkat and follows the link; link(2) would not.
+                    # With a directory fd, Python calls linkat and follows the link.
                     os.link(f"/proc/self/fd/{file.fd}", path, src_dir_fd=file.fd)
                     file.is_taken = True
                     return file.fd
@@ -186,15 +166,13 @@ class WriteAhead:
         with self._changed:
             if file.begun.issuperset(units):
                 return True
-            file.begun.update(units)  # the caller writes them: start none of them here
+            file.begun.update(units)
             return False
 
     def end(self, file: TempFile, timeout_seconds: float) -> bool:
         with self._changed:
             file.is_ended = True
             return self._changed.wait_for(lambda: not file.writing, timeout_seconds)
-
-    # --- the threads --------------------------------------------------------------------------------------------
 
     def _run(self, is_first: bool) -> None:
         try:
@@ -208,10 +186,10 @@ class WriteAhead:
             self._end_thread()
 
     def _open_files(self) -> None:
-        if not self._has_room():  # checked here, not while training waits for the disk; evicts nothing
+        if not self._has_room():  # not while training waits for the disk; evicts nothing
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for file in self._files:
-            # In the local tier's directory: a name can only be linked on the same file system.
+            # A name can only be linked on the same file system.
             fd = open_direct(self._directory, os.O_TMPFILE | os.O_WRONLY)
             if fd is None:
                 raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -241,7 +219,7 @@ class WriteAhead:
                     self.is_stopped = True
 
     def _is_wanted(self, file: TempFile, offset: int) -> bool:
-        """Whether to write this unit: not if the flush was first, or after an error of the file (A4)."""
+        """Return False if the flush was first, or after an error of the file (A4)."""
         return not file.is_ended and file.error is None and offset not in file.begun
 
     def _write(self, file: TempFile, offset: int) -> None:
@@ -276,8 +254,6 @@ class WriteAhead:
 
 
 class StagedTensors(Protocol):
-    """The staging layout of a save."""
-
     @property
     def key(self) -> int:
         """Identifies the layout."""
@@ -290,9 +266,9 @@ class StagedTensors(Protocol):
 
 
 def prepare(settings: Settings, lease: Lease, layout: StagedTensors) -> WriteAhead | None:
-    """Return a ``WriteAhead`` for data to be staged in ``lease``, to be started after the copy. Usually None.
+    """Return a ``WriteAhead`` for data to be staged in ``lease``, to be started after the copy.
 
-    Only if this process wrote its last save of this layout in its staged form, and if the disk has room without
+    None unless this process wrote its last save of this layout in its staged form, and the disk has room without
     eviction.
     """
     size_bytes = layout.size_bytes
@@ -324,7 +300,7 @@ def _reset_in_child() -> None:
     _lock = threading.Lock()
     last_of.clear()
     for ahead in list(_started):
-        ahead.close()  # these descriptors would keep the blocks of a file that the parent removes
+        ahead.close()  # they would keep the blocks of a file that the parent removes
     _started.clear()
 
 
