@@ -1,1 +1,1 @@
-"""Between processes of one node: the client of the agent's Unix socket, and starting child processes."""
+"""The client of the agent's Unix socket; starting child processes."""

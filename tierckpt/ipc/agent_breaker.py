@@ -1,14 +1,9 @@
 """A circuit breaker for the node's agent: a process waits only once for an unresponsive agent.
 
-Training does not depend on the agent: a process can do all of its work itself. So an agent that is stopped, hung, out
-of descriptors or answers nonsense costs ``PATIENCE_SECONDS`` once. Then the circuit is open, and callers do the work
-themselves, at once, while a thread waits for a proven answer, which closes it. (The stores' breaker is
-``stores/retry.py``.)
-
-An agent that has not answered that thread for ``HUNG_SECONDS``, or for ``STOPPED_SECONDS`` if the kernel reports it as
-stopped, is killed, if its identity is certain: it owns journal entries that no other process may drain, and locks that
-saves wait for. That is as safe as any kill of an agent (P6), and the next one continues from the journal. An agent of
-uncertain identity (another container's) is left alone, and not used.
+An agent that does not answer costs ``PATIENCE_SECONDS`` once. Then callers do its work themselves, and a thread waits
+for an answer. That thread kills an agent that is silent for ``HUNG_SECONDS``, or stopped for ``STOPPED_SECONDS``: it
+owns journal entries that no other process may drain, and locks that saves wait for. The next agent continues from the
+journal (P6). An agent of uncertain identity (another container's) is left alone, and not used.
 """
 
 from __future__ import annotations
@@ -33,26 +28,25 @@ from ..telemetry import logger
 log = logger("agent")
 
 LOCK = "agent.lock"
-"""In the agent's directory: held by the running agent, with its process id."""
+"""Held by the running agent, with its process id."""
 PATIENCE_SECONDS = 0.4
 STARVED_SECONDS = 2.0
-"""``PATIENCE_SECONDS`` while the agent waits for a processor."""
 STARVED_SHARE = 0.5
-"""Share of the time awake that threads of a starved process wait for a processor."""
+"""Share of the time awake that a starved process waits for a processor."""
 HUNG_SECONDS = 20.0
 STOPPED_SECONDS = 3.0
 PROBE_PAUSES = Pauses(0.5, 60.0)
 
 
 class AgentAnswer(Enum):
-    """Result of a request to an agent. ``SILENT``: one runs but does not answer."""
+    """``SILENT``: one runs but does not answer."""
 
     YES, SILENT, FAILED = range(3)
 
 
 class Probe(Protocol):
     def __call__(self, timeout_seconds: float, *, start: bool) -> AgentAnswer:
-        """Request an answer within this time. ``start``: from a new agent, if there is none; else that is a YES."""
+        """Request an answer. Without ``start``, no agent counts as YES."""
 
 
 class AgentBreaker:
@@ -62,7 +56,7 @@ class AgentBreaker:
         self.is_open = False
 
     def open(self, reason: str, probe: Probe, *, start: bool) -> None:
-        """Log once that the agent does not answer, and have a thread wait for it, or ``start`` one."""
+        """Log once that the agent does not answer. A thread waits for it, or starts one (``start``)."""
         with self._lock:
             if self.is_open:
                 return
@@ -75,7 +69,7 @@ class AgentBreaker:
         waits = threading.Thread(target=self._await, args=(probe, start), name="tierckpt-breaker", daemon=True)
         if not start_if_possible(waits):
             with self._lock:
-                self.is_open = False  # the next request will check
+                self.is_open = False
 
     def _await(self, probe: Probe, start: bool) -> None:
         poll = Poll(pauses=PROBE_PAUSES)
@@ -108,8 +102,8 @@ LOCK_BYTES_MAX = 64
 def kill_agent(local_root: Path, *, only_stopped: bool = False) -> int | None:
     """Kill the process that holds the agent's lock. Returns its id; None if uncertain.
 
-    The id in the lock file may be old, or of another container. It must have that very file open; the pidfd protects a
-    process that reuses the id meanwhile.
+    The id in the lock file may be old, or another container's: the process must have that very file open. A pidfd
+    protects a process that reuses the id.
     """
     lock = agent_dir(local_root) / LOCK
     with contextlib.suppress(OSError, ValueError, TierckptError):
@@ -135,7 +129,7 @@ def _has_open(pid: int, path: Path) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    """True if SIGSTOP, or a similar signal, has stopped it. A debugger stops it differently."""
+    """True after SIGSTOP or a similar signal. A debugger stops a process differently."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] == "T"
 
 
@@ -146,8 +140,6 @@ def _has_ended(pidfd: int) -> bool:
 
 
 class Starvation:
-    """Tells whether a process has waited for a processor since construction: then the machine is slow."""
-
     def __init__(self, pid: int) -> None:
         self._pid, self._begun, self._waits_before = pid, time.monotonic(), _waited_seconds(pid)
 

@@ -1,12 +1,10 @@
 """The client of a node's agent: one Unix socket under the local root, one message at a time.
 
-A message is a length (4 bytes, big-endian) and a JSON object, with descriptors of staging memory as ancillary data
-(SCM_RIGHTS, unix(7)). Each gets one answer, ``{"ok": ...}`` or ``{"error": ...}``; a slow one is preceded by
-``{"busy": ...}`` every ``BUSY_SECONDS``. Messages are self-contained, so they can be sent again, also to another
-agent. The agent acts on a process's promises only after the end of that process, and reads its pending messages first,
-so the last message of a dying process counts.
+A message is a length (4 bytes, big-endian) and a JSON object, with descriptors as ancillary data (SCM_RIGHTS). Its
+answer is ``{"ok": ...}`` or ``{"error": ...}``, after ``{"busy": ...}`` every ``BUSY_SECONDS``. Messages can be sent
+again, also to another agent. The agent acts on a process's promises only after its end and its pending messages.
 
-Only the directory's owner may connect: it is 0700, and both sides check the other's credentials.
+Only the owner may connect: the directory is 0700, and both sides check credentials.
 """
 
 from __future__ import annotations
@@ -43,35 +41,32 @@ log = logger("agent")
 SOCKET = "agent.sock"
 LOG = "agent.log"
 START_LOCK = "agent.starting"
-"""Locked by the process that starts it."""
 HANDOFF_NAME, LOCK_NAME = "handoff", "lock"
-"""Descriptors of a handoff that are not staging memory."""
 LOG_BYTES_MAX = 16 << 20
 MESSAGE_BYTES_MAX = 1 << 20
 DESCRIPTORS_MAX = 64
 ANSWER_SECONDS = 10.0
 BUSY_SECONDS = 0.1
-"""Interval of messages from an agent that still works on the answer."""
 START_SECONDS = 20.0
 IDLE_SECONDS = 30.0
-"""Idle time (no drains, no connections) after which a started agent exits."""
+"""A started agent without drains and connections exits after it."""
 STARTS_MAX = 4
-"""Successive agents that all found a running one, which cannot be reached."""
+"""Successive agents that exited, as one runs that cannot be reached."""
 
 _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7), SO_PEERCRED
 
 
 class AgentUnavailableError(TierckptError):
-    """No agent answers on this node: the caller does the work in its own process."""
+    """No agent answers: the caller does the work in its own process."""
 
 
 class NotAnsweringError(AgentUnavailableError):
-    """A silent agent, already logged once: no caller waits for it again."""
+    """The agent is silent, and the log has it: no caller waits again."""
 
 
 class NoneRunsError(AgentUnavailableError):
-    """There is no agent, and none should be started."""
+    """No agent runs, and none should be started."""
 
 
 class _DeafError(AgentUnavailableError):
@@ -83,11 +78,10 @@ class _Gone(Exception):
 
 
 class _SilentError(Exception):
-    """No byte arrived within the maximum time of a running agent."""
+    """No byte arrived in time."""
 
 
 def is_known(error: BaseException) -> bool:
-    """True if the log has already reported the silent agent of ``error``."""
     return isinstance(error, NotAnsweringError)
 
 
@@ -97,8 +91,7 @@ def encode(message: Json) -> bytes:
 
 
 def take_message(buffer: bytearray) -> Json | None:
-    """Take the first whole message out of ``buffer``; None while it is incomplete. Raises ValueError for a malformed
-    message: the connection is then unusable."""
+    """Take the first whole message out of ``buffer``, if any. Raises ValueError if it is malformed."""
     if len(buffer) < _LENGTH.size:
         return None
     (size,) = _LENGTH.unpack_from(buffer)
@@ -109,18 +102,17 @@ def take_message(buffer: bytearray) -> Json | None:
     message = json.loads(bytes(buffer[_LENGTH.size : _LENGTH.size + size]))
     del buffer[: _LENGTH.size + size]
     if not isinstance(message, dict):
-        raise ValueError("a message that is not a JSON object")  # noqa: TRY004  # of the same kind as the one above
+        raise ValueError("a message that is not a JSON object")  # noqa: TRY004  # as above
     return message
 
 
 def private_directory(local_root: Path) -> Path:
-    """Return the agent's directory, made 0700. Raises PermissionDeniedError if it belongs to another user
-    (impersonation)."""
+    """Return the agent's directory, made 0700. Raises PermissionDeniedError if another user owns it."""
     directory = agent_dir(local_root)
     make_dirs(directory.parent)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
-    make_dirs(directory)  # an entry of another kind is quarantined
+    make_dirs(directory)
     status = directory.lstat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise PermissionDeniedError(
@@ -132,12 +124,12 @@ def private_directory(local_root: Path) -> Path:
 
 
 def has_socket(local_root: Path) -> bool:
-    """False when no agent runs there. A killed agent leaves its socket."""
+    """Return whether an agent runs, or was killed."""
     return (agent_dir(local_root) / SOCKET).exists()
 
 
 class socket_path:
-    """A path to the socket that fits into an address (108 bytes, unix(7)), for any depth of the local root."""
+    """A path that fits into a socket address (108 bytes, unix(7)), for any depth of the local root."""
 
     def __init__(self, directory: Path) -> None:
         self._fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -156,8 +148,6 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
 
 
 class _Question(NamedTuple):
-    """A message to the agent, and how to wait for its answer (``AgentClient.ask``)."""
-
     message: Json
     descriptors: Sequence[int]
     start: bool
@@ -166,11 +156,7 @@ class _Question(NamedTuple):
 
 
 class AgentClient:
-    """This process's connection to the agent of a local root. Thread-safe; connects on first use.
-
-    ``breaker``: stops using an agent that does not answer within ``PATIENCE_SECONDS``, for all clients that share
-    it, until it has answered in the background. Without one each message waits for its own timeout.
-    """
+    """This process's connection to the agent of a local root. Thread-safe; connects on first use."""
 
     def __init__(self, settings: Settings, breaker: AgentBreaker | None = None) -> None:
         use_local_root(settings)
@@ -191,16 +177,12 @@ class AgentClient:
         timeout_seconds: float = ANSWER_SECONDS,
         on_busy: Callable[[Any], None] = lambda _: None,
     ) -> Any:
-        """Return the agent's answer.
-
-        Args:
-            start: start an agent if there is none.
-            on_busy: called with the progress of an agent that is still working. Its exceptions propagate.
+        """Return the agent's answer. ``on_busy`` is called with its progress; its exceptions propagate.
 
         Raises:
-            NoAgentError: there is none, or it disappeared twice. The message may or may not have been processed.
+            AgentUnavailableError: there is none, or it disappeared twice. The message may have been processed.
             NotAnsweringError: the same, and the log has reported it.
-            OperationTimeoutError: no answer within ``timeout_seconds``. It may have been processed, too.
+            OperationTimeoutError: no answer within ``timeout_seconds``. The message may have been processed.
             TierckptError: the agent refuses.
         """
         _reap()
@@ -216,7 +198,7 @@ class AgentClient:
 
     def _probe(self, timeout_seconds: float, *, start: bool) -> AgentAnswer:
         contact = AgentClient(self.settings)
-        start = start and self.settings.drain and self.settings.mover == "agent"  # it works by these settings
+        start = start and self.settings.drain and self.settings.mover == "agent"
         try:
             contact.ask({"op": "here"}, start=start, timeout_seconds=timeout_seconds)
         except NoneRunsError:
@@ -236,7 +218,7 @@ class AgentClient:
             self._outbox.put(message)
             if self._sending is None or not self._sending.is_alive():
                 sending = threading.Thread(target=self._send_all, name="tierckpt-tell", daemon=True)
-                self._sending = sending if start_if_possible(sending) else None  # else the next message sends it
+                self._sending = sending if start_if_possible(sending) else None
 
     def _send_all(self) -> None:
         while True:
@@ -248,7 +230,7 @@ class AgentClient:
             try:
                 self.ask(message, start=False)
             except AgentUnavailableError:
-                pass  # the message is obsolete without that agent
+                pass
             except (TierckptError, OSError) as error:
                 log.warning("could not send the agent of %s %s: %s", self.settings.local_root, message["op"], error)
             finally:
@@ -257,7 +239,7 @@ class AgentClient:
 
     def _ask_twice(self, question: _Question) -> Any:
         wait_seconds = START_SECONDS if question.start or self._breaker is None else STARVED_SECONDS
-        if not self._lock.acquire(timeout=wait_seconds):  # another thread waits for an answer, or a start
+        if not self._lock.acquire(timeout=wait_seconds):
             raise NotAnsweringError(f"the agent of {self.settings.local_root} has not answered another thread")
         try:
             try:
@@ -277,7 +259,7 @@ class AgentClient:
         try:
             answer = self._exchange(self.connection, question)
         except BaseException as error:
-            self._drop()  # a late answer is not that to the next message
+            self._drop()  # the next message must not get a late answer
             if isinstance(error, TierckptError):
                 raise
             if isinstance(error, TimeoutError):
@@ -317,7 +299,7 @@ class AgentClient:
                 return connection
             if not start:
                 raise NoneRunsError(f"no agent runs for {self.settings.local_root}")
-            # A start costs half a second of a core: one rank of a node does it, the others wait.
+            # A start costs half a second of a core: one rank does it.
             try:
                 with try_lock(directory / START_LOCK, remove=True) as is_ours:
                     if is_ours:
@@ -340,7 +322,7 @@ class AgentClient:
         for _ in Poll(deadline - time.monotonic(), BRIEF):
             if (connection := self._reach(directory)) is not None:
                 return connection
-            # One that ended well has found another running; if that exits, the next finds none.
+            # One that ended well found another running. If that exits, the next finds none.
             if starts < STARTS_MAX and (process is None or process.poll() == 0):
                 process, starts = _start(directory, self.settings), starts + 1
             ended = process.poll() if process is not None else None
@@ -383,16 +365,16 @@ class AgentClient:
             self._lock.release()
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: drop the connection silently, so that it ends with the parent."""
+        """In a forked child: drop the connection silently. It ends with the parent."""
         self._lock = threading.Lock()
         self._drop()
 
 
 class _Listening:
-    """Iterates over the messages of a connection, until a deadline (monotonic seconds).
+    """The messages of a connection, until a deadline (monotonic seconds).
 
-    Without ``is_patient``, an agent must send a message, at least busy, within ``PATIENCE_SECONDS``; incomplete
-    messages do not count. If the kernel shows that it waits for a processor, it has ``STARVED_SECONDS``.
+    Without ``is_patient``, one must arrive within ``PATIENCE_SECONDS``, or ``STARVED_SECONDS`` if the agent waits for a
+    processor.
     """
 
     def __init__(self, connection: socket.socket, deadline: float, *, is_patient: bool) -> None:
@@ -402,11 +384,11 @@ class _Listening:
         self._starvation: Starvation | None = None
 
     def next(self) -> Json:
-        """Raises TimeoutError at the deadline, _SilentError, ConnectionError, ValueError (it is no message)."""
+        """Raises TimeoutError at the deadline, _SilentError, ConnectionError, ValueError (malformed)."""
         while (message := take_message(self._buffer)) is None:
             # Shows progress to a watcher of this thread (``Errands``).
             self._connection.settimeout(min(self._seconds_to_wait(), BUSY_SECONDS))
-            with contextlib.suppress(TimeoutError):  # the limit is decided above
+            with contextlib.suppress(TimeoutError):
                 received = self._connection.recv(1 << 16)
                 if not received:
                     raise ConnectionError("it closed the connection")
@@ -433,7 +415,7 @@ class _Listening:
 
 def _open(directory: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(ANSWER_SECONDS)  # a stopped agent does not accept
+    connection.settimeout(ANSWER_SECONDS)
     try:
         with socket_path(directory) as path:
             connection.connect(path)
@@ -449,7 +431,7 @@ def _open(directory: Path) -> socket.socket:
 
 def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
     log_file = directory / LOG
-    with contextlib.suppress(FileNotFoundError):  # none yet, or another starter was faster
+    with contextlib.suppress(FileNotFoundError):
         if log_file.stat().st_size > LOG_BYTES_MAX:
             log_file.replace(directory / f"{LOG}.1")
     with open(open_regular(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:  # noqa: PTH123
@@ -476,14 +458,12 @@ def _reap() -> None:
 
 _contacts: dict[Path, AgentClient] = {}
 _breakers: dict[Path, AgentBreaker] = {}
-"""By local root: an agent silent on one connection is not waited for on another."""
 _children: list[subprocess.Popen[bytes]] = []
 """Started agents, kept to reap those that exit first."""
 _lock = threading.Lock()
 
 
 def shared_client(settings: Settings) -> AgentClient:
-    """Return this process's shared client of the agent of ``settings.local_root``, with a breaker."""
     with _lock:
         if settings.local_root not in _contacts:
             _contacts[settings.local_root] = AgentClient(settings, _breaker_of(settings.local_root))
@@ -491,7 +471,7 @@ def shared_client(settings: Settings) -> AgentClient:
 
 
 def private_client(settings: Settings) -> AgentClient:
-    """Return a client with its own connection: the agent sees it end, and other callers are not blocked."""
+    """Return a client with its own connection: the agent sees it end."""
     with _lock:
         return AgentClient(settings, _breaker_of(settings.local_root))
 
@@ -501,7 +481,6 @@ def _breaker_of(local_root: Path) -> AgentBreaker:
 
 
 def close_clients() -> None:
-    """Disconnect from every agent: they exit when idle."""
     with _lock:
         contacts = [*_contacts.values()]
         _contacts.clear()

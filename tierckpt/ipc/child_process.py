@@ -1,8 +1,8 @@
-"""Starts child processes (the agent, the process that finishes a staged save) that run only our code.
+"""Starts child processes that run only our code.
 
-Python imports modules from the working directory, and from relative or empty entries of PYTHONPATH: a user with write
-access there could run code as this user. So a child gets an absolute executable, ``-P``, a working directory of
-root's, and no relative or world-writable directory in its environment. tierckpt's location is passed explicitly.
+A user with write access to the working directory, or to a relative entry of PYTHONPATH, could run code as this user. So
+a child gets an absolute executable, ``-P``, root's working directory, and no relative or world-writable directory in
+its environment.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from ..types import Json
 
 DIRECTORY = "/"
 DROPPED_VARIABLES = frozenset({"PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT", "PYTHONWARNINGS"})
-"""Variables that make Python import modules, or wait at a prompt. LD_PRELOAD and the like stay: torch may need them,
-and relative paths in them are resolved in ``DIRECTORY``."""
+"""They make Python import modules, or wait at a prompt. LD_PRELOAD stays, as torch may need it."""
 
 
 def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
@@ -35,8 +34,10 @@ def start_python(module: str, *arguments: str, **options: Any) -> subprocess.Pop
 
 
 def start_with_order(module: str, order: Json, descriptors: Sequence[int] = ()) -> tuple[subprocess.Popen[bytes], int]:
-    """Start ``module`` with ``order`` as JSON on stdin. Returns the process, and our end of the pipe ``order["life"]``:
-    closing it ends the process. Raises OSError."""
+    """Start ``module`` with ``order`` as JSON on stdin. Raises OSError.
+
+    Returns the process, and our end of the pipe ``order["life"]``: closing it ends the process.
+    """
     child_end, own_end = os.pipe()
     with os.fdopen(child_end), tempfile.TemporaryFile() as file:  # not a pipe, to avoid waiting for the reader
         file.write(json.dumps({**order, "life": child_end}).encode())
@@ -62,7 +63,6 @@ async def ended(process: subprocess.Popen[bytes], timeout_seconds: float) -> Non
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Drop variables that let other users' code into a Python process."""
     kept = {name: value for name, value in environment.items() if name not in DROPPED_VARIABLES}
     path = [*_search_path(environment.get("PYTHONPATH", ""))]
     return kept | {"PYTHONSAFEPATH": "1"} | ({"PYTHONPATH": os.pathsep.join(path)} if path else {})
@@ -73,12 +73,12 @@ def _search_path(search_path: str) -> Iterator[str]:
     for entry in search_path.split(os.pathsep):
         if entry != home and Path(entry).is_absolute() and not _is_open_to_all(Path(entry)):
             yield entry
-    if home not in {*site.getsitepackages(), site.getusersitepackages()}:  # else it is found after Python's own
+    if home not in {*site.getsitepackages(), site.getusersitepackages()}:
         yield home
 
 
 def _is_open_to_all(directory: Path) -> bool:
-    """True also for a missing directory, which others could make. Its owner is trusted: it was named in full."""
+    """True also for a missing directory, which others could make. Its owner is trusted."""
     try:
         return bool(directory.stat().st_mode & 0o002)
     except OSError:

@@ -1,1 +1,1 @@
-"""Replicas of fresh checkpoints on other nodes, until shared storage has them."""
+"""Replicas of fresh checkpoints on other nodes."""

@@ -1,4 +1,4 @@
-"""Index of the saves on the local tier: this node's own, and replicas of others'. Blocking; built from the files.
+"""Index of the saves on the local tier: this node's own, and replicas of others'. Blocking.
 
 A file gets its name after it is whole, verified and durable: a save counts if all its files are here (R1).
 """
@@ -25,13 +25,12 @@ from ..telemetry import logger
 log = logger("replicas")
 
 STEPS_TOLD = 2
-"""Steps reported per run: the newest and its predecessor, abandoned ones excluded."""
 _NOTE_FIELDS = frozenset({"attempt", "of"})
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCheckpoint:
-    """A committed checkpoint of the local tier, and the saves of it that are whole here."""
+    """A committed checkpoint of the local tier, and its saves that are whole here."""
 
     directory: Path
     location: Location
@@ -39,7 +38,6 @@ class LocalCheckpoint:
     own: frozenset[str]
     held: frozenset[str]
     made_by: Mapping[str, str]
-    """Member that made each save copied here, by token."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -53,18 +51,16 @@ class LocalCheckpoint:
 
 
 class LocalIndex:
-    """Index of the checkpoints below one local root, refreshed by ``refresh``. Reads an unchanged manifest once."""
+    """The checkpoints below one local root, as of the last ``refresh``."""
 
     def __init__(self, local_root: Path) -> None:
         self._root = local_root
         self._manifests: dict[Path, tuple[tuple[int, int, int], Manifest]] = {}
         self.newest: list[LocalCheckpoint] = []
-        """Newest steps of every run, newest first."""
         self.unnamed: dict[Path, set[str]] = {}
-        """Saves of this node's ranks that no manifest here names, by directory: committed elsewhere, or not yet."""
+        """Saves of this node's ranks that no manifest here names, by directory."""
 
     def refresh(self) -> None:
-        """Refresh. Cost: a walk over the directories, and a stat of each file of the newest steps."""
         runs: dict[Path, list[tuple[Path, Manifest]]] = {}
         unnamed: dict[Path, set[str]] = {}
         for directory in marked_directories(self._root / "checkpoints"):
@@ -83,7 +79,6 @@ class LocalIndex:
         self._manifests = {path: known for path, known in self._manifests.items() if path in standing}
 
     def copies(self) -> list[LocalCheckpoint]:
-        """Return the checkpoints of any age with copies of others' saves, as of the last ``refresh``."""
         known = [(directory, manifest) for directory, (_, manifest) in self._manifests.items()]
         return list(self._here(step for step in known if (step[0] / REPLICA).exists()))
 
@@ -119,7 +114,7 @@ def here(directory: Path, location: Location, manifest: Manifest) -> LocalCheckp
 
 
 def note(directory: Path, manifest: Manifest, made_by: Mapping[str, str]) -> None:
-    """Record the members that made the saves copied here. A lost record costs space: the copies count as own saves."""
+    """Record the members that made the saves copied here. Without it they count as own saves."""
     body = {"attempt": manifest.attempt, "of": {**_noted(directory, manifest.attempt), **made_by}}
     durable_write(directory / REPLICA, manifests.seal(body))
 
@@ -144,5 +139,4 @@ def _is_flushed(directory: Path, token: str) -> bool:
 
 
 def _age(step: tuple[Path, Manifest]) -> tuple[tuple[bool, int], float]:
-    """Sort key: the step, or the time if names have no step."""
     return age_of(step[0].name), step[1].created_unix_seconds

@@ -1,13 +1,10 @@
-"""Copies of gradient logs on other nodes: a lost node costs the steps of one round instead of all since its save.
+"""Copies of gradient logs on other nodes: a lost node costs the steps of one round.
 
     <run>/.tierckpt-gradients/rank-N/                    the log of a rank of this node (training/every_step)
     <run>/.tierckpt-gradients/copies/<member>/rank-N/    this node's copy of the log of that member
 
-The holders of a member's checkpoints fetch new frames of its logs once a second, segment by segment.
-
-Crash safety: a copy is append-only, and each refresh verifies the new frames. A torn tail left by a killed agent is
-ignored (R4), and truncated by the next fetch. A segment is started after its predecessor is whole, so a copy is always
-a prefix of the log.
+Crash safety: a copy is append-only, and its new frames are verified. A torn tail is ignored (R4), and truncated by the
+next fetch. A segment is started after its predecessor is whole: a copy is a prefix of the log.
 """
 
 from __future__ import annotations
@@ -46,12 +43,11 @@ async def _at_once(size_bytes: int) -> None: ...
 
 
 def copies_of(directory: Path) -> list[Path]:
-    """Return the copies, on this node, of the logs of the rank with the log ``directory``."""
     return [path for member in matching(directory.parent / COPIES, "*") for path in matching(member, directory.name)]
 
 
 class LogIndex:
-    """The gradient logs below a local root, and copies of others'. Blocking; built from the files; any thread."""
+    """The gradient logs below a local root, and copies of others'. Blocking; any thread."""
 
     def __init__(self, local_root: Path) -> None:
         self._root = local_root
@@ -61,7 +57,6 @@ class LogIndex:
         self.rows: list[LogRow] = []
 
     def refresh(self) -> None:
-        """Refresh. Cost: a walk over the directories, a stat of each segment, and a read of new frames of copies."""
         with self._lock:
             runs, tails = marked_directories(self._root / "checkpoints", GRADIENTS_DIR), dict[Path, Tail]()
             rows = [self._row(tails, *found) for run in runs for found in self._logs(run)]
@@ -77,7 +72,7 @@ class LogIndex:
                 yield location, of, log
 
     def _row(self, tails: dict[Path, Tail], run: Location, of: str, directory: Path) -> tuple[LogRow, list[Path]]:
-        # The list comes first: when it has a segment, all frames of the one before it are written.
+        # The list comes first: if it has a segment, the one before it is complete.
         found = [self._look_at(path) for path in paths_in(directory)]
         tails |= {tail.path: tail for tail in found}
         begun = [tail for tail in found if tail.segment is not None]
@@ -96,7 +91,6 @@ class LogIndex:
         return tail
 
     def open(self, identity: str, at: ByteRange) -> Opened | None:
-        """Open a range of a segment to serve it; None if it is not here. Cost: a digest of the range."""
         path = self._paths.get(identity)
         try:
             file = open_beneath(path.parent, path.name) if path is not None else -1
@@ -116,8 +110,7 @@ class LogIndex:
     def missing_segments(self, directory: Path, row: LogRow, after: int) -> list[tuple[Tail, int]]:
         """Return the segments of ``row`` that the copy in ``directory`` lacks after step ``after``, and their sizes.
 
-        First removes abandoned segments: those not in the log that start at one of its segments or later. Older ones
-        stay until a safe checkpoint has their steps.
+        First removes abandoned segments: those not in the log that start at one of its segments or later.
         """
         names, first = {name for name, _ in row.segments}, step_of_path(Path(row.segments[0][0]))
         with self._lock:
@@ -129,7 +122,7 @@ class LogIndex:
             return [(tail, size_bytes) for tail, size_bytes in found if tail.size_bytes < size_bytes]
 
     def append(self, path: Path, data: Buffer, at: int) -> None:
-        """Write ``data`` at ``at``, directly after the whole frames or the previous piece, and fsync it (R4)."""
+        """Write ``data`` at ``at``, directly after the previous bytes, and fsync it (R4)."""
         with self._lock, translated(path):
             file = open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -146,8 +139,10 @@ class LogIndex:
             return self._look_at(path)
 
     def truncate(self, row: LogRow, after: int, *, is_told: bool) -> None:
-        """Remove segments with no step above ``after`` from a copy, the last one once its member no longer reports
-        that log. Raises OSError."""
+        """Remove a copy's segments with no step above ``after``. Raises OSError.
+
+        The last one stays while its member reports that log.
+        """
         directory = copy_directory(self._root, row, row.of)
         with self._lock:
             remove_before(directory, after)
@@ -174,7 +169,7 @@ async def fetch_log(
 ) -> int:
     """Fetch the frames in ``row`` after step ``after`` into the copy on this node. Returns the number of bytes.
 
-    Only one process of a node may call this at a time: its agent, or a rank that restores.
+    Only one process of a node may call this at a time.
 
     Raises:
         CapacityError: only this node's own saves could be evicted. Nothing was written.
@@ -206,10 +201,9 @@ async def fetch_log(
 
 
 async def bring_log(settings: Settings, cluster: PeerCatalog, run: Location, rank: int, base: str, beyond: int) -> None:
-    """Fetch the log of ``rank`` after the checkpoint ``base`` from the node that has the most steps.
+    """Fetch the log of ``rank`` after the checkpoint ``base``, if a node has steps after ``beyond``.
 
-    Only steps after ``beyond`` count. The source may be a copy, or the log of a node that the rank has left. Raises as
-    ``fetch_log``.
+    Raises as ``fetch_log``.
     """
     members = {member.name: member for member in (await cluster.wait_for_members()).other_nodes}
     told = await cluster.fresh(members.values())

@@ -1,21 +1,12 @@
 """The replicator: executes ``peer/replica_policy.py``, and copies other nodes' checkpoints to this node.
 
-Once a second it scans the local tier, requests ``/v1/fresh`` from the members that it holds copies for and from the
-holders of its own saves, and
-
-1. learns of commits: a node without the save's coordinator has shards and no manifest; it gets the manifest from
-   any node, so that it can serve its part;
-2. fetches missing saves of the newest checkpoint of each run into its own local tier, under the same names: a replica
-   is a local copy with more files;
-3. fetches new frames of those members' gradient logs (``log_copies``), concurrently with the checkpoints;
-4. removes copies that newer ones on all their holders replace (R2), and earlier frames of the logs.
+Once a second it scans the local tier and requests ``/v1/fresh`` from its sources and holders. It learns of commits, as
+a node without the save's coordinator has no manifest; fetches missing saves of the newest checkpoint of each run, and
+new frames of gradient logs; and removes those that newer ones on all their holders replace (R2).
 
 Crash safety: the manifest is written first, so every file that a killed agent leaves is named by one and removed with
 it. A file gets its name after it is whole, verified and durable. The replicator touches neither the journal nor a file
-that another process writes.
-
-It evicts only files that a save may evict, or makes and counts no copy. Its bytes count against the rate limit
-of the drains, which leaves bandwidth to training.
+that another process writes, and evicts only files that a save may evict.
 """
 
 from __future__ import annotations
@@ -54,21 +45,17 @@ log = logger("replicas")
 
 ROUND_SECONDS = 1.0
 NO_ROOM_SECONDS = 30.0
-"""Seconds before a retry after a copy found no room; the longest delay after other errors."""
+"""The delay after a lack of room, and the longest one after other errors."""
 WAIT_FOR_HOLDERS_SECONDS = 120.0
-"""Seconds after a save for which an agent waits for its holders before it exits."""
+"""How long an agent with a fresh save waits for its holders before it exits."""
 SETTLE_SECONDS = 60.0
-"""Interval of checks whether the shared tier has the checkpoints copied here."""
 NEWS_SECONDS_MAX = 10.0
 ASKED_PER_SECOND = 64
-"""Number of peers queried for the commit of one save."""
 CONCURRENCY = 4
 
 
 @dataclass
 class ReplicationStatus:
-    """Progress of replication, for ``tierckpt status``."""
-
     members: int = 0
     holders: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
@@ -79,17 +66,13 @@ class ReplicationStatus:
     removed: int = 0
     error: str = ""
     newest: dict[str, Json] = field(default_factory=dict)
-    """By run: the newest step of this node's own, and whether all its holders have it."""
+    """By run: the newest own step, and whether all its holders have it."""
     logs: list[Json] = field(default_factory=list)
-    """For each gradient log of this node: its newest step, and the newest step that all its holders have."""
+    """Per gradient log: its newest step, and the newest step that all its holders have."""
 
 
 class Replicator:
-    """Replication for one node. Runs on the agent's event loop until it is cancelled.
-
-    Args:
-        cluster: the other nodes, as known to this agent.
-    """
+    """Runs on the agent's event loop until it is cancelled."""
 
     def __init__(
         self,
@@ -118,22 +101,18 @@ class Replicator:
         self._again_at: dict[str, float] = {}
         self._tries: Counter[str] = Counter()
 
-    # --- reports ---------------------------------------------------------------------------------------------------
-
     def fresh(self) -> Json:
         """Return the answer to ``/v1/fresh``. Any thread."""
         fresh, logs = self._rows()[:FRESH_MAX], self._logs.rows[:LOGS_MAX]
         return {"fresh": [row.to_json() for row in fresh], "logs": [row.to_json() for row in logs]}
 
     def open_segment(self, identity: str, at: ByteRange) -> Opened | None:
-        """Open a range of a gradient log that ``fresh`` reports. Any thread."""
         return self._logs.open(identity, at)
 
     def _rows(self) -> list[FreshCheckpoint]:
         return [here.fresh(is_safe=here.key in self._safe) for here in self._tier.newest]
 
     def status(self) -> Json:
-        """Return the document for ``tierckpt status``: placement, copies, and whether the newest own step is copied."""
         now = self.progress
         return {
             "replicas": self.settings.replicas,
@@ -149,8 +128,6 @@ class Replicator:
             "removed": now.removed,
             "last_error": now.error,
         }
-
-    # --- the loop --------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Run until cancelled. Errors are logged, and retried in the next round."""
@@ -170,7 +147,6 @@ class Replicator:
             await asyncio.gather(*taking, return_exceptions=True)
 
     async def round(self) -> None:
-        """Scan once, and start to fetch missing data unless a fetch is in progress."""
         live = await self._cluster.live()
         await asyncio.to_thread(self._tier.refresh)
         await asyncio.to_thread(self._logs.refresh)
@@ -206,10 +182,7 @@ class Replicator:
             for here in self._tier.newest
         )
 
-    # --- commits on other nodes --------------------------------------------------------------------------------------
-
     async def _adopt_commits(self, live: Live) -> None:
-        """Find the manifests that name saves of this node, and record their commits here."""
         for directory, tokens in self._tier.unnamed.items():
             location = location_at(self.settings.local_root, directory)
             key = f"news {directory}"
@@ -231,7 +204,6 @@ class Replicator:
         return False
 
     async def _adopt(self, elsewhere: PeerReplicas, directory: Path, members: Sequence[Member]) -> bool:
-        """Record a commit of another node. False if this node has a different one that it does not replace."""
         manifest, taking = elsewhere.manifest, PeerSource(elsewhere, members)
         metadata = {}
         for entry in manifest.metadata:
@@ -240,14 +212,11 @@ class Replicator:
         standing = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         return standing is not None and standing.attempt == manifest.attempt
 
-    # --- copies ----------------------------------------------------------------------------------------------------
-
     async def _query_holders(self, live: Live) -> None:
-        """Query the members that share copies with this node; record which of its own saves all holders have."""
         members = {member.name: member for member in live.other_nodes}
         placed = holders(live.members, self.settings.replicas)
         mine, others = placed.get(live.me, ()), sources(placed, live.me)
-        # Also query the makers of the copies here, even if their holders have changed since.
+        # Also the makers of the copies here, even if their holders have changed.
         made = {name for here in self._tier.newest for name in here.made_by.values()}
         fellows = [members[name] for name in {*mine, *others, *made} if name in members]
         told = await self._cluster.fresh(fellows)
@@ -273,7 +242,6 @@ class Replicator:
             self.progress.logs, self._logged_at = logs, time.monotonic()
 
     def _copied(self, own: LogRow, names: Sequence[str], me: str) -> Json:
-        """Return the newest step that the holders ``names`` have of a log of this node."""
         steps = [
             max((row.step for row in self._told_logs.get(name, ()) if row.log == own.log and row.of == me), default=-1)
             for name in names
@@ -281,8 +249,7 @@ class Replicator:
         return {"uri": own.uri, "rank": own.rank, "step": own.step, "peers_step": min(steps)}
 
     def _mark_replicated(self) -> None:
-        """Mark own and copied steps that are on all holders. Retention keeps the newest one (N1) until a newer step
-        is on all holders."""
+        """Mark steps on all holders: retention keeps the newest of them (N1)."""
         told = [row for name in self.progress.sources for row in self._told.get(name, ())]
         for here in self._tier.newest:
             others = [row for row in told if row.own and (row.uri, row.attempt) == here.key]
@@ -300,7 +267,7 @@ class Replicator:
         return any(row.attempt == here.manifest.attempt and here.own <= row.held | row.own for row in rows)
 
     def _missing_copies(self, live: Live) -> list[tuple[str, FreshCheckpoint]]:
-        """Return missing copies, newest first: of each run of each source its newest checkpoint."""
+        """Return the missing copies of each source's newest checkpoints, newest first."""
         having: dict[tuple[str, str], Set[str]] = {
             (here.location.uri, here.manifest.attempt): here.own | here.held for here in self._tier.newest
         }
@@ -327,7 +294,7 @@ class Replicator:
                 REPLICAS.emit(1, outcome="copied")
 
     async def _try_fetch(self, key: str, what: str, taking: Awaitable[int]) -> int | None:
-        """Return the number of bytes fetched. None after a failure, which is logged, with the next attempt recorded."""
+        """Return the number of bytes fetched. None after a failure, which is retried later."""
         try:
             size_bytes = await taking
         except CapacityError as error:
@@ -345,7 +312,6 @@ class Replicator:
         return None
 
     async def _fetch_copy(self, member: Member, row: FreshCheckpoint) -> int:
-        """Fetch the saves of ``member`` in one checkpoint. Returns the number of bytes."""
         directory = local_dir(self.settings.local_root, row.location)
         here = next((here for here in self._tier.newest if here.directory == directory), None)
         is_new = here is None or here.manifest.attempt != row.attempt
@@ -363,10 +329,7 @@ class Replicator:
             await self._fetch(elsewhere, member, directory, lacking, row.created_unix_seconds)
         return sum(entry.size_bytes for entry in lacking)
 
-    # --- gradient logs -----------------------------------------------------------------------------------------------
-
     def _lacking_logs(self) -> list[tuple[str, LogRow, int]]:
-        """Return the logs with incomplete copies here, and the first step needed of each."""
         having = {(row.of, row.log): dict(row.segments) for row in self._logs.rows}
         found, now = [], time.monotonic()
         for name in self.progress.sources:
@@ -381,7 +344,7 @@ class Replicator:
         members = {member.name: member for member in live.other_nodes}
         for name, row, after in lacking:
             if name in members:
-                spend = self._limiter.flow(time.time()).spend  # newer than any checkpoint
+                spend = self._limiter.flow(time.time()).spend
                 taking = fetch_log(
                     self._logs, self.settings, self._cluster.wire, members[name], row, after=after, spend=spend
                 )
@@ -396,7 +359,7 @@ class Replicator:
                 self._logs.truncate(row, after, is_told=(row.of, row.log) in told)
 
     def _safe_step(self, name: str, run: str) -> int:
-        """Return the newest step of a run that survives the node ``name``: on all holders, or on the shared tier."""
+        """Return the newest step of a run that survives the node ``name``."""
         uris = [row.uri for row in self._told.get(name, ()) if row.is_safe and row.run == run]
         uris += [
             here.location.uri
@@ -406,7 +369,6 @@ class Replicator:
         return max((step_of(uri) or -1 for uri in uris), default=-1)
 
     async def _manifest_of(self, member: Member, row: FreshCheckpoint) -> Manifest:
-        """Return the manifest of ``row``. Raises ObjectNotFoundError: it was removed, or differs."""
         found = await self._cluster.manifest_of(member, row.location)
         if found is None or found.attempt != row.attempt or not row.own <= found.tokens:
             raise ObjectNotFoundError(f"{member.name} does not have {row.uri} as it said", uri=row.uri)
@@ -430,10 +392,7 @@ class Replicator:
                 await fetch(source, entry, directory / entry.key, chunk, on_bytes, CONCURRENCY)
 
     async def _record_drained(self) -> None:
-        """Record which copies the shared tier has by now: a save may evict them from then on.
-
-        Cost: one request for each copy of others' saves that is not yet recorded.
-        """
+        """Record which copies the shared tier has: a save may evict these."""
         for here in self._tier.newest:
             drained = await asyncio.to_thread(marks.is_drained, here.directory, here.manifest.attempt)
             if here.own or drained:
@@ -446,10 +405,7 @@ class Replicator:
             if shared is not None and shared.attempt == here.manifest.attempt:
                 await asyncio.to_thread(marks.mark_drained, here.directory, shared.attempt)
 
-    # --- removal -----------------------------------------------------------------------------------------------------
-
     async def _remove_outdated(self) -> None:
-        """Remove copies that are replaced (R2)."""
         busy = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
         for old in await asyncio.to_thread(self._outdated, frozenset(busy)):
             if await asyncio.to_thread(self._remove, old):
@@ -464,8 +420,6 @@ class Replicator:
     def _remove(self, old: LocalCheckpoint) -> bool:
         with read_lease.removing(self.settings.local_root, old.directory) as free:
             return bool(free) and local_commit.remove_local(old.directory, old.manifest.attempt)
-
-    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _retry_after(self, key: str, seconds: float) -> None:
         now = time.monotonic()
