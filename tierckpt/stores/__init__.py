@@ -13,8 +13,10 @@ REMOTE_SCHEMES = ("s3", "az", "gs")
 
 
 def open_store(location: Location, settings: Settings, retries: Retries | None = None) -> Store:
-    """Return the store with the root ``location``. Makes no request. ``retries``: shared by the stores of one mover.
-    Raises ConfigError: unknown scheme. MissingExtraError: a package is missing; the hint names it."""
+    """Return the store of ``location``, without a request.
+
+    Raises ConfigError: unknown scheme. MissingExtraError names the missing package.
+    """
     if location.scheme == "file":
         from .local import LocalStore
 

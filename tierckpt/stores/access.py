@@ -1,8 +1,7 @@
 """Credentials and endpoints of buckets and containers, resolved once and passed to the client.
 
-Missing credentials are found before the first request: a client would query the instance metadata service, which takes
-minutes on other machines and ends in an unclear timeout. An empty environment variable counts as unset. aws.py has the
-rules of the AWS SDKs.
+They are found before the first request: a client would query the metadata service for minutes. An empty environment
+variable counts as unset.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Found(str):
     source: str
 
     def __new__(cls, text: str = "", source: str = "") -> Found:
-        """Raises ConfigError when the value cannot be sent in a header. The message never repeats the value."""
+        """Raises ConfigError, without the value, if it cannot be sent in a header."""
         found = super().__new__(cls, text.strip())
         found.source = source if found else ""
         if any(character < " " or character == "\x7f" for character in found):
@@ -61,8 +60,7 @@ def variable(*names: str) -> Found:
 
 
 def secret(*names: str) -> Found:
-    """``variable`` for HTTP headers. Raises ConfigError for a value that is not ASCII, which would end the process (a
-    panic in Rust)."""
+    """``variable`` for HTTP headers. Raises ConfigError if it is not ASCII: Rust would panic."""
     return ascii_only(variable(*names))
 
 
@@ -84,11 +82,9 @@ def _is_read_by_libraries(name: str) -> bool:
 
 
 def drop_empty() -> None:
-    """Remove empty variables from this process's environment.
+    """Remove empty variables from the environment, as some libraries use them.
 
-    obstore, botocore and libraries below fsspec read the environment, and some use empty values. Removal is
-    thread-safe: the C library only moves pointers in place. Setting a variable reallocates memory, so this module
-    never does.
+    Thread-safe: the C library only moves pointers. Setting a variable could reallocate, so this module never does.
     """
     for name in list(os.environ):
         if _is_read_by_libraries(name) and not os.environ.get(name, "").strip():
@@ -96,10 +92,9 @@ def drop_empty() -> None:
 
 
 def certificates(*bundles: Found) -> str:
-    """Return the PEM certificates of the first of ``bundles`` that is set, and of SSL_CERT_FILE. '': the system's.
+    """Return the PEM certificates of the first set variable of ``bundles``, and of SSL_CERT_FILE.
 
-    Every store trusts them in addition to the system's. Raises ConfigError: a file is missing or holds no
-    certificate; names the file and its variable.
+    Raises ConfigError: a file is missing or invalid.
     """
     first = next(filter(None, (*bundles, variable("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"))), Found())
     return "\n".join(_read_bundle(found) for found in (first, variable("SSL_CERT_FILE")) if found)
@@ -112,7 +107,7 @@ def _read_bundle(found: Found) -> str:
         text = b"\n".join(file.read_bytes() for file in files if file is path or file.is_file())
         pem = "\n".join(block.decode("ascii") for block in _CERTIFICATE.findall(text))
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem)
-    except (OSError, ValueError) as error:  # SSLError is an OSError
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) else ""
         raise ConfigError(
             f"{found.source} names {str(path)!r}, which "
@@ -123,7 +118,7 @@ def _read_bundle(found: Found) -> str:
 
 
 def existing_file(found: Found) -> str:
-    """Return the path ``found``. Raises ConfigError, with its variable, if the file is missing."""
+    """Raises ConfigError if the file is missing."""
     path = path_of(found)
     if not path.is_file():
         raise ConfigError(f"{found.source} names {str(path)!r}, which is not a file", hint=f"Correct {found.source}")
@@ -135,9 +130,8 @@ def path_of(text: str) -> Path:
 
 
 def tls_context(pem: str) -> ssl.SSLContext:
-    """Return a TLS context that trusts the system's certificates and those in ``pem``."""
     context = ssl.create_default_context()
-    # Python 3.13 rejects authorities without key identifiers, which cloud tools and the library accept.
+    # Python 3.13 rejects authorities that cloud tools accept.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if pem:
         context.load_verify_locations(cadata=pem)
@@ -156,20 +150,20 @@ _ROLE_PATH = "/latest/meta-data/iam/security-credentials/"
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """``options`` and ``provider`` are passed to the client; ``endpoint`` is '' for the cloud's own. ``keys`` is a
-    digest of plain keys; '' for issued credentials, which a new request may always renew."""
+    """The client's ``options`` and ``provider``; ``endpoint`` is '' for the cloud's own.
+
+    ``keys`` is a digest of plain keys; '' for issued credentials, which a new request may renew.
+    """
 
     endpoint: str
     options: dict[str, Any] = field(repr=False)
     provider: Callable[[], dict[str, Any]] | None = None
     keys: str = ""
     hosts: tuple[str, ...] = ()
-    """Hosts (with subdomains) that requests with credentials may reach. (): the client drops all credentials on a
-    redirect."""
+    """Hosts (with subdomains) that may get credentials. (): a redirect drops them."""
     trusted: str = field(default="", repr=False)
-    """PEM certificates trusted in addition to the system's."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Each setting with its source, for display. No secret."""
+    """Each setting's source. No secret."""
 
     def is_newer_than(self, other: Access) -> bool:
         """True if refused requests of ``other`` may pass with this one."""
@@ -187,7 +181,7 @@ def digest(*values: str) -> str:
 def check_endpoint(endpoint: Found) -> str:
     try:
         is_url = endpoint.startswith(("http://", "https://")) and bool(host_of(endpoint)) and endpoint.isascii()
-        _ = urlsplit(endpoint).port  # raises for a bad number
+        _ = urlsplit(endpoint).port
     except ValueError:
         is_url = False
     if not is_url or " " in endpoint:
@@ -202,10 +196,6 @@ def no_credentials(uri: str, endpoint: str, hint: str) -> PermissionDeniedError:
 
 
 def metadata_service_answers(scheme: str) -> bool:
-    """Return True on a cloud machine with a role. Elsewhere the address does not answer.
-
-    AWS is queried for the role itself: without one the client takes the service's 404 for the bucket's.
-    """
     if variable("AWS_EC2_METADATA_DISABLED").is_true:
         return False
     host, port = METADATA_ADDRESSES[scheme]
@@ -236,8 +226,7 @@ _AZURE_HINT: Final = (
 def azure_access(container: str) -> Access:
     """Read AZURE_STORAGE_*; a connection string overrides single variables.
 
-    Raises PermissionDeniedError: no account or no credentials. ConfigError: a connection string without account,
-    or an invalid value.
+    Raises PermissionDeniedError: no account or no credentials. ConfigError.
     """
     uri = f"az://{container}"
     text = secret(_CONNECTION_STRING)
@@ -262,11 +251,11 @@ def azure_access(container: str) -> Access:
     found = {name: str(value) for name, value in found.items()}
     trusted = certificates() if url.startswith("https:") else ""
     keys = digest(found.get("account_key", ""), found.get("sas_key", ""))
-    # An Azure signature is in the URL, which a redirect target would get as Referer.
+    # The signature is in the URL, which a redirect target would get as Referer.
     hosts = (host_of(endpoint) if endpoint else domain,) if kind == "sas_token" else ()
     return Access(
         str(endpoint),
-        # Name the kind: the client would prefer the environment's.
+        # the client would prefer the environment's kind
         {"account_name": str(account), "endpoint": url, "credential_type": kind or "managed_identity", **found},
         keys=keys,
         hosts=hosts,
@@ -280,8 +269,6 @@ def azure_access(container: str) -> Access:
 
 
 def _azure_credential(options: dict[str, Any], text: str) -> tuple[str, dict[str, Any], str]:
-    """Return the kind of credential ('': none), the client's options for it and their source. Same order as the Azure
-    CLI: keys, signatures, then identities."""
     if variable("AZURE_SKIP_SIGNATURE").is_true:
         return "bearer_token", {"token": "anonymous", "skip_signature": "true"}, "none (AZURE_SKIP_SIGNATURE)"
     if key := Found(options.get("account_key", ""), text):
@@ -315,15 +302,17 @@ def _azure_credential(options: dict[str, Any], text: str) -> tuple[str, dict[str
 
 
 def parse_connection_string(text: str) -> dict[str, Any]:
-    """Return the client's options for an Azure connection string. Raises ConfigError if it names no account. The
-    message never repeats the string, which holds a key."""
+    """Return the client's options for an Azure connection string.
+
+    Raises ConfigError if it names no account. The message never repeats the string, which holds a key.
+    """
     pairs = (part.partition("=") for part in text.split(";") if part.strip())
     fields = {name.strip().lower(): value.strip() for name, _, value in pairs}
     if fields.get("usedevelopmentstorage", "").lower() == "true":
         return {"use_emulator": True}
     account = fields.get("accountname", "")
     endpoint = fields.get("blobendpoint", "").rstrip("/")
-    if not account and endpoint:  # only a SAS connection string names the account in its endpoint
+    if not account and endpoint:
         host, _, path = endpoint.partition("://")[2].partition("/")
         account = path.partition("/")[0] or host.partition(".")[0]
     if not account:
@@ -348,8 +337,7 @@ _GCS_KINDS: Final = {"service_account", "authorized_user"}
 def gcs_access(bucket: str) -> Access:
     """Read GOOGLE_*, STORAGE_EMULATOR_HOST, and the file of `gcloud auth application-default login`.
 
-    Raises PermissionDeniedError: no credentials. ConfigError: a missing file, or credentials that the client does
-    not support.
+    Raises PermissionDeniedError: no credentials. ConfigError: a missing file, or an unsupported kind.
     """
     emulator = variable("STORAGE_EMULATOR_HOST")
     if emulator and "://" not in emulator:
@@ -362,7 +350,7 @@ def gcs_access(bucket: str) -> Access:
     service_account = variable("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "SERVICE_ACCOUNT")
     if anonymous.is_true or (emulator and endpoint == emulator):
         options["skip_signature"] = "true"
-        provider = _anonymous  # or the client would read a credentials file
+        provider = _anonymous
         source = f"none ({anonymous.source or emulator.source})"
     elif service_account:
         options["service_account"] = _key_file(service_account, kinds=None)
@@ -397,7 +385,6 @@ def _default_key_file() -> Found:
 
 
 def _key_file(found: Found, kinds: Collection[str] | None) -> str:
-    """Return the path of a usable credentials file. ``kinds`` None: it need not name its kind."""
     path = path_of(found)
     try:
         document = json.loads(path.read_bytes())

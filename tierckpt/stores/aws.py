@@ -1,11 +1,7 @@
 """Access to S3 buckets: environment variables, profiles and roles, by the rules of the AWS SDKs.
 
-One parser reads the two profile files for endpoint, region, certificates and addressing style, with or without
-botocore. Credentials outside the environment come from botocore (SSO, roles, processes, AWS services). Without it:
-profile keys, web identity, containers and EC2.
-
-Deliberate differences from botocore: AWS_REGION overrides AWS_DEFAULT_REGION, as in all other AWS SDKs. A missing
-profile is an error only if its keys are needed.
+Without botocore: profile keys, web identity, containers and EC2. Unlike botocore, AWS_REGION overrides
+AWS_DEFAULT_REGION, as in all other AWS SDKs, and a missing profile is an error only if its keys are needed.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ from .access import (
 from .proxies import direct_opener, routed
 
 CREDENTIAL_LIFETIME: Final = timedelta(minutes=15)
-"""How long the client may use credentials from botocore, which renews expiring ones."""
+"""The client asks botocore again after this time."""
 REGION_TIMEOUT_SECONDS: Final = 5.0
 
 _HINT: Final = (
@@ -78,10 +74,8 @@ _regions: dict[tuple[str, str], str] = {}
 def s3_access(bucket: str) -> Access:
     """Resolve endpoint, region, certificates and credentials of ``bucket``.
 
-    Raises:
-        PermissionDeniedError: no credentials. Cost: at most about two seconds to find out.
-        ConfigError: an invalid value in a variable or profile.
-        MissingExtraError: the profile needs botocore.
+    Raises PermissionDeniedError: no credentials, after at most two seconds. ConfigError. MissingExtraError: needs
+    botocore.
     """
     profile = AwsProfile.load()
     endpoint = _configured_endpoint(profile)
@@ -95,13 +89,12 @@ def s3_access(bucket: str) -> Access:
     options: dict[str, Any] = {
         name: str(value) for name in _CLIENT_OPTIONS if (value := variable(f"AWS_{name.upper()}"))
     }
-    if endpoint or not variable("AWS_S3_EXPRESS").is_true:  # the client makes the endpoint of an express bucket
+    if endpoint or not variable("AWS_S3_EXPRESS").is_true:
         options |= {"endpoint": url, "aws_endpoint_url_s3": url}  # the second takes precedence
     options |= {
         "region": str(region),
         "virtual_hosted_style_request": is_virtual,
-        # The manifest's digests cover every byte: do not hash the payload again for the signature, most of a put's CPU
-        # cost.
+        # Do not hash the payload again for the signature, most of a put's CPU cost: the manifest's digests cover it.
         "unsigned_payload": str(variable("AWS_UNSIGNED_PAYLOAD") or "true"),
         "skip_signature": variable("AWS_SKIP_SIGNATURE").is_true,
     }
@@ -119,7 +112,7 @@ def s3_access(bucket: str) -> Access:
 
 
 def _configured_endpoint(profile: AwsProfile) -> Found:
-    """Return the endpoint of the variables or the profile, '' for AWS's own, in AWS's documented order."""
+    """Return the configured endpoint in AWS's documented order; '': AWS's own."""
     ignored = variable("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or profile.get("ignore_configured_endpoint_urls")
     if ignored.is_true:
         return Found()
@@ -157,16 +150,11 @@ def _url(bucket: str, endpoint: str, region: str, profile: AwsProfile) -> str:
 
 
 def region_in_error(text: str) -> str:
-    """Return the region that an S3 error suggests; '' without one."""
     match = _TOLD_REGION.search(text)
     return (match[1] or match[2]) if match else ""
 
 
 def fetch_region(bucket: str, access: Access) -> str:
-    """Return the bucket's region as reported by the server; '' if unknown. Blocking.
-
-    S3 answers in a header, even to an unsigned or denied request.
-    """
     url = access.options.get("endpoint", "")
     url = url if access.options["virtual_hosted_style_request"] else f"{url}/{bucket}"
     opener = direct_opener(tls_context(access.trusted), _NoRedirects)
@@ -202,7 +190,6 @@ class AwsProfile:
 
     @classmethod
     def load(cls) -> AwsProfile:
-        """Raises ConfigError if a profile file is malformed."""
         files = (
             str(path_of(variable("AWS_CONFIG_FILE") or "~/.aws/config")),
             str(path_of(variable("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials")),
@@ -263,7 +250,7 @@ def _parse(path: str) -> dict[str, dict[str, Any]]:
         for section in parser.sections()
     }
     for section in (*parser.values(), parser):
-        vars(section).clear()  # a reference cycle: only a garbage collection would free it
+        vars(section).clear()  # a reference cycle would wait for a garbage collection
     return found
 
 
@@ -274,8 +261,6 @@ def _nested(block: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Credentials:
-    """``provider`` None: the client requests them from ``services``, by ``options``."""
-
     source: str
     provider: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
     keys: str = ""
@@ -285,7 +270,7 @@ class _Credentials:
 
 
 def _plain(key_id: Found, secret_key: Found, token: Found, source: str) -> _Credentials:
-    """Static keys. With a provider the client reads no others from its environment."""
+    """Static keys, from a provider: the client then reads no others from its environment."""
     key_id, secret_key, token = map(ascii_only, (key_id, secret_key, token))
     credential = {
         "access_key_id": str(key_id),
@@ -347,7 +332,7 @@ def _by_botocore(session: Any, profile: AwsProfile, uri: str, region: str) -> _C
             hint=f"{_HINT}, or try again later",
             uri=uri,
         ) from printable(error)
-    except (BotoCoreError, ClientError, OSError, ValueError) as error:  # half a key pair, an expired SSO session
+    except (BotoCoreError, ClientError, OSError, ValueError) as error:
         raise PermissionDeniedError(
             f"no credentials found for {uri}: botocore says: {error}", hint=_HINT, uri=uri
         ) from printable(error)
@@ -412,7 +397,7 @@ def _without_botocore(profile: AwsProfile) -> _Credentials | None:
 
 
 def _role_of_machine() -> _Credentials | None:
-    """The role of an EC2 machine, requested by the client: botocore times out after one second."""
+    """The client requests the role: botocore times out after one second."""
     if not metadata_service_answers("s3"):
         return None
     service = variable("AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_METADATA_ENDPOINT")

@@ -1,10 +1,10 @@
 """The store protocol: the object operations that the mover needs. Async only.
 
-Contract, tested by one suite that every store subclasses (tests/contract/store_contract.py):
-    S1  ``put`` and ``put_stream`` are all or nothing: a reader sees the old object, or the whole new one. An error or
-        a cancellation leaves no new object and no truncated one. A piece may be reused after the next request.
-    S2  ``put(if_absent=True)`` has exactly one winner among concurrent callers, on stores where
-        ``has_put_if_absent``; elsewhere it is check-then-put and says so.
+Contract, tested for every store (tests/contract/store_contract.py):
+    S1  ``put`` and ``put_stream`` are all or nothing: an error or a cancellation leaves the old object. A piece may be
+        reused after the next request.
+    S2  ``put(if_absent=True)`` has exactly one winner, on stores where ``has_put_if_absent``; elsewhere it checks, then
+        puts.
     S3  When a put returns, the object is durable (for a directory: file and directory fsynced).
     S4  Errors are tierckpt's own (errors.py), chosen by type or status code, never by message text.
     S5  Keys are relative to the store's root, '/'-separated, never starting with '/'.
@@ -26,15 +26,14 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Store(Protocol):
-    """Objects under one root (a bucket and key prefix, a directory). One event loop at a time."""
+    """Objects under one root. One event loop at a time."""
 
     uri: str
 
     has_put_if_absent: bool
-    """True if the store itself guarantees S2."""
 
     async def head(self, key: str) -> ObjectInfo:
-        """Return size and etag. Raises ObjectNotFoundError."""
+        """Raises ObjectNotFoundError."""
 
     async def get(self, key: str) -> bytes:
         """Return a whole small object. Raises ObjectNotFoundError."""
@@ -42,8 +41,7 @@ class Store(Protocol):
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
         """Return exactly ``byte_range``, never a short buffer.
 
-        Raises ObjectNotFoundError, PreconditionFailedError (the etag is not ``if_match``), IntegrityError
-        (short object).
+        Raises ObjectNotFoundError, PreconditionFailedError (another etag), IntegrityError (short object).
         """
 
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
@@ -52,17 +50,17 @@ class Store(Protocol):
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
         """Write a large object from pieces of any size, with only a few of them in memory.
 
-        An error of the iterator aborts the transfer and is raised; nothing appears under ``key``.
+        An error of the iterator aborts the transfer and is raised.
         """
 
     async def link(self, key: str, source: Path) -> bool:
-        """Link ``source`` to ``key``, durably, without a copy; False if unsupported (then copy)."""
+        """Link ``source`` to ``key``, durably; False if unsupported (then copy)."""
 
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Yield every object under ``prefix``, recursively, unordered."""
 
     async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
-        """Return the names of the directories directly under ``prefix``, sorted; [] without any."""
+        """Return the sorted names of the directories directly under ``prefix``."""
 
     async def delete(self, key: str) -> None:
         """Remove an object; no error if it is missing."""
@@ -76,30 +74,23 @@ class Store(Protocol):
 
 @runtime_checkable
 class Conditional(Protocol):
-    """Stores that replace or delete an object conditionally on its etag."""
+    """Stores that replace or delete an object conditionally. Servers that ignore conditions do it always."""
 
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
-        """``put`` over the version ``etag`` only; a plain ``put`` on servers that ignore conditions. Raises
-        PreconditionFailedError, also for a removed object."""
+        """``put`` over the version ``etag`` only. Raises PreconditionFailedError, also for a removed object."""
 
     async def remove(self, key: str, *, etag: str) -> None:
-        """``delete`` the version ``etag`` only; a plain ``delete`` on servers that ignore conditions. Raises
-        PreconditionFailedError; no error for a removed object."""
+        """``delete`` the version ``etag`` only. Raises PreconditionFailedError; no error for a removed object."""
 
 
 @runtime_checkable
 class Browsable(Protocol):
     async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
-        """Return the objects and directory names directly under ``prefix``; None: no such directory.
-
-        Without real directories, an empty one does not exist.
-        """
+        """Return the objects and directory names directly under ``prefix``; None: no such directory."""
 
 
 @runtime_checkable
 class ReadsInto(Protocol):
-    """Stores that receive ranges in the caller's memory, for less CPU time."""
-
     async def get_range_into(
         self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
     ) -> None:
@@ -107,11 +98,11 @@ class ReadsInto(Protocol):
 
 
 class RangesIgnoredError(StoreError):
-    """The server sends the whole object for a range: read it whole (``ReadsWhole``)."""
+    """The server sends the whole object for a range: use ``ReadsWhole``."""
 
 
 class OddKeyError(StoreError):
-    """A listing has a key that is no path (``a//b``), which this store can neither list nor read."""
+    """A listing has a key that is no path (``a//b``)."""
 
 
 @runtime_checkable
@@ -127,10 +118,10 @@ class ReadsWhole(Protocol):
 
 @runtime_checkable
 class Recoverable(Protocol):
-    """Network stores that recover from transient failures."""
+    """Network stores, which recover from transient failures."""
 
     def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
-        """Retry ``work``, made of this store's verbs, after transient failures."""
+        """Retry ``work``, made of this store's verbs."""
 
     async def reconnect(self, damage: TierckptError) -> None:
         """Use new connections after a damaged response. Raises ``damage`` after too many."""
@@ -138,13 +129,10 @@ class Recoverable(Protocol):
     async def available(self) -> bool:
         """Wait until the store is up. False, at once, if it was not down."""
 
-    def probe_soon(self) -> None:
-        """Let the next request probe a store that was down at once, for a waiter."""
+    def probe_soon(self) -> None: ...
 
 
 class RangeSource(Protocol):
-    """Anything that returns ranges by key, such as a ``Store``."""
-
     uri: str
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer: ...

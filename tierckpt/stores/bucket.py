@@ -1,4 +1,4 @@
-"""A bucket's clients, connections and credentials, shared by all prefixes that a mover uses."""
+"""A bucket's clients, connections and credentials, shared by all stores of a mover."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logger("stores.bucket")
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 RENEWAL_SECONDS_MIN: Final = 10.0
-"""Minimum interval between credential lookups: a key without delete permission causes no lookup per delete."""
+"""A key without delete permission causes no credential lookup per delete."""
 
 _OF_REGIONS: Final = {"", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "SignatureDoesNotMatch"}
 _ACCESS = {"s3": s3_access, "az": azure_access, "gs": gcs_access}
@@ -43,10 +43,7 @@ _classes = Module("_store")
 
 
 class Bucket:
-    """Clients and connections to one bucket. One event loop at a time.
-
-    Credentials are read for the first client, off the event loop, and by ``renew``.
-    """
+    """One event loop at a time. Credentials are read off the loop, for the first client and by ``renew``."""
 
     def __init__(self, scheme: str, authority: str, counts: Counter[str]) -> None:
         self._counts = counts
@@ -57,9 +54,9 @@ class Bucket:
         self.exists = False
         self.ranges = Ranges()
         self.generation = 0
-        """Number of credentials used so far: only the first of many refused requests renews them."""
+        """Number of credentials so far: the first of many refused requests renews them."""
         self.is_proven = False
-        """True once the server accepted the present credentials: only then can a refusal mean expiry."""
+        """Only once the server has accepted the credentials can a refusal mean expiry."""
         self._renewed_at = -RENEWAL_SECONDS_MIN
         self._has_asked_region = False
         self._lock = asyncio.Lock()
@@ -67,8 +64,6 @@ class Bucket:
         self._clients: dict[tuple[int, float], Client] = {}
 
     async def client(self, part_retries: int, timeout_seconds: float) -> Client:
-        """Return a client that retries requests ``part_retries`` times. Raises ConfigError: invalid environment.
-        PermissionDeniedError: no credentials."""
         key = (part_retries, timeout_seconds)
         if key not in self._clients:
             async with self._lock:
@@ -108,14 +103,11 @@ class Bucket:
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Each setting of the present credentials, and its source. No secret."""
+        """Each setting of the credentials, and its source. No secret."""
         return self._access.sources if self._access is not None else {}
 
     async def follow_region(self, generation: int, error: Exception) -> bool:
-        """Look up the bucket's region if ``error`` may mean a wrong one. True if a retry there may succeed.
-
-        Requested once per bucket, and remembered for the process.
-        """
+        """Look up the bucket's region, once, if ``error`` may mean a wrong one."""
         if self.scheme != "s3" or not _may_be_elsewhere(error):
             return False
         async with self._lock:
@@ -139,7 +131,7 @@ class Bucket:
         return True
 
     async def _signed_region(self) -> str:
-        """Send a signed request with a response body: some servers name the region only there."""
+        """Send a signed request with a response body: only there some servers name the region."""
         for client in list(self._clients.values())[:1]:
             try:
                 await obstore.list_with_delimiter_async(client, None)
@@ -148,10 +140,7 @@ class Bucket:
         return ""
 
     async def renew(self, generation: int, refusal: PermissionDeniedError) -> bool:
-        """Replace the credentials of a refused request of ``generation``. True if newer ones exist.
-
-        Once per expiry: credentials that were never accepted have not expired, and a second caller finds them renewed.
-        """
+        """Replace refused credentials of ``generation``. True if newer ones exist."""
         async with self._lock:
             if generation != self.generation:
                 return True
@@ -179,7 +168,7 @@ class Bucket:
         self.is_proven |= generation == self.generation
 
     def reconnect(self) -> None:
-        """Drop the connections. Running requests keep their client; later ones get another."""
+        """Running requests keep their client."""
         self._clients.clear()
         self.ranges.close()
 
@@ -191,12 +180,9 @@ class Bucket:
 def redirect_bounds(access: Access) -> dict[str, str]:
     """Client options for the proxy, if any, that also restrict redirects to the store's hosts.
 
-    The object-store library always follows redirects. To another host it drops only the Authorization header: S3's
-    session token (``x-amz-security-token``) and a signed URL (``Referer``) would leak. But it can send all except some
-    hosts to a proxy, here one that does not answer. For an endpoint on this machine, where each port is another server,
-    the endpoint itself is the proxy, and reaches no other. A site's proxy (HTTPS_PROXY) must restrict hosts itself.
-
-    Raises ConfigError: the variable names no proxy.
+    The object-store library always follows redirects, and would leak S3's session token or a signed URL (``Referer``).
+    But it can send all except some hosts to a proxy, here one that does not answer; on this machine, where each port is
+    another server, to the endpoint. A site's proxy (HTTPS_PROXY) must restrict hosts itself.
     """
     if not access.hosts or proxy_for(access.endpoint or f"https://{access.hosts[0]}") is not None:
         return client_options(access.endpoint)
@@ -206,7 +192,7 @@ def redirect_bounds(access: Access) -> dict[str, str]:
 
 
 def _may_be_elsewhere(error: Exception) -> bool:
-    """True for S3 errors of a bucket in another region. A HEAD response has no code."""
+    """True for S3 errors of a bucket in another region; a HEAD response has no code."""
     if "without LOCATION" in first_line(error) or http_status(error) in {301, 302, 307, 308}:
         return True
     return http_status(error) in {400, 403} and error_code(error) in _OF_REGIONS

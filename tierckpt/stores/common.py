@@ -16,15 +16,13 @@ T = TypeVar("T")
 
 
 def check_key(key: str) -> str:
-    """Return ``key`` if it is strictly below the store's root (S5). Raises ConfigError: empty, absolute, or with an
-    empty, ``.`` or ``..`` part, or a NUL."""
+    """Return ``key`` if it is a plain path strictly below the store's root (S5), else raise ConfigError."""
     if "\0" in key or has_odd_parts(key):
         raise ConfigError(f"{key!r} is not a key below a store's root", hint="Write a/b, no empty or relative parts")
     return key
 
 
 def has_odd_parts(key: str) -> bool:
-    """True for ``a//b``, ``./a`` and ``../a``: object-store keys that are no paths."""
     return any(part in {"", ".", ".."} for part in key.split("/"))
 
 
@@ -36,9 +34,8 @@ def check_prefix(prefix: str) -> str:
 async def to_completion(work: Awaitable[T]) -> T:
     """Await ``work`` to its end even if the caller is cancelled, then raise the cancellation.
 
-    A thread that still writes to a file descriptor, or a request that still creates a multipart transfer, must
-    finish before its owner closes or aborts it: else it would write into a reused descriptor or leave parts
-    over. The wait is bounded: one request with the store's timeout, or one file operation.
+    A thread could else write into a reused descriptor, or a request leave parts behind. The wait is bounded: one
+    request or one file operation.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -47,12 +44,11 @@ async def to_completion(work: Awaitable[T]) -> T:
         await ended(task)
         raise
     finally:
-        del task  # breaks the reference cycle with its error's traceback
+        del task  # breaks a reference cycle
 
 
 async def ended(work: asyncio.Future[Any]) -> None:
-    """Return at the end of ``work``, even after repeated cancellation. Retrieves its error, so that asyncio does not
-    log it."""
+    """Return at the end of ``work``, even after repeated cancellation."""
     while not work.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([work])
@@ -71,7 +67,7 @@ async def closing(pieces: AsyncIterator[Buffer]) -> AsyncIterator[AsyncIterator[
 
 
 def check_size(uri: str, key: str, expected_bytes: int, got_bytes: int) -> None:
-    """Raise IntegrityError if the pieces of a put have the wrong total: no object beats a short one."""
+    """Raise IntegrityError for a wrong total: no object beats a short one."""
     if got_bytes != expected_bytes:
         raise IntegrityError(
             f"the pieces of {key} were to be {expected_bytes} bytes and are {got_bytes}",
@@ -102,7 +98,6 @@ async def limited(request: Awaitable[T], timeout_seconds: float) -> T:
 
 
 def part_size_bytes(size_bytes: int) -> int:
-    """Return a part size, in whole MiB, for at most PARTS_MAX parts."""
     smallest = -(-size_bytes // PARTS_MAX)
     return max(PART_SIZE_BYTES_MIN, round_up(smallest, MiB))
 
@@ -114,21 +109,17 @@ def frozen_piece(piece: Buffer) -> Buffer:
 
 PART_SIZE_BYTES_MIN = 8 * MiB
 PARTS_MAX = 10_000
-"""Limit of S3 and GCS on parts of one object; Azure allows more."""
+"""Limit of S3 and GCS."""
 
 
 class FolderMarkers:
-    """Tells folder markers from other objects in an unordered listing.
-
-    Consoles, Hadoop, blobfuse and s3fs make them: ``x/``, an empty ``x`` next to ``x/...``, and ``x_$folder$``.
-    """
+    """Tells folder markers (``x/``, ``x_$folder$``, an empty ``x`` next to ``x/...``) from other objects."""
 
     def __init__(self) -> None:
         self._empty: list[ObjectInfo] = []
         self._folders: set[str] = set()
 
     def take(self, info: ObjectInfo) -> bool:
-        """True for an object; False for a marker, and for an empty object (see ``empty``)."""
         folder = info.key.rpartition("/")[0]
         while folder and folder not in self._folders:
             self._folders.add(folder)
@@ -140,7 +131,7 @@ class FolderMarkers:
         return False
 
     def empty(self) -> list[ObjectInfo]:
-        """After the listing, return the empty objects without anything below them."""
+        """After the listing, return the empty objects that are no markers."""
         return [info for info in self._empty if info.key not in self._folders]
 
 

@@ -1,8 +1,7 @@
 """Any URL that fsspec opens: sftp://, hdfs://, smb://, webdav, memory:// and the rest.
 
-An fsspec file publishes its data on close, by ``with`` or the garbage collector, even after an error: a truncated
-object under the final name. So pieces go to a temporary name, which is moved only when complete and of the right size.
-Backends without a rename copy on the server; S3, Azure and GCS use obstore_store.py instead.
+An fsspec file publishes its data on close, even after an error. So pieces go to a temporary name, which is moved only
+when complete. Backends without a rename copy on the server.
 """
 
 from __future__ import annotations
@@ -59,9 +58,8 @@ T = TypeVar("T")
 BLOCK_SIZE_BYTES = 8 * MiB
 DELETES_AT_ONCE = 16
 
-# Errors of client libraries that are no OSError, by type name, to avoid imports.
+# Errors of client libraries that are no OSError, by name, to avoid imports.
 MESSAGE_CHARS_MAX = 300
-"""Maximum length of a backend's message: one lists all its library search paths."""
 _DENIED_TYPES = {
     "AuthenticationException",
     "BadHostKeyException",
@@ -81,8 +79,10 @@ def open_universal(location: Location) -> UniversalStore:
 
 
 def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSystem, str]:
-    """Return the fsspec file system for a URL, with ``options``, and its root path. Raises ConfigError: unknown scheme
-    or bad URL. MissingExtraError: the scheme's package is missing."""
+    """Return the file system for a URL, and its root path.
+
+    Raises ConfigError: unknown scheme or bad URL. MissingExtraError: the scheme's package is missing.
+    """
     try:
         fsspec.get_filesystem_class(location.scheme)
     except ImportError as error:
@@ -118,7 +118,9 @@ def _missing_package(scheme: str, error: ImportError) -> MissingExtraError:
 
 class UniversalStore:
     """Files of an fsspec filesystem below ``root``. ``put(if_absent=True)`` checks, then puts: two may both win.
-    ``any_key``: accept keys that are no paths (``a//b``)."""
+
+    ``any_key`` accepts keys like ``a//b``.
+    """
 
     def __init__(self, fs: AbstractFileSystem, root: str, uri: str, *, any_key: bool = False) -> None:
         self.fs = fs
@@ -126,7 +128,6 @@ class UniversalStore:
         self.uri = uri
         self.has_put_if_absent = False
         self._any_key = any_key
-        # Synchronous backends (ftplib, paramiko) do not support several threads.
         self._lock: Any = contextlib.nullcontext() if fs.async_impl else threading.Lock()
 
     def _path(self, key: str) -> str:
@@ -148,7 +149,7 @@ class UniversalStore:
 
     def _head(self, key: str) -> ObjectInfo:
         path = self._path(key)
-        self.fs.invalidate_cache()  # to see other processes' writes
+        self.fs.invalidate_cache()
         info = self.fs.info(path)
         if info["type"] != "file":
             raise ObjectNotFoundError(f"{self.uri}/{key} is not a file", uri=self.uri, key=key)
@@ -164,12 +165,12 @@ class UniversalStore:
 
     def _get_range(self, key: str, byte_range: ByteRange, if_match: str | None) -> bytes:
         start, stop = byte_range.start, byte_range.stop
-        # Backends disagree about ranges past the end (short, empty, any error), so get the size first.
+        # Backends disagree about ranges past the end.
         size_bytes = self._head(key).size_bytes
         if stop > size_bytes:
             raise short_answer(self.uri, key, byte_range, max(0, size_bytes - start))
         data = bytes(self.fs.cat_file(self._path(key), start=start, end=stop)) if stop > start else b""
-        # Checked after the read: an etag that still matches was the etag during the read.
+        # After the read: an etag that still matches was the etag during the read.
         if if_match is not None and self._head(key).etag != if_match:
             raise PreconditionFailedError(f"{self.uri}/{key} has changed", uri=self.uri, key=key)
         if len(data) != byte_range.size_bytes:
@@ -189,18 +190,17 @@ class UniversalStore:
         return True
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
-        """Write a large object. Memory: a few blocks of 8 MiB."""
         path = self._path(key)
         parent, _, name = path.rpartition("/")
         temporary = f"{parent}/.{stem_of(name)}.{secrets.token_hex(6)}.tmp"
         async with closing(pieces):
-            opened: builtins.list[Any] = []  # filled by the thread, so a cancellation cannot lose it
+            opened: builtins.list[Any] = []  # a cancellation cannot lose it
             try:
                 await self._call(self._create, temporary, opened)
                 (file,) = opened
                 written = 0
                 async for piece in pieces:
-                    await self._call(file.write, bytes(piece))  # a copy, as backends may keep the buffer
+                    await self._call(file.write, bytes(piece))  # backends may keep the buffer
                     written += len(piece)
                 check_size(self.uri, key, size_bytes, written)
                 await self._call(file.close)
@@ -212,25 +212,25 @@ class UniversalStore:
     def _create(self, path: str, opened: builtins.list[Any]) -> None:
         try:
             opened.append(self.fs.open(path, "wb", block_size=BLOCK_SIZE_BYTES))
-        except FileNotFoundError:  # a backend with real directories
+        except FileNotFoundError:
             self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             opened.append(self.fs.open(path, "wb", block_size=BLOCK_SIZE_BYTES))
 
     def _publish(self, temporary: str, path: str, key: str, size_bytes: int) -> None:
         self.fs.invalidate_cache()
         check_size(self.uri, key, size_bytes, self.fs.info(temporary)["size"])
-        if type(self.fs).mv is AbstractFileSystem.mv:  # the generic one expands wildcards, and has no rename
+        if type(self.fs).mv is AbstractFileSystem.mv:
             self.fs.cp_file(temporary, path)
             self.fs.rm_file(temporary)
             return
         try:
             self.fs.mv(temporary, path)
-        except FileExistsError:  # a rename that does not replace: the new bytes are safe in the temporary file
+        except FileExistsError:  # no replacing rename; the new bytes are in the temporary file
             self.fs.rm_file(path)
             self.fs.mv(temporary, path)
 
     def _abandon(self, opened: builtins.list[Any], temporary: str) -> None:
-        """Remove the temporary file. Never raises: the caller must see the first error."""
+        """Never raises: the caller must see the first error."""
         for file in opened:
             with contextlib.suppress(Exception):
                 _discard(file)
@@ -257,10 +257,9 @@ class UniversalStore:
         infos = []
         below = self._directory(prefix) + "/"
         for path, info in found.items():
-            # Some backends return the file itself, or a leading slash more or less.
             path = self._normal(path)
             if path.startswith(below) and info["type"] == "file" and not is_temporary(path.rpartition("/")[2]):
-                if info.get("size") is None:  # from backends that list names only
+                if info.get("size") is None:
                     info = self.fs.info(path)
                 infos.append(ObjectInfo(path[len(self.root) + 1 :], self._size(path, info), _etag(info)))
         return infos
@@ -296,7 +295,7 @@ class UniversalStore:
             found = {self._normal(info["name"]).rstrip("/"): info for info in self.fs.ls(directory, detail=True)}
         except (FileNotFoundError, NotADirectoryError):
             return None
-        itself = found.pop(directory.rstrip("/"), None)  # returned by most backends for a file
+        itself = found.pop(directory.rstrip("/"), None)
         if itself is not None and itself["type"] == "file" and not found:
             return None
         files = [
@@ -329,8 +328,7 @@ class UniversalStore:
             self.fs.rm_file(path)
 
     def _remove_empty(self, directory: str) -> None:
-        """Remove directories that are now empty, on backends with real ones. One by one: ``rm`` expands wildcards in
-        names, and would remove other data."""
+        """Remove empty directories one by one: ``rm`` expands wildcards, and would remove other data."""
         self.fs.invalidate_cache()
         if directory == self.root or not self.fs.isdir(directory):
             return
@@ -340,8 +338,7 @@ class UniversalStore:
             with contextlib.suppress(OSError, NotImplementedError):
                 self.fs.rmdir(path)
 
-    async def close(self) -> None:
-        """fsspec caches its connections itself."""
+    async def close(self) -> None: ...
 
 
 def _discard(file: Any) -> None:
@@ -349,9 +346,9 @@ def _discard(file: Any) -> None:
         file.close()
         return
     try:
-        file.discard()  # aborts a multipart transfer
+        file.discard()
     finally:
-        file.closed = True  # or the garbage collector would close and publish it
+        file.closed = True  # or the garbage collector would publish it
 
 
 async def _one(data: Buffer) -> AsyncIterator[Buffer]:
@@ -387,12 +384,12 @@ def _translate(error: Exception, uri: str) -> TierckptError:
     context: dict[str, Any] = {"uri": uri, "tier": Tier.SHARED}
     if isinstance(error, FileNotFoundError):
         return ObjectNotFoundError(f"not found: {said}", **context)
-    status = getattr(error, "status", None)  # aiohttp has the HTTP status here
+    status = getattr(error, "status", None)
     if isinstance(error, PermissionError) or names & _DENIED_TYPES or status in {401, 403}:
         return PermissionDeniedError(f"access to {uri} was refused: {said}", hint="Check the credentials", **context)
     if isinstance(error, FileExistsError):
         return PreconditionFailedError(f"exists: {said}", **context)
-    certificate = getattr(error, "certificate_error", error)  # aiohttp has the TLS error here
+    certificate = getattr(error, "certificate_error", error)
     if isinstance(certificate, ssl.SSLCertVerificationError):
         return EndpointError(
             f"{uri} cannot be reached: its certificate is not accepted ({certificate.verify_message})",

@@ -1,10 +1,6 @@
-"""Limits concurrent GETs per store: halved after a GET that was too slow. (A 503 only waits: retry.py.)
+"""Limits concurrent GETs per store: halved after a GET that was too slow (RFC 5681, 3.1).
 
-On a narrow or shared path, many concurrent GETs each move too few bytes, count as hung, are cancelled and retried:
-none completes. So the limit is halved after a slow GET, and grows by one each time as many GETs as allowed had well
-over the minimum rate. It does not grow until the next failure: a GET fails for good after a few attempts.
-
-Source: additive increase, multiplicative decrease (RFC 5681, 3.1).
+On a narrow path, many concurrent GETs would all be cancelled as hung. A 503 only waits: retry.py.
 """
 
 from __future__ import annotations
@@ -22,17 +18,14 @@ from ..types import Buffer
 log = logger("stores.get_concurrency")
 
 BYTES_PER_SECOND_MIN = 16 << 10
-"""A request slower than this over a window counts as hung: it is aborted and retried. Sixteen nodes on a narrow link
-got all their files with this floor (bench/README.md, fan-out)."""
+"""A slower request counts as hung: it is aborted and retried."""
 WINDOW_SECONDS = 15.0
 
 GETS_MAX = 1 << 20
 
 GROWTH_RATE_RATIO = 2.0
-"""The limit grows if each GET moves this multiple of the minimum rate."""
 
 CROWDED_RETRIES_MAX = 8
-"""Halvings from 256 GETs, more than any caller has, to one."""
 
 
 class GetConcurrency:
@@ -46,11 +39,10 @@ class GetConcurrency:
         self._arrived_at = -math.inf
 
     async def run(self, get: Callable[[], Awaitable[Buffer]]) -> Buffer:
-        """Run one GET and return its result. First come, first served.
+        """Run one GET, first come, first served.
 
-        A GET slow among others, or without data while others had some, is repeated once fewer run: not counted as a
-        retry, at most ``CROWDED_RETRIES_MAX`` times. A GET slow alone, or without data while none had any, has failed.
-        Its error has the seconds spent in the queue (``crowded_seconds``), which do not count against its deadline.
+        A GET that is slow among others is repeated once fewer run, at most ``CROWDED_RETRIES_MAX`` times. A GET that is
+        slow alone has failed: its error has the seconds in the queue (``crowded_seconds``).
         """
         asked_at = time.monotonic()
         for crowded_retries in range(CROWDED_RETRIES_MAX + 1):
@@ -79,7 +71,7 @@ class GetConcurrency:
         self._waiting.append(turn)
         self.wake()
         try:
-            await turn  # resolved after this GET has been counted
+            await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._end()

@@ -1,11 +1,7 @@
 """HTTP/1.1 requests that receive the body in the caller's memory: from S3, and from peers.
 
-The object-store library allocates memory for every response: with the copy out of it, that costs more CPU time than
-the rest of a GET (per GiB from a local S3 server: a bare socket 0.25 s, this 0.30 s, the library 0.71 s and with the
-copy 0.88 s, boto3 1.28 s). A request takes a thread, which waits without the interpreter lock: TLS is decrypted on one
-core per request.
-
-Every wait has a deadline (``Call``), a response is never longer than announced and allowed, and a connection with an
+A GET takes half the CPU time of the object-store library, and a thread, which waits without the interpreter lock. Every
+wait has a deadline (``Call``), a response is never longer than announced and allowed, and a connection with an
 unexpected byte is not reused.
 """
 
@@ -32,19 +28,16 @@ from ..resources import ThreadPool
 from .common import ended
 
 IDLE_SECONDS_MAX: Final = 15.0
-"""An older idle connection may be closed at the other end: peers do so after twice that."""
+"""Peers close an idle connection after twice that."""
 IDLE_MAX: Final = 256
 HEAD_BYTES_MAX: Final = 16 << 10
 WATERMARK_BYTES: Final = 256 * 1024
-"""Measured, a GiB in GETs of 8 MiB from one server on this machine: unlimited, 0.42 to 0.34 CPU-s (a bare socket,
-without a watermark: 0.33); at 100 MB/s, 0.95 to 0.49 (0.73). Twice as much gains another 0.04 and 0.10. The minimum per
-window (``most_bytes``) is 240 KiB by default."""
 
 _END: Final = b"\r\n\r\n"
 
 
 class HttpError(Exception):
-    """No connection, or no complete response. The text omits the URL, which may hold a signature."""
+    """No complete response. The text omits the URL, which may hold a signature."""
 
 
 class Stale(HttpError):
@@ -52,15 +45,12 @@ class Stale(HttpError):
 
 
 class TooSlow(HttpError):
-    """Too few bytes in time: ``moved_bytes`` of the body in the last window."""
-
     def __init__(self, reason: str, moved_bytes: int = 0) -> None:
         super().__init__(reason)
         self.moved_bytes = moved_bytes
 
 
-class TlsError(HttpError):
-    """The TLS handshake failed on either side."""
+class TlsError(HttpError): ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +72,6 @@ class Call(ABC):
     tls: ssl.SSLContext | None = None
     connect_seconds: float
     head_seconds: float
-    """Time limit of the head. The body has windows."""
     window_seconds: float
     enough_bytes: int
     """Minimum bytes per window; a slower connection counts as hung."""
@@ -99,20 +88,18 @@ class Call(ABC):
         """The request, made for each connection tried."""
 
     @abstractmethod
-    def parse(self, head: bytes) -> Response:
-        """Decode a response head, with its blank line."""
+    def parse(self, head: bytes) -> Response: ...
 
     @abstractmethod
     def judge(self, answer: Response) -> memoryview:
-        """Return memory of the body's exact size. Raises before the first body byte if the head is wrong."""
+        """Return memory of the body's exact size. Raises if the head is wrong."""
 
     @abstractmethod
     def check(self, answer: Response, body: memoryview) -> None:
         """Raise if a complete response is wrong, before its connection is reused."""
 
     @abstractmethod
-    def failure(self, error: HttpError) -> Exception:
-        """Return ``error`` as the caller's typed error."""
+    def failure(self, error: HttpError) -> Exception: ...
 
     def abort(self) -> bool:
         """Return False if no byte will be received any more."""
@@ -120,7 +107,7 @@ class Call(ABC):
             self._is_aborted = True
             if self._socket is None:
                 return False
-            with contextlib.suppress(OSError):  # closed already
+            with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             return True
 
@@ -133,15 +120,14 @@ class Call(ABC):
 
 class Connections:
     def __init__(self, threads: str, threads_max: int, idle_max: int) -> None:
-        """``threads``: name of the thread pool, with at most ``threads_max`` concurrent requests. ``idle_max``: idle
-        connections per host."""
+        """``idle_max``: idle connections per host."""
         self._name, self._threads_max, self._idle_max = threads, threads_max, idle_max
         self._idle: dict[tuple[str, int], list[tuple[float, socket.socket]]] = {}
         self._lock = threading.Lock()
         self._calls: set[Call] = set()
 
     async def run(self, call: Call) -> memoryview:
-        """Run ``exchange`` on a thread. If cancelled, returns after the last write to memory of ``call``."""
+        """Run ``exchange`` on a thread. Returns after the last write to memory, also if cancelled."""
         executor = _executor(self._name, self._threads_max)
         future = asyncio.get_running_loop().run_in_executor(executor, self.exchange, call)
         try:
@@ -153,10 +139,10 @@ class Connections:
                 future.add_done_callback(_look_at)
             raise
         finally:
-            del future  # breaks the reference cycle with its error's traceback
+            del future  # breaks a reference cycle
 
     def exchange(self, call: Call) -> memoryview:
-        """Make a request; return the body. Blocking. Raises the error that ``call`` makes."""
+        """Make a request; return the body. Blocking. Raises the error of ``call``."""
         idle = self._take(call)
         while True:
             try:
@@ -197,7 +183,6 @@ class Connections:
 
     @contextlib.contextmanager
     def _connection(self, sock: socket.socket, call: Call) -> Iterator[Reply]:
-        """Context for a request on ``sock``: the connection is kept only after a complete response."""
         reply = Reply(call, sock)
         with self._lock:
             self._calls.add(call)
@@ -205,7 +190,7 @@ class Connections:
             call.use(sock)
             yield reply
         except TierckptError:
-            raise  # some are an OSError
+            raise
         except TimeoutError:
             raise reply.too_slow(_waiting_bytes(sock)) from None
         except OSError as error:
@@ -223,8 +208,6 @@ class Connections:
 
 
 class Reply:
-    """A response being received: ``buffer`` is its memory, ``advance`` adds bytes. Sets the deadlines."""
-
     def __init__(self, call: Call, sock: socket.socket) -> None:
         self._call, self._sock = call, sock
         self._head = bytearray(HEAD_BYTES_MAX)
@@ -238,7 +221,6 @@ class Reply:
         sock.settimeout(call.head_seconds)
 
     def buffer(self) -> memoryview:
-        """Return the memory for the next bytes; empty after the last."""
         if not self._has_answer:
             remaining = self._began + self._call.head_seconds - time.monotonic()
             if remaining <= 0:
@@ -250,7 +232,6 @@ class Reply:
         return self._body[self._done :]
 
     def advance(self, count: int) -> None:
-        """Add ``count`` bytes received in ``buffer``; 0: the end."""
         if not count:
             raise self.broken("end of stream")
         if not self._has_answer:
@@ -302,22 +283,20 @@ class Reply:
 
 
 class Watermark:
-    """Sets when a socket becomes readable: after ``expect`` bytes; at once at its end or an error.
+    """Makes a socket readable only after ``expect`` bytes, or at its end: fewer wakeups.
 
-    A slow sender wakes this process for each packet. Linux poll and epoll honour SO_RCVLOWAT (socket(7)). Not set under
-    TLS, where the lengths differ. Safe: never more than the missing bytes, nor more than the slow-link check requires.
+    Not set under TLS, where the lengths differ. Safe: never more than the missing bytes, nor than the slow-link check
+    requires.
     """
 
     __slots__ = ("_at", "_most", "_sock")
 
     def __init__(self, sock: socket.socket, most_bytes: int = WATERMARK_BYTES) -> None:
-        """``most_bytes``: minimum bytes per window of a slow-link check; 0 without one."""
         self._sock = None if isinstance(sock, ssl.SSLSocket) else sock
         self._most = max(1, min(most_bytes, WATERMARK_BYTES))
         self._at = 1
 
     def expect(self, missing_bytes: int) -> None:
-        """``missing_bytes``: 1 if the length is unknown."""
         at = max(1, min(missing_bytes, self._most))
         if self._sock is not None and at != self._at:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at)
@@ -350,7 +329,6 @@ def _is_readable(sock: socket.socket) -> bool:
 
 
 def _waiting_bytes(sock: socket.socket) -> int:
-    """Return the received bytes below the watermark; 0 on a closed connection."""
     found = bytearray(4)
     with contextlib.suppress(OSError):
         fcntl.ioctl(sock.fileno(), termios.FIONREAD, found)

@@ -1,8 +1,4 @@
-"""Reads objects by URL: ranges on our own connections, and whole objects of servers that ignore ranges.
-
-Used by the Hub and plain HTTP stores. Many mirrors and CDNs answer a range with 200 and the whole object: one request
-then streams it, with a minimum rate and one connection.
-"""
+"""Reads objects by URL: ranges on our own connections, and whole objects of servers that ignore ranges."""
 
 from __future__ import annotations
 
@@ -38,40 +34,33 @@ from .retry import Probe, Retries
 from .signed_requests import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy, is_range
 
 ANSWER_SECONDS_MAX: Final = 30.0
-"""Timeout of a response, plus time per byte (``BYTES_PER_SECOND_MIN``)."""
 REDIRECTS_MAX: Final = 5
 
 Headers: TypeAlias = Mapping[str, str]
 IsVersion: TypeAlias = Callable[[Headers], bool]
-"""Returns True if the response headers (names in lower case) belong to the requested version."""
 
 
 class HttpReader:
     def __init__(self, uri: str, settings: Settings, retries: Retries, probe: Probe) -> None:
-        """``uri``: of the store, for messages. ``probe``: checks whether a host is up again."""
         self.uri, self._settings, self._retries, self._probe = uri, settings, retries, probe
         self._ranges = Ranges()
         self._learning = asyncio.Lock()
         self._gives_ranges: set[str] = set()
         self._ignores_ranges: set[str] = set()
         self._whole: dict[str, Any] = {}
-        """By URL, responses with whole objects, which ``reading`` continues."""
 
     async def receive(
         self, url: str, byte_range: ByteRange, into: memoryview, size_bytes: int, is_version: IsVersion | None = None
     ) -> None:
         """Fill ``into`` with a range of an object of ``size_bytes``.
 
-        Raises:
-            RangesIgnoredError: the server sends the whole object: use ``reading`` of the same URL.
-            PreconditionFailedError: it is another version.
-            NotThisWay: another response: the URL is unsuitable or expired.
-            StoreUnavailableError: no response, after retries.
+        Raises RangesIgnoredError: use ``reading``. PreconditionFailedError: another version. NotThisWay: the URL is
+        unsuitable or expired. StoreUnavailableError, after retries.
         """
         host = urlsplit(url).netloc
         by_itself = partial(self._receive_or_keep, url, byte_range, into, size_bytes, is_version)
         if byte_range.size_bytes < size_bytes and host not in self._gives_ranges:
-            async with self._learning:  # else several requests would each begin to receive the whole object
+            async with self._learning:  # else several requests would each receive the whole object
                 if host in self._ignores_ranges:
                     raise _ranges_ignored(self.uri, host)
                 if host not in self._gives_ranges:
@@ -142,13 +131,10 @@ class HttpReader:
     ) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
         """Yield a function that fills a view with the next bytes of a whole object.
 
-        Args:
-            headers_for: headers by URL; redirects are followed, and not all hosts get a token.
-            received_at: the URL of ``receive``, if different.
+        ``headers_for``: by URL, as not all hosts get a token. ``received_at``: the URL of ``receive``, if different.
 
-        Raises, here and in the function:
-            PreconditionFailedError, ObjectNotFoundError, PermissionDeniedError, StoreError.
-            StoreUnavailableError: no response, or it ended early: a retry from the beginning may succeed.
+        Both raise PreconditionFailedError, ObjectNotFoundError, PermissionDeniedError, StoreError;
+        StoreUnavailableError: a retry from the beginning may succeed.
         """
         host = urlsplit(url).netloc
         reply = self._whole.pop(received_at or url, None)
@@ -195,7 +181,6 @@ def _ranges_ignored(uri: str, host: str) -> RangesIgnoredError:
 
 
 def _open(uri: str, url: str, headers_for: Callable[[str], Headers]) -> Any:
-    """Open a URL with redirects; return the reply. Blocking. Raises NotThisWay, StoreUnavailableError."""
     for _ in range(REDIRECTS_MAX):
         host = urlsplit(url).netloc
         headers = {"User-Agent": "tierckpt", "Accept-Encoding": "identity", **headers_for(url)}
@@ -253,8 +238,6 @@ def _unavailable(uri: str, host: str, reason: str, **context: object) -> StoreUn
 
 
 class _Paced(io.RawIOBase):
-    """Reads a socket until it is slower than ``BYTES_PER_SECOND_MIN``. Raises TimeoutError."""
-
     def __init__(self, raw: io.RawIOBase, sock: socket.socket) -> None:
         self._raw, self._sock = raw, sock
         self._ends_at = time.monotonic() + ANSWER_SECONDS_MAX
@@ -302,8 +285,7 @@ class _Https(urllib.request.HTTPSHandler):
 
 class _Unfollowed(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any, **__: Any) -> None:
-        """Return nothing: the caller follows redirects, and knows which hosts may get a token."""
+        """The caller follows redirects, and knows which hosts may get a token."""
 
 
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http, _Https, _Unfollowed)
-"""Follows no redirect, reads no proxy variable, and aborts a dripping response."""

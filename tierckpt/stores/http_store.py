@@ -1,11 +1,8 @@
 """``http://`` and ``https://``: read-only files from a server's index pages.
 
-fsspec finds links and sizes; ranges and whole files are received by ``HttpReader``. A link is a file or, with a
-trailing ``/``, a directory; links with a query (sorting) and to other sites are ignored.
-
-The version is the etag, else the modification time. Servers at one address may disagree about etags. So no condition
-is sent, and a response with another etag is still the listed version if its ``Last-Modified`` is the same, and was a
-minute old when listed (RFC 9110, 8.8.2.2: a strong validator).
+The version is the etag, else the modification time. A response with another etag is still the listed version if its
+``Last-Modified`` is the same, and was a minute old when listed (RFC 9110, 8.8.2.2): servers at one address may
+disagree.
 """
 
 from __future__ import annotations
@@ -38,8 +35,6 @@ STRONG_SECONDS: Final = 60.0
 
 @dataclass(frozen=True)
 class _FileVersion:
-    """Result of a ``HEAD``. ``changed``: ``Last-Modified``; ``is_strong``: it identifies one version."""
-
     url: str
     size_bytes: int
     etag: str
@@ -88,7 +83,6 @@ class HttpStore(UniversalStore):
         return ObjectInfo(key, info["size"], etag)
 
     async def _version(self, key: str, if_match: str | None) -> _FileVersion:
-        """The version listed with etag ``if_match``. Raises PreconditionFailedError if it has changed."""
         known = self._versions.get((key, if_match))
         if known is not None and if_match is not None:
             return known
@@ -133,11 +127,11 @@ class HttpStore(UniversalStore):
 
     def _find(self, prefix: str) -> builtins.list[ObjectInfo]:
         keys = list(self._keys(prefix))
-        with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:  # an index page has no machine-readable sizes
+        with ThreadPoolExecutor(HEADS_AT_ONCE) as pool:
             return list(pool.map(partial(_named, self.uri, self._head), keys))
 
     def _keys(self, prefix: str) -> Iterator[str]:
-        """Yield the keys below a directory once each, although pages may link in a circle."""
+        """Yield each key once, although pages may link in a circle."""
         pending, known = [prefix], {prefix}
         while pending:
             directory = pending.pop()
@@ -191,8 +185,7 @@ class HttpStore(UniversalStore):
     async def available(self) -> bool:
         return False
 
-    def probe_soon(self) -> None:
-        """Wait for a probe of a server that is down."""
+    def probe_soon(self) -> None: ...
 
     async def close(self) -> None:
         self._reader.close()

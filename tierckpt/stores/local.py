@@ -39,22 +39,19 @@ from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
 
 MARK = f".{'0' * 8}.tmp"
-"""Suffix of a mark's name: its digit count matches no random name."""
+"""Its digit count matches no random name."""
 LOCK_SECONDS = 10.0
-"""Age of an abandoned mark: each change takes milliseconds."""
+"""Age of an abandoned mark."""
 TICK_NS = 2_000_000_000
-"""The coarsest file-system clock: vfat."""
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Lock ``path`` against changes, also by other hosts, by a mark file, made by an exclusive create.
 
-    No flock: on NFS with ``nolock``, Lustre with ``localflock`` and most FUSE servers it holds within one host
-    only. The mark of an ended process of this machine is removed at once, another after ``LOCK_SECONDS`` by this
-    host's clock. Two processes can hold ``path`` only if both remove a stale mark in the same instant.
-
-    Raises StoreUnavailableError: others hold it all the time.
+    No flock: on some mounts (NFS ``nolock``, FUSE) it holds within one host only. The mark of an ended local process is
+    removed at once, another after ``LOCK_SECONDS``. Two processes hold ``path`` only if both remove a stale mark in the
+    same instant. Raises StoreUnavailableError.
     """
     mark = _mark_on(path)
     boot, name = boot_id(), temporary_of_this_process("lock")
@@ -73,7 +70,7 @@ def _locked(path: Path) -> Iterator[None]:
     try:
         if _mark_of(mark) != own:
             raise StoreUnavailableError(f"{path} is locked by another process", hint="Try again later", path=path)
-        for stale_mark in matching(path.parent, f".*{MARK}.*.tmp"):  # left by a process killed while making its mark
+        for stale_mark in matching(path.parent, f".*{MARK}.*.tmp"):
             if is_abandoned(stale_mark.name):
                 stale_mark.unlink(missing_ok=True)
         yield
@@ -115,11 +112,7 @@ def _mark_of(mark: Path) -> str:
 
 
 def etag_reuse_seconds(etags: Iterable[str | None]) -> float:
-    """Return the seconds until no later write can reuse one of these ``LocalStore`` etags: mostly 0.
-
-    With a clock in whole seconds (vfat, some NFS servers), two writes of the same size within one tick have the
-    same etag.
-    """
+    """Return the seconds until no later write, on a coarse clock, can reuse one of these etags."""
     times = (int(etag.partition("-")[0], 16) for etag in etags if etag)
     stale_mark = (time_ns + TICK_NS - time.time_ns() for time_ns in times if time_ns % 1_000_000_000 == 0)
     return min(max(0, *stale_mark, 0), TICK_NS) / 1e9
@@ -133,7 +126,7 @@ def _modified_ns(path: Path) -> int:
 
 
 class LocalStore:
-    """Files under the directory ``root``. The first put creates the root; a missing root reads as empty."""
+    """The first put creates the root; a missing root reads as empty."""
 
     def __init__(self, root: Path, tier: Tier = Tier.SHARED) -> None:
         self.root = root
@@ -150,8 +143,7 @@ class LocalStore:
         return ObjectInfo(key, status.st_size, stat_version(status), status.st_mtime)
 
     def _stat(self, path: Path) -> os.stat_result:
-        """Raises ObjectNotFoundError. A mark without its file is from a process killed in ``remove``: the process that
-        completes that removal calls this first."""
+        """Raises ObjectNotFoundError, and then removes the mark of a process killed in ``remove``."""
         try:
             with translated(path, self.tier):
                 status = path.stat()
@@ -185,7 +177,7 @@ class LocalStore:
                 data = pread_all(file, byte_range, path, self.tier)
                 if len(data) < byte_range.size_bytes:
                     raise short_answer(self.uri, key, byte_range, len(data))
-                # Checked after the read: an etag that still matches was the etag during the read.
+                # After the read: an etag that still matches was the etag during the read.
                 if if_match is not None and stat_version(os.fstat(file)) != if_match:
                     raise PreconditionFailedError(f"{path} changed while it was read", path=path, tier=self.tier)
             finally:
@@ -201,11 +193,10 @@ class LocalStore:
         self._write(path, data)
 
     def _write(self, path: Path, data: Buffer) -> None:
-        """Replace ``path`` with a later time than the old file's, even within one tick of a coarse clock: each version
-        has its own etag."""
+        """Replace ``path`` with a later time, even on a coarse clock: each version has its own etag."""
         before = _modified_ns(path)
         durable_write(path, data, tier=self.tier)
-        with contextlib.suppress(OSError):  # a mount without times is no vfat; a removed file has no version
+        with contextlib.suppress(OSError):  # a mount without times is no vfat
             if path.stat().st_mtime_ns <= before:
                 os.utime(path, ns=(before + TICK_NS, before + TICK_NS))
 
@@ -221,13 +212,13 @@ class LocalStore:
         try:
             name_new(temporary, path)
         except FileExistsError:
-            # An NFS server that answered twice reports our own link as existing: then the file has two names.
+            # An NFS server that answered twice reports our own link: then the file has two names.
             if temporary.stat().st_nlink != 2:
                 raise exists from None
         except OSError as error:
             if error.errno not in CANNOT_LINK:
                 raise
-            self.has_put_if_absent = False  # check, then put
+            self.has_put_if_absent = False
             with _locked(path):
                 if path.exists():
                     raise exists from None
@@ -249,10 +240,9 @@ class LocalStore:
             pass
 
     def _change(self, path: Path, etag: str, change: Callable[[], None]) -> None:
-        """Do ``change`` if ``path`` is the file of ``etag``, locked against ``replace`` and ``remove``. Raises
-        ObjectNotFoundError, PreconditionFailedError."""
+        """Raises PreconditionFailedError unless ``path`` is the file of ``etag``."""
         with translated(path, self.tier):
-            path.stat()  # a missing directory has no lock either
+            path.stat()
             with _locked(path):
                 if stat_version(path.stat()) != etag:
                     raise PreconditionFailedError(f"{path} has changed", path=path, tier=self.tier)
@@ -320,8 +310,7 @@ class LocalStore:
         return infos, directories
 
     def files(self) -> tuple[builtins.list[ObjectInfo], dict[str, str]]:
-        """Return all files, also in linked directories, and the kinds of other entries, by key. Blocking. ``list`` does
-        not follow links, because its results may be removed."""
+        """Return all files, also in linked directories, and the kinds of other entries, by key."""
         infos: builtins.list[ObjectInfo] = []
         other_entries: dict[str, str] = {}
         waiting: builtins.list[tuple[str, tuple[str, ...]]] = [("", (os.path.realpath(self.root),))]
@@ -343,7 +332,7 @@ class LocalStore:
                     else:
                         other_entries[key] = _entry_kind(Path(entry.path))
                 except FileNotFoundError:
-                    continue  # vanished
+                    continue
                 except OSError as error:
                     if error.errno != errno.ELOOP:
                         raise translate_os_error(error, Path(entry.path), self.tier) from error
@@ -393,8 +382,7 @@ class LocalStore:
         except ObjectNotFoundError:
             pass
 
-    async def close(self) -> None:
-        """No open resources."""
+    async def close(self) -> None: ...
 
 
 def _entry_kind(path: Path) -> str:

@@ -1,11 +1,7 @@
 """Maps obstore's errors (HTTP status, error code) to tierckpt's: 408, 429 and 5xx are ``StoreUnavailableError``.
 
-obstore raises one wide type for most failures, with the status in its text. Only this module reads that text, and only
-machine-written parts: HTTP status, error code, and error names of the TLS and HTTP clients.
-
-A failure that no retry can fix (a certificate, a name, a proxy's refusal) is ``EndpointError``. If the store has
-answered this process before (``was_proven``), an unresolved name is an outage. docs/guide/errors.md lists causes, exit
-codes and hints. ``describe_endpoint`` probes an endpoint after a failed request, for the message only.
+Only this module reads the text of obstore's wide error type, and only its machine-written parts. A failure that no
+retry can fix is ``EndpointError`` (docs/guide/errors.md); an unresolved name of a proven store is an outage.
 """
 
 from __future__ import annotations
@@ -49,10 +45,7 @@ _HTML = re.compile(r"\s*(<!--.*?-->\s*)*<(!doctype\s+html|html|head|body)", re.I
 
 
 def describe_endpoint(endpoint: str) -> str:
-    """Return what ``endpoint`` serves instead of a store ("it sends an HTML page"), '' if unknown. Blocking.
-
-    The requests are not signed and send no secret.
-    """
+    """Return what ``endpoint`` serves instead of a store; '' if unknown. Blocking. Sends no secret."""
     parts = urlsplit(endpoint)
     host, is_tls = parts.hostname or "", parts.scheme == "https"
     port = parts.port or (443 if is_tls else 80)
@@ -71,8 +64,7 @@ def describe_endpoint(endpoint: str) -> str:
 
 
 def refusal_of_proxy(proxy: Proxy, url: str) -> int | None:
-    """Return the status of a proxy that refuses a tunnel to the host of ``url``; None if it makes one. Blocking. Raises
-    OSError: it does not answer."""
+    """Return the status of a proxy that refuses a tunnel, else None. Blocking. Raises OSError."""
     parts, proxy_url = urlsplit(url), urlsplit(proxy.url)
     target = f"{parts.hostname}:{parts.port or 443}"
     connection_type = http.client.HTTPSConnection if proxy_url.scheme == "https" else http.client.HTTPConnection
@@ -116,7 +108,7 @@ def _exchange(host: str, port: int, request: bytes) -> bytes:
     with socket.create_connection((host, port), PROBE_SECONDS_MAX) as connection:
         connection.sendall(request)
         found = b""
-        with contextlib.suppress(OSError):  # the bytes received so far are enough
+        with contextlib.suppress(OSError):
             while len(found) < 4096 and (more := connection.recv(4096)):
                 found += more
                 if not found.startswith(b"HTTP/"):
@@ -153,7 +145,7 @@ _NO_SUCH_NAME = re.compile(
 )
 _REASON = re.compile(r'(?:message: "|address information: )([\w ]{1,60})"')
 _FOREIGN = ("UnexpectedMessage", "InvalidMessage", "IncompleteMessage", "ConnectionReset", "Parse(")
-"""Errors from a server with another protocol. A failing store causes some of them, too."""
+"""Errors from a server with another protocol. A failing store causes some, too."""
 _AWS_REGION_CODES = {
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
@@ -172,8 +164,7 @@ AUTHORITY_VARIABLES = {"s3": "AWS_CA_BUNDLE, or SSL_CERT_FILE,", "az": "SSL_CERT
 def translate(
     error: Exception, location: Location, key: str | None, endpoint: str, was_proven: bool = False
 ) -> TierckptError:
-    """Return the tierckpt error for ``error``. ``key`` None: a request about the bucket itself. ``was_proven``: the
-    store has answered this process before."""
+    """``key`` None: about the bucket itself. ``was_proven``: the store has answered this process before."""
     target = location.uri if key is None else f"{location.uri}/{key}"
     status, code = http_status(error), error_code(error)
     context: dict[str, Any] = {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
@@ -185,7 +176,7 @@ def translate(
         return ObjectNotFoundError(f"{target} does not exist", **context)
     if isinstance(error, obstore_errors.AlreadyExistsError):
         if status == 409 and location.scheme == "s3":
-            # Not "exists" but "another write is running", which may still fail. (For Azure 409 is "exists".)
+            # Another write is running, which may still fail. (For Azure 409 is "exists".)
             return StoreUnavailableError(f"another client is writing {target}", hint="Try again", status=409, **context)
         return PreconditionFailedError(f"{target} exists", **context)
     if isinstance(error, obstore_errors.PreconditionError | obstore_errors.NotModifiedError):
@@ -245,7 +236,7 @@ def translate(
 def wrong_endpoint(
     error: Exception, location: Location, key: str | None, endpoint: str, was_proven: bool
 ) -> EndpointError | None:
-    """Return the error for a request without response if a retry would fail as well; None: unknown."""
+    """Return the error for a request without response if a retry would fail as well."""
     failure = _client_failure(error)
     server = endpoint or CLOUD_URLS.get(location.scheme, location.scheme)
     target = location.uri if key is None else f"{location.uri}/{key}"
@@ -275,8 +266,6 @@ def wrong_endpoint(
 def untrusted(
     message: str, server: str, kind: str, detail: str, variables: str, variable: str, **context: Any
 ) -> EndpointError:
-    """Return the error for a failed TLS handshake. ``variables`` name the file of trusted authorities; ``variable`` the
-    endpoint."""
     if kind != "InvalidCertificate":
         return EndpointError(
             f"{message}: no TLS connection to {server} ({kind}{f' {detail}' if detail else ''})",
@@ -297,7 +286,6 @@ def untrusted(
 
 
 def wrong_protocol_error(location: Location, key: str | None, endpoint: str, what: str) -> EndpointError:
-    """``what``: the kind of server that answered (obstore_errors.py)."""
     names = {"s3": "S3", "az": "Azure Blob Storage", "gs": "Google Cloud Storage"}
     target = location.uri if key is None else f"{location.uri}/{key}"
     return EndpointError(
@@ -312,12 +300,11 @@ def wrong_protocol_error(location: Location, key: str | None, endpoint: str, wha
 
 
 def proxy_refused(location: Location, key: str | None, endpoint: str, status: int) -> TierckptError:
-    """Return the error for a proxy that answers ``status`` instead of forwarding."""
     proxy = proxy_for(endpoint or CLOUD_URLS.get(location.scheme, ""))
     name, variable = (proxy.name, proxy.variable) if proxy is not None else ("a proxy", "HTTPS_PROXY")
     target = location.uri if key is None else f"{location.uri}/{key}"
     context: dict[str, Any] = {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
-    if status >= 500:  # it cannot reach the store
+    if status >= 500:
         return StoreUnavailableError(
             f"{target} cannot be reached by {name}: HTTP {status}", hint="Try again later", status=status, **context
         )
@@ -333,7 +320,6 @@ def proxy_refused(location: Location, key: str | None, endpoint: str, status: in
 
 
 def tunnel_refused(location: Location, key: str | None, endpoint: str) -> TierckptError:
-    """Return the error for a proxy that refuses a tunnel; sends one request for the reason. Blocking."""
     url = endpoint or CLOUD_URLS.get(location.scheme, "")
     proxy = proxy_for(url)
     status = None
@@ -358,10 +344,6 @@ def is_tunnel_refused(error: Exception) -> bool:
 
 
 def foreign_body(error: Exception, endpoint: str) -> str:
-    """Return the kind of an error response that no store sends ("an HTML page"); else ''.
-
-    A service that issues credentials is not the endpoint.
-    """
     status = http_status(error)
     if status is None or status >= 500 or error_code(error) or urlsplit(endpoint).netloc not in first_line(error):
         return ""
@@ -389,7 +371,6 @@ def _client_reason(error: Exception) -> str:
 
 
 def _where_set(location: Location, endpoint: str) -> str:
-    """Name the endpoint's variable: a wrong endpoint is likelier than an outage."""
     variable = ENDPOINT_VARIABLES.get(location.scheme)
     return f"Is {variable}={endpoint} right, and does it answer from this node? " if variable and endpoint else ""
 
@@ -457,7 +438,6 @@ def still_refused(refusal: PermissionDeniedError) -> PermissionDeniedError:
 
 
 def renewed_meanwhile(refusal: PermissionDeniedError) -> StoreUnavailableError:
-    """The aborted transfer may be restarted with newer credentials."""
     return StoreUnavailableError(
         f"{refusal.message}: the credentials expired during the transfer",
         hint="They have been renewed; try again",
@@ -466,7 +446,6 @@ def renewed_meanwhile(refusal: PermissionDeniedError) -> StoreUnavailableError:
 
 
 def in_another_region(location: Location, key: str | None) -> StoreUnavailableError:
-    """A failed request that may succeed on retry: the bucket's region is now known."""
     context: dict[str, Any] = {"uri": location.uri, "key": key, "status": 409, "tier": Tier.SHARED}
     return StoreUnavailableError(f"{location.uri} is in another region", hint="Try again", **context)
 
@@ -480,10 +459,9 @@ def ignores_ranges(error: Exception) -> bool:
 
 
 def http_status(error: Exception) -> int | None:
-    """Return the HTTP status of ``error``, None without a response (refused, timeout, disconnected).
+    """Return the HTTP status of ``error``, None without a response.
 
-    Reads the first line only: others repeat the server's text. The client's error for a range past the end counts
-    as the 416 that Azurite does not send.
+    Reads the first line only: others repeat the server's text. A range past the end is 416, also from Azurite.
     """
     if isinstance(error, obstore_errors.GenericError) and "source: InvalidRangeRequest" in str(error):
         return 416
@@ -492,10 +470,9 @@ def http_status(error: Exception) -> int | None:
 
 
 def error_code(error: Exception) -> str:
-    """Return the error code of the response ("ExpiredToken"), '' without one (a HEAD has no body)."""
     match = _CODE.search(str(error).partition("\n\nDebug source")[0])
     return match[1] if match else ""
 
 
 def first_line(error: Exception) -> str:
-    return redact(str(error).partition("\n")[0])[:300]  # redact first: half a secret would not be recognized
+    return redact(str(error).partition("\n")[0])[:300]  # first: half a secret would not be recognized

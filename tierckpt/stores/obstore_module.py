@@ -1,8 +1,7 @@
 """Imports obstore; a forked child gets a second copy of the library.
 
-obstore's thread pool starts with the first request and is never restarted. A forked child lacks the threads:
-a request there would hang. So a child, and a process whose obstore was used before by other code, loads a copy of the
-library with its own data and threads: 0.1 s and 7 MiB at the first request of each such child.
+obstore's thread pool is never restarted: a request in a forked child would hang. So a child, and a process whose
+obstore was used by other code, loads a copy: 0.1 s and 7 MiB.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ _NAME: Final = "obstore._obstore"
 _lock = threading.Lock()
 _library: ModuleType | None = None
 _parents: list[ModuleType | None] = []
-"""Never freed: native code may wait for threads that do not exist here."""
+"""Never freed: native code may wait for threads."""
 _needs_copy = _NAME in sys.modules
-"""True if the loaded library's threads may belong to another process."""
+"""The loaded library's threads may belong to another process."""
 
 
 class Module:
-    """Loads obstore's ``path`` on first use, from the library that this process may use. Raises StoreError if a forked
-    child cannot have a copy."""
+    """Loads obstore's ``path`` on first use. Raises StoreError if a forked child cannot have a copy."""
 
     def __init__(self, path: str = "") -> None:
         self._path = path
@@ -50,14 +48,14 @@ def _load() -> ModuleType:
             from obstore import _obstore
 
             _library = _copy_of(_obstore) if _needs_copy else _obstore
-            # Its threads release Python objects shortly after a response, which needs the interpreter. During shutdown
-            # that would abort the process, so the exit waits a moment.
+            # Its threads release Python objects after a response. During shutdown that would abort the process: wait a
+            # moment.
             atexit.register(time.sleep, EXIT_PAUSE_SECONDS)
         return _library
 
 
 def _copy_of(module: ModuleType) -> ModuleType:
-    """Load ``module`` again from a copy of its file, which the linker treats as another library."""
+    """Load from a copy of the file, which the linker treats as another library."""
     known = {name: found for name, found in sys.modules.items() if name.partition(".")[0] == "obstore"}
     try:
         with os.fdopen(os.memfd_create("obstore"), "wb", buffering=0) as copy:
@@ -72,7 +70,7 @@ def _copy_of(module: ModuleType) -> ModuleType:
             hint='Start it with the "spawn" or "forkserver" method (multiprocessing_context of a DataLoader)',
         ) from error
     finally:
-        sys.modules.update(known)  # it added its own modules; other users of obstore keep theirs
+        sys.modules.update(known)  # other users of obstore keep theirs
     return fresh
 
 

@@ -1,17 +1,11 @@
 """S3, Azure Blob and GCS through obstore (obstore_module.py).
 
-Four properties of obstore shape this file:
-- It sends buffers without a copy, even after ``write`` has returned: a piece that its producer may still change is
-  copied first.
-- A cancelled request leaves a multipart transfer on the server: requests are awaited to their end, then aborted
-  (``to_completion``).
-- It raises one broad type for most failures: obstore_errors.py reads the text.
-- Its retries have no budget: they are off, and stores/retry.py retries. Except for the parts of a large object,
-  whose bytes are gone by then: each has ``PART_RETRIES_MAX`` inside, as the alternative is to send the whole object
-  again. No transfer begins while the store is down, so an outage causes them once.
+- obstore sends buffers without a copy, even after ``write``: a piece that may still change is copied first.
+- A cancelled request leaves a multipart transfer on the server: requests end (``to_completion``), then are aborted.
+- obstore's retries have no budget: stores/retry.py retries all but the parts of a large object, whose bytes are gone.
 
-obstore ends a listing at a key that is no path (``a//b``, ``../a``, control characters), and cannot name it.
-``OddKeys`` lists and reads such keys through fsspec, if listed: such a key from outside is refused (S5 of ``base``).
+obstore ends a listing at a key that is no path (``a//b``, control characters). ``OddKeys`` lists and reads such keys
+through fsspec, if listed: such a key from outside is refused (S5 of ``base``).
 """
 
 from __future__ import annotations
@@ -92,8 +86,6 @@ else:
 
 
 class OddKeys:
-    """The listed keys of one store that are no paths. No request before a listing."""
-
     def __init__(self, location: Location) -> None:
         self._location = location
         self._known: set[str] = set()
@@ -103,14 +95,13 @@ class OddKeys:
 
     @cached_property
     def store(self) -> UniversalStore:
-        """Reads and deletes them. fsspec would return a cached client, perhaps with another environment's endpoint."""
-        from .fsspec_store import UniversalStore, open_filesystem  # only for buckets with such keys
+        """Reads such keys. fsspec would return a cached client, perhaps of another endpoint."""
+        from .fsspec_store import UniversalStore, open_filesystem
 
         filesystem, root = open_filesystem(self._location, skip_instance_cache=True)
         return UniversalStore(filesystem, root, self._location.uri, any_key=True)
 
     async def list(self, prefix: str, error: OddKeyError) -> builtins.list[ObjectInfo]:
-        """Return all objects under ``prefix`` after a listing failed with ``error``. Raises it if fsspec has none."""
         try:
             found = [info async for info in self.store.list(prefix) if info.key]
         except TierckptError as reason:
@@ -123,7 +114,7 @@ class OddKeys:
         return found
 
     async def level(self, directory: str, error: OddKeyError) -> tuple[builtins.list[ObjectInfo], builtins.list[str]]:
-        """Return a folder's objects and folder names, without the odd ones. Cost: a listing of everything below it."""
+        """Cost: a listing of everything below the folder."""
         start = len(directory) + 1 if directory else 0
         rest = [(info, info.key[start:]) for info in await self.list(directory, error)]
         paths = [(info, key) for info, key in rest if not _is_odd(key)]
@@ -141,20 +132,18 @@ T = TypeVar("T")
 
 DELETE_BATCH = 1000
 BUCKET_MISSING = {"NoSuchBucket", "ContainerNotFound"}
-"""Also for a bucket that existed before: a deleted bucket is not an empty one."""
+"""A deleted bucket is not an empty one."""
 AZURE_MARKER = "hdi_isfolder"
 PART_RETRIES_MAX = 3
 DIRECT_BYTES_MIN = 256 << 10
-"""Smaller ranges are not worth our own request."""
 SIGNED_FOR = timedelta(minutes=15)
 
 
 class RemoteStore:
     """Objects of a bucket or container below a key prefix.
 
-    All stores of one ``retries`` share the bucket's clients and credentials. Transient failures are retried as
-    ``retries`` allows. Memory: one ``put_stream`` holds at most ``settings.concurrency + 1`` parts of 8 MiB
-    (larger only above 78 GiB per object).
+    Memory: one ``put_stream`` holds at most ``settings.concurrency + 1`` parts of 8 MiB (larger above 78 GiB per
+    object).
     """
 
     def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
@@ -172,20 +161,17 @@ class RemoteStore:
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Return the client's settings and their sources, once a client exists. No secret."""
         return self._bucket.sources
 
     async def _client(self, part_retries: int = 0) -> Client:
-        # A part is not watched while it is sent, so its total time is limited.
+        # A part is not watched while it is sent: limit its total time.
         limit = self._limit_seconds(PART_SIZE_BYTES_MIN) if part_retries else self.settings.store_timeout_seconds
         return await self._bucket.client(part_retries, limit)
 
     async def _request(self, key: str | None, call: Callable[[Client], Awaitable[T]], *, writing: bool = False) -> T:
-        """Make one idempotent request by ``call``, with retries after transient failures and after renewing
-        expired credentials. ``key`` None: about the bucket.
+        """Make one idempotent request, with retries and renewed credentials.
 
-        Raises StoreUnavailableError: retries, time (``store_timeout_seconds``) or budget exhausted, or the
-        store is down.
+        Raises StoreUnavailableError: retries, time or budget exhausted, or the store is down.
         """
         is_renewed = False
 
@@ -226,19 +212,16 @@ class RemoteStore:
         return min(moving, self.settings.store_timeout_seconds)
 
     def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
-        """Retry ``work``, made of this store's verbs, after transient failures (within the budget)."""
         return self.retries.again(work)
 
     async def reconnect(self, damage: TierckptError) -> None:
-        """Drop the connections after a damaged response, so that the next request uses another path. Raises ``damage``
-        when the budget is exhausted."""
+        """Raises ``damage`` when the budget is exhausted."""
         if not await self.retries.take_retry():
             raise damage
         self.retries.counts["damaged_answers"] += 1
         self._bucket.reconnect()
 
     async def available(self) -> bool:
-        """Wait, without limit, until the store is up. Returns False at once if it was not down."""
         if not self._breaker.is_open:
             return False
         await self._breaker.wait_until_up(self._probe, is_unlimited=True)
@@ -268,7 +251,7 @@ class RemoteStore:
         if key in self._odd:
             return await self._odd.store.get_range(key, byte_range, if_match=if_match)
         check_key(key)
-        if not check_range(byte_range).size_bytes:  # no such request exists in HTTP
+        if not check_range(byte_range).size_bytes:
             return await self._get_nothing(key, if_match)
         options: GetOptions = {"range": (byte_range.start, byte_range.stop)}
         if if_match is not None:
@@ -297,7 +280,6 @@ class RemoteStore:
     async def get_range_into(
         self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
     ) -> None:
-        """``get_range`` into the caller's memory. From S3, large ranges use signed_requests.py."""
         is_odd = key in self._odd
         if not is_odd:
             check_key(key)
@@ -316,7 +298,7 @@ class RemoteStore:
     async def reading(
         self, key: str, *, if_match: str | None = None
     ) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
-        """Open a whole object, for servers that ignore ranges. Each piece must arrive within a window."""
+        """Each piece must arrive within a window."""
         check_key(key)
         options: GetOptions = {"if_match": if_match} if if_match is not None else {}
         window = self._limit_seconds(MiB)
@@ -370,11 +352,7 @@ class RemoteStore:
         return await self._get_concurrency.run(lambda: self._watch(client, key, options))
 
     async def _watch(self, client: Client, key: str, options: GetOptions) -> Buffer:
-        """Receive the body.
-
-        A body within one window is received in one piece, at half the CPU time. After the first that takes
-        longer (slow or hung), bodies are read by pieces until they are fast again.
-        """
+        """A body within one window is received in one piece, at half the CPU time; after a slower one, by pieces."""
         window, started_at = self._limit_seconds(0), time.monotonic()
         enough = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window))
         moved = counted = 0
@@ -417,11 +395,7 @@ class RemoteStore:
         return b""
 
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """Write a small object in one request.
-
-        With ``if_absent``, a retry after a lost response may find its own object: it is read, and equality
-        with ``data`` is success.
-        """
+        """With ``if_absent``, a retry after a lost response may find its own object: equality is success."""
         await self._put(key, data, "create" if if_absent else "overwrite")
 
     async def _put(self, key: str, data: Buffer, mode: Any) -> None:
@@ -447,7 +421,7 @@ class RemoteStore:
                 raise
 
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
-        """Conditional ``put`` over ``etag``. GCS needs one more HEAD: its condition is on another number."""
+        """GCS needs one more HEAD: its condition is on another number."""
         mode = {"e_tag": etag}
         try:
             if self.location.scheme == "gs":
@@ -455,7 +429,7 @@ class RemoteStore:
             try:
                 await self._put(key, data, mode)
             except PreconditionFailedError:
-                # Ceph RGW compares a PUT's header with its stored, unquoted etag.
+                # Ceph RGW compares with its unquoted etag.
                 if self.location.scheme != "s3" or (await self.head(key)).etag != etag:
                     raise
                 await self._put(key, data, {"e_tag": etag.strip('"')})
@@ -465,8 +439,7 @@ class RemoteStore:
             raise PreconditionFailedError(f"{self.uri}/{key} no longer exists", uri=self.uri, key=key) from None
 
     async def remove(self, key: str, *, etag: str) -> None:
-        """Conditional ``delete``. After a HEAD, because servers without conditional DELETE ignore the condition (Ceph
-        RGW 16); on GCS, and without signed DELETEs, the HEAD is the only check."""
+        """After a HEAD, as servers without conditional DELETE ignore the condition (Ceph RGW 16)."""
         check_key(key)
 
         async def call(client: Client) -> None:
@@ -492,7 +465,7 @@ class RemoteStore:
         await self.delete(key)
 
     async def _generation_of(self, key: str, etag: str) -> str | None:
-        """GCS's number of the version ``etag``. Raises PreconditionFailedError if it has changed."""
+        """GCS's number of the version ``etag``. Raises PreconditionFailedError."""
 
         async def call(client: Client) -> Any:
             async with asyncio.timeout(self._limit_seconds(0)):
@@ -513,9 +486,8 @@ class RemoteStore:
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
         """Write a large object in parts. After any error no object and, on S3 and GCS, no parts remain.
 
-        An object of one part is one request, retried here. A larger one cannot be retried, as its pieces are
-        gone: callers that have them use ``again``. Azure has no abort; it deletes uncommitted parts, which are
-        invisible, after a week.
+        Only an object of one part is retried here: the pieces of others are gone. Azure deletes uncommitted parts after
+        a week.
         """
         check_key(key)
         async with closing(pieces):
@@ -553,7 +525,7 @@ class RemoteStore:
         try:
             await to_completion(writer.__aexit__(type(cause), cause, cause.__traceback__))
         except (obstore_errors.BaseError, OSError, ValueError) as error:
-            # Raise the cause. Remaining parts are invisible; a lifecycle rule removes them.
+            # Remaining parts are invisible; a lifecycle rule removes them.
             log.warning("could not abort the transfer of %s to %s: %s", key, self.uri, first_line(error))
 
     async def link(self, key: str, source: Path) -> bool:
@@ -568,7 +540,7 @@ class RemoteStore:
         folders: dict[str, builtins.list[str]] = {}
         for info in markers.empty():
             parent, _, name = info.key.rpartition("/")
-            # A listing returns ``x/`` as ``x``; a listing of one level tells them apart.
+            # A listing returns ``x/`` as ``x``; one of a level tells them apart.
             if parent not in folders:
                 folders[parent] = await self.list_dirs(parent)
             if name not in folders[parent] and not await self._is_azure_folder(info.key):
@@ -588,7 +560,7 @@ class RemoteStore:
         return str(attributes.get(AZURE_MARKER, "")).lower() == "true"
 
     async def _listed(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        """Yield the server's listing, each key once. After a failed page it restarts."""
+        """Yield each listed key once. After a failed page the listing restarts."""
         seen_keys: set[str] = set()
         stream: Any = None
 
@@ -617,7 +589,7 @@ class RemoteStore:
             if metas is None:
                 return
             for info in map(self._info, metas):
-                if info.key and info.key not in seen_keys:  # the empty key is the marker of the root itself
+                if info.key and info.key not in seen_keys:
                     seen_keys.add(info.key)
                     yield info
 
@@ -654,7 +626,7 @@ class RemoteStore:
 
     async def delete_dir(self, prefix: str) -> None:
         batch: builtins.list[str] = []
-        async for info in self._listed(check_prefix(prefix)):  # with folder markers
+        async for info in self._listed(check_prefix(prefix)):
             if info.key in self._odd:
                 await self._odd.store.delete(info.key)
                 continue
@@ -671,7 +643,7 @@ class RemoteStore:
             await self._request(keys[0], lambda client: to_completion(obstore.delete_async(client, names)))
         except BucketNotFoundError:
             raise
-        except ObjectNotFoundError:  # Azure may stop there; S3 never reports it
+        except ObjectNotFoundError:  # Azure may stop there
             for key in keys if len(keys) > 1 else []:
                 await self._delete_all([key])
 
@@ -680,16 +652,14 @@ class RemoteStore:
 
     @contextlib.asynccontextmanager
     async def _errors(self, key: str | None, *, writing: bool = False) -> AsyncIterator[None]:
-        """Translate obstore's exceptions. ``key`` None: a request about the bucket itself."""
         bucket = self._bucket
-        generation, was_proven = bucket.generation, bucket.is_proven  # others may renew the credentials meanwhile
+        generation, was_proven = bucket.generation, bucket.is_proven  # others may renew the credentials
         try:
             yield
         except (TierckptError, asyncio.CancelledError):
             raise
         except (obstore_errors.BaseError, OSError, ValueError) as error:
-            # Bind no name: an error named by a frame of its own traceback is a cycle, which keeps these frames until a
-            # garbage collection, and a training loop may have disabled that.
+            # Bind no name: an error named by a frame of its own traceback is a cycle.
             raise await self._typed_error(error, key, writing, (generation, was_proven)) from printable(error)
         else:
             bucket.exists = True
@@ -722,13 +692,13 @@ class RemoteStore:
         return wrong_protocol_error(self.location, key, endpoint, what) if what else None
 
     async def _check_language(self, etag: str | None, key: str | None) -> None:
-        """Raise EndpointError if a first response has no ETag, which stores always send."""
+        """Raise EndpointError if a first response has no ETag."""
         if etag is None and not self._bucket.exists and self._bucket.endpoint:
             what = await asyncio.to_thread(describe_endpoint, self._bucket.endpoint)
             raise wrong_protocol_error(self.location, key, self._bucket.endpoint, what or "its answer has no ETag")
 
     async def _check_empty(self, client: Client) -> None:
-        """Raise EndpointError if a first, empty listing is no store's, but for example an HTML page."""
+        """Raise EndpointError if a first, empty listing is no store's."""
         if not self._bucket.exists and self._bucket.endpoint:
             try:
                 answer = await obstore.get_async(client, self._prefix + CLAIM)
@@ -740,7 +710,7 @@ class RemoteStore:
 
     async def _bucket_is_missing(self, key: str | None, writing: bool) -> bool:
         """Tell a missing bucket from a missing key, whose responses are alike. One listing per bucket."""
-        if key is None or writing:  # only the bucket can be missing here
+        if key is None or writing:
             return True
         if self._bucket.exists:
             return False
@@ -768,13 +738,13 @@ class RemoteStore:
 
     def _info(self, meta: Any) -> ObjectInfo:
         etag = meta["e_tag"]
-        if etag and not etag.endswith('"'):  # Azure's listings omit the quotes of other responses
+        if etag and not etag.endswith('"'):
             etag = f'"{etag}"'
         return ObjectInfo(meta["path"][len(self._prefix) :], meta["size"], etag, meta["last_modified"].timestamp())
 
     def _translate(self, error: Exception, key: str | None, was_proven: bool) -> TierckptError:
         if http_status(error) == 400 and not error_code(error) and was_proven:
-            # S3 reports expiry with status 400, and for a HEAD only with that.
+            # S3 reports expiry with status 400, for a HEAD without a code.
             return refused(self.location, key, self._bucket.endpoint, "HTTP 400")
         return translate(error, self.location, key, self._bucket.endpoint, was_proven)
 

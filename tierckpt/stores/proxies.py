@@ -1,13 +1,7 @@
-"""The proxy of a request: ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``, read once for all clients.
+"""The proxy of a request, by ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``, read once.
 
-The variables work as in curl, lower case before upper case; an empty variable is unset. In a CGI script,
-``HTTP_PROXY`` is a header of its client, and is not read (RFC 3875, 4.1.18).
-
-``NO_PROXY`` holds, separated by commas or spaces: names, including subdomains, with or without a leading dot or
-``*.``; addresses and networks (``10.0.0.0/8``, ``fd00::/8``); ports, except for networks; and ``*`` for every host.
-Link-local addresses, the clouds' metadata services, are never reached by a proxy.
-
-Peers, the agent's socket and preemption notices always connect directly.
+The variables work as in curl (docs/guide/errors.md). In a CGI script, ``HTTP_PROXY`` is a header of its client, and not
+read (RFC 3875, 4.1.18). Link-local addresses, the clouds' metadata services, are never reached by a proxy.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ METADATA: Final = ("169.254.0.0/16", "fe80::/10", "fd00:ec2::/32", "metadata.goo
 UNREACHABLE_PROXY: Final = "http://127.0.0.1:0"
 """Not a TCP port: connecting fails at once."""
 NO_PROXY_ALL: Final = "*,0.0.0.0/0,::/0"
-"""``NO_PROXY=*`` for obstore, whose ``*`` matches names but no addresses."""
+"""obstore's ``*`` matches names but no addresses."""
 _PORTS: Final = {"http": 80, "https": 443}
 
 
@@ -55,7 +49,7 @@ class Proxy:
 
 
 def proxy_for(url: str) -> Proxy | None:
-    """Return the proxy for ``url``; None: a direct connection. Raises ConfigError: not an HTTP proxy."""
+    """Raises ConfigError: not an HTTP proxy."""
     parts = urlsplit(url)
     found = _configured(parts.scheme)
     if found is None or is_direct(parts.hostname or "", _port(parts)):
@@ -68,8 +62,7 @@ def is_direct(host: str, port: int | None) -> bool:
 
 
 def client_options(endpoint: str) -> dict[str, str]:
-    """Options that make an obstore client use these proxies, and read no variable itself. ``endpoint``: '' for the
-    cloud's own. The client also reaches the hosts that issue credentials."""
+    """Options that make an obstore client use these proxies, and read no variable itself."""
     scheme = endpoint.partition("://")[0] or "https"
     found = _configured(scheme) or _configured("https")
     is_excluded = bool(endpoint) and proxy_for(endpoint) is None
@@ -79,7 +72,7 @@ def client_options(endpoint: str) -> dict[str, str]:
     host = urlsplit(endpoint).hostname or ""
     excluded = [*METADATA, *names, *([host] if is_excluded else [])]
     if not is_this_machine(host):
-        excluded += ["localhost", "127.0.0.0/8", "::1"]  # a credentials service on this machine
+        excluded += ["localhost", "127.0.0.0/8", "::1"]
     return {"proxy_url": _checked(*found).url, "proxy_excludes": ",".join(excluded)}
 
 
@@ -91,7 +84,6 @@ def is_this_machine(host: str) -> bool:
 
 
 def routed(request: urllib.request.Request) -> urllib.request.Request:
-    """Send a urllib request by its proxy. Open it by a ``direct_opener``."""
     proxy = proxy_for(request.full_url)
     if proxy is None:
         return request
@@ -108,10 +100,7 @@ def routed(request: urllib.request.Request) -> urllib.request.Request:
 
 @lru_cache(maxsize=8)
 def direct_opener(tls: ssl.SSLContext, *handlers: type[urllib.request.BaseHandler]) -> urllib.request.OpenerDirector:
-    """Return an opener that reads no proxy variables, one per context.
-
-    An opener and its handlers form a reference cycle: one per request would need the garbage collector.
-    """
+    """Return one opener per context: openers form reference cycles."""
     direct = urllib.request.ProxyHandler({})
     return urllib.request.build_opener(direct, urllib.request.HTTPSHandler(context=tls), *handlers)
 

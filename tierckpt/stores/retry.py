@@ -1,27 +1,12 @@
 """Retries of store requests after a 503 SlowDown, a 429, a timeout or a lost connection.
 
-Each is ``StoreUnavailableError`` (obstore_errors.py, signed_requests.py). ``Retries.again`` repeats the request after
-a random wait of up to 0.2, 0.4, ... 3.2 s, if the budget allows; a ``Retry-After`` is not read. It does not limit
-concurrency: get_concurrency.py does, for slow GETs.
-
-One ``Retries`` belongs to one mover and spans all its stores. It guarantees to the servers:
-    R1  Retries are at most a share of the successful requests, plus a small floor (``RetryBudget``). A store that
-        fails half of the time does not get twice the requests.
+``Retries.again`` repeats a request after a random wait of up to 0.2, 0.4, ... 3.2 s, if the budget allows. One
+``Retries`` spans all stores of a mover:
+    R1  Retries are at most a share of the successful requests, plus a small floor (``RetryBudget``).
     R2  A store that does not answer at all gets one probe at a time, with growing pauses (``StoreBreaker``).
 
-Each layer has one owner of retries. The retries of the store clients are off, except for the parts of a large object
-(obstore_store.py): the counts here are the servers' counts.
-    stores  ``Retries.again``, for requests and for whole streams, which cannot be rewound (drain/file_transfer.py,
-            save/direct_put.py). verified_read.py pays here for a new connection after a damaged answer.
-    drain   drain/drainer.py: until the store is back. Not paid from the budget.
-    agent   agent/agent_server.py: a schedule of journal entries whose drain failed, and no loop.
-
-``StoreBreaker`` (R2): other requests wait for the probe, up to a limit. The breaker logs an outage once per process:
-one WARNING at the begin and one INFO at the end. The breaker of the node's agent is ``ipc/agent_breaker.py``: it opens
-after one timeout, on threads.
-
-Sources: Brooker, "Exponential Backoff And Jitter" and "Fixing retries with token buckets and circuit breakers";
-Nygard, "Release It!".
+Each layer has one owner of retries: the clients' own are off, except for the parts of a large object, and drains retry
+outside of the budget (drain/drainer.py).
 """
 
 from __future__ import annotations
@@ -49,19 +34,17 @@ if TYPE_CHECKING:
 
 
 Probe = Callable[[], Awaitable[bool]]
-"""Sends one cheap request. True for any response."""
 
 FAILURES_TO_OPEN = 5
-"""Consecutive failures of any requests to one store after which it counts as down."""
+"""Consecutive failures after which a store counts as down."""
 PROBE_PAUSE_SECONDS_MIN = 0.5
 PROBE_SECONDS_MAX = 10.0
 OUTAGE_WAIT_SECONDS = 5.0
-"""Seconds from an outage's start during which callers wait. Later ones fail at once: a save must not wait for a shared
-tier that is down."""
+"""Callers wait so long from an outage's start: a save must not wait for a shared tier that is down."""
 
 
 class StoreBreaker:
-    """State of one store; its callers wait here during an outage (R2)."""
+    """State of one store; its callers wait here during an outage (R2). Logs an outage once per process."""
 
     def __init__(
         self,
@@ -70,13 +53,12 @@ class StoreBreaker:
         outage_wait_seconds: float = OUTAGE_WAIT_SECONDS,
         waiting_bytes: Mapping[str, int] | None = None,
     ) -> None:
-        """``waiting_bytes``: by store, bytes of this process's drains."""
         self.name = name
         self._waiting_bytes = waiting_bytes if waiting_bytes is not None else {}
         self._reported_at = 0.0
         self._ends_with_drain = False
         self.ended_at = -math.inf
-        """End of the last logged outage, in monotonic seconds: its requests may still be running."""
+        """End of the last logged outage (monotonic): its requests may still be running."""
         self.outage_wait_seconds = outage_wait_seconds
         self.is_open = False
         self._pause_seconds_max = pause_seconds_max
@@ -106,7 +88,6 @@ class StoreBreaker:
 
     @property
     def outage(self) -> Json | None:
-        """Return why the store has not served requests since its last response; None while it answers."""
         if not self._failing_since_unix_seconds:
             return None
         return {
@@ -134,8 +115,7 @@ class StoreBreaker:
         return self._reported_at > 0
 
     def report(self, cause: str, remedy: str, since_unix_seconds: float, *, ends_with_drain: bool = False) -> None:
-        """Log that the store does not answer: once, until ``succeeded``. ``ends_with_drain``: until ``drained``, as the
-        store may answer small requests, and no drain."""
+        """Log an outage once, until ``succeeded``; with ``ends_with_drain`` until ``drained``."""
         if self.is_reported:
             return
         self._reported_at, self._ends_with_drain = since_unix_seconds, ends_with_drain
@@ -159,7 +139,7 @@ class StoreBreaker:
         )
 
     def probe_soon(self) -> None:
-        """Let the next caller send a probe at once, for a waiter that polls about once a second (R2)."""
+        """Let the next caller send a probe at once, for a waiter that polls about once a second."""
         self._next_probe_at = 0.0
 
     def _plan_probe(self) -> None:
@@ -169,10 +149,8 @@ class StoreBreaker:
     async def wait_until_up(self, probe: Probe, *, is_unlimited: bool = False) -> None:
         """Return when a request may be sent: at once while the store is up.
 
-        Otherwise callers queue. The first sends the probe when one is due; its response releases all.
-        ``is_unlimited``: wait without limit, not only ``outage_wait_seconds`` from the start of the outage.
-
-        Raises StoreUnavailableError: down for longer than that.
+        The first caller probes; its response releases all. Raises StoreUnavailableError after ``outage_wait_seconds``
+        of the outage, unless ``is_unlimited``.
         """
         while self.is_open:
             left = self._down_since + self.outage_wait_seconds - time.monotonic()
@@ -192,10 +170,10 @@ class StoreBreaker:
         while self.is_open:
             await asyncio.sleep(max(0.0, self._next_probe_at - time.monotonic()))
             if not self.is_open:
-                return  # an earlier request has been answered meanwhile
-            self._plan_probe()  # before the probe: a cancelled one counts as well
+                return
+            self._plan_probe()  # before the probe: a cancelled one counts
             if await probe():
-                # Half open: the first failure opens it again, with the same pauses.
+                # Half open: the first failure opens it again.
                 self.is_open = False
                 self._failures = FAILURES_TO_OPEN - 1
             elif time.monotonic() > self._down_since + self.outage_wait_seconds:
@@ -218,22 +196,21 @@ T = TypeVar("T")
 
 FLOOR_RETRIES = 10.0
 FLOOR_RETRIES_PER_SECOND = 1.0
-"""Floor of the budget: retries of a mover with few requests so far."""
 BUDGET_RETRIES_MAX = 100.0
 
 RETRY_SHARE_MAX = 0.15
-"""Maximum retries per successful request. An outage causes no flood (R1)."""
+"""Retries per successful request (R1)."""
 
 RETRIES_MAX = 5
 BACKOFF_SECONDS_MIN = 0.2
 BACKOFF_SECONDS_MAX = BACKOFF_SECONDS_MIN * 2 ** (RETRIES_MAX - 1)
 
 PAUSE_SECONDS_MAX = 30.0
-"""Longest pause between two probes of a store that is down, and between two drain attempts."""
+"""Longest pause between two probes, and between two drain attempts."""
 
 
 class RetryBudget:
-    """A token bucket: a successful request earns a share of a retry, each retry costs one (R1)."""
+    """A successful request earns a share of a retry, each retry costs one (R1)."""
 
     def __init__(self, share_max: float) -> None:
         self.share_max = share_max
@@ -255,7 +232,7 @@ class RetryBudget:
         return True
 
     async def wait(self, timeout_seconds: float) -> bool:
-        """Pay for one retry once the budget allows; False if not in time."""
+        """Pay for one retry; False if not in time."""
         async for _ in Poll(timeout_seconds):
             if self.take():
                 return True
@@ -270,11 +247,9 @@ class Retries:
         self.waiting_bytes: Counter[str] = Counter()
         self._breakers: dict[str, StoreBreaker] = {}
         self._refusals: dict[str, tuple[str, float]] = {}
-        """By run, the refused operation and the time (Unix seconds) of its log record."""
         self._get_concurrency: dict[str, GetConcurrency] = {}
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self.hub: Any = None
-        """The mover's Hub, made by ``stores.hub``, which imports this module."""
 
     def breaker(self, name: str) -> StoreBreaker:
         if name not in self._breakers:
@@ -283,7 +258,7 @@ class Retries:
         return self._breakers[name]
 
     def refused(self, run: str, operation: str, error: TierckptError) -> None:
-        """Log refusals of the store of ``run``: one ERROR, until ``accepted`` for the same operation."""
+        """Log one ERROR for refusals, until ``accepted`` for the same operation."""
         if run not in self._refusals:
             self._refusals[run] = operation, time.time()
             log.error("%s is refused by its store; saves stay on this node until they can be drained: %s", run, error)
@@ -305,7 +280,7 @@ class Retries:
         return self._get_concurrency.setdefault(name, GetConcurrency(name, get_concurrency.BYTES_PER_SECOND_MIN))
 
     def bucket(self, scheme: str, authority: str) -> Bucket:
-        from .bucket import Bucket  # not needed for directories
+        from .bucket import Bucket
 
         if (scheme, authority) not in self._buckets:
             self._buckets[scheme, authority] = Bucket(scheme, authority, self.counts)
@@ -317,8 +292,10 @@ class Retries:
 
     @contextlib.asynccontextmanager
     async def request(self, breaker: StoreBreaker, probe: Probe) -> AsyncIterator[None]:
-        """Context of one request, entered once the store is up; its outcome counts for ``breaker`` and the budget.
-        Raises StoreUnavailableError, without a request, while the breaker is open."""
+        """One request, entered once the store is up; its outcome counts for ``breaker`` and the budget.
+
+        Raises StoreUnavailableError, without a request, while the breaker is open.
+        """
         await breaker.wait_until_up(probe)
         self.counts["requests"] += 1
         try:
@@ -331,7 +308,7 @@ class Retries:
                 breaker.failed(error)
             raise
         except TierckptError:
-            self._record_success(breaker)  # "not found" is an answer
+            self._record_success(breaker)
             raise
         self._record_success(breaker)
 
@@ -340,30 +317,28 @@ class Retries:
         breaker.succeeded()
 
     async def again(self, work: Callable[[], Awaitable[T]], *, timeout_seconds: float = math.inf) -> T:
-        """Retry ``work``, which makes its requests by ``request``, after transient failures.
+        """Retry ``work`` after transient failures, at most ``RETRIES_MAX`` times, paid from the budget.
 
-        At most ``RETRIES_MAX`` retries, within a time, each paid from the budget after its pause. A GET's
-        queueing time (``crowded_seconds``, get_concurrency.py) does not count. Failures that a nested call has
-        retried are not retried again: retries do not multiply.
+        A GET's queueing time (``crowded_seconds``) does not count. Retries do not multiply: failures that a nested call
+        has retried are raised.
         """
-        from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential  # late, as in ``bucket``
+        from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
 
         started_at = time.monotonic()
         try:
-            return await work()  # outside of tenacity, which leaves 20 objects in cycles per call
+            return await work()  # tenacity leaves 20 objects in cycles per call
         except StoreUnavailableError as error:
             failure = error
         attempts, deadline = 1, started_at + timeout_seconds + failure.context.get("crowded_seconds", 0.0)
         tries = AsyncRetrying(
             sleep=asyncio.sleep,
-            wait=wait_random_exponential(BACKOFF_SECONDS_MIN, BACKOFF_SECONDS_MAX),  # full jitter
+            wait=wait_random_exponential(BACKOFF_SECONDS_MIN, BACKOFF_SECONDS_MAX),
             retry=retry_if_result(bool),
             stop=lambda state: state.attempt_number > RETRIES_MAX or time.monotonic() >= deadline,
             retry_error_callback=lambda _: None,
         )
         try:
             async for one in tries:
-                # The first attempt is above. A retry refused by the budget is an attempt without a request.
                 if one.retry_state.attempt_number > 1 and await self.take_retry(deadline):
                     attempts += 1
                     try:
@@ -371,12 +346,12 @@ class Retries:
                     except StoreUnavailableError as error:
                         failure = error
                         deadline += error.context.get("crowded_seconds", 0.0)
-                # Not the error itself: with tenacity's frames it would form a cycle.
+                # With tenacity's frames the error itself would form a cycle.
                 one.retry_state.set_result(not failure.context.keys() & {"down_seconds", "attempts"})
             failure.context.setdefault("attempts", attempts)
             raise failure
         finally:
-            del failure  # its traceback holds this frame
+            del failure  # breaks a reference cycle
 
     async def take_retry(self, deadline: float = math.inf) -> bool:
         """Take one retry from the budget; False if unavailable before ``deadline`` (monotonic)."""
@@ -390,7 +365,6 @@ class Retries:
 
 
 def _is_answer(error: StoreUnavailableError) -> bool:
-    """True for "not now" of a working server (conflicting writes, a new credential), or a response that was too
-    slow."""
+    """True for "not now" of a working server."""
     status = error.context.get("status")
     return bool(error.context.get("moved_bytes")) or (isinstance(status, int) and status in {401, 403, 404, 409})

@@ -11,7 +11,7 @@ from ..format.uris import UNPRINTABLE
 
 OWN_SCHEMES = ("file", "s3", "az", "gs", "hf")
 KEY_SIZE_MAX = 1024
-"""Of a bucket key: bytes for S3 and GCS, characters for Azure."""
+"""Bytes for S3 and GCS, characters for Azure."""
 
 
 def check_location(location: Location) -> Location:
@@ -25,7 +25,6 @@ def check_location(location: Location) -> Location:
 
 
 def check_object_name(location: Location) -> None:
-    """Raise ConfigError for a name that the bucket store of ``location`` rejects: too long, or not printable."""
     if location.scheme not in ("s3", "gs", "az"):
         return
     if found := UNPRINTABLE.search(location.path):
@@ -43,8 +42,7 @@ def check_object_name(location: Location) -> None:
 
 
 def check_target(location: Location, local_root: Path) -> None:
-    """Raise ConfigError for a location that cannot be saved to: HTTP and Hubs are read-only, names must be UTF-8 and
-    not too long, and inside the local root the local tier would shadow it."""
+    """Raise ConfigError for a location that cannot be saved to: read-only, or inside the local root."""
     if location.scheme in ("http", "https", "hf"):
         raise ConfigError(
             f"{location.uri} can be read and not written: {'a Hub' if location.scheme == 'hf' else 'HTTP'} stores "
@@ -74,7 +72,6 @@ def check_mirrored_target(location: Location, local_root: Path) -> None:
 
 
 def check_read_as(location: Location, path: str) -> None:
-    """Raise ConfigError unless fsspec's ``path`` for the URI still has the whole name."""
     if not path.rstrip("/").endswith(location.path):
         raise ConfigError(
             f"{location.uri}: fsspec takes it apart, and reads the path {path}",
@@ -89,7 +86,7 @@ def _check_fsspec_name(location: Location) -> None:
     try:
         kind = get_filesystem_class(location.scheme)
     except (ImportError, ValueError):
-        return  # the store names the missing package
+        return
     check_read_as(location, str(kind._strip_protocol(location.uri)))
 
 

@@ -1,9 +1,7 @@
 """Requests to S3 by URLs signed by the object-store library: ranges over plain HTTP, and conditional DELETEs.
 
-``delete_if`` exists because obstore has conditions for puts and gets only. ``Get`` receives a large range in place
-(http_client.py), and handles only the good case: 206 with exactly the requested range and version. A transient failure
-is ``StoreUnavailableError``, for the caller's retries; any other response is ``NotThisWay``, and the caller repeats
-the request through the library, which can interpret it.
+``Get`` handles only 206 with exactly the requested range and version. A transient failure is ``StoreUnavailableError``;
+after any other response, ``NotThisWay``, the caller repeats the request through the library.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _STATUS = re.compile(rb"HTTP/1\.([01]) (\d{3})(?: [^\r\n]*)?\r\n")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
 
-class NotThisWay(Exception):  # no error, but control flow
+class NotThisWay(Exception):
     """A response that this client does not interpret. ``for_good``: do not try again."""
 
     def __init__(self, reason: str, *, for_good: bool = False) -> None:
@@ -66,12 +64,8 @@ class Get(Call):
         size_bytes: int | None = None,
         is_version: Callable[[Mapping[str, str]], bool] | None = None,
     ) -> None:
-        """``uri``: the object's name for messages; the URL itself holds a signature.
-
-        Args:
-            size_bytes: of the object, if the server may answer with 200 and all of it.
-            is_version: True for the headers of the requested version, used without ``if_match``.
-        """
+        """``uri``: for messages, as the URL holds a signature. ``size_bytes``: of the object, if 200 with all of it is
+        possible."""
         super().__init__()
         parts = urlsplit(url)
         self.uri, self.byte_range, self.into, self.if_match = uri, byte_range, into, if_match
@@ -148,11 +142,7 @@ class Get(Call):
 
 
 class Ranges:
-    """The connections to one bucket, and whether its ranges can be read over them.
-
-    ``connections.run(Get(...))`` fills memory and returns it. Raises PreconditionFailedError for another version
-    than ``if_match``, StoreUnavailableError for a missing, broken or slow response, NotThisWay for any other.
-    """
+    """``connections.run(Get(...))`` raises NotThisWay for unusable responses."""
 
     def __init__(self) -> None:
         self.connections = Connections("get", THREADS_MAX, IDLE_MAX)
@@ -160,7 +150,6 @@ class Ranges:
         self._tls: ssl.SSLContext | None = None
         self._trusted = ""
         self.is_usable = True
-        """False after this path failed for good."""
 
     @property
     def tls(self) -> ssl.SSLContext:
@@ -169,7 +158,7 @@ class Ranges:
         return self._tls
 
     def trust(self, pem: str) -> None:
-        """Also trust the certificates in ``pem``. Resets ``is_usable``, as the server may be another."""
+        """Also trust ``pem``. Resets ``is_usable``, as the server may be another."""
         if pem != self._trusted:
             self._trusted, self._tls = pem, None
         self._misses, self.is_usable = 0, True
@@ -192,19 +181,19 @@ def is_behind_proxy(url: str) -> bool:
 
 
 def delete_if(url: str, etag: str, target: str, timeout_seconds: float, tls: ssl.SSLContext) -> None:
-    """Delete the object at ``url`` if its version is ``etag``; no error without the object. Blocking.
+    """Delete the object if its version is ``etag``; no error without the object. Blocking.
 
-    ``target``: its name for messages, as the URL holds a signature. Raises PreconditionFailedError: another
-    version. PermissionDeniedError, StoreUnavailableError, StoreError.
+    ``target``: for messages, as the URL holds a signature. Raises PreconditionFailedError, PermissionDeniedError,
+    StoreUnavailableError, StoreError.
     """
-    request = urllib.request.Request(url, method="DELETE", headers={"If-Match": etag})  # signed by us
+    request = urllib.request.Request(url, method="DELETE", headers={"If-Match": etag})
     try:
         with direct_opener(tls).open(routed(request), timeout=timeout_seconds):
             return
     except urllib.error.HTTPError as error:
         with error:
             status = error.code
-    except OSError as error:  # URLError, timeouts and resets
+    except OSError as error:
         raise StoreUnavailableError(
             f"{target} cannot be reached: {type(error).__name__}", hint="Try again later", tier=Tier.SHARED
         ) from None

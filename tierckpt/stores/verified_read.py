@@ -1,7 +1,6 @@
-"""Verified reads: a chunk with a wrong digest is requested again, on a new connection if the store has any.
+"""Verified reads: a chunk with a wrong digest is requested again, on a new connection.
 
-stores/retry.py counts, pays and waits for retries. A store without these verbs (a directory) is read once: a second
-read of a disk returns the same bytes.
+A directory is read once: a second read of a disk returns the same bytes.
 """
 
 from __future__ import annotations
@@ -24,19 +23,17 @@ log = logger("retry")
 T = TypeVar("T")
 
 READS_MAX = 3
-"""Damaged reads before the object itself counts as damaged."""
 
 
 def again(store: Store, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
-    """Retry ``work``, made of verbs of ``store``, after transient failures. It must be idempotent."""
+    """Retry ``work``, which must be idempotent, after transient failures."""
     return store.again(work) if isinstance(store, Recoverable) else work()
 
 
 async def verified(store: Store, read: Callable[[], Awaitable[T]]) -> T:
-    """Return the result of ``read``, which reads from ``store`` and checks. Damaged: again, on a new connection.
+    """Return the result of ``read``, which reads and checks; repeat it after damage, on a new connection.
 
-    Raises IntegrityError: damaged in every read, so the object itself is, or the retry budget is spent. Cost:
-    nothing for good bytes; up to ``READS_MAX`` reads of a damaged object.
+    Raises IntegrityError: damaged in ``READS_MAX`` reads, or the retry budget is spent.
     """
     reads = 0
     while True:
@@ -49,7 +46,7 @@ async def verified(store: Store, read: Callable[[], Awaitable[T]]) -> T:
 
 
 async def reread(store: RangeSource, damage: IntegrityError, reads: int) -> bool:
-    """Reconnect to ``store`` after ``reads`` damaged responses. False if no read is left."""
+    """Reconnect after ``reads`` damaged responses. False if no read is left."""
     if reads >= READS_MAX or not isinstance(store, Recoverable):
         return False
     log.warning("%s: a damaged answer, asking again on a new connection: %s", store.uri, damage.message)
@@ -58,12 +55,12 @@ async def reread(store: RangeSource, damage: IntegrityError, reads: int) -> bool
 
 
 async def available(store: Store) -> bool:
-    """Wait, without limit, until ``store`` is up. Returns False at once if it is not known to be down."""
+    """Wait, without limit, until ``store`` is up. False, at once, if it was not down."""
     return await store.available() if isinstance(store, Recoverable) else False
 
 
 async def get_checked(store: RangeSource, entry: FileEntry, byte_range: ByteRange, digest: str) -> Buffer:
-    """Return one chunk of ``entry`` with ``digest``; damaged responses are requested again. Raises IntegrityError."""
+    """Return a verified chunk of ``entry``. Raises IntegrityError."""
 
     async def read() -> Buffer:
         chunk = await store.get_range(entry.key, byte_range)
@@ -81,7 +78,6 @@ class LocalFiles:
         self._directory = directory
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        """Return the bytes of the range; fewer if the file is too short."""
         return await asyncio.to_thread(self._read, self._directory / key, byte_range)
 
     def _read(self, path: Path, byte_range: ByteRange) -> bytes:
@@ -100,7 +96,7 @@ async def get_whole(source: RangeSource, entry: FileEntry, chunk_size_bytes: int
 async def check_file(
     source: RangeSource, entry: FileEntry, chunk_size_bytes: int, on_bytes: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Read all of ``entry`` and compare every digest. Raises IntegrityError at the first damaged chunk."""
+    """Compare every digest of ``entry``. Raises IntegrityError at the first damaged chunk."""
     for byte_range, digest in entry.chunks(chunk_size_bytes):
         chunk = await source.get_range(entry.key, byte_range)
         await check(chunk, digest, entry, byte_range, getattr(source, "tier", Tier.SHARED), source.uri)

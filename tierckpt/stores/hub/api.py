@@ -4,11 +4,7 @@ Promises:
     A1  The token is sent to the Hub's own host and to no other, and is never printed.
     A2  After a rate limit (429) all requests wait for the requested time, within a deadline.
     A3  No request is sent while ``HF_HUB_OFFLINE`` is set.
-    A4  A slow Hub does not block a thread: a response slower than ``BYTES_PER_SECOND_MIN`` is cancelled.
-
-Environment, as huggingface_hub reads it: ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_TOKEN_PATH``, ``HF_HOME``,
-``HF_HUB_OFFLINE``, ``HF_HUB_DISABLE_IMPLICIT_TOKEN``, and the older names of them. A variable that is set and empty is
-not set. Source: docs of the Hub ("Hub API endpoints", "Rate limits", "Environment variables").
+    A4  A response slower than ``BYTES_PER_SECOND_MIN`` is cancelled.
 """
 
 from __future__ import annotations
@@ -58,11 +54,9 @@ from ..signed_requests import MAY_PASS
 log = logger("stores.hub")
 
 BODY_BYTES_MAX: Final = 64 << 20
-"""Limit of a listing page, or of a file sent by the resolver: git holds no larger ones."""
+"""Git holds no larger files."""
 PAGES_MAX: Final = 10_000
-"""Limit of a listing: ten million files."""
 TREES_MAX: Final = 4
-"""Commits with cached listings: each directory of a repository is a store of its own and needs them."""
 RATE_LIMIT_SECONDS_MAX: Final = 600.0
 """Two of the Hub's five-minute windows."""
 RATE_LIMIT_SECONDS: Final = 30.0
@@ -70,7 +64,7 @@ REASON_MAX: Final = 200
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 _MAY_PASS = MAY_PASS - {429}  # A2
 NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-"""Pattern of an organisation or repository: in a URL other characters may mean something else."""
+"""In a URL other characters may mean something else."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RATE_LIMIT = re.compile(r";\s*t=(\d+)")
@@ -109,15 +103,13 @@ def repository_of(location: Location) -> Repository | None:
     if not (NAME.fullmatch(parts[0]) and NAME.fullmatch(name)):
         return None
     rest = parts[2:]
-    if revision == "refs" and len(rest) >= 2:  # @refs/pr/1 and @refs/convert/parquet contain slashes
+    if revision == "refs" and len(rest) >= 2:  # @refs/pr/1 contains slashes
         revision, rest = "/".join([revision, *rest[:2]]), rest[2:]
     return Repository(kind, f"{parts[0]}/{name}", unquote(revision) or "main", "/".join(rest))
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file of one commit. ``etag``: ``sha256:...`` (LFS), or ``git:...``, the SHA-1 of its blob."""
-
     path: str
     size_bytes: int
     etag: str
@@ -130,11 +122,9 @@ class Answer:
     body: bytes
     url: str
     is_more: bool = False
-    """The server sends more than the requested range: none was read."""
 
     @property
     def reason(self) -> str:
-        """The Hub's reason for a refusal: ``X-Error-Message``, or the JSON of the body; ''."""
         describe_error: Any = self.headers.get("x-error-message", "")
         if not describe_error:
             with contextlib.suppress(ValueError, RecursionError):
@@ -153,7 +143,7 @@ class Hub:
     def __init__(self, settings: Settings, retries: Retries) -> None:
         self.endpoint = (_environ("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
         scheme = ""
-        with contextlib.suppress(ValueError):  # unclosed brackets
+        with contextlib.suppress(ValueError):
             scheme, self.host = urlsplit(self.endpoint)[:2]
         if scheme not in ("http", "https") or not self.host or "@" in self.host:  # a password would be printed
             raise ConfigError(f"HF_ENDPOINT is {redact(self.endpoint)!r}", hint="Write https://HOST")
@@ -164,10 +154,9 @@ class Hub:
         self._listing = asyncio.Lock()
 
     async def commit(self, repository: Repository) -> str:
-        """Return the current commit of a revision. One request, none for a commit.
+        """Return the current commit of a revision. No request for a commit.
 
-        Raises ObjectNotFoundError: no such repository or revision. PermissionDeniedError: gated, or private.
-        StoreUnavailableError: no response in time, or offline.
+        Raises ObjectNotFoundError; PermissionDeniedError: gated, or private; StoreUnavailableError, also offline.
         """
         if repository.is_commit:
             return repository.revision
@@ -180,7 +169,7 @@ class Hub:
         return commit
 
     async def tree(self, repository: Repository, commit: str) -> list[HubFile]:
-        """Return every file of a commit, by path below the repository. One request per page (1000 files), cached."""
+        """Return every file of a commit, cached. One request per 1000 files."""
         key = repository.kind, repository.name, commit
         async with self._listing:
             if key not in self._trees:
@@ -206,8 +195,7 @@ class Hub:
         raise StoreError(f"{self.host} lists more than {PAGES_MAX} pages of {repository.page}", tier=Tier.SHARED)
 
     async def resolve(self, repository: Repository, commit: str, path: str, byte_range: ByteRange) -> str | Answer:
-        """Return a temporary URL on another host for ranges of a file, or a response with the range (206) or
-        the whole file (200).
+        """Return a temporary URL on another host, or a response with the range (206) or the whole file (200).
 
         Raises IntegrityError: a response of another commit.
         """
@@ -228,14 +216,13 @@ class Hub:
         return f"/{prefix}{repository.name}/resolve/{commit}/{quote(path)}"
 
     async def answer(self, path: str, form: bytes | None = None) -> Answer:
-        """Return the response, also a refusal, to a GET of a Hub path, or to a POST of ``form``."""
         headers = {} if form is None else {"Content-Type": "application/x-www-form-urlencoded"}
         return await self._ask(f"{self.endpoint}{path}", headers, form)
 
     async def _api(
         self, url: str, repository: Repository, headers: Mapping[str, str] | None = None, path: str = ""
     ) -> Answer:
-        """Send a request with redirects on the Hub's own host. Returns a 2xx, or a 3xx to another host."""
+        """Follows redirects on the Hub's own host. Returns a 2xx, or a 3xx to another host."""
         url = urljoin(f"{self.endpoint}/", url.lstrip("/")) if url.startswith("/") else url
         for _ in range(REDIRECTS_MAX):
             answer = await self._ask(url, headers or {})
@@ -249,7 +236,6 @@ class Hub:
         raise StoreError(f"{self.host} redirects {repository.page} in a circle", tier=Tier.SHARED)
 
     async def _ask(self, url: str, headers: Mapping[str, str], form: bytes | None = None) -> Answer:
-        """Make one request, with retries after transient failures and rate limits (A2)."""
         if _is_true(_environ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
             raise HubOfflineError(
                 f"{self.host} is not asked: HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set",
@@ -275,8 +261,8 @@ class Hub:
         return await self._retries.again(ask, timeout_seconds=self._settings.store_timeout_seconds)
 
     def _note_rate_limit(self, answer: Answer, deadline: float) -> None:
-        """Record the time of the next allowed request. Raises StoreUnavailableError: after ``deadline``."""
-        seconds = max(1.0, _seconds_to_wait(answer.headers))  # zero would retry for ten minutes without a pause
+        """Raises StoreUnavailableError: the wait would end after ``deadline``."""
+        seconds = max(1.0, _seconds_to_wait(answer.headers))  # zero would retry without a pause
         if time.monotonic() + seconds > deadline:
             raise StoreUnavailableError(
                 f"{self.host} takes no more requests for {seconds:g} s",
@@ -296,7 +282,7 @@ class Hub:
         return False
 
     def _is_own(self, url: str) -> bool:
-        """True for the Hub's host and scheme: a redirect must not take the token out of TLS."""
+        """A redirect must not take the token out of TLS."""
         return urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]
 
     def authorization(self, url: str) -> dict[str, str]:
@@ -353,7 +339,7 @@ class Hub:
 
 
 def hub_of(retries: Retries) -> Hub:
-    """Return the Hub of ``HF_ENDPOINT``, one per mover. Raises ConfigError: no URL."""
+    """One per mover. Raises ConfigError: no URL."""
     if retries.hub is None:
         retries.hub = Hub(retries.settings, retries)
     hub: Hub = retries.hub
@@ -361,8 +347,10 @@ def hub_of(retries: Retries) -> Hub:
 
 
 def request(url: str, headers: Mapping[str, str], form: bytes | None = None) -> Answer:
-    """Make one GET, or POST of ``form``; return any response. A redirect is not followed. Blocking. Raises
-    StoreUnavailableError: no complete response. StoreError: no HTTP URL."""
+    """Make one request; return any response, also a redirect. Blocking.
+
+    Raises StoreUnavailableError: no complete response. StoreError: no HTTP URL.
+    """
     host = check_http(url)
     try:
         request = urllib.request.Request(url, data=form, headers={"User-Agent": "tierckpt", **headers})
@@ -432,7 +420,6 @@ def _refused_by_proxy(url: str, status: int) -> StoreError:
 
 
 def not_a_hub(url: str, what: str) -> EndpointError:
-    """``what``: the kind of server that answered; '' if unknown."""
     host = urlsplit(url).netloc
     return EndpointError(
         f"{host} does not answer as a Hub does{f': {what}' if what else ''}",
@@ -442,7 +429,7 @@ def not_a_hub(url: str, what: str) -> EndpointError:
 
 
 def check_http(url: str) -> str:
-    """Return a URL's host. Raises StoreError: a Hub must not redirect to local files."""
+    """Raises StoreError: a Hub must not redirect to local files."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise StoreError(f"a Hub redirects to {redact(url)[:100]!r}, which is not an HTTP URL", tier=Tier.SHARED)
@@ -516,16 +503,12 @@ def hf_home() -> Path:
 
 
 def hub_cache() -> Path:
-    """Return the libraries' repository cache: ``HF_HUB_CACHE``, else ``HF_HOME/hub``."""
     cache = _environ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
     return _path(cache) if cache else hf_home() / "hub"
 
 
 def hub_token() -> str:
-    """Return the stripped token: no header may contain a line end.
-
-    '' with ``HF_HUB_DISABLE_IMPLICIT_TOKEN``: no caller here passes a token explicitly.
-    """
+    """'' with ``HF_HUB_DISABLE_IMPLICIT_TOKEN``: no caller here passes a token explicitly."""
     if _is_true(_environ("HF_HUB_DISABLE_IMPLICIT_TOKEN")):
         return ""
     if token := "".join(_environ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN").split()):

@@ -1,13 +1,10 @@
 """``hf://org/name[@revision]`` as a store: one commit of a repository of a Hugging Face Hub.
 
 Invariants:
-    H1  A listing resolves a revision to a commit once; its files are read at that commit, even if the
-        revision moves on.
-    H2  Requests to the Hub: one for the revision, one for each 1000 listed files (once for all directories of a
-        repository), one for each file read. Ranges are read from the URL of the resolver, on
-        connections of our own (``HttpReader``); the URL is renewed after it expires.
-    H3  A file is identified by its content: ``sha256:...`` for LFS, else its git blob. ``cache`` compares it
-        with the bytes of each complete file.
+    H1  A listing resolves a revision to a commit once; its files are read at that commit.
+    H2  Requests to the Hub: one for the revision, for each 1000 listed files, and for each file read. Ranges are read
+        from the resolver's URL, which is renewed after it expires.
+    H3  A file is identified by its content digest, which ``cache`` compares with each complete file.
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from .api import HubFile, Repository, hub_of, no_object, repository_of
 T = TypeVar("T")
 
 LISTED_SECONDS: Final = 10.0
-"""A listing is reused for this time: the verbs that freeze a model share one."""
+"""The verbs that freeze a model share a listing."""
 URLS_MAX: Final = 3
 DIRECT: Final = "direct"
 _POINTER = b"version https://git-lfs"
@@ -58,7 +55,6 @@ class HubStore:
         self._repository = repository_of(location)
         self._settings = settings
         self._is_whole_only = False
-        """True after the server sent a whole file for a range: no other range is requested."""
         self._listed: dict[str, HubFile] = {}
         self._listed_at = 0.0
         self._commit = ""
@@ -99,7 +95,6 @@ class HubStore:
             return self._listed
 
     async def _file(self, key: str, etag: str | None) -> tuple[str, HubFile]:
-        """Return a file and its commit. Raises ObjectNotFoundError, PreconditionFailedError."""
         if etag is not None and (known := self._commits.get((key, etag))) is not None:
             return known
         file = (await self._files()).get(check_key(key))
@@ -127,10 +122,7 @@ class HubStore:
     ) -> None:
         """``get_range`` into the caller's memory.
 
-        Raises:
-            ObjectNotFoundError: the file is listed, but its object is missing.
-            IntegrityError: the Hub sends other bytes than it lists.
-            RangesIgnoredError: a mirror, or its redirect target, sends whole files only (``reading``).
+        Raises ObjectNotFoundError; IntegrityError: other bytes than listed; RangesIgnoredError: use ``reading``.
         """
         commit, file = await self._file(key, if_match)
         size_bytes = check_range(byte_range).size_bytes
@@ -154,7 +146,7 @@ class HubStore:
             try:
                 await self._reader.receive(url, byte_range, into, file.size_bytes)
                 return
-            except NotThisWay as refusal:  # usually expired
+            except NotThisWay as refusal:
                 reason = str(refusal)
                 if self._urls.get((commit, file.path)) == url:
                     del self._urls[commit, file.path]
@@ -170,7 +162,6 @@ class HubStore:
         raise StoreError(f"{file.path} of {self.uri} cannot be read: {reason}", file=file.path, tier=Tier.SHARED)
 
     async def _locate(self, commit: str, file: HubFile, byte_range: ByteRange, into: memoryview) -> str | None:
-        """Return a URL for ranges of a file; None if the resolver sent the range itself."""
         name = commit, file.path
         if name not in self._urls:
             async with self._locating.setdefault(file.path, asyncio.Lock()):
@@ -227,7 +218,7 @@ class HubStore:
 
     async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
         if self._repository is None:
-            return None  # an organisation has no listing
+            return None
         below = f"{check_prefix(prefix)}/" if prefix else ""
         files, names = [], set()
         for key, file in (await self._files()).items():
@@ -250,8 +241,7 @@ class HubStore:
     async def available(self) -> bool:
         return False
 
-    def probe_soon(self) -> None:
-        """Wait for a probe of a Hub that is down."""
+    def probe_soon(self) -> None: ...
 
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         self._refuse()
