@@ -1,4 +1,4 @@
-"""Writes fetched chunks into an entry while there is room, and counts where they came from."""
+"""Writes fetched chunks into an entry while there is room, and counts their sources."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from .pool import Pool
 log = logger("prefetch")
 
 NO_ROOM_SECONDS = 10.0
-"""Seconds before room is requested again after a refusal."""
 GROW_BYTES = 64 << 20
 SHARED_NAME = "shared"
 
 
 @dataclass(slots=True)
 class FetchStats:
-    """Bytes of a fill by source: already present (``here``), or written by other processes meanwhile (``others``)."""
+    """``here``: bytes present before the fill; ``others``: fetched by other processes."""
 
     here_bytes: int = 0
     cached_bytes: int = 0
@@ -48,8 +47,7 @@ class FetchStats:
 
 
 class ChunkWriter:
-    """Writes chunks into a partial entry. Runs on one event loop, except for ``reserve``. ``pool`` grants room; None:
-    no reservation is needed."""
+    """Writes chunks on one event loop. ``pool`` grants room; None: no limit."""
 
     def __init__(self, partial_entry: PartialEntry, pool: Pool | None, stats: FetchStats) -> None:
         self.partial_entry, self.frozen, self.stats = partial_entry, partial_entry.frozen, stats
@@ -66,7 +64,6 @@ class ChunkWriter:
 
     @property
     def has_room(self) -> bool:
-        """False for ``NO_ROOM_SECONDS`` after a refusal."""
         return time.monotonic() >= self._no_room_until
 
     def note_full(self, error: CapacityError) -> None:
@@ -74,8 +71,7 @@ class ChunkWriter:
         self._no_room_until = time.monotonic() + NO_ROOM_SECONDS
 
     async def write(self, index: int, chunk: int, data: Buffer, digest: str, *, keep: bool = False) -> None:
-        """Write one chunk. With ``keep`` the caller uses the bytes itself: no CapacityError is raised. Raises
-        CapacityError; StoreError and IntegrityError as ``PartialEntry.land``."""
+        """Write one chunk. Raises CapacityError unless ``keep``, and as ``PartialEntry.land``."""
         if keep and not self.has_room:
             return
         try:
@@ -88,7 +84,7 @@ class ChunkWriter:
             self.note_full(error)
         except ObjectNotFoundError:
             self.partial_entry.refresh()
-            if not self.partial_entry.has(index, chunk):  # another process may have written and published it
+            if not self.partial_entry.has(index, chunk):
                 raise
 
     async def write_streamed(self, index: int, chunk: int, data: Buffer, digest: str) -> None:

@@ -1,7 +1,6 @@
-"""Checks a fetched file against a version that is a digest of its content (Hugging Face Hub).
+"""Checks a fetched file against the content digest in its version (Hugging Face Hub).
 
-``sha256:HEX`` is a digest of the bytes (LFS of a Hugging Face Hub). ``git:HEX`` is the SHA-1 of a git blob, a Hub's
-only digest of small files: it detects damage, but not forgery.
+``sha256:HEX`` digests the bytes (LFS). ``git:HEX``, the SHA-1 of a git blob, detects damage but not forgery.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ READ_BYTES = 1 << 20
 
 
 def check_content(file: int, item: FileSpec, where: str) -> None:
-    """Raise IntegrityError if ``file`` differs from the digest in the etag of ``item``; no digest, no check. Cost: one
-    read of the file, digested at some 1.5 GB/s without the interpreter lock."""
+    """Raise IntegrityError if ``file`` differs from a digest in the etag of ``item``. Cost: one read."""
     kind, _, expected = (item.etag or "").partition(":")
     if kind == "sha256":
         digest = hashlib.sha256()

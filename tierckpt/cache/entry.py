@@ -1,8 +1,7 @@
-"""Reads through the node cache and fills it: present chunks come from files, missing ones are fetched.
+"""Reads through the node cache and fills it.
 
-``CacheEntry`` is one frozen version of the files below a URI, or any directory filled in the same way. One process of
-the node fetches each chunk (disk/claims.py); the others wait for its line in the progress file. The wait is bounded:
-the kernel frees the claim of a process that exits, and a claim without progress is overtaken after ``stall_seconds``.
+One process of the node fetches each chunk (disk/claims.py); the others wait for its line in the progress file. A claim
+without progress is overtaken after ``stall_seconds``. docs/internals/cache.md has the guarantees.
 """
 
 from __future__ import annotations
@@ -41,8 +40,10 @@ COPIES_AT_A_TIME = 4
 
 
 class CacheEntry:
-    """One frozen version of some files, open for reading and filling. Close it: it holds a lease. ``landed`` and
-    ``read_available`` are thread-safe; coroutines run on one event loop."""
+    """One frozen version of some files, open for reading and filling. Holds a lease until closed.
+
+    ``landed`` and ``read_available`` are thread-safe; coroutines run on one event loop.
+    """
 
     def __init__(
         self,
@@ -60,12 +61,8 @@ class CacheEntry:
     ) -> None:
         """Call ``begin`` next.
 
-        Args:
-            fetch_slots: bounds the concurrent chunks of this process.
-            fetches_max: concurrent chunks of this entry over all processes of the node.
-            peer_join: joins the other nodes; None: there are none.
-            is_selected: as in ``PartialEntry``.
-            copy_sources: directories with chunks to copy instead of fetching.
+        ``fetch_slots`` bounds the concurrent chunks of this process, ``fetches_max`` those of the node. Chunks of
+        ``copy_sources`` are copied.
         """
         self.store, self.frozen, self.pool = store, frozen, pool
         self._is_selected, self._copy_sources = is_selected, copy_sources
@@ -107,7 +104,7 @@ class CacheEntry:
         return self._target if self._is_whole or self._check_whole() else None
 
     def path(self, path: str) -> Path:
-        """Return the path of a file, whole or with holes. It changes once, when the entry becomes whole."""
+        """Return a file's path, which changes once, when the entry becomes whole."""
         index = self.frozen.index_of(path)
         if self._partial_entry is None or self.directory is not None:
             return self._target / path
@@ -119,8 +116,7 @@ class CacheEntry:
         return self._is_whole
 
     def begin(self, *, whole: bool) -> None:
-        """Lease the entry, and join the processes that fill it if it is not whole. Blocking. ``whole``: reserve room
-        for all of it first. Raises CapacityError."""
+        """Lease the entry and join the processes that fill it. ``whole``: reserve all room, or raise CapacityError."""
         name = self.frozen.name
         if self.pool is not None:
             self._lease = self.pool.lease(name)
@@ -141,7 +137,7 @@ class CacheEntry:
             is_bare = self._partial_entry is None or not self._partial_entry.landed_bytes
             self._end()
             if self.pool is not None and is_bare and isinstance(error, CapacityError):
-                self.pool.evict(name)  # a name without bytes
+                self.pool.evict(name)
             raise
 
     def other_versions(self) -> list[Path]:
@@ -153,8 +149,7 @@ class CacheEntry:
     def _join_partial(self, whole: bool) -> PartialEntry | None:
         """Join the processes that fill the entry; None when it is whole.
 
-        Another process may publish it between the check and the join. This process then joined an empty
-        directory and would fetch everything again, so it checks once more.
+        Publication before the join would show an empty directory: so check once more.
         """
         for left in reversed(range(JOINS_MAX)):
             receipt = whole_receipt(self._target, self.frozen.version)
@@ -219,22 +214,20 @@ class CacheEntry:
         )
 
     def read_available(self, path: str, byte_range: ByteRange, into: memoryview) -> bool:
-        """Copy the range into ``into`` if all of it has landed undamaged; else False. Any thread."""
         index = self._check(path, byte_range)
         try:
             return self.read_here(index, byte_range, into) and self.checker.is_good(index, byte_range, into)
-        except StoreError as error:  # an unreadable disk counts as damage
+        except StoreError as error:
             log.warning("%s: %s", self.frozen.uri, error)
             if len(chunks := self.frozen.touched(byte_range)) == 1:
                 self.checker.note_bad(index, chunks[0])
             return False
 
     def is_good(self, path: str, byte_range: ByteRange, data: memoryview) -> bool:
-        """True when ``data``, read from ``path(path)``, is undamaged. Any thread. ``read_into`` repairs damage."""
         return self.checker.is_good(self._check(path, byte_range), byte_range, data)
 
     def _new_checker(self) -> Checker:
-        entry = weakref.proxy(self)  # a cycle would last until a garbage collection
+        entry = weakref.proxy(self)
         return Checker(
             self.frozen,
             lambda *chunk: entry.digest(*chunk),
@@ -272,9 +265,7 @@ class CacheEntry:
     async def read(self, path: str, byte_range: ByteRange) -> memoryview:
         """Return the range. Missing chunks are fetched, and kept if there is room.
 
-        Raises:
-            IntegrityError: the store's bytes differ from the frozen version.
-            StoreError: the bytes are neither here nor in the store.
+        Raises IntegrityError: the store's bytes differ from the frozen version. StoreError: the bytes are nowhere.
         """
         into = memoryview(bytearray(max(0, byte_range.size_bytes)))
         await self.read_into(path, byte_range, into)
@@ -301,9 +292,9 @@ class CacheEntry:
         target[:] = memoryview(data)[part.start - chunk_range.start : part.stop - chunk_range.start]
 
     async def ensure(self, path: str, byte_range: ByteRange) -> None:
-        """Fetch the range. Raises as ``read``; CapacityError: no room to keep it."""
+        """Fetch the range. Raises as ``read``, and CapacityError: no room to keep it."""
         index = self._check(path, byte_range)
-        for _ in range(2):  # a fill of the whole file drops damaged chunks
+        for _ in range(2):
             await asyncio.gather(*(self._ensure_once(index, chunk) for chunk in self.frozen.touched(byte_range)))
             if self.landed(path, byte_range):
                 return
@@ -313,7 +304,6 @@ class CacheEntry:
         )
 
     async def wait(self, path: str, byte_range: ByteRange, timeout_seconds: float = STALL_SECONDS_MIN) -> None:
-        """Wait until the range has landed, without fetching. Raises OperationTimeoutError."""
         async for _ in Poll(timeout_seconds):
             if self.landed(path, byte_range):
                 return
@@ -325,7 +315,6 @@ class CacheEntry:
         )
 
     async def _ensure_once(self, index: int, chunk: int) -> Buffer | None:
-        """Ensure one chunk, once for all readers of this process. Return it if just fetched."""
         return await self._once((index, chunk, False), self._ensure)
 
     async def _once(
@@ -339,12 +328,12 @@ class CacheEntry:
         try:
             return await asyncio.shield(task)
         finally:
-            del task  # the traceback of its error holds this frame
+            del task
 
     def _settled(self, key: tuple[int, int, bool], done: asyncio.Task[Buffer | None]) -> None:
         self._in_flight.pop(key, None)
         if not done.cancelled():
-            done.exception()  # retrieved here, since every waiter may have been cancelled
+            done.exception()  # every waiter may have been cancelled
 
     async def _ensure(self, index: int, chunk: int) -> Buffer | None:
         fetcher, partial_entry = self._fetcher, self._partial_entry
@@ -364,7 +353,7 @@ class CacheEntry:
                         return None
             found = await partial_entry.await_other(index, chunk, self.stall_seconds)
             if found == "free":
-                await asyncio.sleep(LOCAL.first_seconds)  # do not spin on a free claim that cannot be taken
+                await asyncio.sleep(LOCAL.first_seconds)
             if found == "stalled" or time.monotonic() > deadline:
                 log.warning(
                     "%s: waited too long for another process, fetching chunk %d too", partial_entry.incoming, chunk
@@ -373,11 +362,11 @@ class CacheEntry:
                     return await fetcher.fetch(index, chunk, keep=True)
 
     async def fill(self, paths: Iterable[str] | None = None, listener: ProgressListener = ignore_progress) -> None:
-        """Fetch every missing chunk of ``paths`` (default: all files), together with other processes that fill.
+        """Fetch ``paths`` (default: all files); publish when every file is whole.
 
-        The entry is published when all files are whole. Raises, with nothing published:
+        Raises, with nothing published:
             PartialTransferError: names the failed files. If all failed: the error of the first.
-            IntegrityError: something changed or is damaged. CapacityError: no room. Both end the fill at once.
+            IntegrityError, CapacityError: end the fill at once.
         """
         if self._partial_entry is None or self._fetcher is None or self.directory is not None:
             listener(Progress(str(self._target), self.frozen.size_bytes, self.frozen.size_bytes))
@@ -417,8 +406,7 @@ class CacheEntry:
                 raise outcome
 
     async def _wait_for_host(self, partial_entry: PartialEntry, listener: ProgressListener) -> bool:
-        """Wait while another host fills the entry on a shared file system. True when it is whole. False: this host
-        fills it, as the other released it or landed nothing for ``stall_seconds``."""
+        """Return True when another host has filled the entry; False: this host fills it."""
         what, landed, moved_at = f"prefetch {self.frozen.uri}", partial_entry.progress_bytes(), time.monotonic()
         async for _ in Poll():
             try:

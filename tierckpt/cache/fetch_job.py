@@ -1,4 +1,4 @@
-"""Fetches missing chunks of an entry from other nodes or the store, singly (``ChunkFetcher``) or all (``FetchJob``)."""
+"""Fetches missing chunks from other nodes or the store, singly (``ChunkFetcher``) or all (``FetchJob``)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ log = logger("prefetch")
 
 
 class InOrder:
-    """Chunks in sequence; a returned chunk comes last."""
-
     def __init__(self, todo: Iterable[tuple[int, int]]) -> None:
         self._todo = deque(Work(*one) for one in todo)
 
@@ -39,8 +37,7 @@ class InOrder:
 
 
 class ChunkFetcher:
-    """Fetches single chunks of one entry, from other nodes or from the store. Runs on one event loop. Close it.
-    ``fetch_slots``, ``fetches_max`` and ``peer_join`` as in ``CacheEntry``."""
+    """Fetches single chunks of one entry, on one event loop. Close it."""
 
     def __init__(
         self,
@@ -61,15 +58,12 @@ class ChunkFetcher:
             if peer_join is None:
                 return
             self.peers = await peer_join.join(self.chunks, self.partial_entry)
-            if self.peers is not None:  # more at a time: a peer's chunk takes no room at the store
+            if self.peers is not None:
                 self.fetches_max = max(self.fetches_max, self.peers.slots)
                 self.fetch_slots = asyncio.Semaphore(self.fetches_max)
 
     async def fetch(self, index: int, chunk: int, *, keep: bool, request: object | None = None) -> Buffer | None:
-        """Fetch one chunk and write it; with ``keep`` return it, and need no room.
-
-        If the store can, it is received in aligned memory, digested and written from there.
-        """
+        """Fetch and write one chunk; with ``keep`` also return it, and need no room."""
         started_at, chunk_range = time.monotonic(), self.partial_entry.frozen.chunk_range(index, chunk)
         wanted_bytes = (
             chunk_range.size_bytes if self.peers is not None or isinstance(self.chunks.store, ReadsInto) else 0
@@ -102,13 +96,6 @@ class ChunkFetcher:
 
 
 class FetchJob:
-    """One pass over the missing chunks by some workers; each claims the chunk that it fetches.
-
-    Args:
-        indexes: the files to fetch.
-        stall_seconds: other processes' claims are ignored after this time without progress.
-    """
-
     def __init__(
         self, fetcher: ChunkFetcher, indexes: Iterable[int], listener: ProgressListener, stall_seconds: float
     ) -> None:
@@ -139,7 +126,6 @@ class FetchJob:
         self._idle, self._poll = asyncio.Lock(), Poll()
         self._moved_at = time.monotonic()
         self._is_overtaking = False
-        """True once other processes have stalled: their claims are ignored in this pass."""
 
     async def run(self) -> None:
         self._say()
@@ -175,7 +161,7 @@ class FetchJob:
                 else:
                     self._advance(work, is_fetched=turn == "fetch")
             except NotNowError:
-                pass  # returned to the schedule, and perhaps claimed by another worker
+                pass
             except TierckptError as error:
                 self.order.done(work)
                 self.failures.setdefault(index, error)
@@ -205,12 +191,12 @@ class FetchJob:
             if self._is_overtaking:
                 yield "fetch" if turn == "later" else turn
             elif turn == "fetch" and self.partial_entry.count_fetches() > self.fetcher.fetches_max:
-                yield "later"  # the node fetches enough of it
+                yield "later"
             else:
                 yield turn
 
     async def _pause(self) -> None:
-        """Pause for other processes. One worker polls; the rest wait for it."""
+        """One worker polls; the rest wait for it."""
         before = self.partial_entry.landed_bytes
         async with self._idle:
             self.partial_entry.refresh()

@@ -1,7 +1,7 @@
 """A file set: the files below one URI, frozen with size, version (etag) and digests. Pure.
 
 F1  Two processes that freeze the same files get the same ``version``, whatever their settings.
-F2  A record that decodes is safe to act on: no path leaves its directory, no size is impossible.
+F2  A decoded record is safe to act on: no path leaves its directory, no size is impossible.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FileSpec:
 
 @dataclass(frozen=True)
 class FileSet:
-    """One version of the files below ``uri``, in chunks. ``chunk_size_bytes`` is no part of the version (F1)."""
+    """One version of the files below ``uri``. The chunk size is not part of the version (F1)."""
 
     uri: str
     files: tuple[FileSpec, ...]
@@ -60,7 +60,6 @@ class FileSet:
 
     @cached_property
     def name(self) -> str:
-        """A readable, unique directory name for this version of this URI."""
         return f"{stem_of(self.uri)}-{digest_of(f'{self.uri} {self.version}'.encode())[:16]}"
 
     @cached_property
@@ -91,7 +90,7 @@ class FileSet:
 
     @cached_property
     def first_ordinals(self) -> list[int]:
-        """The ordinal in ``chunks()`` of each file's first chunk; last, the number of chunks."""
+        """The ordinal in ``chunks()`` of each file's first chunk, then the number of chunks."""
         return [0, *accumulate(map(self.chunks_of, range(len(self.files))))]
 
     @cached_property
@@ -107,7 +106,6 @@ class FileSet:
         return ((index, chunk) for index in range(len(self.files)) for chunk in range(self.chunks_of(index)))
 
     def encode(self, landed: Sequence[Sequence[str]] = ()) -> bytes:
-        """``landed``: for each file the digests of its landed chunks (for a receipt)."""
         body = {
             "uri": self.uri,
             "chunk_size_bytes": self.chunk_size_bytes,
@@ -125,13 +123,12 @@ class Receipt:
     landed: tuple[tuple[str, ...], ...]
 
     def digest(self, index: int, chunk: int) -> str:
-        """Return the digest of a chunk as fetched, else as recorded by its writer; "" if unknown."""
+        """Return a chunk's digest as fetched, else as recorded by its writer; "" if unknown."""
         known = self.landed[index] if self.landed else self.frozen.files[index].digests
         return known[chunk] if known else ""
 
 
 def from_manifest(manifest: Manifest) -> list[FileSpec]:
-    """Return the files of a tierckpt checkpoint, with their digests as versions."""
     return [files_of_rank(entry) for entry in manifest.entries]
 
 
@@ -140,7 +137,6 @@ def files_of_rank(entry: FileEntry) -> FileSpec:
 
 
 def stem_of(uri: str) -> str:
-    """Return the common name prefix of all versions of ``uri``."""
     return _PLAIN.sub("-", uri.rstrip("/").rpartition("/")[2]).strip(".-")[:80] or "files"
 
 
@@ -149,7 +145,7 @@ def version_of(files: Sequence[FileSpec]) -> str:
 
 
 def decode(data: bytes, *, where: str) -> Receipt:
-    """Raises ManifestError: damaged, or not a tierckpt record (F2)."""
+    """Raise ManifestError for a damaged record (F2)."""
 
     def bad(reason: str) -> NoReturn:
         raise ManifestError(f"{where}: {reason}", hint="The record is damaged and was not used")

@@ -1,21 +1,15 @@
-"""Prefetch into the cache of Hugging Face libraries, where ``from_pretrained("org/name")`` finds it, offline too.
+"""Prefetch into the cache of Hugging Face libraries, by their "Hub local cache" documentation.
 
-    <cache>/models--org--name/blobs/<sha256, or git's sha1>      the bytes
-    <cache>/models--org--name/snapshots/<commit>/PATH            relative links to them
-    <cache>/models--org--name/refs/<revision>                    the commit
-    <cache>/models--org--name/.tierckpt/<commit>                 files in flight, as in any prefetch
-    <cache>/models--org--name/.tierckpt/.<commit>.<random>.tmp   an unfinished snapshot
+    models--org--name/blobs/<sha256, or git's sha1>      the bytes
+    models--org--name/snapshots/<commit>/PATH            relative links to them
+    models--org--name/refs/<revision>                    the commit
+    models--org--name/.tierckpt/<commit>                 files in flight
 
 Invariants:
-    L1  A blob appears whole, checked and durable, by a hard link; a snapshot links only to blobs, and appears with all
-        its links, by a rename; a ref names a durable snapshot. So a reader, by name or by commit, finds all or nothing;
-        or, while more files of a snapshot are fetched, the files requested before.
-    L2  Every step can be repeated. The next prefetch finishes a step interrupted by a kill, and fetches only missing
-        blobs.
-    L3  Without symbolic links (SMB, exFAT) a snapshot holds hard links, or else copies, and then no blob stays: the
-        layout that those libraries write there.
-
-Source: "Hub local cache", its documentation for other implementations.
+    L1  A blob appears whole, checked and durable, by a hard link; a snapshot with all its links, by a rename; then a
+        ref. So a reader finds all requested files or nothing.
+    L2  Every step can be repeated: the next prefetch finishes a killed one.
+    L3  Without symbolic links (SMB, exFAT) a snapshot holds hard links or copies.
 """
 
 from __future__ import annotations
@@ -68,9 +62,9 @@ async def fill_hub_cache(
     peer_join: PeerJoin | None = None,
     copy_sources: Sequence[CopySource] = (),
 ) -> PrefetchResult:
-    """Fill the Hugging Face cache ``cache`` with ``files``. Returns the snapshot's directory.
+    """Fill the Hugging Face cache ``cache`` with ``files``; ``directory`` is the snapshot.
 
-    Raises: as ``fill_directory``; ConfigError for a revision that cannot be a file name.
+    Raises as ``fill_directory``, and ConfigError: the revision cannot be a file name.
     """
     repository, commit = store.repository, store.commit
     if not is_safe_path(repository.revision):
@@ -107,10 +101,9 @@ def hub_of(store: Store) -> HubStore:
 
 
 async def check_hub_cache(store: HubStore, frozen: FileSet, cache: Path) -> CacheCheck:
-    """Digest the files of ``frozen`` in the Hugging Face cache ``cache``, by the names that libraries read.
+    """Digest the files of ``frozen`` in the Hugging Face cache, by the names that libraries read.
 
-    ``missing``: files without link or blob, and the ref of a revision that names another commit; ``bad``: files
-    with other bytes than listed. Changes nothing. Cost: one read of each file.
+    ``missing``: files without link or blob, and a ref to another commit.
     """
     repository, commit = store.repository, store.commit
     root = cache / repository.folder
@@ -166,7 +159,6 @@ def _is_there(blob: Path, item: FileSpec) -> bool:
 
 
 def _is_file(directory: Path, item: FileSpec) -> bool:
-    """True for a snapshot's file that is no link (file systems without links)."""
     path = directory / item.path
     return not path.is_symlink() and _is_there(path, item)
 
@@ -188,7 +180,7 @@ def _finish(root: Path, fetched: Path) -> None:
         for item in receipt.frozen.files:
             _put_blob(fetched / item.path, _blob(root, item), item)
         fsync_dir(root / "blobs")
-    remove_tree(fetched, ignore_errors=True)  # its files have other names by now
+    remove_tree(fetched, ignore_errors=True)
     with contextlib.suppress(OSError):
         (root / PRIVATE_DIR).rmdir()
 
@@ -196,7 +188,7 @@ def _finish(root: Path, fetched: Path) -> None:
 def _put_blob(source: Path, blob: Path, item: FileSpec) -> None:
     if _is_there(blob, item):
         return
-    temporary = blob.with_name(f"{blob.name}.{secrets.token_hex(6)}.incomplete")  # the naming of those libraries
+    temporary = blob.with_name(f"{blob.name}.{secrets.token_hex(6)}.incomplete")
     try:
         try:
             hard_link(source, temporary)
@@ -206,20 +198,19 @@ def _put_blob(source: Path, blob: Path, item: FileSpec) -> None:
             source.replace(blob)
             return
     except FileNotFoundError:
-        if not _is_there(blob, item):  # another process may have finished it
+        if not _is_there(blob, item):
             raise StoreError(f"{source} was removed while it was published", hint="Run it again") from None
         return
     temporary.replace(blob)
-    temporary.unlink(missing_ok=True)  # still there if another process linked the same file
+    temporary.unlink(missing_ok=True)  # another process linked the same file
 
 
 def _link(root: Path, repository: Repository, commit: str, files: Sequence[FileSpec]) -> Path:
-    """Make a snapshot's links, then the ref (L1)."""
     snapshot = root / "snapshots" / commit
     copied = set[Path]()
     with translated(root):
         if not snapshot.exists():
-            fresh = root / PRIVATE_DIR / temporary_of_this_process(commit)  # same depth, as it links to the same blobs
+            fresh = root / PRIVATE_DIR / temporary_of_this_process(commit)  # same depth: relative links
             try:
                 copied |= _link_files(root, fresh / repository.path, files)
                 make_dirs(snapshot.parent)
@@ -241,7 +232,7 @@ def _link(root: Path, repository: Repository, commit: str, files: Sequence[FileS
 
 
 def _link_files(root: Path, directory: Path, files: Sequence[FileSpec]) -> set[Path]:
-    """Make durable links to the blobs of ``files`` below ``directory``. Return the blobs copied instead (L3)."""
+    """Make durable links to blobs. Return the blobs copied instead (L3)."""
     folders, copied = {directory}, set[Path]()
     for item in files:
         link = directory / item.path

@@ -1,6 +1,6 @@
 """The node cache by URI: open, prefetch, plan, check, pin, evict.
 
-A tierckpt checkpoint is not cached: it belongs to the local tier, from which restore reads and retention removes it.
+Checkpoints of tierckpt are not cached: they belong to the local tier.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ANCESTORS_MAX = 16
 DIGESTS_AT_A_TIME = 4
 
 _kept_leases: dict[str, ExitStack] = {}
-"""Leases on directories returned to callers, held until this process exits."""
+"""Held until this process exits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class ResolvedUri:
 class CacheCheck:
     uri: str
     state: str
-    """``whole``, ``partial``, ``absent``, or ``outdated`` (whole, but the store has a newer version)."""
+    """``outdated``: whole, but the store has a newer version."""
     directory: Path | None
     files: int
     size_bytes: int
@@ -95,8 +95,6 @@ class CacheCheck:
 
 
 class NodeCache:
-    """The entries of this node's cache, by URI. Runs on one event loop."""
-
     def __init__(
         self,
         settings: Settings,
@@ -120,11 +118,7 @@ class NodeCache:
     ) -> ResolvedUri:
         """Fix the current content of ``location``: a checkpoint, a directory of files, or one object.
 
-        ``kind`` and ``info`` (of the object), if known, save requests.
-
-        Raises:
-            ObjectNotFoundError: nothing exists there, or nothing matches.
-            UncommittedCheckpointError: a checkpoint without a commit on the shared tier.
+        Raises ObjectNotFoundError: nothing matches. UncommittedCheckpointError.
         """
         if info is not None or kind == "object":
             return await self._object(location, info)
@@ -147,10 +141,10 @@ class NodeCache:
         store, name = self.store_at(location.parent), location.name
         if info is None:
             info = await store.head(name)
-            if isinstance(store, LocalStore) and (seconds := etag_reuse_seconds([info.etag])):  # as ``from_listing``
+            if isinstance(store, LocalStore) and (seconds := etag_reuse_seconds([info.etag])):
                 await asyncio.sleep(seconds)
                 info = await store.head(name)
-        path = name if is_safe_path(name) else digest_of(name.encode(errors="replace"))  # no file has such a name here
+        path = name if is_safe_path(name) else digest_of(name.encode(errors="replace"))
         item = FileSpec(path, name, info.size_bytes, info.etag)
         return ResolvedUri(location, store, self._frozen(location, [item]), only=item)
 
@@ -158,7 +152,7 @@ class NodeCache:
         store = self.store_at(location)
         infos: list[ObjectInfo] | None = None
         if location.scheme in REMOTE_SCHEMES:  # one request proves that it has no manifest
-            with contextlib.suppress(PermissionDeniedError):  # a checkpoint names its files, so needs no listing
+            with contextlib.suppress(PermissionDeniedError):
                 infos = [info async for info in store.list()]
         if infos is None or any(info.key.startswith(f"{PRIVATE_DIR}/") for info in infos):
             manifest = await shared_commit.read_shared_manifest(store)
@@ -168,14 +162,13 @@ class NodeCache:
                 return self.resolve_checkpoint(location, store, manifest, files)
         found = await from_listing(store, files, infos=infos)
         if _is_half(found):
-            raise _uncommitted(location)  # not even claimed when checked
+            raise _uncommitted(location)
         chosen = files.choose(found, location.uri)
         return ResolvedUri(location, store, self._frozen(location, chosen), is_filtered=bool(files))
 
     def resolve_checkpoint(
         self, location: Location, store: Store, manifest: Manifest, files: FileFilter
     ) -> ResolvedUri:
-        """Freeze a checkpoint with a given manifest. Raises ObjectNotFoundError: no file matches."""
         frozen = self._frozen(location, files.choose(from_manifest(manifest), location.uri), manifest.chunk_size_bytes)
         return ResolvedUri(location, store, frozen, manifest, is_filtered=bool(files))
 
@@ -184,11 +177,11 @@ class NodeCache:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds without progress before another process fetches the same: two request timeouts, at least a minute."""
+        """Seconds without progress before another process fetches the same."""
         return max(STALL_SECONDS_MIN, 2 * self.settings.store_timeout_seconds)
 
     async def open(self, resolved: ResolvedUri, *, whole: bool = False) -> CacheEntry:
-        """Open or make the entry of ``resolved``. The caller closes it. Raises CapacityError: no room for ``whole``."""
+        """Open or make the entry; the caller closes it. Raises CapacityError: no room for ``whole``."""
         found = await asyncio.to_thread(self._larger, resolved)
         frozen = found or resolved.frozen
         store = resolved.store if found is None or resolved.only is None else self._store_of(frozen, resolved)
@@ -207,12 +200,11 @@ class NodeCache:
         return cached
 
     async def open_at(self, location: Location, *, kind: Kind = "auto", info: ObjectInfo | None = None) -> CacheEntry:
-        """Open the current version of ``location``: files, a model, one object. The caller closes it. Raises
-        ObjectNotFoundError. docs/internals/cache.md says how to use it."""
+        """Open the current version; the caller closes it. Raises ObjectNotFoundError."""
         return await self.open(await self.freeze(location, kind=kind, info=info))
 
     async def reopen(self, frozen: FileSet) -> CacheEntry:
-        """Open an entry by its receipt, without store requests. The caller closes it."""
+        """Open an entry by its receipt, without requests. The caller closes it."""
         location, files = parse_uri(frozen.uri), frozen.files
         is_object = len(files) == 1 and files[0].key == location.name
         resolved = ResolvedUri(location, self.store_at(location.parent if is_object else location), frozen)
@@ -230,7 +222,7 @@ class NodeCache:
         return next(item for item in frozen.files if _same(item, resolved.only, _below(frozen.uri, resolved.location)))
 
     def _larger(self, resolved: ResolvedUri) -> FileSet | None:
-        """Find an entry of the URI, or of a directory above it, with all of ``resolved`` in the same versions."""
+        """Find an entry of the URI or a parent URI with all of ``resolved`` in the same versions."""
         if not self.pool.root.is_dir():
             return None
         locations = [resolved.location]
@@ -242,7 +234,7 @@ class NodeCache:
             return None
         for row in sorted(rows, key=lambda row: (row.state != "complete", -row.used_unix_ns)):
             if row.state != "complete" and (exact is not None or resolved.only is None):
-                break  # a partial one only serves a single object without its own entry
+                break  # partial entries serve only single objects
             frozen = self._contents(row)
             if frozen is not None and _covers(frozen, resolved):
                 return frozen
@@ -262,8 +254,7 @@ class NodeCache:
         return self._receipts[row.name].frozen
 
     def copy_sources(self, resolved: ResolvedUri, leases: ExitStack) -> list[CopySource]:
-        """Return entries of the same URI to copy files from, the last used at the end. Blocking. ``leases`` keeps them
-        from eviction."""
+        """Entries of the same URI to copy from; ``leases`` protects them from eviction."""
         found: list[CopySource] = []
         for row in self.pool.rows(resolved.location.uri) if self.pool.root.is_dir() else ():
             leases.enter_context(self.pool.lease(row.name))
@@ -275,12 +266,7 @@ class NodeCache:
         return found
 
     async def fill(self, resolved: ResolvedUri, *, pin: bool = False, keep: bool = False) -> PrefetchResult:
-        """Cache all of ``resolved``, whole.
-
-        Args:
-            pin: keep it until it is unpinned; other versions of the URI are unpinned.
-            keep: hold its lease until this process exits.
-        """
+        """``pin`` unpins other versions of the URI. ``keep``: lease it until this process exits."""
         cached = await self.open(resolved, whole=True)
         try:
             await cached.fill(listener=self._listener)
@@ -302,7 +288,7 @@ class NodeCache:
     async def check_at(
         self, location: Location, place: Callable[[ResolvedUri], Path | None], files: FileFilter
     ) -> CacheCheck:
-        """``check`` the current version of ``location``, or the last fetched one while its store is down."""
+        """Check the current version, or the last fetched one while its store is down."""
         try:
             resolved = await self.freeze(location, files=files)
         except (StoreUnavailableError, EndpointError) as error:
@@ -315,7 +301,6 @@ class NodeCache:
         return await asyncio.to_thread(self.check, resolved, place(resolved))
 
     def check(self, resolved: ResolvedUri, directory: Path | None = None) -> CacheCheck:
-        """Return the state of ``resolved`` in the cache or in ``directory``. Changes nothing."""
         frozen = self._larger(resolved) or resolved.frozen if directory is None else resolved.frozen
         target = directory or self.pool.directory(frozen.name)
         check = _check(frozen, target)
@@ -333,7 +318,6 @@ class NodeCache:
         return check
 
     async def read_again(self, check: CacheCheck) -> None:
-        """Digest every chunk of the whole files again; differing files go into ``check.bad``."""
         if check.state != "whole" or check.directory is None:
             return
         receipt = await asyncio.to_thread(read_receipt, check.directory)
@@ -359,8 +343,7 @@ class NodeCache:
         return rows
 
     def evict(self, location: Location) -> tuple[list[CacheRow], list[CacheRow]]:
-        """Remove all versions of a URI. Returns removed rows, and those pinned or in use. Raises ObjectNotFoundError:
-        the cache has no files of it."""
+        """Returns removed rows, and those pinned or in use."""
         rows = self.pool.rows(location.uri)
         if not rows:
             raise ObjectNotFoundError(
@@ -370,8 +353,7 @@ class NodeCache:
 
 
 async def retry_until_available(work: Callable[[], Awaitable[T]], timeout_seconds: float, what: str) -> T:
-    """Retry ``work`` while ``what`` is uncommitted or missing, or its store is down. Raises OperationTimeoutError after
-    ``timeout_seconds``; it names the operation in progress."""
+    """Retry ``work`` while ``what`` is missing or its store is down. Raises OperationTimeoutError."""
     poll, last = Poll(pauses=SHARED), "nothing went wrong"
     try:
         async with asyncio.timeout(timeout_seconds):
@@ -436,7 +418,7 @@ def _uncommitted(location: Location) -> UncommittedCheckpointError:
 
 
 def _is_half(files: Sequence[FileSpec]) -> bool:
-    """True for shards without metadata: a checkpoint being uploaded, not a directory of files."""
+    """True for shards without metadata: a checkpoint being uploaded."""
     names = [file.path for file in files if "/" not in file.path]
     return any(name.endswith(SHARD_SUFFIX) for name in names) and not any(name.endswith(METADATA) for name in names)
 

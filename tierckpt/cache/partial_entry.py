@@ -1,24 +1,14 @@
-"""A directory that is being filled: several processes fill it, and one rename publishes it when it is whole.
+"""A directory that several processes fill, and one rename publishes when it is whole.
 
-    <parent>/.NAME.<version>.incoming/                  the files, sparse or preallocated, each of its full size
-    <parent>/.NAME.<version>.incoming/.tierckpt/filling/
-        entry.json            the files to fetch (cache/file_set.py): uri, files, chunk size
-        progress-<boot>-<chunk size>    a line for each fetched chunk: "<file> <chunk> <digest>"; "!<file>.":
-                              forget its chunks; "=<file>.": it is whole and durable
-        claims                locks on its bytes: the processes that fill it, and the chunk of each (disk/claims.py)
-        host                  the host that fills it, on a file system that several have mounted
-    <parent>/NAME/.tierckpt/prefetched.json             the receipt; a directory without it is not done
-    <parent>/NAME/.tierckpt/prefetched.blocks           digests of blocks, so that a small read verifies little
+docs/internals/cache.md lists its files.
 
 Invariants:
-    G1  A line is appended after its bytes were verified and written, and only appended: O_APPEND, one write. A torn
-        line is not a line. A process that reads the line may read the chunk.
-    G2  Writing a chunk twice, from two processes, writes the same bytes: they are of one frozen version and verified.
-    G3  Lines are believed for the same boot only: after a power cut the bytes may be lost.
-    G4  A new directory is renamed when every byte is durable and the receipt is in it. So it is whole or not there.
-        Into one that was there the files are moved (R1 of ``replacement``).
-    G5  Nothing in prefetched.blocks is believed before it has passed its chunk's digest: that it is damaged, or lost by
-        a power cut, costs a larger read.
+    G1  A line is appended, by one O_APPEND write, after its bytes were verified and written. A torn line is no line.
+    G2  Processes that write the same chunk write the same bytes: of one frozen version, and verified.
+    G3  Lines are believed for the same boot only: a power cut may lose the bytes.
+    G4  A new directory is renamed when all its bytes and the receipt are durable. Files move into an existing one (R1
+        of ``replacement``).
+    G5  Block digests are used only after they pass their chunk's digest.
 """
 
 from __future__ import annotations
@@ -80,10 +70,9 @@ CLAIMS = f"{FILLING}/claims"
 HOST = f"{FILLING}/host"
 SUFFIX = ".incoming"
 FILLS, PUBLISHES = 0, 1
-"""Bytes of the claims file: shared by the processes that fill the entry, and exclusive to the publisher."""
+"""Bytes of the claims file: shared by the filling processes, and exclusive to the publisher."""
 STREAMS, FETCHES, SHARED = 1 << 32, 1 << 40, 1 << 48
-"""First byte of each range: a file being streamed; a chunk, by ordinal, being fetched; one fetched from shared storage
-together with other nodes."""
+"""First byte of each range: streamed files, fetched chunks, and chunks fetched together with other nodes."""
 STREAM = -1
 APPENDS_MAX = 8
 OTHERS_SHOWN = 8
@@ -91,15 +80,13 @@ REMOVED_ERRNOS = {errno.ENOENT, errno.ESTALE}
 """Errors of an open file that another host removed."""
 
 ChunkAction: TypeAlias = Literal["fetch", "landed", "later"]
-"""Action for a chunk: fetch it; nothing, it has landed; retry later, another process has claimed it."""
 
 _LANDED = re.compile(rb"(\d+) (\d+) (t?[0-9a-f]{32})")
 _MARK = re.compile(rb"([!=])(\d+)\.")
 
 
 def incoming_of(directory: Path, version: str) -> Path:
-    """Return the directory that gathers the files: next to ``directory``, or inside an existing one (it may be a mount,
-    or have its own owner and mode)."""
+    """Return the directory that gathers the files: in an existing ``directory`` (perhaps a mount), else next to it."""
     inside = directory / PRIVATE_DIR / f"{version[:8]}{SUFFIX}"
     return inside if directory.exists() else incoming_next_to(directory, version)
 
@@ -109,7 +96,6 @@ def incoming_next_to(directory: Path, version: str) -> Path:
 
 
 def landed_in(directory: Path, version: str) -> dict[str, int]:
-    """Return fetched bytes by file of a fill of ``directory``; {} without a fill. Changes nothing."""
     incoming = incoming_of(directory, version)
     frozen = read_entry(incoming)
     if frozen is None or frozen.version != version:
@@ -119,7 +105,7 @@ def landed_in(directory: Path, version: str) -> dict[str, int]:
 
 
 def read_landed(incoming: Path) -> Receipt | None:
-    """Return the target content of ``incoming``, with the digests of landed chunks, and '' for the others."""
+    """Return the content of ``incoming``; missing chunks have the digest ''."""
     if (frozen := read_entry(incoming)) is None:
         return None
     landed = _read_lines(incoming, frozen).landed
@@ -135,7 +121,6 @@ def _read_lines(incoming: Path, frozen: FileSet) -> ProgressLog:
 
 
 def read_entry(incoming: Path) -> FileSet | None:
-    """Return the target content of ``incoming``; None if unknown (then it is useless)."""
     try:
         return _entry_of(incoming)
     except (ObjectNotFoundError, ManifestError):
@@ -143,7 +128,7 @@ def read_entry(incoming: Path) -> FileSet | None:
 
 
 def _entry_of(incoming: Path) -> FileSet:
-    """Raises ObjectNotFoundError: there is no fill. ManifestError: the record is damaged."""
+    """Raises ObjectNotFoundError: there is no fill. ManifestError: damaged."""
     return decode(read_whole(incoming / ENTRY, MANIFEST_BYTES_MAX), where=str(incoming / ENTRY)).frozen
 
 
@@ -165,7 +150,6 @@ def is_being_filled(incoming: Path) -> bool:
 
 
 def remove_dir(directory: Path) -> None:
-    """Remove ``directory``, first by one rename. No error if it is missing."""
     aside = directory.with_name(f".{secrets.token_hex(6)}.evicted")
     with translated(directory):
         try:
@@ -182,11 +166,11 @@ class ProgressLog:
         self.landed_bytes = 0
         self.durable: set[int] = set()
         self.order: list[tuple[int, int]] = []
-        """Chunks in landing order. A forgotten chunk that landed again appears twice."""
+        """In landing order. A forgotten chunk that landed again appears twice."""
         self.offset = 0
 
     def path(self, incoming: Path) -> Path:
-        """Lines of another boot (G3) or chunk size are in another file."""
+        """Other boots (G3) and chunk sizes have other files."""
         return incoming / FILLING / f"progress-{boot_id()[:8]}-{self.frozen.chunk_size_bytes}"
 
     def read_on(self, file: int) -> None:
@@ -196,7 +180,7 @@ class ProgressLog:
         whole = data.rpartition(b"\n")[0]
         for line in whole.split(b"\n"):
             self._take(line)
-        self.offset += len(whole)  # leave the last line feed: the next record may begin with it
+        self.offset += len(whole)  # the last line feed may begin the next record
 
     def _take(self, line: bytes) -> None:
         if match := _LANDED.fullmatch(line):
@@ -228,7 +212,7 @@ class ProgressLog:
 
 
 class PartialEntry:
-    """One process's part in filling ``directory`` with ``frozen``. Blocking, thread-safe."""
+    """One process's part in filling ``directory``. Blocking, thread-safe."""
 
     def __init__(
         self,
@@ -238,11 +222,7 @@ class PartialEntry:
         preallocate: bool,
         is_selected: Callable[[str], bool] = lambda path: True,
     ) -> None:
-        """Join the processes that fill it, or be the first. Raises StoreError when it cannot be written.
-
-        ``is_selected``: True for paths that would be in ``frozen`` if the source had them. Other files of an
-        earlier prefetch stay at publication.
-        """
+        """``is_selected``: True for paths that would be in ``frozen`` if the source had them. Other files stay."""
         self.directory, self._is_selected = directory, is_selected
         self._replaces = version_in(directory)
         make_dirs(directory.parent)
@@ -256,10 +236,10 @@ class PartialEntry:
                 if not self._is_new:
                     make_dirs(self.incoming, is_durable=False)
                     inherit_group(directory, self.incoming)
-                make_dirs(self.incoming / FILLING, is_durable=False)  # made durable at publication (G3)
+                make_dirs(self.incoming / FILLING, is_durable=False)  # made durable at publication
                 self.claims = Claims(self.incoming / CLAIMS)
                 stack.callback(self.claims.close)
-                # Before there is an entry: a directory without either is being made (_is_begun).
+                # First: a directory with neither is being made (_is_begun).
                 self.claims.share(FILLS)
                 self.frozen = self._agree(frozen)
                 self._lines = ProgressLog(self.frozen)
@@ -272,10 +252,9 @@ class PartialEntry:
         self.refresh()
 
     def _agree(self, frozen: FileSet) -> FileSet:
-        """Adopt the existing record, with the chunk size of the first process.
+        """Adopt the existing record, with its chunk size.
 
-        A single read tells missing from damaged. Between two, another process may write the record, which
-        would count as damaged and lose its landed chunks.
+        A single read tells missing from damaged: between two another process may write it.
         """
         path = self.incoming / ENTRY
         for _ in range(LEASE_ATTEMPTS):
@@ -287,11 +266,11 @@ class PartialEntry:
             except ManifestError:
                 self._forget(path)
             except ObjectNotFoundError:
-                pass  # this process may be the first
+                pass
             temporary = path.with_name(f"entry.{secrets.token_hex(6)}")
             write_new(temporary, frozen.encode(), file_mode(path))
             try:
-                name_new(temporary, path)  # only one of several first processes succeeds
+                name_new(temporary, path)  # one of several first processes succeeds
             except FileExistsError:
                 pass
             except OSError:  # the file system cannot decide
@@ -317,13 +296,12 @@ class PartialEntry:
         self._log = -1
 
     def tidy(self) -> None:
-        """After ``close``: remove a directory that a late process made again after publication."""
+        """Remove a directory that a late process made after publication."""
         if self.incoming.exists() and self.is_published() and not is_being_filled(self.incoming):
             with contextlib.suppress(TierckptError):
                 remove_dir(self.incoming)
 
     def progress_bytes(self) -> dict[str, int]:
-        """Size of each progress file: another host's grows as it makes progress."""
         found = {}
         for path in self._lists():
             with contextlib.suppress(OSError):
@@ -335,13 +313,12 @@ class PartialEntry:
 
     @contextlib.contextmanager
     def claimed(self, index: int, chunk: int) -> Iterator[ChunkAction]:
-        """Hold the claim on a chunk, or on ``STREAM``, within the block; yield the action for it."""
         claim = self._claim_of(index, chunk)
         if not self.claims.take(claim):
             yield "later"
             return
         try:
-            self.refresh()  # it may have landed before the claim
+            self.refresh()
             yield "landed" if self.has(index, chunk) else "fetch"
         finally:
             self.claims.release(claim)
@@ -351,7 +328,6 @@ class PartialEntry:
         return bool(self.claims.held(claim, claim + 1))
 
     async def await_other(self, index: int, chunk: int, timeout_seconds: float) -> Literal["landed", "free", "stalled"]:
-        """Wait until the claimed chunk has landed, its claim is free, or time is up."""
         async for _ in Poll(timeout_seconds):
             self.refresh()
             if self.has(index, chunk):
@@ -371,7 +347,7 @@ class PartialEntry:
             self.claims.release(offset)
 
     def refresh(self) -> None:
-        """Read lines appended by other processes. Cost: one fstat when there are none."""
+        """Read lines of other processes. Cost: one fstat when there are none."""
         with self._lock, translated(self.progress_path):
             try:
                 if self._log >= 0 and os.fstat(self._log).st_size > self._lines.offset:
@@ -379,7 +355,7 @@ class PartialEntry:
             except OSError as error:
                 if error.errno not in REMOVED_ERRNOS:
                     raise
-                # A network mount has no unnamed files; another host removed it: it publishes.
+                # On a network mount, another host has published.
                 if (receipt := whole_receipt(self.directory, self.frozen.version)) is not None:
                     self._lines.take_all(receipt.landed)
 
@@ -402,13 +378,8 @@ class PartialEntry:
     def land(self, index: int, chunk: int, data: Buffer, digest: str = "", *, clone_of: Path | None = None) -> None:
         """Verify and write one chunk, then record it (G1).
 
-        Args:
-            digest: of ``data``, if known.
-            clone_of: a file with the same bytes at the same offset; its blocks are shared where possible.
-
-        Raises:
-            IntegrityError: the digest differs; nothing was written.
-            CapacityError, StoreError: it could not be written.
+        ``clone_of``: a file to share blocks with. Raises IntegrityError, with nothing written; CapacityError,
+        StoreError.
         """
         item, offset = self.frozen.files[index], self.frozen.chunk_range(index, chunk)
         digest = digest or digest_of(data)
@@ -426,14 +397,13 @@ class PartialEntry:
             self._make_durable(index)
 
     def take_over(self, index: int, chunk: int, digest: str, blocks: bytes) -> None:
-        """Note a chunk of a file linked from another version, with its digest there. ``blocks``: digests of its blocks,
-        if known, used only if they pass ``digest`` (G5)."""
+        """Note a chunk of a file linked from another version, with its block digests if known (G5)."""
         if len(blocks) == self.frozen.blocks_range(index, chunk).size_bytes:
             self._put_blocks(index, chunk, blocks)
         self.append_line(f"{index} {chunk} {digest}")
 
     def keep(self, index: int) -> None:
-        """Make a file durable after ``take_over`` of its chunks. A damaged one is forgotten, and fetched later."""
+        """Make a file durable after ``take_over``. A damaged one is forgotten, and fetched later."""
         self.refresh()
         if self.has_file(index):
             with contextlib.suppress(IntegrityError):
@@ -441,9 +411,9 @@ class PartialEntry:
             self.refresh()
 
     def _put_blocks(self, index: int, chunk: int, blocks: bytes) -> None:
-        """Write block digests before the chunk's line. Every process writes the same bytes here (G2)."""
+        """Write block digests before the chunk's line."""
         if len(blocks) == BLOCK_DIGEST_BYTES:
-            return  # a single block: its digest is the chunk's
+            return
         path = self.incoming / BLOCKS
         with translated(path):
             file = open_regular(path, os.O_WRONLY | os.O_CREAT, file_mode(path))
@@ -461,8 +431,7 @@ class PartialEntry:
         raise StoreError(f"{self.progress_path} could not be appended to", path=self.progress_path, tier=Tier.LOCAL)
 
     def prepare(self, index: int) -> Path:
-        """Make the file exist with its full size, and return its path. Idempotent, also between processes, and loses
-        nothing: files are only extended."""
+        """Make the file exist with its full size. Idempotent: files are only extended."""
         item = self.frozen.files[index]
         path = self.incoming / item.path
         if index in self._prepared:
@@ -475,10 +444,10 @@ class PartialEntry:
             had_chunks = bool(self._lines.landed.get(index))
             try:
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path))
-                if had_chunks and self.is_published():  # another process has made the directory again since
+                if had_chunks and self.is_published():  # another process made the directory again
                     os.close(file)
                     raise ObjectNotFoundError(f"{self.incoming} was published", tier=Tier.LOCAL)
-                if had_chunks:  # the file was removed, but not its lines
+                if had_chunks:
                     log.warning("%s is missing: fetching it again", path)
                     self.append_line(f"!{index}.")
             except FileExistsError:
@@ -496,7 +465,7 @@ class PartialEntry:
         return path
 
     def _check_own_name(self, path: Path, item: FileSpec) -> None:
-        """Raise StoreError if another file's name differs from ``path`` by case only (vfat, exFAT, SMB)."""
+        """Raise StoreError if another file's name differs by case only (vfat, SMB)."""
         twins = [other.path for other in self.frozen.files if other.path.casefold() == item.path.casefold()]
         if len(twins) > 1 and path.name not in os.listdir(path.parent):  # noqa: PTH208
             raise StoreError(
@@ -521,10 +490,9 @@ class PartialEntry:
         return whole_receipt(self.directory, self.frozen.version) is not None
 
     def publish(self) -> bool:
-        """Publish the directory when every chunk has landed. False while another process does, or after a file
-        was forgotten.
+        """Publish the directory when every chunk has landed.
 
-        Raises StoreError, CapacityError: the fsync of a file failed. Its chunks will be fetched again.
+        False while another process does, or after a failed check. Raises StoreError, CapacityError: an fsync failed.
         """
         if self.is_published():
             return True
@@ -575,7 +543,7 @@ class PartialEntry:
             self.prepare(index)
             if index not in self._lines.durable:
                 self._make_durable(index)
-        if not self.has_all():  # prepare may have found a file missing
+        if not self.has_all():
             raise StoreError(f"files of {self.incoming} were removed while it was being filled", hint="Run it again")
         receipt = self.frozen.encode([self._digests(index) for index in range(len(self.frozen.files))])
         if self._is_new:
@@ -604,10 +572,10 @@ class PartialEntry:
             self.directory, self.incoming, self.frozen, self._is_selected, self.incoming / FILLING
         )
         replacement.begin()
-        for left in self._lists():  # before the first move, as these say that it is in ``incoming``
+        for left in self._lists():  # before the first move: they say that it is in ``incoming``
             left.unlink()
         replacement.move()
-        with contextlib.suppress(FileNotFoundError):  # no file has a chunk of more than one block
+        with contextlib.suppress(FileNotFoundError):
             (self.incoming / BLOCKS).replace(self.directory / BLOCKS)
         replacement.end(receipt)
         remove_tree(self.incoming, ignore_errors=True)
@@ -617,7 +585,7 @@ class PartialEntry:
         return [landed[chunk] for chunk in range(self.frozen.chunks_of(index))]
 
     def _make_durable(self, index: int) -> None:
-        """Check a whole file's content and fsync it. On failure, forget all of its chunks: the bad ones are unknown."""
+        """Check a whole file and fsync it. On failure, forget all of its chunks."""
         path = self.incoming / self.frozen.files[index].path
         with translated(path):
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -634,7 +602,6 @@ class PartialEntry:
 
 
 def same_digest(data: Buffer, digest: str, expected: str) -> bool:
-    """True when ``data`` has the digest ``expected``, which may be of the older form."""
     return digest == expected or has_digest(data, expected)
 
 
@@ -657,14 +624,13 @@ def tidy(directory: Path) -> None:
 
 
 def _is_begun(incoming: Path) -> bool:
-    """True while a process makes ``incoming``: recent and without an entry."""
+    """True while a process makes ``incoming``: recent and without a record."""
     with contextlib.suppress(OSError):
         return not (incoming / ENTRY).exists() and time.time() - incoming.stat().st_mtime < SILENT_SECONDS
     return False
 
 
 def remove_abandoned(directory: Path, keep: Path) -> None:
-    """Remove abandoned partial directories of other versions of ``directory``."""
     inside = directory / PRIVATE_DIR
     companion_path = matching(directory.parent, f".{glob.escape(stem_of(directory.name))}.*{SUFFIX}")
     for left in [*companion_path, *matching(inside, f"*{SUFFIX}")]:

@@ -30,11 +30,9 @@ class ReceivedChunk:
 
 
 class ChunkOrder(Protocol):
-    async def take(self) -> Work | None:
-        """Return the next chunk; None if all are assigned."""
+    async def take(self) -> Work | None: ...
 
-    def put_back(self, work: Work) -> None:
-        """Return an unfetched chunk."""
+    def put_back(self, work: Work) -> None: ...
 
     def done(self, work: Work) -> None:
         """Record a chunk as fetched or abandoned."""
@@ -46,12 +44,11 @@ class PeerSources:
     peer_seconds: Counter[str] = field(default_factory=Counter)
     shared_bytes: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
-    """Chunks read from shared storage although another node was to read them, by reason."""
+    """Chunks read from shared storage instead of a peer, by reason."""
     banned: set[str] = field(default_factory=set)
     slowest: tuple[float, str, str] = (0.0, "", "")
 
     def peers(self) -> list[Json]:
-        """Name, bytes, bytes per second and ban of each peer."""
         return [
             {
                 "name": name,
@@ -72,29 +69,30 @@ class PeerSources:
 
 
 class PeerFill(Protocol):
-    """One fill of one version together with other nodes. Runs on one event loop."""
+    """One fill of one version, on one event loop."""
 
     sources: PeerSources
 
     @property
-    def slots(self) -> int:
-        """Maximum concurrent chunks."""
+    def slots(self) -> int: ...
 
     def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> ChunkOrder:
-        """Choose the next of ``todo`` (files and chunks), and its source."""
+        """Choose the next of ``todo`` (file and chunk), and its source."""
 
     async def fetch_chunk(
         self, index: int, chunk: int, into: memoryview, request: object | None = None
     ) -> ReceivedChunk:
-        """Fill ``into`` with a chunk, from a peer or from the store. ``request``: from its ``Work``. Raises
-        NotNowError: choose again. TierckptError: neither has it."""
+        """Fill ``into`` with a chunk, from a peer or the store.
+
+        Raises NotNowError: choose again. TierckptError: neither has it.
+        """
 
     async def chunk_written(self, index: int, chunk: int) -> None:
-        """Report that the chunk is in a file of this node, or never will be."""
+        """Report that the chunk is in a file, or never will be."""
 
     async def close(self) -> None: ...
 
 
 class PeerJoin(Protocol):
     async def join(self, chunks: StoreChunks, partial_entry: PartialEntry) -> PeerFill | None:
-        """Join the other nodes; None to read from the store, by ``chunks``."""
+        """Join the other nodes; None to read from the store."""

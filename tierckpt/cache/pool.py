@@ -1,17 +1,11 @@
-"""The entries of the node cache on disk: their list, pins, leases, reservations, and the removal of one entry.
+"""The cache entries on disk: list, pins, leases, reservations, and removal.
 
-    <local_root>/cache/NAME-<hex>/                     one entry, whole: real files, and its receipt
-    <local_root>/cache/.NAME-<hex>.<version>.incoming/ the same on its way (cache/partial_entry.py)
-    <local_root>/cache/.state/NAME-<hex>/               pinned, used (mtime: last use), reserved (bytes)
-    <local_root>/cache/.leases/NAME-<hex>.lock         flocks of the processes that use it (disk/read_lease.py)
-    <local_root>/cache/.<hex>.evicted/                 renamed away; any process may remove the rest
-
-``cache/space.py`` selects entries to evict, and reserves space.
+docs/internals/cache.md lists the files.
 
 Invariants:
-    H1  The name of a reservation stays while its entry is renamed, so that no listing misses the entry.
+    H1  A reservation's name stays while its entry is renamed, so that no listing misses the entry.
     H2  An entry that is pinned, or leased by a live process, is not evicted: an eviction holds the lease alone.
-    H3  An entry goes by one rename. A crash in the middle leaves it whole, or invisible.
+    H3  An entry goes by one rename: a crash leaves it whole, or invisible.
 """
 
 from __future__ import annotations
@@ -51,7 +45,7 @@ State: TypeAlias = Literal["partial", "complete"]
 
 @dataclass(frozen=True, slots=True)
 class CacheRow:
-    """One entry. ``reserved_bytes`` counts for the quota: size of a whole entry, reservation of a partial one."""
+    """``reserved_bytes`` counts for the quota: size of a whole entry, reservation of a partial one."""
 
     name: str
     uri: str
@@ -67,7 +61,6 @@ class CacheRow:
 Summary: TypeAlias = tuple[str, str, int, int]
 
 receipts_read: dict[Path, tuple[tuple[int, int], Summary]] = {}
-"""Of each receipt read, inode and mtime, and its summary."""
 
 
 def _summary_of(frozen: FileSet) -> Summary:
@@ -75,7 +68,7 @@ def _summary_of(frozen: FileSet) -> Summary:
 
 
 class Pool:
-    """The entries below ``settings.local_root``. Blocking; safe for threads and processes."""
+    """The cache below ``settings.local_root``. Blocking; safe for threads and processes."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -88,8 +81,7 @@ class Pool:
         return self.root / ".state" / name
 
     def rows(self, *uris: str) -> list[CacheRow]:
-        """Return all entries, or of ``uris``, least recently used first. Cost: three stats per entry; a receipt is read
-        once per process."""
+        """Return all entries, or those of ``uris``, least recently used first."""
         stems = {stem_of(uri) for uri in uris}
         names = [name for name in self._names() if not uris or name.rpartition("-")[0] in stems]
         found = [row for name in names if (row := self.describe(name)) is not None]
@@ -97,8 +89,7 @@ class Pool:
         return sorted(selected, key=lambda row: (row.used_unix_ns, row.name))
 
     def _names(self) -> set[str]:
-        """Return names of whole and partial entries, some perhaps evicted meanwhile. A listing may miss an entry during
-        its rename, but finds its reservation (H1)."""
+        """Names of whole and partial entries; none is missed (H1)."""
         found = {path.name for path in matching(self.root / ".state", "*")}
         for path in matching(self.root, "*"):
             if match := _INCOMING.match(path.name):
@@ -111,7 +102,7 @@ class Pool:
         return next(iter(matching(self.root, f".{glob.escape(name)}.*{SUFFIX}")), None)
 
     def describe(self, name: str) -> CacheRow | None:
-        for _ in range(2):  # it may be published between the checks of its two locations: then it is in the first
+        for _ in range(2):  # it may be published between the two checks
             if (summary := self._summary_by_receipt(name)) is not None:
                 return CacheRow(name, *summary, "complete", summary[3], self.is_pinned(name), self._used_ns(name))
             incoming = self.incoming(name)
@@ -169,12 +160,9 @@ class Pool:
         return self.root / ".leases" / f"{name}.lock"
 
     def lease(self, name: str) -> contextlib.ExitStack:
-        """Hold an entry against eviction until the returned stack is closed or this process exits.
-
-        It may be evicted before: check that it exists after the call. Raises as ``make_local_root``.
-        """
+        """Hold an entry against eviction, also in other processes. Then check that it still exists."""
         make_local_root(self.settings)
-        stack = contextlib.ExitStack()  # closed in reverse order
+        stack = contextlib.ExitStack()
         stack.callback(self.remove_state, name)
         stack.enter_context(read_lease.holding(self.lease_path(name)))
         stack.callback(self.used, name)
@@ -187,7 +175,7 @@ class Pool:
         return read_lease.is_held(self.lease_path(name))
 
     def remove_state(self, name: str) -> None:
-        """Remove an evicted entry's state, unless a leasing process is about to fill it (H2)."""
+        """Remove an evicted entry's state, unless a process is about to fill it (H2)."""
         with contextlib.suppress(OSError, TierckptError), try_lock(self.lease_path(name), remove=True) as is_free:
             if is_free and not self.directory(name).exists() and self.incoming(name) is None:
                 remove_tree(self.state_dir(name), ignore_errors=True)
@@ -199,7 +187,7 @@ class Pool:
             return 0
 
     def note_reserved(self, name: str, size_bytes: int) -> None:
-        """Record the entry's reserved bytes. After a crash the next reservation replaces them."""
+        """After a crash the next reservation replaces it."""
         path = self.state_dir(name) / "reserved"
         temporary = path.with_name("reserved.new")
         temporary.write_text(str(size_bytes))
@@ -225,7 +213,6 @@ class Pool:
 
 
 def allocated_bytes(directory: Path) -> int:
-    """Disk bytes of the files below ``directory``, without tierckpt's own."""
     total = 0
     for folder, below, names in os.walk(directory):
         if PRIVATE_DIR in below:
@@ -237,7 +224,7 @@ def allocated_bytes(directory: Path) -> int:
 
 
 def evict_all(pool: Pool, rows: Iterable[CacheRow]) -> tuple[list[CacheRow], list[CacheRow]]:
-    """Evict ``rows``. Returns the evicted ones, and those in use or pinned."""
+    """Return the evicted rows, and those in use or pinned."""
     went: list[CacheRow] = []
     stayed: list[CacheRow] = []
     for row in rows:

@@ -1,14 +1,7 @@
 """Prefetch: fill a directory of this node with the files of a checkpoint or model, all or none.
 
-1. Freeze the files: the manifest of a tierckpt checkpoint, else a listing with sizes and versions (etags).
-
-2. Make room, then fetch chunks in parallel into a directory next to the target (cache/partial_entry.py). Its progress
-file names fetched chunks: a killed prefetch resumes, and processes share the work.
-
-3. Publish when every file is whole and verified: rename a new directory, or replace file by file and remove the old
-version's files. The receipt comes last: a directory without it is incomplete.
-
-The node cache adds a reservation and a lease (cache/node_cache.py).
+Chunks are fetched into a directory next to the target (cache/partial_entry.py). The receipt comes last: a directory
+without it is incomplete.
 """
 
 from __future__ import annotations
@@ -42,8 +35,7 @@ log = logger("prefetch")
 
 @dataclass(slots=True, kw_only=True)
 class PrefetchResult(FetchStats):
-    """Result of a prefetch. ``fetched_bytes`` came from shared storage, ``peer_bytes`` from other nodes; the rest
-    existed, or was fetched by other processes of this node (``others_bytes``)."""
+    """``fetched_bytes`` came from shared storage, ``peer_bytes`` from other nodes."""
 
     directory: Path
     files: int
@@ -51,7 +43,6 @@ class PrefetchResult(FetchStats):
     is_pinned: bool = False
     peers: tuple[Json, ...] = ()
     fallbacks: dict[str, int] = field(default_factory=dict)
-    """Chunks read from shared storage although another node was to read them, by reason."""
 
     def to_json(self) -> Json:
         return {
@@ -120,17 +111,11 @@ async def from_listing(
 ) -> list[FileSpec]:
     """Freeze every file under the store's root, except tierckpt's own. Links of a mount are followed.
 
-    With coarse file times, a recently written file is listed again when a later write would get a later time: the
-    cache could else serve one as the other. A key that is not a file name (``a//b``) gets one, with a warning.
+    A recent file on a coarse clock is listed again: a later write could get the same etag. A key that is not a file
+    name (``a//b``) gets one, with a warning. ``strict`` rejects objects that cannot be fetched.
 
-    Args:
-        infos: a fresh listing of the store.
-        strict: reject chosen objects that cannot be fetched.
-
-    Raises:
-        ObjectNotFoundError: nothing exists there.
-        ConfigError: a dangling link, a link to a parent directory, a device or pipe, or an object with the
-            name of a directory; names them.
+    Raises ObjectNotFoundError: nothing exists there. ConfigError: a dangling or circular link, a device or pipe, or an
+    object with the name of a directory.
     """
     requested = await _listed(store, files, strict, infos)
     if isinstance(store, LocalStore) and (seconds := etag_reuse_seconds(item.etag for item in requested)):
@@ -184,7 +169,6 @@ async def _listed(
 
 
 def _legal_name(key: str, used_names: Container[str]) -> str:
-    """Return a path for an object with an invalid key: without empty parts and ``.``, odd parts encoded."""
     parts = [part for part in key.split("/") if part not in ("", ".")]
     path = "/".join(map(_legal_part, parts))[-PATH_BYTES_MAX:].strip("/")
     return (
@@ -218,11 +202,10 @@ async def fill_directory(
     files: FileFilter = ALL_FILES,
     copy_sources: Sequence[CopySource] = (),
 ) -> PrefetchResult:
-    """Fill ``directory`` with exactly these versions of ``requested``, copying chunks that ``copy_sources`` has.
+    """Fill ``directory`` with exactly these versions of ``requested``; return when all are whole and durable.
 
-    Publication removes files of an earlier prefetch that ``requested`` lacks and ``files`` would choose. Other files
-    stay; a warning names possible weights. Returns when every file is whole and durable. Idempotent. Concurrent
-    processes share the chunks; with ``peer_join``, all nodes do.
+    Publication removes files of an earlier prefetch that ``files`` would choose. Other files stay; a warning names
+    possible weights. Idempotent. Concurrent processes share the chunks.
 
     Raises:
         PartialTransferError: names the failed files. Nothing was published.

@@ -51,12 +51,12 @@ def written_in(directory: Path) -> set[str]:
 
 
 def is_half_replaced(directory: Path) -> bool:
-    """True during or after an interrupted replacement of files in ``directory`` (R1)."""
+    """True after an interrupted replacement (R1)."""
     return (directory / WRITTEN).exists() and not (directory / RECEIPT).exists()
 
 
 def put_receipt(directory: Path, receipt: bytes, scratch: Path) -> None:
-    """Write durably. ``scratch``: a directory of the same file system, removed later with its leftovers."""
+    """Write durably, by ``scratch`` on the same file system."""
     _put(directory / RECEIPT, receipt, scratch)
 
 

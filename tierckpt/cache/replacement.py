@@ -1,14 +1,10 @@
-"""Replaces the files of a directory with another version, inside the directory: it keeps inode, owner and mode.
-
-    .tierckpt/written.json     names of files of other prefetches that the directory still has, or may have
-    .tierckpt/publishing       the lease of the host that replaces files
+"""Replaces the files of a directory with another version, inside it: it keeps inode, owner and mode.
 
 Invariants:
-    R1  ``written.json`` names the files of both versions before the old receipt goes, and the new receipt comes last.
-        So a directory with ``written.json`` and without a receipt holds files of two versions: readers refuse it, and
-        the next prefetch completes it.
-    R2  Only files that a prefetch wrote are removed, by the names above, and never through a link.
-    R3  One process replaces files at a time, of all hosts that have the directory mounted.
+    R1  ``.tierckpt/written.json`` names the files of both versions before the old receipt goes, and the new receipt
+        comes last. Readers refuse a directory with ``written.json`` and no receipt; the next prefetch completes it.
+    R2  Only files that a prefetch wrote are removed, by those names, and never through a link.
+    R3  One process of all hosts replaces files at a time, with the lease ``.tierckpt/publishing``.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ PUBLISHING = f"{PRIVATE_DIR}/publishing"
 
 @contextlib.contextmanager
 def replacement_lock(directory: Path) -> Iterator[bool]:
-    """Hold the right to replace files of ``directory``; yield False if another process holds it (R3)."""
+    """Yield False if another process replaces files (R3)."""
     folder = os.open(directory / PRIVATE_DIR, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         has_locks = True
@@ -54,13 +50,6 @@ def replacement_lock(directory: Path) -> Iterator[bool]:
 
 
 class Replacement:
-    """Moves the files of ``frozen`` from ``incoming`` to ``directory``, replacing earlier prefetches.
-
-    Args:
-        is_selected: True for the paths that would be in ``frozen`` if the source had them.
-        scratch: as in ``put_receipt``.
-    """
-
     def __init__(
         self, directory: Path, incoming: Path, frozen: FileSet, is_selected: Callable[[str], bool], scratch: Path
     ) -> None:
@@ -75,8 +64,10 @@ class Replacement:
         fsync_dir((self._target / RECEIPT).parent)
 
     def move(self) -> None:
-        """Remove stale files and move the new ones in, durably. Indexes are removed first and moved last: a loader that
-        ignores receipts finds an index only with its files."""
+        """Remove stale files and move the new ones in, durably.
+
+        Indexes go first and come last: a loader that ignores receipts finds an index only with its files.
+        """
         for path in sorted(filter(is_index, self._before & (self._stale | self._new))):
             _remove(self._target, path)
         for path in sorted(self._stale):
@@ -85,7 +76,7 @@ class Replacement:
             make_dirs((self._target / path).parent)
             (self._incoming / path).replace(self._target / path)
         for folder in folders_of(self._target, self._stale | self._new):
-            if folder.exists():  # a stale file may have been its last
+            if folder.exists():
                 fsync_dir(folder)
 
     def end(self, receipt: bytes) -> None:
@@ -109,13 +100,13 @@ def _remove(directory: Path, path: str) -> None:
 
 
 def folders_of(base: Path, paths: Iterable[str]) -> list[Path]:
-    """Return every directory from ``base`` down that contains any of ``paths``, deepest first."""
+    """Return the directories of ``paths``, deepest first."""
     found = {base / parent for path in paths for parent in Path(path).parents}
     return sorted(found, key=lambda path: -len(path.parts))
 
 
 def inherit_group(directory: Path, incoming: Path) -> None:
-    """Give new files of ``incoming`` the group of ``directory`` if it has setgid."""
+    """Give new files the group of ``directory`` if it has setgid."""
     status = directory.stat()
     if status.st_mode & stat.S_ISGID:
         for folder in (incoming.parent, incoming):

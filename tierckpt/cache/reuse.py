@@ -1,13 +1,9 @@
 """Takes unchanged files over from another version of the URI on this node, by links or else copies.
 
-``copy_chunk`` copies chunks from the cache into a directory outside of it. An update of one shard of thirty fetches
-this shard. A file is the same if its path, size and etag (or its digests) are, and it has not been written to since:
-local files are trusted like a whole directory.
+A file is the same if its path, size and etag (or digests) are, and it has not been written to since its receipt.
 
-Safe: a link has all of the file or none; both names have the same bytes, and a repair of one is right for the other. A
-killed fill leaves links in its own directory, which is never read. A copy writes the bytes that other processes would
-write there (G2 of ``partial_entry``), used only after their line is in the progress file. Copies outside the cache
-share no inode with it: a program that writes into them changes only them.
+Safe: a link has all of the file or none, and a repair is right for both names. A copy writes the same bytes (G2 of
+``partial_entry``). ``copy_chunk`` shares no inode with the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ log = logger("cache")
 COPY_BYTES = 4 << 20
 
 CopySource: TypeAlias = tuple[Path, Receipt]
-"""A directory of this node, and its files with the digests of their fetched chunks ("": absent)."""
+"""A directory, and its files with the digests of their fetched chunks."""
 
 
 def reusable_bytes(frozen: FileSet, directories: Iterable[Path]) -> int:
@@ -48,7 +44,7 @@ def reusable_bytes(frozen: FileSet, directories: Iterable[Path]) -> int:
 
 
 def reuse(partial_entry: PartialEntry, directories: Iterable[Path]) -> None:
-    """Link files of other versions in ``directories`` into ``partial_entry``, as if they had landed."""
+    """Link files of other versions into ``partial_entry``, as if they had landed."""
     frozen, reused = partial_entry.frozen, 0
     for directory in directories:
         receipt = read_receipt(directory)
@@ -73,7 +69,7 @@ def reuse(partial_entry: PartialEntry, directories: Iterable[Path]) -> None:
 
 
 def copies_of(frozen: FileSet, copy_sources: Iterable[CopySource]) -> dict[tuple[int, int], tuple[Path, str]]:
-    """By (file, chunk) of ``frozen``, a file with the chunk at the same offset, and the chunk's digest."""
+    """By (file, chunk): a file with the chunk at the same offset, and the chunk's digest."""
     return {
         (index, chunk): (directory / frozen.files[index].path, digest)
         for directory, receipt in copy_sources
@@ -84,11 +80,7 @@ def copies_of(frozen: FileSet, copy_sources: Iterable[CopySource]) -> dict[tuple
 
 
 def copy_chunk(partial_entry: PartialEntry, index: int, chunk: int, source: Path, expected: str) -> bool:
-    """Copy a chunk from ``source`` into ``partial_entry``, by a reflink if possible.
-
-    False if ``source`` is missing or differs from the digest ``expected``: fetch it. Raises CapacityError,
-    StoreError: it could not be written.
-    """
+    """False if ``source`` is missing or damaged. Raises CapacityError, StoreError: it could not be written."""
     chunk_range = partial_entry.frozen.chunk_range(index, chunk)
     with receive_memory(chunk_range.size_bytes) as memory:
         data = memory if memory is not None else memoryview(bytearray(chunk_range.size_bytes))
@@ -128,7 +120,6 @@ def _is_same(item: FileSpec, old_index: FileSpec) -> bool:
 
 
 def _take(source: Path, path: Path, size_bytes: int, written_ns: int) -> bool:
-    """Link or copy a file that has its size, and was not written to after the receipt."""
     try:
         status = source.lstat()
         is_same_file = stat.S_ISREG(status.st_mode) and status.st_size == size_bytes
@@ -141,7 +132,7 @@ def _take(source: Path, path: Path, size_bytes: int, written_ns: int) -> bool:
             if error.errno not in CANNOT_LINK or path.exists():
                 raise
             _copy(source, path)
-    except OSError as error:  # being fetched already, evicted, or the disk is full
+    except OSError as error:  # fetched, evicted, or the disk is full
         log.debug("%s is not taken over: %s", source, error)
         return False
     return True

@@ -1,27 +1,14 @@
 """Makes room on the SSD of the local root, for saves, copies of other nodes' checkpoints, and prefetches.
 
-Two limits are hard: the free bytes of the disk less a margin, and the quota of the kind (``local_bytes_max`` for
-checkpoints, ``cache_bytes_max`` for the node cache). ``local_high_water`` is soft: above it evictable data goes and
-saves wait for drains, but the disk is still used when other files keep it above the mark.
-
-    caller        evicts                           without enough space
-    save          checkpoints, then cache entries  waits for drains by ``local_full_policy``, or raises CapacityError
-    replica       checkpoints                      is not made
-    prefetch      cache entries                    raises CapacityError, and evicts nothing
-
-Candidates, first to last: checkpoints of abandoned branches, drained or superseded checkpoints by step, partial cache
-entries that no process fills, whole cache entries by last use. Checkpoints go before cache entries because the newest
-of each run stays: only a job that goes back reads the older ones, while the next start of a server reads its model. A
-prefetch evicts no checkpoint: a restore from the SSD is worth more than a second fetch.
-
-``checkpoint/retention.py`` decides which checkpoints may go; ``checkpoint/prune.py`` removes by policy.
+The disk (less a margin) and the quotas are hard limits. ``local_high_water`` is soft: above it evictable data goes and
+saves wait for drains. docs/internals/cache.md has the order of eviction.
 
 Invariants:
-    E1  A checkpoint is evicted only when it is drained or superseded, no process reads, saves or drains it, and it is
-        not the newest of its run (N1). A cache entry is evicted only when it is neither pinned nor leased.
-    E2  A save never waits for what cannot come: no drain under way, or not enough of it, ends the wait at once.
-    E3  A prefetch reserves its room before its first byte, one process of the node at a time: all reservations together
-        stay within the quota and the disk.
+    E1  A checkpoint is evicted only when it is drained or superseded, not in use, and not the newest of its run (N1).
+        A cache entry is evicted only when it is neither pinned nor leased.
+    E2  A save waits only while a drain under way can free enough.
+    E3  A prefetch reserves its room before its first byte, one process of the node at a time: all reservations stay
+        within the quota and the disk.
 """
 
 from __future__ import annotations
@@ -60,7 +47,7 @@ log = logger("space")
 MARGIN_FRACTION = 0.01
 MARGIN_BYTES_MAX = 64 << 20
 EVICTED_FRACTION = 0.1
-"""Share of the disk that a prefetch evicts below ``local_high_water``, so that the next need not evict."""
+"""Share of the disk evicted below ``local_high_water``, so that the next prefetch need not evict."""
 ROOM_SECONDS = 600.0
 ADMISSION_SECONDS = 120.0
 SAVE_ADMISSION_SECONDS = 10.0
@@ -75,12 +62,10 @@ class Candidate:
     is_pinned: bool
     is_used: Callable[[], bool]
     remove: Callable[[], bool]
-    """Returns False when a process uses it."""
+    """False when a process uses it."""
 
 
 class Shortfall(NamedTuple):
-    """Bytes to evict for the disk, the quota and the high-water mark."""
-
     disk_bytes: int = 0
     quota_bytes: int = 0
     mark_bytes: int = 0
@@ -97,8 +82,6 @@ class Shortfall(NamedTuple):
 
 @dataclass(slots=True)
 class AdmissionPlan:
-    """Candidates to evict, those that stay, and events that free room without eviction."""
-
     lack: Shortfall
     evicted: list[Candidate] = field(default_factory=list)
     pinned: list[Candidate] = field(default_factory=list)
@@ -112,16 +95,10 @@ class AdmissionPlan:
 
 
 def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserved_bytes: int = 0) -> None:
-    """Make room for a save of ``needed_bytes`` to ``directory``: evict, then wait or refuse by policy.
+    """Make room for a save: evict, then wait or refuse by ``local_full_policy``.
 
-    ``reserved_bytes``: part of ``needed_bytes`` already allocated, in unnamed files.
-
-    Raises:
-        CapacityError: no room, at once with ``local_full_policy="error"`` or if waiting cannot help, else
-            after ``ROOM_SECONDS``. Nothing was written.
-
-    Cost: with room one statvfs (20 microseconds); with ``local_bytes_max`` also one stat per directory of the
-    local tier. Manifests are read only without room.
+    ``reserved_bytes``: part of ``needed_bytes`` already allocated. Raises CapacityError, at once if waiting cannot
+    help. Cost: with room one statvfs; with ``local_bytes_max`` also a stat per directory.
     """
     if _checkpoint_shortfall(settings, needed_bytes, directory, reserved_bytes).is_none:
         return
@@ -156,7 +133,7 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
 
 
 def has_room(settings: Settings, needed_bytes: int, directory: Path) -> bool:
-    """Return whether ``needed_bytes`` of a replica fit, after evicting checkpoints only (E1). Does not wait."""
+    """Return whether a replica fits, after evicting checkpoints only (E1). Does not wait."""
     return (
         _checkpoint_shortfall(settings, needed_bytes, directory).is_none
         or evict(settings, needed_bytes, directory, spares_cache=True).lack.is_none
@@ -170,9 +147,8 @@ def room_bytes(settings: Settings) -> int:
 def evict(
     settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0, *, spares_cache: bool = False
 ) -> AdmissionPlan:
-    """Evict until ``needed_bytes`` of a checkpoint fit or no candidate remains. The plan has the rest."""
     with contextlib.ExitStack() as admission:
-        # Safe without the lock: each removal holds a lease alone. Two processes may evict too much.
+        # Safe without the lock: each removal holds a lease alone.
         with contextlib.suppress(OSError, TierckptError):
             admission.enter_context(_admission(settings, SAVE_ADMISSION_SECONDS))
         while True:
@@ -200,11 +176,9 @@ def _checkpoint_shortfall(
 
 
 def reserve(pool: Pool, frozen: FileSet, size_bytes: int) -> AdmissionPlan:
-    """Reserve ``size_bytes`` in total for the entry of ``frozen``, after evictions if needed (E3).
+    """Reserve ``size_bytes`` in total for the entry of ``frozen``, after evictions (E3).
 
-    Hold its lease and create an empty ``PartialEntry`` first, which makes it visible to other processes.
-
-    Raises CapacityError with bytes needed, free, pinned and leased; nothing was evicted.
+    The caller holds its lease and its ``PartialEntry``. Raises CapacityError; nothing was evicted.
     """
     make_dirs(pool.state_dir(frozen.name))
     with translated(pool.root), _admission(pool.settings, ADMISSION_SECONDS):
@@ -219,14 +193,14 @@ def reserve(pool: Pool, frozen: FileSet, size_bytes: int) -> AdmissionPlan:
                     "Unpin or stop using something (`tierckpt cache ls` lists the cache), raise cache_bytes_max, "
                     "or give local_root a larger disk. Nothing was fetched, nothing was evicted",
                 )
-            if all(_evict(one) for one in plan.evicted):  # one may have been leased or pinned
+            if all(_evict(one) for one in plan.evicted):
                 if size_bytes > pool.reserved(frozen.name):
                     pool.note_reserved(frozen.name, size_bytes)
                 return plan
 
 
 def plan_prefetch(pool: Pool, frozen: FileSet, size_bytes: int | None = None) -> AdmissionPlan:
-    """Return the evictions of ``reserve`` of ``size_bytes`` (default: all of ``frozen``). Changes nothing."""
+    """Return the evictions of ``reserve``. Changes nothing."""
     own_bytes = pool.reserved(frozen.name)
     added_bytes = (frozen.size_bytes if size_bytes is None else size_bytes) - own_bytes
     if added_bytes <= 0:
@@ -258,7 +232,7 @@ def _shortfall(
     """``reserved_bytes``: used for the disk, free for the caller; negative: the reverse."""
     space = space_of(directory)
     free, used = space.free_bytes + reserved_bytes, space.used_bytes - reserved_bytes
-    total = used + free  # as df: without blocks reserved for root or by the host
+    total = used + free  # as df: without blocks reserved for root
     margin = min(MARGIN_BYTES_MAX, int(total * MARGIN_FRACTION))
     quota_free = quota_bytes - held_bytes if quota_bytes is not None else UNKNOWN_BYTES
     mark = used + needed_bytes - int(settings.local_high_water * total)
@@ -286,7 +260,7 @@ def _choose(plan: AdmissionPlan, candidates: Iterable[Candidate], quota_of: str)
 
 
 def _evict(one: Candidate, plan: AdmissionPlan | None = None) -> bool:
-    """Return False when a process uses it. Raises TierckptError; with ``plan`` records the reason there instead."""
+    """False when a process uses it. ``plan`` records errors."""
     try:
         is_gone = one.remove()
     except TierckptError as error:
@@ -302,7 +276,7 @@ def _evict(one: Candidate, plan: AdmissionPlan | None = None) -> bool:
 
 
 def _admission(settings: Settings, seconds: float) -> contextlib.AbstractContextManager[None]:
-    """Serialize evictions and reservations on the node. Raises OperationTimeoutError."""
+    """Serialize evictions and reservations on the node."""
     return lock(settings.local_root / "admission.lock", seconds, f"admissions to {settings.local_root}")
 
 
@@ -322,8 +296,6 @@ def _no_room(what: str, needed_bytes: int, plan: AdmissionPlan, hint: str, **fac
 
 
 def _entries(pool: Pool, rows: list[CacheRow] | None = None) -> Iterator[Candidate]:
-    """Return cache entries in eviction order; an unreadable cache has none, unless ``rows`` are given. An entry being
-    filled is leased, so it stays."""
     if rows is None:
         try:
             with translated(pool.root):
@@ -346,19 +318,19 @@ def _checkpoints(settings: Settings, directory: Path, plan: AdmissionPlan) -> It
         place = local_dir(root, entry.location)
         busy.add(place)
         if entry.error:
-            plan.drain_error = entry.error  # its drain failed for good: waiting is useless
+            plan.drain_error = entry.error
         elif entry.state == READY and settings.drain and place not in kept:
             plan.waits[f"the drain of {entry.uri}"] = plan.waits.get(f"the drain of {entry.uri}", 0) + entry.size_bytes
     for old, manifest in sorted(_oldest_first(local_copies), key=lambda item: item[0] not in abandoned):
         if old in kept | busy or not marks.is_evictable(old, manifest.attempt):
             continue
-        if size_bytes := _own_bytes(old, manifest):  # else linked to the shared tier: removal frees nothing
+        if size_bytes := _own_bytes(old, manifest):  # else linked to the shared tier
             is_used, remove = partial(read_lease.is_read, root, old), partial(_remove, root, old, manifest.attempt)
             yield Candidate("checkpoint", str(old), size_bytes, False, is_used, remove)
 
 
 def _oldest_first(local_copies: list[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
-    """By step within a run, between runs by time, so a clock set back does not reorder steps."""
+    """By step within a run, between runs by time: a clock set back does not reorder steps."""
     ages: dict[Path, float] = {}
     latest: dict[Path, float] = {}
     for directory, manifest in sorted(local_copies, key=lambda item: age_of(item[0].name)):
@@ -407,11 +379,7 @@ class _DirectorySize(NamedTuple):
 
 
 class SpaceCounter:
-    """Counts the bytes of files that only the local tier has. Unchanged directories are cached.
-
-    A directory's mtime changes with its names; the times of its files show writing in progress. A directory
-    changed less than SETTLED_SECONDS before its count is counted again.
-    """
+    """Counts bytes that only the local tier has. Caches directories that are SETTLED_SECONDS old."""
 
     def __init__(self, top: Path) -> None:
         self._top = str(top)
@@ -429,7 +397,7 @@ class SpaceCounter:
                 if counted is None or counted.changed_ns != os.stat(path).st_mtime_ns:  # noqa: PTH116  # a save waits
                     counted = _count(path)
             except OSError:
-                continue  # removed meanwhile
+                continue
             if counted.newest_ns < settled_ns:
                 settled[path] = counted
             total += counted.size_bytes
@@ -450,7 +418,7 @@ def _count(path: str) -> _DirectorySize:
             try:
                 status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
-                continue  # removed meanwhile
+                continue
             newest = max(newest, status.st_mtime_ns)
             size_bytes += _allocated(status) if status.st_nlink <= 1 else 0
     return _DirectorySize(changed, size_bytes, below, newest)

@@ -1,11 +1,10 @@
-"""Reads and verifies chunks of a frozen version from its store; whole files if the server has no ranges.
+"""Reads and verifies chunks of a frozen version from its store.
 
-Servers disagree about conditions: some reject ``If-Match``, or compare a weak etag with it, which never matches; some
-return different etags for listings and reads. After a rejection the store is queried once per file: if the response
-equals the listing, the file has not changed.
+Some servers reject ``If-Match``, or return other etags for reads than for listings. Then the store is queried once per
+file: if the response equals the listing, the file has not changed.
 
-Some servers answer a range with the whole file. One process of the node streams such a file (the claim ``STREAM``),
-and each chunk lands as it passes. A broken stream restarts at the first byte, and writes the missing chunks.
+If a server answers a range with the whole file, one process of the node streams it (the claim ``STREAM``), and each
+chunk lands as it passes. A broken stream restarts.
 """
 
 from __future__ import annotations
@@ -35,13 +34,6 @@ REFUSALS = {400, 405, 501}
 
 
 class StoreChunks:
-    """The chunks of one frozen version, from its store. Runs on one event loop. Close it.
-
-    Args:
-        writer: receives the chunks of a streamed file; None: they are dropped.
-        stall_seconds: maximum time without progress of another process that streams a file.
-    """
-
     def __init__(
         self, store: RangeSource, frozen: FileSet, writer: ChunkWriter | None = None, stall_seconds: float = 60.0
     ) -> None:
@@ -52,9 +44,7 @@ class StoreChunks:
     async def read(self, index: int, chunk: int, into: memoryview | None = None) -> tuple[Buffer, str]:
         """Return one chunk, in ``into`` if given, and its digest.
 
-        Raises:
-            IntegrityError: it is damaged in the store, or the file has changed since it was listed.
-            StoreError: the store cannot return it.
+        Raises IntegrityError: damaged in the store, or changed since it was listed. StoreError.
         """
         item, chunk_range, reads = self.frozen.files[index], self.frozen.chunk_range(index, chunk), 0
         try:
@@ -85,7 +75,6 @@ class StoreChunks:
         return data, digest
 
     async def _read_streamed(self, index: int, chunk: int, into: memoryview | None) -> tuple[Buffer, str]:
-        """Read a chunk of a file that its server only sends whole: all of the file lands."""
         chunk_range, writer = self.frozen.chunk_range(index, chunk), self._writer
         data = into if into is not None else memoryview(bytearray(chunk_range.size_bytes))
         if writer is not None and writer.has_room and not await asyncio.to_thread(writer.partial_entry.is_published):
@@ -116,12 +105,11 @@ class Versions:
     def __init__(self, store: RangeSource) -> None:
         self.store = store
         self._etags: dict[str, str | None] = {}
-        """By key, if the condition was refused: the etag that ``head`` returned for the listed version."""
+        """By key, if ``If-Match`` was refused: the etag of ``head``."""
         self._unconditional: set[str] = set()
 
     async def read(self, item: FileSpec, byte_range: ByteRange, memory: memoryview | None) -> Buffer:
-        """Return a range, in ``memory`` if given. Raises PreconditionFailedError: the file has changed. Cost: if the
-        condition was refused, a ``head`` after each range."""
+        """Return a range, in ``memory`` if given. Raises PreconditionFailedError: the file has changed."""
         while True:
             etag = self._condition(item)
             try:
@@ -138,7 +126,6 @@ class Versions:
 
     @contextlib.asynccontextmanager
     async def reading(self, item: FileSpec) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
-        """``ReadsWhole.reading`` of the listed version. Raises StoreError: not supported by the store."""
         if not isinstance(self.store, ReadsWhole):
             raise StoreError(f"{self.store.uri} does not return whole files", file=item.path, tier=Tier.SHARED)
         async with contextlib.AsyncExitStack() as stack:
@@ -160,8 +147,7 @@ class Versions:
         return None if item.key in self._unconditional else self._etags.get(item.key, item.etag)
 
     async def _retry_after_refusal(self, item: FileSpec, etag: str | None, refusal: StoreError) -> None:
-        """Return if a file with a refused condition is unchanged and another way to read it is noted; else raise the
-        error, or PreconditionFailedError."""
+        """Return if the file is unchanged, with another way to read it noted; else raise."""
         is_refused = isinstance(refusal, PreconditionFailedError) or refusal.context.get("status") in REFUSALS
         if etag is None or not is_refused or not isinstance(self.store, Store):
             raise refusal
@@ -255,12 +241,9 @@ class OneChunk:
 
 
 async def _stream(versions: Versions, frozen: FileSet, index: int, target: FileStream | OneChunk) -> None:
-    """Read a file from its first byte to the last chunk that ``target`` wants; verify and pass on each chunk.
+    """Read a file up to the last chunk that ``target`` wants; verify and pass on each chunk.
 
-    Restarts after a transient failure. One chunk is written while the next is received.
-
-    Raises IntegrityError: a chunk is damaged. PreconditionFailedError: the file has changed. StoreError: it is
-    unavailable.
+    Restarts after a transient failure. Raises IntegrityError, PreconditionFailedError, StoreError.
     """
     await again(cast(Store, versions.store), partial(_stream_once, versions, frozen, index, target))
 

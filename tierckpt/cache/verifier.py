@@ -1,10 +1,7 @@
-"""Verifies reads from an entry's files by the digests recorded when their chunks were written; repairs damage.
+"""Verifies reads from an entry's files by the digests recorded with their chunks; repairs damage.
 
-    V1  Digests are taken of the bytes in the caller's memory. A partly requested chunk or block is completed from
-        the file.
-    V2  A good block may go bad later: its digest is kept in memory (16 bytes for 256 KiB), not its state.
-
-Source: as for the shards of a checkpoint, docs/adr/0011-digests-of-blocks.md.
+V1  Digests are taken of the bytes in the caller's memory; the file completes a partial block or chunk.
+V2  A good block may go bad later: its digest is kept in memory (16 bytes for 256 KiB), not its state.
 """
 
 from __future__ import annotations
@@ -28,15 +25,14 @@ from .store_chunks import StoreChunks
 log = logger("cache")
 
 
-class _Unreadable(Exception):
-    """The file is missing or shorter."""
+class _Unreadable(Exception): ...
 
 
 class Checker:
-    """The digests of one entry, or of any directory filled like one. Thread-safe.
+    """The digests of one directory. Thread-safe.
 
     Args:
-        digest: of (file, chunk); "" if unknown: the chunk is not verified.
+        digest: of (file, chunk); "": the chunk is not verified.
         read: reads exactly a range of a file; False if it cannot.
         directories: possible locations of the block digests.
     """
@@ -55,10 +51,9 @@ class Checker:
         self.bad: set[tuple[int, int]] = set()
 
     def is_good(self, index: int, byte_range: ByteRange, data: memoryview) -> bool:
-        """True when ``data`` is an undamaged ``byte_range`` of a file, or the digest is unknown.
+        """Return whether ``data`` is undamaged, or its digest unknown.
 
-        Cost: a digest of ``data``; reading and digesting the rest of a block at either end, or once of a whole
-        chunk without block digests.
+        Cost: a digest, and a read of the rest of a block at either end.
         """
         for chunk in self.frozen.touched(byte_range):
             chunk_range = self.frozen.chunk_range(index, chunk)
@@ -108,9 +103,7 @@ class Checker:
         if known:
             first = (start - chunk_range.start) // DIGEST_BLOCK_BYTES * BLOCK_DIGEST_BYTES
             return known[first : first + len(found)] == found
-        if (
-            not digest.startswith("t") and chunk_range.size_bytes > DIGEST_BLOCK_BYTES
-        ):  # of a manifest of the first release
+        if not digest.startswith("t") and chunk_range.size_bytes > DIGEST_BLOCK_BYTES:
             is_good = has_digest(b"".join(pieces), digest)
         else:
             is_good = digest_of_blocks(found) == digest
@@ -127,7 +120,7 @@ class Checker:
         return into
 
     def _blocks_of(self, index: int, chunk: int, digest: str) -> bytes:
-        """The block digests of a chunk, verified by ``digest``; b'' if there are none (G5)."""
+        """The verified block digests of a chunk; b'' without them (G5)."""
         known = self._blocks.get((index, chunk), b"")
         if known or not digest.startswith("t"):
             return known
@@ -146,8 +139,6 @@ class Checker:
 
 async def mend(checker: Checker, chunks: StoreChunks, target: str, index: int, chunk: int) -> Buffer:
     """Read a damaged or missing chunk from the store; overwrite damaged bytes.
-
-    ``target``: the entry's directory, for the error.
 
     Raises IntegrityError: damaged here, and no good copy from the store. StoreError: missing here, and unavailable.
     """
@@ -175,15 +166,14 @@ async def mend(checker: Checker, chunks: StoreChunks, target: str, index: int, c
 
 
 def _put_back(checker: Checker, index: int, chunk: int, data: Buffer) -> None:
-    """Overwrite bad bytes in place: each reader verifies its bytes (V1). A crash in the middle leaves a bad chunk, as
-    before."""
+    """Overwrite in place. Safe: readers verify (V1), and a crash leaves a bad chunk, as before."""
     frozen = checker.frozen
     path, start = frozen.files[index].path, frozen.chunk_range(index, chunk).start
     for directory in checker.directories():
         try:
             write_at(directory / path, data, start)
         except ObjectNotFoundError:
-            continue  # it is in the other directory
+            continue
         except TierckptError as error:
             log.warning("%s: cannot repair the damage in %s: %s", frozen.uri, directory, error)
             return

@@ -1,1 +1,1 @@
-"""The format: location and meaning of every object of a checkpoint. Pure: no I/O, no torch."""
+"""The names and meaning of a checkpoint's objects. Pure: no I/O, no torch."""

@@ -1,11 +1,10 @@
-"""The manifest: which files a checkpoint consists of, with size and digests. Pure: encode, decode, validate, merge.
+"""The manifest: which files a checkpoint consists of, with size and digests. Pure.
 
 Invariants (tests cite them):
     M1  A manifest that decodes is safe to act on: no path leaves the checkpoint directory, no file is named twice,
         every size is possible and has exactly the digests its chunks need. Checked before any allocation.
-    M2  Encoding is canonical: equal manifests are equal bytes, so two movers that commit one attempt write one object.
-    M3  ``self_digest`` covers everything else, and the bytes are exactly the canonical ones: a damaged manifest is
-        refused completely. The same holds for the small records next to it (``seal``, ``unseal``).
+    M2  Encoding is canonical: two movers that commit one attempt write equal bytes.
+    M3  ``self_digest`` covers everything else: a damaged manifest or small record (``seal``) is refused completely.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ class Flushed:
 FORMAT = "tierckpt-manifest"
 VERSION = 2
 DIGEST = "xxh3-128"
-"""Digests of whole chunks. Read by this release, and written if no chunk has more than one block."""
+"""Whole chunks; written if no chunk has more than one block."""
 TREE_DIGEST = "xxh3-128-blocks"
-"""Digests of larger chunks: of their block digests (docs/adr/0011-digests-of-blocks.md)."""
+"""Block digests of larger chunks (docs/adr/0011-digests-of-blocks.md)."""
 DIGEST_BLOCK_BYTES = 256 * 1024
-"""Bytes per block digest: the minimum that a partial read must read to verify a byte."""
+"""The minimum that a partial read must read to verify a byte."""
 BLOCK_DIGEST_BYTES = 16
 BASE_NOTE = "gradient log"
-"""Note with the name of this checkpoint in gradient logs that start from it."""
 SIZE_BYTES_MAX = 1 << 50
 FILES_MAX = 4_000_000
 RANKS_MAX = 10_000_000
@@ -56,14 +54,10 @@ _TOKEN = re.compile(r"^[A-Za-z0-9_.-]{1,80}\Z")
 
 
 def digest_of(data: Buffer) -> str:
-    """Return the XXH3-128 of a chunk, seed 0, as 32 lower-case hex digits, most significant first (canonical form).
+    """Return the XXH3-128 of a chunk, seed 0, as 32 lower-case hex digits, most significant first.
 
-    For a chunk of more than ``DIGEST_BLOCK_BYTES`` it is ``t`` and the XXH3-128 of the concatenated block digests,
-    so a block can be verified alone. It detects damage, not malice: collisions can be made on purpose.
-    docs/adr/0006-digest-xxh3.md says why that is enough, docs/adr/0011-digests-of-blocks.md why blocks.
-
-    Cost: 0.04 CPU-seconds per GiB. More than 64 KiB is digested without the GIL, less with it (3 microseconds).
-    ``update``, because the one-shot functions hold the GIL throughout before xxhash 4.
+    For a chunk of more than ``DIGEST_BLOCK_BYTES``: ``t`` and the XXH3-128 of its concatenated block digests. Detects
+    damage, not malice. Uses ``update``, as the one-shot functions hold the GIL before xxhash 4.
     """
     return ChunkDigest.of(blocks_of(data))
 
@@ -80,8 +74,6 @@ class ChunkDigest(str):
 
 
 class BlockDigests:
-    """Computes the block digests of one chunk from pieces of any size, in order."""
-
     def __init__(self) -> None:
         self.size_bytes = 0
         self._found = list[bytes]()
@@ -105,8 +97,6 @@ class BlockDigests:
 
 
 def blocks_of(*pieces: Buffer) -> bytes:
-    """Return a chunk's concatenated block digests, ``BLOCK_DIGEST_BYTES`` each, at the cost of a digest. ``pieces``:
-    the chunk, or its parts in order; nothing is copied."""
     digests = BlockDigests()
     for piece in pieces:
         digests.update(piece)
@@ -125,14 +115,13 @@ def digest_of_blocks(blocks: bytes) -> str:
 
 
 def has_digest(data: Buffer, digest: str) -> bool:
-    """True if ``digest`` is of the chunk ``data``, in the form of this release or of the first."""
+    """True if ``digest`` is of ``data``, also in the form of the first release."""
     if digest.startswith("t") or len(data) <= DIGEST_BLOCK_BYTES:
         return digest_of(data) == digest
     return _plain_digest(data) == digest
 
 
 def _plain_digest(data: Buffer) -> str:
-    """One digest for any size: for records, and for chunks in manifests of ``DIGEST``."""
     digest = xxh3_128()
     digest.update(data)
     return digest.hexdigest()
@@ -143,24 +132,19 @@ def chunk_count(size_bytes: int, chunk_size_bytes: int) -> int:
 
 
 def block_count(size_bytes: int, chunk_size_bytes: int) -> int:
-    """Return the number of blocks of a file. No block spans two chunks."""
+    """No block spans two chunks."""
     chunks, rest = divmod(size_bytes, chunk_size_bytes)
     return chunks * chunk_count(chunk_size_bytes, DIGEST_BLOCK_BYTES) + chunk_count(rest, DIGEST_BLOCK_BYTES)
 
 
 def digests_of(data: Buffer, chunk_size_bytes: int) -> tuple[str, ...]:
-    """One digest per chunk of a file in memory, at the cost of ``digest_of``; no copy."""
     view = memoryview(data).cast("B")
     return tuple(digest_of(view[at : at + chunk_size_bytes]) for at in range(0, len(view), chunk_size_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file: path below the checkpoint directory, size, and one digest per chunk.
-
-    ``source``: location of the bytes if not ``path``. Each attempt's metadata has its own name, so that a later
-    save to the same id cannot replace it.
-    """
+    """``source``: location of the bytes if not ``path``: metadata that a later save must not replace."""
 
     path: str
     size_bytes: int
@@ -189,10 +173,9 @@ class Manifest:
     metadata: tuple[FileEntry, ...]
     files: tuple[FileEntry, ...]
     replaces: tuple[str, ...] = ()
-    """Attempts under the id when the save began, which this one may replace."""
+    """Attempts under the id when the save began."""
     created_unix_seconds: float = 0.0
     notes: Mapping[str, str | int | bool] = field(default_factory=dict)
-    """The writer's notes for display: how its steps were replayed, and whether bit for bit."""
 
     @property
     def tokens(self) -> frozenset[str]:
@@ -204,7 +187,6 @@ class Manifest:
 
     @property
     def adopted_dirs(self) -> frozenset[str]:
-        """Return the directories of this attempt with adopted files; none for a save of tierckpt."""
         return frozenset(entry.source.partition("/")[0] for entry in self.files if entry.source)
 
     @property
@@ -238,7 +220,7 @@ def merge(fragments: Sequence[Manifest]) -> Manifest:
         )
     files: dict[str, FileEntry] = {}
     for entry in (entry for fragment in fragments for entry in fragment.files):
-        other = files.setdefault(entry.path, entry)  # ranks with a common directory have adopted the same files
+        other = files.setdefault(entry.path, entry)  # ranks with a common directory
         if (other.size_bytes, other.digests) != (entry.size_bytes, entry.digests):
             raise ManifestError(
                 f"{entry.path} of rank {entry.rank} differs from the file of rank {other.rank}",
@@ -255,8 +237,7 @@ def merge(fragments: Sequence[Manifest]) -> Manifest:
 
 
 def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
-    """Decode and validate. Raises ManifestError: not JSON, duplicate keys, another format or version, damaged (M3), or
-    rejected by M1."""
+    """Decode and validate by M1 and M3. Raises ManifestError."""
 
     def bad(
         reason: str, hint: str = "The manifest is damaged or was not written by tierckpt; try another tier"
@@ -268,7 +249,7 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
         bad("not a tierckpt manifest")
     version, digest = body.get("version"), body.get("digest")
     if version != VERSION or isinstance(version, bool) or digest not in (DIGEST, TREE_DIGEST):
-        # Reject completely: another release may define digests and fields differently.
+        # Another release may define digests and fields differently.
         bad(
             f"version {version!r:.40} with digest {digest!r:.40} is not known to this release, "
             f"which reads version {VERSION} with digest {DIGEST!r} or {TREE_DIGEST!r}",
@@ -295,7 +276,7 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
     if len(set(paths)) != len(paths):
         bad("a file is named twice")
     if not metadata and not any(entry.source for entry in files):
-        bad("no metadata file")  # an adopted directory has none of its own
+        bad("no metadata file")  # an adopted directory has none
     if digest != _algorithm(metadata + files):
         bad(f"it has other digests than {digest!r}")
     notes = body.get("notes", {})
@@ -305,7 +286,7 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
 
 
 def seal(body: dict[str, Any]) -> bytes:
-    """Encode ``body`` canonically, with a ``self_digest`` of everything else (M2, M3)."""
+    """Encode canonically, with a ``self_digest`` of everything else (M2, M3)."""
     return canonical({**body, "self_digest": _plain_digest(canonical(body))})
 
 
@@ -319,9 +300,8 @@ def unseal(
 ) -> dict[str, Any]:
     """Decode a small record of ``seal``: exactly ``fields``, and any of ``newer``. Values are not checked.
 
-    A record without a ``self_digest`` is of release 0.1 and accepted only with exactly these fields, so that a
-    damaged digest name does not pass for one. Raises ManifestError: not JSON, larger than ``size_bytes_max``,
-    other fields, or damaged.
+    Without a ``self_digest`` no ``newer`` field may be there: a damaged digest name must not pass for one. Raises
+    ManifestError.
     """
 
     def bad(reason: str) -> NoReturn:
@@ -345,7 +325,7 @@ def _parse(data: Buffer, size_bytes_max: int, bad: Bad) -> Any:
 
 
 def check_seal(body: dict[str, Any], data: Buffer, bad: Bad) -> None:
-    """Remove ``self_digest`` from ``body``; reject if it is not the rest's digest, or ``data`` not canonical (M3)."""
+    """Remove ``self_digest`` from ``body``; reject a wrong digest, or ``data`` that is not canonical (M3)."""
     claimed = body.pop("self_digest", None)
     try:
         rest = canonical(body)
@@ -358,8 +338,6 @@ def check_seal(body: dict[str, Any], data: Buffer, bad: Bad) -> None:
 
 
 def decode_entries(items: Any, chunk_size_bytes: int, *, where: str) -> tuple[FileEntry, ...]:
-    """Decode and validate file entries alone (the journal keeps some). Raises ManifestError."""
-
     def bad(reason: str) -> NoReturn:
         raise ManifestError(f"{where}: {reason}")
 
@@ -383,7 +361,7 @@ def _decode_entry(item: Any, chunk: int, bad: Bad) -> FileEntry:
         bad(f"{path}: size {size!r:.80} is not possible")
     if not is_int(rank) or not 0 <= rank < RANKS_MAX or (token != "" and not is_token(token)):
         bad(f"{path}: rank {rank!r:.80} or token {token!r:.80} is not possible")
-    # The list is in memory: counting it allocates nothing, whatever its size.
+    # The list is in memory: counting it allocates nothing.
     if not isinstance(digests, list) or len(digests) != chunk_count(size, chunk):
         bad(f"{path}: {size} bytes need {chunk_count(size, chunk)} digests")
     if not all(isinstance(digest, str) and _DIGEST.match(digest) for digest in digests):
@@ -397,13 +375,12 @@ def _algorithm(entries: Iterable[FileEntry]) -> str:
 
 
 def is_safe_path(path: Any) -> TypeGuard[str]:
-    """True for a relative path that file systems accept: no absolute path, ``..``, ``.``, empty part, backslash or NUL,
-    at most 255 bytes per part."""
+    """True for a relative path without ``..``, ``.``, empty part, backslash or NUL, at most 255 bytes per part."""
     if not isinstance(path, str) or not path or len(path) > 1024 or "\\" in path or "\0" in path:
         return False
     try:
         names = path.encode().split(b"/")
-    except UnicodeEncodeError:  # half of a surrogate pair: no file system or store can name it
+    except UnicodeEncodeError:  # half of a surrogate pair
         return False
     return all(name not in {b"", b".", b".."} and len(name) <= NAME_BYTES_MAX for name in names)
 
@@ -453,12 +430,11 @@ def is_int(value: Any) -> TypeGuard[int]:
 
 
 def stale_files(old: Manifest, new: Manifest) -> list[FileEntry]:
-    """Return the files of ``old`` that ``new`` lacks. Only files in a manifest are ever deleted."""
+    """Files of ``old`` that ``new`` lacks. Only files in a manifest are ever deleted."""
     kept = {entry.key for entry in new.entries}
     return [entry for entry in old.entries if entry.key not in kept]
 
 
 def stale_metadata(old: Manifest, new: Manifest) -> list[str]:
-    """Stock metadata of ``old`` that ``new`` does not overwrite: only one was saved with collectives."""
     kept = {entry.path for entry in new.metadata}
     return [entry.path for entry in old.metadata if entry.path not in kept]

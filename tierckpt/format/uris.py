@@ -1,7 +1,6 @@
 """Spelling of locations: a URL, or a path of this node.
 
-As in fsspec, each character after ``SCHEME://BUCKET/`` belongs to the name, ``#``, ``?`` and ``%`` too. So two names
-are two locations, and other tools find the files under the given name.
+As in fsspec, each character after ``SCHEME://BUCKET/`` belongs to the name, ``#``, ``?`` and ``%`` too.
 """
 
 from __future__ import annotations
@@ -19,28 +18,28 @@ TIER_FORMS = (
     "tierckpt://s3/BUCKET/KEY, tierckpt://az/CONTAINER/KEY, tierckpt://gs/BUCKET/KEY or tierckpt://file/ABS/PATH"
 )
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff]")
-"""Characters invalid in URLs and bucket keys: listings are XML, which cannot represent them."""
+"""Listings are XML, which cannot represent them."""
 
 _NOT_OF_A_BUCKET = re.compile(r"[^A-Za-z0-9_.:$\-]")
-"""Colons: ``example.com:bucket`` of GCS, ``tenant:bucket`` of Ceph, ``arn:...`` of an access point."""
+"""With colons: ``tenant:bucket`` of Ceph, ``arn:...`` of an access point."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")
 _KNOWN = "s3a?|azure|az|abfss?|adl|gcs|gs|file|local|https?|tierckpt|hf|hdfs|sftp|webdavs?|smb"
 _MISSPELT = re.compile(rf"(?P<scheme>{_KNOWN})(?::/?|//)(?P<rest>(?:[^/].*)?)$", re.IGNORECASE | re.DOTALL)
-"""``s3:/bucket``, ``s3:bucket`` and ``s3//bucket``: as paths they would name directories called ``s3:`` and ``s3``."""
+"""``s3:/bucket``, ``s3:bucket`` and ``s3//bucket``: they would be paths."""
 _CHAINED = re.compile(r"::[A-Za-z][\w+.\-]*://")
-"""``simplecache::s3://bucket/key``: fsspec shows the last one's files through the others."""
+"""``simplecache::s3://bucket/key`` of fsspec."""
 _ALIASES = {"s3a": "s3", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az", "gcs": "gs", "local": "file"}
 _VERSION = {"s3": "?versionId=", "az": "?versionid="}
-"""Object versions in s3fs and adlfs, which would write such a name to another key."""
+"""Object versions: s3fs and adlfs would write such a name to another key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A normalised checkpoint URI: two spellings of one location compare equal.
+    """A normalised URI: two spellings of one location compare equal.
 
     ``scheme`` is ``file`` for bare paths; ``authority`` is the bucket or container ('' for files); ``path`` has no
-    leading or trailing slash, except the leading slash of file paths.
+    outer slashes, except the leading one of files.
     """
 
     scheme: str
@@ -49,7 +48,6 @@ class Location:
 
     @property
     def uri(self) -> str:
-        """The spelling that ``parse_uri`` reads as this location."""
         if self.scheme == "file":
             return self.path
         if self.scheme == "memory":
@@ -79,11 +77,8 @@ def parse_uri(uri: object) -> Location:
     """Normalise a URI, bare path or ``os.PathLike``.
 
     ``s3://bucket/key``, ``az://container/key`` (account from the environment), ``gs://bucket/key``,
-    ``file:///mount/key``, a bare path (made absolute, ``~`` too), any fsspec URL, or one of these after
-    ``tierckpt://``.
-
-    Raises ConfigError: empty, not text or a path, misspelt (``s3:/bucket``), without a required bucket, another host's
-    file or another account's container, with a password or a signature, or with a name that its store cannot hold.
+    ``file:///mount/key``, a bare path, any fsspec URL, or one of these after ``tierckpt://``. Raises ConfigError:
+    misspelt, without a bucket, of another host or account, with a secret, or with a name that its store cannot hold.
     """
     text = text_of(uri, "a checkpoint URI")
     if "\0" in text:
@@ -119,8 +114,7 @@ def parse_uri(uri: object) -> Location:
 
 
 def scheme_of(text: str) -> str:
-    """Return the scheme of the URL ``text``, in lower case; '' for a path. Raises ConfigError with a corrected hint: a
-    missing slash, leading spaces, or a chained URL."""
+    """Return the scheme of ``text``; '' for a path. Raises ConfigError with a corrected hint."""
     trimmed = text.lstrip()
     if _CHAINED.search(trimmed) and re.match(r"[A-Za-z][\w+.\-]*:[:/]", trimmed):
         last = trimmed.rpartition("::")[2]
@@ -138,7 +132,6 @@ def scheme_of(text: str) -> str:
 
 
 def text_of(value: object, what: str) -> str:
-    """Return the text or path ``value`` as text. Raises ConfigError, which names it ``what``."""
     try:
         text = os.fspath(value)  # type: ignore[call-overload]
     except TypeError:
@@ -149,8 +142,7 @@ def text_of(value: object, what: str) -> str:
 
 
 def local_path(value: str | os.PathLike[str], what: str) -> Path:
-    """Return the path ``value`` of this node, absolute. Raises ConfigError, which names it ``what``: a URL, empty, or
-    no text."""
+    """Raises ConfigError for a URL."""
     text = text_of(value, what).strip()
     if not text or "\0" in text:
         raise ConfigError(f"{what} is {'empty' if not text else repr(text)}", hint="Give a path of this node")
@@ -167,12 +159,11 @@ def local_path(value: str | os.PathLike[str], what: str) -> Path:
 def absolute(path: str) -> Path:
     """Return ``path``, absolute: one result for all spellings.
 
-    ``~`` is the home directory, even if no shell expanded it (``--to=~/x``). ``..`` goes up from a symbolic link's
-    target, as in the system. Other links stay, as their targets may change. Raises ConfigError for a relative path
-    in a removed working directory.
+    ``..`` goes up from a link's target. Other links stay, as their targets may change. Raises ConfigError for a
+    relative path in a removed working directory.
     """
     try:
-        whole = Path(expand_user(path)).absolute()  # Path would fold "./~" to "~" first
+        whole = Path(expand_user(path)).absolute()
     except FileNotFoundError:
         raise ConfigError(
             f"{redact(path)} is a relative path, and the working directory of this process was removed",
@@ -220,8 +211,7 @@ def _file_path(text: str, rest: str) -> str:
 
 
 def _container(text: str, authority: str) -> str:
-    """Return the container of ``CONTAINER@ACCOUNT.dfs.core.windows.net``. Raises ConfigError if the environment has
-    another account, which would get the files."""
+    """Return the container of ``CONTAINER@ACCOUNT...``. Raises ConfigError if the environment has another account."""
     container, _, host = authority.partition("@")
     account, environment_account = host.partition(".")[0], _azure_account()
     if account and environment_account and account != environment_account:
