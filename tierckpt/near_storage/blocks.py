@@ -17,11 +17,10 @@ from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..replay.frame import DTYPES, dtype_name
 
 BLOCK_BYTES = 4 << 20
-"""Minimum size of a block of whole parameters, so that its record and msync are a small part of its cost."""
+"""Minimum size of a block, so that its record and msync cost little."""
 ALIGNMENT = 64
 MASTER_DTYPE = torch.float32
 MASTER = ""
-"""Name of the parameter itself among its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class TrainerParameter:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor in a block: ``offset`` from the block's start, ``index`` of its presence byte."""
+    """``offset`` is from the block's start, ``index`` that of its presence byte."""
 
     key: str
     name: str
@@ -50,7 +49,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class StateBlock:
-    """Some parameters with all their state. The first bytes say which tensors are present."""
+    """Its first bytes say which tensors are present."""
 
     index: int
     keys: tuple[str, ...]
@@ -75,8 +74,7 @@ def layout_of(
     members: Sequence[TrainerParameter],
     groups: Sequence[Mapping[str, Any]],
 ) -> BlockLayout:
-    """Lay out the state of ``members``. A trial step of one element shows which tensors a step creates. ``groups``:
-    hyperparameters of each group."""
+    """Lay out the state of ``members``, as a trial step of one element creates it."""
     made: dict[int, dict[str, tuple[torch.dtype, bool]]] = {}
     runs: list[list[TrainerParameter]] = []
     block_bytes = BLOCK_BYTES

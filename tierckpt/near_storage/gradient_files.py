@@ -1,6 +1,7 @@
 """The gradient log of a state, in segments that are removed when obsolete (N3).
 
-Going back to an earlier step begins a segment there (S2 of ``save.log_segments``): no file is truncated."""
+No file is truncated: an earlier step begins a new segment (S2 of ``save.log_segments``).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ log = logger("replay")
 
 
 def read_frames(directory: Path, layout: str, step: int) -> Iterator[Frame]:
-    """Yield the frames after ``step`` in order, up to the first damaged one."""
+    """Yield the frames after ``step``, up to the first damaged one."""
     if (paths := log_segments.paths_in(directory)) and log_segments.step_of_path(paths[0]) > step:
         log.warning("the gradients of step %d are missing: ignoring %s and later files", step + 1, paths[0])
     for position in _places(directory, step):
@@ -46,7 +47,7 @@ def _places(directory: Path, step: int) -> Iterator[FramePosition]:
 
 
 class GradientFiles:
-    """Appends frames after ``step``. Segments of later steps are removed."""
+    """Removes segments after ``step``."""
 
     def __init__(self, directory: Path, step: int) -> None:
         self._directory = directory
@@ -65,7 +66,7 @@ class GradientFiles:
         self._previous = self._file.digest
 
     def append(self, frame: Frame) -> None:
-        """Append ``frame``. It survives this process, and after ``sync`` a power cut."""
+        """It survives this process, and after ``sync`` a power cut."""
         assert self._file is not None
         head, views, self._previous = encode(frame, self._previous)
         with translated(self._directory):
@@ -77,7 +78,6 @@ class GradientFiles:
             self._file.sync()
 
     def trim(self, step: int) -> None:
-        """Remove segments without frames after ``step``: all blocks are recorded there."""
         log_segments.remove_before(self._directory, step)
 
     def close(self) -> None:

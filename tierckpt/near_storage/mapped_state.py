@@ -1,8 +1,4 @@
-"""An optimizer's state as file-backed tensors, for saves and restores.
-
-A save is planned with tensors in version 0 of each block. The updater reports each block's current version when it has
-recorded the step, and keeps it unchanged until the save has read it (``StateHold``).
-"""
+"""An optimizer's state as file-backed tensors, for saves and restores."""
 
 from __future__ import annotations
 
@@ -25,19 +21,15 @@ from .state_file import END_SECONDS, NewState, StateFile, Tensors, begin_state, 
 from .updater_process import UpdaterProcess
 
 SAVED_MASTER = "master"
-"""Name of a master parameter in a checkpoint, among the state of its parameter."""
 
 State = dict[torch.Tensor, dict[str, torch.Tensor]]
 
 
 class MappedState:
-    """The current state in ``directory``, and the new one during a load. ``tensors``: the trainer's parameters, by
-    key."""
-
     def __init__(self, directory: Path, layout: BlockLayout, tensors: Mapping[str, torch.Tensor]) -> None:
         self.stepped: set[str] = set()
         self.view: State | None = None
-        """State by parameter and name, sharded like the parameter, during a save or a restore."""
+        """State by parameter and name, sharded like the parameter."""
         self.saved: StateFile | None = None
         self._directory, self._layout, self._tensors = directory, layout, tensors
         self._new: NewState | None = None
@@ -63,7 +55,7 @@ class MappedState:
 
     @contextmanager
     def to_load(self, parameters: Iterable[Parameter]) -> Iterator[None]:
-        """Within the context, ``view`` has a new state's tensors; ``commit`` makes it current."""
+        """Give ``view`` a new state's tensors; ``commit`` makes it current."""
         self.discard()
         self._new = NewState(self._directory, self._layout)
         with self._viewed(self._new.file, parameters, lambda *_: True):
@@ -128,7 +120,6 @@ class StateHold:
         return self._file.owns(tensor)
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until the state is recorded. Raises UpdaterLostError: the process ended."""
         self._timeout_seconds = timeout_seconds
         self._result(self._answer, "recorded")
 
@@ -136,16 +127,12 @@ class StateHold:
         return self._file.reader(tensor, self._answer.result(0)["versions"])
 
     def release(self) -> None:
-        """Release the hold.
-
-        Raises UpdaterLostError: the state does not match its record, or the process was restarted during the
-        save and may have overwritten it.
-        """
+        """Raises UpdaterLostError: the state does not match its record, or may have been overwritten."""
         with self._lock:
             if self._is_released:
                 return
             self._is_released = True
-        if not self._answer.done():  # not granted yet: release it when the answer arrives
+        if not self._answer.done():
             self._answer.add_done_callback(self._give_up)
         elif self._answer.exception() is None:
             hold = self._answer.result()

@@ -27,30 +27,22 @@ from .state_file import Tensors, directory_lock
 from .step_channel import StepChannel
 
 PERSIST_EVERY = 8
-"""Steps between writes of a block (12 bytes a parameter); also bounds the log of 2 bytes a parameter and step."""
+"""Steps between writes of a block; bounds the log (2 bytes a parameter and step)."""
 STEPS = "near_storage_steps"
 
 
 class NearStorageOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is in files on this node's SSD, stepped by a separate process.
 
-    The trainer holds only ``params``, in bfloat16 or float16, and their gradients. The process holds float32 master
-    parameters and the optimizer's state, and steps them with the same class of ``torch.optim`` on the gradients
-    converted to float32. ``step`` returns with the new parameters, rounded. The results are bitwise equal to that
-    optimizer over float32 masters in the trainer. The caller of ``step`` clips gradients, schedules change
-    ``param_groups``, a ``GradScaler`` may skip steps. When ``step`` returns the step is on the SSD, and ``resume``
-    continues at the newest.
-
-    In the state of a ``Checkpointer``, saves read these files, and the shards of all ranks form one checkpoint.
-    The state does not cross the link between accelerator and host.
+    The trainer holds only ``params``, in bfloat16 or float16, and their gradients. The results are bitwise equal to
+    that optimizer over float32 masters. When ``step`` returns, the step is on the SSD, and ``resume`` continues there.
 
     Args:
         params: parameters or groups, as for ``torch.optim``; names of ``named_parameters`` are kept.
         kind: an elementwise class of ``torch.optim``; ``options`` are passed to it.
-        directory: on this node's SSD, for one trainer at a time; each rank of several uses a subdirectory. Takes 24
-            bytes a parameter (Adam).
-        workers: threads of the process, and so its maximum CPU use. Each parameter is stepped by one thread.
-        persist_every: steps between writes of a block to the SSD; the gradients cover the steps in between.
+        directory: on this node's SSD, for one trainer (rank). Takes 24 bytes a parameter (Adam).
+        workers: threads of the process.
+        persist_every: steps between writes of a block; the gradients cover the steps in between.
         timeout_seconds: maximum wait of a step for an idle process.
         numa_nodes: NUMA nodes of the memory shared with the process.
 
@@ -58,10 +50,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         ConfigError: the optimizer is not elementwise, or parameters are on the meta device or of another precision.
         PreconditionFailedError: another trainer uses ``directory``.
         StateMismatchError: ``directory`` has another optimizer's state.
-        UpdaterLostError: from ``step``, when the process ended twice during it. No step is lost: call it again.
-    Cost: in the trainer, 4 bytes for a parameter and its gradient (16 for AdamW over masters). Each step transfers 2
-        bytes a parameter in each direction.
-    Source: SK hynix's checkpoint-offloading SSD; Smart-Infinity.
+
+    Cost: in the trainer, 4 bytes for a parameter and its gradient; each step transfers 2 bytes a parameter both ways.
 
     Example:
         >>> model = torch.nn.Linear(8, 8, dtype=torch.bfloat16)
@@ -85,7 +75,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         numa_nodes: tuple[int, ...] = (),
         **options: Any,
     ) -> None:
-        if (mode := options.pop("mode", "offload")) != "offload":  # scripts pass it
+        if (mode := options.pop("mode", "offload")) != "offload":
             raise ConfigError(
                 f'mode={mode!r}: an optimizer near storage supports only mode="offload"',
                 hint="To log each step of an optimizer in the trainer to the SSD, use EveryStep(gradient_log=True)",
@@ -121,7 +111,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         self._written = write_counters_of(self)
         self._files = MappedState(self.directory, self._layout, self._tensors)
         self._is_open = True
-        with directory_lock(self.directory, os.getpid()):  # reports another trainer before another optimizer's state
+        with directory_lock(self.directory, os.getpid()):  # another trainer is reported first
             self._must_resume = self._files.exists()
         if not self._must_resume:
             self._files.begin(self._values(built.state), 0)
@@ -129,29 +119,25 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """Placeholder without tensors per parameter: the state is in files.
-
-        Never empty, because ``get_optimizer_state_dict`` steps an optimizer without state.
-        """
+        """Never empty: ``get_optimizer_state_dict`` would make a step."""
         if self._is_open and self._files.view is not None:
             return defaultdict(dict, self._files.view)
         return defaultdict(dict, {one.tensor: {} for one in parameters_of(self)})
 
     @state.setter
-    def state(self, _: object) -> None:  # torch sets it in __init__ and when groups are loaded
+    def state(self, _: object) -> None:  # torch sets it in __init__
         pass
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step. On return the parameters are new, and the gradients are in a file.
 
-        A dead process is restarted once, and makes the step from the same gradients.
+        A dead process is restarted once. After any error of the process call ``step`` again: it makes the same step
+        from the same gradients, with the same bits.
 
         Raises:
-            UpdaterLostError: the process ended again. Call ``step`` again: it makes the same step from the
-                same gradients, with the same bits, and training continues.
+            UpdaterLostError: the process ended twice.
             ConfigError: ``directory`` has steps already: call ``resume`` first.
             StateMismatchError: a parameter was written outside the optimizer since the first step.
-            CapacityError, OperationTimeoutError, ...: the error of the process. Call ``step`` again.
         """
         if self._must_resume:
             raise ConfigError(
@@ -174,7 +160,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """Steps that the state has made, including those before ``resume``."""
+        """Steps of the state, including those before ``resume``."""
         return self._steps
 
     @property
@@ -184,14 +170,13 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes copied so far between the trainer's tensors and the shared memory."""
+        """Bytes copied so far between the trainer and the shared memory."""
         return self._channel.moved_bytes
 
     def _check_parameters(self) -> None:
-        """Raise if parameters were written elsewhere: the masters would undo it."""
         if write_counters_of(self) == self._written:
             return
-        if not self._steps:  # weights were loaded
+        if not self._steps:
             self._replace({})
         elif changed := self._channel.others():
             name = next(one.name for one in self._members if one.key == changed[0])
@@ -216,10 +201,10 @@ class NearStorageOptimizer(torch.optim.Optimizer):
             group.pop(STEPS, None)
 
     def resume(self, last_step: int | None = None) -> int:
-        """Bring the trainer to the newest step in ``directory``, and return it. 0 if there is none.
+        """Bring the trainer to the newest step in ``directory``, and return it; 0 if there is none.
 
-        Killed ranks may be a step apart. Those ahead then call it again with ``last_step``, the minimum of the returned
-        steps. Parameters are replaced. ``param_groups`` stay as built: the caller resumes its own schedules.
+        Killed ranks may be a step apart: those ahead call it again with ``last_step``, the minimum of the returned
+        steps. ``param_groups`` stay as built.
 
         Raises IntegrityError: the state is damaged, or ``last_step`` is too old. UpdaterLostError: the process ended.
         """
@@ -248,10 +233,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def mapped(self) -> Iterator[None]:
-        """Within the context, ``state_dict`` has the tensors to save, with float32 parameters as "master".
-
-        Raises CheckpointError: the state is not at the trainer's step.
-        """
+        """Give ``state_dict`` the tensors to save. Raises CheckpointError: not at the trainer's step."""
         if self._must_resume or self._channel.is_interrupted:
             raise CheckpointError(
                 "the state is not at the trainer's step", hint="Call resume() or step() before saving"
@@ -264,20 +246,19 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return self._files.saved is not None and self._files.saved.owns(tensor)
 
     def hold(self) -> StateHold:
-        """Hold the state of the last ``mapped`` call for a save. Cost: one message."""
+        """Hold the state of the last ``mapped`` call for a save."""
         assert self._files.saved is not None
         return StateHold(self._files.saved, self._process, self._channel.ask({"op": "hold"}, self._steps))
 
     @contextmanager
     def mapped_anew(self) -> Iterator[None]:
-        """Within the context, ``state_dict`` has a new state's tensors, to fill and pass to ``put_back``."""
+        """Give ``state_dict`` a new state's tensors, to fill and pass to ``put_back``."""
         self._process.close()
         with self._files.to_load(parameters_of(self)):
             yield
 
     def put_back(self, loaded: Mapping[str, Any]) -> int:
-        """Make the tensors of ``mapped_anew`` the current state. ``loaded`` names the filled ones; other masters are
-        copied from the parameters."""
+        """Make the tensors of ``mapped_anew`` current; masters not in ``loaded`` are copied from the parameters."""
         groups = loaded["param_groups"]
         self._files.commit(loaded.get("state", {}), int(groups[0].get(STEPS, 0)))
         for group, found in zip(self.param_groups, groups, strict=True):
@@ -286,8 +267,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
         return self.resume()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``param_groups`` with their step, without the state in files. A directory at another step refuses
-        them."""
+        """Return ``param_groups`` with their step, without the state in files."""
         made = super().state_dict()
         for group in made["param_groups"]:  # every method of saving an optimizer keeps these
             group[STEPS] = self._steps
@@ -296,9 +276,8 @@ class NearStorageOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of ``state_dict``, or the state of the same ``torch.optim`` class over the same parameters.
 
-        Such a state replaces the one in ``directory``, with masters copied from the current parameters.
-        Without a state the step must equal that in ``directory``, else StateMismatchError; ``step`` raises
-        it too, if groups were loaded without this method.
+        Such a state replaces the one in ``directory``. Without a state the step must equal that in ``directory``, else
+        StateMismatchError.
         """
         found = state_dict["state"]
         super().load_state_dict({**state_dict, "state": {}})
@@ -352,7 +331,7 @@ class NearStorageOptimizer(torch.optim.Optimizer):
 
 
 def stage(stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: Mapping[str, Any]) -> StagedItems:
-    """Stage the items of ``plan``. State of optimizers near storage is held in its files and not copied."""
+    """State near storage is not copied."""
     near = [value for value in state.values() if isinstance(value, NearStorageOptimizer)]
 
     def lies_in_files(tensor: torch.Tensor) -> bool:
@@ -369,5 +348,5 @@ def stage(stager: TierStager, plan: SavePlan, planner: TierSavePlanner, state: M
 
 
 def _close(owner: int, channel: StepChannel) -> None:
-    if os.getpid() == owner:  # a forked child does not own the process or the memory
+    if os.getpid() == owner:  # a forked child does not own them
         channel.close()

@@ -1,7 +1,4 @@
-"""Two mapped versions of each block, and the records that decide which one is valid (N1).
-
-``current_state`` selects the current state of a directory (N5), and locks it for one trainer.
-"""
+"""Two mapped versions of each block, and the records that decide which one is valid (N1)."""
 
 from __future__ import annotations
 
@@ -54,10 +51,9 @@ LOST = "Build the optimizer over an empty directory, and restore the newest chec
 
 
 class StateFile:
-    """The blocks of ``layout`` in ``directory``, which ``create`` makes. A version is 0 or 1.
+    """The blocks of ``layout`` in ``directory``, each with a version 0 and 1.
 
-    Its files are closed with the last reference to it or to a ``reader``; the mapping with the last of its
-    tensors. Raises CapacityError: no room for both versions; detected before the first byte.
+    Its files are closed with the last reference to it or to a ``reader``. Raises CapacityError, before the first byte.
     """
 
     def __init__(self, directory: Path, layout: BlockLayout, *, create: bool = False) -> None:
@@ -67,7 +63,7 @@ class StateFile:
             make_dirs(directory)
         with translated(path):
             if create:
-                directory.chmod(0o700)  # the training state is private to its user
+                directory.chmod(0o700)
             flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
             self._file = self._open(path, flags)
             self._records = self._open(directory / RECORDS, flags)
@@ -111,8 +107,7 @@ class StateFile:
         return 0 <= tensor.data_ptr() - self._address < self.layout.size_bytes
 
     def reader(self, tensor: torch.Tensor, versions: Sequence[int]) -> Fetch:
-        """Return a reader of the bytes of ``tensor``, contiguous and in version 0, in each block's given version
-        (N6)."""
+        """Return a reader of ``tensor``, in each block's given version (N6)."""
         at = tensor.data_ptr() - self._address
         block = bisect.bisect_right(self.layout.blocks, at, key=lambda one: one.offset) - 1
         at += versions[block] * self.layout.size_bytes
@@ -136,7 +131,6 @@ class StateFile:
         return memoryview(data)
 
     def _read(self, target: int, count: int, offset: int) -> None:
-        """Read bytes of the state to address ``target``. Raises IntegrityError on a disk read error."""
         path, into, problem = self.directory / STATE, memoryview((ctypes.c_char * count).from_address(target)), ""
         try:
             if read_into(self._file, into, offset) < count:
@@ -152,13 +146,13 @@ class StateFile:
         return 1 - source
 
     def digest(self, block: StateBlock, version: int, *, is_trainers: bool = False) -> bytes:
-        """Return the digest of a version of a block. ``is_trainers``: read with pread (N6)."""
+        """``is_trainers``: read with pread (N6)."""
         digest = xxhash.xxh3_128()
         digest.update(self._read_block(block, version) if is_trainers else self.bytes_of(block, version))
         return digest.digest()
 
     def check(self, block: StateBlock, version: int, digest: bytes) -> None:
-        """Raise UpdaterLostError if a version does not match ``digest`` (N7). Cost: one pass over it."""
+        """Raise UpdaterLostError if a version does not match ``digest`` (N7). Cost: one pass."""
         if self.digest(block, version) != digest:
             raise UpdaterLostError(
                 f"block {block.index} of {self.directory / STATE} (version {version}) does not match its digest",
@@ -167,7 +161,7 @@ class StateFile:
             )
 
     def record(self, block: StateBlock, version: int, step: int, digest: bytes) -> None:
-        """Make a version of a block durable, then its record with ``step`` and ``digest`` (N1)."""
+        """Make a version of a block durable, then its record (N1)."""
         with translated(self.directory / STATE):
             begin = self._address + self._begin_of(block, version)
             if libc.msync(begin, block.size_bytes, _MS_SYNC):
@@ -179,8 +173,7 @@ class StateFile:
             os.fdatasync(self._records)
 
     def newest(self, block: StateBlock, last_step: int | None = None) -> tuple[int, int, bytes]:
-        """Return the newest valid version of a block up to ``last_step``, its step and digest. Raises IntegrityError:
-        neither is valid. Cost: one pass over the block."""
+        """Return the newest valid version up to ``last_step``, its step and digest. Raises IntegrityError: none."""
         found = []
         for version in (0, 1):
             data = os.pread(self._records, _RECORD.size + 16, self._record_at(block, version))
@@ -228,15 +221,17 @@ def _unreadable(path: Path, problem: str) -> IntegrityError:
 LOCK, CURRENT = "lock", "current.json"
 CURRENT_BYTES_MAX = 1 << 16
 END_SECONDS = 45.0
-"""Maximum time an updater continues after its trainer ended, to finish or abandon pending work."""
+"""Time for an updater to finish or abandon its work after its trainer ended."""
 LOCK_SECONDS = 60.0
-"""Maximum wait of a new trainer for the lock; longer than ``END_SECONDS``."""
+"""Longer than ``END_SECONDS``."""
 
 
 @contextmanager
 def directory_lock(directory: Path, trainer: int) -> Iterator[None]:
-    """Hold ``directory`` for the process ``trainer``, after the updater of an ended trainer. Raises
-    PreconditionFailedError: another trainer uses it. OperationTimeoutError: the updater does not end."""
+    """Hold ``directory`` for the process ``trainer``.
+
+    Raises PreconditionFailedError: another trainer uses it. OperationTimeoutError: an updater does not end.
+    """
     make_dirs(directory)
     path = directory / LOCK
     for _ in Poll(LOCK_SECONDS, LOCAL):
@@ -247,7 +242,7 @@ def directory_lock(directory: Path, trainer: int) -> Iterator[None]:
                 yield
                 return
         other = path.read_text()
-        if other and Path(f"/proc/{other}").exists():  # an ended process holds nothing
+        if other and Path(f"/proc/{other}").exists():
             raise PreconditionFailedError(
                 f"{directory} is in use by an optimizer of process {other}, which is running",
                 hint="Use a separate directory for each optimizer and rank, or close that optimizer",
@@ -261,8 +256,7 @@ def directory_lock(directory: Path, trainer: int) -> Iterator[None]:
 
 
 def current_state(directory: Path, layout: BlockLayout) -> Path | None:
-    """Return the path of the current state of ``directory``, or None. Raises StateMismatchError: the state is of
-    another optimizer or other parameters."""
+    """Raises StateMismatchError: of another optimizer or other parameters."""
     try:
         found = json.loads(read_whole(directory / CURRENT, CURRENT_BYTES_MAX))
         token, layout_digest, kind = (str(found[name]) for name in ("token", "layout", "kind"))
@@ -286,7 +280,7 @@ def _damaged(path: Path, problem: str) -> ManifestError:
 
 
 class NewState:
-    """A new state in ``directory``, not current before ``commit`` (N5). Raises CapacityError."""
+    """Not current before ``commit`` (N5). Raises CapacityError."""
 
     def __init__(self, directory: Path, layout: BlockLayout) -> None:
         self._directory, self._token = directory, secrets.token_hex(8)
@@ -297,7 +291,6 @@ class NewState:
             raise
 
     def commit(self, present: Mapping[str, Container[str]], step: int) -> None:
-        """Make it the current state of ``directory``. The caller holds the directory."""
         layout = self.file.layout
         for block in layout.blocks:
             self.file.mark(block, 0, present)
@@ -314,7 +307,6 @@ class NewState:
 
 
 def begin_state(directory: Path, layout: BlockLayout, values: Tensors, step: int) -> None:
-    """Replace the state of ``directory``, which the caller holds, by ``values``. Removed on an error."""
     new = NewState(directory, layout)
     try:
         for key, tensors in new.file.all_tensors().items():

@@ -25,9 +25,6 @@ class Sent:
 
 
 class StepChannel:
-    """Shared memory for the gradients of a step, and the process that reads them. ``tensors``: the trainer's parameters
-    by key. ``order``: settings of the process; see ``UpdaterProcess``."""
-
     def __init__(
         self,
         members: Sequence[TrainerParameter],
@@ -61,7 +58,6 @@ class StepChannel:
         return self._begun is not None
 
     def forget(self) -> None:
-        """Drop the interrupted step: the trainer is at the process's step."""
         self._begun = None
 
     def check_step(self, step: int) -> None:
@@ -79,10 +75,7 @@ class StepChannel:
         return self.process.ask(message)
 
     def make(self, step: int, head: bytes) -> set[str]:
-        """Have the process make a step, and take its parameters. Returns keys of parameters with a gradient.
-
-        An interrupted step is repeated unchanged.
-        """
+        """Make a step and take its parameters. Returns keys with a gradient. Repeats an interrupted step unchanged."""
         sent = self._begun = self._begun or Sent(step, head)
         process = self.process
         for attempt in (0, 1):
@@ -93,13 +86,13 @@ class StepChannel:
                     self.check_step(step - 1)
                     self._send(sent)
                     process.await_step(step)
-                else:  # all gradients were in the file when it ended
+                else:  # all gradients were in the file
                     process.call({"op": "settle"})
                 break
             except UpdaterLostError:
                 if attempt:
                     raise
-            except BaseException:  # it may have received part of the step: its files have all of it, or nothing
+            except BaseException:  # its files have all of the step, or nothing
                 process.stop()
                 raise
         self.take_parameters()
@@ -124,7 +117,7 @@ class StepChannel:
 
     @torch.no_grad()
     def _copied(self, sent: Sent) -> Iterator[list[str]]:
-        """Yield blocks as they are copied, so that a block is stepped during the next copy. Copies stay (N4)."""
+        """Yield blocks as they are copied: each is stepped during the next copy. Copies stay (N4)."""
         sent.gradients.clear()
         for block in self._layout.blocks:
             found = {key: local_shard(one) for key in block.keys if (one := self._tensors[key].grad) is not None}

@@ -1,17 +1,15 @@
 """The process that owns an optimizer's state.
 
-A step, on several threads:
-    main        receives the message that gradients of a block are in shared memory, and queues the block
-    workers     one thread each: bring a block to the step, in the version that is not current (N2); a block has one
-                worker, which does its tasks in order
-    log         when all gradients of the step have arrived: writes the frame to its file, then syncs it
+The threads of a step:
+    main        queues each block when its gradients are in shared memory
+    workers     bring a block to the step, in the version that is not current (N2); a block has one worker
+    log         when all gradients have arrived: writes the frame to its file, then syncs it
     finisher    when the frame is in its file and the blocks are at the step: has the workers write the new parameters
-                over the gradients (N4), and reports the step to the trainer
+                over the gradients (N4), and reports the step
     checker     when a save has read the blocks: compares them with their digests, and releases them (N7)
-    workers     every ``persist_every`` steps, other blocks each step: wait until the frame is on the disk, record the
-                block (N3), and switch to its other version
+    workers     every ``persist_every`` steps, other blocks each step: record the block after the frame's sync (N3)
 
-Any error ends the process: it reports the error, and its successor starts from the files (crash only).
+Any error ends the process; its successor starts from the files (crash only).
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class _Begun:
 
 
 class LiveBlock:
-    """A block, and the version that steps are applied to. Only its ``worker`` uses it."""
+    """Only its ``worker`` uses it."""
 
     def __init__(
         self, file: StateFile, block: StateBlock, kind: type[torch.optim.Optimizer], worker: ThreadPool
@@ -70,19 +68,19 @@ class LiveBlock:
         self._file, self._kind = file, kind
         self.counts, self.recorded, self._recorded_digest = file.newest(block)
         self._digest = self._recorded_digest
-        """Digest of the version that the next step is applied to (N7)."""
+        """Of the version that the next step is applied to (N7)."""
         self.recorded_before = self.recorded
         self._at, self._room = -1, Tensors()
         self._replay: Replay | None = None
         self.reader: Future[None] | None = None
-        """Done when a save has read the current version, which is not replaced before."""
+        """Done when a save has read the current version."""
 
     @property
     def step(self) -> int:
         return self.recorded if self._replay is None else self._replay.version
 
     def apply(self, step: Step) -> None:
-        """Bring the block from the previous step to ``step``, in the version that is not current (N2)."""
+        """Bring the block from the previous step to ``step`` (N2)."""
         if self._replay is None:
             self.check()  # before the other version, which may be needed, is overwritten
             self._at = self._file.copy(self.block, self.counts)
@@ -176,7 +174,7 @@ class Updater:
         self._files = GradientFiles(found, self.step)
 
     def _go_back(self, directory: Path, last_step: int) -> None:
-        """Drop all later steps. Changes nothing if ``last_step`` cannot be reached; safe to repeat after a crash."""
+        """Drop all later steps, if ``last_step`` can be reached; safe to repeat."""
         oldest = min(self._file.newest(block, last_step)[1] for block in self._layout.blocks)
         reached = max((frame.number for frame in read_frames(directory, self._digest, oldest)), default=oldest)
         if reached < last_step:
@@ -189,7 +187,6 @@ class Updater:
         GradientFiles(directory, last_step).close()
 
     def _roll_forward(self, directory: Path) -> int:
-        """Bring every block to the newest step of the log (N3)."""
         newest = min(live.step for live in self._blocks)
         for frame in read_frames(directory, self._digest, newest):
             step = frame.steps[""]
@@ -219,7 +216,7 @@ class Updater:
         current_step.work.append(self._do(live.worker, live.apply, current_step.step(found)))
 
     def end_step(self) -> None:
-        """Finish a step after all its gradients. Blocks without gradients are at the step too."""
+        """Blocks without gradients are at the step too."""
         assert self._begun is not None
         current_step, self._begun = self._begun, None
         whole, self.step = current_step.step(current_step.gradients), current_step.version
@@ -246,14 +243,12 @@ class Updater:
         for one in work:
             one.result(WAIT_SECONDS)
         self._give_parameters()
-        for live in self._blocks:  # before the report to the trainer: the next step queues after it
+        for live in self._blocks:  # before the report: the next step queues after it
             if step % self._persist_every == live.block.index % self._persist_every:
                 self._do(live.worker, self._record_unread, live)
         self.tell({"done": step})
 
     def _give_parameters(self) -> None:
-        """Write the parameters, rounded to the trainer's type, over their gradients (N4)."""
-
         def give(live: LiveBlock) -> None:
             for key, master in live.masters().items():
                 self._shared[key].copy_(master)
@@ -262,7 +257,7 @@ class Updater:
             one.result(WAIT_SECONDS)
 
     def _record(self, live: LiveBlock) -> None:
-        """Record a block (N3). Waits for a save that reads it."""
+        """Record a block (N3) after a save that reads it."""
         if live.reader is not None:
             live.reader.result(WAIT_SECONDS)
         with self._synced:
@@ -274,13 +269,11 @@ class Updater:
         live.record()
 
     def _record_unread(self, live: LiveBlock) -> None:
-        """Record a block unless a save reads it; else later, with a longer log."""
         if live.reader is None or live.reader.done():
             self._record(live)
 
     def hold(self, number: int) -> None:
-        """Record every block at this step, answer with the versions, and keep them until ``release``. Steps
-        continue."""
+        """Record every block, answer with the versions, and keep them until ``release``."""
         released = self._holds[number] = Future()
 
         def record(live: LiveBlock) -> None:
@@ -299,9 +292,9 @@ class Updater:
         self._do(self._writer, answer_with_places)
 
     def release(self, number: int, hold: int) -> None:
-        """Check a held state after a save has read it, answer, and allow its replacement.
+        """Check a held state after a save has read it, and allow its replacement.
 
-        A hold of an earlier process is ignored.
+        Ignores holds of an earlier process.
         """
         released = self._holds.pop(hold, None)
 
@@ -363,7 +356,7 @@ class Updater:
         try:
             with self._sending:
                 send(self._connection, message)
-        except OSError:  # the trainer is dead; ``serve`` detects it
+        except OSError:  # ``serve`` detects the dead trainer
             pass
 
     def _do(self, pool: ThreadPool, call: Callable[..., None], *arguments: Any) -> Future[None]:
@@ -386,7 +379,7 @@ def _decoded(data: bytes) -> Step:
 def main() -> None:
     begin_command()
     log_to(sys.stderr, "text", "warning")
-    torch.set_num_threads(1)  # each worker is one thread
+    torch.set_num_threads(1)
     order = json.loads(sys.stdin.read())
     connection = Connection(order["connection"])
     try:
@@ -397,4 +390,4 @@ def main() -> None:
         with suppress(OSError):
             send(connection, {"failed": to_message(error)})
         sys.stderr.flush()
-        os._exit(1)  # whatever the threads are doing
+        os._exit(1)

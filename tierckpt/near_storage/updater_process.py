@@ -1,4 +1,4 @@
-"""The trainer's end of the updater process: starts it, and exchanges messages with it."""
+"""The trainer's end of the updater process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ log = logger("replay")
 
 LOOK_SECONDS = 0.1
 IDLE_SECONDS = 5.0
-"""Training that has waited this long for an idle process logs a warning."""
+"""An idle process is reported after this wait."""
 END_OF_PROCESS_SECONDS = 1.0
-"""Maximum time between the end of its connection and its exit."""
 KILL_SECONDS = 20.0
-"""Maximum wait for a killed process; longer only if the kernel blocks it on a disk."""
+"""Maximum wait for a killed process, unless the kernel blocks it on a disk."""
 
 
 class Idleness:
@@ -60,13 +59,8 @@ class Idleness:
 
 
 class UpdaterProcess:
-    """The updater process, which ``start`` restarts after it ended.
-
-    Args:
-        order: settings of the process, without the connection.
-        descriptors: of shared memory, owned by the trainer; they outlive the process.
-        timeout_seconds: maximum time without progress while an answer is pending.
-    """
+    """``descriptors``: of shared memory, which outlives the process. ``timeout_seconds``: without progress while an
+    answer is pending."""
 
     def __init__(self, order: Mapping[str, Any], descriptors: tuple[int, ...], timeout_seconds: float) -> None:
         self.order = dict(order)
@@ -88,11 +82,9 @@ class UpdaterProcess:
         return self._connection is not None and self._failure is None
 
     def start(self, last_step: int | None = None) -> None:
-        """Start the process, and return when it has brought the state to its newest step (``step``).
+        """Start the process, and return when it has brought the state to its newest step, or to ``last_step``.
 
-        ``last_step``: go back to this step, if there are newer ones. Raises the error of the process;
-        OperationTimeoutError: it did not report in time. Cost: starting Python with torch, a pass over the
-        state, and the steps since blocks were recorded.
+        Raises the error of the process; OperationTimeoutError.
         """
         self.stop()
         if self.is_closed:
@@ -104,9 +96,9 @@ class UpdaterProcess:
                 self._process = start_python(
                     "tierckpt.near_storage",
                     stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,  # readers of the trainer's stdout must not wait for this process
+                    stdout=subprocess.DEVNULL,  # readers of the trainer's stdout must not wait for it
                     pass_fds=(child_end.fileno(), *self._descriptors),
-                    start_new_session=True,  # signals to the job's process group must not end it in a step
+                    start_new_session=True,  # signals to the job's group must not end it in a step
                 )
             except OSError as error:
                 own_end.close()
@@ -116,7 +108,7 @@ class UpdaterProcess:
             with self._process.stdin as file:
                 file.write(json.dumps(order).encode())
         except BrokenPipeError:
-            pass  # it died: the closed connection reports it
+            pass  # the closed connection reports it
         own_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._timeout_seconds) + 1, 0))
         with self.changed:
             self._connection, self._failure, self.step = Connection(own_end.detach()), None, -1
@@ -126,11 +118,11 @@ class UpdaterProcess:
         self.await_step(0)
 
     def send(self, message: Mapping[str, Any], payload: bytes = b"") -> None:
-        """Send a message. Raises UpdaterLostError or the error of the process, OperationTimeoutError if it hangs."""
+        """Raises UpdaterLostError or the error of the process, OperationTimeoutError if it hangs."""
         try:
             if self._connection is None:
                 raise self.lost()
-            with self._sending:  # threads that write a checkpoint also send messages
+            with self._sending:  # threads that write a checkpoint also send
                 send(self._connection, message, payload)
         except BlockingIOError:
             raise self._late("it reads no messages") from None
@@ -156,8 +148,7 @@ class UpdaterProcess:
     def await_step(self, step: int) -> None:
         """Wait until the process has made ``step``, while it makes progress.
 
-        Raises UpdaterLostError: it ended. OperationTimeoutError: no progress for ``timeout_seconds``; it was
-        killed. TierckptError: the error of the process.
+        Raises UpdaterLostError; OperationTimeoutError: it was killed; the error of the process.
         """
         self._await(lambda: self.step >= step)
 
@@ -197,7 +188,7 @@ class UpdaterProcess:
         self.stop()
 
     def stop(self) -> None:
-        """Kill it. Its files are then as after a crash: the next process starts from them."""
+        """Kill it. Its files are then as after a crash."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -213,7 +204,7 @@ class UpdaterProcess:
         connection, self._connection = self._connection, None
         if connection is not None:
             with self.changed:
-                self.changed.wait_for(lambda: self._failure is not None, 5.0)  # the receiver has seen its end
+                self.changed.wait_for(lambda: self._failure is not None, 5.0)
             connection.close()
 
     def _hear(self, connection: Connection) -> None:
@@ -245,7 +236,7 @@ class UpdaterProcess:
             answer.set_exception(failure)
 
     def _has_met_bad_disk(self) -> bool:
-        """Whether the process died on an unreadable page of its files (N6)."""
+        """Whether the process died on an unreadable page (N6)."""
         process = self._process
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process is not None and process.wait(END_OF_PROCESS_SECONDS) == -signal.SIGBUS
