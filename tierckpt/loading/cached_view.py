@@ -22,8 +22,7 @@ from ..types import Buffer, ByteRange
 class CachedView:
     """The files of a URI through the node cache, for synchronous callers. Thread-safe; close it.
 
-    Bytes are of the version at opening, or an error. Cached bytes are read from the files; missing ones are
-    fetched, once per node, and kept.
+    All bytes are of the version at opening.
     """
 
     def __init__(self, client: Client, cached: CacheEntry) -> None:
@@ -32,7 +31,7 @@ class CachedView:
 
     @property
     def files(self) -> dict[str, FileSpec]:
-        """Every file by its path below the URI; a URI of one object has that object."""
+        """A URI of one object has that object."""
         return self._cached.files
 
     @property
@@ -48,30 +47,27 @@ class CachedView:
         return self._cached.directory
 
     def path(self, path: str) -> Path:
-        """Return the current path of a file. It may change once, when the entry is complete."""
+        """May change once, when the entry is complete."""
         return self._cached.path(path)
 
     def landed(self, path: str, start: int = 0, stop: int | None = None) -> bool:
-        """True when bytes ``start`` to ``stop`` are on this node. Cost: microseconds."""
         return self._cached.landed(path, self._range(path, start, stop))
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> memoryview:
-        """Return bytes ``start`` to ``stop`` (default: the end). Raises IntegrityError, StoreError."""
+        """Raise IntegrityError, StoreError."""
         wanted = self._range(path, start, stop)
         into = memoryview(bytearray(wanted.size_bytes))
         self.read_into(path, start, into)
         return into.toreadonly()
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
-        """Fill the writable ``into`` with the bytes from ``start`` on."""
         view = memoryview(into).cast("B")
         wanted = ByteRange(start, start + len(view))
-        if not self._cached.read_available(path, wanted, view):  # cached bytes need no event loop
+        if not self._cached.read_available(path, wanted, view):  # no event loop needed
             self._client.run(self._cached.read_into(path, wanted, view))
 
     def is_good(self, path: str, start: int, data: Buffer) -> bool:
-        """Return whether ``data``, read from ``path(path)`` at ``start``, has the recorded digests; else ``read_into``
-        repairs it."""
+        """``read_into`` repairs bad bytes."""
         view = memoryview(data).cast("B")
         return self._cached.is_good(path, ByteRange(start, start + len(view)), view)
 
@@ -84,12 +80,11 @@ class CachedView:
         self._client.run(self._cached.fill(paths))
 
     def fill_in_background(self, paths: Iterable[str] | None = None) -> None:
-        """Start to fetch ``paths`` in the background; reads use the fetched chunks. ``close`` stops it."""
         if self._fill_task is None:
             self._fill_task = self._client.start(self._cached.fill(paths))
 
     def close(self) -> None:
-        """Release the lease and stop the background fetch. Fetched chunks stay. Idempotent."""
+        """Stop the background fetch. Idempotent."""
         if not self._client.is_ours:
             return
         if self._fill_task is not None:
@@ -110,10 +105,9 @@ class CachedView:
 def open_cached(
     uri: str | os.PathLike[str], *, kind: Kind = "auto", settings: Settings | None = None, **overrides: Any
 ) -> CachedView:
-    """Open the current content of ``uri`` (a model directory, a checkpoint, one object) through the node cache.
+    """Open the current content of ``uri`` through the node cache. ``kind`` saves requests.
 
-    ``kind``, ``"object"`` or ``"directory"``, saves requests. Raises ObjectNotFoundError,
-    UncommittedCheckpointError, StoreError.
+    Raises ObjectNotFoundError, UncommittedCheckpointError, StoreError.
     """
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
@@ -121,6 +115,6 @@ def open_cached(
 
 
 def open_entry(frozen: FileSet, settings: Settings) -> CachedView:
-    """Open an entry of the node cache by its receipt. Raises ConfigError, StoreError."""
+    """Raise ConfigError, StoreError."""
     client = get_client(settings)
     return CachedView(client, client.run(client.mover.node_cache.reopen(frozen)))

@@ -1,8 +1,6 @@
 """Model tensors that are read on first use, and only the part in use.
 
-An engine takes whole tensors and cuts its rank's part out of each, or drops it: rows of a layer that several ranks
-share, layers of another pipeline stage, experts of another rank. Only its own code knows which. It gets a
-``DeferredTensor``: views of it cost nothing, and an operation that needs values reads those of the view.
+An engine keeps a part of each tensor, or drops it; only its own code knows which.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from .fill import TensorRequest, fill
 from .tensor_parts import Bounds
 
 DEFERRED_BYTES_MIN = 1 << 20
-"""Smaller tensors are read together in advance: separate reads would cost more."""
+"""Smaller tensors are read together in advance."""
 
 _OF_SHAPE = {
     getattr(Tensor, name).__get__
@@ -61,7 +59,7 @@ class _Source:
         return self.whole
 
     def share(self) -> None:
-        """Let all views share one memory: a write to one is visible in the others."""
+        """A write to one view is visible in the others."""
         self.read_all()
         for reference in self.made:
             if (one := reference()) is not None and one._source is self:
@@ -73,7 +71,6 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _bounds_of(view: Tensor, shape: tuple[int, ...]) -> Bounds | None:
-    """Return the bounds of ``view`` in each dimension of ``shape``; None if it is no such part."""
     sizes = {stride: size for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1}
     if len(sizes) < sum(size != 1 for size in view.shape):
         return None
@@ -88,10 +85,10 @@ def _bounds_of(view: Tensor, shape: tuple[int, ...]) -> Bounds | None:
 
 
 class DeferredTensor(Tensor):
-    """A tensor or view that reads its values once, when needed. It has no storage.
+    """A tensor or view without storage that reads its values once, when needed.
 
-    Operations known to need no values (``shape``, ``narrow``, ``chunk``, an index) read nothing; others, in Python or
-    C++, get an ordinary tensor of this shape. An in-place operation reads the whole tensor: its views share writes.
+    Operations known to need no values (``shape``, ``narrow``, ``chunk``, an index) read nothing; others get an ordinary
+    tensor. An in-place operation reads the whole tensor: its views share writes.
     """
 
     _source: _Source
@@ -109,13 +106,12 @@ class DeferredTensor(Tensor):
         return self
 
     def read(self) -> Tensor:
-        """Return an ordinary tensor. Raises IntegrityError, CapacityError, StoreError: see ``load_safetensors``."""
+        """Raise IntegrityError, CapacityError, StoreError."""
         if self._read is None:
             self._read = self._source.read(self._view)
         return self._read
 
     def _views(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the unread result of ``func``; None if that is no view."""
         found, spec = torch_internals.tree_flatten(func(self._view, *args, **kwargs))
         here = torch_internals.storage_address_of(self._view.untyped_storage())
         if any(torch_internals.storage_address_of(one.untyped_storage()) != here for one in found):
@@ -155,7 +151,7 @@ def _has_tensors(tree: Any) -> bool:
 
 
 class Deferral:
-    """Makes the deferred tensors of one load, from ``bytes_min`` on. ``settle`` it before its source is closed."""
+    """Defers tensors of ``bytes_min`` or more. ``settle`` it before its source is closed."""
 
     def __init__(self, bytes_min: int = DEFERRED_BYTES_MIN) -> None:
         self._bytes_min = bytes_min
@@ -164,7 +160,6 @@ class Deferral:
     def fill(
         self, requests: Sequence[TensorRequest], device: torch.device, stop: threading.Event | None = None
     ) -> dict[str, Tensor]:
-        """``loading.fill.fill``, with large tensors deferred."""
         tensors = fill([request for request in requests if request.size_bytes < self._bytes_min], device, stop)
         for request in requests:
             if request.name not in tensors:
@@ -173,7 +168,7 @@ class Deferral:
         return tensors
 
     def settle(self) -> None:
-        """Read unused tensors that are still referenced, while the files can be read."""
+        """Read unused tensors that are still referenced."""
         for reference in self._made:
             if (tensor := reference()) is not None:
                 tensor.read()

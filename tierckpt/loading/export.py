@@ -59,7 +59,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """Result of an export. ``skipped`` counts entries that were not selected or are no tensors."""
+    """``skipped`` counts entries that were not selected or are no tensors."""
 
     uri: str
     directory: Path
@@ -93,25 +93,23 @@ def export_safetensors(
 ) -> ExportResult:
     """Write the tensors of a checkpoint to the directory ``to`` as safetensors, bit for bit. All of it, or nothing.
 
-    Writes ``model.safetensors`` when everything fits in one file, else ``model-00001-of-0000N.safetensors`` and an
-    index. Reads what tierckpt and stock DCP saved, for any number of ranks, without torch.distributed.
+    Writes ``model.safetensors`` if everything fits in one file, else ``model-00001-of-0000N.safetensors`` and an index.
+    Reads checkpoints of tierckpt and stock DCP, for any number of ranks.
 
     Args:
         uri: a checkpoint, or a run: then its newest usable checkpoint.
         to: a directory that does not exist or is empty.
-        dtype: convert floating-point tensors to ``bf16``, ``fp16`` or ``fp32``; None keeps every bit.
-        shard_size_bytes_max: maximum size of a file; a larger tensor gets a file of its own.
+        dtype: convert floating-point tensors to ``bf16``, ``fp16`` or ``fp32``.
+        shard_size_bytes_max: maximum size of a file; a larger tensor gets its own.
         only: export the tensors under this name (``"model"``: ``model.*``), and drop it from their names.
         trust_pickle: see ``TierStorageReader``.
-        settings: a ``Settings``; ``overrides`` are single fields of it.
-        listener: called with a ``Progress`` as bytes are written.
 
     Raises:
         ConfigError: ``to`` is not empty, an unknown dtype, or nothing below ``only``.
         StateMismatchError: a tensor of a dtype that safetensors cannot hold.
         CapacityError: no room; nothing was written.
         CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError, StoreError: from the reader.
-    Cost: every byte read and written once; memory for two windows of 128 MiB, whatever the tensors and files are.
+    Cost: memory for two windows of 128 MiB.
     """
     settings = Settings.load(settings, **overrides)
     target = local_path(to, "to")
@@ -224,7 +222,7 @@ def _index(names: list[str], shards: list[list[Item]], size_bytes: int) -> bytes
 
 @contextlib.contextmanager
 def _held(reader: TierStorageReader) -> Iterator[None]:
-    """Hold the checkpoint against removal for the whole export: the reader releases it after each window."""
+    """The reader releases the checkpoint after each window."""
     settings = reader.settings
     with read_lease.reading(settings.local_root, local_dir(settings.local_root, reader.location)):
         yield
@@ -246,10 +244,9 @@ def _check_target(target: Path) -> None:
 
 @contextlib.contextmanager
 def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
-    """Yield a temporary directory next to ``target``; rename it to ``target`` on success, remove it on failure.
+    """Yield a temporary directory; rename it to ``target`` on success, remove it on failure.
 
-    One process of a node exports to a target at a time; across nodes, the first to finish wins. The next export on
-    the node removes the directory of a killed one.
+    A node exports to a target once at a time, and removes the directory of a killed process.
     """
     stem = f"{target.name}.exporting"
     directory = target.with_name(temporary_of_this_process(stem))
@@ -274,7 +271,6 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _held_where_locks_are(path: Path) -> Iterator[bool]:
-    """``try_lock``; True on a file system without locks."""
     with contextlib.ExitStack() as stack:
         try:
             is_held = bool(stack.enter_context(try_lock(path, remove=True)))

@@ -1,8 +1,7 @@
 """Writes tensors of a checkpoint to one safetensors file, in bounded memory, by overlapping windows.
 
-The tensors of a file are contiguous, so DCP reads a window's blocks straight into memory from which O_DIRECT writes. A
-*block* is a contiguous stretch of a tensor (all of it, or some rows); its parts are read into place, however it was
-sharded.
+DCP reads a window's blocks straight into the memory that O_DIRECT writes. A *block* is a contiguous stretch of a
+tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ..resources import ThreadPool
 from .header import name_of, shape_in_file
 
 WINDOW_BYTES = 128 * MiB
-"""Bytes per window, with conversion buffers. Two windows are in memory."""
+"""Includes conversion buffers. Two windows are in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +77,11 @@ class TensorSlice:
 
 
 def in_file_order(items: Sequence[Item]) -> list[Item]:
-    """Largest dtypes first, so that every tensor is aligned to its own."""
+    """Align every tensor to its own dtype."""
     return sorted(items, key=lambda item: -item.written.itemsize)
 
 
 def header_of(items: Sequence[Item]) -> bytes:
-    """Return the header of a file of ``items`` in this order; the data after it starts at an O_DIRECT block."""
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for item in items:
@@ -105,10 +103,9 @@ def write_file(
     on_bytes: Callable[[int], None],
     window_bytes: int = WINDOW_BYTES,
 ) -> None:
-    """Write ``items`` to the new file ``path``, durably. ``on_bytes`` gets the size of each stretch read.
+    """Write the new file ``path``, durably. Raises OSError, and the reader's errors.
 
-    Raises OSError, and the reader's errors. Cost: memory for two windows; a part saved in columns is read by whole
-    rows.
+    Reads a part saved in columns by whole rows.
     """
     header = header_of(items)
     memory_bytes = min(window_bytes, sum(item.size_bytes for item in items)) + 2 * DISK_BLOCK_BYTES
@@ -208,5 +205,4 @@ class _Into:
             target = target.narrow(dim, offset, length)
         return target
 
-    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """No copy is needed."""
+    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None: ...

@@ -1,11 +1,9 @@
 """Reads bytes of files into tensors, in large parallel reads, with as few copies as the layout allows.
 
-A whole tensor, or some of its rows, is one run of bytes. Adjacent runs form an *extent*. A large extent is read
-straight into its tensors' memory, placed so that file offset and address agree within a page, as O_DIRECT requires. Or
-it is read into a buffer that stays in the CPU caches, and copied, if that is faster (``disk/io_tuner.py``). Separate
-threads allocate its pages while the disk reads earlier extents, as huge pages if those are not slower
-(``arena/pages.py``). All other bytes (small extents, columns, devices) use the read buffers of the process. No thread
-holds the interpreter lock while it reads or copies.
+Adjacent runs of bytes form an *extent*. A large extent is read straight into its tensors' memory, placed so that file
+offset and address agree within a page, as O_DIRECT requires; or through a buffer that stays in the CPU caches, if that
+is faster. All other bytes use the read buffers of the process. No thread holds the interpreter lock while it reads or
+copies.
 """
 
 from __future__ import annotations
@@ -39,29 +37,25 @@ from .tensor_parts import Bounds, Parts
 
 READ_BYTES = 8 << 20
 READS_A_BUFFER = 4
-"""Small loads take few buffers, so that many processes fit on a node."""
+"""A few buffers let many processes fit on a node."""
 
 BOUNCE_BYTES = 512 << 10
-"""Size of a bounce buffer. 2 GiB through twelve of them took as long as raw reads into two of 8 MiB; through twelve of
-1 MiB 1.03 to 1.10 x, through six of 2 MiB 1.18 x."""
+"""Twelve buffers of this size are no slower than raw reads into two of 8 MiB; larger ones are."""
 
 DIRECT_BYTES_MIN = 1 << 20
 """Smaller extents are not worth a page of their own at either end."""
 
 GAP_BYTES_MAX = 64 << 10
-"""Small extents this close are read together: the disk reads that much in the time of a request."""
+"""The disk reads this much in the time of a request."""
 
 PIECE_GAP_BYTES_MIN = 8 << 10
-"""Pieces of rows further apart are read singly from the page cache: a call costs as much as copying this. 2, 4, 8 ranks
-together read the columns of a 4096 x 14336 matrix of bfloat16 from the disk with 293, 495, 947 ms of processor time by
-pieces, and 326, 585, 1159 by whole rows; from the page cache with as much either way."""
+"""Pieces of rows further apart are read singly from the page cache: a call takes the time of copying this."""
 
 FILLERS_MAX = 2
-"""Threads that allocate pages. Measured, 2 GiB of 4 KiB pages where the disk takes 0.92 s: within the reads 2.1 s, by
-one thread ahead of them 2.2, by two 1.45."""
+"""Threads that allocate pages. Two hide more of the time than one."""
 
 AHEAD_MAX = 8
-"""Jobs with pages allocated in advance. Few: earlier jobs decide between huge and small pages."""
+"""Jobs with pages in advance are few: earlier jobs decide between huge and small pages."""
 
 FILES_AT_ONCE = 64
 
@@ -80,7 +74,6 @@ class TensorRequest:
 
     @classmethod
     def of(cls, name: str, file: ModelFile, entry: TensorEntry, parts: Parts) -> TensorRequest:
-        """Raises ConfigError, StateMismatchError: see ``Parts`` and ``of_entry``."""
         dtype, stored = of_entry(entry)
         return cls(name, file, entry, dtype, stored, parts.of(name, stored))
 
@@ -93,25 +86,22 @@ class TensorRequest:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def is_plain(self, run: RowRun) -> bool:
-        """True if the run is the tensor, aligned for torch."""
         return run.bounds is None and run.start % self.dtype.itemsize == 0
 
     def runs(self) -> Iterator[RowRun]:
         if not self.size_bytes:
             return iter(())
-        # A last dimension of bytes makes every dtype alike, whatever its alignment.
+        # A last dimension of bytes makes every dtype alike.
         unit = self.dtype.itemsize
         return _runs((*self.stored, unit), (*self.bounds, (0, unit)), self.entry.start, 0)
 
 
 @dataclass(slots=True)
 class RowRun:
-    """``rows`` consecutive rows of the file, with ``bounds`` as the requested part of each (None: all).
+    """``rows`` consecutive rows of the file, with ``bounds`` as the requested part of each.
 
-    Attributes:
-        start: of the first row, in the file.
-        shape: of one row, in bytes.
-        into: target of the first row's part, from the tensor's first byte.
+    ``start`` is that of the first row, ``shape`` that of one row in bytes; ``into`` counts from the tensor's first
+    byte.
     """
 
     start: int
@@ -149,12 +139,11 @@ class RowRun:
         return start * unit, stop * unit
 
     def put(self, source: Tensor, target: Tensor) -> None:
-        """Copy the requested part of ``source``, the bytes of these rows, to ``target``, the bytes of the tensor."""
         if self.bounds is None:
             target[self.into : self.into + len(source)].copy_(source, non_blocking=True)
             return
         part = source.view(self.rows, *self.shape)
-        if target.is_cuda:  # a strided copy to a device would be gathered here first, in unpinned memory
+        if target.is_cuda:  # else a strided copy is gathered in unpinned memory
             part = part.to(target.device, non_blocking=True)
         for dim, (start, stop) in enumerate(self.bounds, start=1):
             part = part.narrow(dim, start, stop - start)
@@ -180,8 +169,7 @@ def _runs(shape: tuple[int, ...], bounds: Bounds, start: int, into: int) -> Iter
 
 @dataclass(slots=True)
 class Job:
-    """One request: bytes ``start`` to ``stop`` of a file, to ``into`` (whole pages), or through a buffer. ``start`` is
-    a multiple of the O_DIRECT block, or else O_DIRECT is not used."""
+    """Bytes to read to ``into`` (whole pages), or through a buffer. O_DIRECT needs ``start`` at a block."""
 
     copy: FileCopy
     start: int
@@ -191,7 +179,7 @@ class Job:
     puts: list[tuple[RowRun, Tensor]] = field(default_factory=list)
     memory: Memory | None = None
     pieces: tuple[int, int] | None = None
-    """Size and distance of the pieces, if only these are read, back to back, into the buffer."""
+    """Size and distance of the pieces, if only these are read into the buffer."""
 
     @property
     def wanted_bytes(self) -> int:
@@ -238,7 +226,6 @@ class FileFill:
 
     @property
     def size_bytes(self) -> int:
-        """Return the memory for the extents: whole blocks of the file, then whole huge pages."""
         blocks = sum(round_up(extent[-1][1].stop) - _block(extent[0][1].start) for extent in self._extents)
         gathered = sum(round_up(request.size_bytes) for request, _ in self._other if self._is_large(request))
         return round_up(blocks + gathered, HUGE_PAGE_BYTES)
@@ -263,7 +250,7 @@ class FileFill:
         self.file.check_unchanged()
         if self._memory is not None:
             self._memory.keep_on_fork()
-            self._memory.allow_huge_pages()  # the kernel may still merge small ones
+            self._memory.allow_huge_pages()
 
     def _place(self, extent: list[tuple[TensorRequest, RowRun]], offset: int) -> int:
         begin, end = _block(extent[0][1].start), extent[-1][1].stop
@@ -281,7 +268,7 @@ class FileFill:
         if self._is_large(request):
             tensor = _tensor(self._view(), offset, request)
         else:
-            # Not of the shape at once: torch overflows on the strides of (0, 2**63 - 1, 3), which a file may have.
+            # Torch overflows on the strides of (0, 2**63 - 1, 3), which a file may have.
             tensor = torch.empty(math.prod(request.shape), dtype=request.dtype, device=self.device).reshape(
                 request.shape
             )
@@ -324,7 +311,7 @@ def _block(offset: int) -> int:
 
 
 def _tensor(view: memoryview, offset: int, request: TensorRequest) -> Tensor:
-    """A tensor of these bytes, which it keeps alive, with its own storage of the same size."""
+    """Give the tensor its own storage of the same size, which keeps ``view`` alive."""
     count = math.prod(request.shape)
     return torch.frombuffer(view, dtype=request.dtype, count=count, offset=offset).view(request.shape)
 
@@ -332,14 +319,9 @@ def _tensor(view: memoryview, offset: int, request: TensorRequest) -> Tensor:
 def fill(
     requests: Sequence[TensorRequest], device: torch.device, stop: threading.Event | None = None
 ) -> dict[str, Tensor]:
-    """Return the requested tensors by name. They own their memory: it is freed with the last tensor of a file.
+    """Return the requested tensors by name. The memory of a file is freed with its last tensor.
 
-    ``stop``: when set, reading ends with ``Stopped``.
-
-    Raises:
-        IntegrityError: a file is shorter than before; names file and tensor.
-        CapacityError: they do not fit into memory; nothing was read. Cost: one request per 8 MiB; memory for
-            the tensors, and for each thread's buffer (``disk/io_tuner.py``) if needed.
+    Raises IntegrityError: a file is shorter than before. CapacityError: nothing was read. Stopped: ``stop`` is set.
     """
     by_file: dict[int, list[TensorRequest]] = {}
     for request in requests:
@@ -389,8 +371,6 @@ class Stopped(Exception):
 
 
 class _Reading(ReadThreads):
-    """Threads that take jobs in the order of the files, and threads that allocate their pages in advance."""
-
     def __init__(self, jobs: Sequence[Job], device: torch.device, stop: threading.Event, threads: int) -> None:
         needs_buffers = any(job.into is None for job in jobs)
         self._fillers = FILLERS_MAX if len(jobs) > 1 and any(job.memory is not None for job in jobs) else 0
@@ -402,7 +382,6 @@ class _Reading(ReadThreads):
         self._ready: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._room = threading.Semaphore(AHEAD_MAX)
         self._device = device
-        # Use the caller's thread-local torch state for its tensors.
         self._inference = torch.is_inference_mode_enabled()
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         workers = [
@@ -430,7 +409,6 @@ class _Reading(ReadThreads):
         return [view[offset : offset + BOUNCE_BYTES] for offset in range(0, self._readers * BOUNCE_BYTES, BOUNCE_BYTES)]
 
     def _fill_in(self, _: Memory | None) -> None:
-        """Allocate pages job by job. The last thread to end lets the readers end."""
         jobs = self.iterate(self._jobs)
         while self._room.acquire() and (job := next(jobs, None)) is not None:
             put_pages(job)
@@ -482,11 +460,7 @@ class _Reading(ReadThreads):
 
 
 def put_pages(job: Job) -> None:
-    """Give ``job.memory`` the pages to read into.
-
-    Extents in the page cache get theirs during the copy: earlier, each page would pass the CPU caches twice (a
-    fifth slower).
-    """
+    """Extents in the page cache get pages during the copy: earlier, each page would pass the CPU caches twice."""
     if job.memory is None or job.into is None:
         return
     is_huge, is_priced = paging.next()
@@ -518,9 +492,9 @@ class _Buffer:
 class _PinnedBuffer(_Buffer):
     def __init__(self, memory: Memory, after: torch.cuda.Stream) -> None:
         super().__init__(memory)
-        pin(memory)  # if unavailable, copies are slower and synchronous, but correct
+        pin(memory)  # if unavailable, copies are slower but correct
         self._stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(after)  # the targets are memory of that stream: its pending work comes first
+        self._stream.wait_stream(after)  # its pending work on the targets comes first
 
     def put(self, job: Job) -> None:
         with torch.cuda.stream(self._stream):

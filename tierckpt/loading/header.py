@@ -4,10 +4,8 @@
     JSON            {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ..., "__metadata__": {...}}
     the rest        the tensors, one after the other, without holes
 
-A header is untrusted. A header is accepted if every tensor is inside the file,
-has as many bytes as its dtype and shape require, overlaps no other, and together they cover the file.
-
-Source: the format of https://github.com/huggingface/safetensors; its reader checks the same.
+A header is untrusted. Every tensor must be inside the file, have as many bytes as its dtype and shape require, overlap
+no other, and together they must cover the file.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from ..types import Buffer, ByteRange
 
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000
-"""Maximum length of the JSON: the limit of the format's own reader."""
+"""The limit of the format's own reader."""
 
 _SHOWN = 80
 _BEGIN_BYTES = 64
@@ -102,14 +100,9 @@ class Malformed(Exception):
 
 
 def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[ByteRange], Buffer]) -> Header:
-    """Return the checked header of a file of ``size_bytes``.
+    """Return the checked header of ``where``, a file of ``size_bytes``, which limits the memory.
 
-    Args:
-        where: the file, for the error.
-        read: returns a range of its bytes.
-
-    Raises IntegrityError: not a safetensors file, truncated, or inconsistent; names file and tensor. Cost: two
-    reads of the header only; memory for a few times its length, which the file's size limits.
+    Raises IntegrityError: not a safetensors file, truncated, or inconsistent; names file and tensor.
     """
     try:
         return parse_header(_text(size_bytes, read), size_bytes)
@@ -124,8 +117,7 @@ def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[
 
 
 def _other_kind(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> tuple[str, str]:
-    """Identify a file that is not safetensors by its first bytes; return its kind and a hint, '' if unknown. A valid
-    header length fits four of its eight bytes, so in a damaged safetensors file the others are 0."""
+    """Return the kind of a file that is not safetensors and a hint, '' if unknown."""
     begin = bytes(read(ByteRange(0, min(size_bytes, _BEGIN_BYTES))))
     if not any(begin[4:LENGTH_BYTES]):
         return "", ""
@@ -140,7 +132,7 @@ def _other_kind(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> tuple[s
 def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
     if size_bytes < LENGTH_BYTES:
         raise Malformed(f"it has {size_bytes} bytes", hint=_AGAIN)
-    length = int.from_bytes(read(ByteRange(0, LENGTH_BYTES)), "little")  # fewer bytes if truncated meanwhile
+    length = int.from_bytes(read(ByteRange(0, LENGTH_BYTES)), "little")
     if length > HEADER_BYTES_MAX:
         raise Malformed(f"its first {LENGTH_BYTES} bytes are no length of a header", hint=_DAMAGED)
     if LENGTH_BYTES + length > size_bytes:
@@ -152,10 +144,10 @@ def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
 
 
 def parse_header(text: bytes, size_bytes: int) -> Header:
-    """Return the tensors and metadata in ``text``, the JSON of a file of ``size_bytes``. Raises ``Malformed``.
+    """Return the tensors and metadata. Raises ``Malformed``.
 
-    Accepts and rejects the same JSON as the reader of safetensors 0.8: the last of two tensors with one name wins,
-    unknown fields are ignored, and an array may replace the three fields of a tensor.
+    Accepts the same JSON as safetensors 0.8: the last of two tensors with one name wins, unknown fields are ignored,
+    and an array may replace the fields of a tensor.
     """
     fields = _json(text)
     if not isinstance(fields, _Object):
@@ -173,13 +165,13 @@ _METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
 _DEPTH_MAX = 125
 _COUNT_MAX = 1 << 64
-"""The format's own reader overflows here, factor by factor."""
+"""The format's own reader overflows here."""
 _SIZE_MAX = (1 << 63) - 1
 _RARE_NUMBER = re.compile(rb"-0|\d{309}")
 
 
 class _Object(list[tuple[str, Any]]):
-    """The names and values of a JSON object, in order: names may repeat."""
+    """Keeps the order: names may repeat."""
 
 
 def _json(text: bytes) -> Any:
@@ -188,7 +180,7 @@ def _json(text: bytes) -> Any:
         found = json.loads(
             text.decode(), object_pairs_hook=_Object, parse_constant=_number, parse_float=_number, parse_int=integer
         )
-    except (ValueError, RecursionError) as error:  # with UnicodeDecodeError and JSONDecodeError
+    except (ValueError, RecursionError) as error:
         raise Malformed(f"its JSON cannot be read: {error}", hint=_DAMAGED) from error
     if b"\\u" in text and _has_half_a_character(text):
         raise Malformed("its JSON cannot be read: an escape is half a character", hint=_DAMAGED)
@@ -332,7 +324,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def of_entry(entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Return torch's dtype and shape for a tensor of a file. Raises StateMismatchError: torch has no such tensor."""
+    """Raise StateMismatchError: torch has no such tensor."""
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None or (dtype is torch.float4_e2m1fn_x2 and (not entry.shape or entry.shape[-1] % 2)):
         raise StateMismatchError(
@@ -346,7 +338,7 @@ def of_entry(entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def name_of(dtype: torch.dtype) -> str | None:
-    """Return safetensors' name of ``dtype``; None if it cannot hold it."""
+    """Return None if safetensors cannot hold it."""
     return _NAMES.get(dtype)
 
 

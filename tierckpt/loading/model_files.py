@@ -1,7 +1,5 @@
 """The safetensors files of a model: chooses them, checks their headers, locates each tensor. Reads no data.
 
-The model has every tensor of the chosen files; an index decides between two of one name.
-
 A set of weights is a file, an index with the files it names, or numbered shards, of one base name and variant:
 
     model.safetensors                  model-00001-of-00002.safetensors        model.safetensors.index.json
@@ -94,14 +92,10 @@ def is_weights(name: str) -> bool:
 
 
 def choose(where: str, names: Sequence[str], *, variant: str = "", index: str = "") -> Weights:
-    """Return the set to load among the files ``names`` of the directory ``where``.
+    """Return the set to load, or the set of ``variant`` ("fp16") or ``index`` (a name).
 
-    Args:
-        variant: of this variant, such as "fp16".
-        index: this index, a name in the directory.
-
-    Raises IntegrityError: several sets without a preferred one, or missing shards. CheckpointNotFoundError: no
-    such variant or index, or no safetensors file.
+    Raises IntegrityError: several sets without a preferred one, or missing shards. CheckpointNotFoundError: no such
+    variant or index, or no safetensors file.
     """
     sets, other_files, other_indexes = _sets(names)
     if index:
@@ -192,28 +186,23 @@ _HEAD_BYTES = 128 << 10
 
 
 class ModelDirectory(Protocol):
-    """The directory of a model's files, on this node or the shared tier."""
-
     where: str
 
     @property
-    def threads(self) -> int:
-        """Return the fastest number of reading threads measured so far."""
+    def threads(self) -> int: ...
 
     def files(self) -> list[str]:
-        """Return the sorted names of the files here, not in subdirectories."""
+        """Exclude subdirectories; sort."""
 
-    def folders_with(self, suffix: str) -> list[str]:
-        """Return the sorted names of the directories here that hold such files."""
+    def folders_with(self, suffix: str) -> list[str]: ...
 
     def info(self, name: str) -> ObjectInfo | None:
-        """Return size and version of a file; None if missing."""
+        """Return None if the file is missing."""
 
-    def open(self, name: str) -> FileCopy:
-        """Return a new reader; the caller closes it."""
+    def open(self, name: str) -> FileCopy: ...
 
     def begin(self, names: list[str]) -> None:
-        """Announce that these files will be read, in this order."""
+        """Announce reads, in this order."""
 
     def close(self) -> None: ...
 
@@ -251,11 +240,9 @@ class Directory:
     def open(self, name: str) -> LocalCopy:
         return LocalCopy(self.path / name, Tier.LOCAL, self.tuner)
 
-    def begin(self, names: list[str]) -> None:
-        """No preparation is needed."""
+    def begin(self, names: list[str]) -> None: ...
 
-    def close(self) -> None:
-        """No open resources."""
+    def close(self) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -284,7 +271,7 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """Location of each tensor by name, in the order of the index, else of the files."""
+    """Keeps the order of the index, else of the files."""
 
     where: str
     directory: ModelDirectory
@@ -294,12 +281,8 @@ class ModelTensors:
 def open_model(directory: ModelDirectory, name: str = "", *, variant: str = "", index: str = "") -> ModelTensors:
     """Read and check the headers of the files at ``directory``, or of its one file ``name``.
 
-    ``variant`` and ``index``: as in ``weights.choose``.
-
-    Raises:
-        CheckpointNotFoundError: no such file, variant or index, or no safetensors file at all.
-        IntegrityError: several sets of weights, a missing file of the index, a header that does not describe
-            its file, one name in two files, or an invalid index.
+    Raises as ``choose``; and IntegrityError: a missing file of the index, a header that does not describe its file, one
+    name in two files, or an invalid index.
     """
     if name:
         return ModelTensors(f"{directory.where}/{name}", directory, _merged(directory, _opened(directory, [name])))
@@ -330,7 +313,7 @@ def open_model(directory: ModelDirectory, name: str = "", *, variant: str = "", 
 
 
 def _opened(directory: ModelDirectory, names: Iterable[str]) -> list[ModelFile]:
-    """Read headers, without keeping files open: a model may have more files than descriptors."""
+    """Keep no file open: a model may have more files than descriptors."""
     files = []
     for name in names:
         info = directory.info(name)
@@ -345,7 +328,7 @@ def _opened(directory: ModelDirectory, names: Iterable[str]) -> list[ModelFile]:
 
 
 class _Head:
-    """Reads the beginning of a file past the page cache: its readahead would read far more than a header."""
+    """Bypasses the page cache: its readahead would read far more than a header."""
 
     def __init__(self, copy: FileCopy, size_bytes: int) -> None:
         self._copy, self._size_bytes = copy, size_bytes
@@ -354,7 +337,7 @@ class _Head:
     def read(self, byte_range: ByteRange) -> Buffer:
         if byte_range.stop > len(self._bytes):
             wanted = ByteRange(0, min(max(byte_range.stop, _HEAD_BYTES), self._size_bytes))
-            into = memoryview(mmap.mmap(-1, round_up(wanted.size_bytes)))  # page-aligned for O_DIRECT
+            into = memoryview(mmap.mmap(-1, round_up(wanted.size_bytes)))
             self._bytes = memoryview(self._copy.read(wanted, into))
         return self._bytes[byte_range.start : byte_range.stop]
 

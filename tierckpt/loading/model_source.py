@@ -40,12 +40,10 @@ def find_model(
     modes: tuple[ReadMode, ...] = MODEL_READ_MODES,
     choice: WeightChoice = USUAL,
 ) -> ModelTensors:
-    """Return the model at a path or URI, with checked headers. Close its place after use.
+    """Close the place of the result after use.
 
-    ``modes``: ``MODEL_READ_MODES``, or ``SHARED_READ_MODES`` while other processes of the node read the same files.
-
-    Raises CheckpointNotFoundError, ObjectNotFoundError: no such place, or no safetensors file. ConfigError: a
-    choice with a single file. IntegrityError, StoreError.
+    Raises CheckpointNotFoundError, ObjectNotFoundError, ConfigError (a choice with a single file), IntegrityError,
+    StoreError.
     """
     if choice.subfolder:
         uri_or_dir = _below(uri_or_dir, choice.subfolder)
@@ -85,8 +83,6 @@ def _directory_of(
 
 
 class CachedPlace:
-    """One frozen version of a URI's files: from the node cache, and missing chunks from the store."""
-
     def __init__(
         self, uri: str, view: CachedView, settings: Settings, modes: tuple[ReadMode, ...] = MODEL_READ_MODES
     ) -> None:
@@ -112,7 +108,6 @@ class CachedPlace:
         return _CachedCopy(self._view, name, self.where, read_tuner_for(self._settings, self._modes))
 
     def begin(self, names: list[str]) -> None:
-        """Have these files fetched from now on, in the order of their bytes, while they are read."""
         if self._view.directory is None:
             self._view.fill_in_background(names)
 
@@ -121,13 +116,9 @@ class CachedPlace:
 
 
 class _CachedCopy:
-    """One file of a ``CachedPlace``. Chunks on this node are read as any file, the others are fetched.
+    """No ``LocalCopy``: read times that include a store do not measure the disk, so no read mode is tried on it."""
 
-    It is no ``LocalCopy``: read times that include a store do not measure the disk, so no read mode is tried on it
-    (``read/read_benchmark.py``).
-    """
-
-    tier = Tier.LOCAL  # bytes from the store are counted on receipt
+    tier = Tier.LOCAL
 
     def __init__(self, view: CachedView, name: str, where: str, tuner: ReadTuner) -> None:
         self.where = f"{where}/{name}"
@@ -141,7 +132,7 @@ class _CachedCopy:
         if into is None:
             return self._view.read(self._name, byte_range.start, byte_range.stop)
         if self._view.landed(self._name, byte_range.start, byte_range.stop):
-            # The file may be renamed, removed by hand or damaged just now: the view handles that.
+            # The view handles a file that was renamed, removed or damaged.
             with contextlib.suppress(TierckptError):
                 found = self._available_file().read(byte_range, into, bounce)
                 if len(found) == byte_range.size_bytes and self._view.is_good(self._name, byte_range.start, found):
@@ -163,8 +154,7 @@ class _CachedCopy:
                 self._file = LocalCopy(self._view.path(self._name), Tier.LOCAL, self._tuner)
             return self._file
 
-    def quarantine(self) -> None:
-        """The cache repairs its own files."""
+    def quarantine(self) -> None: ...
 
     def close(self) -> None:
         with self._lock:

@@ -22,10 +22,7 @@ log = logger("load")
 
 
 class PrefetchedDirectory(Directory):
-    """``Directory`` that verifies its files during reads, if ``receipt`` has their digests.
-
-    The files of the receipt are under ``root``. Damaged bytes of the node cache are repaired.
-    """
+    """Verifies files below ``root`` during reads, if ``receipt`` has digests."""
 
     def __init__(self, path: Path, tuner: ReadTuner, root: Path, receipt: Receipt, settings: Settings) -> None:
         super().__init__(path, tuner)
@@ -39,7 +36,7 @@ class PrefetchedDirectory(Directory):
         return read_file(self._root / self._receipt.frozen.files[index].path, byte_range, into)
 
     def info(self, name: str) -> ObjectInfo | None:
-        """For a prefetched file, return its version: its bytes are checked, so its times need not be."""
+        """Ignore the times of a prefetched file, whose bytes are checked."""
         found, index = super().info(name), self._index.get(self._place / name)
         if found is None or index is None:
             return found
@@ -59,8 +56,10 @@ class PrefetchedDirectory(Directory):
         return self._checker.is_good(index, byte_range, data)
 
     def mend(self, index: int, byte_range: ByteRange, into: memoryview, cause: StoreError | None = None) -> None:
-        """Fill ``into`` with good bytes, after this node's were damaged, or unreadable (``cause``). Raises
-        IntegrityError: no good copy, or a user's directory, perhaps changed on purpose."""
+        """Repair bytes of the node cache that were damaged, or unreadable (``cause``).
+
+        Raises IntegrityError: no good copy, or a user's directory, perhaps changed on purpose.
+        """
         path = self._receipt.frozen.files[index].path
         if self._root.parent != (self._settings.local_root / "cache").resolve():
             what = f"bytes {byte_range.start}-{byte_range.stop} of {self._root / path} are not those"
@@ -92,8 +91,10 @@ class PrefetchedDirectory(Directory):
 
 
 def open_directory(directory: Path, settings: Settings, modes: tuple[ReadMode, ...] = MODEL_READ_MODES) -> Directory:
-    """Return ``directory``, with verification if it, or a parent, was prefetched and the digests are known. Raises
-    IntegrityError while a prefetch replaces its files by another version."""
+    """Verify ``directory`` if it, or a parent, was prefetched with digests.
+
+    Raises IntegrityError while a prefetch replaces its files by another version.
+    """
     tuner, resolved = read_tuner_for(settings, modes), directory.resolve()
     for root in (resolved, *resolved.parents):
         with contextlib.suppress(OSError, StoreError):
@@ -134,7 +135,7 @@ class _CheckedCopy(LocalCopy):
             self._prefetched.mend(self._index, byte_range, view, error)
             return view
         if len(data) < len(view):
-            return data  # the caller reports the truncation
+            return data
         if not self._prefetched.is_good(self._index, byte_range, view):
             self._prefetched.mend(self._index, byte_range, view)
         return view

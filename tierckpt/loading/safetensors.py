@@ -81,45 +81,35 @@ def load_safetensors(
 ) -> dict[str, Tensor] | LazyTensors:
     """Return every tensor of a model, by name: all of them, or an error that says which is missing.
 
-    Each has the dtype and the shape (or the requested part of it) of its file.
+    Headers are checked before anything is allocated. Bytes are read once, past the page cache unless they are in it.
+    The tensors are writable, each with its own storage; the large ones of one file share an allocation, which is freed
+    with the last of them.
 
-    Headers are checked before anything is allocated. Bytes are read once, past the page cache unless they are in it,
-    and straight into the memory of the tensors. The tensors are ordinary ones: writable, each with a storage of its
-    own; the large ones of one file share an allocation, which goes with the last of them.
-
-    Of several sets of weights in a directory one is loaded, that which ``transformers`` would load, and a warning names
-    the other files. An index names files, and all tensors in these are loaded; a warning says which tensors the index
-    does not name, and which ones no file holds (a tied head).
-
-    A path is read where it is. A URI (``s3://...``, ``file:///...``) is read through the node cache: one version of it,
-    chunks on this node from its disk, the rest from the store and then from the cache; the processes of a node that
-    load it together fetch each chunk once.
+    Of several sets of weights the one that ``transformers`` would load is loaded, with a warning. All tensors in the
+    files of an index are loaded; a warning names the differences to the index. A URI is read through the node cache:
+    one version of it; the processes of a node fetch each chunk once.
 
     Args:
         uri_or_dir: a directory of safetensors files, one such file, or the URI of either.
-        device: device of the tensors.
         lazy: return a mapping that reads a tensor at each access.
         names: only these tensors, or those for which the function returns True.
         prefix: only tensors with this prefix; they keep their names.
-        shard: ``(rank, world, dim)``: of each tensor that has the dimension, the part that ``torch.chunk`` would give
-            this rank (the last ranks have less, or nothing, if it does not divide). For ``dim`` 0 only its rows are
-            read; for other dimensions whole rows are.
+        shard: ``(rank, world, dim)``: of each tensor that has the dimension, the part that ``torch.chunk`` gives this
+            rank. For ``dim`` 0 only its rows are read; for other dimensions whole rows are.
         plan: the part of each tensor, a mapping or a function of its name: ``(rank, world, dim)``, a slice or a
             tuple of slices, or None for all of it.
-        variant: the weights of this variant, such as "fp16" (``model.fp16.safetensors``).
-        subfolder: the weights in this directory of the model, such as "unet".
-        index: the weights of this index, such as "consolidated.safetensors.index.json".
-        settings: a ``Settings``; ``overrides`` are single fields of it.
+        variant: such as "fp16" (``model.fp16.safetensors``).
+        subfolder: the directory of the weights in the model, such as "unet".
+        index: such as "consolidated.safetensors.index.json".
 
     Raises:
-        IntegrityError: a file of the index is missing, there are several sets of weights and none is the usual
-            one, a file is damaged or truncated, two files hold one name, or a file changed during the read.
+        IntegrityError: a file of the index is missing, several sets of weights without a usual one, a damaged or
+            truncated file, one name in two files, or a file that changed during the read.
         CheckpointNotFoundError, ObjectNotFoundError: no such place, variant or index, or no safetensors file in it.
         StateMismatchError: a requested tensor is missing, or has no such dimension, or torch lacks its dtype.
         CapacityError: the tensors do not fit in memory; nothing was read.
         ConfigError, StoreError: a bad argument, or an unreadable store.
-    Cost: a request for each 8 MiB, with the concurrency that suits the device (``disk/io_tuner.py``); memory for the
-        tensors, and a buffer of 8 MiB per request for tensors that are cut by columns or go to a device.
+    Cost: memory for the tensors, and 8 MiB per request for tensors that are cut by columns or go to a device.
 
     Example:
         >>> save_file({"layer.weight": torch.ones(4, 2), "layer.bias": torch.zeros(4)}, "model.safetensors")
@@ -156,21 +146,17 @@ def stream_safetensors(
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Yield every tensor of a model and its name, file by file in the order of their bytes.
 
-    The next window is read while the caller uses the tensors of one. Tensors that are read and not yet yielded take at
-    most ``bytes_in_flight_max``, or one larger tensor; so a model larger than memory can be streamed. The tensors of a
-    window (half of that) share memory: clone the few that you keep. For the other arguments see ``load_safetensors``.
+    The next window is read while the caller uses the tensors of one, so a model larger than memory can be streamed. The
+    tensors of a window share memory: clone the few that you keep. For the other arguments see ``load_safetensors``.
 
     Args:
-        bytes_in_flight_max: see above; at least one tensor is read at a time.
-
-    Returns a generator of ``(name, tensor)``, each tensor of the dtype and shape (or part) that its file gives it.
+        bytes_in_flight_max: maximum of bytes read and not yet yielded, or one larger tensor. A window has half of it.
 
     Raises:
         ConfigError: ``bytes_in_flight_max`` is not above 0.
-        IntegrityError: before this returns, for what headers and index show; while iterating, for bytes that are bad.
+        IntegrityError: at the call for headers and index; during iteration for damaged bytes.
         CheckpointNotFoundError, ObjectNotFoundError, StateMismatchError, CapacityError, StoreError: as in
             ``load_safetensors``, before anything is read.
-    Cost: as ``load_safetensors``, with memory for one window instead of the model.
 
     Example:
         >>> save_file({"a": torch.zeros(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, "model.safetensors")
@@ -188,9 +174,9 @@ def stream_safetensors(
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """The tensors of a model, read at each access. Thread-safe.
+    """Reads a tensor at each access. Thread-safe.
 
-    No file stays open. A URI's version stays in the node cache until ``close``, or the end of the process.
+    No file stays open. A URI's version stays in the node cache until ``close``.
     """
 
     def __init__(self, selected: WantedTensors) -> None:
@@ -198,7 +184,7 @@ class LazyTensors(Mapping[str, Tensor]):
         self._requests = {request.name: request for request in selected.requests}
 
     def close(self) -> None:
-        """Release the model; later reads fail. Idempotent."""
+        """Later reads fail. Idempotent."""
         self._requests, self._names = {}, []
         self._selected.close()
 
@@ -221,7 +207,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return name in self._requests
 
     def meta(self, name: str) -> Tensor:
-        """Return dtype and shape of ``name`` as a meta tensor. Reads no data."""
+        """Return a meta tensor. Reads no data."""
         request = self._requests[name]
         return torch.empty(math.prod(request.shape), dtype=request.dtype, device="meta").reshape(request.shape)
 
@@ -254,14 +240,13 @@ class WantedTensors:
             raise
 
     def begin(self) -> None:
-        """Announce that all tensors will be read. (For a few, only their chunks are fetched.)"""
         if self._is_all:
             self._model.directory.begin(list(dict.fromkeys(request.file.name for request in self.requests)))
 
     def stream(
         self, bytes_in_flight_max: int, deferral: Deferral | None = None
     ) -> Generator[tuple[str, Tensor], None, None]:
-        """See ``stream_safetensors``. The end of the generator closes this; with ``deferral`` the caller does."""
+        """The end of the generator closes this; with ``deferral`` the caller does."""
         stop = threading.Event()
         ordered = batches(self.requests, lambda request: request.size_bytes, bytes_in_flight_max // 2)
         read = fill if deferral is None else deferral.fill
@@ -284,7 +269,7 @@ class WantedTensors:
                         yield ready.popleft()
                     reading = reading or begin(window)
             finally:
-                stop.set()  # an early stop waits only for running requests
+                stop.set()  # waits only for running requests
 
     def close(self) -> None:
         self._model.directory.close()

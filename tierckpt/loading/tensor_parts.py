@@ -1,4 +1,4 @@
-"""Arguments of a load: the part of each tensor, and the device."""
+"""The part of each tensor to load, and the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KNOWN = ("cpu", "cuda", "mps", "xpu", "meta")
 
 
 def check_device(device: str | int | torch.device) -> torch.device:
-    """Return the device. Raises ConfigError, with the available ones, if this machine lacks it."""
+    """Raise ConfigError, with the available devices, if this machine lacks ``device``."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
@@ -44,7 +44,7 @@ def check_device(device: str | int | torch.device) -> torch.device:
 Shard: TypeAlias = tuple[int, int, int]
 
 Part: TypeAlias = Shard | slice | tuple[slice, ...] | None
-"""Plan of one tensor: a rank's share, slices of its first dimensions, or None for all of it."""
+"""A rank's share, slices of the first dimensions, or None for the whole tensor."""
 
 Plan: TypeAlias = Mapping[str, Part] | Callable[[str], Part]
 
@@ -52,11 +52,10 @@ Bounds: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Parts:
-    """The requested parts of the tensors of a model.
+    """The requested parts of tensors. Raises ConfigError: an invalid shard, or both a shard and a plan.
 
-    ``shard`` cuts as ``torch.chunk`` and DTensor's ``Shard`` do: ``ceil(size / world)`` for each rank, with less
-    or nothing for the last ranks. A tensor without the dimension is read whole. Raises ConfigError: an invalid
-    shard, or both a shard and a plan.
+    ``shard`` cuts as ``torch.chunk`` and DTensor's ``Shard``: ``ceil(size / world)`` for each rank, less or nothing for
+    the last. A tensor without the dimension is read whole.
     """
 
     def __init__(self, shard: Shard | None = None, plan: Plan | None = None) -> None:
@@ -70,8 +69,7 @@ class Parts:
         )
 
     def of(self, name: str, shape: tuple[int, ...]) -> Bounds:
-        """Return the requested part of the tensor ``name``. Raises ConfigError: an invalid plan. StateMismatchError:
-        the tensor has no such dimension."""
+        """Raise ConfigError: an invalid plan. StateMismatchError: the tensor has no such dimension."""
         if self._shard is not None:
             return share_of(self._shard, shape) if self._shard[2] < len(shape) else whole(shape)
         part = self._part_of(name)

@@ -1,11 +1,9 @@
 """Replays recorded steps with the ``torch.optim`` implementation of training.
 
 Invariants:
-    A1  A step is applied only to a state of the version before it: no step is missed, repeated or reordered.
-    A2  Equal bits need the same class, implementation (fused or not), and shape and strides of each parameter and its
-        gradient: a fused step reads memory in order, and rounds the last few elements differently. Step hooks of all
-        optimizers are skipped: they ran in training. The grouping of parameters and the number of threads do not
-        matter (R1).
+    A1  A step is applied only to a state of the version before it.
+    A2  Equal bits need the same class, implementation (fused or not), and shape and strides of each parameter and
+        gradient. The grouping of parameters and the number of threads do not matter (R1).
 """
 
 from __future__ import annotations
@@ -20,25 +18,17 @@ from .capture import Step
 from .optimizers import base_of
 
 Key = tuple[str, str]
-"""A tensor of an optimizer: the key of its parameter, and its name in the state; "" for the parameter itself."""
+"""Key of a parameter, and name of a tensor in its state; "" for the parameter itself."""
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
-"""Dtypes of gradients of float32 parameters that are widened without loss (F3)."""
 
 
 class Replay:
-    """Applies steps to some of an optimizer's parameters and their state, all at one version.
-
-    Args:
-        kind: class of the optimizer.
-        parameters: by key ("group.index"). Changed in place.
-        state: of each parameter by key; empty before its first step. Changed in place.
-        version: version of all parameters.
+    """Applies steps to parameters of an optimizer and their state, in place, by key ("group.index").
 
     Example:
         >>> weight = torch.ones(4)
         >>> replay = Replay(torch.optim.SGD, {"0.0": weight}, {}, version=0)
-        >>> step = Step(1, [{"lr": 0.5}], {"0.0": torch.ones(4)})
-        >>> replay.apply(step)
+        >>> replay.apply(Step(1, [{"lr": 0.5}], {"0.0": torch.ones(4)}))
         >>> weight
         tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
@@ -59,13 +49,11 @@ class Replay:
 
     @property
     def state(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state of each parameter by key. Not copied."""
         if self._optimizer is not None:
             return {key: dict(self._optimizer.state.get(tensor, {})) for key, tensor in self.parameters.items()}
         return self._state
 
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """Return the parameters and the tensors of their state. Not copied."""
         tensors: dict[Key, torch.Tensor] = {}
         for key, state in self.state.items():
             tensors[key, ""] = self.parameters[key]
@@ -73,14 +61,12 @@ class Replay:
         return tensors
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """Return the state of each parameter without its tensors."""
         return {
             key: {name: one for name, one in state.items() if not isinstance(one, torch.Tensor)}
             for key, state in self.state.items()
         }
 
     def to_devices(self, device_of: Callable[[Key], torch.device]) -> Replay:
-        """Return this replay with each tensor on ``device_of`` its key. Copies only tensors on another device."""
         parameters, state = dict[str, torch.Tensor](), {key: dict(one) for key, one in self.state.items()}
         for (key, name), tensor in self.tensors().items():
             device = device_of((key, name))
@@ -88,11 +74,10 @@ class Replay:
         return Replay(self.kind, parameters, state, self.version)
 
     def apply(self, step: Step) -> None:
-        """Bring the parameters and their state from ``step.version - 1`` to ``step.version``.
+        """Bring parameters and state to ``step.version``. Raises IntegrityError at another version than the one before
+        (A1).
 
-        Raises:
-            IntegrityError: the parameters are at another version (A1).
-            StateMismatchError: ``step`` lacks a group, or a gradient has another shape or dtype.
+        Raises StateMismatchError if ``step`` lacks a group, or a gradient has another shape or dtype.
         """
         if step.version != self.version + 1:
             raise IntegrityError(
@@ -108,7 +93,7 @@ class Replay:
         for key, tensor in self.parameters.items():
             tensor.grad = self._convert_gradient(key, step.gradients.get(key))
         if self.kind is torch.optim.SGD and any(group["nesterov"] for group in optimizer.param_groups):
-            for tensor in self.parameters.values():  # foreach overwrites them (torch 2.13), and the caller owns them
+            for tensor in self.parameters.values():  # foreach overwrites gradients (torch 2.13)
                 tensor.grad = tensor.grad.clone() if tensor.grad is not None else None
         update: Any = type(optimizer).step
         (update.__wrapped__ if getattr(update, "hooked", False) else update)(optimizer)

@@ -1,16 +1,11 @@
 """Records each step of an optimizer: gradients, hyperparameters, whether it was skipped.
 
-Subclasses define where gradients are copied: to a gradient log (``log``) or to a window of a multi-step save
-(``multi_step``). The owner takes the recorded steps at the end of a training step.
-
 Invariants:
-    C1  Gradients are copied as the update reads them: when the step begins, after ``clip_grad_norm_`` and the closure.
-        Foreach SGD with Nesterov momentum overwrites them later. A fused step under a GradScaler unscales them in
-        place, so these are copied when the step ends.
+    C1  Gradients are copied as the update reads them: when the step begins, after ``clip_grad_norm_`` and the closure;
+        when it ends for a fused step under a GradScaler, which unscales them in place.
     C2  Hyperparameters are read before the step: a scheduler may change them between two steps.
-    C3  The recording ends, with a reason, at anything that a replay cannot repeat: changed groups,
-        ``load_state_dict``, a write to a parameter or its state outside the optimizer, a write to gradients after they
-        were copied. Other step hooks are not replayed: the hook that checks for such writes runs first after it.
+    C3  Changed groups, ``load_state_dict``, a write to parameters or state outside the optimizer, or to gradients after
+        their copy, end the recording.
 """
 
 from __future__ import annotations
@@ -33,18 +28,14 @@ log = logger("replay")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of an optimizer: all inputs of its replay.
-
-    ``hyperparameters`` has one mapping for each group. ``gradients`` has this rank's shard of each gradient by
-    parameter key ("group.index"). Reading one may wait for its copy (``link.CopiedGradients``).
-    """
+    """All inputs of the replay of one step. Reading a gradient may wait for its copy."""
 
     version: int
-    """Version of the state after this step: 1 more than before, even if the step was skipped."""
+    """Version of the state after this step: 1 more than before, even if it was skipped."""
     hyperparameters: Sequence[Mapping[str, Any]]
     gradients: Mapping[str, torch.Tensor]
     found_inf: torch.Tensor | None = None
-    """The GradScaler's flag for a fused step. Nonzero: the update is skipped."""
+    """Flag of the GradScaler for a fused step. Nonzero: the update is skipped."""
 
     @property
     def is_skipped(self) -> bool:
@@ -53,27 +44,20 @@ class Step:
 
 
 class Capture:
-    """Records the steps of ``optimizer`` inside ``optimizer.step()``, on the calling thread.
-
-    Raises:
-        ConfigError: ``optimizer`` cannot be replayed.
-    Cost: ``copy``, and a copy of the hyperparameters of each group. Does not wait for a device.
-    """
+    """Records steps on the calling thread. Raises ConfigError if ``optimizer`` cannot be replayed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         check_replayable(optimizer)
         self.optimizer = optimizer
         self.version = 0
-        """Version of the current state: the number of steps."""
         self.steps: list[Step] = []
-        """Steps since the last ``take_steps``."""
         self.failure = ""
-        """Reason why the recording ended; '' before."""
+        """Reason why the recording ended."""
         self.implementations = [implementation_of(group) for group in optimizer.param_groups]
         self._gradients: Mapping[str, torch.Tensor] | None = None
         self._has_copied = False
         self._copied_gradients: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        """Parameter, gradient, and the version counter of the gradient when it was copied."""
+        """Parameter, gradient, and version counter of the gradient at its copy."""
         self._group_ids, self._write_counters = _group_ids(optimizer), write_counters_of(optimizer)
         self._state_values = state_values(optimizer)
         self._parameter_ids = frozenset(itertools.chain.from_iterable(self._group_ids))
@@ -90,31 +74,24 @@ class Capture:
         ]
 
     def copy(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
-        """Return copies of ``gradients``, this rank's shards; None if the step is not recorded.
-
-        Copies on a device may be queued in stream order.
-        """
+        """Copy this rank's gradients, or queue copies in stream order. None: the step is not recorded."""
         return {key: gradient.clone() for key, gradient in gradients.items()}
 
     def on_step_end(self) -> None:
-        """Run after the update. After it returns, the caller may overwrite the gradients."""
+        """Allow the caller to overwrite the gradients."""
 
-    def before_other_optimizer(self) -> None:
-        """Run before another optimizer steps the same parameters, which ends the recording."""
+    def before_other_optimizer(self) -> None: ...
 
     def take_steps(self) -> list[Step]:
-        """Return the steps since the last call, in order."""
         taken, self.steps = self.steps, []
         return taken
 
     def end(self, reason: str) -> None:
-        """Stop recording. The first ``reason`` is kept."""
         if not self.failure:
             self.failure = reason
             log.info("steps of %s are no longer recorded: %s", type(self.optimizer).__name__, reason)
 
     def check(self) -> str:
-        """Check parameters and state for changes outside of a step. Return ``failure``."""
         if self.failure:
             return self.failure
         if _group_ids(self.optimizer) != self._group_ids:
@@ -127,14 +104,13 @@ class Capture:
         return self.failure
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.failure = self.failure or "closed"
 
     def _before_any_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Run before a step of any optimizer: a fused step leaves the version counters of its parameters unchanged."""
+        """A fused step leaves the version counters of its parameters unchanged."""
         if optimizer is self.optimizer or self.failure:
             return
         if any(id(tensor) in self._parameter_ids for group in optimizer.param_groups for tensor in group["params"]):
@@ -190,7 +166,7 @@ class Capture:
         if self.failure:
             return
         self._write_counters, self._state_values = write_counters_of(optimizer), state_values(optimizer)
-        if any(group.get("nesterov") for group in optimizer.param_groups):  # SGD itself may overwrite them (C1)
+        if any(group.get("nesterov") for group in optimizer.param_groups):  # SGD itself overwrites them (C1)
             return
         for parameter, gradient, version in taken:
             if torch_internals.version_of(gradient) != version or parameter.grad is not gradient:
@@ -211,7 +187,6 @@ class Capture:
 
 
 def _is_compiled() -> bool:
-    """True inside a compiled step, if torch reports it."""
     get_callback = getattr(torch_internals.eval_frame, "get_eval_frame_callback", None)
     return get_callback is not None and bool(get_callback())
 
@@ -219,8 +194,6 @@ def _is_compiled() -> bool:
 def with_explicit_foreach(
     hyperparameters: Sequence[Mapping[str, Any]], implementations: Sequence[str]
 ) -> list[Mapping[str, Any]]:
-    """Return ``hyperparameters`` with torch's choice of ``foreach``, which depends on the type of the parameters: a
-    replay has a plain tensor for a DTensor."""
     return [
         {**one, "foreach": chosen == "foreach"} if one.get("foreach") is None and one.get("fused") is None else one
         for one, chosen in zip(hyperparameters, implementations, strict=True)
@@ -228,7 +201,6 @@ def with_explicit_foreach(
 
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the options in ``group`` that the optimizer class defines."""
     return {name: _copy_value(group[name]) for name in optimizer.defaults if name in group}
 
 

@@ -17,16 +17,15 @@ CHUNK_ELEMENTS = 1 << 20
 ROW_ELEMENTS = 1 << 12
 SAMPLE_ELEMENTS = 64
 SMALL_BYTES, SMALL_TENSORS_MAX = 1 << 14, 1 << 10
-"""Maximum size of a small tensor, and the number of small tensors that are digested together."""
+"""Tensors of up to 16 KiB are digested together, at most 1,024 at a time."""
 JOINED_BYTES = 64 << 20
-"""Size to which tensors on an accelerator are joined: a kernel launch takes the time of reading a megabyte."""
+"""A kernel launch costs as much as a megabyte."""
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum over all elements of (bits of the element) x (2 x its index + 1), modulo 2**64.
 
-    An int64 scalar on the device of ``tensor``; does not wait for the device. Integer addition is associative, so every
-    device returns the same sum. A changed element, or two swapped elements, change the sum.
+    The sum is an int64 scalar on the tensor's device, the same on every device. Does not wait for the device.
     """
     data = tensor.detach()
     if data.is_complex():
@@ -46,10 +45,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _checksum_by_rows(bits: torch.Tensor) -> torch.Tensor:
-    """Return the same sum with a few kernels for any size, by rows and by columns.
-
-    The weight of an element, 2 (row x ROW_ELEMENTS + column) + 1, is the sum of a row weight and a column weight.
-    """
+    """2 (row x ROW_ELEMENTS + column) + 1 = row weight + column weight."""
     weights = _weights(bits.device)
     whole = bits.numel() // ROW_ELEMENTS * ROW_ELEMENTS
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
@@ -66,21 +62,19 @@ def _checksum_by_rows(bits: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    """Return the first odd numbers. Cached, as a state has hundreds of tensors."""
     return torch.arange(1, 2 * CHUNK_ELEMENTS, 2, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Fingerprint of a tensor: XXH3 in host memory (10 GB/s; ``checksum``: 0.3 GB/s), ``checksum`` on a device.
+    """XXH3 in host memory, where it is faster; ``checksum`` on a device.
 
-    ``sample`` has some of the elements, to distinguish different rounding from a different tensor.
+    ``sample`` distinguishes different rounding from a different tensor.
     """
 
     value: int | torch.Tensor
     sample: torch.Tensor
     is_sum: bool
-    """``value`` is a ``checksum``."""
 
     @classmethod
     def of_tensor(cls, tensor: torch.Tensor) -> Fingerprint:
@@ -88,11 +82,11 @@ class Fingerprint:
         return cls(checksum(tensor) if is_sum else _hash(tensor), sample_of(tensor).clone(), is_sum)
 
     def matches(self, copy: torch.Tensor) -> bool:
-        """Return True if ``copy`` has the same bits. Waits for the device."""
+        """Waits for the device."""
         return self.int_value == (int(checksum(copy).item()) if self.is_sum else _hash(copy))
 
     def to_host(self) -> Fingerprint:
-        """Return the fingerprint in host memory. Waits for the device."""
+        """Waits for the device."""
         return Fingerprint(self.int_value, self.sample.cpu(), self.is_sum)
 
     @property
@@ -101,19 +95,16 @@ class Fingerprint:
 
 
 Digests = list[int | torch.Tensor]
-"""Digests of tensors: numbers, or scalars on a device."""
 
 
 def digests_of(tensors: Iterable[torch.Tensor]) -> Digests:
-    """Return the digests of ``tensors``. Does not wait for a device. Cost: one pass over the tensors."""
     return begin_digests(tensors)()
 
 
 def begin_digests(tensors: Iterable[torch.Tensor]) -> Callable[[], Digests]:
-    """Digest tensors on a device in stream order. Return a function for those in host memory.
+    """Digest tensors on a device in stream order, and others in the returned function.
 
-    The function returns the digests of all ``tensors``. It may run on another thread if nothing writes to them then.
-    Small tensors are digested together: a call into torch costs more than reading their bytes.
+    Another thread may call the function if nothing writes to the tensors then.
     """
     host, device = list[torch.Tensor](), list[torch.Tensor]()
     for one in tensors:
@@ -123,7 +114,7 @@ def begin_digests(tensors: Iterable[torch.Tensor]) -> Callable[[], Digests]:
 
 
 def _join_small_tensors(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield large tensors, then small ones joined by device and dtype."""
+    """A call into torch costs more than reading small tensors."""
     small: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for one in tensors:
         if one.nbytes > (SMALL_BYTES if one.is_cpu else JOINED_BYTES):
@@ -135,7 +126,6 @@ def _join_small_tensors(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tenso
 
 
 def _bounded_groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield ``tensors`` in order, in groups of bounded count and size."""
     group: list[torch.Tensor] = []
     size_bytes = 0
     for one in tensors:
@@ -149,17 +139,17 @@ def _bounded_groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tens
 
 
 def digest_values(digests: Digests) -> list[int]:
-    """Return ``digests`` as numbers. Waits for their devices."""
+    """Waits for the device."""
     return [int(one) % 2**64 for one in digests]
 
 
 def combined_digest(digests: Digests) -> str:
-    """Return one digest of all ``digests``. Waits for their devices."""
+    """Waits for the device."""
     return xxhash.xxh3_64_hexdigest(b"".join(one.to_bytes(8, "little") for one in digest_values(digests)))
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return some elements of ``tensor``, evenly spaced. May share its memory."""
+    """The result may share memory."""
     flat = tensor.detach().contiguous().view(-1)
     return flat[:: max(1, -(-flat.numel() // SAMPLE_ELEMENTS))]
 

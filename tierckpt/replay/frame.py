@@ -1,11 +1,7 @@
 """Encodes an optimizer step as JSON and tensors, and a training step as a frame of a gradient log.
 
-``save.log_segments`` defines the bytes of a frame. A redo log (``redo``) uses the same JSON, and stores the gradients
-as tensors of a checkpoint.
-
 Invariant:
-    F3  No value is rounded. A gradient is stored as the link copied it (``link.TensorCopy``): as bfloat16 if that loses
-        no bit. The layout of the optimizer has the parameter's dtype, and ``apply`` widens the gradient to it.
+    F3  No value is rounded. A gradient is stored as bfloat16 only if that loses no bit; ``apply`` widens it.
 """
 
 from __future__ import annotations
@@ -33,25 +29,16 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A training step: one step of each optimizer, by name."""
-
     number: int
-    """Number of the step in training."""
     steps: Mapping[str, Step]
     layouts: Mapping[str, str]
-    """``optimizers.layout_digest`` of each optimizer, by name."""
     attachment: bytes = b""
-    """Other state of the step, opaque here."""
 
 
 def encode(frame: Frame, previous: str = "", parameters: str = "") -> tuple[bytes, list[memoryview], str]:
-    """Return the record of a frame, its data (views of host memory), and its digest.
+    """Return the record of a frame, its data as views, and its digest. Wait for copies of gradients.
 
-    Args:
-        previous: digest of the previous record.
-        parameters: digest of parameters and state after the step (``checksum.digest_of``); '' if not computed.
-
-    Cost: one pass over the gradients. Waits for their copies to host memory.
+    ``previous`` is the digest of the previous record, ``parameters`` that of parameters and state after the step.
     """
     joined, views, steps = _JoinedViews(), list[memoryview](), dict[str, Json]()
     for name, step in frame.steps.items():
@@ -68,11 +55,7 @@ def encode(frame: Frame, previous: str = "", parameters: str = "") -> tuple[byte
 
 
 def decode(read: Read, *, where: str) -> Frame:
-    """Return a frame; its gradients are copies. ``where``: the file, for messages.
-
-    Raises:
-        IntegrityError: the bytes are cut short, damaged, or not a frame.
-    """
+    """Copy a frame. Raises IntegrityError if the bytes are cut short, damaged, or not a frame."""
     fields, _, offset = log_segments.unpack(read, log_segments.FRAME, where=where)
     sizes = iter([size_bytes for size_bytes, _ in fields["data"]])
     pieces = log_segments.verified_pieces(read, fields, offset, where=where)
@@ -99,7 +82,6 @@ def decode(read: Read, *, where: str) -> Frame:
 
 
 def encode_step(step: Step) -> tuple[Json, list[torch.Tensor]]:
-    """Return ``step`` as JSON, and its gradients in the order of the JSON."""
     gradients = [*step.gradients.values()]
     step_fields = {
         "version": step.version,
@@ -113,7 +95,6 @@ def encode_step(step: Step) -> tuple[Json, list[torch.Tensor]]:
 
 
 def decode_step(step_fields: Json, gradients: Iterable[torch.Tensor], device_of: DeviceOf = lambda _: HOST) -> Step:
-    """Return the step of ``encode_step``. ``device_of`` maps the device of a hyperparameter that is a tensor."""
     keys = [key for key, *_ in step_fields["gradients"]]
     return Step(
         int(step_fields["version"]),
@@ -124,14 +105,11 @@ def decode_step(step_fields: Json, gradients: Iterable[torch.Tensor], device_of:
 
 
 class _JoinedViews:
-    """Joins the bytes of adjacent tensors in host memory into few views.
-
-    Tensors that share a storage need only one call into torch, which may yield the interpreter to the training thread.
-    """
+    """Joins adjacent tensors: each call into torch may yield the interpreter to training."""
 
     def __init__(self) -> None:
         self._storage_views: dict[int, memoryview] = {}
-        """Views of whole storages, by address. A view keeps its storage alive."""
+        """A view keeps its storage alive."""
         self._ranges: list[tuple[int, int, int]] = []
 
     def add(self, tensor: torch.Tensor) -> memoryview:
@@ -162,7 +140,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """Return ``value`` as JSON. Floats keep their bits; a tensor (``lr=torch.tensor(...)``) becomes its bytes."""
+    """Keep the bits of floats. A tensor (``lr=torch.tensor(...)``) becomes its bytes."""
     if isinstance(value, Mapping):
         return {key: to_json(one) for key, one in value.items()}
     if isinstance(value, torch.Tensor):

@@ -4,14 +4,11 @@
     after(n)   | end_of_step(n)   | digest thread reads            | before(n+1)
 
 Invariants:
-    D1  Every frame has the digest of all parameters and state at ``end_of_step``, computed during the next forward
-        pass. The next update waits until tensors in host memory are read. Tensors on a device are digested in stream
-        order, and no step waits for them. A frame is written after its digest is computed.
-    D2  ``before`` and ``after`` digest the tensors of one optimizer on the training thread, directly before and after
-        its update, so that nothing can write in between: at the first step after each base, at every step if that takes
-        less than ``FREE_SECONDS``, otherwise within ``CHECK_SHARE`` of training time. An edit that they miss changes
-        the digest of the next frame (D1), and a restore ends at the step before it.
-    D3  A difference fails the digest of the frame, with the reason, and the log ends before that frame.
+    D1  Every frame has the digest of all parameters and state at ``end_of_step``. The next update waits until tensors
+        in host memory are read.
+    D2  ``before`` and ``after`` run at the first step after each base, at every step if that takes less than
+        ``FREE_SECONDS``, otherwise within ``CHECK_SHARE``. An edit that they miss changes the next digest (D1).
+    D3  A difference ends the log before that frame, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from .checksum import Digests, begin_digests, combined_digest, digest_values, di
 from .optimizers import tensors_of
 
 CHECK_SHARE = 0.01
-"""Share of training time that digests on the training thread may take."""
+"""Maximum share of training time."""
 FREE_SECONDS = 0.002
 CHANGE_MESSAGE = (
     "parameters or state{} were changed outside the optimizer between {} and {}, in a way that version counters do not "
@@ -37,8 +34,9 @@ CHANGE_MESSAGE = (
 )
 
 Check = Callable[[], Callable[[], tuple[str, int]]]
-"""Reads parameters outside the optimizers in host memory, on the digest thread. Returns a function that waits for
-devices and returns the reason not to log the step ('' for none) and a digest."""
+"""Reads parameters outside the optimizers, on the digest thread. Returns a function that waits for devices and returns
+the reason not to log the step ('' for none) and a digest.
+"""
 
 
 def no_check() -> Callable[[], tuple[str, int]]:
@@ -46,21 +44,16 @@ def no_check() -> Callable[[], tuple[str, int]]:
 
 
 class Guard:
-    """Digests parameters and state of ``optimizers``, and compares the digests between steps.
-
-    Cost: one pass over them for each step, on a thread of its own; two passes on the training thread in some steps
-        (D2).
-    """
+    """Digests once per step on its own thread, in some steps twice on the training thread (D2)."""
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
         self._thread = ThreadPool(1, "tierckpt-digest")
         self._newest_digest: tuple[int, threading.Event, Future[str]] | None = None
         self._digests: dict[str, list[int]] = {}
-        """Digests by optimizer at the end of the newest step. Used by the digest thread."""
+        """Belongs to the digest thread."""
         self._digests_before: dict[str, Digests] = {}
         self._digests_after: dict[str, Digests] = {}
-        """Digests of the current step."""
         self._failure: tuple[int, str] | None = None
         self._checks_step, self._has_new_base = False, True
         self._check_seconds = self._before_seconds = self._total_check_seconds = 0.0
@@ -68,14 +61,12 @@ class Guard:
 
     @property
     def failure(self) -> tuple[int, str] | None:
-        """The first step that must not be logged, and the reason."""
         if self._failure is not None or self._newest_digest is None or not self._newest_digest[2].done():
             return self._failure
         error = self._newest_digest[2].exception()
         return (self._newest_digest[0], str(error)) if error is not None else None
 
     def begin(self, step: int, check: Check) -> None:
-        """Begin a new log at the current state, after ``step``."""
         self._digests_before, self._digests_after, self._has_new_base, self._failure = {}, {}, True, None
         self._submit(step, check)
 
@@ -84,7 +75,6 @@ class Guard:
         self._has_new_base = True
 
     def before(self, name: str) -> None:
-        """Run before a step of the optimizer ``name``."""
         self.wait()
         started_at = time.perf_counter()
         allowed_seconds = CHECK_SHARE * (started_at - self._started_at)
@@ -100,12 +90,11 @@ class Guard:
         self._before_seconds = time.perf_counter() - started_at
 
     def wait(self) -> None:
-        """Wait until the digest thread has read host memory; then the caller may write to it."""
+        """Wait until the caller may write to host memory."""
         if self._newest_digest is not None:
             self._newest_digest[1].wait()
 
     def after(self, name: str) -> None:
-        """Run directly after the update of the optimizer ``name``."""
         if self._checks_step:
             started_at = time.perf_counter()
             self._digests_after[name] = self._digest(name)
@@ -116,13 +105,13 @@ class Guard:
     def _digest(self, name: str) -> Digests:
         try:
             return digests_of(tensors_of(self._optimizers[name]))
-        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError; training continues without the log
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError; training continues
             step = self._newest_digest[0] + 1 if self._newest_digest is not None else 0
             self._failure = (step, f"parameters and state cannot be digested: {error}")
             return []
 
     def end_of_step(self, step: int, check: Check) -> Future[str]:
-        """Begin to digest the current state. The future raises CheckpointError if ``step`` must not be logged (D3)."""
+        """The future raises CheckpointError if ``step`` must not be logged (D3)."""
         self._has_new_base = False
         return self._submit(step, check)
 
@@ -159,7 +148,6 @@ class Guard:
 
 
 def frame_digest(digests: Mapping[str, list[int]], other_digest: int) -> str:
-    """Return the digest of a frame: of the optimizers' digests, and of ``other_digest``, that of a ``Check``."""
     return combined_digest([*(number for name in sorted(digests) for number in digests[name]), other_digest])
 
 

@@ -1,10 +1,7 @@
 """Copies tensors to host memory in the background, in chunks: gradients before parts of the state.
 
-One thread copies from host memory. A gradient, which the next backward pass overwrites, waits for one chunk of a part
-at most.
-
-From CUDA, copies to page-locked memory are queued on two more streams; the stream of gradients has the higher priority.
-The training stream waits for the copies by events; the training thread does not wait.
+Copies from CUDA are queued on two streams, gradients with the higher priority. The training stream waits for them by
+events; the training thread does not wait.
 """
 
 from __future__ import annotations
@@ -32,28 +29,23 @@ from ..resources import start_thread
 
 CHUNK_BYTES = 4 << 20
 JOINED_GRADIENT_BYTES = 2 * CHUNK_BYTES
-"""Size of a group of small gradients, which are checked and copied together."""
 GRADIENTS, PARTS = 0, 1
 CATCH_UP_SECONDS = 0.02
 """Maximum delay that a throttled link makes up for."""
 COPY_TIMEOUT_SECONDS = 600.0
-"""Timeout of background threads that wait for a copy."""
 UPDATE_TIMEOUT_SECONDS = 0.25
-"""Maximum pause of background threads during an update of the optimizer."""
+"""Maximum pause of background threads during an update."""
 ALIGNMENT_BYTES = 64
 SLOTS_MAX = 1024
-"""Enough for the parts and gradients of two windows: an open one and one that is being written."""
+"""Enough for the parts and gradients of two windows."""
 _LOWER_HALVES = 0x0000FFFF_0000FFFF
-"""Lower halves of two float32 values."""
 
 
 class TensorCopy:
-    """A copy of tensors to host memory. ``result`` is complete when ``done`` is set.
+    """``result`` is complete when ``done`` is set.
 
-    Args:
-        allocate: returns memory for all sources; called on the copying thread, because new memory is slow. None: copies
-            float32 tensors as bfloat16 if that loses no bit (gradients that were reduced in bfloat16).
-        yields_to_update: the copy begins after the current update of the optimizer.
+    The copying thread calls ``allocate``, because new memory is slow. None: float32 becomes bfloat16 if that loses no
+    bit.
     """
 
     def __init__(
@@ -65,13 +57,11 @@ class TensorCopy:
     ) -> None:
         self.done: Future[None] = Future()
         self.was_overwritten = False
-        """A source was overwritten before the copy was done."""
         self.copied_bytes = 0
         self.yields_to_update = yields_to_update
         self.size_bytes = sum(one.nbytes for one in sources) if allocate is not None else 0
         self.result: list[torch.Tensor] = []
         self.on_device: Copies | None = None
-        """The copies queued on the device."""
         self._sources = list(sources)
         self._versions = [torch_internals.version_of(one) for one in sources]
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -88,7 +78,6 @@ class TensorCopy:
         return done.done() and not done.cancelled() and isinstance(done.exception(), MemoryError)
 
     def next_chunk(self, chunk_bytes: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the next targets and sources: small tensors, or a piece of a large one. Empty at the end."""
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         size_bytes = 0
@@ -117,10 +106,7 @@ class TensorCopy:
         return self._pieces.pop()
 
     def fence(self) -> bool:
-        """Allow work queued after this call to overwrite the sources: the device's current stream waits for the copy.
-
-        Does not block this thread. Returns False without a device.
-        """
+        """Make the current stream wait, so that later work may overwrite the sources. False without a device."""
         if self.on_device is None:
             return False
         self.on_device.wait(poll.HANG_SECONDS)
@@ -128,7 +114,6 @@ class TensorCopy:
         return True
 
     def end(self) -> None:
-        """Complete the copy."""
         versions = map(torch_internals.version_of, self._sources)
         self.was_overwritten = any(map(operator.ne, versions, self._versions))
         self._sources.clear()
@@ -136,10 +121,6 @@ class TensorCopy:
             self.done.set_result(None)
 
     def _add_gradients(self) -> int:
-        """Add the next gradient, or several small ones joined. Return their number.
-
-        Each call into torch may yield the interpreter to the training thread.
-        """
         gradients: list[torch.Tensor] = []
         size_bytes = 0
         for source in islice(self._sources, self._next_source, None):
@@ -186,10 +167,7 @@ class OverwrittenError(CheckpointError):
 
 
 class CopiedGradients(Mapping[str, torch.Tensor]):
-    """Gradients by parameter key, which are being copied to host memory.
-
-    Reading one waits for the copy of all. Raises OverwrittenError, or the error of the copy.
-    """
+    """Reading one gradient waits for the copy of all, and raises OverwrittenError or the copy's error."""
 
     def __init__(self, copy: TensorCopy, keys: Sequence[str]) -> None:
         self.copy = copy
@@ -212,13 +190,13 @@ class CopiedGradients(Mapping[str, torch.Tensor]):
 
 
 class PinnedMemory:
-    """Host memory for copies: mapped once, reused when no tensor refers to it, page-locked for copies from CUDA."""
+    """Maps host memory once, reuses it when no tensor refers to it, and page-locks it for copies from CUDA."""
 
     def __init__(self) -> None:
         self._arena = Arena(slots_max=SLOTS_MAX, policy=SlotPolicy.SKIP)
 
     def tensors(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return targets for ``sources``: contiguous tensors in one slot. Raises MemoryError if all are in use."""
+        """Return contiguous targets in one slot. Raises MemoryError if all slots are in use."""
         offsets, size_bytes = [], 0
         for source in sources:
             offsets.append(size_bytes)
@@ -232,7 +210,7 @@ class PinnedMemory:
         if lease is None:
             raise MemoryError(f"all of {SLOTS_MAX} pieces of page-locked memory are in use")
         if any(source.is_cuda for source in sources):
-            pin(lease.memory)  # without it copies are slower
+            pin(lease.memory)
         base = base_of(lease, size_bytes)
         return [
             base[offset : offset + source.numel() * source.element_size()].view(source.dtype).view(source.shape)
@@ -240,12 +218,12 @@ class PinnedMemory:
         ]
 
     def close(self) -> None:
-        """Release unused slots. Used slots are released with their last tensor."""
+        """Used slots are released with their last tensor."""
         self._arena.close()
 
 
 def lossless_upper_halves(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the upper halves of float32 values in host memory as int16; None if a lower half is not 0."""
+    """Return None if a lower half of a float32 is not 0."""
     if tensor.dtype is not torch.float32 or not tensor.numel() or not tensor.is_contiguous() or not tensor.is_cpu:
         return None
     values = tensor.numpy(force=True).reshape(-1)  # numpy's views do not yield the interpreter
@@ -257,16 +235,12 @@ def lossless_upper_halves(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class Link:
-    """Copies to host memory in order of priority, on a thread of its own.
-
-    Args:
-        bytes_per_second: simulates a slower link, for tests without an accelerator. 0: unlimited.
-    """
+    """Copies in order of priority, on a thread of its own."""
 
     def __init__(self, bytes_per_second: float = 0.0) -> None:
         self.bytes_per_second = bytes_per_second
         self.logged_gradients: dict[int, CopiedGradients | None] = {}
-        """The current step's gradients, if a log copies them, by ``id`` of each optimizer with a multi-step stager."""
+        """Keys are the ``id`` of each optimizer with a multi-step stager."""
         self._copied_bytes, self._busy_seconds, self._device_bytes_per_second = 0, 0.0, 0.0
         self._pinned = PinnedMemory()
         self._no_update = threading.Event()
@@ -281,45 +255,35 @@ class Link:
 
     @property
     def measured_bytes_per_second(self) -> float:
-        """Bytes per second while copying; 0 before the first chunk. From a device: the maximum, as copies queue."""
+        """Return 0 before the first chunk. From a device: the maximum, as copies queue."""
         if self._device_bytes_per_second:
             return self._device_bytes_per_second
         return self._copied_bytes / self._busy_seconds if self._copied_bytes >= CHUNK_BYTES else 0.0
 
     def progress(self) -> tuple[int, float]:
-        """Return values that change while the thread copies."""
         return self._copied_bytes, time.clock_gettime(self._clock)
 
     def update_begins(self) -> None:
-        """Pause copies that yield to updates: this thread is about to step an optimizer."""
         self._no_update.clear()
 
     def update_ends(self) -> None:
-        """Resume copies that yield to updates: the step has returned, or waits."""
         self._no_update.set()
 
     def wait_for_update(self) -> None:
-        """Wait for the end of the current update, on a background thread.
-
-        Each call into torch may take the interpreter from the update. Background work can run during the next forward
-        and backward passes instead.
-        """
+        """Calls into torch on a background thread would take the interpreter from the update."""
         if not self._no_update.is_set():
             self._no_update.wait(UPDATE_TIMEOUT_SECONDS)
             self._no_update.set()  # a step that raised did not call update_ends
 
     def wait(self, copy: TensorCopy) -> bool:
-        """Wait until the sources of ``copy`` may be overwritten. False if the link hangs: the copy is unusable."""
+        """Return False if the link hangs: the copy is unusable."""
         self.update_ends()
         return copy.fence() or poll.wait_while([copy.done], self.progress)
 
     def copy(self, sources: Sequence[torch.Tensor], priority: int, *, yields_to_update: bool = False) -> TensorCopy:
-        """Begin to copy ``sources``, which must not be overwritten before the copy is done or ``wait`` returns.
+        """``sources`` must not be overwritten before the copy is done or ``wait`` returns.
 
-        From a device: on a stream of this priority, after the work queued on the current stream.
-
-        Args:
-            yields_to_update: begin after the current update of the optimizer.
+        From a device: after the work queued on the current stream.
         """
         if any(one.is_cuda for one in sources):
             return self._copy_from_device(sources, priority)
@@ -333,14 +297,14 @@ class Link:
         return tensor_copy
 
     def _copy_from_device(self, sources: Sequence[torch.Tensor], priority: int) -> TensorCopy:
-        """Copy on a side stream. Does not wait for the device, so float32 gradients are not narrowed."""
+        """Do not wait for the device, so float32 gradients are not narrowed."""
         if self._is_closed:
             raise RuntimeError("the link is closed")
         tensor_copy = TensorCopy(sources, self._pinned.tensors)
         tensor_copy.allocate()
         # the lowest number has priority
         tensor_copy.on_device = Copies(tensor_copy.result, sources, priority=priority - PARTS)
-        tensor_copy.on_device.run_now(lambda one: not one.is_cuda)  # step counters, which torch keeps on the host
+        tensor_copy.on_device.run_now(lambda one: not one.is_cuda)  # step counters
         started_at = time.monotonic()
 
         def on_done(error: BaseException | None) -> None:
@@ -356,7 +320,6 @@ class Link:
         return tensor_copy
 
     def close(self) -> None:
-        """Cancel pending copies, and end the thread."""
         with self._changed:
             self._is_closed = True
             queue, self._queue = self._queue, []

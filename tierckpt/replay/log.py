@@ -1,17 +1,12 @@
 """Logs the steps after a checkpoint to files of this node, and applies them to the checkpoint after a crash.
 
 Invariants (F1, F2, S1 and S2 are in ``save.log_segments``, L5 and L6 in ``log_writer``):
-    L1  A frame is appended after its update, with the gradients that the update read. Frames have no gap, even across
-        segments: a log fits only the checkpoints that it names.
-    L2  All steps up to ``durable_step`` are on the disk (fdatasync). A crash loses only later steps.
-    L3  Anything that cannot be logged (a parameter changed outside the optimizer, gradients overwritten too early, a
-        full or hung disk) ends the log with a reason. The next base begins a new log.
-    L4  A new base begins a segment, in order with the frames, when its state is taken. The segment continues the log of
-        the previous base, so it does not matter whether the new base is ever committed.
-    L7  A step is logged only if it began with the state after the previous step. Version counters detect writes
-        between steps; digests (``guard``) detect those that bypass them (``.data``, fused kernels). Every frame has the
-        digest of parameters and state after its step. Roll-forward to another digest raises an error that names the
-        last verified step.
+    L1  A frame is appended after its update, with the gradients that the update read. Frames have no gap.
+    L2  All steps up to ``durable_step`` are on the disk (fdatasync).
+    L3  Anything that cannot be logged ends the log with a reason. The next base begins a new log.
+    L4  A new base begins a segment of the same log when its state is taken, even if it is never committed.
+    L7  A step is logged only if it began with the state after the previous step (version counters and ``guard``).
+        Roll-forward to another digest raises an error that names the last verified step.
 """
 
 from __future__ import annotations
@@ -52,7 +47,7 @@ REPORTED_WAIT_SECONDS = 1.0
 LINK_HANGS = "gradients do not reach host memory: the link hangs"
 
 Attachment = bytes | Callable[[], bytes | tuple[bytes, Check]]
-"""Other state of a step, and the check of parameters outside the optimizers (``guard.Check``)."""
+"""Other state of a step, and a ``guard.Check``."""
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
 
 
@@ -61,44 +56,32 @@ def _optimizers_by_name(optimizers: Optimizers) -> dict[str, torch.optim.Optimiz
 
 
 def layouts_of(optimizers: Optimizers) -> dict[str, str]:
-    """Return the ``layout_digest`` of each optimizer, by name."""
     return {name: layout_digest(one) for name, one in _optimizers_by_name(optimizers).items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The result of ``roll_forward``."""
-
     step: int
     """The newest step applied; -1 for none."""
     steps: int
-    """Number of steps applied."""
     end_reason: str = ""
-    """Reason why later frames are unusable: a torn tail, damage, a frame of another log. '' if there are none."""
+    """Reason why later frames are unusable."""
     digest: str = ""
-    """Digest of the newest frame, at which a log continues."""
     verified_step: int = -1
-    """The newest step after which parameters and optimizer state had the digest of training."""
+    """The newest step whose parameters and optimizer state had the digest of training."""
 
 
 class GradientLog:
-    """Logs every step of ``optimizers`` after ``begin``.
+    """Logs every step of ``optimizers`` after ``begin``. Raises ConfigError if one cannot be replayed.
 
     Args:
-        optimizers: one, or several by name, whose steps share a frame.
-        directory: directory of this rank, on storage that survives the process.
-        every_steps: number of steps per fdatasync: the maximum of steps that are not durable when a step ends.
-        every_seconds: seconds between two fdatasync calls, instead of ``every_steps``.
-        link: link between accelerator and host; None creates one.
-        owner: job, rank and world size, for readers of the log.
+        optimizers: one, or several by name, which share frames.
+        directory: of this rank, on storage that survives the process.
+        every_steps: steps per fdatasync: at most as many are not durable when a step ends.
+        every_seconds: between two fdatasync calls, instead of ``every_steps``.
         reserve: called with the bytes of each frame before it is written. An error ends the log.
 
-    Raises:
-        ConfigError: an optimizer cannot be replayed.
-    Cost: this rank's gradients of each step, on the link and on the disk; an fdatasync for ``every_steps`` steps; one
-        pass over parameters and state during the next forward pass (``guard``). A step waits while two steps
-        and 64 MiB of gradients are unwritten. A hung disk costs at most half a second in all. 8 MiB of memory.
-    Source: LowDiff, Checkmate; gradients are not compressed.
+    A step waits while two steps and 64 MiB of gradients are unwritten. A hung disk costs at most half a second in all.
 
     Example:
         >>> import tempfile
@@ -140,7 +123,7 @@ class GradientLog:
         self._owns_link = link is None
         self._recorders: dict[str, _Recorder] = {}
         self._waits_for_gradients = {name for name, one in self.optimizers.items() if isinstance(one, torch.optim.SGD)}
-        """Optimizers whose steps wait for copies: their gradients are overwritten early (Nesterov, ``zero_grad``)."""
+        """Their gradients are overwritten early (Nesterov, ``zero_grad``)."""
         self._newest_step = 0
         self._writer: LogWriter | None = None
         self._layouts: dict[str, str] = {}
@@ -155,12 +138,10 @@ class GradientLog:
 
     @property
     def failure(self) -> str:
-        """Reason why the log ended; '' before."""
         return self._writer.failure if self._writer is not None else ""
 
     @property
     def blocked_seconds(self) -> float:
-        """Seconds that steps of this log have waited for the disk."""
         return self._writer.blocked_seconds if self._writer is not None else 0.0
 
     @property
@@ -170,26 +151,22 @@ class GradientLog:
 
     @property
     def has_pending_step(self) -> bool:
-        """True between a step of an optimizer and ``end_of_step``."""
         return any(one.steps for one in self._recorders.values())
 
     @property
     def needs_base(self) -> bool:
-        """True if the log ended, but not because of its disk: a checkpoint would begin a new log."""
+        """True if a checkpoint would begin a new log: the disk did not end this one."""
         return self._writer is not None and self._has_failed() and not self._writer.is_disk_failure
 
     def begin(
         self, base: str, recovered: Recovered | None = None, *, step: int | None = None, check: Check = no_check
     ) -> None:
-        """Continue in a new segment: the checkpoint ``base`` has the current state. Returns at once.
-
-        Continues the log of the previous base (L4), or begins a new log if that one has ended.
+        """Begin a segment: the checkpoint ``base`` has the current state (L4). Returns at once.
 
         Args:
-            recovered: the result of ``roll_forward``, before the first step: continues the log from there. The first
-                step logged makes later frames obsolete.
-            step: number of the state's step. None: the last step logged.
-            check: reads the checkpoint's parameters outside the optimizers, for a new log.
+            recovered: of ``roll_forward``, before the first step. Later frames become obsolete at the next step.
+            step: of the state. None: the last step logged.
+            check: reads the checkpoint's parameters outside the optimizers.
         """
         continued = recovered if recovered is not None and recovered.steps else None
         base_step = step if step is not None else continued.step if continued is not None else self._newest_step
@@ -227,11 +204,7 @@ class GradientLog:
         )
 
     def end_of_step(self, number: int, attachment: Attachment = b"") -> None:
-        """Log step ``number`` with ``attachment``, its other state (schedule, random state).
-
-        Call it last in each step. Does nothing, and does not call ``attachment``, if no optimizer was stepped
-        (a GradScaler skipped the step, gradients are accumulated).
-        """
+        """Log a step with ``attachment``, its other state. Does nothing if no optimizer was stepped."""
         if self._has_failed():
             self._close_recorders()
             return
@@ -247,11 +220,7 @@ class GradientLog:
         self._writer.put(Frame(number, steps, self._layouts, data), self._guard.end_of_step(number, check))
 
     def sync(self) -> None:
-        """Wait until all steps are durable.
-
-        Raises:
-            CheckpointError: the log has ended.
-        """
+        """Wait until all steps are durable. Raises CheckpointError if the log has ended."""
         if not self._has_failed() and self._writer is not None:
             self._writer.sync()
         if self.failure:
@@ -260,7 +229,6 @@ class GradientLog:
             )
 
     def close(self) -> None:
-        """Write all queued steps, and remove the hooks."""
         self._close_recorders()
         if self._writer is not None:
             self._writer.finish()
@@ -294,17 +262,13 @@ class GradientLog:
 
 
 class _Recorder(Capture):
-    """Records the steps of one optimizer for a log. ``waits_for_copies``: each step waits for its gradients."""
-
     def __init__(
         self, name: str, optimizer: torch.optim.Optimizer, link: Link, guard: Guard, *, waits_for_copies: bool
     ) -> None:
         super().__init__(optimizer)
         self._link, self._guard, self._waits_for_copies = link, guard, waits_for_copies
         self._step_gradients: CopiedGradients | None = None
-        """Gradients of the current step."""
         self._gradient_counters: dict[int, int] = {}
-        """Version counters of the last step's gradients, by address."""
         self._copies_before_return = False
         """The gradients may be overwritten when the step ends."""
         after_update = optimizer.register_step_post_hook(lambda *_: guard.after(name))
@@ -342,10 +306,9 @@ class _Recorder(Capture):
         return super().check()
 
     def _can_wait(self, gradients: Iterable[torch.Tensor]) -> bool:
-        """True if the copy may run after the update: no gradient's memory was written since the last step.
+        """True if no gradient's memory was written since the last step: the copy may run after the update.
 
-        False in the first step. ``grad.data.zero_()`` does not change version counters, so other gradients are copied
-        before the step returns.
+        ``grad.data.zero_()`` does not change version counters.
         """
         counters = {one.data_ptr(): torch_internals.version_of(one) for one in gradients}
         previous, self._gradient_counters = self._gradient_counters, counters
@@ -364,13 +327,13 @@ def roll_forward(
     """Apply the steps after the checkpoint ``base`` to ``optimizers``, which have its parameters and state.
 
     Args:
-        last_step: the newest step to apply: the newest that all ranks have.
-        on_attachment: called with each attachment, in order. Returns the digest of its ``Check``.
+        last_step: the newest step that all ranks have.
+        on_attachment: called in order. Returns the digest of the attachment's ``Check``.
 
     Raises:
         ConfigError: an optimizer cannot be replayed.
         IntegrityError: another optimizer or sharding wrote the log; or the result differs from training (L7): restore
-            the checkpoint again, and apply steps up to ``error.context["verified_step"]``, -1 for none.
+            again, and apply steps up to ``error.context["verified_step"]``, -1 for none.
     """
     layouts = layouts_of(optimizers)
     targets = {name: _Target(one) for name, one in _optimizers_by_name(optimizers).items()}
@@ -422,13 +385,11 @@ def _digest_mismatch(step: int, path: Path, verified_step: int) -> IntegrityErro
 
 
 class _Target:
-    """Applies steps to an optimizer."""
-
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         check_replayable(optimizer)
         self.replay: Replay | None = None
         self.is_at_segment_start = True
-        """The next step is the first of a segment. Each process counts versions from 0; digests link segments (S1)."""
+        """Each process counts versions from 0; digests link segments (S1)."""
         self._optimizer = optimizer
         self._parameters = parameters_of(optimizer)
 
@@ -446,7 +407,6 @@ class _Target:
         self.replay.apply(step)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors in the order of ``optimizers.tensors_of``."""
         if self.replay is None:
             yield from tensors_of(self._optimizer)
             return
@@ -455,7 +415,6 @@ class _Target:
             yield from parameter_and_state(local_shard(one.tensor.detach()), state[one.key])
 
     def finish(self) -> None:
-        """Set state that a parameter's first step created. Other state was changed in place."""
         state = self.replay.state if self.replay is not None else {}
         for one in self._parameters:
             if new_state := state.get(one.key):

@@ -2,10 +2,8 @@
 
 Invariants:
     L5  Training waits for a slow disk, but not for a hung one: after a request has run for ``ILL_SECONDS``, steps
-        continue without being durable, and a warning is logged. When the frames in memory reach their limit, the log
-        ends (L3) and drops them.
-    L6  One thread at a time uses the directory: the writer of the next log first joins the thread of the previous
-        writer. No log begins while that thread hangs.
+        continue without being durable. At the limit of frames in memory, the log ends (L3) and drops them.
+    L6  A writer first joins the thread of the previous one. No log begins while that thread hangs.
 """
 
 from __future__ import annotations
@@ -33,22 +31,18 @@ from .link import COPY_TIMEOUT_SECONDS, OverwrittenError
 log = logger("replay")
 
 QUEUED_FRAMES_MIN, QUEUED_FRAMES_MAX, QUEUED_BYTES = 2, 256, 64 << 20
-"""Maximum number of steps that wait in memory to be written: two, or what fits into 64 MiB. The next step blocks."""
+"""The next step blocks at two waiting steps, or at 64 MiB of them."""
 JOIN_POLL_SECONDS = 0.05
 
 
 @dataclass(slots=True)
 class Base:
-    """The next frames go to another segment."""
-
     step: int
     bases: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCommit:
-    """Number of steps, or seconds, between two fdatasync calls, and the bytes of one step."""
-
     steps: int
     seconds: float
     step_bytes: int
@@ -61,13 +55,7 @@ class GroupCommit:
 class LogWriter:
     """Writes one log, until it ends or fails.
 
-    Args:
-        base: the state at the beginning of the log.
-        previous: digest of the frame that the log continues; '' for none.
-        owner: written to the head of each segment.
-        reserve: called with the bytes of each frame before it is written. An error ends the log.
-        overwritten_optimizers: receives the names of optimizers whose gradients were overwritten before their copy.
-        predecessor: the previous writer of the directory.
+    ``overwritten_optimizers`` receives those whose gradients were overwritten before their copy.
     """
 
     def __init__(
@@ -85,13 +73,13 @@ class LogWriter:
         self.durable_step = -1
         self.failure = ""
         self.is_disk_failure = False
-        """The disk caused ``failure``: a checkpoint would fail too."""
+        """A checkpoint would fail too."""
         self.blocked_seconds = 0.0
         self._directory, self._base, self._previous = directory, base, previous
         self._group_commit, self._owner = group_commit, owner
         self._reserve, self._overwritten_optimizers = reserve, overwritten_optimizers
         self._obsolete_from_step: int | None = base.step
-        """Segments that begin at this step or later are obsolete; removed before this log creates its first one."""
+        """Segments from this step are removed before this log creates its first one."""
         self._file: SegmentFile | None = None
         self._queue: deque[tuple[Frame, Future[str]] | Base | Future[None] | None] = deque()
         """Frames with the digest of the state after them; futures to set when all earlier frames are durable."""
@@ -99,7 +87,6 @@ class LogWriter:
         self._unsynced_since = 0.0
         self._newest_step, self._written_step, self._queued_frames, self._pending_frames = base.step, base.step, 0, 0
         self._request_started_at: float | None = None
-        """Start of the current disk request."""
         self._has_warned = self._is_abandoned = self._is_done = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(
@@ -111,15 +98,13 @@ class LogWriter:
 
     @property
     def is_hung(self) -> bool:
-        """True while a request hangs."""
         started_at = self._request_started_at
         return started_at is not None and time.monotonic() - started_at >= ILL_SECONDS
 
     def put(self, frame: Frame, digest: Future[str]) -> None:
         """Queue a step. Waits until the number of earlier steps that are not durable is within the limit (L5).
 
-        Args:
-            digest: of parameters and state after the step. An error says why the step must not be logged.
+        An error in ``digest`` is the reason not to log the step.
         """
         started_at = time.monotonic()
         with self._changed:
@@ -148,13 +133,11 @@ class LogWriter:
         LOG_BLOCKED_SECONDS.emit(seconds)
 
     def switch_base(self, base: Base | None) -> None:
-        """Write the next frames to another segment; None: no more frames follow. Returns at once."""
         with self._changed:
             self._queue.append(base)
             self._changed.notify_all()
 
     def sync(self) -> None:
-        """Wait until all queued frames are durable, or the log ends."""
         is_durable = Future[None]()
         with self._changed:
             self._queue.append(is_durable)
@@ -163,18 +146,14 @@ class LogWriter:
                 self._abandon(f"{self._hang_message()}: {HINT}")
 
     def finish(self) -> None:
-        """Wait until all queued frames are durable and the files closed, or the log ends."""
+        """Wait until all queued frames are durable, or the log ends."""
         self.switch_base(None)
         with self._changed:
             if not self._wait_until(lambda: self._is_done, since=time.monotonic()):
                 self._abandon(f"{self._hang_message()}: {HINT}")
 
     def end(self, reason: str, *, newest: int | None = None) -> None:
-        """Accept no more steps, and log ``reason``. The first reason is kept; queued frames are still written.
-
-        Args:
-            newest: the last step that is logged; None: the last one queued.
-        """
+        """Accept no steps after ``newest``. Queued frames are still written; the first reason is kept."""
         with self._changed:
             if not self.failure and not self._is_done:
                 self.failure = reason
@@ -191,7 +170,7 @@ class LogWriter:
             self._queue.clear()  # with its gradients
 
     def _wait_until(self, condition: Callable[[], bool], *, since: float = 0.0) -> bool:
-        """Wait until ``condition`` or the log ends. False if a request hangs, counted from ``since``."""
+        """False if the log ends, or a request hangs, counted from ``since``."""
         while not (condition() or self._is_abandoned):
             started_at = self._request_started_at
             seconds = ILL_SECONDS if started_at is None else max(started_at, since) + ILL_SECONDS - time.monotonic()
@@ -222,7 +201,7 @@ class LogWriter:
                 with self._changed:
                     entry.set_result(None)
                     self._changed.notify_all()
-            del entry  # with its gradients
+            del entry
         with self._abandon_on_error():
             self._commit()
         with self._abandon_on_error():
@@ -232,7 +211,6 @@ class LogWriter:
             self._changed.notify_all()
 
     def _next(self) -> tuple[Frame, Future[str]] | Base | Future[None] | None:
-        """Return the next entry. Syncs frames first that have waited for ``GroupCommit.seconds``."""
         while True:
             with self._changed:
                 has_deadline = self._unsynced and self._group_commit.seconds
@@ -253,7 +231,6 @@ class LogWriter:
 
     @contextlib.contextmanager
     def _abandon_on_error(self) -> Iterator[None]:
-        """End the log with any error raised within."""
         try:
             with translated(self._directory):
                 yield
@@ -262,7 +239,6 @@ class LogWriter:
 
     @contextlib.contextmanager
     def _timed_request(self) -> Iterator[None]:
-        """Time a request, or several with ``_on_write`` between them."""
         self._request_started_at = time.monotonic()
         try:
             yield
@@ -272,7 +248,7 @@ class LogWriter:
     def _on_write(self) -> None:
         self._request_started_at = time.monotonic()
         if self._is_abandoned:
-            raise CheckpointError(self.failure)  # skip the rest of the frame
+            raise CheckpointError(self.failure)
 
     def _commit(self) -> None:
         if self._file is None or not self._unsynced or self._is_abandoned:
@@ -289,7 +265,7 @@ class LogWriter:
             self._changed.notify_all()
 
     def _switch_base(self, base: Base) -> None:
-        """Begin another segment at the next frame. Bases without a frame between them share a segment."""
+        """Bases without a frame between them share a segment."""
         if self._file is None:
             self._base = Base(base.step, [*self._base.bases, *base.bases])
             return

@@ -4,21 +4,12 @@
     part 0 ->       part 1 ->        part 2 ->       ...    part K-1 ->, state outside the optimizers
                     gradients of 0   gradients of 0-1       gradients of 0 to K-2
 
-Each part is copied during the next forward and backward passes. Gradients of the copied parts follow, and the
-optimizer's own implementation replays the missing steps on the copies. All parts then have the bits of training after
-step n+K-1 (``redo``).
-
 Invariants:
-    W1  A part is copied before the update that would overwrite it: the step waits for the copy. A hung link ends the
-        window (W3).
-    W2  Everything else (buffers, schedules, random state, data order) is copied in the call that ends the window, on
-        the training thread between two steps: at the version that the parts reach.
-    W3  No mixed version is returned. Fingerprints of each parameter and its state, at the last version, verify the
-        copies. A change outside the optimizer, gradients overwritten before they were copied, a change of groups,
-        ``load_state_dict`` or a lack of memory end the window. The state is then copied whole, at the next end of a
-        step.
-
-Source: GoCkpt.
+    W1  A step waits for the copy of each part that its update would overwrite. A hung link ends the window (W3).
+    W2  Everything else (buffers, schedules, random state, data order) is copied in the call that ends the window: at
+        the version that the parts reach.
+    W3  No mixed version is returned: fingerprints verify the copies. Anything that a replay cannot repeat, or a lack of
+        memory, ends the window. The state is then copied whole, at the next end of a step.
 """
 
 from __future__ import annotations
@@ -87,26 +78,23 @@ class _OpenWindow:
     copies: list[TensorCopy] = field(default_factory=list)
     pending_work: list[Future[None]] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    """Steps to replay later, with gradients in host memory."""
+    """Gradients are in host memory."""
     fingerprints: Future[dict[Key, Fingerprint]] | None = None
-    """At the last version. The next step waits for their completion."""
+    """The next step waits for them."""
     failure: str = ""
     sealed_version: int = -1
 
     def fail_unless(self, is_done: bool) -> None:
-        """Fail the window unless ``is_done``: the next step may overwrite the sources of its copies."""
+        """The next step may overwrite the sources of the copies."""
         if not is_done:
             self.failure = self.failure or COPY_HANGS
 
     def snapshot(self, state: Any, version: int, more_bytes: int = 0, **more: Any) -> Snapshot:
-        """Return ``state``, after ``version`` steps, with the statistics of the window."""
         moved_bytes = sum(copy.size_bytes for copy in self.copies) + more_bytes
         return Snapshot(state, version, moved_bytes, self.blocked_seconds, waited_bytes=self.waited_bytes, **more)
 
 
 class _Follower(Capture):
-    """Records the steps of a window, with the gradients of copied parts. ``waits``: each step waits for their copy."""
-
     def __init__(
         self, optimizer: torch.optim.Optimizer, window: _OpenWindow, link: Link, *, waits_for_copies: bool
     ) -> None:
@@ -145,17 +133,15 @@ class MultiStepStager:
     Args:
         optimizer: one of ``optimizers.ELEMENTWISE``, after its first step.
         window_steps: at least 1. "auto": by the sizes of state and gradients.
-        link: shared by the optimizers of a process; None creates one.
-        exact: for parameters on an accelerator, which rounds differently from the CPU. "required": keeps the steps in
-            ``Snapshot.redo``, to be replayed on an accelerator. "approximate": replays them on the CPU, within
-            ``redo.tolerance``, and sets ``Snapshot.inexact``. Parameters in host memory are always exact.
+        link: shared by the optimizers of a process.
+        exact: for parameters on an accelerator. "required": keeps the steps in ``Snapshot.redo``, to be replayed there.
+            "approximate": replays them on the CPU, within ``redo.tolerance``, and sets ``Snapshot.inexact``.
         defers: keep the steps of parameters in host memory too. For tests.
 
     Raises:
         ConfigError: the optimizer cannot be replayed, or an argument is invalid.
     Cost: host memory for a copy of the state and the gradients of two steps, or of all steps if they are kept. On the
         link 1 + r (K - 1) / 2 times the bytes of the state, with r bytes of gradient for each byte of state.
-    Source: GoCkpt.
 
     Example:
         >>> model = torch.nn.Linear(2, 2)
@@ -185,7 +171,7 @@ class MultiStepStager:
     ) -> None:
         check_replayable(optimizer)
         self.window_steps = checked_steps(window_steps)
-        """0: chosen for each window."""
+        """0 if it is chosen for each window."""
         self.exact = checked_exact(exact)
         shards = [local_shard(one.tensor) for one in parameters_of(optimizer)]
         self._keeps_steps = defers or any(shard.device.type != "cpu" for shard in shards)
@@ -197,20 +183,17 @@ class MultiStepStager:
             optimizer.register_step_post_hook(self._after_step),
         ]
         self._capture: _Follower | None = None
-        """The recorder of the newest window."""
         self._thread_clocks: list[int] = []
-        """CPU clocks of the background threads."""
         self._replay_pool = ThreadPool(1, "tierckpt-replay", self._add_thread_clock)
         self._fingerprint_pool = ThreadPool(1, "tierckpt-fingerprint", self._add_thread_clock)
         self._window: _OpenWindow | None = None
         self.link.logged_gradients[id(optimizer)] = None
         self.waited_seconds = 0.0
-        """Seconds that steps have waited for parts, in all windows."""
         self._last_step_at = 0.0
         self._gap_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
-        """Seconds between the end of a step and the next step, during which copies are hidden."""
+        """Time from the end of a step to the next step, which hides copies."""
         self._waits_for_gradients = isinstance(optimizer, torch.optim.SGD)
-        """Gradients are overwritten early (Nesterov, ``zero_grad`` in place): steps wait for their copies."""
+        """Gradients are overwritten early (Nesterov, ``zero_grad`` in place)."""
 
     def __enter__(self) -> MultiStepStager:
         return self
@@ -223,12 +206,12 @@ class MultiStepStager:
 
     @property
     def is_open(self) -> bool:
-        """True while a window is open: ``end_of_step`` must be called."""
+        """True while ``end_of_step`` must be called."""
         return self._window is not None
 
     @property
     def steps(self) -> int:
-        """Steps of the optimizer since the beginning of the window."""
+        """Steps since the beginning of the window."""
         return self._capture.version if self._capture is not None else 0
 
     @property
@@ -238,7 +221,7 @@ class MultiStepStager:
         return window.failure if window is not None else ""
 
     def traffic(self) -> Traffic:
-        """Return the bytes of a window now, the measured rate, and the measured time of a step."""
+        """Bytes of a window now, measured rate, and measured time of a step."""
         return self._traffic(sum(map(self._size, parameters_of(self.optimizer))))
 
     def _traffic(self, state_bytes: int) -> Traffic:
@@ -246,16 +229,13 @@ class MultiStepStager:
         return Traffic(state_bytes, self.gradient_bytes(), self.link.measured_bytes_per_second, seconds)
 
     def begin(self, take: Take, window_steps: int = 0, *, falls_back: bool = True) -> Future[Snapshot]:
-        """Open a window, and begin to copy the first part.
+        """Open a window, and begin to copy the first part. Raises CheckpointError if one is open.
 
         Args:
             take: returns the checkpoint's content: dicts and lists of tensors and plain values. Called at the end of
-                the window's last step. The optimizer's tensors are replaced by their copies; others are copied then.
-            window_steps: steps of this window; 0: the default of the stager.
+                the window's last step.
+            window_steps: 0: the default of the stager.
             falls_back: copy the state whole if the window fails. False: the future raises the failure.
-
-        Raises:
-            CheckpointError: a window is open.
         """
         if self._window is not None:
             raise CheckpointError(
@@ -274,10 +254,7 @@ class MultiStepStager:
         return window.result
 
     def end_of_step(self) -> None:
-        """Begin to copy the next part; with the last part, copy the rest of the state and end the window.
-
-        Call it last in every step. Does nothing without an open window.
-        """
+        """Copy the next part; with the last part, also the rest of the state. Call it last in every step."""
         window, capture = self._window, self._capture
         if window is None or capture is None:
             return
@@ -308,10 +285,7 @@ class MultiStepStager:
             window.result.set_exception(CheckpointError(reason))
 
     def wait(self, work: Sequence[Future[Any]]) -> bool:
-        """Wait for ``work`` of this stager while it makes progress (bytes, replayed steps, CPU time).
-
-        Returns False if the work hangs. Copies from a device have a timeout instead.
-        """
+        """Wait for ``work`` while it makes progress. False if it hangs. Copies from a device have a timeout instead."""
         self.link.update_ends()
         window = self._window
         copies = window.copies if window is not None else []
@@ -338,7 +312,7 @@ class MultiStepStager:
             self.link.close()
 
     def gradient_bytes(self) -> int:
-        """Return this rank's bytes of one step's gradients on the link: from the current ones, else float32."""
+        """Bytes of one step's gradients on this rank: from the current ones, else float32."""
         total = 0
         is_narrow: bool | None = None
         for one in parameters_of(self.optimizer):
@@ -408,7 +382,6 @@ class MultiStepStager:
         self.link.logged_gradients[id(self.optimizer)] = None
 
     def _replay_step(self, window: _OpenWindow, step: Step) -> None:
-        """Replay ``step`` in the background on the parts copied before it, or keep it for later."""
         older_parts = [part for part in window.parts if 0 <= part.version < step.version]
 
         def replay() -> None:
@@ -428,7 +401,7 @@ class MultiStepStager:
         window.pending_work.append(self._replay_pool.submit(replay))
 
     def _seal(self, window: _OpenWindow, capture: Capture) -> None:
-        """End the window at the current version (W2, W3), while the last part is copied."""
+        """End the window (W2, W3)."""
         window.sealed_version = capture.version
         optimizer_tensors, tree, other_copies = self._detach(window)
         window.pending_work += other_copies
@@ -472,7 +445,7 @@ class MultiStepStager:
             if self._keeps_steps and self.exact == "required":
                 parts = {"redo": redo, "tree": tree, "optimizer_tensors": optimizer_tensors}
                 return window.snapshot(None, window.sealed_version, conditions=conditions, **parts)
-            redo.devices = dict.fromkeys(redo.devices, "cpu")  # the steps are replayed on the CPU
+            redo.devices = dict.fromkeys(redo.devices, "cpu")
             inexact = redo.fold(self.exact)
             state = fill_tensors(tree, optimizer_tensors, redo.tensors)
             return window.snapshot(state, window.sealed_version, conditions=conditions, inexact=inexact)
@@ -520,21 +493,20 @@ class MultiStepStager:
         self._complete(window, window.snapshot(state, self.steps, size_bytes, fallback=window.failure))
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the current tensors by parameter key: the parameter as "", and its state by name."""
+        """By parameter key: the parameter as "", and its state by name."""
         return {
             one.key: {"": one.tensor} | {n: v for n, v in self._state(one).items() if isinstance(v, torch.Tensor)}
             for one in parameters_of(self.optimizer)
         }
 
     def _detach(self, window: _OpenWindow) -> tuple[dict[Key, torch.Tensor], Any, list[Future[None]]]:
-        """Take the state, with gaps for the optimizer's tensors, and begin to copy all others."""
         optimizer_tensors = {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
         tree, tensor_copy = detach(window.take(), optimizer_tensors, self.link)
         return optimizer_tensors, tree, [tensor_copy.done] if tensor_copy is not None else []
 
 
 def checked_steps(window_steps: int | Literal["auto"]) -> int:
-    """Return the number of steps of a window, 0 for "auto". Raises ConfigError."""
+    """Raise ConfigError; return 0 for "auto"."""
     if window_steps == "auto":
         return 0
     if isinstance(window_steps, bool) or not isinstance(window_steps, int) or window_steps < 1:

@@ -2,8 +2,7 @@
 
 Invariant:
     R1  An optimizer is replayable if its step computes each element of a parameter and of its state only from that
-        element, its gradient and the hyperparameters of the group. Any subset of the parameters can then be stepped
-        separately, at any time, with the same bits as in training.
+        element, its gradient and the group's hyperparameters. Any subset can be stepped separately, with the same bits.
 """
 
 from __future__ import annotations
@@ -48,27 +47,22 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of an optimizer."""
-
     key: str
     """"group.index", both from 0."""
     tensor: torch.Tensor
     name: str
-    """For messages: the name in the optimizer's group, or the key."""
 
 
 def optimizers_in(state: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers among the entries of a training state."""
     return {name: one for name, one in state.items() if isinstance(one, torch.optim.Optimizer)}
 
 
 def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return the replayable base class of ``kind`` in ``torch.optim``."""
     return next(optimizer_class for optimizer_class in kind.__mro__ if optimizer_class in ELEMENTWISE)
 
 
 def check_replayable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError unless ``optimizer`` can be replayed (R1)."""
+    """Raise ConfigError if ``optimizer`` cannot be replayed (R1)."""
     kind = type(optimizer)
     hint = f'Use one of {", ".join(CLASS_BY_NAME)}, or save whole checkpoints (mode="async")'
     if not issubclass(kind, ELEMENTWISE):
@@ -91,7 +85,6 @@ def check_replayable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> tuple[Parameter, ...]:
-    """Return the parameters of ``optimizer`` in order. Cached. Cost: one comparison for each parameter."""
     groups = optimizer.param_groups
     tensors = [tensor for group in groups for tensor in group["params"]]
     sizes, cached_tensors, parameters = _parameters_cache.get(optimizer, ((), (), ()))
@@ -112,10 +105,7 @@ _parameters_cache: WeakKeyDictionary[torch.optim.Optimizer, _CacheEntry] = WeakK
 
 
 def write_counters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return values that change with a write to a parameter or its state, or if a tensor is replaced.
-
-    Misses writes through ``.data`` and by a fused step.
-    """
+    """Return values that change with a write to a parameter or its state. Misses ``.data`` and fused steps."""
     tensors = [one.tensor for one in parameters_of(optimizer)]
     shards = [torch_internals.local_tensor_of(one) if isinstance(one, DTensor) else one for one in tensors]
     version_of = torch_internals.version_of
@@ -130,18 +120,17 @@ def write_counters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def state_values(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the values of the optimizer's state. Keep the list: the ``id`` of a freed object is reused."""
+    """Keep the list: the ``id`` of a freed object is reused."""
     return [value for state in optimizer.state.values() for value in state.values()]
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a step changes: this rank's shard of each parameter, then of its state by name."""
+    """Yield this rank's shard of each parameter, then of its state by name."""
     for one in parameters_of(optimizer):
         yield from parameter_and_state(local_shard(one.tensor.detach()), optimizer.state.get(one.tensor) or {})
 
 
 def parameter_and_state(parameter: torch.Tensor, state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield ``parameter``, then the tensors of its ``state`` by name."""
     yield parameter
     for name in sorted(state):
         if isinstance(state[name], torch.Tensor):
@@ -149,12 +138,11 @@ def parameter_and_state(parameter: torch.Tensor, state: Mapping[str, Any]) -> It
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor; other tensors unchanged. Shares memory."""
+    """Return a view of this rank's shard of a DTensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(value: Any, like: torch.Tensor) -> Any:
-    """Return ``value`` with the placement of the parameter ``like`` if it has the shape of the parameter's shard."""
     if not (isinstance(value, torch.Tensor) and isinstance(like, DTensor)) or value.shape != local_shard(like).shape:
         return value
     mesh, shape, stride = like.device_mesh, like.shape, like.stride()
@@ -162,7 +150,6 @@ def shard_like(value: Any, like: torch.Tensor) -> Any:
 
 
 def implementation_of(group: Mapping[str, Any]) -> str:
-    """Return the optimizer implementation that steps this group: "fused", "foreach" or "forloop"."""
     if group.get("fused"):
         return "fused"
     foreach = group.get("foreach")
@@ -174,7 +161,6 @@ def implementation_of(group: Mapping[str, Any]) -> str:
 
 
 def layout_digest(optimizer: torch.optim.Optimizer) -> str:
-    """Return a digest of class, groups, shapes and dtypes. A log fits an optimizer with an equal digest."""
     described = [
         type(optimizer).__name__,
         *(

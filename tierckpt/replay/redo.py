@@ -1,20 +1,11 @@
 """Brings the parts of a window, copied at several versions, to the last version.
 
-    parts at their versions, steps between them, fingerprints of all tensors at the last version
-
-An optimizer on an accelerator rounds differently from its implementation for the CPU, so its steps are replayed when
-the window is used, by the same implementation on the same kind of device. Steps on the CPU are replayed during
-training. In both cases the fingerprints verify the result.
-
-Invariants:
-    D1  This module returns no mixed version as a state: ``fold`` returns a state at the last version, or raises. The
-        output of ``pack`` is stored where readers do not find it as a checkpoint (``training/every_step/redo_log.py``).
-    D2  A window has every step from the version of each part to the last. A missing or repeated step raises (A1); a
-        wrong gradient, part or hyperparameter changes a fingerprint.
+Invariants (docs/adr/0015-redo-log.md):
+    D1  ``fold`` returns a state at the last version, or raises. The output of ``pack`` is stored where readers do not
+        find it as a checkpoint.
+    D2  A missing or repeated step raises (A1); a wrong gradient, part or hyperparameter changes a fingerprint.
     D3  A tensor with another fingerprint is accepted only with "approximate", on another build, device or
-        implementation than in training, if a sample of its elements is within ``tolerance``. The result is reported.
-
-Source: docs/adr/0015-redo-log.md.
+        implementation, if a sample of its elements is within ``tolerance``. The result is reported.
 """
 
 from __future__ import annotations
@@ -42,7 +33,6 @@ FORMAT = 2
 
 
 def checked_exact(exact: Exact) -> Exact:
-    """Return ``exact``. Raises ConfigError for another value."""
     if exact not in get_args(Exact):
         raise ConfigError(f"exact is {exact!r}", hint="Write one of " + ", ".join(map(repr, get_args(Exact))))
     return exact
@@ -50,7 +40,7 @@ def checked_exact(exact: Exact) -> Exact:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Conditions that must be equal for a replayed step to have the same bits."""
+    """Equal conditions give a replayed step the same bits."""
 
     build: str
     device: str
@@ -65,7 +55,6 @@ class Conditions:
         return cls(f"torch {torch.__version__}", f"{device.type} ({name})", implementation)
 
     def differences(self, other: Conditions) -> str:
-        """Return the differences to ``other``, for messages; '' for none."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__slots__)
         return ", ".join(
             f"{name} {trained} in training and {now} here" for name, trained, now in pairs if trained != now
@@ -77,12 +66,10 @@ class Redo:
     """A window, in host memory.
 
     Attributes:
-        layout: ``layout_digest`` of the optimizer.
         parts: each at the version of its copy or of the last step applied. ``fold`` overwrites them.
         devices: kind of device of each tensor in training.
         sharded: keys of the parameters that are DTensors.
-        steps: steps to apply, with the gradients of parts copied before them.
-        fingerprints: of all tensors at the last version.
+        steps: with the gradients of parts copied before them.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -97,24 +84,22 @@ class Redo:
 
     @property
     def tensors(self) -> dict[Key, torch.Tensor]:
-        """All tensors of the optimizer, each at its part's version. Not copied."""
+        """Views, each at its part's version."""
         return {tensor_key: tensor for part in self.parts for tensor_key, tensor in part.tensors().items()}
 
     @property
     def replay_steps(self) -> int:
-        """Number of steps that the oldest part is behind the last version."""
         return max((self.version - part.version for part in self.parts), default=0)
 
     def fold(self, exact: Exact = "required") -> str:
         """Bring all tensors to the last version, part by part, on the devices in ``devices``.
 
-        Returns '' for the bits of training, else the accepted differences, for messages (D3).
+        Returns '' for the bits of training, else the accepted differences (D3). Memory on the device: one part and its
+        gradients.
 
         Raises:
             StateMismatchError: other bits on another build, device or implementation.
-            IntegrityError: other bits under the same conditions, or a missing step: the window is damaged, or a
-                parameter was changed outside the optimizer.
-        Memory on the device: one part and its gradients of one step. Cost: the optimizer's steps, the link both ways.
+            IntegrityError: other bits under the same conditions, or a missing step.
         """
         accepted = ""
         for number, part in enumerate(self.parts):
@@ -146,7 +131,6 @@ class Redo:
         return accepted
 
     def _check(self, tensor_key: Key, tensor: torch.Tensor, version: int, exact: Exact) -> str:
-        """Return '' for the bits of training, else the accepted differences. ``version``: that of the part's copy."""
         (key, name), fingerprint = tensor_key, self.fingerprints.get(tensor_key)
         if fingerprint is not None and fingerprint.matches(tensor):
             return ""
@@ -166,7 +150,6 @@ class Redo:
         )
 
     def _is_close(self, tensor_key: Key, tensor: torch.Tensor, version: int) -> bool:
-        """True if the sampled elements of ``tensor`` are within ``tolerance`` of those in training."""
         (key, name), training_sample = tensor_key, self.fingerprints[tensor_key].sample.cpu()
         sample = sample_of(tensor).cpu()
         gradients = [step.gradients[key] for step in self.steps if step.version > version and key in step.gradients]
@@ -180,31 +163,27 @@ class Redo:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A training state in host memory, of one version. Shares no memory with training."""
+    """A training state in host memory, of one version."""
 
     state: Any
-    """The value of ``take``, with tensors in host memory."""
     steps: int
-    """Optimizer steps from the beginning of the window to this state."""
+    """Counted from the beginning of the window."""
     moved_bytes: int
     blocked_seconds: float
-    """Seconds that training waited during the window."""
     fallback: str = ""
-    """Reason for a whole copy; '' for a copy in parts."""
+    """Reason for a whole copy."""
     waited_bytes: int = 0
-    """Bytes whose copy forward and backward passes did not hide, so training waited."""
     inexact: str = ""
-    """Differences between the conditions of the replay and of training; '' for bit-for-bit equality."""
+    """Empty for the bits of training."""
     conditions: Conditions | None = None
-    """Conditions of training, if steps are replayed."""
     redo: Redo | None = None
     """The parts, at several versions; ``state`` is None."""
     tree: Any = None
-    """With ``redo``: the value of ``take``, with gaps in place of the optimizer's tensors (``tree.gaps``)."""
+    """With ``redo``: the value of ``take``, with gaps for the optimizer's tensors."""
     optimizer_tensors: Mapping[Key, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def fold(self, exact: Exact = "required") -> Snapshot:
-        """Return this snapshot with ``redo`` folded into ``state``. One call at a time. Raises as ``Redo.fold``."""
+        """Fold ``redo`` into ``state``. One call at a time. Raises as ``Redo.fold``."""
         if self.redo is None:
             return self
         inexact = self.redo.fold(exact)
@@ -213,7 +192,7 @@ class Snapshot:
 
 
 class SnapshotFuture(Future[Snapshot]):
-    """The snapshot of a window. ``result`` on the training thread makes the whole copy if the window failed."""
+    """``result`` on the training thread makes the whole copy if the window failed."""
 
     def __init__(self, end_of_step: Callable[[], None]) -> None:
         super().__init__()
@@ -234,7 +213,6 @@ class SnapshotFuture(Future[Snapshot]):
 
 
 def fill_tensors(tree: Any, optimizer_tensors: Mapping[Key, torch.Tensor], copies: Mapping[Key, torch.Tensor]) -> Any:
-    """Return ``tree`` with ``copies`` in its gaps, as the types of tensor in ``optimizer_tensors``."""
     wrapped = {key: wrap_shard(tensor, copies[key]) for key, tensor in optimizer_tensors.items() if key in copies}
     return fill(tree, wrapped)
 
@@ -243,8 +221,7 @@ def tolerance(name: str, sample: torch.Tensor, steps: int, rate: float, gradient
     """Return the bound on the error of each element after ``steps`` steps by another implementation.
 
     Parameter: 8 K u max(abs(p), lr). Second moment: 4 K u v. Other state: 8 u max(abs(m)) + 4 K u max(abs(g)). u is
-    half a unit in the last place of 1 (2**-24 for float32). Measured with an emulation of CUDA's fused AdamW of torch
-    2.13 against the CPU's. Integers must be equal.
+    2**-24 for float32. Integers must be equal.
     """
     if not sample.is_floating_point() or name == "step":
         return torch.zeros(sample.shape, dtype=torch.float64, device="cpu")
@@ -268,11 +245,7 @@ def _device_of(name: str) -> torch.device:
 
 
 def pack(redo: Redo, names: Mapping[str, str]) -> tuple[dict[str, torch.Tensor], Json]:
-    """Return the tensors of a window by name, and a recipe in JSON.
-
-    Args:
-        names: prefix of the names of each parameter's tensors. Equal on two ranks only if the tensors are equal.
-    """
+    """``names`` has prefixes that are equal on two ranks only for equal tensors."""
     tensors: dict[str, torch.Tensor] = {}
     stored_as = []
     for (key, name), tensor in redo.tensors.items():
@@ -307,7 +280,7 @@ def pack(redo: Redo, names: Mapping[str, str]) -> tuple[dict[str, torch.Tensor],
 
 
 def unpack(tensors: Mapping[str, torch.Tensor], recipe: Json) -> Redo:
-    """Return the window of ``pack``. Raises IntegrityError for an unusable recipe."""
+    """Raise IntegrityError for an unusable recipe."""
     try:
         {FORMAT: None}[recipe["format"]]
         kind, conditions = CLASS_BY_NAME[recipe["optimizer"]], [str(recipe[name]) for name in Conditions.__slots__]
@@ -334,5 +307,4 @@ def unpack(tensors: Mapping[str, torch.Tensor], recipe: Json) -> Redo:
 
 
 def gradient_names(described: Json, names: Mapping[str, str]) -> list[str]:
-    """Return the names of a step's gradients, in order."""
     return [f"{names[key]}/gradient-{described['version']}" for key, *_ in described["gradients"]]

@@ -31,8 +31,7 @@ class _Other:
 def detach(tree: Any, optimizer_tensors: Mapping[Any, torch.Tensor], link: Link) -> tuple[Any, TensorCopy | None]:
     """Return ``tree`` with a gap for each of ``optimizer_tensors``, and a copy of everything else in host memory.
 
-    Recognises ``optimizer_tensors`` by their memory, because a state dict wraps them. ``link`` copies other tensors on
-    CUDA in stream order; they are complete when the returned copy is done.
+    Recognises tensors by their memory, because a state dict wraps them.
     """
     key_by_id = {id(tensor): tensor_key for tensor_key, tensor in optimizer_tensors.items()}
     key_by_memory: dict[tuple[Any, ...], Any] = {}
@@ -71,7 +70,7 @@ def detach(tree: Any, optimizer_tensors: Mapping[Any, torch.Tensor], link: Link)
 
 
 def gaps(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yield the path and the key of each gap. Raises CheckpointError for a gap inside a tuple."""
+    """Raise CheckpointError for a gap inside a tuple."""
     if isinstance(tree, _Gap):
         yield path, tree.key
     elif isinstance(tree, dict | list):
@@ -85,7 +84,6 @@ def gaps(tree: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def without_gaps(tree: Any) -> Any:
-    """Return ``tree`` without its gaps. In lists, gaps become None."""
     if isinstance(tree, dict):
         return {key: without_gaps(one) for key, one in tree.items() if not isinstance(one, _Gap)}
     if type(tree) is list:
@@ -94,7 +92,6 @@ def without_gaps(tree: Any) -> Any:
 
 
 def fill(tree: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
-    """Return ``tree`` with ``copies`` in its gaps. Gaps without a copy stay."""
     if isinstance(tree, _Gap):
         return copies.get(tree.key, tree)
     if isinstance(tree, dict):
@@ -105,7 +102,7 @@ def fill(tree: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
 
 
 def wrap_shard(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return ``shard``, a copy of this rank's part of ``tensor``, as the same tensor type."""
+    """Return ``shard`` as the type of ``tensor``."""
     if not isinstance(tensor, DTensor):
         return shard
     # from_local would move it to the device
