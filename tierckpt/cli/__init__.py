@@ -1,7 +1,6 @@
 """The ``tierckpt`` command. One file per verb; ``ui/app.py`` joins them, ``ui/output.py`` alone prints.
 
-Every verb returns a ``Report`` and raises tierckpt's errors; exit codes are those of errors.py. Only ``export`` and
-``size --checkpoint`` import torch, so that ``tierckpt prefetch`` runs in an image without it.
+Verbs return a ``Report``. Only ``export`` and ``size --checkpoint`` import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ NEEDED = ("typer", "rich")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit with its code. Without the ``cli`` extra: print how to install it, exit 2."""
+    """Run the command line and exit with its code; 2 without the ``cli`` extra."""
     begin_command()
     watch_interrupts()
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _say(error: MissingExtraError, arguments: Sequence[str]) -> None:
-    """Print an error without the printer, whose packages are missing."""
+    """The printer's packages are missing."""
     as_json = "--json" in arguments
     text = json.dumps(error.to_json()) if as_json else f"error: {error.message}\nhint: {error.hint}"
     sys.stderr.write(text + "\n")

@@ -1,4 +1,4 @@
-"""``tierckpt adopt``: makes a checkpoint of a directory that another program wrote."""
+"""``tierckpt adopt``."""
 
 from __future__ import annotations
 

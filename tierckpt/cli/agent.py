@@ -1,4 +1,4 @@
-"""``tierckpt agent``: run this node's agent in the foreground, for systemd, a DaemonSet or a Slurm prolog."""
+"""``tierckpt agent``."""
 
 from __future__ import annotations
 
@@ -110,6 +110,6 @@ def _stop(settings: Settings) -> Report:
 
 
 def _is_running(local_root: Path) -> bool:
-    """Return whether an agent holds the lock. A pid would mean nothing in another container."""
+    """Test the lock: a pid would mean nothing in another container."""
     with try_lock(agent_dir(local_root) / LOCK) as is_free:
         return not is_free

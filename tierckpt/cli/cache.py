@@ -1,4 +1,4 @@
-"""``tierckpt cache``: lists, checks, pins and evicts what this node has cached."""
+"""``tierckpt cache``."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def pin(uris: Uris, as_json: JsonOption = False, local_root: LocalRootOption = N
             f"the cache has no files of {', '.join(missing)}", hint="`tierckpt prefetch --pin` fetches and pins"
         )
     names = []
-    for *older, newest in found.values():  # in order of use
+    for *older, newest in found.values():
         pool.pin(newest.name)
         names.append(newest.uri)
         for row in older:
@@ -178,7 +178,6 @@ def _eviction(went: Sequence[CacheRow], stayed: Sequence[CacheRow]) -> Report:
 
 
 def joined(reports: Sequence[Report]) -> Report:
-    """Merge all reports into one, with the highest of their exit codes."""
     if len(reports) == 1:
         return reports[0]
     code = max(report.exit_code for report in reports)
@@ -187,7 +186,6 @@ def joined(reports: Sequence[Report]) -> Report:
 
 
 def cache_report(pool: Pool) -> Report:
-    """Return the document of the cache, the most recently used files first."""
     rows = pool.rows()[::-1]
     quota = pool.settings.cache_bytes_max
     document: Json = {

@@ -1,4 +1,4 @@
-"""``tierckpt doctor``: checks whether this node, and a location on shared storage, can hold checkpoints."""
+"""``tierckpt doctor``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ OptionalUri = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result: ``ok``, ``warn`` (works, but not well) or ``fail`` (does not work)."""
+    """``ok``, ``warn`` (works, but not well) or ``fail`` (does not work)."""
 
     name: str
     status: str
@@ -84,9 +84,6 @@ def doctor(uri: OptionalUri = None, as_json: JsonOption = False, local_root: Loc
         "checks": [asdict(check) for check in checks],
     }
     return Report(document, [table("check=name status detail", checks)], 0 if document["ok"] else 1)
-
-
-# --- this installation ------------------------------------------------------------------------------------------
 
 
 def _major_minor(version: str) -> tuple[int, ...]:
@@ -121,9 +118,6 @@ def _variables() -> Iterator[Finding]:
     yield from (Finding("environment", WARN, problem) for problem in unknown_variables().values())
 
 
-# --- this node --------------------------------------------------------------------------------------------------
-
-
 def _local_root(settings: Settings) -> Iterator[Finding]:
     root = settings.local_root
     base = nearest_existing(root)
@@ -150,7 +144,6 @@ def _local_root(settings: Settings) -> Iterator[Finding]:
 
 
 def _reads(name: str, base: Path, settings: Settings, ways: tuple[ReadMode, ...]) -> Finding:
-    """Return how files there are read, as measured by the first large load."""
     tuner = read_tuner_for(settings, ways)
     file = os.open(base, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -175,7 +168,7 @@ def _filesystem(base: Path) -> Finding:
 
 
 def _probe_disk(directory: Path) -> tuple[bool, float]:
-    """Write and fsync one block several times. Returns whether O_DIRECT works, and the median time of a write."""
+    """Return whether O_DIRECT works, and the median time of a write with fsync."""
     path = directory / f".tierckpt-doctor-{secrets.token_hex(6)}"
     flags = os.O_WRONLY | os.O_CREAT
     with mmap.mmap(-1, DISK_BLOCK_BYTES) as block:
@@ -194,7 +187,6 @@ def _probe_disk(directory: Path) -> tuple[bool, float]:
 
 
 def _timed_write(file: int, block: mmap.mmap) -> float:
-    """Closes ``file``."""
     try:
         begun = time.monotonic()
         os.pwrite(file, block, 0)
@@ -228,11 +220,8 @@ def huge_pages() -> Iterator[Finding]:
         yield Finding("huge pages", WARN, sentence)
 
 
-# --- shared storage ---------------------------------------------------------------------------------------------
-
-
 async def _store(mover: Mover, location: Location) -> list[Finding]:
-    """Put, read, replace and remove one small object. Stops at the first failure, and always removes the object."""
+    """Put, read, replace and remove one small object, up to the first failure. Always removes the object."""
     try:
         store = mover.store(location)
     except TierckptError as error:
@@ -249,13 +238,10 @@ async def _store(mover: Mover, location: Location) -> list[Finding]:
 
 
 def _configuration(store: Store) -> str:
-    """Return endpoint, region, account and credentials of a bucket, each with the variable or profile that sets it."""
     return "; ".join(f"{name} {value}" for name, value in getattr(store, "sources", {}).items())
 
 
 class _StoreProbe:
-    """Checks of one store, in order, on a key of its own."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
         self._key = f".tierckpt-doctor-{secrets.token_hex(6)}"
@@ -282,7 +268,7 @@ class _StoreProbe:
         try:
             await self._store.delete(self._key)
         except TierckptError:
-            pass  # the check before reports the same refusal
+            pass  # already reported
 
     async def _reach(self) -> str:
         try:
@@ -320,7 +306,6 @@ class _StoreProbe:
 
 
 def _remove_empty(path: Path, stop: Path) -> None:
-    """Remove the directories created by the probe, up to ``stop``."""
     while path != stop:
         try:
             path.rmdir()

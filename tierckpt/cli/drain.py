@@ -1,4 +1,4 @@
-"""``tierckpt drain``: copies this node's pending checkpoints to the shared tier."""
+"""``tierckpt drain``."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def drain(
         report = _change(load_settings(local_root).local_root, limit, concurrency, paused)
         if not wait:
             return report
-    # drain=False keeps the mover from starting drains other than those requested here.
+    # drain=False: the mover starts only the drains requested here.
     with (
         progress_bar(as_json=as_json, progress=progress) as listener,
         open_client(local_root, listener, drain=False) as client,
@@ -143,7 +143,6 @@ def _change(local_root: Path, limit: str | None, concurrency: int | None, paused
 
 
 def _rate_of(text: str | None) -> int | str | Unchanged | None:
-    """Read ``200MiB/s``. Raises ConfigError."""
     if text is None:
         return UNCHANGED
     if text in {"none", "default"}:
@@ -153,8 +152,6 @@ def _rate_of(text: str | None) -> int | str | Unchanged | None:
 
 @dataclass
 class _Work:
-    """Entries of the journal, the outcome of each, and the remaining ones."""
-
     seen: dict[str, JournalEntry] = field(default_factory=dict)
     outcomes: dict[str, str] = field(default_factory=dict)
     errors: list[TierckptError] = field(default_factory=list)
@@ -180,7 +177,6 @@ class _Work:
 
     @property
     def is_done(self) -> bool:
-        """True if no entry is left that this command could drain."""
         return all(entry.state in SET_ASIDE_STATES for entry in self.left.values())
 
     def exit_code(self) -> int:
@@ -219,11 +215,10 @@ async def _drain_within(mover: Mover, wait: bool, timeout_seconds: float | None)
 async def _drain(mover: Mover, work: _Work, wait: bool) -> None:
     """Drain until the journal is empty, or, without ``wait``, until a pass makes no progress.
 
-    One pass may not be enough: a rank's files are sent in one pass, but its commit may need the part of another rank
-    that is drained later in the same pass.
+    A rank's commit may need the part of another rank that the same pass drains later.
     """
     await _look(mover, work)
-    await mover.drains.recover()  # with drain=False: only removes unfinished saves of dead processes
+    await mover.drains.recover()  # only removes unfinished saves of dead processes
     await mover.drains.promote_newest()
     await _look(mover, work)
     pauses = Poll(pauses=Pauses(0.5, 0.5))
@@ -233,7 +228,7 @@ async def _drain(mover: Mover, work: _Work, wait: bool) -> None:
         work.outcomes |= {result.token: result.outcome for result in results if result.outcome != "held"}
         await _look(mover, work)
         if work.errors and wait:
-            return  # a patient drain raises only errors that waiting does not fix
+            return  # a patient drain raises only permanent errors
         if not wait and len(work.left) == before:
             return
         if wait and not work.is_done:
@@ -244,7 +239,7 @@ async def _drain(mover: Mover, work: _Work, wait: bool) -> None:
 
 async def _look(mover: Mover, work: _Work) -> None:
     found = await asyncio.to_thread(mover.journal.entries)
-    entries = {entry.token: entry for entry in found if entry.state != LOCAL_ONLY}  # without local-only checkpoints
+    entries = {entry.token: entry for entry in found if entry.state != LOCAL_ONLY}
     for token in work.left.keys() - entries.keys():
         if token not in work.outcomes and work.left[token].state not in DRAIN_STATES:
             work.outcomes[token] = "removed"

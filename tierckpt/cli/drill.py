@@ -1,4 +1,4 @@
-"""``tierckpt drill``: restores a random checkpoint from shared storage alone, compares it, and measures the time."""
+"""``tierckpt drill``."""
 
 from __future__ import annotations
 

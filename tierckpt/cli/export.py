@@ -1,4 +1,4 @@
-"""``tierckpt export``: writes a DCP checkpoint as safetensors files. Imports torch when it runs."""
+"""``tierckpt export``. Imports torch when it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tierckpt info``: shows the metadata at a URI, without reading its data."""
+"""``tierckpt info``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def _inspect(mover: Mover, location: Location) -> Report:
     if checkpoint.manifest is None:
         return _plain("stock", location, await from_listing(checkpoint.store, strict=False))
     is_abandoned = False
-    with contextlib.suppress(PermissionDeniedError):  # of the run: a user may have access to one checkpoint only
+    with contextlib.suppress(PermissionDeniedError):  # a user may have access to one checkpoint only
         branch = await mover.selector.branch(run_of(location), [(checkpoint.branch, checkpoint.step)])
         is_abandoned = branch is not None and not branch.holds(checkpoint.branch, checkpoint.step)
     logs = await asyncio.to_thread(_logs, mover, location.parent) if checkpoint.step is not None else []
@@ -55,7 +55,6 @@ async def _inspect(mover: Mover, location: Location) -> Report:
 async def _inspect_plain(
     mover: Mover, location: Location, error: CheckpointNotFoundError | UncommittedCheckpointError
 ) -> Report:
-    """No commit is here: a run with checkpoints below, plain files, an unfinished save, or nothing."""
     logs = await asyncio.to_thread(_logs, mover, location)
     try:
         rows = await describe_run(mover.selector, location)
@@ -77,7 +76,6 @@ async def _inspect_plain(
 
 
 def _logs(mover: Mover, run: Location) -> list[Json]:
-    """The gradient logs that this node has of ``run``: of each rank, those that follow each other as one."""
     directory = local_dir(mover.settings.local_root, run) / GRADIENTS_DIR
     logs = sorted((step_of(path.name) or 0, path) for path in matching(directory, "rank-*"))
     found = [(rank, one) for rank, path in logs for one in log_segments.list_chains(path)]

@@ -1,4 +1,4 @@
-"""``tierckpt ls``: the checkpoints of a run, and how far each is on either tier; the runs of a bucket."""
+"""``tierckpt ls``."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
 
 
 async def _look(mover: Mover, location: Location) -> tuple[list[CheckpointRow], list[RunDirectory], bool]:
-    """Return the checkpoints, the runs below, and whether the list is complete. Few directories next to checkpoints
-    are searched: most are logs."""
+    """Return whether the list is complete, too."""
     try:
         rows = await describe_run(mover.selector, location)
     except CheckpointNotFoundError as error:

@@ -1,4 +1,4 @@
-"""``tierckpt prefetch``: fills this node's cache, or a directory, before a job needs it."""
+"""``tierckpt prefetch``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EXCLUDED = (
     ),
     ("to", {"several URIs", "no URI"}, "--to takes one URI", "Give one URI at a time, each with its own directory"),
 )
-"""A flag, those that do not go with it, and the error."""
+"""A flag, those that exclude it, and the error."""
 
 Uris = Annotated[
     list[str] | None,
@@ -170,7 +170,7 @@ def prefetch(
         if not dry_run:
             reports: list[Report] = []
             errors: dict[str, TierckptError] = {}
-            for request in requests:  # a failure does not stop the others
+            for request in requests:
                 try:
                     reports.append(client.start(_fetch(client.mover, request)).result())
                 except TierckptError as error:
@@ -250,7 +250,6 @@ async def _plan(mover: Mover, request: PrefetchRequest) -> Report:
 
 
 def _watched(request: PrefetchRequest, local_root: Path | None, limits: Mapping[str, Any], *, as_json: bool) -> Report:
-    """Fetch to this node, and show all nodes until each is done."""
     with open_client(local_root, **limits) as client:
         fetching = client.start(_fetch(client.mover, request))
         seen = _watch_rollout(request.location, load_settings(local_root), as_json=as_json, fetching=fetching)
@@ -258,7 +257,7 @@ def _watched(request: PrefetchRequest, local_root: Path | None, limits: Mapping[
     return Report({**seen.document, "fetched": fetched.document}, [*seen.view, *fetched.view], fetched.exit_code)
 
 
-# --- --watch: a rollout over all nodes in a line. Queries each agent twice a second --------------------------------
+# --- --watch -----------------------------------------------------------------------------------------------------
 
 TICK_SECONDS = 0.5
 LINE_SECONDS = 2.0
@@ -269,15 +268,9 @@ SETTLED_TICKS = 2
 def _watch_rollout(
     location: Location | None, settings: Settings, *, as_json: bool, fetching: Future[Report] | None = None
 ) -> Report:
-    """Watch one version fill all nodes that fetch it, until it is complete on all of them, or Ctrl-C.
+    """Watch one version fill all nodes, until it is complete on all of them, or Ctrl-C.
 
-    Args:
-        location: the version; None: the one that most nodes are filling.
-        fetching: the fetch of this node; its failure ends the watch.
-
-    Raises:
-        ConfigError: ``peers`` is not set.
-        ObjectNotFoundError: no node fills it within a minute.
+    Raises ConfigError without ``peers``, ObjectNotFoundError if no node fills it within a minute.
     """
     if settings.peers is None:
         raise ConfigError("peers is not set, so this is the only node", hint="Set peers (TIERCKPT_PEERS)")
@@ -293,7 +286,6 @@ def _watch_rollout(
 async def _watch_nodes(
     seen: RolloutWatch, out: _RolloutLine, fetching: Future[Report] | None, *, shown_on: int
 ) -> None:
-    """Watch until all nodes are done, or without a fetch of this node until ``shown_on`` has no reader."""
     begun, settled = time.monotonic(), 0
     try:
         while settled < SETTLED_TICKS and (fetching is not None or has_reader(shown_on)):
@@ -301,7 +293,7 @@ async def _watch_nodes(
             if fetching is not None and fetching.done():
                 if fetching.exception() is not None:
                     return
-                settled += seen.rollout is None  # a checkpoint, which nodes do not report as a fill
+                settled += seen.rollout is None  # nodes do not report a checkpoint as a fill
             elif seen.rollout is None and fetching is None and time.monotonic() - begun > BEGIN_SECONDS:
                 raise ObjectNotFoundError(
                     f"no node is filling {seen.uri or 'anything'}", hint="`tierckpt prefetch URI` on each node fills it"
@@ -316,7 +308,7 @@ async def _watch_nodes(
 
 
 class _RolloutLine:
-    """One line on stderr: rewritten on a terminal, else a new one now and then; none with ``--json``."""
+    """Rewrites one line on a terminal, else prints a new one now and then; none with ``--json``."""
 
     def __init__(self, *, is_quiet: bool) -> None:
         self._is_quiet, self._is_live = is_quiet, sys.stderr.isatty()
@@ -334,7 +326,6 @@ class _RolloutLine:
         sys.stderr.flush()
 
     def end(self) -> None:
-        """Restore the terminal."""
         if self._is_live and self._width:
             sys.stderr.write("\r" + " " * self._width + "\r")
             sys.stderr.flush()

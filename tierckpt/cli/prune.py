@@ -1,4 +1,4 @@
-"""``tierckpt prune``: removes the checkpoints of a run that no rule keeps. Only lists them without ``--yes``."""
+"""``tierckpt prune``. Only lists checkpoints without ``--yes``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ def prune(
 
 
 async def _nothing_here(mover: Mover, location: Location) -> TierckptError:
-    """Raise the error for a ``location`` that is not a run."""
     if await shared_commit.read_shared_manifest(mover.store(location)) or local_commit.read_local_manifest(
         mover.directory(location)
     ):
@@ -85,7 +84,7 @@ async def _nothing_here(mover: Mover, location: Location) -> TierckptError:
 
 
 def _exit_code(result: PruneResult) -> int:
-    """Return 3 if some copies were removed and others could not be, the error's own code if none was."""
+    """Return 3 if some copies could not be removed, the error's own code if none was."""
     if not result.errors:
         return 0
     return PartialTransferError.exit_code if result.only(REMOVED) else result.errors[0].exit_code

@@ -1,4 +1,4 @@
-"""``tierckpt report``: shows how a run spent its time, from the records next to its checkpoints."""
+"""``tierckpt report``."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def report(
 
 
 def _commits(location: Location, history: dict[str, Lines], client: Client) -> tuple[Lines, Seen]:
-    """Return the commits on other tiers: recorded ones, and those that the shared tier has without a record."""
+    """Include commits that the shared tier has without a record."""
     recorded = {name: start for name, lines in history.items() if (start := read_start(lines)) is not None}
     starts = [recorded[name] for name in sorted(recorded)]
     commits = [line for name, lines in history.items() if name not in recorded for line in lines]
@@ -153,7 +153,6 @@ TIERS = {"local": "local SSD", "peer": "peers", "shared": "shared storage"}
 
 
 def _tiers(tiers: Sequence[TierTimes]) -> list[RenderableType]:
-    """Show, for each tier, the time from ``save`` to the commit there, and the missing saves."""
     rows: list[object] = []
     for one in tiers:
         if not one.is_used:
@@ -188,7 +187,7 @@ def _tier_notes(one: TierTimes) -> list[str]:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Show steps at the usual distance as one range, the newest ``RANGES_SHOWN`` ranges."""
+    """Show the newest ``RANGES_SHOWN`` ranges."""
     parts = []
     distance = min((after - step for step, after in pairwise(steps)), default=1)
     for _, group in groupby(enumerate(steps), key=lambda item: item[1] - item[0] * distance):
@@ -203,7 +202,6 @@ def _steps(count: int) -> str:
 
 
 def _timeline(found: Goodput) -> Text:
-    """Draw one line of blocks over the whole time, each with the main use of its part."""
     begin, wall = found.starts[0].began_at, found.wall_seconds
     line = Text("\n")
     for column in range(WIDTH):

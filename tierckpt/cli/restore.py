@@ -1,4 +1,4 @@
-"""``tierckpt restore``: writes a checkpoint as a plain directory that stock PyTorch reads."""
+"""``tierckpt restore``."""
 
 from __future__ import annotations
 

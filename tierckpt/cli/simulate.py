@@ -1,4 +1,4 @@
-"""``tierckpt simulate``: runs the job of ``tierckpt size`` event by event, with failures and queues."""
+"""``tierckpt simulate``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Modes = Annotated[
 logger = logging.getLogger(__name__)
 
 HORIZON_MTBFS = 5
-"""Times the mean time between failures: of 150 such runs, one has no failure."""
+"""One of 150 such runs has no failure."""
 PARTS = {
     "kept": "kept",
     "lost": "lost",
@@ -52,10 +52,9 @@ PARTS = {
     "loading": "loading",
     "waiting": "waiting_for_nodes",
 }
-"""Uses of a run's wall clock, and the titles of the columns."""
 MODE_POINTS = 4
 MODE_SAVES_MAX = 20_000
-"""Checkpoints of one simulated point: about a second."""
+"""One simulated point takes about a second."""
 
 
 @taking_options
@@ -148,7 +147,6 @@ def simulate(
 
 
 def _warn_of_no_failure(runs: list[SimulationResult], days: float, mtbf_seconds: float) -> None:
-    """Warn once about runs without failures, and name a horizon that has some."""
     calm = [one for one in runs if not sum(one.failures.values())]
     if not calm:
         return
@@ -159,16 +157,12 @@ def _warn_of_no_failure(runs: list[SimulationResult], days: float, mtbf_seconds:
         seen_days,
         "all configurations" if len(calm) == len(runs) else ", ".join(dict.fromkeys(one.name for one in calm)),
         human_seconds(mtbf_seconds),
-        # Only --modes simulates fewer days than requested.
+        # Only --modes simulates fewer days.
         f"give --days {longer}" if seen_days >= days else f"and --modes simulates {MODE_SAVES_MAX} checkpoints at most",
     )
 
 
-# --- the four ways --------------------------------------------------------------------------------------------------
-
-
 def _compare_modes(sizing: Sizing, days: float, seed: int, plot: Path | None, *, as_json: bool) -> Report:
-    """Compare the four ways at several intervals, with failures that leave a copy on SSDs of the node or a peer."""
     from ..planning.simulator import simulate as run
 
     failures = FailureKind("process", DAY_SECONDS / sizing.mtbf_seconds / sizing.mesh.nodes, wipes=False)
@@ -211,7 +205,7 @@ def _compare_modes(sizing: Sizing, days: float, seed: int, plot: Path | None, *,
 
 
 def _points(sizing: Sizing) -> Iterator[Configuration]:
-    """The best interval of each way, and longer ones up to ten times of it."""
+    """Yield the best interval of each way, and longer ones."""
     for mode in sizing.modes:
         best = mode.best_interval_seconds(sizing.mtbf_seconds)
         for place in range(MODE_POINTS):

@@ -1,4 +1,4 @@
-"""``tierckpt size``: computes what checkpoints of a job cost, and how often to take them."""
+"""``tierckpt size``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def size(options: PlanningOptions, plot: PlotOption = None, as_json: JsonOption 
 
 
 def document_of(sizing: Sizing) -> Json:
-    """Return the document for programs: bytes, bytes per second, seconds."""
     return {
         "model": asdict(sizing.model),
         "mesh": asdict(sizing.mesh) | {"gpus": sizing.mesh.gpus, "nodes": sizing.mesh.nodes},
@@ -107,9 +106,6 @@ def _tier(row: TierRow) -> Json:
     }
 
 
-# --- for people ---------------------------------------------------------------------------------------------------
-
-
 def view_of(sizing: Sizing) -> list[RenderableType]:
     nodes = sizing.load_nodes
     paths = [
@@ -173,7 +169,6 @@ def _summary(sizing: Sizing) -> dict[str, object]:
 
 
 def modes_view(sizing: Sizing) -> RenderableType:
-    """The four ways to take checkpoints, each at its best interval."""
     rows = []
     for mode in sizing.modes:
         interval = mode.best_interval_seconds(sizing.mtbf_seconds)

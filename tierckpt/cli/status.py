@@ -1,4 +1,4 @@
-"""``tierckpt status``: tiers, queue, lag, rates and last errors of this node. Queries its agent, and no store."""
+"""``tierckpt status``. Queries the node's agent, and no store."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ from .ui.output import Report, console, facts, human_bytes, human_seconds, safe,
 from .ui.session import JsonOption, LocalRootOption, load_settings
 
 SHOWN = 3
-"""Entries of one run in one state that get a line each."""
 SET_ASIDE = (
     "{set_aside} entries whose drain failed for too long: `tierckpt drain --retry` retries them, "
     "`tierckpt drain --forget URI` drops them"
 )
 GROUPED_MIN = 4
-"""Cached objects of one location share a line if there are this many."""
+"""Fewer cached objects of one location get a line each."""
 
 Watch = Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")]
 Interval = Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two refreshes.")]
@@ -112,7 +111,6 @@ def _from_elsewhere(url: str) -> str:
 
 
 def _redraw(view: Callable[[], list[RenderableType]], interval_seconds: float) -> None:
-    """Draw repeatedly until Ctrl-C: in place on a terminal with cursor control, else one after another."""
     out = console(sys.stdout)
     can_move = out.is_terminal and not out.is_dumb_terminal
     in_place = Live(console=out, auto_refresh=False) if can_move else contextlib.nullcontext()
@@ -133,7 +131,6 @@ def _document(settings: Settings) -> Json:
 
 
 def _gradient_logs(root: Path, copied: Sequence[Json]) -> Iterator[Json]:
-    """Yield the gradient log of each rank of this node, and the newest step on its holders."""
     base, peers = root / "checkpoints", {(row["uri"], row["rank"]): row["peers_step"] for row in copied}
     for directory in sorted(base.rglob(f"{GRADIENTS_DIR}/rank-*")) if base.is_dir() else ():
         sizes = [file_size(path) for path in log_segments.paths_in(directory)]
@@ -162,7 +159,6 @@ def _agent_line(agent: Json | None, problem: str | None) -> str:
 
 
 def _copies_line(copies: Json) -> str:
-    """Return whether the newest steps of this node are on all their holders."""
     if copies["replicas"] < 2:
         return "none (replicas=1)"
     newest = [
@@ -182,7 +178,6 @@ def _budget_line(budget: Json) -> str:
 
 
 def _grouped(local: Sequence[Json]) -> Iterator[Json]:
-    """Group cached objects of one location into a line: data sets have hundreds of shards."""
     below: dict[tuple[str, str], list[Json]] = {}
     for item in local:
         where = item["uri"].rpartition("/")[0] if "leases" in item else item["uri"]
@@ -199,7 +194,6 @@ def _grouped(local: Sequence[Json]) -> Iterator[Json]:
 
 
 def _drain_text(item: Json) -> str:
-    """Return the state of a drain, with its share, rate and remaining time."""
     drain = item["drain"]
     if drain is None or drain["state"] != SENDING:
         return str(item["state"] if drain is None else drain["state"])
@@ -209,7 +203,6 @@ def _drain_text(item: Json) -> str:
 
 
 def _cause_text(item: Json) -> str:
-    """Return the cause of a waiting drain, and how long it has waited."""
     drain = item["drain"]
     if drain is None or not drain["cause"]:
         return str(item["last_error"]) if drain is None else ""
@@ -218,7 +211,6 @@ def _cause_text(item: Json) -> str:
 
 
 def _waiting_rows(journal: Sequence[Json]) -> Iterator[object]:
-    """Return a few rows for each run and state, the newest first, and the number of the others."""
     groups: dict[tuple[str, str], list[Json]] = {}
     for item in journal:
         state = item["state"] if item["drain"] is None else item["drain"]["state"]
@@ -280,7 +272,7 @@ def _view(document: Json) -> list[RenderableType]:
     return [facts(summary, document, **lines), *(table(columns, found) for columns, found in rows.items())]
 
 
-# --- --peers: the other nodes, the traffic with them, and the losses that a checkpoint survives ----------------------
+# --- --peers -----------------------------------------------------------------------------------------------------
 
 MEMBER_STATES = ("live", "suspect", "dead", "left")
 
@@ -328,7 +320,6 @@ def _served(serves: Json) -> str:
 
 
 def _copies(copies: Json, me: str) -> str:
-    """Return the copies of other nodes here, the holders of ours, and the number of fully copied runs."""
     held = f"{human_bytes(copies['copied_bytes'])} copied here for {', '.join(copies['sources']) or 'nobody'}"
     holders = [name for name in copies["holders"] if name != me]
     newest = list(copies["newest"].values())
@@ -340,6 +331,5 @@ def _copies(copies: Json, me: str) -> str:
 
 
 def _survival(survival: Json, replicas: int) -> str:
-    """Return the share of losses that the newest checkpoint survives with ``replicas`` copies of each shard."""
     odds = ", ".join(f"{lost} at once: {100 * value:.4g} %" for lost, value in survival.items())
     return f"the loss of nodes, with {replicas} {'copy' if replicas == 1 else 'copies'} of each shard: {odds}"

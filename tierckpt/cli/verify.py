@@ -1,4 +1,4 @@
-"""``tierckpt verify``: checks every file of a checkpoint, on every tier that has it."""
+"""``tierckpt verify``."""
 
 from __future__ import annotations
 
@@ -69,13 +69,12 @@ def verify(
 
 
 async def _checkpoint_at(mover: Mover, location: Location) -> Location:
-    """Return ``location``, or the newest committed step of a run."""
     if await _damaged_manifests(mover, location):
         return location
     try:
         rows = await describe_run(mover.selector, location)
     except CheckpointNotFoundError:
-        return location  # the caller reports the error
+        return location
     committed = [row for row in rows if {row.local, row.shared} & {"committed", "stock"}]
     return (committed or rows)[-1].location
 
@@ -94,7 +93,7 @@ async def _verify(
 
 
 async def _damaged_manifests(mover: Mover, location: Location) -> dict[Problem, str]:
-    """Return each tier whose manifest is damaged. An unreachable shared tier is an error: it may hold damage."""
+    """An unreachable shared tier is an error: it may hold damage."""
     damaged: dict[Problem, str] = {}
     try:
         await asyncio.to_thread(local_commit.read_local_manifest, mover.directory(location))

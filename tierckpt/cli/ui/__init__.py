@@ -1,1 +1,1 @@
-"""The command line's application, output, plots and shared options."""
+"""Application, output, plots and shared options of the command line."""

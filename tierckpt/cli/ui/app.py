@@ -42,7 +42,7 @@ from .. import (
 from .output import Output, Report
 
 SHOWING = frozenset({None, "ls", "info", "status", "size", "simulate", "report"})
-"""Verbs that only show something, and fail if they cannot. None: ``--help``."""
+"""They fail if they cannot show a result. None: ``--help``."""
 
 app = typer.Typer(
     help="Checkpoints and models on node-local SSD and shared storage.",
@@ -81,8 +81,6 @@ def _version(wanted: bool) -> None:
 
 
 class Logs:
-    """Configure how a command writes events to stderr: by default only the printer's warnings."""
-
     def __init__(self, output: Output) -> None:
         self.log_format: LogFormat = "text"
         self.verb: str | None = None
@@ -94,7 +92,7 @@ class Logs:
         if log_format == "text" and level in {"warning", "error"}:
             return
         if not self._output.as_json:
-            self._output.close()  # each event once
+            self._output.close()
         self._stop = log_to(sys.stderr, log_format, level)
 
     def close(self) -> None:
@@ -119,7 +117,7 @@ def _root(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; print its report or its error. Returns the exit code, never raises."""
+    """Return the exit code, never raise."""
     has_progress = any(one.startswith("--progress") for one in arguments)
     output = Output(as_json="--json" in arguments, is_compact=has_progress)
     logs = Logs(output)
@@ -143,7 +141,7 @@ def run(arguments: Sequence[str]) -> int:
             raise
         if isinstance(error, SystemExit) and error.__context__ is None:  # shell completion has printed its result
             return int(error.code or 0)
-        # typer turns a closed pipe, even a socket of the verb, into an exit without a message
+        # typer turns a closed pipe into an exit without a message
         cause = error.__context__ if isinstance(error, SystemExit) else error
         ours = _as_ours(cause if isinstance(cause, Exception) else RuntimeError(f"{type(error).__name__}: {error}"))
         output.error(ours)
@@ -151,15 +149,15 @@ def run(arguments: Sequence[str]) -> int:
     finally:
         output.close()
         logs.close()
-    if code == INTERRUPTED:  # some releases of typer turn Ctrl-C into this code
+    if code == INTERRUPTED:  # some releases of typer turn Ctrl-C into it
         output.error(TierckptError("interrupted", hint="Nothing partial was published; run it again to continue"))
     return code
 
 
 def _without_output(cause: OSError, code: int, output: Output, verb: str | None) -> int:
-    """Return the exit code of a command that could not write its report, and print why, except to ``| head``.
+    """Print why a command could not write its report, except to ``| head``.
 
-    ``code`` is that of the finished work. It is kept unless the report is the only purpose of the command.
+    Returns ``code`` of the finished work unless the report is the only purpose of the command.
     """
     is_lost = verb in SHOWING or output.as_json
     if verb not in SHOWING or cause.errno != errno.EPIPE:
@@ -173,11 +171,11 @@ def _without_output(cause: OSError, code: int, output: Output, verb: str | None)
 
 
 def _as_ours(error: Exception) -> TierckptError:
-    """Return ``error`` as a tierckpt error, without credentials that a server may have repeated."""
+    """Return a tierckpt error, without credentials that a server may have repeated."""
     if isinstance(error, TierckptError):
         error.message, error.hint, error.context = redact(error.message), redact(error.hint), redact_all(error.context)
         return error
-    if hasattr(error, "format_message"):  # typer's usage errors: releases define their class in different modules
+    if hasattr(error, "format_message"):  # typer's usage errors have no stable module
         return ConfigError(
             error.format_message().rstrip("."), hint="`tierckpt --help` and `tierckpt VERB --help` show the usage"
         )

@@ -1,8 +1,6 @@
 """The only printer: results on stdout, everything else on stderr, for people or as JSON.
 
-With ``--json`` stdout gets exactly one JSON document if there is a result, and stderr one if there is an error;
-warnings are a field of it. Text for people has no control characters: object names are untrusted, and a terminal
-executes them.
+Text for people has no control characters: object names are untrusted, and a terminal executes them.
 """
 
 from __future__ import annotations
@@ -43,7 +41,6 @@ from ...redaction import redact_all
 from ...telemetry import ignore_progress
 
 WIDTH_WHEN_PIPED = 100_000
-"""Width for programs: nothing is cut or wrapped."""
 WIDTH_MIN = 40
 """A narrower terminal wraps the lines itself."""
 
@@ -53,7 +50,7 @@ NAME_WIDTH, NOTE_WIDTH = 26, 14
 """Longer names are cut to their end."""
 INDENT = "  "
 WIDTH_NARROW, WIDTH_WIDE = 80, 100
-"""Columns of the terminal; narrower bars do not show the remaining time."""
+"""Narrower bars do not show the remaining time."""
 Progressing = Literal["auto", "json", "none"]
 
 _STYLES = {
@@ -72,19 +69,13 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a verb: one document for programs, a view of it for people, and the exit code."""
-
     document: types.Json
     view: Sequence[RenderableType] = ()
     exit_code: int = 0
 
 
 class Output:
-    """Prints one report or one error. Collects the library's warnings until ``close``.
-
-    Args:
-        is_compact: print an error on one line, too, as ``--progress json`` needs on stderr.
-    """
+    """Collects the library's warnings until ``close``. ``is_compact``: errors take one line."""
 
     def __init__(self, *, as_json: bool, is_compact: bool = False) -> None:
         self.as_json, self._indent = as_json, None if is_compact else 2
@@ -129,8 +120,6 @@ class Output:
 
 
 class _Warnings(logging.Handler):
-    """Hands the library's warnings to the printer."""
-
     def __init__(self, output: Output) -> None:
         super().__init__(logging.WARNING)
         self._output = output
@@ -162,15 +151,11 @@ def _one_line(max_width: int | None = None) -> Column:
 
 
 class _Rows(Progress):
-    """Bars, with the files of a transfer under each."""
-
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(sorted(self.tasks, key=lambda task: task.fields["order"]))
 
 
 class _Bars:
-    """Draws each transfer and its files in flight, at most ``TRANSFERS_SHOWN`` and ``FILES_SHOWN`` rows."""
-
     def __init__(self, rows: Progress, name_width: int) -> None:
         self._rows, self._name_width = rows, name_width
         self._transfers: dict[str, tuple[int, TaskID]] = {}
@@ -199,7 +184,6 @@ class _Bars:
             self._done.discard(what)
 
     def _add_transfer(self, what: str) -> bool:
-        """Return False if no row is free. A finished transfer frees its row."""
         if len(self._transfers) >= TRANSFERS_SHOWN:
             done = next((one for one in self._transfers if one in self._done), None)
             if done is None:
@@ -211,7 +195,7 @@ class _Bars:
         return True
 
     def _add_file(self, file: types.FileProgress, progress: types.Progress) -> bool:
-        """Return False if no row is free. A file keeps its row between two of its chunks, unless another needs it."""
+        """A file keeps its row between two of its chunks, unless another needs it."""
         if len(self._files) >= FILES_SHOWN:
             own = (one for one, (what, _) in self._files.items() if what == progress.what)
             idle = next((one for one in own if one not in progress.files), None)
@@ -235,11 +219,9 @@ class _Bars:
 def progress_bar(
     *, as_json: bool, of: Literal["bytes", "time"] = "bytes", progress: Progressing = "auto"
 ) -> Iterator[types.ProgressListener]:
-    """Yield a listener that draws a bar on stderr if it is a terminal, and does nothing otherwise.
+    """Yield a listener that draws a bar on a terminal, or writes lines with ``progress="json"``.
 
-    Args:
-        of: ``time``: progress is not in bytes, and only its share is shown.
-        progress: ``json`` writes a JSON object per line instead, ``none`` nothing.
+    ``of="time"``: progress is not in bytes.
     """
     if progress == "json":
         yield _Lines()
@@ -268,8 +250,6 @@ def progress_bar(
 
 
 class _Formatter(string.Formatter):
-    """Fills ``{key:format}`` from a mapping or an object; ``format``: of ``FORMATS``, or of Python."""
-
     def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if key in kwargs:
             return kwargs[str(key)]
@@ -287,12 +267,10 @@ _fill = _Formatter()
 
 
 def table(columns: str, rows: Iterable[object]) -> RenderableType:
-    """Return a table, or nothing without ``rows``.
+    """Return a table, or nothing without ``rows``: mappings or objects with the keys, or tuples of all cells.
 
-    Args:
-        columns: ``title=key:format``, separated by spaces. ``_`` in a title is a space, a leading ``>`` aligns right.
-            The key defaults to the title, and may be nested: ``copy.name``, ``copy[name]``.
-        rows: mappings or objects with the keys, or tuples of all cells. None is shown as ``-``.
+    ``columns`` are ``title=key:format``, separated by spaces. ``_`` in a title is a space, a leading ``>`` aligns
+    right. The key defaults to the title, and may be nested: ``copy.name``, ``copy[name]``.
     """
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     parts = [re.fullmatch(r"(>?)([^=:]+)(?:=([^:]+))?(?::(.+))?", column) for column in columns.split()]
@@ -309,12 +287,9 @@ def table(columns: str, rows: Iterable[object]) -> RenderableType:
 
 
 def facts(pairs: Mapping[str, object], row: object = None, **more: object) -> Table:
-    """Return names and values, one per line. Empty values are left out, None is shown as ``-``.
+    """Return names and values, one per line, without empty values.
 
-    Args:
-        row: mapping or object for the templates in ``pairs``, like ``{files}, {size_bytes:bytes}``. Templates must not
-            contain untrusted text. None: the values are not templates.
-        more: further values for the templates.
+    With ``row``, the values are templates like ``{files}, {size_bytes:bytes}``, which must not contain untrusted text.
     """
     result = Table.grid(padding=(0, 2))
     result.add_column(style="bold")
@@ -327,7 +302,6 @@ def facts(pairs: Mapping[str, object], row: object = None, **more: object) -> Ta
 
 
 def decimal(value: float) -> str:
-    """Return decimal bytes with three digits, as datasheets do."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if abs(value) < 999.5:
             return f"{value:.3g} {unit}"
@@ -336,14 +310,12 @@ def decimal(value: float) -> str:
 
 
 def short(seconds: float) -> str:
-    """Return a duration: three digits if it is short, in its largest unit if it is long."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 120 else human_seconds(seconds)
 
 
 def day(unix_seconds: float) -> str:
-    """Return a wall-clock time in UTC."""
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -366,16 +338,15 @@ FORMATS: Mapping[str, Callable[[Any], str]] = {
     "of": lambda part: f"{100 * part[0] / max(1, part[1]):.0f} %",
     "lost": lambda names: ", ".join(names) or "lost",
 }
-"""Formats of the values in views, in addition to Python's own."""
+"""Views know these formats and Python's own."""
 
 
 def plain(text: str) -> Text:
-    """Return ``text`` to print unchanged, with control characters made visible."""
+    """Make control characters visible."""
     return Text(printable(text), style=_STYLES.get(text, ""))
 
 
 def safe(part: RenderableType) -> RenderableType:
-    """Return ``part`` of a view, with its text as ``plain`` text."""
     return plain(part) if isinstance(part, str) else part
 
 

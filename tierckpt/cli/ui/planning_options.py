@@ -1,4 +1,4 @@
-"""The options of ``size`` and ``simulate``, declared once, and the sizing that they describe."""
+"""The options of ``size`` and ``simulate``, and the sizing that they describe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .session import closing_clients, load_settings, location_of, open_client
 
 CONFIG_BYTES_MAX = 16 << 20
 GPU_STATE_BYTES = 40e9
-"""Weights, gradients and optimizer state on each GPU of 80 GB, for the default model. Activations use the rest."""
+"""Activations use the rest of 80 GB."""
 
 _MODEL, _JOB, _SITE = "The model", "The job", "The site: give your own numbers, the defaults are assumptions"
 
@@ -32,7 +32,7 @@ def _option(name: str, text: str, panel: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class PlanningOptions:
-    """One field per option. Values stay text until ``sizing`` parses them, so that errors name the option."""
+    """Values stay text until ``sizing`` parses them, so that errors name the option."""
 
     params: Annotated[str | None, _option("--params", "Parameters: 175e9, 70b.", _MODEL)] = None
     expert_params: Annotated[str | None, _option("--expert-params", "Of them, in routed experts.", _MODEL)] = None
@@ -95,7 +95,7 @@ class PlanningOptions:
     load_nodes: Annotated[int | None, _option("--load-nodes", "Nodes that load the model. Default: all.", _SITE)] = None
 
     def sizing(self) -> Sizing:
-        """Size the described job. Raises ConfigError that names the option."""
+        """Raise ConfigError that names the option."""
         site, mesh = self._site(), self._mesh()
         model, state = self._model(mesh)
         mesh.check(model, self.gpus)
@@ -110,7 +110,6 @@ class PlanningOptions:
         return replace(sizing, warnings=(*sizing.warnings, assumed))
 
     def _mesh(self) -> Mesh:
-        """Return the degrees. ``--gpus`` without ``--dp`` makes the rest data-parallel."""
         dp, stage, others = self.dp, self.stage, self.tp * self.pp * self.cp
         if stage is None:
             stage = 3 if self.gpus is not None and dp is None and others == 1 else 0
@@ -171,14 +170,12 @@ class PlanningOptions:
 
 
 def _largest_model(mesh: Mesh, state: TrainingState) -> Model:
-    """Return the model with GPU_STATE_BYTES of state on each GPU of ``mesh``, to two digits."""
     probe = Model(10**12)
     held_bytes = sum(mesh.rank_bytes(probe, part) for part in state.components)
     return from_number(f"{probe.parameters * GPU_STATE_BYTES / held_bytes:.1e}")
 
 
 def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
-    """Make ``verb(options, ...)`` a command with every option of PlanningOptions and its own."""
     hints = get_type_hints(verb, include_extras=True)
     mine = list(inspect.signature(verb).parameters.values())[1:]
     kinds = get_type_hints(PlanningOptions, include_extras=True)
@@ -200,7 +197,7 @@ def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
 
 
 def human_count(number: float) -> str:
-    """A number of parameters to four digits, as in ``--params``: 70 B."""
+    """Format four digits, as in ``--params``: 70 B."""
     for unit in ("", " k", " M", " B"):
         if number < 999.95:
             return f"{number:.4g}{unit}"
@@ -218,7 +215,6 @@ def _measured(uri: str, settings: Settings) -> tuple[Model, TrainingState]:
 
 
 def _read_config(where: str) -> dict[str, Any]:
-    """Read a config.json from a file, a directory that holds one, or a URI of either."""
     text = _fetch(where) if scheme_of(where) else _read(Path(where))
     try:
         config = json.loads(text)

@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".svg", ".png", ".pdf")
 LEGEND_POINTS = 40
-"""Distance between the axes and the legend, for tick labels and the axis label."""
 CURVE_POINTS = 300
 COINCIDENT_POINTS = 1.5
 COINCIDENT_SHARE = 0.2
-"""Curves less than COINCIDENT_POINTS apart over this share of the shorter one are drawn as alternating dashes."""
+"""Curves less than COINCIDENT_POINTS apart over this share of the shorter one get alternating dashes."""
 DASH = 5.0
 COLOURS = ("#9c9c9c", "#d98b2b", "#2b7bba", "#1f9e6e", "#8a5fb0")
 PARTS = {
@@ -57,14 +56,7 @@ STRETCHES = {
 
 
 def plot_sizing(path: Path, sizing: Sizing) -> Figure:
-    """Draw ETTR against interval, restore time against GPUs, and stall against bandwidth.
-
-    Returns the figure in ``path``.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-        ConfigError: the suffix is not of a picture.
-    """
+    """Raise MissingExtraError without matplotlib, ConfigError if the suffix is not of a picture."""
     with _figure(path, 2, 3, 2) as figure:
         _draw_ettr(figure.axes[0], sizing)
         _draw_restores(figure.axes[1], sizing)
@@ -73,10 +65,6 @@ def plot_sizing(path: Path, sizing: Sizing) -> Figure:
 
 
 def plot_runs(path: Path, runs: Sequence[SimulationResult]) -> Figure:
-    """Draw the use of time of each simulated configuration, and the expectation of the formula.
-
-    The axis starts at the worst configuration's loss, because the common part shows no difference.
-    """
     with _figure(path, 4) as figure:
         axis = figure.axes[0]
         shares = {field: [100 * getattr(run, field) / run.wall_seconds for run in runs] for field in PARTS}
@@ -108,7 +96,6 @@ def plot_runs(path: Path, runs: Sequence[SimulationResult]) -> Figure:
 
 
 def plot_modes(path: Path, sizing: Sizing, runs: Sequence[SimulationResult]) -> Figure:
-    """Draw stall, lost work and ETTR of each way to take checkpoints against its interval; dots are simulated."""
     points: dict[str, list[SimulationResult]] = {}
     for run in runs:
         points.setdefault(run.name, []).append(run)
@@ -150,7 +137,6 @@ def plot_modes(path: Path, sizing: Sizing, runs: Sequence[SimulationResult]) -> 
 
 
 def plot_goodput(path: Path, found: Goodput) -> Figure:
-    """Draw a run: the training step over time, and the phase of each stretch of time."""
     with _figure(path, 5) as figure:
         axis = figure.axes[0]
         begin = found.starts[0].began_at
@@ -170,7 +156,7 @@ def plot_goodput(path: Path, found: Goodput) -> Figure:
                 span = max(start.ended_at - start.began_at - start.work[-1][1], 0.0)
                 times = [(start.began_at - begin + span + seconds) / unit for _, seconds in start.work]
                 steps = [step for step, _ in start.work]
-                marker = "." if len(steps) < 50 else None  # one step alone has no line
+                marker = "." if len(steps) < 50 else None
                 axis.plot(times, steps, marker=marker, color="#1f4e79", linewidth=1.2, label=reached)
                 reached = "_"
         axis.set_xlim(0, found.wall_seconds / unit)
@@ -183,7 +169,6 @@ def plot_goodput(path: Path, found: Goodput) -> Figure:
 
 
 def _draw_ettr(axis: Axes, sizing: Sizing) -> None:
-    """Return limits of the axes around the optima, and up to twice the loss of the worst."""
     rows = [(row, row.interval_seconds(0) or 0.0) for row in sizing.tiers if row.schedule is not None]
     lowest = 100 * min(row.ettr for row, _ in rows)
     bottom, top = max(0.0, lowest - max(100 - lowest, 1e-3)), 100 * max(row.ettr for row, _ in rows)
@@ -206,7 +191,6 @@ def _draw_ettr(axis: Axes, sizing: Sizing) -> None:
 
 
 def _ettr_at(row: TierRow, interval_seconds: float) -> float:
-    """Return ETTR if the first level checkpoints at this interval, and the others at their chosen times."""
     schedule = row.schedule
     every = [1]
     shared = row.interval_seconds(len(row.levels) - 1) or interval_seconds
@@ -216,7 +200,6 @@ def _ettr_at(row: TierRow, interval_seconds: float) -> float:
 
 
 def _draw_restores(axis: Axes, sizing: Sizing) -> None:
-    """Draw restore time for the same model on more GPUs: more data-parallel replicas, in whole nodes if possible."""
     state = TrainingState(tuple(_component(row) for row in sizing.components))
     quiet = replace(sizing.site, mtbf_seconds=1e12, load_nodes=None)
     job = sizing.mesh
@@ -267,16 +250,12 @@ def _draw_stalls(axis: Axes, sizing: Sizing) -> None:
     _plain_ticks(axis)
 
 
-# --- shared by all figures ------------------------------------------------------------------------------------------
-
-
 def _add_dots(axis: Axes, across: Sequence[float], up: Sequence[float], colour: str, place: int) -> None:
-    """Return marker sizes that shrink from curve to curve, so that coinciding dots stay visible."""
+    """Shrink markers from curve to curve, so that coinciding dots stay visible."""
     axis.plot(across, up, "o", color=colour, markersize=max(3, 9 - 2 * place), label="_dots")
 
 
 def _plain_ticks(axis: Axes, which: str = "both") -> None:
-    """Label ticks with plain numbers: 0.5 instead of a power, 99.98 instead of an offset from 100."""
     from matplotlib.ticker import LogLocator
 
     for one, name in ((axis.xaxis, "x"), (axis.yaxis, "y")):
@@ -295,7 +274,6 @@ def _plain_ticks(axis: Axes, which: str = "both") -> None:
 
 
 def _add_legend(axis: Axes, columns: int) -> Legend:
-    """Place the legend under the axes, where it covers no data."""
     from matplotlib.transforms import ScaledTranslation
 
     figure = axis.get_figure(root=True)
@@ -313,7 +291,7 @@ def _add_legend(axis: Axes, columns: int) -> Legend:
 
 
 def _separate(axis: Axes) -> bool:
-    """Draw coinciding lines as alternating dashes, so that each colour is visible. Returns whether any coincide."""
+    """Return whether any lines coincide."""
     lines = [line for line in axis.get_lines() if not str(line.get_label()).startswith("_")]
     drawn = {line: _pixels(axis, line) for line in lines if line.get_linestyle() != "None"}
     groups: list[set[Line2D]] = []
@@ -329,7 +307,6 @@ def _separate(axis: Axes) -> bool:
 
 
 def _pixels(axis: Axes, line: Line2D) -> Any:
-    """Points of the visible part of ``line``, a pixel apart."""
     import numpy
 
     corners = line.get_transform().transform(line.get_xydata())
@@ -345,7 +322,6 @@ def _pixels(axis: Axes, line: Line2D) -> Any:
 
 
 def _coincide(first: Any, second: Any, pixels: float) -> bool:
-    """Return whether COINCIDENT_SHARE of the shorter line is within this many pixels of the other."""
     import numpy
 
     shorter, longer = sorted((first, second), key=len)
@@ -373,7 +349,7 @@ def _figure(path: Path, *columns: int) -> Iterator[Figure]:
             axis.set_axisbelow(True)
         yield figure
         legends = [_add_legend(axis, number) for axis, number in zip(figure.axes, columns, strict=True)]
-        figure.draw_without_rendering()  # the layout moves the axes, and lines are compared in pixels
+        figure.draw_without_rendering()  # lines are compared in pixels
         for axis, legend in zip(figure.axes, legends, strict=True):
             if _separate(axis):
                 legend.set_title("alternating dashes: curves that coincide")

@@ -26,7 +26,7 @@ SETTLE_SECONDS = 10.0
 
 
 def complete_uri(incomplete: str) -> list[str]:
-    """Return the ``file://`` URIs that start with ``incomplete``. The shell completes plain paths itself."""
+    """The shell completes plain paths itself."""
     scheme, separator, path = incomplete.partition("://")
     if scheme not in {"file", "local"} or not path.startswith("/"):
         return []
@@ -37,7 +37,6 @@ def complete_uri(incomplete: str) -> list[str]:
 
 
 def _entries(path: str) -> list[str]:
-    """Return the paths that start with ``path``, directories with a slash at the end."""
     parent, _, name = path.rpartition("/")
     with contextlib.suppress(OSError), os.scandir(f"{parent}/") as entries:
         names = ((entry.name, "/" if entry.is_dir() else "") for entry in entries if entry.name.startswith(name))
@@ -69,7 +68,7 @@ LocalRootOption = Annotated[
 
 
 def load_settings(local_root: Path | None, **overrides: Any) -> Settings:
-    """Return the settings of this command line. Raises ConfigError; PermissionDeniedError: an unsafe local root."""
+    """Raise ConfigError; PermissionDeniedError: an unsafe local root."""
     if local_root is not None:
         overrides["local_root"] = local_root
     settings = Settings.load(**overrides)
@@ -99,13 +98,11 @@ def location_of(uri: str) -> Location:
 def open_client(
     local_root: Path | None, listener: ProgressListener = ignore_progress, **overrides: Any
 ) -> closing[Client]:
-    """Return a client for one command; ``with`` closes it in all cases."""
     return closing(Client(load_settings(local_root, **overrides), listener))
 
 
 @contextmanager
 def closing_clients() -> Iterator[None]:
-    """Close the clients that the library opened for this command."""
     try:
         yield
     finally:
