@@ -1,6 +1,6 @@
 """tierckpt: hierarchical checkpointing and fast model loading for PyTorch.
 
-The public API. Importing this module imports neither torch nor any cloud library; each name loads on first use.
+This module imports neither torch nor any cloud library; each name loads on first use.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ if sys.argv[:1] == ["-m"] and any(
     option.startswith("-") and option.endswith("m") and module.partition(".")[0] == "tierckpt"
     for option, module in zip(sys.orig_argv[1:], sys.orig_argv[2:], strict=False)
 ):
-    # `python -m` of a tierckpt module searches the working directory first: code there, by any user who may write to
-    # it, would run as this user. (`python -P -m` also protects the modules imported before this one.)
+    # `python -m` searches the working directory first: code there, by any user who may write to it, would run as this
+    # user.
     import os
 
     try:
         _working_directory = os.getcwd()  # noqa: PTH109  # pathlib comes later
-    except FileNotFoundError:  # it was removed
+    except FileNotFoundError:
         _working_directory = ""
     sys.path[:] = [entry for entry in sys.path if entry not in ("", _working_directory)]
 

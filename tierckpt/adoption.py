@@ -1,10 +1,8 @@
-"""Adoption: makes a committed checkpoint of a directory that another program wrote, and drains it like any other.
+"""Adoption: makes a committed checkpoint of a directory that another program wrote.
 
     1. the journal entry (J1); then the files are taken into the local tier, under names that no commit has used (P3)
-    2. the files are made durable and digested there; then the directory is checked again: it must be unchanged
-       (save/adopted_directory.py)
-    3. the journal entry with the manifest, then the local commit, then the drain, like a save
-       (docs/internals/commit.md)
+    2. the files are made durable and digested there; the directory must be unchanged since
+    3. the journal entry with the manifest, the local commit, and the drain, like a save
 A crash before 3 leaves an entry that the next process finishes, and the writer's directory unchanged.
 """
 
@@ -40,20 +38,17 @@ from .types import Progress, ProgressListener, Tier
 log = logger("save")
 
 RANKS_SECONDS = 120.0
-"""Maximum wait of a job's ranks for each other's message."""
 
 
 @dataclass(frozen=True)
 class Adoption:
-    """The result of an adoption: files and bytes adopted by this rank."""
-
     uri: str
     files: int
     size_bytes: int
     settings: Settings = dataclasses.field(repr=False)
 
     def wait(self, tier: str = "shared", timeout_seconds: float = 600.0) -> None:
-        """Wait until it is committed on ``tier``, like ``tierckpt.wait``, with the same errors."""
+        """Wait as ``tierckpt.wait``."""
         wait(self.uri, tier, timeout_seconds, settings=self.settings)
 
 
@@ -63,7 +58,6 @@ class _RankPart:
     rank: int = 0
     world_size: int = 1
     is_idle: bool = False
-    """Another rank adopts the directory that this one sees."""
 
     @property
     def token(self) -> str:
@@ -85,22 +79,18 @@ def adopt(
 ) -> Adoption:
     """Make a checkpoint of a directory that another program wrote; return when it is committed on the local tier.
 
-    After that, the directory may be deleted or written to. Every byte is digested; the drain runs in the background,
-    and ``.wait()`` of the result waits for it. All commands accept the checkpoint: ``tierckpt restore`` restores the
-    directory, and one with a ``.metadata`` of DCP also loads by ``TierStorageReader``. On every tier, the files are in
-    one folder of the checkpoint, ``files-<attempt>``, under their original names.
+    After that, the directory may be deleted or written to, and the drain runs in the background. A directory with a
+    ``.metadata`` of DCP also loads by ``TierStorageReader``. The files keep their names, below ``files-<attempt>``.
 
     Args:
         directory: must be closed and quiet. Links inside it become files; empty directories are left out.
-        overwrite: replace an existing checkpoint at ``uri``, which stays intact until this is committed. False refuses.
-        links: take files in by hard links, without copying a byte. Only for files that are never written in place
-            later, only deleted or replaced by rename; the digests detect a violation. No effect if ``uri`` is a path:
-            the checkpoint there would share the files too.
-        ranks: ``(rank, world_size)`` if several nodes adopt their own files into one checkpoint, which is committed
-            when all have. In a job of ``torch.distributed`` every rank calls this, and the ranks find out which of
-            them see the same directory; ``(0, 1)`` there makes this call adopt alone.
+        overwrite: replace an existing checkpoint at ``uri``, which stays intact until this is committed.
+        links: take files in by hard links, without a copy. Only for files that are never written in place later; the
+            digests detect a violation. No effect if ``uri`` is a path.
+        ranks: ``(rank, world_size)`` if several nodes adopt their own files into one checkpoint. In a job of
+            ``torch.distributed`` every rank calls this, and the ranks find out which see the same directory; ``(0, 1)``
+            there makes this call adopt alone.
         attempt: a name common to all of ``ranks``, new for each adoption; required outside a ``torch.distributed`` job.
-        settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``).
         listener: called with a ``Progress`` during the digests, on this thread.
 
     Raises:
@@ -120,7 +110,7 @@ def adopt(
         '.../run/step-5'
     """
     configured = Settings.load(settings, **overrides)
-    use_local_root(configured)  # creates nothing yet, as the arguments may be wrong
+    use_local_root(configured)  # creates nothing yet
     location, place = check_location(parse_uri(uri)), local_path(directory, "directory")
     check_mirrored_target(location, configured.local_root)
     if place.resolve().is_relative_to(configured.local_root):
@@ -183,7 +173,7 @@ def _adopt(
             )
             chunk, now = entry.chunk_size_bytes, time.time()
             manifest = Manifest(part.attempt, part.world_size, chunk, (), found, replaces, now)
-            # Before the commit, like a save: the local manifest shows whether a crash came before or after it.
+            # Before the commit: the local manifest shows whether a crash came before or after it.
             entry = journal.write(dataclasses.replace(entry, files=found, manifest=manifest, state=READY))
             if entry.is_fragment:
                 local_commit.commit_local_fragment(directory, location, manifest)
@@ -196,13 +186,13 @@ def _adopt(
             raise
         if not settings.drain:
             journal.remove(token)
-    # The entry is no longer held: from here on the drain owns it.
+    # From here on the drain owns the entry.
     COMMITS.emit(1, tier=Tier.LOCAL)
     log.info("adopted %s as %s (%d bytes)", place, location.uri, manifest.size_bytes)
     if settings.drain:
         try:
             client.drain_in_background(token)
-        except TierckptError as error:  # this process ends; the entry stays in the journal for the next one
+        except TierckptError as error:  # the entry stays in the journal for the next process
             log.warning("%s: drained when a process next saves here: %s", location.uri, error)
     return found
 
@@ -211,7 +201,7 @@ def _adopt(
 
 
 def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, attempt: str | None) -> _RankPart:
-    """Agree with the other ranks through the rendezvous store. Not a collective: any thread may call it."""
+    """Any thread may call this: it is not a collective."""
     if attempt is not None and not (is_token(attempt) and len(attempt) <= 60):
         raise ConfigError(f"attempt is {attempt!r}", hint="Use at most 60 letters, digits, '.', '_' and '-'")
     if ranks is not None and not (0 <= ranks[0] < ranks[1] <= RANKS_MAX):

@@ -1,4 +1,4 @@
-"""The client: the ``Mover`` of a process for synchronous callers, and its requests to the node's agent.
+"""The ``Mover`` of a process for synchronous callers, and its requests to the node's agent.
 
 At exit the process waits up to ``exit_timeout_seconds`` for its drains; the rest stays in the journal. A forked child
 starts without a client.
@@ -32,16 +32,15 @@ from .types import Json, ProgressListener, Tier
 log = logger("client")
 
 SETTLE_SECONDS = 300.0
-"""Maximum wait for the agent to write the staged saves of ended trainers to the local tier."""
+"""Maximum wait for the agent to write the staged saves of ended trainers."""
 STALLED_SECONDS = 5.0
 """Maximum wait for an agent that answers without progress."""
 WARNING_SECONDS = 1.0
 POLL_SECONDS = 1.0
-"""Seconds between two requests to an agent while a caller waits for its drain."""
 
 
 class Client(LoopThread):
-    """A ``Mover`` on its own thread. Blocking, thread-safe. Use ``get_client`` to share one per settings."""
+    """A blocking, thread-safe ``Mover``."""
 
     def __init__(self, settings: Settings, listener: ProgressListener = ignore_progress) -> None:
         self.settings = settings
@@ -56,15 +55,11 @@ class Client(LoopThread):
         return self.settings.exit_timeout_seconds
 
     async def _stop(self) -> None:
-        """Also stop the drains, which stay in the journal."""
         await super()._stop()
         await self.mover.close()
 
     def drain_in_background(self, token: str) -> None:
-        """Drain a journal entry in the background: by the node's agent, or here if none answers.
-
-        Raises TierckptError if this client is closed; the entry stays in the journal for the next process.
-        """
+        """Drain here if no agent answers. Raises TierckptError if closed; the entry stays in the journal."""
 
         async def here() -> None:
             self.mover.drains.submit(token)
@@ -76,21 +71,18 @@ class Client(LoopThread):
             self.call_soon(self.mover.drains.submit, token)
 
     def throttle(self, bytes_per_second: int | None, seconds: float) -> None:
-        """Limit the drains of this node to ``bytes_per_second`` for ``seconds``; None: the rate of the settings."""
+        """None: the rate of the settings."""
         if self.settings.mover == "agent":
             message = {"op": "throttle", "bytes_per_second": bytes_per_second, "seconds": seconds}
             self._tell_agent(message, "could not set the drain rate on the agent")
         self.call_soon(self.mover.limiter.throttle, bytes_per_second, seconds)
 
     def stop_probing(self) -> None:
-        """Stop all waits of saves for a silent store, because training waits for the save."""
+        """End the waits of saves for a silent store: training waits for the save."""
         self.call_soon(self.mover.replaced.stop_probing)
 
     def _tell_agent(self, message: Json, problem: str, instead: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Send ``message`` in the background. If no agent answers, log ``problem`` and run ``instead``.
-
-        Raises TierckptError if this client is closed.
-        """
+        """If no agent answers, log ``problem`` and run ``instead``."""
 
         async def tell() -> None:
             try:
@@ -112,10 +104,7 @@ class Client(LoopThread):
         self.call_soon(start)
 
     def recover(self) -> None:
-        """Take over the journal entries of earlier processes and the agent's staged saves, once per process.
-
-        A second caller waits for the first.
-        """
+        """Take over the work of earlier processes, once per process. A second caller waits for the first."""
         with self._recovering:
             if not self._recovered:
                 self._recover()
@@ -131,16 +120,12 @@ class Client(LoopThread):
         if self.settings.mover != "agent":
             self.run(self.mover.drains.recover())
             return
-        self.wait_for_handoffs()  # a save that was only staged has no journal entry yet
-        if any(self.mover.journal.entries()):  # an agent recovers when it starts; no save depends on it, so none waits
+        self.wait_for_handoffs()
+        if any(self.mover.journal.entries()):  # an agent recovers when it starts
             self._tell_agent({"op": "here"}, "no agent recovers, so this process does", here)
 
     def enter(self, run: Location, *, trains: bool) -> None:
-        """Wait for the staged saves of ended trainers of ``run``, and reject their later commits.
-
-        Args:
-            trains: this process saves to the run. False: it only reads.
-        """
+        """Reject later commits of ended trainers of ``run`` if this process ``trains``."""
         if trains:
             self.recover()
         else:
@@ -148,25 +133,22 @@ class Client(LoopThread):
         epoch.enter(self.settings.local_root, run, trains=trains and self.settings.mover == "agent")
 
     def wait_for_handoffs(self) -> None:
-        """Wait until the agent, if one runs, has written the staged saves of ended trainers to the local tier.
-
-        Waits up to ``SETTLE_SECONDS`` while the agent makes progress; does not wait for an agent that does not answer.
-        """
+        """Wait up to ``SETTLE_SECONDS``."""
         if self.settings.mover != "agent" or not has_socket(self.settings.local_root):
             return
-        contact = private_client(self.settings)  # its own: this may take long, and other requests must not wait for it
+        contact = private_client(self.settings)  # other requests must not wait for it
         try:
             message = {"op": "settle"}
             contact.ask(message, start=False, timeout_seconds=SETTLE_SECONDS, on_busy=_Watch())
         except AgentUnavailableError:
-            pass  # nothing to wait for, or it does not answer, which was logged
+            pass  # it does not answer, which was logged
         except (TierckptError, OSError) as error:
             log.warning("staged saves of ended trainers may not be on the local tier yet: %s", error)
         finally:
             contact.close()
 
     def wait(self, location: Location, tier: Tier, timeout_seconds: float) -> None:
-        """Like ``BackgroundDrains.wait``, but replaces an agent that stops answering, so that its drains continue."""
+        """Replace an agent that stops answering, so that its drains continue."""
         is_agents = self.settings.mover == "agent" and tier is Tier.SHARED
 
         async def watched(mover: Mover) -> None:
@@ -186,7 +168,7 @@ class Client(LoopThread):
                 await asyncio.to_thread(shared_client(self.settings).ask, {"op": "here"}, start=False)
 
     def finish(self) -> None:
-        """Wait up to ``exit_timeout_seconds`` for the drains of this process; log unfinished ones; close."""
+        """Wait up to ``exit_timeout_seconds`` for drains, log unfinished ones, and close."""
         timeout = self.settings.exit_timeout_seconds
         deadline = time.monotonic() + timeout
 
@@ -216,7 +198,6 @@ class _Watch:
         self._has_told = False
 
     def __call__(self, progress: Any) -> None:
-        """Raise OperationTimeoutError after ``STALLED_SECONDS`` without progress."""
         now, told = time.monotonic(), progress if isinstance(progress, dict) else {}
         if told.get("work") != self._work:
             self._work, self._moved_at = told.get("work"), now
@@ -234,7 +215,7 @@ class _Watch:
 
 
 _tally = MetricsRelay()
-"""Measurements since the last message to the agent, which serves the node's metrics."""
+"""Measurements since the last message to the agent."""
 listen(_tally)
 
 _clients: dict[Settings, Client] = {}
@@ -242,7 +223,6 @@ _lock = threading.Lock()
 
 
 def get_client(settings: Settings) -> Client:
-    """Return this process's client for ``settings``, created on first use."""
     with _lock:
         if settings not in _clients:
             _clients[settings] = Client(settings)
@@ -258,21 +238,16 @@ def wait(
     settings: Settings | None = None,
     **overrides: Any,
 ) -> None:
-    """Wait until the newest save to ``uri`` is committed on ``tier`` (``"local"`` or ``"shared"``).
-
-    Includes running saves of other threads of this process.
+    """Wait until the newest save to ``uri``, also of another thread, is committed on ``tier``.
 
     Args:
         uri: one checkpoint (``s3://bucket/run/step-100``), not a run.
         tier: ``"local"``: durable on this node. ``"shared"``: drained, and visible to other nodes.
-        timeout_seconds: limit of the whole call.
-        settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``).
 
     Raises:
         ConfigError: another ``tier``, or an invalid URI or setting.
         OperationTimeoutError: not committed within ``timeout_seconds``, or no save to ``uri`` exists.
-        TierckptError: a save by another thread of this process failed; or its drain failed permanently (permission,
-            damage, a rival save).
+        TierckptError: a save by another thread failed, or its drain permanently (permission, damage, a rival save).
 
     Example:
         >>> dcp.save({"weight": torch.ones(4)}, storage_writer=TierStorageWriter("run/step-1"))
@@ -298,12 +273,7 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
     highest step number at the end of the name. Waits for the staged saves of this node's ended trainers.
 
     None means that shared storage was listed and has no checkpoint. If it does not answer, this waits up to
-    ``store_wait_seconds``, unless the newest step on this node was saved here and is not drained: that step is
-    returned, with a warning.
-
-    Args:
-        uri: a run (``s3://bucket/run``), or one checkpoint.
-        settings: a ``Settings``; ``overrides`` are single fields of it (``store_wait_seconds=0``).
+    ``store_wait_seconds``, unless the newest step on this node was saved here and is not drained: returns that one.
 
     Raises:
         ConfigError: an invalid URI or setting.
@@ -326,10 +296,7 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
 
 
 def close_all() -> None:
-    """Stop every shared client of this process at once, and release unused staging memory.
-
-    Their unfinished drains stay in the journal.
-    """
+    """Stop every shared client. Unfinished drains stay in the journal."""
     with _lock:
         clients = list(_clients.values())
         _clients.clear()

@@ -1,7 +1,4 @@
-"""Settings, read from keyword arguments, ``TIERCKPT_*`` variables, ``tierckpt.toml``, and defaults, in this order.
-
-Sizes are written like ``"200GiB"``. Every field ends in its unit.
-"""
+"""Settings, read from keyword arguments, ``TIERCKPT_*`` variables, ``tierckpt.toml``, and defaults, in this order."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ GiB = 1 << 30
 _NO_SETTINGS = re.compile(
     r"TIERCKPT_(TRACEBACK|PREFETCH_MINUTES|(TEST|DEMO)_\w+|(\w+_)?(SERVICE_(HOST|PORT)\w*|PORT_\d+_\w+))"
 )
-"""Variables of our own tools, and those that Kubernetes sets for a Service named tierckpt."""
+"""Our own tools, and Kubernetes for a Service named tierckpt, set these."""
 reported: set[str] = set()
 FILE_NAME = "tierckpt.toml"
 FILE_BYTES_MAX = 1 << 20
@@ -54,13 +51,12 @@ PreemptSignal: TypeAlias = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "S
 
 
 def ranks_of_node() -> int:
-    """Return the number of ranks on this node, as set by torchrun, Open MPI or Intel MPI; 1 without any of them."""
+    """Read the variables of torchrun, Open MPI or Intel MPI; 1 without any of them."""
     counts = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"))
     return max(1, next((int(count) for count in counts if count and count.isdigit()), 1))
 
 
 def _source_of(field: tuple[int | str, ...], overrides: Mapping[str, Any]) -> str:
-    """Return the settings file in parentheses if an invalid value comes from there, else nothing."""
     name = str(field[0]) if field else ""
     if name in overrides or f"TIERCKPT_{name}".upper() in map(str.upper, os.environ):
         return ""
@@ -72,9 +68,7 @@ def _default_local_root() -> Path:
 
 
 class Settings(BaseSettings):
-    """All settings. Build one with ``Settings.load(**overrides)``, which turns bad values into ``ConfigError``.
-
-    Each is also an environment variable (``TIERCKPT_LOCAL_ROOT``) and a keyword of every verb. Frozen and hashable.
+    """All settings. Each is also an environment variable (``TIERCKPT_LOCAL_ROOT``) and a keyword of every verb.
 
     Example:
         >>> settings = tierckpt.Settings.load(local_root="ssd", drain=False)
@@ -95,9 +89,8 @@ class Settings(BaseSettings):
     another user owns, can write to, or has linked to is refused."""
 
     local_readable_by: Literal["user", "group", "all"] = "user"
-    """Users that may read the checkpoints and the node cache under ``local_root``; the umask limits them further.
-    Only this user may write there, with one exception: a ``file://`` run on the same file system shares its files with
-    the local tier by hard links, and they have the group and the mode of the run."""
+    """Users that may read the checkpoints and the node cache under ``local_root``, within the umask. Only this user may
+    write there. Files shared with a ``file://`` run by hard links have the group and mode of the run."""
 
     drain: bool = True
     """Drain each committed checkpoint to its URI in the background. False keeps it on the local tier only."""
@@ -129,9 +122,8 @@ class Settings(BaseSettings):
     """Seconds after SIGTERM during which pending saves are flushed and drained. 0: no signal handler."""
 
     staging_memory: Literal["auto", "private", "shared"] = "auto"
-    """Kind of staging memory. ``shared``: the agent maps it too, and saves the staged checkpoint of a killed trainer.
-    ``private``: that checkpoint is lost. ``auto``: shared if the agent drains and the kernel has huge pages for shared
-    memory; else private, because writes from shared memory of small pages are slower."""
+    """Kind of staging memory. ``shared``: the agent saves the staged checkpoint of a killed trainer. ``private``: that
+    checkpoint is lost. ``auto``: shared if the agent drains and the kernel has huge pages for shared memory."""
 
     preempt_signals: Annotated[tuple[PreemptSignal, ...], NoDecode] = ("SIGTERM",)
     """Signals that flush and drain pending saves and then end the process, such as the one of Slurm's ``--signal``.
@@ -142,9 +134,8 @@ class Settings(BaseSettings):
 
     exposure_seconds_max: float | None = Field(default=None, gt=0)
     """Maximum age, in seconds, of the newest checkpoint on shared storage; ``inf``: no limit. If set, measured
-    throughput decides for each save (``planning/drain_policy.py``) whether it is drained, stays on the SSD until newer
-    saves replace it, or goes straight to shared storage because the SSD is full. None: every save is drained, or every
-    n-th with ``interval="auto"``."""
+    throughput decides for each save whether it is drained, stays on the SSD, or goes straight to shared storage.
+    None: every save is drained, or every n-th with ``interval="auto"``."""
 
     drain_bytes_per_second: ByteSize | None = Field(default=None, gt=0)
     """Rate limit, in bytes per second, of all drains of one mover together. None: no limit."""
@@ -153,8 +144,8 @@ class Settings(BaseSettings):
     """Maximum bytes of checkpoints on the local tier. None: the disk, up to ``local_high_water``."""
 
     local_high_water: float = Field(default=0.9, gt=0, le=1)
-    """Share of the local disk in use above which drained checkpoints are evicted, oldest first, and above which a
-    prefetch evicts the least recently used entries of the node cache."""
+    """Share of the local disk in use above which drained checkpoints are evicted, oldest first, and the least recently
+    used entries of the node cache."""
 
     local_full_policy: Literal["wait", "error"] = "wait"
     """Action of a save when the local tier is full and no checkpoint can be evicted. ``wait``: wait for a drain.
@@ -187,26 +178,26 @@ class Settings(BaseSettings):
     """Seconds that a mover waits for the parts of other ranks before it abandons the checkpoint."""
 
     exit_timeout_seconds: float = Field(default=300.0, ge=0)
-    """Seconds that the exit of a process, or ``Checkpointer.close``, waits for running drains: once in a process. The
-    journal keeps the others, for the agent or the next process on this node."""
+    """Seconds that the exit of a process, or ``Checkpointer.close``, waits for running drains, once in a process. The
+    journal keeps the others."""
 
     store_timeout_seconds: float = Field(default=60.0, gt=0)
     """Maximum seconds for one request to a store, including its retries."""
 
     store_wait_seconds: float = Field(default=60.0, ge=0)
     """Seconds that a restore, or a search for the newest checkpoint, waits for a store that does not answer, before it
-    raises ``StoreUnavailableError``. A store that does not answer is never taken for an empty one."""
+    raises ``StoreUnavailableError``."""
 
     @field_validator("local_root", "peer_secret_file", "peer_tls_dir")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
-        """Make the path absolute: the agent has another working directory."""
+        """The agent has another working directory."""
         return None if value is None else local_path(value, "it")
 
     @field_validator("local_root", "peer_secret_file", "peer_tls_dir", mode="before")
     @classmethod
     def _not_empty(cls, value: Any) -> Any:
-        """Refuse an empty string, which ``Path`` takes for the working directory."""
+        """``Path`` takes an empty string for the working directory."""
         return local_path(value, "it") if isinstance(value, str) else value
 
     @field_validator("chunk_size_bytes")
@@ -231,7 +222,7 @@ class Settings(BaseSettings):
     @field_validator("peer_listen")
     @classmethod
     def _address(cls, value: str) -> str:
-        """Check the form only: the host is resolved when it is used."""
+        """The host is resolved when it is used."""
         match = _LISTEN.fullmatch(value)
         if match is None or int(match["port"]) > 65535:
             raise ValueError(f"{value[:100]!r} is not an address; write 0.0.0.0:7117 or [::]:7117")
@@ -263,16 +254,11 @@ class Settings(BaseSettings):
 
     @classmethod
     def received(cls, text: str | bytes) -> Settings:
-        """Return the settings that another process of this release wrote with ``model_dump_json``."""
         return cls(**json.loads(text))
 
     @classmethod
     def load(cls, settings: Settings | None = None, **overrides: Any) -> Settings:
-        """Return ``settings`` with ``overrides`` applied, or a fresh one from the environment.
-
-        Raises:
-            ConfigError: unknown names or invalid values; the message lists them.
-        """
+        """Return ``settings`` with ``overrides`` applied, or fresh ones. Raises ConfigError with all problems."""
         if settings is None:
             _warn_of_unknown_variables()
         try:
@@ -282,7 +268,7 @@ class Settings(BaseSettings):
                 return settings
             return cls(**{**settings.model_dump(), **overrides})
         except ValidationError as error:
-            # The caller's own arguments too: a keyword in **overrides may be a misspelling of one of them.
+            # A keyword in **overrides may be a misspelling of the caller's own arguments.
             caller = sys._getframe(1).f_code
             arguments = caller.co_varnames[: caller.co_argcount + caller.co_kwonlyargcount]
             names = {*cls.model_fields, *(name for name in arguments if name not in ("self", "cls"))}
@@ -294,7 +280,7 @@ class Settings(BaseSettings):
 
 
 def unknown_variables() -> dict[str, str]:
-    """Return a message for each environment variable that looks like a setting and is not one, by name."""
+    """Return messages by name."""
     settings = [f"TIERCKPT_{name}".upper() for name in Settings.model_fields]
     found = {}
     for name in os.environ:
@@ -311,7 +297,6 @@ def unknown_variables() -> dict[str, str]:
 
 
 def _warn_of_unknown_variables() -> None:
-    """Warn once of each name: every function of the library reads settings."""
     for name, problem in unknown_variables().items():
         if name not in reported:
             reported.add(name)
@@ -319,7 +304,6 @@ def _warn_of_unknown_variables() -> None:
 
 
 def _problem(item: Any, names: Collection[str]) -> str:
-    """Describe one invalid setting, in one line."""
     name = ".".join(map(str, item["loc"]))
     if item["type"] != "extra_forbidden":
         return ": ".join(filter(None, (name, item["msg"].removeprefix("Value error, "))))
@@ -328,19 +312,16 @@ def _problem(item: Any, names: Collection[str]) -> str:
 
 
 def read_settings_file() -> dict[str, Any]:
-    """Return the values of ``tierckpt.toml`` in the working directory, by name; {} without one.
+    """Return the values of ``tierckpt.toml`` in the working directory; {} without one.
 
-    A process may start in a directory that others write to. So the file counts only if no one but this user or root can
-    have written it, or can replace it. Otherwise no value of it is read, and a warning says so once.
-
-    Raises:
-        ConfigError: it counts, and is no TOML, no file, unreadable or too large; names the file.
+    Ignores, with one warning, a file that another user than root may have written or can replace. Raises ConfigError:
+    no TOML, no file, unreadable or too large.
     """
     path = Path(FILE_NAME)
     try:
         path.lstat()
         path = path.absolute()
-    except OSError:  # none, or no working directory
+    except OSError:
         return {}
     if why := untrusted_reason(path):
         if (str(path), why) not in reported_files:

@@ -2,22 +2,22 @@
 
     TierckptError
     ├── ConfigError (ValueError)                      exit 2   an invalid setting, URI or argument
-    │   ├── MissingExtraError (ImportError)                    the URI needs a package that is not installed
-    │   └── UnsupportedTorchError (ImportError)                this torch lacks a private name that a feature needs
+    │   ├── MissingExtraError (ImportError)                    a package that is not installed
+    │   └── UnsupportedTorchError (ImportError)                this torch lacks a private name
     ├── StoreError                                    exit 1   raised by stores/ and peer/ only
     │   ├── ObjectNotFoundError (FileNotFoundError)   exit 4
     │   │   └── BucketNotFoundError
     │   ├── PermissionDeniedError (PermissionError)   exit 6   missing or wrong credentials, read-only mount
     │   ├── EndpointError (ConfigError)               exit 2   wrong endpoint, certificate, region or proxy
     │   ├── PreconditionFailedError                            put-if-absent found an object, or an etag changed
-    │   └── StoreUnavailableError                     exit 7   the store's own retries are exhausted; try again later
+    │   └── StoreUnavailableError                     exit 7   try again later: retries are exhausted
     │       ├── HubOfflineError                       exit 2   HF_HUB_OFFLINE is set
     │       └── PeerError                                      another node gives no or a wrong answer
-    │           └── PeerBusyError                              it is at its limit of requests: .retry_after_seconds
+    │           └── PeerBusyError                              its limit of requests: .retry_after_seconds
     ├── CapacityError (OSError)                       exit 1   no room: disk full, quota; no memory, thread or file
     ├── IntegrityError                                exit 5   bytes differ from the manifest
-    │   ├── ManifestError (ValueError)                         the manifest itself is invalid
-    │   └── UnsafeCheckpointError (ValueError)                 it has more than data: code, foreign paths, false claims
+    │   ├── ManifestError (ValueError)                         an invalid manifest
+    │   └── UnsafeCheckpointError (ValueError)                 more than data: code, foreign paths, false claims
     ├── CheckpointError                               exit 1
     │   ├── CheckpointNotFoundError (FileNotFoundError) exit 4
     │   ├── UncommittedCheckpointError                exit 4   files exist, but no commit
@@ -27,10 +27,10 @@
     │   └── StateMismatchError (ValueError)                    the state dict does not fit the checkpoint
     ├── UpdaterLostError                              exit 7   the process of a NearStorageOptimizer has ended
     ├── PartialTransferError                          exit 3   some files were not transferred: .failures
-    └── OperationTimeoutError (TimeoutError)          exit 7   a deadline passed; the message names the awaited event
+    └── OperationTimeoutError (TimeoutError)          exit 7   the message names the awaited event
 
-Each class inherits the builtin that callers already catch. Every instance pickles, because DCP sends exceptions
-between ranks. ``retryable`` alone decides whether the mover retries.
+Every instance pickles, because DCP sends exceptions between ranks. ``retryable`` alone decides whether the mover
+retries.
 
 Example:
     >>> issubclass(tierckpt.errors.CheckpointNotFoundError, FileNotFoundError)
@@ -49,8 +49,6 @@ from .redaction import redact, redact_all
 class TierckptError(Exception):
     """Base class of all errors. ``message`` states the failure and its object; ``hint`` the next step.
 
-    ``exit_code``: exit code of the command line. ``retryable``: whether the same call may succeed later.
-
     Example:
         >>> try:
         ...     tierckpt.prefetch("run/step-7", to="copy")
@@ -62,10 +60,10 @@ class TierckptError(Exception):
     exit_code: int = 1
     retryable: bool = False
     is_logged: bool = False
-    """Whether this process has already logged the cause, an outage or denial (``telemetry.log_failure``)."""
+    """Whether this process has logged the cause (``telemetry.log_failure``)."""
 
     def __init__(self, message: str, *, hint: str = "", **context: Any) -> None:
-        # Servers repeat their input: a secret in their answer must not reach a log or a traceback.
+        # A server may repeat a secret.
         self.message = redact(message)
         self.hint = redact(hint)
         self.context = {key: redact_all(value) for key, value in context.items() if value is not None}
@@ -80,14 +78,14 @@ class TierckptError(Exception):
         return (_rebuild, (type(self), self.message, self.hint, self.context))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the error as one flat JSON object: error, message, hint and the context."""
+        """Return one flat JSON object: error, message, hint and the context."""
         plain = (int, float, dict, list)
         facts = {key: value if isinstance(value, plain) else str(value) for key, value in self.context.items()}
         return {"error": type(self).__name__, "message": self.message, "hint": self.hint, **facts}
 
 
 def from_json(facts: Mapping[str, Any]) -> TierckptError:
-    """Return the error of ``to_json``. An unknown class becomes a CheckpointError that names it."""
+    """An unknown class becomes a CheckpointError that names it."""
     context = {key: value for key, value in facts.items() if key not in ("error", "message", "hint")}
     name, message, hint = (str(facts.get(key, "")) for key in ("error", "message", "hint"))
     kind = globals().get(name)
@@ -133,7 +131,7 @@ class PermissionDeniedError(StoreError, PermissionError):
 
 
 class EndpointError(StoreError, ConfigError):
-    """The endpoint, its certificate, its region or the proxy is wrong: retries are pointless."""
+    """Retries are pointless."""
 
 
 class PreconditionFailedError(StoreError):
@@ -146,8 +144,6 @@ class StoreUnavailableError(StoreError):
 
 
 class HubOfflineError(StoreUnavailableError):
-    """``HF_HUB_OFFLINE`` is set: no Hub is contacted, now or later."""
-
     exit_code = 2
     retryable = False
 
@@ -157,7 +153,7 @@ class PeerError(StoreUnavailableError):
 
 
 class PeerBusyError(PeerError):
-    """The peer is up but at its limit. Use another one, or this one after ``retry_after_seconds``."""
+    """Use another peer, or this one after ``retry_after_seconds``."""
 
     @property
     def retry_after_seconds(self) -> float:
@@ -215,8 +211,6 @@ class UpdaterLostError(TierckptError):
 
 
 class PartialTransferError(TierckptError):
-    """Some files were not transferred. ``failures`` maps each of them to its error."""
-
     exit_code = 3
 
     @property

@@ -1,7 +1,6 @@
 """An event loop on its own thread, for blocking callers on other threads; its fork and exit.
 
-Timeouts are applied inside the loop, so they cancel the work itself. A forked child has neither the thread nor the
-connections: it rejects calls on objects of its parent.
+Timeouts are applied inside the loop, so they cancel the work itself. A forked child rejects calls.
 """
 
 from __future__ import annotations
@@ -33,13 +32,10 @@ _loops: weakref.WeakSet[LoopThread] = weakref.WeakSet()
 
 
 class LoopThread:
-    """Runs coroutines on its thread. Blocking, thread-safe."""
-
     def __init__(self, root: Path) -> None:
-        """``root``: the path for errors of the operating system that name none."""
+        """Errors of the operating system that name no path name ``root``."""
         self._root = root
         self._calls: set[concurrent.futures.Future[Any]] = set()
-        """The calls in progress."""
         self._is_closed, self._entering = False, threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tierckpt", daemon=True)
@@ -50,17 +46,15 @@ class LoopThread:
 
     @property
     def is_ours(self) -> bool:
-        """False in a forked child, which has neither the thread nor the connections."""
         return self._pid == os.getpid()
 
     @property
     def patience(self) -> float:
-        """Seconds that ``close`` waits for cancelled tasks, within its own bounds."""
         return CLOSE_TIMEOUT_SECONDS
 
     @short_traceback
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop and return its result. Never call it from the loop itself."""
+        """Never call this from the loop itself."""
         tasks: list[asyncio.Task[Any]] = []
 
         async def call() -> T:
@@ -81,18 +75,17 @@ class LoopThread:
             path = Path(os.fsdecode(error.filename)) if error.filename else self._root
             raise translate_os_error(error, path, Tier.LOCAL) from error
         except BaseException:
-            if not future.done():  # interrupted: wait for the work before the caller closes its files
+            if not future.done():  # interrupted: the caller closes its files next
                 future.cancel()
                 asyncio.run_coroutine_threadsafe(_ended(tasks), self._loop).result(CLOSE_TIMEOUT_SECONDS)
             raise
         finally:
             self._calls.discard(future)
-            del future  # breaks a reference cycle: it holds its error, with a traceback that holds this frame
+            del future  # breaks a reference cycle through the traceback
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-                work.close()  # it was cancelled before it started
+                work.close()
 
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the loop and return at once."""
         try:
             future = self._begin(lambda: work)
         except BaseException:
@@ -102,7 +95,7 @@ class LoopThread:
         return future
 
     def _begin(self, call: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
-        with self._entering:  # a call either registers before ``close``, which ends it, or is rejected
+        with self._entering:  # a call registers before ``close``, which ends it, or is rejected
             self._check_open()
             future = asyncio.run_coroutine_threadsafe(call(), self._loop)
             self._calls.add(future)
@@ -121,34 +114,33 @@ class LoopThread:
             raise TierckptError("tierckpt is closed in this process, or the process is exiting", hint="Open it again")
 
     def call_soon(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Call a function on the loop. Raises TierckptError if the loop is closed."""
+        """Raise TierckptError if the loop is closed."""
         with self._entering:
             self._check_open()
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def close(self) -> None:
-        """Cancel all calls, then end the thread. Idempotent."""
+        """Cancel all calls, and end the thread. Idempotent."""
         if self._is_closed or not self.is_ours:
             return
         self.run(self._stop())
         with self._entering:
             self._is_closed = True
         for call in tuple(self._calls):
-            call.cancel()  # it hangs or came late; the thread that waits for it would block the process's exit
+            call.cancel()  # else the thread that waits for it blocks the process's exit
         self._loop.call_soon_threadsafe(self._stop_loop)
         self._thread.join(timeout=10.0)
         if not self._thread.is_alive():
             self._loop.close()
 
     def _stop_loop(self, turns: int = 3) -> None:
-        """Stop the loop after the cancelled calls have run."""
         if turns:
             self._loop.call_soon(self._stop_loop, turns - 1)
         else:
             self._loop.stop()
 
     async def _stop(self) -> None:
-        """Cancel all tasks, and wait until they have closed their files."""
+        """Wait until cancelled tasks have closed their files."""
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
@@ -161,11 +153,7 @@ class LoopThread:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run ``loop`` until it is stopped.
-
-    A listener of the caller may raise SystemExit, which ends ``run_forever``; its own call then raises it, and all
-    other calls continue.
-    """
+    """A listener that raises SystemExit ends ``run_forever``."""
     while True:
         try:
             return loop.run_forever()
@@ -179,19 +167,12 @@ async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 def at_exit(call: Callable[[], None]) -> None:
-    """Register ``call`` to run at process exit, before thread pools are stopped.
-
-    ``atexit`` is too late: the interpreter has already stopped them, and with them file I/O on the loop.
-    """
+    """Run ``call`` at exit, before thread pools, and with them file I/O on the loop, have stopped."""
     threading._register_atexit(call)  # type: ignore[attr-defined]
 
 
 def _keep_parents() -> None:
-    """In a forked child, keep the objects of the parent's loops alive forever.
-
-    Freeing a coroutine releases its locks and connections, which belong to the parent, and native code would wait for
-    threads that the child does not have. So none may be freed, not even when the child ends.
-    """
+    """In a forked child, keep the objects of the parent's loops: native code would wait for threads of the parent."""
     parents = [(one, asyncio.all_tasks(one._loop)) for one in list(_loops)]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(parents))
     _loops.clear()

@@ -1,13 +1,12 @@
-"""Whose a path is: what another user made, can change, or has linked is neither believed nor written through.
+"""Refuses paths that another user has made, can change, or has linked.
 
 Invariants:
-    O1  Directories at and under a local root are used only if they belong to this user or to root, no other user can
-        write to them, and no link of another user leads to them. So only this user, or root, can have put files there.
-    O2  A link is trusted if this user or root made it and no other user can replace it: in a directory
-        that others cannot write to, or in a sticky one of this user or root (``/tmp``).
-    O3  The path to a directory is checked once per process, by device and inode; its owner and mode at every use. A
-        replaced directory is another inode, and is checked again.
-    O4  Only root is trusted besides this user: for root, too, a directory of another user is refused.
+    O1  Directories at and under a local root belong to this user or to root, no other user can write to them, and no
+        link of another user leads to them.
+    O2  A link is trusted if this user or root made it and no other user can replace it: in a directory that others
+        cannot write to, or in a sticky one of this user or root (``/tmp``).
+    O3  The path to a directory is checked once per process, by device and inode; its owner and mode at every use.
+    O4  Only root is trusted besides this user: root, too, refuses a directory of another user.
 """
 
 from __future__ import annotations
@@ -29,21 +28,17 @@ KNOWN_MAX = 1 << 16
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 _DATA = ("checkpoints", "cache")
-"""Below a local root: what ``local_readable_by`` is about. Everything else there is for this user alone."""
+"""``local_readable_by`` applies to these. Everything else is for this user alone."""
 
 roots: dict[Path, int] = {}
-"""The local roots of this process, and the mode of their data."""
+"""Mode of the data of each local root."""
 _checked_directories: set[tuple[int, int, int]] = set()
 
 
 def open_root(root: Path, mode: int = 0o700) -> None:
-    """Check the local root ``root``, if it is there, and from now on everything used below it (O1).
+    """Check ``root`` now, and everything used below it later (O1). ``mode`` is the access of other users to its data.
 
-    Args:
-        mode: access of other users to its checkpoints and cache: 0o700, 0o750 or 0o755. The umask applies to files.
-
-    Raises:
-        PermissionDeniedError: another user owns it or its data, can write to it, or made a link on the way to it.
+    Raises PermissionDeniedError: another user owns it or its data, can write to it, or made a link to it.
     """
     is_new = root not in roots
     roots[root] = mode
@@ -61,12 +56,9 @@ def open_root(root: Path, mode: int = 0o700) -> None:
 
 
 def check(directory: Path) -> bool:
-    """Return True if ``directory`` is at or under a local root and safe to use (O1); a missing one is safe.
+    """Return False for a ``directory`` outside the local roots. Cost: one stat.
 
-    Cost: one stat, when the way to it has been checked before.
-
-    Raises:
-        PermissionDeniedError: it, or a directory between it and the root, is not ours alone to write.
+    Raises PermissionDeniedError: another user can write to it, or above it up to the root (O1).
     """
     root = root_of(directory)
     if root is None:
@@ -75,7 +67,7 @@ def check(directory: Path) -> bool:
         status = os.stat(directory)  # noqa: PTH116
     except PermissionError:
         raise _refused(directory, f"cannot be reached by user {os.geteuid()}") from None
-    except OSError:  # missing, or not a directory: its replacement is made in its parent
+    except OSError:  # its replacement is made in its parent
         return check(directory.parent) if directory != root else bool(resolve(root))
     key = (os.geteuid(), status.st_dev, status.st_ino)
     if key not in _checked_directories:
@@ -91,13 +83,13 @@ def check(directory: Path) -> bool:
 
 
 def check_owner(status: os.stat_result, path: Path) -> None:
-    """Raise PermissionDeniedError if ``path`` with this status belongs neither to this user nor to root."""
+    """Raise PermissionDeniedError for another user than this one or root."""
     if not _is_trusted(status.st_uid):
         raise _refused(path, _fault(status))
 
 
 def mode_of(directory: Path) -> int:
-    """Return the mode for a new ``directory``: no other user may write at, under, or above a local root."""
+    """No other user may write at, under, or above a local root."""
     root = root_of(directory)
     if root is None:
         return 0o755 if any(one.is_relative_to(directory) for one in tuple(roots)) else 0o777
@@ -107,22 +99,17 @@ def mode_of(directory: Path) -> int:
 
 
 def file_mode(path: Path) -> int:
-    """Return the mode for a new file ``path``; the umask narrows it. No other user may write under a local root."""
+    """No other user may write under a local root."""
     return 0o644 if root_of(path) is not None else 0o666
 
 
 def root_of(path: Path) -> Path | None:
-    """The local root of this process at or above ``path``."""
     text = f"{path}/"
     return next((root for root in tuple(roots) if text.startswith(f"{root}/".replace("//", "/"))), None)
 
 
 def resolve(path: Path) -> Path:
-    """Return the absolute ``path`` with its existing links resolved.
-
-    Raises:
-        PermissionDeniedError: a link on the way is another user's, or can be replaced by one (O2).
-    """
+    """Resolve existing links. Raises PermissionDeniedError: another user made one, or can replace it (O2)."""
     current, waiting = Path("/"), [*path.absolute().parts[1:]]
     parent, links = current.lstat(), 0
     while waiting:
@@ -152,7 +139,7 @@ def resolve(path: Path) -> Path:
 
 
 def untrusted_reason(path: Path) -> str:
-    """Why the file ``path``, which exists, is not to be believed: others may have written it. '' when it is."""
+    """Return why other users may have written ``path``; '' if they cannot."""
     try:
         found = resolve(path)
         folder, status = found.parent.lstat(), found.lstat()
@@ -180,7 +167,6 @@ def _fault(status: os.stat_result) -> str:
 
 
 def _can_be_replaced(folder: os.stat_result) -> bool:
-    """Return True if another user can replace an entry of this user in ``folder``."""
     if not _is_trusted(folder.st_uid):
         return True
     return bool(folder.st_mode & OTHERS_WRITE) and not folder.st_mode & stat.S_ISVTX
@@ -200,7 +186,7 @@ def _refused(path: Path, fault: str) -> PermissionDeniedError:
 
 
 def _set_modes(root: Path, mode: int) -> None:
-    """Data of before is for those that ``mode`` says; a root that more can read is left, one that fewer can is not."""
+    """Set ``mode`` on existing data; only widen the root."""
     wider = [root] if mode != 0o700 else []
     for directory in (*wider, *(root / name for name in _DATA)):
         try:
@@ -210,7 +196,7 @@ def _set_modes(root: Path, mode: int) -> None:
             if status.st_uid != os.geteuid() or now == wanted:
                 continue
             directory.chmod(wanted)
-        except OSError:  # not made yet, or on a read-only mount
+        except OSError:  # missing, or on a read-only mount
             continue
         if now & 0o055 & ~wanted:
             log.warning(

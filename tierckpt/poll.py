@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 from .resources import start_if_possible
 
 GROWTH = 1.5
-"""Growth of pauses: a wait ends at most half its length late, with few checks."""
+"""A wait ends at most half its length late."""
 
 
 class Pauses(NamedTuple):
-    """The pause before the second check, and the longest one."""
-
     first_seconds: float
     longest_seconds: float
 
@@ -29,11 +27,11 @@ class Pauses(NamedTuple):
 BRIEF = Pauses(0.001, 0.02)
 """For a lock held for a few system calls, and for waits of a person or a training step."""
 LOCAL = Pauses(0.005, 0.1)
-"""For the work of another process of this node. A check costs a few system calls."""
+"""For waits for another process of this node."""
 SHARED = Pauses(0.05, 2.0)
-"""For the work of other nodes. A check costs a request."""
+"""For waits for other nodes, where a check costs a request."""
 HANG_SECONDS = 0.2
-"""Background work without progress for this long hangs: training waits at most twice this time for it."""
+"""Background work without progress for this long hangs. Training waits at most twice as long."""
 LATE = 1.25
 
 
@@ -71,14 +69,13 @@ class Poll:
         self._has_looked = True
 
     def pause(self) -> bool:
-        """Sleep until the next check. Returns False, at once, after the deadline."""
+        """Return False, at once, after the deadline."""
         seconds = self._next_pause()
         if seconds > 0:
             time.sleep(seconds)
         return seconds > 0
 
     async def pause_async(self) -> bool:
-        """``pause`` for coroutines."""
         seconds = self._next_pause()
         if seconds > 0:
             await asyncio.sleep(seconds)
@@ -90,10 +87,7 @@ class Poll:
 
 
 def wait_while(work: Sequence[Future[Any]], progress: Callable[[], object]) -> bool:
-    """Wait until all of ``work`` is done, while ``progress`` changes between two calls. False if it stops changing.
-
-    A late check means that this process lacks CPU time, and says nothing about the threads that do the work.
-    """
+    """Return False if ``progress`` stops changing. A late check, without CPU time, does not count."""
     seen, looked_at = None, time.monotonic()
     while futures.wait(work, HANG_SECONDS).not_done:
         now, is_late = progress(), time.monotonic() - looked_at > LATE * HANG_SECONDS
@@ -111,10 +105,7 @@ ANNOUNCED_EVERY_SECONDS = 10.0
 def announced(
     log: logging.Logger, describe: Callable[[], str], first_seconds: float = ANNOUNCED_AFTER_SECONDS
 ) -> Iterator[None]:
-    """Log ``describe()`` as a warning while the block runs: after ``first_seconds``, then every ten seconds.
-
-    A silent wait of minutes looks like a hang. ``describe`` runs on its own thread; an empty text is not logged.
-    """
+    """Log ``describe()`` as a warning after ``first_seconds``, then every ten seconds, unless it is empty."""
     is_done = threading.Event()
 
     def tell() -> None:

@@ -2,7 +2,7 @@
 
 S1  Descriptors 0, 1 and 2 are open, so that no file of ours gets their number.
 S2  A write to standard error neither raises nor waits for long. A write to standard output raises only OutputError.
-S3  As process 1 of a container, a signal ends the command as it does elsewhere, and no zombie stays.
+S3  As process 1 of a container, a signal ends the command, and no zombie stays.
 S4  The command ends ``END_SECONDS`` after its work or after Ctrl-C, whatever its threads wait for; at once after a
     second Ctrl-C.
 """
@@ -26,14 +26,14 @@ PIPE_BYTES = select.PIPE_BUF
 """A pipe that polls as writable takes this many bytes at once."""
 MESSAGE_SECONDS = 0.2
 LAST_MESSAGE_SECONDS = 5.0
-"""On the main thread, which prints the error of a command and has no other work to hold up."""
+"""The main thread has no other work to hold up."""
 END_SECONDS = 5.0
 INTERRUPTED = 128 + signal.SIGINT
 SI_KERNEL = 0x80
 
 
 class OutputError(Exception):
-    """Standard output is broken. Not an ``OSError``: typer exits silently on those of a closed pipe."""
+    """Not an ``OSError``: typer exits silently on a closed pipe."""
 
     def __init__(self, cause: OSError) -> None:
         super().__init__(cause.strerror)
@@ -41,10 +41,9 @@ class OutputError(Exception):
 
 
 def begin_command() -> None:
-    """Give this process S1 to S4. Call it from a main function, before threads are started."""
     open_missing_descriptors()
     if sys.getfilesystemencoding() == "ascii":
-        # LC_ALL=C with PYTHONUTF8=0: model files with UTF-8 names could not be opened.
+        # else model files with UTF-8 names cannot be opened
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     if os.getpid() == 1:
         _run_below_init()
@@ -57,7 +56,7 @@ def begin_command() -> None:
 
 
 def end_command(code: int) -> NoReturn:
-    """End with ``code``. Threads that read or wait, which Python joins, hold the process up for ``END_SECONDS``."""
+    """Give threads, which Python joins, at most ``END_SECONDS``."""
     if code == INTERRUPTED:
         os._exit(code)
     end_later(code, END_SECONDS)
@@ -65,10 +64,7 @@ def end_command(code: int) -> NoReturn:
 
 
 def watch_interrupts() -> None:
-    """Repeat Ctrl-C until Python has handled it.
-
-    Python misses a signal that comes just before its main thread waits for a lock, as for the event loop of a client.
-    """
+    """Repeat Ctrl-C until Python has handled it: a signal just before the main thread waits for a lock is lost."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -90,24 +86,23 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 
 def end_later(code: int, seconds: float) -> None:
-    """End this process with ``code`` in ``seconds`` unless it ends before."""
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
 
 
 def open_missing_descriptors() -> None:
-    """Open closed descriptors 0, 1 and 2, so that a read of 0 and a write to 1 or 2 still fail with EBADF."""
+    """Let a read of 0 and a write to 1 or 2 still fail with EBADF."""
     for number, mode in ((0, os.O_WRONLY), (1, os.O_RDONLY), (2, os.O_RDONLY)):
         try:
             os.fstat(number)
         except OSError:
-            with contextlib.suppress(OSError):  # no /dev/null: nothing better can be done
-                os.set_inheritable(os.open(os.devnull, mode), True)  # the lowest number that is free: this one
+            with contextlib.suppress(OSError):
+                os.set_inheritable(os.open(os.devnull, mode), True)  # the lowest free number
 
 
 def leave_removed_directory() -> None:
-    """Go to ``/`` where the working directory was removed: MKL, which torch loads, ends a process without one."""
+    """MKL ends a process without a working directory."""
     try:
         os.getcwd()  # noqa: PTH109
     except FileNotFoundError:
@@ -115,21 +110,19 @@ def leave_removed_directory() -> None:
 
 
 def has_reader(descriptor: int) -> bool:
-    """Return False if the other end of a pipe or a terminal is closed."""
     poll = select.poll()
-    poll.register(descriptor, 0)  # errors are reported all the same
+    poll.register(descriptor, 0)
     return not poll.poll(0)
 
 
 def is_writable(descriptor: int, seconds: float | None) -> bool:
-    """Wait until a write of ``PIPE_BYTES`` returns at once, be it with an error. False when it would block."""
+    """Wait until a write of ``PIPE_BYTES`` returns at once, also with an error."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(None if seconds is None else seconds * 1000))
 
 
 def _stream(stream: TextIO | None, descriptor: io.RawIOBase) -> TextIO:
-    """Return a text stream over ``descriptor`` with the encoding of ``stream``, None where it was closed."""
     encoding = "utf-8"
     if stream is not None:
         encoding = stream.encoding
@@ -153,7 +146,7 @@ class _Descriptor(io.RawIOBase):
 
 
 class _Output(_Descriptor):
-    """Standard output, which waits for its reader. A parent may have made it non-blocking."""
+    """A parent may have made standard output non-blocking."""
 
     def write(self, data: ReadableBuffer) -> int:
         view = memoryview(data).cast("B")
@@ -169,7 +162,7 @@ class _Output(_Descriptor):
 
 
 class _Messages(_Descriptor):
-    """Standard error. It drops messages that nobody takes: the work goes on, and the exit code tells its result."""
+    """Drops messages that nobody takes: the exit code tells the result."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -183,7 +176,7 @@ class _Messages(_Descriptor):
             try:
                 pieces = range(0, len(view), PIPE_BYTES)
                 self._is_stuck = not all(self._put(view[start : start + PIPE_BYTES], seconds) for start in pieces)
-            except OSError:  # the reader is gone, the disk is full, or the descriptor was closed
+            except OSError:
                 self._is_stuck = False
             finally:
                 self._lock.release()
@@ -198,10 +191,9 @@ class _Messages(_Descriptor):
 
 
 def _run_below_init() -> None:
-    """Return in a child that does the work. This process stays init: it forwards signals, reaps, and ends as it does.
+    """Return in a child that does the work. This process forwards signals, reaps, and ends like the child.
 
-    The kernel drops a signal to process 1 that has no handler, and Python installs none for SIGTERM and SIGHUP. It
-    gives orphans of the container to process 1, and they stay as zombies until that waits for them.
+    The kernel drops a signal to process 1 without a handler, and gives it orphans to reap.
     """
     signals = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -213,13 +205,12 @@ def _run_below_init() -> None:
         received = signal.sigwaitinfo(signals)
         if received.si_signo == signal.SIGCHLD:
             _reap(worker)
-        elif received.si_code != SI_KERNEL:  # else a terminal has sent it to the worker too
+        elif received.si_code != SI_KERNEL:  # else the terminal has sent it to the worker too
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker, received.si_signo)
 
 
 def _reap(worker: int) -> None:
-    """Reap ended children. End this process if ``worker`` is one of them."""
     while True:
         try:
             process, status = os.waitpid(-1, os.WNOHANG)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 DISK_BLOCK_BYTES = 4096
-"""Block size of O_DIRECT. Digested blocks are larger: ``format.manifest.DIGEST_BLOCK_BYTES``."""
+"""Block size of O_DIRECT."""
 
 
 def round_up(size_bytes: int, to: int = DISK_BLOCK_BYTES) -> int:
-    """Return the next multiple of ``to``."""
     return -(-size_bytes // to) * to
 
 
 def human_bytes(size_bytes: float) -> str:
-    """Return a readable size: ``512 B``, ``1.5 MiB``."""
+    """Return ``512 B``, ``1.5 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size_bytes) < 1024:
             return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -21,7 +20,7 @@ def human_bytes(size_bytes: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Return a duration in its largest fitting unit: ``12 s``, ``3.5 min``, ``2.0 h``, ``4.2 d``."""
+    """Return ``12 s``, ``3.5 min``, ``2.0 h``, ``4.2 d``."""
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"

@@ -1,7 +1,6 @@
 """Messages between the ranks of a job, through the rendezvous store of ``torch.distributed``.
 
-The only module that reads or writes that store. It needs no collective, so any thread may call it (P8). It imports
-no torch: ``adoption`` also runs without it.
+Needs no collective, so any thread may call it (P8). Imports no torch: ``adoption`` also runs without it.
 """
 
 from __future__ import annotations
@@ -22,27 +21,19 @@ from .resources import start_thread
 T = TypeVar("T")
 
 ANSWER_MARGIN_SECONDS = 0.5
-"""Extra wait for the store's answer after the caller's timeout: the maximum cost of a stopped store host."""
+"""Extra wait for the store's answer after the caller's timeout."""
 _MIN_SECONDS = 0.001  # the store treats 0 as no timeout
 
 _uses: dict[str, int] = {}
 
 
 class RankStore:
-    """JSON messages under one prefix of the store.
+    """JSON messages under one prefix of the store, which is used once. No received value is executed (P9).
 
-    Keys: ``PREFIX/NAME``; prefixes begin with ``tierckpt/``. A prefix is used once, see ``numbered``.
-    Values: JSON, or an error. No received value is executed (P9).
-    Deadline: each request runs on its own thread, and the caller abandons it after ``timeout_seconds``, even if the
-    process that hosts the store is stopped.
-    Connection: a private one, so that a wait blocks no other user of the store.
-    Deletion: a rank deletes its own values, once a later message shows that every reader has them. Values of
-    ``broadcast``, about a hundred bytes each, stay until the job ends.
-
-    Args:
-        timeout_seconds: limit of each request, including waits for other ranks.
-        ranks: ``(rank, world_size)``. None: from the process group.
-        connect: returns the store. Runs on the thread of the first request.
+    Each request runs on its own thread, and the caller abandons it after ``timeout_seconds``, even if the process that
+    hosts the store is stopped. A private connection blocks no other user of the store. A rank deletes its own values,
+    once a later message shows that every reader has them. Values of ``broadcast``, about a hundred bytes each, stay
+    until the job ends.
     """
 
     def __init__(
@@ -60,18 +51,14 @@ class RankStore:
 
     @classmethod
     def numbered(cls, prefix: str, timeout_seconds: float, ranks: tuple[int, int] | None = None) -> RankStore:
-        """Return the store for the next use of ``prefix``: the n-th call of each rank has the same keys."""
+        """The n-th call of each rank for ``prefix`` has the same keys."""
         count = _uses[prefix] = _uses.get(prefix, 0) + 1
         store = cls(f"{prefix}/{count}", timeout_seconds, ranks)
         store._previous = f"{prefix}/{count - 1}" if count > 1 else ""
         return store
 
     def put(self, name: str, value: Any) -> None:
-        """Write ``value``: JSON, or an exception, which ``wait`` returns as a ``TierckptError``.
-
-        Raises:
-            OperationTimeoutError: the store does not answer.
-        """
+        """Write JSON, or an exception. Raises OperationTimeoutError."""
         body = {"error": portable(value).to_json()} if isinstance(value, BaseException) else {"value": value}
         data = json.dumps(body, default=str)
         self._ask(lambda store: store.set(f"{self.prefix}/{name}", data), f"cannot write {name} for the other ranks")
@@ -79,14 +66,7 @@ class RankStore:
     def wait(
         self, names: Sequence[str], message: str, hint: str = "", timeout_seconds: float | None = None
     ) -> list[Any]:
-        """Wait for the values of ``names``, and return them.
-
-        Args:
-            message: message of the error; its context has the ``missing`` names.
-
-        Raises:
-            OperationTimeoutError: a value is missing at the deadline, or the store does not answer.
-        """
+        """Return the values of ``names``. Raises OperationTimeoutError with ``message`` and the ``missing`` names."""
         seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         keys = {name: f"{self.prefix}/{name}" for name in names}
         missing: list[str] = []
@@ -102,18 +82,13 @@ class RankStore:
         return self._ask(request, message, hint, seconds, missing)
 
     def peek(self, names: Sequence[str]) -> list[Any] | None:
-        """Return the values of ``names``, or None if one is missing. No deadline: only for a thread that may hang with
-        the store. Raises the store's own errors."""
+        """Return None if a value is missing. Has no deadline."""
         store = self._store = self._store or self._connect()
         keys = [f"{self.prefix}/{name}" for name in names]
         return [_decoded(store.get(key)) for key in keys] if store.check(keys) else None
 
     def append(self, name: str, text: str) -> str:
-        """Append ASCII ``text`` to a value that every rank extends; return all of it, in order of arrival.
-
-        Raises:
-            OperationTimeoutError: the store does not answer.
-        """
+        """Append ASCII ``text``; return the text of all ranks, in order of arrival."""
         key = f"{self.prefix}/{name}"
 
         def request(store: Any) -> str:
@@ -123,17 +98,13 @@ class RankStore:
         return self._ask(request, f"cannot add to {name} for the other ranks")
 
     def delete(self, name: str, prefix: str | None = None) -> None:
-        """Delete a value, of this prefix or another. Never fails: the store may be gone with rank 0."""
+        """Never fails: the store may be gone with rank 0."""
         key = f"{self.prefix if prefix is None else prefix}/{name}"
         with contextlib.suppress(OperationTimeoutError):
             self._ask(lambda store: store.delete_key(key), "", seconds=0.0)
 
     def broadcast(self, name: str, work: Callable[[], T], message: str, hint: str = "") -> T:
-        """Run ``work`` on rank 0; return its value, or raise its error, on every rank.
-
-        Raises:
-            OperationTimeoutError: as in ``wait``.
-        """
+        """Run ``work`` on rank 0; return its value, or raise its error, on every rank."""
         if self.rank == 0:
             try:
                 value = work()
@@ -148,10 +119,10 @@ class RankStore:
         return received  # type: ignore[no-any-return]
 
     def all_gather(self, name: str, value: Any, message: str, hint: str = "") -> list[Any]:
-        """Return the ``value`` of every rank, by rank. Raises OperationTimeoutError as in ``wait``."""
+        """Return the values by rank. Raises OperationTimeoutError."""
         self.put(f"{name}/{self.rank}", value)
         values = self.wait([f"{name}/{rank}" for rank in range(self.world_size)], message, hint)
-        if self._previous:  # every rank has written here, so none still waits in the previous use
+        if self._previous:  # every rank has written here
             self.delete(f"{name}/{self.rank}", self._previous)
         return values
 
@@ -177,7 +148,7 @@ class RankStore:
         start_thread(Thread(target=run, name="tierckpt-ranks", daemon=True))
         try:
             return answer.result(seconds + ANSWER_MARGIN_SECONDS)
-        except Exception as error:  # errors of the store are RuntimeErrors, of a type that depends on torch
+        except Exception as error:  # errors of the store are RuntimeErrors
             raise OperationTimeoutError(
                 message,
                 hint=hint,
@@ -194,14 +165,13 @@ def _decoded(data: bytes) -> Any:
 
 
 def portable(error: BaseException) -> TierckptError:
-    """Return ``error``, or a ``TierckptError`` that quotes it: another rank may lack its class."""
+    """Quote ``error``: another rank may lack its class."""
     if isinstance(error, TierckptError):
         return error
     return CommitAbandonedError(f"{type(error).__name__}: {error}")
 
 
 def ranks_of_job() -> tuple[int, int] | None:
-    """Return ``(rank, world_size)`` of the process group, or None."""
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -209,7 +179,6 @@ def ranks_of_job() -> tuple[int, int] | None:
 
 
 def own_store() -> Any:
-    """Return a private connection to the job's rendezvous store, if this type of store supports it."""
     store: Any = torch_internals.get_default_store()
     try:
         return store.clone()

@@ -1,8 +1,7 @@
 """Removes secrets from everything that is printed, logged or written: by value and by shape.
 
-By value: the credentials in this process's environment are known, so they are found in any
-message that repeats them (S3 answers an expired token with the token in the body). By shape: signatures in a
-query, bearer tokens, passwords in a URL, keys with a cloud's prefix. Either way alone misses some.
+By value: credentials in this process's environment. By shape: signatures in a query, bearer tokens, passwords in a URL,
+keys with a cloud's prefix.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from urllib.parse import quote, unquote
 
 MASK = "***"
 VALUE_LENGTH_MIN = 8
-"""A shorter value is no secret worth the name, and masking it would tear words apart."""
+"""Masking shorter values would tear words apart."""
 
 PREFIX_LENGTH = 12
-"""So much of a secret at the end of a text that was cut is taken for the secret."""
+"""This much of a secret at the end of a cut text is masked."""
 
 _CLOUD_VARIABLE = re.compile(
     r"^(AWS|AZURE|GOOGLE|GCS|HF|HUGGING_FACE|FSSPEC|TIERCKPT)_.*(KEY|SECRET|TOKEN|SAS|PASSWORD|CONNECTION_STRING|CREDENTIAL)"
@@ -60,16 +59,12 @@ _SHAPES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = (
     (("eyj",), re.compile(r"\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"), MASK),
     (("hf_",), re.compile(r"\bhf_[A-Za-z0-9]{20,}"), MASK),
 )
-"""Words (in lower case) that every match of the shape contains, the shape, and its replacement. The words are
-searched first: errors are made on paths that run thousands of times, and nearly none of them has any."""
+"""Lower-case words that every match contains, the shape, and its replacement. A search for the words is cheap."""
 _CARRIES_CREDENTIAL = re.compile(r"(?i)[?&](x-amz-signature|x-goog-signature|sig|signature)=|://[^/\s:@]*:[^/\s@]+@")
 
 
 def redact(text: str) -> str:
-    """Return ``text`` with every known or recognizable secret replaced by ``***``.
-
-    Never raises. Cost: about 20 microseconds for a message of a line; for messages, not for data.
-    """
+    """Replace every known or recognizable secret by ``***``. Never raises. Cost: about 20 microseconds for a line."""
     if not text:
         return text
     values = _pattern(_candidates(os.environ))
@@ -83,7 +78,7 @@ def redact(text: str) -> str:
 
 
 def printable(error: BaseException) -> BaseException | None:
-    """Return ``error``, to be raised from, if a traceback may print it: None when its text tells a secret."""
+    """Return None if the error's text has a secret, which a traceback would print."""
     link: BaseException | None = error
     while link is not None:
         text = f"{link}\n{link!r}"
@@ -94,7 +89,6 @@ def printable(error: BaseException) -> BaseException | None:
 
 
 def redact_all(value: Any) -> Any:
-    """Return ``value`` (of JSON's types) with every text redacted and the values of secret names masked."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
@@ -108,7 +102,7 @@ def redact_all(value: Any) -> Any:
 
 
 def carries_credential(uri: str) -> bool:
-    """True for a presigned URL and for one with a password: it would end up in journals, paths and logs."""
+    """True for a presigned URL, or a password: it would end up in journals, paths and logs."""
     return bool(_CARRIES_CREDENTIAL.search(uri))
 
 
@@ -124,8 +118,7 @@ def _names_a_secret(variable: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _pattern(values: tuple[str, ...]) -> re.Pattern[str] | None:
-    """One pattern for all values, each as it is, percent-encoded and decoded; of a SAS or a connection string also the
-    signature and the key alone."""
+    """Match each value as it is, percent-encoded and decoded; of a connection string also signature and key."""
     inner = {match[3] for value in values for match in _PARAMETER.finditer(value)}
     forms = {
         form
@@ -134,6 +127,6 @@ def _pattern(values: tuple[str, ...]) -> re.Pattern[str] | None:
         if len(form) >= VALUE_LENGTH_MIN
     }
     whole = [re.escape(form) for form in sorted(forms, key=len, reverse=True)]
-    # A message that was cut to a length may end in the middle of one.
+    # A cut message may end in the middle of one.
     begun = [re.escape(form[:PREFIX_LENGTH]) + _VALUE for form in sorted(forms) if len(form) > PREFIX_LENGTH]
     return re.compile("|".join(whole + begun)) if forms else None

@@ -19,7 +19,6 @@ _REMEDIES = {
 
 
 def exhausted(error: BaseException) -> CapacityError | None:
-    """Return a CapacityError if ``error`` means a refused thread, descriptor or memory; else None."""
     if isinstance(error, TierckptError):
         return None
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
@@ -38,7 +37,7 @@ def exhausted(error: BaseException) -> CapacityError | None:
 
 
 def start_thread(thread: Thread) -> Thread:
-    """Start ``thread`` and return it. Raises CapacityError if the system refuses it."""
+    """Raise CapacityError if the system refuses the thread."""
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:
@@ -47,7 +46,6 @@ def start_thread(thread: Thread) -> Thread:
 
 
 def start_if_possible(thread: Thread) -> bool:
-    """Start an optional helper thread. Returns False if the system refuses one."""
     try:
         start_thread(thread)
     except CapacityError:
@@ -56,7 +54,7 @@ def start_if_possible(thread: Thread) -> bool:
 
 
 class ThreadPool(ThreadPoolExecutor):
-    """A pool that works with the threads it can get. ``submit`` raises CapacityError if it has none."""
+    """Works with the threads it can get. ``submit`` raises CapacityError if it has none."""
 
     def _adjust_thread_count(self) -> None:
         try:

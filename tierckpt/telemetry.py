@@ -1,9 +1,6 @@
-"""Loggers, metrics and progress. The library configures none of them.
+"""Loggers, metrics and progress. The library configures none.
 
-All metrics are defined here; a measurement costs a check of an empty tuple until ``listen`` is called. The agent
-exports them to Prometheus (``agent/metrics.py``). A process without an agent's page collects them in a
-``MetricsRelay`` and forwards them.
-No label names a step, a rank or a URI: their number has no bound.
+No label of a metric names a step, a rank or a URI: their number has no bound.
 
     T1  No secret: every record of a ``tierckpt.*`` logger is redacted before any handler sees it.
     T2  A failing listener or log handler never fails the work that it observes.
@@ -36,7 +33,6 @@ Labels: TypeAlias = Mapping[str, str]
 SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0)
 
 METRICS: dict[str, Metric] = {}
-"""Every metric, by name."""
 
 
 class MetricListener(Protocol):
@@ -45,8 +41,6 @@ class MetricListener(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """One metric. ``emit`` adds to a counter, sets a gauge, or observes a value of a histogram."""
-
     kind: Kind
     name: str
     help: str
@@ -70,7 +64,7 @@ os.register_at_fork(after_in_child=_listeners_lock._at_fork_reinit)  # type: ign
 
 
 def listen(listener: MetricListener) -> Callable[[], None]:
-    """Call ``listener`` with every measurement of this process, on the measuring thread. Returns a stop function."""
+    """Call ``listener`` on the measuring thread. Returns a stop function."""
     global listeners
     with _listeners_lock:
         listeners = (*listeners, listener)
@@ -113,10 +107,7 @@ RELAYED_VALUES_MAX = 2000
 
 
 class MetricsRelay:
-    """Collects measurements, to be passed to another process as JSON (``take``).
-
-    Bounded: counters add up, gauges keep the last value, and histograms keep at most ``RELAYED_VALUES_MAX`` values.
-    """
+    """Collects measurements for another process. Histograms keep at most ``RELAYED_VALUES_MAX`` values."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
@@ -140,7 +131,6 @@ class MetricsRelay:
         self._sums, self._values = {}, []
 
     def take(self) -> list[list[Any]]:
-        """Return and clear the collected ``[name, value, labels]`` rows."""
         with self._lock:
             rows: list[list[Any]] = [[name, value, dict(labels)] for (name, labels), value in self._sums.items()]
             rows += [[name, value, labels] for name, value, labels in self._values]
@@ -149,9 +139,7 @@ class MetricsRelay:
 
 
 def emit_rows(rows: list[list[Any]]) -> int:
-    """Emit the rows of another process's ``MetricsRelay``; return the number emitted.
-
-    Rows are untrusted: those that are not valid measurements are skipped."""
+    """Return the number of rows emitted. Rows are untrusted: invalid ones are skipped."""
     taken = 0
     for row in rows:
         try:
@@ -179,7 +167,7 @@ _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
 class _Redacting(logging.Filter):
-    """T1: a filter of the logger, not of a handler, so that it also protects other handlers."""
+    """Filters the logger, not a handler, so that it also protects other handlers (T1)."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
@@ -206,14 +194,12 @@ def logger(name: str) -> logging.Logger:
 
 
 _stuck: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
-"""Handlers whose last event was dropped."""
+"""Their last event was dropped."""
 
 
 def _call_handlers(log: logging.Logger, record: logging.LogRecord) -> None:
-    """Replace ``Logger.callHandlers``: no handler raises into the logging thread, or blocks it (T2).
-
-    ``logging`` raises ValueError if standard error is closed. The handler of rich raises SystemExit if the reader of a
-    pipe is gone.
+    """Keep handlers from raising or blocking (T2): a closed standard error raises ValueError, a gone pipe SystemExit in
+    rich.
     """
     handlers, each = list[logging.Handler](), log
     while each is not None:
@@ -228,10 +214,10 @@ def _call_handlers(log: logging.Logger, record: logging.LogRecord) -> None:
 
 
 def _takes_events(handler: logging.Handler) -> bool:
-    """Return False while ``handler`` writes to a full pipe, after one wait of ``MESSAGE_SECONDS``."""
+    """Wait ``MESSAGE_SECONDS`` once for a full pipe."""
     try:
         descriptor = handler.stream.fileno()  # type: ignore[attr-defined]
-    except (AttributeError, OSError, ValueError):  # it writes to no file
+    except (AttributeError, OSError, ValueError):
         return True
     if is_writable(descriptor, 0.0 if handler in _stuck else MESSAGE_SECONDS):
         _stuck.discard(handler)
@@ -241,19 +227,18 @@ def _takes_events(handler: logging.Handler) -> bool:
 
 
 def log_failure(log: logging.Logger, error: BaseException, message: str, *arguments: object, level: int) -> None:
-    """Log a failure at ``level``, or at DEBUG when ``error`` is part of an outage that has its own record."""
+    """Log at DEBUG if ``error`` is part of an outage that has its own record."""
     level = logging.DEBUG if getattr(error, "is_logged", False) else level
     log.log(level, message, *arguments, stacklevel=2)
 
 
 class Repeats:
-    """Logs repeated events of each source: the first at once, then once a minute with a count.
+    """Logs the first event of each source at once, then once a minute with a count. Thread-safe.
 
-    Thread-safe. Bounded: sources beyond ``SOURCES_MAX`` count as one.
+    Sources beyond ``SOURCES_MAX`` count as one.
     """
 
     def __init__(self, log: logging.Logger, level: int, what: str) -> None:
-        """``what``: a format of the source and of the reason."""
         self._log, self._level, self._what = log, level, what
         self.seen: dict[str, tuple[float, int]] = {}
         self._lock = threading.Lock()
@@ -274,10 +259,7 @@ class Repeats:
 
 
 class _Sparing(logging.Filter):
-    """Limits events of a program line per minute, and counts the dropped ones.
-
-    So neither remote requests nor endless retries can fill a disk with repeated events.
-    """
+    """Limits events of a program line per minute: remote requests or retries cannot fill a disk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,8 +281,6 @@ class _Sparing(logging.Filter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats an event as one line of JSON: time (UTC), level, logger, event, then the fields of ``extra``."""
-
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -322,12 +302,10 @@ class _TextFormatter(logging.Formatter):
 def log_to(
     stream: TextIO, log_format: LogFormat, level: LogLevel, name: str = "tierckpt", *, is_sparing: bool = False
 ) -> Callable[[], None]:
-    """Write the events of logger ``name`` to ``stream``, redacted. For tierckpt's own processes: the CLI and the agent.
+    """Write redacted events of logger ``name`` to ``stream``. Returns a stop function.
 
-    Returns a stop function. ``name`` may be "" for the events of all libraries. Events that already go to ``stream``
-    are not written twice: until it is stopped, the level is the lower of the two.
-
-    ``is_sparing``: for a long-lived process; at most ``EVENTS_PER_MINUTE`` from one line of the program.
+    Events that already go to ``stream`` are not written twice. ``is_sparing``: at most ``EVENTS_PER_MINUTE`` per
+    program line.
     """
     target = logging.getLogger(name)
     standing = [each for each in target.handlers if isinstance(each, logging.StreamHandler) and each.stream is stream]
@@ -361,8 +339,6 @@ def level_of(level: LogLevel) -> int:
 
 
 class FilesInFlight:
-    """The files that a transfer is moving, each from its first byte to its last."""
-
     def __init__(self) -> None:
         self._files = list[FileProgress]()
 
@@ -371,7 +347,6 @@ class FilesInFlight:
 
     @contextlib.contextmanager
     def moving(self, path: str, size_bytes: int, on_bytes: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
-        """Yield a function that counts bytes of ``path`` and calls ``on_bytes``. The file is in flight in the block."""
         file = FileProgress(path, 0, size_bytes)
 
         def on_file(count: int) -> None:
@@ -385,5 +360,4 @@ class FilesInFlight:
             self._files.remove(file)
 
 
-def ignore_progress(progress: Progress, /) -> None:
-    """The default listener."""
+def ignore_progress(progress: Progress, /) -> None: ...

@@ -1,10 +1,7 @@
-"""The private names of torch that tierckpt uses, in one place.
+"""The private names of torch that tierckpt uses. No other module uses any.
 
-No other module uses names of torch that begin with an underscore. Each name is resolved on first use, so a torch
-without it disables only the feature that needs it: the lookup raises ``UnsupportedTorchError`` with the name, the
-feature and the checked versions.
-
-This module imports no torch: ``tierckpt.adoption``, which also runs without torch, depends on it.
+A torch without a name disables only the feature that needs it: the lookup, on first use, raises
+``UnsupportedTorchError``. This module imports no torch.
 
 Example:
     >>> from tierckpt import torch_internals
@@ -59,7 +56,7 @@ if TYPE_CHECKING:
     write_item: Any
 
 CHECKED_VERSIONS = ("2.10", "2.11", "2.13", "2.14", "2.15")
-"""`make matrix` runs the tests that touch torch with each of them."""
+"""`make matrix` tests each of them."""
 
 _SAVE_AND_LOAD = "saving and loading checkpoints"
 _ODD_ITEMS = "saving tensor subclasses and stream extensions"
@@ -117,7 +114,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _find(path: str, feature: str) -> Any:
-    """Return the object at ``module:attribute.attribute``; for a descriptor, a function that reads it."""
+    """Return ``module:attribute.attribute``; for a descriptor, a function that reads it."""
     module, _, attributes = path.partition(":")
     try:
         found = attrgetter(attributes)(import_module(module))
@@ -135,13 +132,11 @@ def _unsupported(name: str, feature: str) -> UnsupportedTorchError:
 
 
 def set_local_tensor(tensor: Any, local: Any) -> None:
-    """Replace the local tensor of a DTensor by ``local``."""
     _find(*NAMES["local_tensor_of"])  # raises if this torch has another name for it
     tensor._local_tensor = local
 
 
 def step_post_hooks_of(optimizer: Any) -> Any:
-    """Return the hooks of a step by their number, in the order of their calls."""
     try:
         return optimizer._optimizer_step_post_hooks
     except AttributeError as error:
@@ -149,16 +144,14 @@ def step_post_hooks_of(optimizer: Any) -> Any:
 
 
 def is_compiled(module: Any) -> bool:
-    """Return True for the result of ``torch.compile``, a module with the original inside as ``_orig_mod``."""
     frame = sys.modules.get("torch._dynamo.eval_frame")
     return frame is not None and isinstance(module, frame.OptimizedModule)
 
 
 def submodules_that_load_themselves(root: Any) -> list[str]:
-    """Return the paths of submodules with their own rules for loading a state dict.
+    """Return the paths of submodules with their own rules for loading a state dict: others get a copy.
 
-    Others have a tensor for each key, and get a copy. Hooks of torch's own wrappers, which only translate names or
-    gather shards, do not count, nor does the override of batch norms, which adds a key to old state dicts.
+    Does not count hooks of torch's wrappers, which translate names or gather shards, and batch norms, which add a key.
     """
     base: Any = import_module("torch.nn").Module
     norm: Any = import_module("torch.nn.modules.batchnorm")._NormBase
@@ -185,19 +178,18 @@ def _is_of_wrapper(hook: Any) -> bool:
 
 
 def load_hooks_of(optimizer: Any) -> list[Any]:
-    """Return the hooks around ``load_state_dict``."""
     names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     return [hook for name in names for hook in getattr(optimizer, name, {}).values()]
 
 
 def cached_global_plans() -> dict[str, Any]:
-    """Return the plans cached by DCP's ``enable_plan_caching``; empty if this torch keeps them elsewhere."""
+    """Return the plans of DCP's ``enable_plan_caching``, if this torch has them."""
     planner = import_module("torch.distributed.checkpoint.planner").SavePlanner
     return getattr(planner, "_cached_global_plan", {})
 
 
 def missing() -> dict[str, str]:
-    """Return the names that the installed torch lacks, each with the feature that needs it."""
+    """Return the feature of each name that this torch lacks."""
     found = {}
     for path, feature in NAMES.values():
         try:

@@ -1,8 +1,4 @@
-"""Short tracebacks: the caller's lines and the message. Set TIERCKPT_TRACEBACK=1 for the full ones.
-
-A ``TierckptError`` states the failure, its place and the remedy, so frames inside tierckpt and causes help only its
-developers. Other exceptions are bugs and keep the full traceback.
-"""
+"""Short tracebacks: the caller's lines and the message. Set TIERCKPT_TRACEBACK=1 for the full ones."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ def keeps_tracebacks() -> bool:
 
 
 def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a public function: its ``TierckptError`` has no frames of tierckpt and no causes."""
-
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:

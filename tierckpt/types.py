@@ -10,8 +10,6 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Tier(enum.StrEnum):
-    """The storage tier of a copy."""
-
     LOCAL = "local"
     PEER = "peer"
     SHARED = "shared"
@@ -19,7 +17,7 @@ class Tier(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Half-open range ``[start, stop)`` of bytes."""
+    """Half-open range of bytes."""
 
     start: int
     stop: int
@@ -31,10 +29,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object of a store: key relative to the store's root, size, and the store's version of it (if any).
-
-    ``modified_unix_seconds``: time of the write, by the store's clock; None if the store does not report it.
-    """
+    """``modified_unix_seconds`` is by the store's clock."""
 
     key: str
     size_bytes: int
@@ -44,8 +39,6 @@ class ObjectInfo:
 
 @dataclass(slots=True, eq=False)
 class FileProgress:
-    """Progress of one file of a transfer. Updated while the file is transferred."""
-
     path: str
     done_bytes: int
     total_bytes: int
@@ -53,15 +46,12 @@ class FileProgress:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One step of a transfer: ``done_bytes`` of ``total_bytes`` for ``what`` (a file, or the whole operation)."""
-
     what: str
     done_bytes: int
     total_bytes: int
     note: str = ""
-    """Additional text for people: the source of the bytes."""
+    """Source of the bytes, for people."""
     files: tuple[FileProgress, ...] = ()
-    """The files in flight."""
 
 
 class ProgressListener(Protocol):

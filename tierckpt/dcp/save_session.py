@@ -162,7 +162,7 @@ class SaveSession:
         replaces: attempts that the save may replace, if known.
 
     Attributes:
-        entry: the journal entry as last written. From ``open`` or ``take_over`` on.
+        entry: the journal entry as last written. From ``open`` or ``adopt_entry`` on.
         delivery: writes the shards. Likewise.
         is_open: the save owns a journal entry; not before ``prepare``, nor after ``hand_over`` or ``abort``.
     """

@@ -7,7 +7,7 @@ A process that drains for itself has a separate limiter. Each mover of the node 
 All drains of a mover draw on its limiter, chunk by chunk in the order of their requests, so that no drain starves.
 Slots go to the newest waiting checkpoint (PCcheck's order), but a checkpoint that has begun is finished first.
 Otherwise a job that saves faster than it can drain would never have a whole checkpoint on the shared tier. Near the
-end of the process (``newest_first``), the newest checkpoint precedes all others.
+end of the process (``prefer_newest``), the newest checkpoint precedes all others.
 
 Invariants (tests cite them):
     G1  Over any time t at most ``rate * t`` bytes are admitted, plus the larger of 0.25 s worth and one chunk, plus
@@ -16,7 +16,7 @@ Invariants (tests cite them):
     G3  While a flush writes on this node, drains yield the disk to it for at most half of the time
     (``disk/flush_lock.py``).
     G4  Files of checkpoints that have begun get slots first, then files of the newest checkpoint. After
-        ``newest_first`` the newest checkpoint waits for no slot and no turn, and all others wait while it sends.
+        ``prefer_newest`` the newest checkpoint waits for no slot and no turn, and all others wait while it sends.
     G5  A damaged control file changes nothing; without one the settings apply.
 """
 
@@ -343,7 +343,7 @@ class RateLimiter:
         return not self._hurried and not waiter.flow.has_begun, -waiter.flow.created_at
 
     def _may_skip_queue(self, flow: DrainFlow) -> bool:
-        """After ``newest_first``, the newest skips the queue, as older files wait while it sends (G4)."""
+        """After ``prefer_newest``, the newest skips the queue, as older files wait while it sends (G4)."""
         holders = self.running.items()
         return (
             self._hurried
