@@ -138,6 +138,7 @@ def _save_on_rank(rank: int, rendezvous: str, uri: str, root: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_replicated_one_is_written_whole_by_one_rank(tmp_path: Path, file_uri: str, local_root: Path) -> None:
     arguments = (str(tmp_path / "rendezvous"), file_uri, str(local_root))
     torch.multiprocessing.spawn(_save_on_rank, arguments, nprocs=2)  # type: ignore[no-untyped-call]

@@ -44,6 +44,7 @@ def test_one_writer_serves_many_ids_on_two_ranks(file_uri: str) -> None:
     all_true(launch(f"{SCENARIOS}:one_writer_many_ids", 2, folder=file_uri), 2)
 
 
+@pytest.mark.slow
 @distributed
 def test_cached_plans_on_two_ranks(file_uri: str) -> None:
     all_true(launch(f"{SCENARIOS}:cached_plans", 2, folder=file_uri), 4)

@@ -32,6 +32,7 @@ def run(kind: str, verb: str, directory: Path, later: str = "") -> Any:
     return json.loads(done.stdout) if done.stdout else None
 
 
+@pytest.mark.slow
 def test_a_further_field_of_each_class_is_read_and_passed_on(tmp_path: Path) -> None:
     run("fields", "save", tmp_path, "saved")
     for name, later in run("fields", "load", tmp_path, "loaded").items():
@@ -39,6 +40,7 @@ def test_a_further_field_of_each_class_is_read_and_passed_on(tmp_path: Path) -> 
         assert {kind for kind, value in later.items() if value[-1] != "saved"} == set(), name
 
 
+@pytest.mark.slow
 def test_what_a_later_torch_has_saved_is_read_by_this_one(tmp_path: Path) -> None:
     run("fields", "save", tmp_path, "saved")
     for later in run("none", "load", tmp_path).values():
@@ -66,6 +68,7 @@ open(sys.argv[1], "wb").write(data)
 """
 
 
+@pytest.mark.slow
 def test_a_further_member_of_an_enum_is_given_where_torch_has_it_and_refused_by_name_elsewhere(tmp_path: Path) -> None:
     from tierckpt.dcp.sealed import load_metadata
     from tierckpt.errors import UnsafeCheckpointError

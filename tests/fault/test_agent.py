@@ -461,6 +461,7 @@ def _attempt(root: Path, uri: str) -> str:
     return manifest.attempt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2])
 def test_save_is_discarded_if_one_rank_had_not_staged_it(
     world_size: int, file_uri: str, local_root: Path, tmp_path: Path

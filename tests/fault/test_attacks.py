@@ -42,6 +42,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_attack_is_rejected(name: str, reports: dict[str, dict[str, Any]]) -> None:
     report = reports[name]["sealed"]
@@ -51,6 +52,7 @@ def test_attack_is_rejected(name: str, reports: dict[str, dict[str, Any]]) -> No
         assert attacks_try.is_rejected(ATTACKS[name], report), report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if attack.control])
 def test_control_attack_has_its_effect_on_a_trusting_reader(name: str, reports: dict[str, dict[str, Any]]) -> None:
     """Control: a trusting reader runs it, dies of it, is changed by it, or accepts it."""

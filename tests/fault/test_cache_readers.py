@@ -19,6 +19,7 @@ WORKERS = 4
 """Chunks in flight of one reader: twice its concurrency."""
 
 
+@pytest.mark.slow
 def test_80_staggered_readers_of_an_uncached_model_fetch_each_chunk_once(tmp_path: Path, record_property: Any) -> None:
     outcome = run(tmp_path, READERS, 0)
     record_property("outcome", outcome)

@@ -245,6 +245,7 @@ RUNS = (
     direct_put,
     fetch,
 )
+_RUNS = [pytest.param(run, marks=pytest.mark.slow) if run in (resume, drain_by_copying) else run for run in RUNS]
 
 
 @contextlib.contextmanager
@@ -521,7 +522,7 @@ def totals() -> Iterator[Verdicts]:
 
 
 @pytest.mark.timeout(max(180, STATES // 200))
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", _RUNS, ids=lambda run: run.__name__)
 def test_acknowledged_saves_survive_a_crash_at_any_point(
     run: Callable[[World], None], tmp_path: Path, totals: Verdicts
 ) -> None:

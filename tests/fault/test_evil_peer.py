@@ -128,6 +128,7 @@ async def run_with_any_proof(node: object, frozen: object) -> evil_client.Report
         return await evil_client.run(node, frozen)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_slow_connections_time_out_and_do_not_block_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

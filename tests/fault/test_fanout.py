@@ -98,6 +98,7 @@ def store_bytes_max(model: Model, chunks: int = NODES) -> int:
     return int(1.02 * model.size_bytes) + chunks * CHUNK_BYTES
 
 
+@pytest.mark.slow
 def test_four_nodes_read_a_model_from_the_store_once(bench: Bench, cluster: Cluster) -> None:
     """Several tries: if a node gets no CPU for half a second, others fetch its part."""
     nodes, failures = cluster.nodes[:4], []

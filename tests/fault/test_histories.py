@@ -33,6 +33,7 @@ def test_histories_find_each_seeded_bug(bug: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_histories_lose_no_acknowledged_checkpoint() -> None:
     histories = play_until_wrong(0, HISTORIES)
     assert not [one for one in histories if one.wrong], histories[-1].told

@@ -55,7 +55,7 @@ def test_save_is_skipped_while_the_previous_one_hangs(
         disk.hangs.clear()
         first = checkpointer.save(2, state(2.0))
         assert disk.in_it.wait(SECONDS)
-        while requests.seconds_left() == illness.ILL_SECONDS:  # the request for the records may hang first
+        while requests.seconds_left() > illness.ILL_SECONDS / 2:  # others may still end, and reset the clock
             time.sleep(0.01)
         with counted():
             skipped = [checkpointer.save(step, state(float(step))) for step in (3, 4)]

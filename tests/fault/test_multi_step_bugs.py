@@ -231,7 +231,9 @@ def test_control_without_the_fingerprint_a_wrong_state_is_written(
     assert "wrong state" in find_problem(job, tmp_path / "run")
 
 
-@pytest.mark.parametrize("is_broken", [False, True], ids=["no bug", "(f) host waits in every step"])
+@pytest.mark.parametrize(
+    "is_broken", [pytest.param(False, marks=pytest.mark.slow), True], ids=["no bug", "(f) host waits in every step"]
+)
 def test_begin_does_not_wait_for_its_copy(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[TensorCopy] = []
 

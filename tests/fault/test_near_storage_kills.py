@@ -73,6 +73,7 @@ def run(directory: Path, kills: int, *bug: str, seed: int = 0) -> None:
         job.job.kill()
 
 
+@pytest.mark.slow
 def test_kills_lose_no_step_and_no_bit(tmp_path: Path) -> None:
     run(tmp_path, KILLS)
 

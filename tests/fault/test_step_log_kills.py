@@ -94,6 +94,7 @@ def test_killed_job_loses_at_most_one_step(
     print(f"{KILLS} kills over {ended} steps; steps lost: {max(lost)} at most")
 
 
+@pytest.mark.slow
 def test_ranks_with_near_storage_optimizers_resume_from_one_checkpoint(
     tmp_path: Path, local_root: Path, file_uri: str
 ) -> None:
@@ -127,6 +128,7 @@ def run(folder: Path, ranks: int, **options: Any) -> tuple[JobOutput, str]:
     return JobOutput(folder, ranks), job.output()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["a missing frame", "a frame of another step", "frames out of order"])
 def test_gap_in_the_log_ends_the_replay_and_is_reported(
     tmp_path: Path, local_root: Path, file_uri: str, bug: str
@@ -137,6 +139,7 @@ def test_gap_in_the_log_ends_the_replay_and_is_reported(
     assert "4 steps of the gradient log" in output and ", which ends there" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", ["a stale hyperparameter", "gradients cast"])
 def test_control_step_with_other_bits_is_found(tmp_path: Path, local_root: Path, file_uri: str, bug: str) -> None:
     """Control: the comparison of bits finds a seeded bug."""
@@ -146,6 +149,7 @@ def test_control_step_with_other_bits_is_found(tmp_path: Path, local_root: Path,
         seen.check()
 
 
+@pytest.mark.slow
 def test_ranks_resume_at_the_newest_common_step(tmp_path: Path, local_root: Path, file_uri: str) -> None:
     """One rank loses two steps, then half a frame; then the number of ranks changes."""
     seen, _ = run(tmp_path, 2, uri=file_uri, steps=9)

@@ -254,6 +254,7 @@ def judge(node: Node, verb: str) -> str:
     return "" if outcome == "fine" else f"{verb}: {outcome}"
 
 
+@pytest.mark.slow
 def test_no_operation_hangs_or_fails_untyped_on_unexpected_files(node: Node, template: Path) -> None:
     assert not [wrong for verb in VERBS if (wrong := judge(node, verb))], "fails on the unchanged local root"
     _restore_template(template)  # one of the operations evicts

@@ -297,6 +297,7 @@ def test_file_removed_during_adoption_is_a_changing_directory(
     assert not Journal(tmp_path / "local").entries()
 
 
+@pytest.mark.slow
 def test_existing_checkpoint_is_replaced_only_on_request_and_atomically(written: Path, s3_uri: str) -> None:
     uri, before = f"{s3_uri}/run/step-5", tree(written)
     tierckpt.adopt(written, uri).wait(timeout_seconds=SECONDS)

@@ -504,6 +504,7 @@ def dead_endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatc
         yield patch
 
 
+@pytest.mark.slow
 def test_drain_finishes_saves_of_a_dead_trainer(s3_uri: str, dead_endpoint: pytest.MonkeyPatch) -> None:
     uri, state = f"{s3_uri}/step-1", small_state(1)
     save(uri, state, **SMALL_SHARDS)

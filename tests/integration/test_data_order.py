@@ -94,6 +94,7 @@ def test_control_job_that_loses_its_position_is_detected(tmp_path: Path) -> None
     assert seen != dict.fromkeys(range(SAMPLES), EPOCHS)
 
 
+@pytest.mark.slow
 def test_example_resumes_within_an_epoch(tmp_path: Path) -> None:
     pytest.importorskip("torchdata", reason="torchdata is not installed")
     script = Path(__file__).parents[2] / "examples" / "stateful_dataloader.py"

@@ -85,6 +85,7 @@ def test_load_through_the_mount(no_device: None, file_uri: str) -> None:
     assert same(load(file_uri, zeros_like(state)), state)
 
 
+@pytest.mark.slow
 def test_near_storage_steps_and_restores(no_device: None, file_uri: str, tmp_path: Path) -> None:
     def build(name: str) -> dict[str, Any]:
         with torch.device("cpu"):

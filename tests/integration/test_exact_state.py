@@ -552,6 +552,7 @@ def test_sharded_values_take_the_destinations_placement(tmp_path: Path) -> None:
         assert launch(f"{HERE}:ranks", world, env=env, uri=uri, again=True) == {"own": True}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_unsaveable_value_of_one_rank_raises_on_all(tmp_path: Path) -> None:
     env = {"TIERCKPT_LOCAL_ROOT": str(tmp_path / "local"), "TIERCKPT_MOVER": "inline"}

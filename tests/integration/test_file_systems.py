@@ -328,6 +328,7 @@ def test_dead_mount_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert str(mount.path) in caught.value.message and caught.value.hint
 
 
+@pytest.mark.slow
 def test_rewrite_within_one_coarse_mtime_tick_is_fetched(tmp_path: Path) -> None:
     with on_fuse(tmp_path, step_ns=2_000_000_000) as mount:
         path = mount.path / "model" / "weights.bin"

@@ -328,6 +328,7 @@ def test_file_modified_in_the_same_second_raises(served: Server, tmp_path: Path)
         fetch(served, tmp_path / "to")
 
 
+@pytest.mark.slow
 def test_slow_drip_answer_of_a_server_times_out(
     served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

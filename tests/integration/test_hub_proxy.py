@@ -96,6 +96,7 @@ def ask(endpoint: str, path: str, method: str = "GET", **headers: str) -> tuple[
         connection.close()
 
 
+@pytest.mark.slow
 def test_concurrent_hf_downloads_cost_one_copy_from_the_hub(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
     files = published(hub)
     for name in ("first", "second"):
@@ -372,7 +373,8 @@ def test_a_seeded_bug_is_found(
     assert hub.sent.total() > sum(map(len, files.values())), bug.__name__
 
 
-@pytest.mark.parametrize("is_silent", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_silent", [False, True])
 def test_lost_owner_costs_only_the_chunks_it_alone_held(
     is_silent: bool, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,6 +515,7 @@ def test_client_file_system(hub: FakeHub, endpoint: str, tmp_path: Path) -> None
     assert (size, data) == (len(files["sub dir/vocab.txt"]), files["model-00000.safetensors"][100:110].hex())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", ["None", "True", "False", "hf_of_the_client"])
 def test_downloads_with_tokens_of_any_kind(token: str, hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
     files = published(hub)
@@ -521,6 +524,7 @@ def test_downloads_with_tokens_of_any_kind(token: str, hub: FakeHub, endpoint: s
     assert run_client(endpoint, home, "snapshot", token, HF_TOKEN="hf_of_the_client") == ["config.json", "sub dir"]
 
 
+@pytest.mark.slow
 def test_a_dataset_is_loaded(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     hub.repositories[REPO] = Repository()

@@ -266,6 +266,7 @@ def test_invalid_endpoint_is_a_config_error(endpoint: str, tmp_path: Path, monke
     assert "hunter22" not in str(refusal.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("header", [{"Retry-After": "1.5"}, {"Retry-After": "0"}, {"RateLimit": '"api";r=0;t=1'}])
 def test_rate_limit_is_retried_after_its_delay(header: dict[str, str], hub: FakeHub, tmp_path: Path) -> None:
     files = published(hub)

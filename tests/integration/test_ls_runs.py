@@ -165,6 +165,7 @@ def test_the_newest_step_of_a_run_has_age_size_and_origin(
     assert [(row["name"], row["adopted"]) for row in document["checkpoints"]] == [("step-1", True), ("step-2", True)]
 
 
+@pytest.mark.slow
 def test_bucket_listing_cost_depends_on_directories(
     s3_uri: str, moto: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.compat.worker import launch
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp", "bucket views"])
+@pytest.mark.parametrize("kind", [pytest.param("fsdp", marks=pytest.mark.slow), "ddp", "bucket views"])
 def test_two_ranks_bring_their_shards_to_one_version(kind: str) -> None:
     fallbacks = launch("tests.integration.multi_step_ranks:windows_copied_whole", 2, kind=kind)
     allowed = (0, 1) if kind == "bucket views" else (0,)

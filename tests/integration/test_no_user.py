@@ -101,6 +101,7 @@ def test_trainer_and_its_agent_without_user(shared_tmp: Path) -> None:
         assert code == 0, output
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_container_with_a_read_only_root(run: Path) -> None:
     """``readOnlyRootFilesystem`` with a volume for the local root."""

@@ -343,6 +343,7 @@ def test_reload_does_not_list_the_run_again(agent: str, file_uri: str) -> None:
     assert {get(agent, "run.json", uri=run_uri)["at_unix_seconds"] for _ in range(5)} == {first["at_unix_seconds"]}
 
 
+@pytest.mark.slow
 def test_history_outlives_the_agent(s3_uri: str, agent: str, local_root: Path) -> None:
     run_uri = f"{s3_uri}/run"
     change_control(local_root, paused=True)

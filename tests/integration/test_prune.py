@@ -82,6 +82,7 @@ def outcomes(done: Done) -> dict[tuple[str, str], tuple[str, str]]:
     return {(one["name"], one["tier"]): (one["outcome"], one["reason"]) for one in done.document["copies"]}
 
 
+@pytest.mark.slow
 @pytest.mark.server
 def test_concurrent_prunes_leave_no_remains(s3_uri: str, moto: S3Server) -> None:
     """As an agent and a trainer do, or the coordinator's node and the committing node."""
@@ -249,6 +250,7 @@ def test_a_checkpoint_is_not_a_run(file_uri: str) -> None:
     assert file_uri in done.error["hint"]
 
 
+@pytest.mark.slow
 def test_unreachable_storage_is_exit_7_and_nothing_is_removed(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(s3_uri, 1, 2)
     monkeypatch.setattr(retry, "RETRIES_MAX", 0)

@@ -205,6 +205,7 @@ def test_retention_keeps_the_newest_step_complete_on_a_peer(fleet: Fleet, tmp_pa
         nodes.until(lambda: steps_after_prune(nodes[0]) == ["step-2"], "removal of the older step")
 
 
+@pytest.mark.slow
 def test_report_has_the_time_when_all_holders_had_a_step(
     fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

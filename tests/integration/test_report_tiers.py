@@ -195,6 +195,7 @@ def test_report_of_a_run_without_drains(file_uri: str, capsys: pytest.CaptureFix
     assert "shared storage not set up" in " ".join(text(capsys, file_uri).split())
 
 
+@pytest.mark.slow
 def test_commit_of_a_killed_mover_is_recorded_with_the_store_time(
     file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

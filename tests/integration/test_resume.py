@@ -271,6 +271,7 @@ async def _never(self: Drainer, token: str, *, patient: bool = True) -> None:
     raise PermissionDeniedError("seeded")
 
 
+@pytest.mark.slow
 def test_step_of_a_run_without_drains_is_resumed(
     moto: S3Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,6 +470,7 @@ def test_pending_step_of_a_rank_without_the_store_does_not_hold_back_others(
     assert all("rank=1" in rank["told"] for rank in ranks)
 
 
+@pytest.mark.slow
 def test_ranks_of_one_node_resume_at_its_pending_step(
     moto: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,18 +70,14 @@ def let_drain(local_root: Path) -> None:
     raise AssertionError(f"not drained and pruned: {Journal(local_root).entries()}, due: {has_due(local_root)}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "local", "shared"),
     [
         ({"keep_last": 3}, [7, 8, 9], [7, 8, 9]),
-        pytest.param({"keep_last": {"local": 1, "shared": 4}}, [9], [6, 7, 8, 9], marks=pytest.mark.slow),
-        pytest.param(
-            {"keep_last": {"shared": 2}, "keep_every": {"shared": 4}},
-            [*range(1, 10)],
-            [4, 8, 9],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({}, [*range(1, 10)], [*range(1, 10)], marks=pytest.mark.slow),
+        ({"keep_last": {"local": 1, "shared": 4}}, [9], [6, 7, 8, 9]),
+        ({"keep_last": {"shared": 2}, "keep_every": {"shared": 4}}, [*range(1, 10)], [4, 8, 9]),
+        ({}, [*range(1, 10)], [*range(1, 10)]),
     ],
 )
 @pytest.mark.usefixtures("paused")

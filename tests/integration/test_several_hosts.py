@@ -74,6 +74,7 @@ def test_two_concurrent_prefetches_fetch_each_byte_once(model: Path, kind: str) 
     assert kind == "container" or 0 in fetched, "one host must fetch while the other waits"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("no", [(), ("flock",), ("flock", "link", "symlink")], ids=lambda no: "no " + ", ".join(no))
 def test_four_hosts_with_separate_mounts_fetch_each_byte_once(model: Path, no: tuple[str, ...]) -> None:
     """Locks do not reach other mounts, and files removed by others disappear: as on NFS without locks."""

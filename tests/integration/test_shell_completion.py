@@ -55,7 +55,8 @@ def take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY)
 
 
-@pytest.mark.parametrize("shell", ["bash", *(pytest.param(name, marks=pytest.mark.slow) for name in SHELLS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", SHELLS)
 def test_tab_completes_verbs_options_choices_and_paths(shell: str, home: dict[str, str], tmp_path: Path) -> None:
     needs(shell)
     base = tmp_path / "base"

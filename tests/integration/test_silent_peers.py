@@ -69,6 +69,7 @@ def restored(uri: str, node: Node, **changed: Any) -> tuple[int | None, float]:
         return checkpointer.restore(state), float(state["w"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "starts late"])
 def test_late_peer_is_waited_for(how: str, nodes: Nodes, uri: str, caplog: pytest.LogCaptureFixture) -> None:
     back: Callable[[], None]
@@ -88,6 +89,7 @@ def test_late_peer_is_waited_for(how: str, nodes: Nodes, uri: str, caplog: pytes
         later.join()
 
 
+@pytest.mark.slow
 def test_silent_peer_is_named_with_the_restored_step(nodes: Nodes, uri: str, caplog: pytest.LogCaptureFixture) -> None:
     nodes[1].kill()
     assert restored(uri, nodes[0]) == (1, 1.0)
@@ -130,6 +132,7 @@ def test_step_replaced_by_a_peer_after_the_listing(
     assert not left
 
 
+@pytest.mark.slow
 def test_other_secret_error_names_the_peer_and_the_setting(
     nodes: Nodes, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,6 +151,7 @@ def test_other_secret_error_names_the_peer_and_the_setting(
         tierckpt.latest(uri, settings=new.settings)
 
 
+@pytest.mark.slow
 def test_outage_error_names_the_peers_step_and_the_call_to_restore_it(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,11 @@ def until_seen(find: Callable[[], Any]) -> tuple[Any, float]:
     return find(), time.monotonic() - begun
 
 
-@pytest.mark.parametrize("fault", CASES, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [fault if fault is reset else pytest.param(fault, marks=pytest.mark.slow) for fault in CASES],
+    ids=lambda fault: fault.__name__,
+)
 def test_store_failure_is_shown_everywhere(
     fault: Callable[[FaultProxy, str], None],
     moto: S3Server,
@@ -160,6 +164,7 @@ def test_store_failure_is_shown_everywhere(
         assert of_run["if_this_node_dies"] == "nothing is lost: step 2 is on shared storage"
 
 
+@pytest.mark.slow
 def test_evicted_drained_step_is_still_the_safe_step(moto: S3Server, s3_uri: str, local_root: Path) -> None:
     """Retention and eviction may remove the newest shared step's local copy before newer steps drain."""
     with tierckpt.Checkpointer(s3_uri, keep_last=2) as checkpointer:
@@ -182,6 +187,7 @@ def metrics(url: str) -> str:
         return str(answer.read().decode())
 
 
+@pytest.mark.slow
 def test_paused_or_throttled_drain_does_not_count_as_waiting_for_its_store(
     moto: S3Server, s3_uri: str, local_root: Path
 ) -> None:
@@ -202,6 +208,7 @@ def test_paused_or_throttled_drain_does_not_count_as_waiting_for_its_store(
         assert document["stores"] == [] and document["journal"][0]["drain"]["state"] in ("queued", "sending")
 
 
+@pytest.mark.slow
 def test_control_silent_store_mistaken_for_busy_is_detected(
     monkeypatch: pytest.MonkeyPatch, local_root: Path, s3_uri: str
 ) -> None:

@@ -73,6 +73,7 @@ def test_files_of_each_verb_have_default_mode_and_group(shared_tmp: Path, umask:
         os.umask(before)
 
 
+@pytest.mark.slow
 def test_users_of_a_group_share_a_run(shared_tmp: Path, tmp_path: Path) -> None:
     team = team_directory(shared_tmp / "team")
     save(shared_tmp / "warm", tmp_path / "warm-root", range(1, 2))  # import modules that the users cannot read

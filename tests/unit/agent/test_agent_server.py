@@ -55,9 +55,8 @@ def says(log_file: Path, text: str) -> None:
     assert any(text in log_file.read_text() for _ in Poll(60, LOCAL)), log_file.read_text()
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGHUP))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_one_signal_drains_and_the_second_ends_it_at_once(
     number: signal.Signals, agent: tuple[subprocess.Popen[bytes], Path], local_root: Path
 ) -> None:

@@ -279,6 +279,7 @@ def test_memory_that_cannot_be_had_takes_no_slot(arena: Arena, monkeypatch: pyte
     assert arena.allocations == 2
 
 
+@pytest.mark.slow
 def test_random_lives_keep_every_bound() -> None:
     """Any order of events: bounds hold, no two live checkpoints share memory, none in a flush is taken."""
     generator = random.Random(3)

@@ -195,6 +195,7 @@ def save_alone(uri: str, root: str) -> None:
     subprocess.run(command, check=True, env=environment)
 
 
+@pytest.mark.slow
 def test_ranks_that_look_at_different_moments_look_again(file_uri: str, tmp_path: Path) -> None:
     save(file_uri, tmp_path / "job", 1)
     scenario = "tests.unit.checkpoint.test_select:look_one_after_the_other"

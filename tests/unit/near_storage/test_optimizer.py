@@ -226,6 +226,7 @@ class TestTraining:
             for one, other in zip(again.model.parameters(), reference.model.parameters(), strict=True):
                 assert torch.equal(one, other)
 
+    @pytest.mark.slow
     def test_a_restarted_updater_continues_bit_for_bit(self, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
         reference = Reference(KINDS["AdamW"]())
         trainer.train(1)

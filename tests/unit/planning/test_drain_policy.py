@@ -66,6 +66,7 @@ def test_the_rpo_holds_with_small_regret(shared: Trace, local: Trace) -> None:
     assert outcome.sent == sorted(outcome.sent)
 
 
+@pytest.mark.slow
 @given(begin=st.integers(200, 6000), length=st.integers(1, 400), rate=st.floats(1.0, 8.0))
 @settings(max_examples=12, deadline=None)
 def test_the_rpo_holds_through_expected_outages(begin: int, length: int, rate: float) -> None:

@@ -166,6 +166,7 @@ def test_a_step_waits_for_its_part_and_for_nothing_else(slow_link: Link) -> None
     assert snapshot.blocked_seconds > 0.2 * snapshot.moved_bytes / slow_link.bytes_per_second
 
 
+@pytest.mark.slow
 def test_gradients_overtake_parts(slow_link: Link) -> None:
     part = slow_link.copy([torch.ones(1 << 20)], PARTS)
     more = slow_link.copy([torch.ones(1 << 20)], PARTS)

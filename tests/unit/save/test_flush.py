@@ -619,6 +619,7 @@ def io_priority(thread: int) -> int:
     return int(ctypes.CDLL(None).syscall({251: 252, 30: 31}[priority.IOPRIO_SET[os.uname().machine]], 1, thread))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
 def test_another_process_can_run_it(tmp_path: Path, copied: bool) -> None:
     """The agent opens the arena by name and writes its shards as plain records, with addresses relative to it."""

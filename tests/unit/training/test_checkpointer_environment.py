@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.services import ENVIRONMENT, REPOSITORY
 
 JOB = """
@@ -36,6 +38,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_absolute_paths_need_no_working_directory(tmp_path: Path) -> None:
     """It also starts an agent on demand."""
     directory = tmp_path / "gone"
