@@ -79,3 +79,9 @@ class Disk:
             return real(*given, **options)
 
         patched.setattr(owner, call, asked)
+
+    def __enter__(self) -> Disk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hangs.set()

@@ -50,6 +50,7 @@ def test_cached_plans_on_two_ranks(file_uri: str) -> None:
     all_true(launch(f"{SCENARIOS}:cached_plans", 2, folder=file_uri), 4)
 
 
+@pytest.mark.slow
 @distributed
 def test_saves_without_collectives(file_uri: str) -> None:
     all_true(launch(f"{SCENARIOS}:without_collectives", 2, folder=file_uri), 4)

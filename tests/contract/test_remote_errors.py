@@ -353,6 +353,7 @@ async def test_a_range_that_comes_back_short(monkeypatch: pytest.MonkeyPatch) ->
             await open_uri("s3://bucket/run").get_range("key", ByteRange(0, 10))
 
 
+@pytest.mark.slow
 async def test_an_answer_that_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     headers = {**ETAG, "Content-Length": "1000", "Content-Range": "bytes 0-999/1000"}
     # The second try may find its connection closed; then a store answers with XML, unlike the stub.

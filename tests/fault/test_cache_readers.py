@@ -29,6 +29,7 @@ def test_80_staggered_readers_of_an_uncached_model_fetch_each_chunk_once(tmp_pat
     assert (outcome["directories"], outcome["whole"], outcome["left"]) == (1, True, [])
 
 
+@pytest.mark.slow
 def test_chunks_claimed_by_killed_readers_are_fetched_at_most_once_more(tmp_path: Path) -> None:
     outcome = run(tmp_path, 10, 4)
     assert outcome["ends"] == {-9: 4, 0: 6}

@@ -201,6 +201,7 @@ async def test_request_with_a_lost_answer_counts_once(
         assert plan.fired == 2
 
 
+@pytest.mark.slow
 async def test_damaged_answer_is_retried_on_another_connection(
     server: S3Server, proxy: FaultProxy, tmp_path: Path
 ) -> None:
@@ -328,6 +329,7 @@ async def test_expired_credentials_are_renewed_once(
     assert 1 <= expiry.refused <= 4, "only requests in flight are rejected"
 
 
+@pytest.mark.slow
 async def test_credentials_that_expire_during_an_upload_are_renewed(
     server: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

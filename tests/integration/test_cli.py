@@ -311,6 +311,7 @@ def test_missing_bucket_is_exit_4_and_names_it(s3_uri: str) -> None:
     assert "no-such-bucket-here" in done.error["message"]
 
 
+@pytest.mark.slow
 def test_unreachable_storage_is_exit_7(s3_uri: str) -> None:
     done = tierckpt_(
         "ls", s3_uri, AWS_ENDPOINT_URL=f"http://127.0.0.1:{free_port()}", TIERCKPT_STORE_TIMEOUT_SECONDS="2"

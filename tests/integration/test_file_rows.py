@@ -59,6 +59,7 @@ def on_terminal(arguments: list[str], environment: Mapping[str, str], tmp_path: 
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_file_bars_and_total_progress(columns: int, tmp_path: Path) -> None:
     files = {f"model-{number}-of-3.safetensors": os.urandom(1 << 20) for number in range(1, 4)}

@@ -374,6 +374,7 @@ def test_invalid_url_error_shows_the_correct_form(url: str, hint: str, fs: Any) 
         assert hint in str(caught.value)
 
 
+@pytest.mark.slow
 def test_unreachable_store_is_not_an_empty_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):

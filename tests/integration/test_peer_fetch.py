@@ -85,6 +85,7 @@ def test_directory_is_filled_from_peers(cluster: Cluster, tmp_path: Path) -> Non
     assert cluster.origin.sent_bytes() == 0
 
 
+@pytest.mark.slow
 def test_without_an_agent_everything_comes_from_the_store(cluster: Cluster, tmp_path: Path) -> None:
     node = cluster.nodes[0]
     lonely = type(node)(

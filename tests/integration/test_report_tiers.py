@@ -237,6 +237,7 @@ def test_plain_saves_leave_no_records(file_uri: str) -> None:
     assert not Path(file_uri, HISTORY_DIR).exists()
 
 
+@pytest.mark.slow
 def test_two_saves_of_a_step_are_distinguished(
     file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

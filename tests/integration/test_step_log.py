@@ -233,6 +233,7 @@ def test_log_without_its_checkpoint_is_ignored(run: Runs, file_uri: str, local_r
     assert resumed(run())[1] is None
 
 
+@pytest.mark.slow
 def test_damaged_frame_restores_the_previous_step_with_a_warning(
     run: Runs, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,6 +65,7 @@ def stored(top: str) -> dict[str, bytes]:
     return {path.removeprefix(f"{top}/"): other.cat_file(path) for path in other.find(top)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("held")
 def test_node_sees_its_writes_renames_and_removals_before_they_drain(top: str, fs: Any) -> None:
     large = os.urandom((17 << 20) + 5)

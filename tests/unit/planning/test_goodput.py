@@ -205,6 +205,7 @@ def test_the_formula_with_measured_means_agrees_within_three_percent() -> None:
     assert found.mtbf_seconds == pytest.approx(1800, rel=0.05)
 
 
+@pytest.mark.slow
 def test_two_tiers_match_the_nested_model() -> None:
     cluster = Cluster(NODES, RATES, (failing(3600, "process", wipes=False), failing(36000)))
     _, found = measured(cluster, TIERED, 40, 2)

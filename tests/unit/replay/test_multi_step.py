@@ -89,6 +89,7 @@ def windowed(job: Job, stager: MultiStepStager, steps: int) -> tuple[Snapshot, d
         states[job.number - begun] = copy.deepcopy(job.state())
         job.train()
         stager.end_of_step()
+    states[job.number - begun] = copy.deepcopy(job.state())
     return pending.result(SECONDS), states
 
 

@@ -170,6 +170,7 @@ def test_no_bar_is_drawn_when_nobody_looks(as_json: bool, capsys: pytest.Capture
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_transfers_that_are_done_leave_their_rows_to_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TERM", "xterm")
     ours, theirs = pty.openpty()

@@ -37,6 +37,7 @@ def end(frames: Sequence[ItemFrame], placed: Placed) -> int:
     return placed[1] + frames[placed[0]].total_bytes
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(frames=FRAMES, cap=CAPS, unit=st.sampled_from([64 * KiB, 128 * KiB, 8 * MiB]))
 def test_layouts_keep_the_rules(frames: list[ItemFrame], cap: int, unit: int) -> None:
