@@ -209,9 +209,8 @@ class Selector:
             before, names = names, await self._listed(location, windows, is_again=True)
             new = _newest_first(names - before, step_max)
             if self._peers is not None and gone & {*await self._peers.committed(location)}:
-                await asyncio.sleep(
-                    PEER_REMOVAL_SECONDS
-                )  # a peer drops removed steps from its list before it adds new ones
+                # A peer drops removed steps from its list before it adds new ones.
+                await asyncio.sleep(PEER_REMOVAL_SECONDS)
                 continue
             if found is not None and not any(age_of(name) > age_of(found.location.name) for name in new):
                 return found

@@ -201,9 +201,8 @@ class HostLease:
         return age_ns > SILENT_SECONDS * 1e9
 
     def _overtake(self, holder: bytes, written_ns: int) -> bool:
-        takeover_mark = self._sibling(
-            f"{written_ns:x}"
-        )  # the right to remove that lease: only one host creates this file
+        # The right to remove that lease: only one host creates this file.
+        takeover_mark = self._sibling(f"{written_ns:x}")
         try:
             write_new(takeover_mark, b"", is_durable=False)
         except FileExistsError:

@@ -92,9 +92,8 @@ async def _copy(mover: Mover, checkpoint: Checkpoint, directory: Path) -> Restor
         raise ConfigError(f"{directory} is both source and target of the restore", hint="Use another --to")
     manifest = checkpoint.manifest
     source = RestoreSource(checkpoint, manifest) if manifest is not None else None
-    store = (
-        cast(Store, source) if source is not None else checkpoint.store
-    )  # fill_directory requests only ranges from its source
+    # fill_directory requests only ranges from its source.
+    store = cast(Store, source) if source is not None else checkpoint.store
     wanted = from_manifest(manifest) if manifest is not None else await from_listing(checkpoint.store)
 
     def restoring(progress: Progress, /) -> None:
