@@ -503,11 +503,7 @@ def show(tables: dict[str, list[Row]], given: argparse.Namespace) -> None:
         Console(width=None if sys.stdout.isatty() else 150).print(table)
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, Path], list[Row]]] = {
-    "saves": saves,
-    "loads": loads,
-    "hub": hub_egress,
-}
+PARTS: dict[str, Callable[[argparse.Namespace, Path], list[Row]]] = {"saves": saves, "loads": loads, "hub": hub_egress}
 
 
 def main() -> None:

@@ -258,9 +258,7 @@ def azurite_server(directory: Path) -> Iterator[AzureServer]:
     endpoint = ENVIRONMENT.get("TIERCKPT_TEST_AZURE_ENDPOINT")
     if endpoint:
         yield AzureServer(
-            endpoint.rstrip("/"),
-            ENVIRONMENT["TIERCKPT_TEST_AZURE_ACCOUNT"],
-            ENVIRONMENT["TIERCKPT_TEST_AZURE_KEY"],
+            endpoint.rstrip("/"), ENVIRONMENT["TIERCKPT_TEST_AZURE_ACCOUNT"], ENVIRONMENT["TIERCKPT_TEST_AZURE_KEY"]
         )
         return
     binary = _find_azurite()

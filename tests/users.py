@@ -7,12 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 def as_user(
-    uid: int,
-    work: Callable[[], object],
-    *,
-    gid: int | None = None,
-    groups: Sequence[int] = (),
-    umask: int = 0o022,
+    uid: int, work: Callable[[], object], *, gid: int | None = None, groups: Sequence[int] = (), umask: int = 0o022
 ) -> str:
     """Run ``work`` in a child with the user ``uid`` and no group of root's. Returns '' or the error that it raised."""
     out, into = os.pipe()

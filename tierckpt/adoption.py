@@ -111,20 +111,20 @@ def adopt(
     """
     configured = Settings.load(settings, **overrides)
     use_local_root(configured)  # creates nothing yet
-    location, place = check_location(parse_uri(uri)), local_path(directory, "directory")
+    location, path = check_location(parse_uri(uri)), local_path(directory, "directory")
     check_mirrored_target(location, configured.local_root)
-    if place.resolve().is_relative_to(configured.local_root):
-        raise ConfigError(f"{place} is inside local_root", hint="Adopt a directory outside local_root")
+    if path.resolve().is_relative_to(configured.local_root):
+        raise ConfigError(f"{path} is inside local_root", hint="Adopt a directory outside local_root")
     client = get_client(configured)
-    if location.scheme == "file" and Path(location.path).resolve().is_relative_to(place.resolve()):
-        raise ConfigError(f"{location.uri} is inside {place}, the adopted directory", hint="Use a URI outside it")
-    part = _part_of(location, place, ranks, attempt)
+    if location.scheme == "file" and Path(location.path).resolve().is_relative_to(path.resolve()):
+        raise ConfigError(f"{location.uri} is inside {path}, the adopted directory", hint="Use a URI outside it")
+    part = _part_of(location, path, ranks, attempt)
     if part.is_idle:
         return Adoption(location.uri, 0, 0, configured)
     make_local_root(configured)
     client.recover()
-    files = source.scan(place)
-    source.check_quiet(place, files)
+    files = source.scan(path)
+    source.check_quiet(path, files)
     source.check_names(files, adopted_dir(part.token), location)
     replaces = client.run(client.mover.replaced.find(location, overwrite=overwrite))
     if part.attempt in replaces:
@@ -133,7 +133,7 @@ def adopt(
             hint="Use a new attempt name for each adoption",
         )
     links = links and location.scheme != "file"
-    entries = _adopt(client, location, place, files, part, replaces, links, listener)
+    entries = _adopt(client, location, path, files, part, replaces, links, listener)
     return Adoption(location.uri, len(entries), sum(entry.size_bytes for entry in entries), configured)
 
 
@@ -200,7 +200,7 @@ def _adopt(
 # --- several ranks ---------------------------------------------------------------------------------------------
 
 
-def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, attempt: str | None) -> _RankPart:
+def _part_of(location: Location, path: Path, ranks: tuple[int, int] | None, attempt: str | None) -> _RankPart:
     """Any thread may call this: it is not a collective."""
     if attempt is not None and not (is_token(attempt) and len(attempt) <= 60):
         raise ConfigError(f"attempt is {attempt!r}", hint="Use at most 60 letters, digits, '.', '_' and '-'")
@@ -222,7 +222,7 @@ def _part_of(location: Location, place: Path, ranks: tuple[int, int] | None, att
     if ranks is not None:
         return _RankPart(attempts[0], rank, world_size)
     # Now every rank has written.
-    places = store.all_gather("place", source.identity(place) or "none", late, hint)
-    first = [number for number, name in enumerate(places) if name != "none" and places.index(name) == number]
+    paths = store.all_gather("place", source.identity(path) or "none", late, hint)
+    first = [number for number, name in enumerate(paths) if name != "none" and paths.index(name) == number]
     is_idle = rank not in first and bool(first)  # without any directory, each rank raises the error
     return _RankPart(attempts[0], first.index(rank) if rank in first else 0, max(1, len(first)), is_idle)

@@ -198,15 +198,15 @@ class _Watch:
         self._has_told = False
 
     def __call__(self, progress: Any) -> None:
-        now, told = time.monotonic(), progress if isinstance(progress, dict) else {}
-        if told.get("work") != self._work:
-            self._work, self._moved_at = told.get("work"), now
+        now, details = time.monotonic(), progress if isinstance(progress, dict) else {}
+        if details.get("work") != self._work:
+            self._work, self._moved_at = details.get("work"), now
         if not self._has_told and now - self._begun > WARNING_SECONDS:
             self._has_told = True
             log.warning(
                 "waiting for the agent to write the staged saves of ended trainers (%s saves, %s bytes): up to %g s",
-                told.get("saves"),
-                told.get("size_bytes"),
+                details.get("saves"),
+                details.get("size_bytes"),
                 SETTLE_SECONDS,
             )
         if now - self._moved_at > STALLED_SECONDS:
@@ -255,14 +255,14 @@ def wait(
         >>> tierckpt.wait("run/step-1", tier="shared", timeout_seconds=60)
     """
     try:
-        wanted = Tier(tier)
+        target_tier = Tier(tier)
     except ValueError:
         raise ConfigError(f"tier is {tier!r}", hint="Use 'local' or 'shared'") from None
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
     deadline = time.monotonic() + timeout_seconds
     in_flight.wait(client.settings.local_root, location.uri, timeout_seconds)
-    client.wait(location, wanted, max(0.0, deadline - time.monotonic()))
+    client.wait(location, target_tier, max(0.0, deadline - time.monotonic()))
 
 
 @short_traceback

@@ -192,13 +192,13 @@ def _set_modes(root: Path, mode: int) -> None:
         try:
             status = directory.stat()
             now = stat.S_IMODE(status.st_mode)
-            wanted = mode if directory != root else now | mode
-            if status.st_uid != os.geteuid() or now == wanted:
+            new_mode = mode if directory != root else now | mode
+            if status.st_uid != os.geteuid() or now == new_mode:
                 continue
-            directory.chmod(wanted)
+            directory.chmod(new_mode)
         except OSError:  # missing, or on a read-only mount
             continue
-        if now & 0o055 & ~wanted:
+        if now & 0o055 & ~new_mode:
             log.warning(
                 "%s could be read by other users and is now this user's alone; local_readable_by opens it", directory
             )

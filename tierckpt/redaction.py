@@ -38,11 +38,7 @@ _PARAMETER = re.compile(
 )
 _SHAPES: tuple[tuple[tuple[str, ...], re.Pattern[str], str], ...] = (
     (("sig", "credential", "key", "token", "secret", "password"), _PARAMETER, rf"\1\2{MASK}"),
-    (
-        ("bearer ", "basic "),
-        re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/-]{8,}=*"),
-        rf"\1 {MASK}",
-    ),
+    (("bearer ", "basic "), re.compile(r"(?i)\b(bearer|basic)\s+[A-Za-z0-9._~+/-]{8,}=*"), rf"\1 {MASK}"),
     (
         ("security-token", "source-authorization"),
         re.compile(r"(?i)(x-amz-security-token|x-ms-copy-source-authorization)(\"?'?\s*:\s*\"?'?)[^\s\"',}]+"),

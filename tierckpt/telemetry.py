@@ -308,23 +308,23 @@ def log_to(
     program line.
     """
     target = logging.getLogger(name)
-    standing = [each for each in target.handlers if isinstance(each, logging.StreamHandler) and each.stream is stream]
+    handlers = [each for each in target.handlers if isinstance(each, logging.StreamHandler) and each.stream is stream]
     handler = logging.StreamHandler(stream)
-    handler.setLevel(min([level_of(level), *(each.level for each in standing)]))
+    handler.setLevel(min([level_of(level), *(each.level for each in handlers)]))
     handler.setFormatter(
         JsonFormatter() if log_format == "json" else _TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
     )
     if is_sparing:
         handler.addFilter(_Sparing())
     before = target.level
-    for each in standing:
+    for each in handlers:
         target.removeHandler(each)
     target.addHandler(handler)
     target.setLevel(min(level_of(level), before) if before else level_of(level))
 
     def stop() -> None:
         target.removeHandler(handler)
-        for each in standing:
+        for each in handlers:
             target.addHandler(each)
         target.setLevel(before)
 

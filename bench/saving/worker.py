@@ -23,10 +23,7 @@ from .meter import Meter, Results, Sample, combined, say, settle
 from .rows import MEMCPY, RAW, Bench, Row, rows_of
 from .states import CASES
 
-RATIOS = {
-    "durable_ratio": ("durable_seconds", RAW),
-    "blocked_ratio": ("blocked_seconds", MEMCPY),
-}
+RATIOS = {"durable_ratio": ("durable_seconds", RAW), "blocked_ratio": ("blocked_seconds", MEMCPY)}
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 STOLEN_MAX = 0.02
 """Samples in which the hypervisor gave more processor time than this to other guests are discarded."""

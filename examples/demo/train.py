@@ -85,13 +85,7 @@ def train(arguments: argparse.Namespace) -> None:
     text, rank = corpus(), dist.get_rank()
     model, optimizer, scheduler = build(arguments.steps)
     torch.manual_seed(SEED + 1 + rank)  # each rank has its own dropout
-    state = {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "rng": RngState(),
-        "bytes_seen": 0,
-    }
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": RngState(), "bytes_seen": 0}
     events = Events(arguments.events)
     every_step = EveryStep(gradient_log=arguments.gradient_log)
     with Checkpointer(arguments.uri, keep_last=3, every_step=every_step) as checkpointer:

@@ -21,11 +21,7 @@ from tests.compat.extensions import Flipped, registry
 from tierckpt.dcp import shard_delivery
 from tierckpt.format.layout import local_dir, parse_uri
 
-EXTENSIONS = {
-    "flipped": [Flipped],
-    "flipped-twice": [Flipped, Flipped],
-    "zstandard": [ZStandard],
-}
+EXTENSIONS = {"flipped": [Flipped], "flipped-twice": [Flipped, Flipped], "zstandard": [ZStandard]}
 """No chain of two different ones: torch 2.13 records them in the wrong order and cannot load its own save."""
 
 

@@ -26,11 +26,7 @@ def total(load: dict[str, Any]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded", "window_bytes", "apart"),
-    [
-        ("replicated", "replicated", 256 << 20, 4.0),
-        ("rows", "columns", 2 << 20, 4.0),
-        ("mixed", "mixed", 2 << 20, 2.2),
-    ],
+    [("replicated", "replicated", 256 << 20, 4.0), ("rows", "columns", 2 << 20, 4.0), ("mixed", "mixed", 2 << 20, 2.2)],
 )
 def test_what_every_rank_wants_is_read_once(
     saved: str, loaded: str, window_bytes: int, apart: float, file_uri: str

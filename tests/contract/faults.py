@@ -32,11 +32,7 @@ class Kind(enum.StrEnum):
 
 
 _READS = {"get", "get_range"}
-_POSSIBLE = {
-    Kind.TRUNCATE: _READS,
-    Kind.CORRUPT: _READS,
-    Kind.CUT: {"put_stream"},
-}
+_POSSIBLE = {Kind.TRUNCATE: _READS, Kind.CORRUPT: _READS, Kind.CUT: {"put_stream"}}
 VERBS = (
     *("head", "get", "get_range", "put", "put_stream", "replace", "remove"),
     *("link", "list", "list_dirs", "delete", "delete_dir"),

@@ -10,15 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.certificates import Authority
-from tests.contract.test_regions import (
-    HOME,
-    Regional,
-    first_delete,
-    first_list,
-    first_parts,
-    first_put,
-    opened,
-)
+from tests.contract.test_regions import HOME, Regional, first_delete, first_list, first_parts, first_put, opened
 from tests.services import HttpServer, S3Server
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError, TierckptError

@@ -173,11 +173,7 @@ async def test_a_machine_of_aws_with_a_role_and_without(role: bytes, monkeypatch
 )
 @pytest.mark.parametrize("metadata_service", ["disabled", "not there"])
 async def test_missing_credentials(
-    uri: str,
-    environment: dict[str, str],
-    variable: str,
-    metadata_service: str,
-    monkeypatch: pytest.MonkeyPatch,
+    uri: str, environment: dict[str, str], variable: str, metadata_service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/nonexistent")
     if metadata_service == "not there":  # as on a machine of no cloud; never ask the one this test may run on

@@ -40,7 +40,4 @@ def no_verification() -> None:
     )
 
 
-BUGS: dict[str, Callable[[], None]] = {
-    "ownership ignored": ownership_ignored,
-    "no verification": no_verification,
-}
+BUGS: dict[str, Callable[[], None]] = {"ownership ignored": ownership_ignored, "no verification": no_verification}

@@ -50,11 +50,7 @@ PASSING = (StoreUnavailableError, OperationTimeoutError, PartialTransferError)
 
 def settings_for(root: Path, **more: object) -> Settings:
     return Settings.load(
-        local_root=root,
-        chunk_size_bytes=CHUNK_BYTES,
-        concurrency=2,
-        store_timeout_seconds=6.0,
-        **more,
+        local_root=root, chunk_size_bytes=CHUNK_BYTES, concurrency=2, store_timeout_seconds=6.0, **more
     )
 
 

@@ -322,10 +322,7 @@ def test_agent_commits_a_staged_save_of_killed_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "point"),
-    [
-        ("Checkpointer", "half flushed"),
-        *in_full([(way, point) for way in SAVE_METHODS for point in points_of(way, 4)]),
-    ],
+    [("Checkpointer", "half flushed"), *in_full([(way, point) for way in SAVE_METHODS for point in points_of(way, 4)])],
 )
 def test_agents_commit_a_staged_save_of_killed_ranks_on_two_nodes(
     way: str, point: str, file_uri: str, local_root: Path, tmp_path: Path
@@ -552,11 +549,7 @@ def _outcomes_of(job: Job, ranks: list[int]) -> list[tuple[str, str]]:
     ],
 )
 def test_agent_commits_no_save_whose_memory_was_reused(
-    scenario: str,
-    right: dict[int, bool],
-    wrong: dict[int, bool],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    scenario: str, right: dict[int, bool], wrong: dict[int, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = {}
     for seeded in (False, True):

@@ -35,11 +35,7 @@ NOISE = (
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
     local = tmp_path_factory.mktemp("local")
     with moto_server(keep_alive=True) as server, server.bucket() as bucket:
-        environment = {
-            **server.environment(),
-            "TIERCKPT_LOCAL_ROOT": str(local),
-            "TIERCKPT_MOVER": "inline",
-        }
+        environment = {**server.environment(), "TIERCKPT_LOCAL_ROOT": str(local), "TIERCKPT_MOVER": "inline"}
         root = f"s3://{bucket}/top"
         start(interrupt_scenarios.prepare, local / "job", env=environment, root=root).result()
         yield root, environment

@@ -72,8 +72,7 @@ def test_slow_rank_gets_its_bytes(tmp_path: Path, uri: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("bug", "fault"),
-    [("a slot is used again at once", "slow"), ("what a dead rank began stays begun", "kill")],
+    ("bug", "fault"), [("a slot is used again at once", "slow"), ("what a dead rank began stays begun", "kill")]
 )
 def test_harness_finds_a_seeded_bug(bug: str, fault: str, tmp_path: Path, uri: str) -> None:
     outcomes = outcomes_of_survivors(tmp_path / "job", uri, fault, bug=bug)

@@ -51,11 +51,7 @@ class Node:
     def __init__(self, root: Path, shared: Path) -> None:
         self.root, self.shared = root, shared
         self.run, self.model = str(shared / "run"), str(shared / "model")
-        self.settings: dict[str, Any] = {
-            "local_root": root,
-            "mover": "inline",
-            "exit_timeout_seconds": 5,
-        }
+        self.settings: dict[str, Any] = {"local_root": root, "mover": "inline", "exit_timeout_seconds": 5}
 
     @property
     def step(self) -> Path:

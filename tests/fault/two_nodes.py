@@ -44,12 +44,7 @@ def plain_store(location: Location) -> Store:
 
 
 def settings_of(root: Path) -> Settings:
-    return Settings.load(
-        local_root=root,
-        mover="inline",
-        chunk_size_bytes=CHUNK_BYTES,
-        commit_timeout_seconds=5.0,
-    )
+    return Settings.load(local_root=root, mover="inline", chunk_size_bytes=CHUNK_BYTES, commit_timeout_seconds=5.0)
 
 
 class Node:

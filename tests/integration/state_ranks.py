@@ -23,11 +23,7 @@ from tests.states import drawn
 from tierckpt import Checkpointer
 from tierckpt.errors import TierckptError
 
-LAYOUTS = {
-    1: ("plain",),
-    2: ("ddp", "fsdp", "tp", "pipeline"),
-    4: ("fsdp", "hsdp", "tp", "fsdp+tp", "pipeline"),
-}
+LAYOUTS = {1: ("plain",), 2: ("ddp", "fsdp", "tp", "pipeline"), 4: ("fsdp", "hsdp", "tp", "fsdp+tp", "pipeline")}
 KINDS = ("one group", "SGD", "groups", "loose parameter")
 SAVED = [f"{layout}-on-{world}" for world, found in LAYOUTS.items() for layout in found]
 LEAVES = ("first.wide", "first.narrow", "first.norm", "second.wide", "second.narrow", "second.norm", "head")

@@ -142,11 +142,7 @@ def test_size_needs_neither_torch_nor_matplotlib_nor_simpy() -> None:
     ],
 )
 def test_missing_extra_error_names_the_extra(
-    missing: str,
-    arguments: list[str],
-    extra: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    missing: str, arguments: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("tierckpt.planning.")]:
         if name.endswith(("simulator", "pipe")):

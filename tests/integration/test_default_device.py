@@ -42,9 +42,7 @@ def train(job: Job) -> int:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"mode": "async"}, {"mode": "sync"}, {"every_step": WINDOW}, {"every_step": LOG}],
-    ids=str,
+    "options", [{"mode": "async"}, {"mode": "sync"}, {"every_step": WINDOW}, {"every_step": LOG}], ids=str
 )
 def test_a_job_is_restored_bit_for_bit(options: dict[str, Any], no_device: None, file_uri: str) -> None:
     job, digests = on_host(), dict[int, str]()

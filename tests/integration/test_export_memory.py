@@ -63,10 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def measured(checkpoint: str, to: Path, window_bytes: int, dtype: str = "") -> dict[str, int]:
-    environment = {
-        "TIERCKPT_LOCAL_ROOT": str(Path(checkpoint).parent / "local"),
-        "TIERCKPT_MOVER": "inline",
-    }
+    environment = {"TIERCKPT_LOCAL_ROOT": str(Path(checkpoint).parent / "local"), "TIERCKPT_MOVER": "inline"}
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, checkpoint, str(to), dtype, str(window_bytes)],
         capture_output=True,

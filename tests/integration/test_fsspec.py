@@ -432,10 +432,9 @@ print(",".join(sample["txt"] for sample in samples))
         timeout=120,
         check=False,
     )
-    assert done.stdout.split("\n")[:2] == [
-        str(sum(range(50))),
-        ",".join(f"sample {number}" for number in range(5)),
-    ], done.stderr[-3000:]
+    assert done.stdout.split("\n")[:2] == [str(sum(range(50))), ",".join(f"sample {number}" for number in range(5))], (
+        done.stderr[-3000:]
+    )
 
 
 # --- one fetch per node ----------------------------------------------------------------------------------------------

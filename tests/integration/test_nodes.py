@@ -17,12 +17,7 @@ SCENARIOS = "tests.integration.node_scenarios"
 @pytest.mark.parametrize("use_collectives", [True, False])
 def test_last_drain_commits(use_collectives: bool, slow: int, s3_uri: str, tmp_path: Path) -> None:
     outcome = launch(
-        f"{SCENARIOS}:save_on_two_nodes",
-        2,
-        uri=s3_uri,
-        roots=str(tmp_path),
-        use_collectives=use_collectives,
-        slow=slow,
+        f"{SCENARIOS}:save_on_two_nodes", 2, uri=s3_uri, roots=str(tmp_path), use_collectives=use_collectives, slow=slow
     )
     assert outcome["journal"] == [0, 0]
     for claim in ("knows the commit", "own shard only", "value", "latest"):

@@ -461,12 +461,9 @@ async def test_peer_with_an_invalid_certificate_is_rejected(tmp_path: Path, wron
     believing = certified(other, tmp_path / "believing")  # their certificate, this node's authority
     shutil.copy(ours.path, tmp_path / "believing" / "ca.crt")
     named = certified(ours, tmp_path / "named", "127.0.0.2")
-    served = {
-        "authority of the client": good,
-        "authority of the server": believing,
-        "name": named,
-        "plain": good,
-    }[wrong]
+    served = {"authority of the client": good, "authority of the server": believing, "name": named, "plain": good}[
+        wrong
+    ]
     client_files = believing if wrong == "authority of the client" else good
     async with serving(tmp_path, peer_secret_file=None, **served) as node:
         if wrong == "plain":

@@ -297,9 +297,7 @@ def test_partial_entry_is_served_while_its_process_is_connected(
 
 
 @pytest.mark.slow
-def test_slow_node_report_reaches_local_fetches_and_expires(
-    nodes: Callable[..., list[Node]],
-) -> None:
+def test_slow_node_report_reaches_local_fetches_and_expires(nodes: Callable[..., list[Node]]) -> None:
     (node,) = (one.start() for one in nodes(1))
     until(lambda: node.live() == {node.address}, "the agent's start")
     member, version = member_of(node.ask("peers")["me"]), model()[0].version

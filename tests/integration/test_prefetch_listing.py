@@ -82,7 +82,7 @@ def test_markers_of_folders_are_found_in_any_order() -> None:
         markers = FolderMarkers()
         objects = {one.key for one in order if markers.take(one)}
         assert objects | {one.key for one in markers.empty()} == {
-            *("model.safetensors", "model/x", "deep/a/b", "empty", "deep/a/none"),
+            *("model.safetensors", "model/x", "deep/a/b", "empty", "deep/a/none")
         }
 
 

@@ -132,11 +132,7 @@ def test_concurrent_loads_share_fetched_chunks(
 
 
 def test_entry_published_while_a_load_joins_is_reused(
-    uri: str,
-    tensors: dict[str, torch.Tensor],
-    tmp_path: Path,
-    fetched: list[float],
-    monkeypatch: pytest.MonkeyPatch,
+    uri: str, tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     join, others = entry.PartialEntry, []
     model = tmp_path / "model"

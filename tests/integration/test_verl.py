@@ -195,12 +195,7 @@ def test_sft_handler_saves_prunes_and_resumes(
 
 @pytest.mark.parametrize("trainer", ["ppo", "sft"])
 def test_step_rewritten_in_place_leaves_the_adopted_copy(
-    trainer: str,
-    verl: SimpleNamespace,
-    cluster: Cluster,
-    s3_uri: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    trainer: str, verl: SimpleNamespace, cluster: Cluster, s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run returns to an earlier step and is killed while writing it."""
     monkeypatch.setenv("TIERCKPT_DRAIN", "false")

@@ -25,13 +25,7 @@ from tierckpt.checkpoint.journal import FILE_SET_ASIDE, Journal
 from tierckpt.cli.ui.app import run as run_cli
 from tierckpt.client import close_all
 from tierckpt.drain import write_back
-from tierckpt.errors import (
-    CapacityError,
-    CommitAbandonedError,
-    ConfigError,
-    IntegrityError,
-    OperationTimeoutError,
-)
+from tierckpt.errors import CapacityError, CommitAbandonedError, ConfigError, IntegrityError, OperationTimeoutError
 from tierckpt.stores.local import LocalStore
 from tierckpt.stores.obstore_store import RemoteStore
 
@@ -346,10 +340,7 @@ def test_step_is_removed_from_the_store_only_after_later_saves_arrive(
         assert not fs.exists(f"{top}/step-1")
         assert fs.find(top) == new
         time.sleep(0.3)  # long enough for a removal that does not wait
-        assert stored(top).keys() >= {
-            "step-1/.metadata",
-            "step-1/__0_0.distcp",
-        }  # a lost node must leave these
+        assert stored(top).keys() >= {"step-1/.metadata", "step-1/__0_0.distcp"}  # a lost node must leave these
     finally:
         uploads.released.set()
     fs.wait(top)

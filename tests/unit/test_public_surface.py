@@ -169,11 +169,7 @@ def test_a_chunk_that_o_direct_cannot_write_is_refused_and_the_next_size_named(s
 
 
 def test_staging_and_flush_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {
-        "STAGING_BYTES_MAX": "6GiB",
-        "CHECKPOINTS_IN_FLIGHT_MAX": "3",
-        "STAGING_POLICY": "drop_oldest_unflushed",
-    }
+    given = {"STAGING_BYTES_MAX": "6GiB", "CHECKPOINTS_IN_FLIGHT_MAX": "3", "STAGING_POLICY": "drop_oldest_unflushed"}
     for name, value in given.items():
         monkeypatch.setenv(f"TIERCKPT_{name}", value)
     expected = (6 << 30, 3, "drop_oldest_unflushed")

@@ -62,12 +62,12 @@ def run(settings: Settings, options: AgentOptions | None = None) -> int:
     """
     use_local_root(settings)
     directory = private_directory(settings.local_root)
-    with try_lock(directory / LOCK) as held:
-        if not held:
+    with try_lock(directory / LOCK) as lock:
+        if not lock:
             log.info("an agent already runs for %s", settings.local_root)
             return 0
-        os.truncate(held.descriptor, 0)
-        os.pwrite(held.descriptor, f"{os.getpid()}\n".encode(), 0)
+        os.truncate(lock.descriptor, 0)
+        os.pwrite(lock.descriptor, f"{os.getpid()}\n".encode(), 0)
         _allow_descriptors()
         priority.lower_this_thread(priority.BACKGROUND_NICE)
         inline = settings.model_copy(update={"mover": "inline"})
@@ -527,9 +527,9 @@ class Agent:
         self._finish_within_grace("stop")
 
     def _on_page(
-        self, connection: Connection, received: list[int], what: str, asked: Json
+        self, connection: Connection, received: list[int], what: str, request: Json
     ) -> Coroutine[Any, Any, Json]:
-        return self.page.answer(what, asked)
+        return self.page.answer(what, request)
 
     def _on_status(self, connection: Connection, received: list[int]) -> Json:
         return self.status() | {"processes": len(self._connections) - 1}

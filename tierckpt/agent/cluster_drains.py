@@ -122,13 +122,13 @@ class ClusterDrains:
         own = await self.own()
         members = self._peers.members()[:NODES_MAX] if self._peers is not None else []
         if self._asking is None or self._asking.done():
-            asked = [member for member, state, _ in members if state != "left"]
-            self._asking = asyncio.create_task(self._ask(asked))
+            queried = [member for member, state, _ in members if state != "left"]
+            self._asking = asyncio.create_task(self._ask(queried))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2 * ANSWER_SECONDS):
                 await asyncio.shield(self._asking)
         me = self._peers.gossip.me if self._peers is not None and self._peers.gossip is not None else None
-        rows = [self._row(member, state, heard) for member, state, heard in members]
+        rows = [self._row(member, state, last_seen) for member, state, last_seen in members]
         self._told = {member.name: self._told[member.name] for member, _, _ in members if member.name in self._told}
         this: Json = {
             "name": me.name if me is not None else own["host"], "address": me.address if me is not None else "",
@@ -156,14 +156,14 @@ class ClusterDrains:
         return self._peers.problem
 
     def _row(self, member: Member, state: str, heard_seconds_ago: float) -> Json:
-        told = self._told.get(member.name, _Told())
-        is_silent = state in ("suspect", "dead") or told.silent_since_unix_seconds is not None
-        since = told.silent_since_unix_seconds or time.time() - heard_seconds_ago
+        reply = self._told.get(member.name, _Told())
+        is_silent = state in ("suspect", "dead") or reply.silent_since_unix_seconds is not None
+        since = reply.silent_since_unix_seconds or time.time() - heard_seconds_ago
         return {
             "name": member.name, "address": member.address, "is_this": False, "state": state,
             "answers": state != "left" and not is_silent,
             "silent_since_unix_seconds": since if is_silent and state != "left" else None,
-            "problem": told.problem, "at_unix_seconds": told.at_unix_seconds, "drains": told.drains,
+            "problem": reply.problem, "at_unix_seconds": reply.at_unix_seconds, "drains": reply.drains,
         }  # fmt: skip
 
     async def _ask(self, members: Iterable[Member]) -> None:
@@ -178,19 +178,19 @@ class ClusterDrains:
 
         await asyncio.gather(*(one(member) for member in due[: int(ASKED_PER_SECOND * period)]))
 
-    async def _ask_one(self, member: Member, told: _Told) -> None:
+    async def _ask_one(self, member: Member, reply: _Told) -> None:
         assert self._peers is not None
-        told.asked_at = time.monotonic()
+        reply.asked_at = time.monotonic()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                told.drains = checked(await self._peers.ask_drains(member))
+                reply.drains = checked(await self._peers.ask_drains(member))
         except ObjectNotFoundError:
-            told.problem, told.silent_since_unix_seconds = "its agent's version does not report drains", None
+            reply.problem, reply.silent_since_unix_seconds = "its agent's version does not report drains", None
         except (TierckptError, OSError, TimeoutError, ValueError) as error:
-            told.problem = str(error)[:TEXT_MAX] or f"no answer in {ANSWER_SECONDS:g} s"
-            told.silent_since_unix_seconds = told.silent_since_unix_seconds or told.at_unix_seconds or time.time()
+            reply.problem = str(error)[:TEXT_MAX] or f"no answer in {ANSWER_SECONDS:g} s"
+            reply.silent_since_unix_seconds = reply.silent_since_unix_seconds or reply.at_unix_seconds or time.time()
         else:
-            told.at_unix_seconds, told.problem, told.silent_since_unix_seconds = time.time(), "", None
+            reply.at_unix_seconds, reply.problem, reply.silent_since_unix_seconds = time.time(), "", None
 
     async def close(self) -> None:
         if self._asking is not None:

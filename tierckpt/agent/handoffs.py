@@ -235,7 +235,7 @@ def _work_of(pid: int) -> int:
 def start_executor(save: SaveHandoffs) -> tuple[subprocess.Popen[bytes], int]:
     """Return the process, and the pipe that ends it when closed without a byte."""
     left = [save.by_rank[rank] for rank in sorted(save.by_rank)]
-    told = [{"descriptors": handoff.descriptors, "has_begun": handoff.has_begun} for handoff in left]
+    descriptions = [{"descriptors": handoff.descriptors, "has_begun": handoff.has_begun} for handoff in left]
     descriptors = tuple(fd for handoff in save.by_rank.values() for fd in handoff.descriptors.values())
-    order: Json = {"save": save.name, "descriptions": told}
+    order: Json = {"save": save.name, "descriptions": descriptions}
     return start_with_order("tierckpt.dcp.handoff.finish", order, descriptors)

@@ -193,37 +193,37 @@ class HubProxy:
         headers = {"ETag": f'"{digest}"', "X-Repo-Commit": file.commit, "Accept-Ranges": "bytes"}
         if kind == "sha256":
             headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(size_bytes)}
-        wanted = ByteRange(0, size_bytes)
-        if asked := _RANGE.fullmatch(request.headers.get("Range") or ""):
-            wanted = ByteRange(int(asked[1]), min(size_bytes, int(asked[2] or size_bytes) + 1))
-            if wanted.start >= wanted.stop:
+        byte_range = ByteRange(0, size_bytes)
+        if range_header := _RANGE.fullmatch(request.headers.get("Range") or ""):
+            byte_range = ByteRange(int(range_header[1]), min(size_bytes, int(range_header[2] or size_bytes) + 1))
+            if byte_range.start >= byte_range.stop:
                 return _reply(416, headers=headers | {"Content-Range": f"bytes */{size_bytes}"})
-            headers["Content-Range"], status = f"bytes {wanted.start}-{wanted.stop - 1}/{size_bytes}", 206
-        headers["Content-Length"] = str(wanted.size_bytes)
-        if request.method == "HEAD" or not wanted.size_bytes:
+            headers["Content-Range"], status = f"bytes {byte_range.start}-{byte_range.stop - 1}/{size_bytes}", 206
+        headers["Content-Length"] = str(byte_range.size_bytes)
+        if request.method == "HEAD" or not byte_range.size_bytes:
             return web.Response(status=status, headers=headers)
-        held, response = memoryview(b""), None
+        buffered, response = memoryview(b""), None
         async with self._opened(file) as (entry, path, coming):
-            pieces = list(_pieces(wanted, entry.chunk_size_bytes))
+            pieces = list(_pieces(byte_range, entry.chunk_size_bytes))
             for number, at in enumerate(pieces):
                 for more in pieces[number + len(coming) : number + PIECES_AHEAD]:
                     is_last = more.stop == size_bytes  # the whole file must have passed its digest (X3)
                     fetch = entry.fill([path]) if is_last else entry.ensure(path, more)
                     coming.append(asyncio.wrap_future(self._client.start(fetch)))
-                while not (await asyncio.wait(coming[:1], timeout=TURN_SECONDS if held else None))[0]:
+                while not (await asyncio.wait(coming[:1], timeout=TURN_SECONDS if buffered else None))[0]:
                     assert response is not None
-                    await write(response, held[:1])
-                    held = held[1:]
+                    await write(response, buffered[:1])
+                    buffered = buffered[1:]
                 coming.pop(0).result()
                 piece = memoryview(bytearray(at.size_bytes))
                 await self._run(entry.read_into(path, at, piece))
                 if response is None:
                     response = await begin(request, headers, status=status)
-                await write(response, held)
+                await write(response, buffered)
                 await write(response, piece[:-HELD_BYTES])
-                held = piece[-HELD_BYTES:]
+                buffered = piece[-HELD_BYTES:]
             assert response is not None
-            await write(response, held)
+            await write(response, buffered)
         return response
 
     @contextlib.asynccontextmanager
@@ -279,8 +279,8 @@ class HubProxy:
                 raise ObjectNotFoundError(f"{at} of {uri} is not on this node")
             index, chunk = entry.frozen.index_of(path), at.start // entry.chunk_size_bytes
             digest = entry.digest(index, chunk) if entry.frozen.chunk_range(index, chunk) == at else ""
-            places = [directory / path for directory in reversed(entry.directories())]  # may be published meanwhile
-            return next((place for place in places if place.exists()), places[-1]), digest
+            paths = [directory / path for directory in reversed(entry.directories())]  # may be published meanwhile
+            return next((place for place in paths if place.exists()), paths[-1]), digest
         finally:
             await entry.close()
 
@@ -307,10 +307,10 @@ async def _form_of(request: web.BaseRequest) -> bytes | None:
         return await request.content.read()
 
 
-def _pieces(wanted: ByteRange, size_bytes: int) -> Iterator[ByteRange]:
-    at = wanted.start
-    while at < wanted.stop:
-        stop = min(wanted.stop, (at // size_bytes + 1) * size_bytes)
+def _pieces(byte_range: ByteRange, size_bytes: int) -> Iterator[ByteRange]:
+    at = byte_range.start
+    while at < byte_range.stop:
+        stop = min(byte_range.stop, (at // size_bytes + 1) * size_bytes)
         yield ByteRange(at, stop)
         at = stop
 

@@ -150,14 +150,14 @@ def _drain_of(entry: JournalEntry, agent: Json) -> Json:
     name, _, text = entry.error.partition(": ")
     kind = vars(errors).get(name)
     cause, _, rest = (text if kind is not None else entry.error).partition(" [")
-    noted = {
+    document = {
         "cause": cause,
         "remedy": rest.rpartition("]. ")[2] if "]. " in rest else "",
         "since_unix_seconds": entry.failing_since_unix_seconds or entry.created_unix_seconds,
     }
     if entry.state in SET_ASIDE_STATES:
         remedy = "`tierckpt drain --retry` retries it, `tierckpt drain --forget URI` drops it"
-        return found | noted | {"state": SET_ASIDE, "remedy": remedy}
+        return found | document | {"state": SET_ASIDE, "remedy": remedy}
     if drain is not None and entry.error and time.time() - drain["since_unix_seconds"] < TRY_SECONDS:
         drain = None  # a retry, which may fail again at once
     if drain is not None:
@@ -172,7 +172,7 @@ def _drain_of(entry: JournalEntry, agent: Json) -> Json:
     elif trouble is not None:
         found |= {name: trouble[name] for name in trouble.keys() & found.keys()} | {"state": STORE}
     elif entry.error:
-        found |= noted | {"state": STORE if getattr(kind, "retryable", False) else REFUSED}
+        found |= document | {"state": STORE if getattr(kind, "retryable", False) else REFUSED}
     return found
 
 

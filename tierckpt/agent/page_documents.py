@@ -62,14 +62,14 @@ class PageSource:
         await self.cluster.close()
         await self.write()
 
-    async def answer(self, what: str, asked: Json) -> Json:
+    async def answer(self, what: str, request: Json) -> Json:
         """Raises ValueError: unknown page."""
         if what == "history":
-            return self.history.to_json(str(asked.get("run", "")), asked.get("after"))
+            return self.history.to_json(str(request.get("run", "")), request.get("after"))
         if what == "run":
-            return await self.runs.run(str(asked["uri"]))
+            return await self.runs.run(str(request["uri"]))
         if what == "checkpoint":
-            return await self.runs.checkpoint(str(asked["uri"]), str(asked.get("filter", "")))
+            return await self.runs.checkpoint(str(request["uri"]), str(request.get("filter", "")))
         if what == "cluster":
             return await self.cluster.document()
         raise ValueError(f"no page {what!r}")

@@ -225,22 +225,22 @@ class PeerServer:
         response.headers.update(self.verifier.prove(nonce, response.status, response.headers, body))
         return response
 
-    async def _answer(self, asked: _Asked, kind: str, words: tuple[str, ...]) -> web.StreamResponse:
+    async def _answer(self, request: _Asked, kind: str, words: tuple[str, ...]) -> web.StreamResponse:
         if kind == "chunk":
             version, size, ordinal, after, wait = words
-            return await self._chunk(asked, version, int(size), int(ordinal), int(after), float(wait))
+            return await self._chunk(request, version, int(size), int(ordinal), int(after), float(wait))
         if kind == "segment":
             identity, start, size = words
             at = ByteRange(int(start), int(start) + int(size))
-            return await self._range(asked, lambda: self._segment and self._segment(identity, at))
+            return await self._range(request, lambda: self._segment and self._segment(identity, at))
         if kind == "hub":
             start, size, uri, reads = words
             at = ByteRange(int(start), int(start) + int(size))
-            return await self._from_hub(asked, unquote(uri), at, reads == "1")
+            return await self._from_hub(request, unquote(uri), at, reads == "1")
         if kind == "held":
             version, size, after, interested = words
             if interested == "1":
-                self._interested.note(version, asked.name, INTEREST_SECONDS)
+                self._interested.note(version, request.name, INTEREST_SECONDS)
             return _json(await self._in_thread(self._held_here, version, int(size), int(after)))
         if kind == "manifest":
             data = await self._in_thread(self.holdings.manifest, words[0])
@@ -248,7 +248,7 @@ class PeerServer:
         if kind == "steps":
             return _json({"steps": await self._in_thread(self.holdings.steps, words[0])})
         if kind == "slow":
-            self._slow.note(words[0], asked.name, SLOW_SECONDS)
+            self._slow.note(words[0], request.name, SLOW_SECONDS)
             return _json({})
         if kind == "status":
             return _json(await self._in_thread(self.status))
@@ -258,12 +258,12 @@ class PeerServer:
         if kind == "drains" and self._drains is not None:
             return _json(await self._drains())
         if kind == "members":
-            return _json(self.members.answer(_row(asked.request.headers)))
+            return _json(self.members.answer(_row(request.request.headers)))
         return _missing()
 
     def _held_here(self, version: str, size: int, after: int) -> Json:
-        held = self.holdings.report(version, size, after)
-        return {**held.to_json(), "interested": sorted(self.interested(version))}
+        report = self.holdings.report(version, size, after)
+        return {**report.to_json(), "interested": sorted(self.interested(version))}
 
     def interested(self, version: str) -> set[str]:
         """Return the peers recently interested in ``version``, and this node if it fills it. Blocking."""
@@ -276,26 +276,26 @@ class PeerServer:
     # --- chunks --------------------------------------------------------------------------------------------------
 
     async def _chunk(
-        self, asked: _Asked, version: str, size: int, ordinal: int, after: int, wait: float
+        self, request: _Asked, version: str, size: int, ordinal: int, after: int, wait: float
     ) -> web.StreamResponse:
         deadline = time.monotonic() + min(wait, WAIT_SECONDS_MAX)
         for _ in range(TRIES):
-            if not await self._take_slot(asked.name, deadline):
+            if not await self._take_slot(request.name, deadline):
                 self.counts["busy"] += 1
                 return _busy()
             try:
                 found = self.holdings.open_now(version, size, ordinal, after)
                 found = found or await self._in_thread(self._open, version, size, ordinal, after)
                 if found is not None:
-                    return await self._send_chunk(asked, *found)
+                    return await self._send_chunk(request, *found)
             finally:
-                self._free_slot(asked.name)
+                self._free_slot(request.name)
             if not await self._await_chunk(version, size, ordinal, deadline):
                 break
         self.counts["missing"] += 1
         return _missing()
 
-    async def _from_hub(self, asked: _Asked, uri: str, at: ByteRange, reads: bool) -> web.StreamResponse:
+    async def _from_hub(self, request: _Asked, uri: str, at: ByteRange, reads: bool) -> web.StreamResponse:
         bringing = self._hub(uri, at, reads) if self._hub is not None else None
         if bringing is None:
             return refusal(HTTPStatus.METHOD_NOT_ALLOWED)
@@ -304,26 +304,26 @@ class PeerServer:
         await asyncio.wait([future], timeout=HUB_WAIT_SECONDS)  # the fetch continues after a timeout
         if future.done() and not (future.cancelled() or future.exception()):
             path, digest = future.result()
-            return await self._range(asked, lambda: open_range(path, at, digest), is_coming=True)
-        return self._nothing(asked, is_coming=not future.done())
+            return await self._range(request, lambda: open_range(path, at, digest), is_coming=True)
+        return self._nothing(request, is_coming=not future.done())
 
-    def _nothing(self, asked: _Asked, *, is_coming: bool) -> web.StreamResponse:
+    def _nothing(self, request: _Asked, *, is_coming: bool) -> web.StreamResponse:
         self.counts["busy" if is_coming else "missing"] += 1
         return _busy() if is_coming else _missing()
 
     async def _range(
-        self, asked: _Asked, open_: Callable[[], Opened | None], *, is_coming: bool = False
+        self, request: _Asked, open_: Callable[[], Opened | None], *, is_coming: bool = False
     ) -> web.StreamResponse:
         """``is_coming``: if nothing opens, the range is expected soon."""
-        if not await self._take_slot(asked.name, time.monotonic()):
-            return self._nothing(asked, is_coming=True)
+        if not await self._take_slot(request.name, time.monotonic()):
+            return self._nothing(request, is_coming=True)
         try:
             found = await self._in_thread(open_)
             if found is None:
-                return self._nothing(asked, is_coming=is_coming)
-            return await self._send_chunk(asked, found, ChunkReport())
+                return self._nothing(request, is_coming=is_coming)
+            return await self._send_chunk(request, found, ChunkReport())
         finally:
-            self._free_slot(asked.name)
+            self._free_slot(request.name)
 
     def _open(self, version: str, size: int, ordinal: int, after: int) -> tuple[Opened, ChunkReport] | None:
         opened = self.holdings.open(version, size, ordinal)
@@ -331,21 +331,21 @@ class PeerServer:
             return None
         return opened, self.holdings.report(version, size, after, LINES_IN_HEAD_MAX)
 
-    async def _send_chunk(self, asked: _Asked, opened: Opened, held: ChunkReport) -> web.StreamResponse:
+    async def _send_chunk(self, request: _Asked, opened: Opened, report: ChunkReport) -> web.StreamResponse:
         size = opened.byte_range.size_bytes
-        said = {"Content-Length": str(size), DIGEST: opened.digest, HELD: held.to_header()}
-        said |= self.verifier.prove(asked.nonce, HTTPStatus.OK, said, None)
+        said = {"Content-Length": str(size), DIGEST: opened.digest, HELD: report.to_header()}
+        said |= self.verifier.prove(request.nonce, HTTPStatus.OK, said, None)
         paced = SERVES_MAX * size / self.bytes_per_second if self.bytes_per_second else 0.0
         with contextlib.closing(opened):
-            response = await begin(asked.request, said)
-            if asked.request.method == "HEAD":
+            response = await begin(request.request, said)
+            if request.request.method == "HEAD":
                 return response
             async with asyncio.timeout(send_seconds(size) + paced):
-                await self._send_file(asked.request, response, opened)
+                await self._send_file(request.request, response, opened)
         self.counts["chunks"] += 1
-        name = asked.name if asked.name in self.served or len(self.served) < INTERESTED_MAX else "others"
+        name = request.name if request.name in self.served or len(self.served) < INTERESTED_MAX else "others"
         self.served[name] += size
-        self._rates.add(asked.name, size)
+        self._rates.add(request.name, size)
         BYTES.emit(size, tier=Tier.PEER, direction="served")
         return response
 

@@ -87,29 +87,29 @@ class Rollout:
 
     # --- reports of the nodes --------------------------------------------------------------------------------------
 
-    def take(self, held: Mapping[str, ChunkReport | None], statuses: Mapping[str, Json | None], now: float) -> None:
+    def take(self, reports: Mapping[str, ChunkReport | None], statuses: Mapping[str, Json | None], now: float) -> None:
         """Add one round of answers; None for a node that did not answer."""
         self.now = now
-        for name, found in held.items():
+        for name, found in reports.items():
             self._take_held(self.node(name), found)
         got = _given(statuses)
         for name, status in statuses.items():
             if status is not None:
                 self._take_status(self.node(name), status, got)
 
-    def _take_held(self, node: Node, held: ChunkReport | None) -> None:
-        node.is_silent = held is None
-        if held is None or not held.total or held.total > CHUNKS_MAX:
+    def _take_held(self, node: Node, report: ChunkReport | None) -> None:
+        node.is_silent = report is None
+        if report is None or not report.total or report.total > CHUNKS_MAX:
             return
-        self.total = held.total
-        if len(node.chunks) != held.total or held.landed < node.after:
-            node.chunks, node.has, node.after = bytearray(held.total), 0, 0
-        if held.whole:
-            node.chunks, node.has = bytearray(b"\1") * held.total, held.total
-        for ordinal, _ in held.new:
+        self.total = report.total
+        if len(node.chunks) != report.total or report.landed < node.after:
+            node.chunks, node.has, node.after = bytearray(report.total), 0, 0
+        if report.whole:
+            node.chunks, node.has = bytearray(b"\1") * report.total, report.total
+        for ordinal, _ in report.new:
             node.has += not node.chunks[ordinal]
             node.chunks[ordinal] = 1
-        node.after, node.is_whole, node.fetching = held.next, held.whole, held.fetching
+        node.after, node.is_whole, node.fetching = report.next, report.whole, report.fetching
 
     def _take_status(self, node: Node, status: Json, got: Mapping[str, int]) -> None:
         for fill in rows(status.get("fills")):
@@ -124,9 +124,9 @@ class Rollout:
             return
         if node.before is None:
             node.before = now
-        landed, from_peers, served = (max(0, here - before) for here, before in zip(now, node.before, strict=True))
-        node.from_peers_bytes = max(node.from_peers_bytes, min(from_peers, landed))
-        node.from_shared_bytes = landed - node.from_peers_bytes
+        new_bytes, from_peers, served = (max(0, here - before) for here, before in zip(now, node.before, strict=True))
+        node.from_peers_bytes = max(node.from_peers_bytes, min(from_peers, new_bytes))
+        node.from_shared_bytes = new_bytes - node.from_peers_bytes
         node.served_bytes = max(node.served_bytes, served)
         node.history.append((self.now, node.from_peers_bytes, node.from_shared_bytes, node.served_bytes))
         while len(node.history) > 2 and node.history[1][0] <= self.now - RATE_SECONDS:
@@ -153,10 +153,7 @@ class Rollout:
                 "peer": sum(node.from_peers_bytes for node in self.part),
                 "shared": sum(node.from_shared_bytes for node in self.part),
             },
-            "bytes_per_second": {
-                "peer": sum(one[0] for one in rates),
-                "shared": sum(one[1] for one in rates),
-            },
+            "bytes_per_second": {"peer": sum(one[0] for one in rates), "shared": sum(one[1] for one in rates)},
             "nodes": [
                 {
                     "name": node.name,
@@ -179,8 +176,8 @@ class Rollout:
         for at in range(width):
             start, stop = _span(at, width, self.total)
             here = sum(node.chunks[start:stop]) / (stop - start) if node.chunks else 0.0
-            asked = any(start <= ordinal < stop for ordinal in node.fetching)
-            found.append((1.0 if node.is_whole else here, asked))
+            is_fetching = any(start <= ordinal < stop for ordinal in node.fetching)
+            found.append((1.0 if node.is_whole else here, is_fetching))
         return found
 
     def shades(self, node: Node) -> str:
@@ -286,9 +283,9 @@ class RolloutWatch:
             for member in members
             if not rollout.node(member.name).is_whole
         }
-        held = await self._all(asks)
-        gone = {node.name: None for node in rollout.part if node.name not in statuses}
-        rollout.take({**held, **gone}, statuses, time.monotonic())
+        reports = await self._all(asks)
+        silent = {node.name: None for node in rollout.part if node.name not in statuses}
+        rollout.take({**reports, **silent}, statuses, time.monotonic())
 
     async def _all(self, asks: Mapping[str, Awaitable[T]]) -> dict[str, T | None]:
         async def one(ask: Awaitable[T]) -> T | None:

@@ -111,7 +111,7 @@ def _run(run: str, rows: Sequence[Json], drained: Json | None) -> Json:
         safe = {"step": drained["step"], "uri": uri, "at_unix_seconds": drained["created_at"]}
         lost = [row for row in rows if row["at_unix_seconds"] > drained["created_at"] and row["uri"] != uri]
     on_peers = next((row for row in lost if row["peers"] == "committed"), None)
-    gone = lost[: lost.index(on_peers)] if on_peers is not None else lost
+    lost_tiers = lost[: lost.index(on_peers)] if on_peers is not None else lost
     kept = on_peers or safe
     lag_seconds = rows[0]["at_unix_seconds"] - safe["at_unix_seconds"] if safe is not None else None
     return {
@@ -125,7 +125,7 @@ def _run(run: str, rows: Sequence[Json], drained: Json | None) -> Json:
         "lag_steps": len(lost),
         "lag_seconds": lag_seconds,
         "lag_bytes": sum(row["size_bytes"] for row in lost),
-        "if_this_node_dies": _loss(gone, kept, on_peers is not None),
+        "if_this_node_dies": _loss(lost_tiers, kept, on_peers is not None),
     }
 
 
@@ -295,8 +295,8 @@ class RunCatalog:
         known = [(tiers.known.branch, step_of(name)) for name, tiers in found.items() if tiers.known is not None]
         with contextlib.suppress(TierckptError, OSError, TimeoutError):
             async with asyncio.timeout(STORE_SECONDS):
-                noted = await self._mover.selector.noted_branch(run, names, is_near=is_near)
-                known += [(noted, None)] if noted is not None else []
+                branch = await self._mover.selector.noted_branch(run, names, is_near=is_near)
+                known += [(branch, None)] if branch is not None else []
         return branches.current_branch(known)
 
     def _row(self, run: Location, name: str, tiers: _StepTiers, branch: Branch | None, problem: str) -> Json:
@@ -343,9 +343,9 @@ class RunCatalog:
             return {"uri": uri, "problem": problem}
         document, listing = await self._in_time(location, self._described(checkpoint), {"files": [], "tiers": []})
         (tensors, no_tensors), reading = await self._in_time(location, self._tensors_of(checkpoint), ([], ""))
-        wanted = text.lower()
-        files = [row for row in document["files"] if wanted in row["path"].lower()]
-        rows = [row.to_json() for row in tensors if wanted in row.name.lower()]
+        lower = text.lower()
+        files = [row for row in document["files"] if lower in row["path"].lower()]
+        rows = [row.to_json() for row in tensors if lower in row.name.lower()]
         return document | {
             "problem": listing,
             "shared_problem": problem,

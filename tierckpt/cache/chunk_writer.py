@@ -96,7 +96,7 @@ class ChunkWriter:
 
     async def _grant(self, size_bytes: int) -> None:
         async with self._granting:
-            wanted = min(self.frozen.size_bytes, self.partial_entry.landed_bytes + size_bytes)
-            if wanted > self._granted_bytes:
+            needed_bytes = min(self.frozen.size_bytes, self.partial_entry.landed_bytes + size_bytes)
+            if needed_bytes > self._granted_bytes:
                 ahead = max(GROW_BYTES, 16 * self.frozen.chunk_size_bytes)
-                await to_completion(asyncio.to_thread(self.reserve, min(self.frozen.size_bytes, wanted + ahead)))
+                await to_completion(asyncio.to_thread(self.reserve, min(self.frozen.size_bytes, needed_bytes + ahead)))

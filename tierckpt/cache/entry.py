@@ -202,11 +202,11 @@ class CacheEntry:
         index = self.frozen.index_of(path)
         if self._is_whole or self._partial_entry is None:
             return True
-        wanted = byte_range or ByteRange(0, self.frozen.files[index].size_bytes)
-        if self._has(index, wanted):
+        needed = byte_range or ByteRange(0, self.frozen.files[index].size_bytes)
+        if self._has(index, needed):
             return True
         self._partial_entry.refresh()
-        return self._has(index, wanted)
+        return self._has(index, needed)
 
     def _has(self, index: int, byte_range: ByteRange) -> bool:
         return self._partial_entry is None or all(
@@ -346,10 +346,10 @@ class CacheEntry:
             if partial_entry.has(index, chunk):
                 return None
             async with self._fetch_slots:
-                with partial_entry.claimed(index, chunk) as turn:
-                    if turn == "fetch":
+                with partial_entry.claimed(index, chunk) as action:
+                    if action == "fetch":
                         return await fetcher.fetch(index, chunk, keep=True)
-                    if turn == "landed":
+                    if action == "landed":
                         return None
             found = await partial_entry.await_other(index, chunk, self.stall_seconds)
             if found == "free":
@@ -407,7 +407,7 @@ class CacheEntry:
 
     async def _wait_for_host(self, partial_entry: PartialEntry, listener: ProgressListener) -> bool:
         """Return True when another host has filled the entry; False: this host fills it."""
-        what, landed, moved_at = f"prefetch {self.frozen.uri}", partial_entry.progress_bytes(), time.monotonic()
+        what, progress_bytes, moved_at = f"prefetch {self.frozen.uri}", partial_entry.progress_bytes(), time.monotonic()
         async for _ in Poll():
             try:
                 if await asyncio.to_thread(partial_entry.host.take):
@@ -420,8 +420,8 @@ class CacheEntry:
                 self.stats.others_bytes += self.frozen.size_bytes - self.stats.here_bytes
                 return True
             listener(Progress(what, 0, self.frozen.size_bytes, "another node fills the directory"))
-            if (now := await asyncio.to_thread(partial_entry.progress_bytes)) != landed:
-                landed, moved_at = now, time.monotonic()
+            if (now := await asyncio.to_thread(partial_entry.progress_bytes)) != progress_bytes:
+                progress_bytes, moved_at = now, time.monotonic()
             elif time.monotonic() > moved_at + self.stall_seconds:
                 log.warning("%s: the node that fills it makes no progress, filling it here", self.target)
                 return False

@@ -151,15 +151,15 @@ class FetchJob:
                 continue
             try:
                 async with self.fetcher.fetch_slots:
-                    with self._claim_chunk(index, chunk) as turn:
-                        if turn == "fetch":
+                    with self._claim_chunk(index, chunk) as action:
+                        if action == "fetch":
                             with self._in_flight(index):
                                 await self.fetcher.fetch(index, chunk, keep=False, request=work.request)
-                if turn == "later":
+                if action == "later":
                     self.order.put_back(work)
                     await self._pause()
                 else:
-                    self._advance(work, is_fetched=turn == "fetch")
+                    self._advance(work, is_fetched=action == "fetch")
             except NotNowError:
                 pass
             except TierckptError as error:
@@ -187,13 +187,13 @@ class FetchJob:
                 "%s: other processes make no progress, fetching the chunks they claimed", self.partial_entry.incoming
             )
             self._is_overtaking = True
-        with self.partial_entry.claimed(index, chunk) as turn:
+        with self.partial_entry.claimed(index, chunk) as action:
             if self._is_overtaking:
-                yield "fetch" if turn == "later" else turn
-            elif turn == "fetch" and self.partial_entry.count_fetches() > self.fetcher.fetches_max:
+                yield "fetch" if action == "later" else action
+            elif action == "fetch" and self.partial_entry.count_fetches() > self.fetcher.fetches_max:
                 yield "later"
             else:
-                yield turn
+                yield action
 
     async def _pause(self) -> None:
         """One worker polls; the rest wait for it."""

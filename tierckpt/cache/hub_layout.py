@@ -210,17 +210,17 @@ def _link(root: Path, repository: Repository, commit: str, files: Sequence[FileS
     copied = set[Path]()
     with translated(root):
         if not snapshot.exists():
-            fresh = root / PRIVATE_DIR / temporary_of_this_process(commit)  # same depth: relative links
+            temporary = root / PRIVATE_DIR / temporary_of_this_process(commit)  # same depth: relative links
             try:
-                copied |= _link_files(root, fresh / repository.path, files)
+                copied |= _link_files(root, temporary / repository.path, files)
                 make_dirs(snapshot.parent)
                 with contextlib.suppress(OSError):  # another process was first
-                    fresh.rename(snapshot)
+                    temporary.rename(snapshot)
                 fsync_dir(snapshot.parent)
             finally:
-                remove_tree(fresh, ignore_errors=True)
+                remove_tree(temporary, ignore_errors=True)
                 with contextlib.suppress(OSError):
-                    fresh.parent.rmdir()
+                    temporary.parent.rmdir()
         copied |= _link_files(root, snapshot / repository.path, files)
         if not repository.is_commit:
             ref = root / "refs" / repository.revision

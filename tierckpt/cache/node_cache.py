@@ -109,12 +109,7 @@ class NodeCache:
         self._receipts: dict[str, Receipt] = {}
 
     async def freeze(
-        self,
-        location: Location,
-        *,
-        kind: Kind = "auto",
-        info: ObjectInfo | None = None,
-        files: FileFilter = ALL_FILES,
+        self, location: Location, *, kind: Kind = "auto", info: ObjectInfo | None = None, files: FileFilter = ALL_FILES
     ) -> ResolvedUri:
         """Fix the current content of ``location``: a checkpoint, a directory of files, or one object.
 
@@ -228,7 +223,7 @@ class NodeCache:
         locations = [resolved.location]
         while resolved.only is not None and locations[-1].path.strip("/") and len(locations) < ANCESTORS_MAX:
             locations.append(locations[-1].parent)
-        rows = self.pool.rows(*(place.uri for place in locations))
+        rows = self.pool.rows(*(location.uri for location in locations))
         exact = next((row for row in rows if row.name == resolved.frozen.name), None)
         if exact is not None and exact.state == "complete":
             return None

@@ -42,14 +42,7 @@ from ..disk.processes import boot_id, companion_path, stem_of
 from ..disk.quarantine import open_regular
 from ..errors import CheckpointError, IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import PRIVATE_DIR
-from ..format.manifest import (
-    BLOCK_DIGEST_BYTES,
-    MANIFEST_BYTES_MAX,
-    ChunkDigest,
-    blocks_of,
-    digest_of,
-    has_digest,
-)
+from ..format.manifest import BLOCK_DIGEST_BYTES, MANIFEST_BYTES_MAX, ChunkDigest, blocks_of, digest_of, has_digest
 from ..ownership import file_mode
 from ..poll import Poll
 from ..stores.verified_read import corrupt
@@ -581,8 +574,8 @@ class PartialEntry:
         remove_tree(self.incoming, ignore_errors=True)
 
     def _digests(self, index: int) -> list[str]:
-        landed = self._lines.landed.get(index, {})
-        return [landed[chunk] for chunk in range(self.frozen.chunks_of(index))]
+        digests = self._lines.landed.get(index, {})
+        return [digests[chunk] for chunk in range(self.frozen.chunks_of(index))]
 
     def _make_durable(self, index: int) -> None:
         """Check a whole file and fsync it. On failure, forget all of its chunks."""

@@ -103,11 +103,7 @@ ALL_FILES = FileFilter()
 
 
 async def from_listing(
-    store: Store,
-    files: FileFilter = ALL_FILES,
-    *,
-    strict: bool = True,
-    infos: Sequence[ObjectInfo] | None = None,
+    store: Store, files: FileFilter = ALL_FILES, *, strict: bool = True, infos: Sequence[ObjectInfo] | None = None
 ) -> list[FileSpec]:
     """Freeze every file under the store's root, except tierckpt's own. Links of a mount are followed.
 

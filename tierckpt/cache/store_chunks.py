@@ -209,8 +209,8 @@ class FileStream:
     async def _run(self) -> None:
         found = "free"
         while not self._filling.has_file(self._index):
-            with self._filling.claimed(self._index, STREAM) as turn:
-                if turn != "later" or found == "stalled":
+            with self._filling.claimed(self._index, STREAM) as action:
+                if action != "later" or found == "stalled":
                     if not self._filling.has_file(self._index):
                         await _stream(self._versions, self._writer.frozen, self._index, self)
                     return

@@ -100,9 +100,9 @@ def abandoned_here(checkpoints: Iterable[tuple[Path, Manifest]]) -> set[Path]:
         runs.setdefault(_run_of(directory), []).append(one)
     found = set[Path]()
     for run, known in runs.items():
-        noted = read_local(run)
+        branch_noted = read_local(run)
         branch = current_branch(
-            [*((one, step) for _, one, step in known), *([(noted, None)] if noted is not None else [])]
+            [*((one, step) for _, one, step in known), *([(branch_noted, None)] if branch_noted is not None else [])]
         )
         found |= {directory for directory, one, step in known if branch is not None and not branch.holds(one, step)}
     return found
@@ -110,10 +110,10 @@ def abandoned_here(checkpoints: Iterable[tuple[Path, Manifest]]) -> set[Path]:
 
 def replaces_abandoned(manifest: Manifest, branch: Branch | None, name: str) -> bool:
     """Apply rule B5."""
-    mine = parse(manifest.notes.get(NOTE))
-    if mine is None or branch is None or mine.order <= branch.order:
+    own_branch = parse(manifest.notes.get(NOTE))
+    if own_branch is None or branch is None or own_branch.order <= branch.order:
         return False
-    return not mine.holds(branch, step_of(name))
+    return not own_branch.holds(branch, step_of(name))
 
 
 def next_order(*known: Branch | None) -> int:

@@ -47,12 +47,7 @@ def note(local_root: Path, location: Location, manifest: Manifest, tier: Tier, a
     step = step_of(location.name)
     if step is None or branches.NOTE not in manifest.notes:
         return None
-    line = {
-        "what": str(tier),
-        "step": step,
-        "created_at": round(manifest.created_unix_seconds, 3),
-        "at": round(at, 3),
-    }
+    line = {"what": str(tier), "step": step, "created_at": round(manifest.created_unix_seconds, 3), "at": round(at, 3)}
     directory = local_dir(local_root, branches.run_of(location)) / HISTORY_DIR
     try:
         make_dirs(directory)

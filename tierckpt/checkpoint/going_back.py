@@ -45,8 +45,8 @@ async def branch_of_restored(
     base, *found = await asyncio.gather(*(find(one) for one in (restored, *map(run.child, later))))
     own = base[0][0] if base else Branch(restored.name)
     step, newer = step_of(restored.name), [one for some in found for one in some]
-    noted = await selector.noted_branch(run, names, is_near=is_near)
-    current = branches.current_branch([(own, step), *newer, *([(noted, None)] if noted is not None else [])])
+    branch = await selector.noted_branch(run, names, is_near=is_near)
+    current = branches.current_branch([(own, step), *newer, *([(branch, None)] if branch is not None else [])])
     seen = [one for one, _ in newer]
     if is_asked_for and step is not None:
         has_newer = any(current is None or current.holds(*one) for one in newer)

@@ -90,17 +90,17 @@ def staged(local_root: Path, ready: Future[Any]) -> None:
 def begin(local_root: Path, uri: str, writer: object, *, is_of_thread: bool) -> Begun:
     """The save ends with ``ended``, with ``writer`` and, if ``is_of_thread``, with the calling thread."""
     with _lock:
-        mine = next((one for one in _staged if one.local_root == local_root and not one.is_over), None)
-        if mine is None:
-            mine = Begun(local_root)
-            _open.add(mine)
+        own_save = next((one for one in _staged if one.local_root == local_root and not one.is_over), None)
+        if own_save is None:
+            own_save = Begun(local_root)
+            _open.add(own_save)
         else:
-            _staged.remove(mine)
-        mine._thread = threading.current_thread() if is_of_thread else None
-        mine.uri = uri
-        mine._writer = weakref.ref(writer)
+            _staged.remove(own_save)
+        own_save._thread = threading.current_thread() if is_of_thread else None
+        own_save.uri = uri
+        own_save._writer = weakref.ref(writer)
         _failed.pop((local_root, uri), None)
-    return mine
+    return own_save
 
 
 def wait(local_root: Path, uri: str, timeout_seconds: float) -> None:

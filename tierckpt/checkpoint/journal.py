@@ -191,8 +191,8 @@ class Journal:
         since = entry.failing_since_unix_seconds or now
         since = min(since, now) if is_same else now  # a clock that went back restarts it
         state = SET_ASIDE_STATES[DRAIN_STATES.index(entry.state)] if now - since > patience_seconds else entry.state
-        noted = replace(entry, error=error or entry.error, failing_since_unix_seconds=since, state=state)
-        return noted if noted == entry else self.write(noted)
+        changed = replace(entry, error=error or entry.error, failing_since_unix_seconds=since, state=state)
+        return changed if changed == entry else self.write(changed)
 
     def put_back(self, uri: str | None = None) -> list[JournalEntry]:
         """Schedule set-aside entries (of ``uri``; None: all) for draining again."""
@@ -232,9 +232,9 @@ class Journal:
         """
         make_dirs(self.directory)
         path = self._lock_path(token)
-        with translated(path, is_above=True), try_lock(path, inherited=inherited) as held:
-            yield held
-            if held and not self.path(token).exists():
+        with translated(path, is_above=True), try_lock(path, inherited=inherited) as descriptor:
+            yield descriptor
+            if descriptor and not self.path(token).exists():
                 path.unlink(missing_ok=True)  # a late owner finds no entry and leaves
 
     def path(self, token: str) -> Path:

@@ -55,14 +55,7 @@ LOCK_TIMEOUT_SECONDS = 60.0
 SET_ASIDE = ".bad"
 
 
-PRIVATE_DIRS = (
-    REMOVED_DIR,
-    PARTS_DIR,
-    PENDING_DIR,
-    METADATA_DIR,
-    BLOCKS_DIR,
-    ORIGIN_DIR,
-)
+PRIVATE_DIRS = (REMOVED_DIR, PARTS_DIR, PENDING_DIR, METADATA_DIR, BLOCKS_DIR, ORIGIN_DIR)
 MARKS = (DRAINED, SUPERSEDED, REPLICATED)
 
 
@@ -188,8 +181,8 @@ def _replace(directory: Path, current: Manifest | None, manifest: Manifest, meta
 
 
 def undo_commit(directory: Path, current: Manifest | None, failed: Manifest) -> None:
-    standing = read_local_manifest(directory)
-    if standing is not None and standing.attempt == failed.attempt:
+    committed = read_local_manifest(directory)
+    if committed is not None and committed.attempt == failed.attempt:
         if current is None:
             (directory / MANIFEST).unlink(missing_ok=True)
         else:
@@ -198,15 +191,15 @@ def undo_commit(directory: Path, current: Manifest | None, failed: Manifest) -> 
 
 
 def _restore_stock_metadata(directory: Path, unfinished: Manifest) -> None:
-    standing = read_local_manifest(directory)
-    if standing is not None and standing.attempt == unfinished.attempt:
+    committed = read_local_manifest(directory)
+    if committed is not None and committed.attempt == unfinished.attempt:
         return
-    kept = {entry.path: entry for entry in standing.metadata} if standing is not None else {}
+    kept = {entry.path: entry for entry in committed.metadata} if committed is not None else {}
     for path in {entry.path for entry in unfinished.metadata} | kept.keys():
-        if standing is None or path not in kept:
+        if committed is None or path not in kept:
             (directory / path).unlink(missing_ok=True)
         else:
-            durable_write(directory / path, _read_metadata(directory, kept[path], standing))
+            durable_write(directory / path, _read_metadata(directory, kept[path], committed))
 
 
 def discard_attempt(directory: Path, token: str, manifest: Manifest | None = None) -> bool:
@@ -219,24 +212,24 @@ def discard_attempt(directory: Path, token: str, manifest: Manifest | None = Non
     with _locked(directory):
         if manifest is not None:
             _restore_stock_metadata(directory, manifest)
-        standing = read_local_manifest(directory)
-        if not _is_named_by(standing, token):
+        committed = read_local_manifest(directory)
+        if not _is_named_by(committed, token):
             _remove_fragment(directory, token)
-        named = {entry.key for entry in standing.entries} if standing is not None else set()
+        named = {entry.key for entry in committed.entries} if committed is not None else set()
         for path in (*matching(directory, f"*-{token}{SHARD_SUFFIX}"), *map(directory.joinpath, private_files(token))):
             if str(path.relative_to(directory)) not in named:
                 path.unlink(missing_ok=True)
-        if not _is_named_by(standing, token):
+        if not _is_named_by(committed, token):
             remove_tree(directory / adopted_dir(token), ignore_errors=True)
-        return not _is_named_by(standing, token)
+        return not _is_named_by(committed, token)
 
 
 def is_committed(directory: Path, token: str) -> bool:
     return _is_named_by(read_local_manifest(directory), token) or (directory / part(token)).exists()
 
 
-def _is_named_by(standing: Manifest | None, token: str) -> bool:
-    return standing is not None and token in standing.tokens | {standing.attempt}
+def _is_named_by(committed: Manifest | None, token: str) -> bool:
+    return committed is not None and token in committed.tokens | {committed.attempt}
 
 
 def remove_unfinished(directory: Path, token: str) -> None:
@@ -307,29 +300,31 @@ def finish_removal(directory: Path) -> bool:
 
 def finish_locked_removal(directory: Path) -> bool:
     """Needs the lock. Files of the committed manifest stay."""
-    standing = read_local_manifest(directory)
+    committed = read_local_manifest(directory)
     notes = matching(directory / REMOVED_DIR, "*.json")
     for note in notes:
         try:
-            gone = _read_manifest(note)
+            removed = _read_manifest(note)
         except ManifestError as error:
             log.warning("%s; keeping the files that it names", error)
             continue
-        doomed = [entry.key for entry in (stale_files(gone, standing) if standing else gone.entries)]
+        doomed = [entry.key for entry in (stale_files(removed, committed) if committed else removed.entries)]
         doomed += [set_aside_name(key) for key in doomed]  # renamed by a restore
-        dead = gone.tokens - (standing.tokens if standing else set())
+        dead = removed.tokens - (committed.tokens if committed else set())
         if (directory / ORIGIN_DIR).is_dir():
             doomed += [f"{ORIGIN_DIR}/{token}" for token in dead]
         # Durable before the shards go: stock PyTorch trusts it (P1).
-        stock = stale_metadata(gone, standing) if standing else [entry.path for entry in gone.metadata]
+        stock = stale_metadata(removed, committed) if committed else [entry.path for entry in removed.metadata]
         _unlink_all([directory / path for path in stock])
-        if standing is None:
+        if committed is None:
             remove_tree(directory / INCOMING_DIR, ignore_errors=True)
             doomed += [*MARKS, REPLICA]
             doomed += [f"{PRIVATE_DIR}/{path.name}" for path in matching(directory / PRIVATE_DIR, f"*{SET_ASIDE}")]
-        _unlink_all([directory / name for name in doomed] + matching(directory / PARTS_DIR, f"{gone.attempt}-*.json"))
-        for place in {gone.attempt, *dead} if standing is None or standing.attempt != gone.attempt else ():
-            remove_tree(directory / adopted_dir(place), ignore_errors=True)
+        _unlink_all(
+            [directory / name for name in doomed] + matching(directory / PARTS_DIR, f"{removed.attempt}-*.json")
+        )
+        for attempt in {removed.attempt, *dead} if committed is None or committed.attempt != removed.attempt else ():
+            remove_tree(directory / adopted_dir(attempt), ignore_errors=True)
         note.unlink(missing_ok=True)  # last: it is the only list of the remaining files
     _remove_empty(directory)
     return bool(notes)
@@ -366,23 +361,23 @@ def _remove_empty(directory: Path) -> None:
 @contextmanager
 def _closed_quietly() -> Iterator[ExitStack]:
     """Ignore errors of the release: the work is done, and the locks end with the process."""
-    held = ExitStack()
+    stack = ExitStack()
     try:
-        yield held
+        yield stack
     finally:
         with suppress(OSError):
-            held.close()
+            stack.close()
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Translates OS errors."""
     deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
-    with translated(directory, is_above=True), _closed_quietly() as held:
+    with translated(directory, is_above=True), _closed_quietly() as stack:
         while True:
             make_dirs(directory / PRIVATE_DIR)
             try:
-                held.enter_context(lock(directory / PRIVATE_DIR / "lock", LOCK_TIMEOUT_SECONDS, str(directory)))
+                stack.enter_context(lock(directory / PRIVATE_DIR / "lock", LOCK_TIMEOUT_SECONDS, str(directory)))
                 break
             except FileNotFoundError:  # a removal took the empty directory away
                 if time.monotonic() > deadline:

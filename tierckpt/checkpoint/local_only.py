@@ -36,9 +36,9 @@ def supersede_older(local_root: Path, journal: Journal, newest: JournalEntry) ->
     try:
         entries = journal.entries()
         ages = _Ages(local_root, newest.location.parent, entries)
-        mine = [one for one in entries if _is_behind(one, newest, ages)]
-        replaced = [one for one in mine if one.uri == newest.uri]
-        behind = sorted((one for one in mine if one.uri != newest.uri), key=ages.of, reverse=True)
+        superseded_entries = [one for one in entries if _is_behind(one, newest, ages)]
+        replaced = [one for one in superseded_entries if one.uri == newest.uri]
+        behind = sorted((one for one in superseded_entries if one.uri != newest.uri), key=ages.of, reverse=True)
         candidates = replaced + behind[LOCAL_ONLY_MAX - 1 :]
         superseded.extend(entry.uri for entry in candidates if _supersede(local_root, journal, entry))
     except (TierckptError, OSError) as error:

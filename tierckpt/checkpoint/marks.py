@@ -9,14 +9,7 @@ from pathlib import Path
 from ..disk.durable import durable_write, make_dirs, read_whole
 from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format import manifest as manifests
-from ..format.layout import (
-    DRAINED,
-    ORIGIN_DIR,
-    PRIVATE_DIR,
-    REPLICATED,
-    SUPERSEDED,
-    origin_file,
-)
+from ..format.layout import DRAINED, ORIGIN_DIR, PRIVATE_DIR, REPLICATED, SUPERSEDED, origin_file
 from ..telemetry import logger
 
 log = logger("commit")

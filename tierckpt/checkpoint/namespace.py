@@ -99,9 +99,9 @@ class Browser:
         root, key = root_of(location)
         if not is_private(location) and key:
             if is_checkpoint_file(location.name):
-                is_ours, thing = await self._file_of_checkpoint(location)
-                if thing is not None:
-                    return thing
+                is_ours, entry = await self._file_of_checkpoint(location)
+                if entry is not None:
+                    return entry
                 if is_ours:
                     raise _not_found_error(location)
             try:
@@ -110,8 +110,8 @@ class Browser:
             except (ObjectNotFoundError, StoreUnavailableError, EndpointError):
                 if await asyncio.to_thread(_has_commit, self._directory_of(location)):
                     return Thing(location, is_dir=True)
-                for thing in await self._adopted(location):
-                    return thing if thing.location == location else Thing(location, is_dir=True)
+                for entry in await self._adopted(location):
+                    return entry if entry.location == location else Thing(location, is_dir=True)
         await self.level(location)
         return Thing(location, is_dir=True)
 
@@ -131,9 +131,9 @@ class Browser:
     async def _file_of_checkpoint(self, location: Location) -> tuple[bool, Thing | None]:
         """Return whether tierckpt saves in its directory, and the file if a commit names it."""
         is_ours, checkpoint = await self._checkpoint(location.parent)
-        for thing in _files(checkpoint):
-            if thing.location == location:
-                return True, thing
+        for entry in _files(checkpoint):
+            if entry.location == location:
+                return True, entry
         return is_ours, None
 
     async def _checkpoint(self, location: Location) -> tuple[bool, Checkpoint | None]:
@@ -155,26 +155,26 @@ class Browser:
     async def level(self, location: Location) -> list[Thing]:
         written = await self._written_below(location)
         try:
-            things = {thing.location.name: thing for thing in await self._level(location)}
+            entries = {thing.location.name: thing for thing in await self._level(location)}
         except ObjectNotFoundError:
-            things = {one.location.name: one for one in _shallow(location, await self._adopted(location))}
-            if not things and not any(entry.files for entry in written.values()):
+            entries = {one.location.name: one for one in _shallow(location, await self._adopted(location))}
+            if not entries and not any(entry.files for entry in written.values()):
                 raise
         for path, entry in written.items():
             name, slash, _ = path.partition("/")
             if slash and entry.files:
-                things.setdefault(name, Thing(location.child(name), is_dir=True))
+                entries.setdefault(name, Thing(location.child(name), is_dir=True))
             elif not slash:
-                things.pop(name, None)
+                entries.pop(name, None)
                 if entry.files:
-                    things[name] = _written(location.child(name), entry)
+                    entries[name] = _written(location.child(name), entry)
         removed = {path.partition("/")[0] for path, entry in written.items() if entry.after_uri == location.uri}
-        for name in removed & things.keys():
+        for name in removed & entries.keys():
             if not await self._is_visible(location.child(name)):
-                del things[name]
-        if not things and any(entry.after_uri not in ("", location.uri, entry.uri) for entry in written.values()):
+                del entries[name]
+        if not entries and any(entry.after_uri not in ("", location.uri, entry.uri) for entry in written.values()):
             raise _not_found_error(location)
-        return sorted(things.values(), key=lambda thing: thing.location.name)
+        return sorted(entries.values(), key=lambda thing: thing.location.name)
 
     async def _written_below(self, location: Location) -> dict[str, JournalEntry]:
         """Undrained files and removals, which override the store."""
@@ -198,11 +198,11 @@ class Browser:
         if has_commit or PRIVATE_DIR in names:
             gone |= {name for name in names if name.startswith(adopted_dir(""))}
             files = _shallow(location, files)
-        known = {thing.location.name for thing in files}
-        things = files + [Thing(location.child(name), is_dir=True) for name in {*names, *local} - gone - known]
-        if not things and (found is None or hidden or PRIVATE_DIR in names):
+        known = {entry.location.name for entry in files}
+        entries = files + [Thing(location.child(name), is_dir=True) for name in {*names, *local} - gone - known]
+        if not entries and (found is None or hidden or PRIVATE_DIR in names):
             raise _not_found_error(location)
-        return sorted(things, key=lambda thing: thing.location.name)
+        return sorted(entries, key=lambda entry: entry.location.name)
 
     async def _shared_level(self, location: Location, *, has_local: bool) -> tuple[list[ObjectInfo], list[str]] | None:
         root, key = root_of(location)
@@ -265,11 +265,11 @@ class Browser:
         private = {name.partition(PRIVATE_DIR)[0].rstrip("/") for name in marked} | {*local}
         folders = tuple(f"{name}/{adopted_dir('')}".lstrip("/") for name in private)
         marked |= {name for name in directories if name.startswith(folders)}
-        places = [name for name in {*directories, *private} if name not in marked]
+        directories_to_visit = [name for name in {*directories, *private} if name not in marked]
         shown = await asyncio.gather(
             *(
                 self._visible(_descendant(location, name), directories.get(name, ()), has_private=name in private)
-                for name in places
+                for name in directories_to_visit
             )
         )
         found = {thing.location.uri: thing for files, _ in shown for thing in files}
@@ -340,11 +340,11 @@ def _thing(location: Location, info: ObjectInfo) -> Thing:
     return Thing(location.child(_name(info)), size_bytes=info.size_bytes, etag=info.etag)
 
 
-def _shallow(location: Location, things: Iterable[Thing]) -> list[Thing]:
+def _shallow(location: Location, entries: Iterable[Thing]) -> list[Thing]:
     found: dict[str, Thing] = {}
-    for thing in things:
-        name, slash, _ = thing.location.path[len(location.path.rstrip("/")) + 1 :].partition("/")
-        found.setdefault(name, Thing(location.child(name), is_dir=True) if slash else thing)
+    for entry in entries:
+        name, slash, _ = entry.location.path[len(location.path.rstrip("/")) + 1 :].partition("/")
+        found.setdefault(name, Thing(location.child(name), is_dir=True) if slash else entry)
     return [*found.values()]
 
 

@@ -254,7 +254,7 @@ class Pruner:
             return False
 
     async def copies_of(self, seen: Sequence[_RunEntry], branch: Branch | None) -> list[CheckpointCopy]:
-        busy = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
+        journaled_uris = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
         linked = await asyncio.to_thread(_link_targets, [one.location for one in seen if one.other == "a link"])
         base = _base_of_log(seen, branch)
         copies = []
@@ -263,7 +263,7 @@ class Pruner:
             if step is None:
                 one.other = one.other or ("no step number in its name" if one.local or one.shared else "")
                 continue
-            held = self._held(one.location, busy, linked) or (HAS_LOG if step == base else "")
+            obstacle = self._held(one.location, journaled_uris, linked) or (HAS_LOG if step == base else "")
             for tier, manifest in ((Tier.LOCAL, one.local), (Tier.SHARED, one.shared)):
                 if manifest is not None:
                     drained = tier is Tier.LOCAL and self._is_drained(one, manifest)
@@ -273,7 +273,7 @@ class Pruner:
                     is_abandoned = branch is not None and not branch.holds(branch_of(manifest, one.name), step)
                     copies.append(
                         CheckpointCopy(
-                            one.name, step, tier, None, drained, held, attempt, size_bytes, peers, is_abandoned
+                            one.name, step, tier, None, drained, obstacle, attempt, size_bytes, peers, is_abandoned
                         )
                     )
         return await self._with_health(copies, {one.name: one for one in seen})
@@ -283,8 +283,8 @@ class Pruner:
             return True
         return marks.is_evictable(local_dir(self._root, seen.location), manifest.attempt)
 
-    def _held(self, location: Location, busy: set[str], linked: dict[Path, str]) -> str:
-        if location.uri in busy:
+    def _held(self, location: Location, journaled_uris: set[str], linked: dict[Path, str]) -> str:
+        if location.uri in journaled_uris:
             return "being saved or drained"
         if location.scheme == "file" and Path(location.path).resolve() in linked:
             return f"{linked[Path(location.path).resolve()]} links to it"
@@ -339,8 +339,8 @@ class Pruner:
             if location.uri in {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}:
                 return "being saved or drained"
             if copy.tier is Tier.LOCAL:
-                gone = await asyncio.to_thread(local_commit.remove_local, directory, copy.attempt)
-                return "" if gone else "saved again meanwhile"
+                is_removed = await asyncio.to_thread(local_commit.remove_local, directory, copy.attempt)
+                return "" if is_removed else "saved again meanwhile"
             store = self._store(location)
             manifest = await shared_commit.read_shared_manifest(store)
             if manifest is None or manifest.attempt != copy.attempt:
@@ -355,8 +355,8 @@ class Pruner:
         if dry_run:
             return
         try:
-            for gone in seen.begun:
-                await retention.finish_shared(self._store(seen.location), gone)
+            for removal in seen.begun:
+                await retention.finish_shared(self._store(seen.location), removal)
             await asyncio.to_thread(remove_empty, seen.location)
         except TierckptError as error:
             result.errors.append(error)
@@ -428,9 +428,9 @@ def remove_empty(location: Location) -> None:
 def finish_local(local_root: Path, journal: Journal) -> list[Path]:
     """Finish interrupted removals on the local tier, in one walk. Safe with live processes."""
     found = []
-    busy = {local_dir(local_root, parse_uri(entry.uri)) for entry in journal.entries()}
+    journaled_directories = {local_dir(local_root, parse_uri(entry.uri)) for entry in journal.entries()}
     for directory in list(retention.marked_directories(local_root / "checkpoints")):
-        if directory in busy or not _is_leftover(directory):
+        if directory in journaled_directories or not _is_leftover(directory):
             continue
         try:
             with read_lease.removing(local_root, directory) as free:

@@ -183,12 +183,12 @@ class Policy:
 def protect(copies: Sequence[CheckpointCopy]) -> dict[str, str]:
     """Return the copies of one tier that no rule removes (N1), with reasons."""
     found: dict[str, str] = {}
-    wanted: dict[str, set[Health | None]] = {
+    health_needed: dict[str, set[Health | None]] = {
         "the newest": {*Health, None},
         "the newest sound one": {Health.WHOLE, Health.PARTIAL},
         "the newest whole one": {Health.WHOLE},
     }
-    for reason, healths in wanted.items():
+    for reason, healths in health_needed.items():
         for name in newest_of(copy.name for copy in copies if copy.health in healths):
             found.setdefault(name, reason)
     for name in newest_of(copy.name for copy in copies if copy.is_replicated):
@@ -275,11 +275,11 @@ async def remove_shared(store: Store, manifest: Manifest) -> bool:
     note = layout.removal_note(manifest.attempt)
     await store.put(note, manifest.encode())
     stock = {entry.path: await shared_commit.etag_of(store, entry.path) for entry in manifest.metadata}
-    claim, standing = await shared_commit.etag_of(store, CLAIM), await shared_commit.etag_of(store, MANIFEST)
+    claim, manifest_etag = await shared_commit.etag_of(store, CLAIM), await shared_commit.etag_of(store, MANIFEST)
     now = await shared_commit.read_shared_manifest(store)
     is_ours = await shared_commit.read_claim(store) in {manifest.attempt, None}
     stands = now is not None and now.attempt == manifest.attempt
-    if not (is_ours and stands and await shared_commit.remove(store, MANIFEST, standing)):
+    if not (is_ours and stands and await shared_commit.remove(store, MANIFEST, manifest_etag)):
         if now is None or await shared_commit.read_shared_manifest(store) is None:
             # Another mover removes it, too: the shared note stays until all files that it names are deleted.
             await _finish(store, manifest, stock, claim)
@@ -290,38 +290,38 @@ async def remove_shared(store: Store, manifest: Manifest) -> bool:
     return True
 
 
-async def finish_shared(store: Store, gone: Manifest) -> None:
-    """Delete the files that only ``gone`` names, then its removal note. Idempotent."""
-    stock = {entry.path: await shared_commit.etag_of(store, entry.path) for entry in gone.metadata}
+async def finish_shared(store: Store, removed: Manifest) -> None:
+    """Delete the files that only ``removed`` names, then its removal note. Idempotent."""
+    stock = {entry.path: await shared_commit.etag_of(store, entry.path) for entry in removed.metadata}
     claim = await shared_commit.etag_of(store, CLAIM)
-    await _finish(store, gone, stock, claim)
+    await _finish(store, removed, stock, claim)
 
 
-async def _finish(store: Store, gone: Manifest, stock: Mapping[str, str | None], claim: str | None) -> None:
+async def _finish(store: Store, removed: Manifest, stock: Mapping[str, str | None], claim: str | None) -> None:
     """The claim goes last: until then, a crash leaves no directory that looks like a stock checkpoint."""
-    standing = await shared_commit.read_shared_manifest(store)
-    if standing is None or standing.attempt != gone.attempt:
-        owns_id = standing is None and await shared_commit.read_claim(store) in {gone.attempt, None}
+    committed = await shared_commit.read_shared_manifest(store)
+    if committed is None or committed.attempt != removed.attempt:
+        owns_id = committed is None and await shared_commit.read_claim(store) in {removed.attempt, None}
         for path, etag in stock.items() if owns_id else ():
             if etag is not None:
                 await shared_commit.remove(store, path, etag)
-        for entry in stale_files(gone, standing) if standing else gone.entries:
+        for entry in stale_files(removed, committed) if committed else removed.entries:
             if entry.key not in stock:
                 await store.delete(entry.key)
-        for place in gone.adopted_dirs:
-            await store.delete_dir(place)
-        await _delete_parts(store, gone)
+        for directory in removed.adopted_dirs:
+            await store.delete_dir(directory)
+        await _delete_parts(store, removed)
         if owns_id and claim is not None:
             await shared_commit.remove(store, CLAIM, claim)
-    await store.delete(layout.removal_note(gone.attempt))
+    await store.delete(layout.removal_note(removed.attempt))
 
 
-async def _delete_parts(store: Store, gone: Manifest) -> None:
+async def _delete_parts(store: Store, removed: Manifest) -> None:
     async for info in store.list(PARTS_DIR):
         token = info.key.removeprefix(f"{PARTS_DIR}/").removesuffix(".json")
-        if token in gone.tokens or token.startswith(f"{gone.attempt}-"):
+        if token in removed.tokens or token.startswith(f"{removed.attempt}-"):
             await store.delete(info.key)
-    await store.delete(pending(gone.attempt))
+    await store.delete(pending(removed.attempt))
 
 
 async def unfinished_removals(store: Store) -> list[Manifest]:

@@ -58,8 +58,8 @@ async def read_history(directory: Path, store: Store) -> dict[str, Lines]:
                 return None
 
     names = sorted(name for name in found if name.endswith(SUFFIXES))[-FILES_MAX:]
-    wanted = [name for name in names if len(here.get(name, b"")) < found[name].size_bytes <= FILE_BYTES_MAX]
-    for name, data in zip(wanted, await asyncio.gather(*map(get, wanted)), strict=True):
+    names_to_read = [name for name in names if len(here.get(name, b"")) < found[name].size_bytes <= FILE_BYTES_MAX]
+    for name, data in zip(names_to_read, await asyncio.gather(*map(get, names_to_read)), strict=True):
         if data is not None:
             here[name] = data
     return {name: parse_lines(data) for name, data in sorted(here.items())}

@@ -202,13 +202,13 @@ class Selector:
         names = await self._listed(location, windows)
         for _ in range(LISTINGS_MAX):
             ordered = _newest_first(names, step_max)
-            found, gone = await self._first_usable(location, ordered, await self.noted_branch(location, names))
+            found, removed = await self._first_usable(location, ordered, await self.noted_branch(location, names))
             if not ordered or (found is not None and found.location == location.child(ordered[0])):
                 return found
             # A skipped checkpoint may have been removed since the listing, after newer steps were committed.
             before, names = names, await self._listed(location, windows, is_again=True)
             new = _newest_first(names - before, step_max)
-            if self._peers is not None and gone & {*await self._peers.committed(location)}:
+            if self._peers is not None and removed & {*await self._peers.committed(location)}:
                 # A peer drops removed steps from its list before it adds new ones.
                 await asyncio.sleep(PEER_REMOVAL_SECONDS)
                 continue
@@ -249,7 +249,7 @@ class Selector:
     async def _first_usable(
         self, location: Location, names: Sequence[str], branch: Branch | None
     ) -> tuple[Checkpoint | None, set[str]]:
-        gone: set[str] = set()
+        removed: set[str] = set()
         for name in names:
             try:
                 checkpoint = await self.find(location.child(name))
@@ -258,7 +258,7 @@ class Selector:
             except (CheckpointError, IntegrityError, ObjectNotFoundError) as error:
                 is_damage = isinstance(error, IntegrityError)
                 (log.warning if is_damage else log.info)("latest: skipping %s: %s", name, error)
-                gone |= {name} if isinstance(error, CheckpointNotFoundError) else set()
+                removed |= {name} if isinstance(error, CheckpointNotFoundError) else set()
                 continue
             if checkpoint.unseen is not None and not await asyncio.to_thread(self._is_own, checkpoint):
                 raise checkpoint.unseen  # N2
@@ -268,9 +268,9 @@ class Selector:
                 log.info("latest: skipping %s: the job went back to an older step later", name)
                 continue
             if await catalog.is_complete(checkpoint):
-                return checkpoint, gone
+                return checkpoint, removed
             log.warning("latest: skipping %s: some files have no copy", name)
-        return None, gone
+        return None, removed
 
     async def names(self, location: Location, *, level: int = logging.WARNING) -> list[str]:
         """For listings and removals of near copies: an omitted checkpoint may be newer than all of them."""
@@ -282,8 +282,8 @@ class Selector:
     async def branch(self, location: Location, known: Iterable[tuple[Branch, int | None]] = ()) -> Branch | None:
         """Return the branch that a job at ``location`` continues; None if no step is abandoned."""
         names, is_near = await self.all_names(location)
-        noted = await self.noted_branch(location, names, is_near=is_near)
-        return branches.current_branch([*known, *([(noted, None)] if noted is not None else [])])
+        branch = await self.noted_branch(location, names, is_near=is_near)
+        return branches.current_branch([*known, *([(branch, None)] if branch is not None else [])])
 
     async def all_names(
         self, location: Location, timeout_seconds: float | None = None, *, level: int = logging.WARNING
@@ -303,19 +303,19 @@ class Selector:
             return {*near}, True
 
     async def runs(
-        self, places: list[Location], *, look_max: int = SEARCHED_DIRECTORIES_MAX
+        self, locations: list[Location], *, look_max: int = SEARCHED_DIRECTORIES_MAX
     ) -> tuple[list[RunDirectory], bool]:
-        """Return the runs in and under ``places``, and whether the search covered all readable directories."""
+        """Return the runs in and under ``locations``, and whether the search covered all readable directories."""
         found: dict[Location, RunDirectory] = {}
         looked = 0
-        while places and looked < look_max:
-            now, places = places[:AT_ONCE], places[AT_ONCE:]
+        while locations and looked < look_max:
+            now, locations = locations[:AT_ONCE], locations[AT_ONCE:]
             looked += len(now)
             for run, below_it in await asyncio.gather(*map(self._run_at, now)):
-                places += below_it
+                locations += below_it
                 if run is not None:
                     found[run.location] = run.joined(found.get(run.location))
-        return sorted(found.values(), key=lambda run: run.location.uri), not places
+        return sorted(found.values(), key=lambda run: run.location.uri), not locations
 
     async def _run_at(self, location: Location) -> tuple[RunDirectory | None, list[Location]]:
         """Return the run at ``location``, or of the checkpoint there, and the directories to search next."""
@@ -326,25 +326,25 @@ class Selector:
             names: Collection[str],
         ) -> tuple[tuple[set[str], Location, catalog.CheckpointRow | None], set[str]]:
             ordered = _newest_first({*names})
-            place = location.child(ordered[0]) if ordered else location
+            newest_at = location.child(ordered[0]) if ordered else location
             if BRANCHES_DIR in names and (found := await self._look(location, None, windows=False)) is not None:
-                place = found.location
-            newest = await catalog.describe(place, self.directory_of(place), self.store_at(place))
-            return ({*names}, place, newest), {place.name} if ordered and newest is None else set()
+                newest_at = found.location
+            newest = await catalog.describe(newest_at, self.directory_of(newest_at), self.store_at(newest_at))
+            return ({*names}, newest_at, newest), {newest_at.name} if ordered and newest is None else set()
 
         async def names_of_run() -> list[str]:
             listed = (await self.all_names(location))[0]
             return [name for name in listed if not name.startswith((".", adopted_dir(""))) or name == BRANCHES_DIR]
 
         try:
-            names, place, newest = await retry_listing(location, names_of_run, newest_in)
+            names, newest_at, newest = await retry_listing(location, names_of_run, newest_in)
         except (PermissionDeniedError, ManifestError) as error:
             log.warning("%s is passed over: %s", location.uri, error)
             return None, []
         if newest is None:
             return None, [location.child(name) for name in sorted(names - {BRANCHES_DIR})]
-        others = sorted(name for name in names - {place.name, BRANCHES_DIR} if step_of(name) is None)
-        return RunDirectory(place.parent, max(1, len(names) - len(others)), newest), [
+        others = sorted(name for name in names - {newest_at.name, BRANCHES_DIR} if step_of(name) is None)
+        return RunDirectory(newest_at.parent, max(1, len(names) - len(others)), newest), [
             location.child(name) for name in others
         ]
 
@@ -425,9 +425,7 @@ class _Wait:
         """The user's options with the checkpoints of this node."""
 
     async def until_seen(
-        self,
-        look: Callable[[], Awaitable[T]],
-        instead: Callable[[StoreError], Awaitable[T | None]] | None = None,
+        self, look: Callable[[], Awaitable[T]], instead: Callable[[StoreError], Awaitable[T | None]] | None = None
     ) -> T:
         """Call ``look`` until the store answers; after the first failure, take the result of ``instead``, if any."""
         while True:

@@ -195,16 +195,16 @@ async def _put_manifest(store: Store, location: Location, manifest: Manifest, et
             return
     except PreconditionFailedError:
         pass
-    standing = await read_shared_manifest(store)
-    if standing is None or standing.attempt != manifest.attempt:
+    committed = await read_shared_manifest(store)
+    if committed is None or committed.attempt != manifest.attempt:
         await _restore_stock_metadata(store, manifest)
-        raise already_committed(location, standing.attempt if standing else "unknown", Tier.SHARED)
+        raise already_committed(location, committed.attempt if committed else "unknown", Tier.SHARED)
 
 
 async def _restore_stock_metadata(store: Store, loser: Manifest) -> None:
     try:
-        standing = await read_shared_manifest(store)
-        for entry in standing.metadata if standing is not None and standing.attempt != loser.attempt else ():
+        committed = await read_shared_manifest(store)
+        for entry in committed.metadata if committed is not None and committed.attempt != loser.attempt else ():
             await store.put(entry.path, await store.get(entry.key))
     except (StoreError, ManifestError) as error:  # the caller must see the lost race
         log.warning("%s: stock PyTorch may not be able to read the checkpoint: %s", store.uri, error)
@@ -262,13 +262,13 @@ async def _remove_replaced(store: Store, manifest: Manifest) -> None:
     for attempt in manifest.replaces:
         for name in (removal_note(attempt), pending(attempt)):
             try:
-                gone = manifests.decode(await store.get(name), where=f"{store.uri}/{name}")
+                replaced = manifests.decode(await store.get(name), where=f"{store.uri}/{name}")
             except (ObjectNotFoundError, ManifestError):
                 continue
-            tokens |= gone.tokens
+            tokens |= replaced.tokens
             last.append(name)
             if name == removal_note(attempt):
-                await _remove_stale(store, gone, manifest)
+                await _remove_stale(store, replaced, manifest)
     tokens -= manifest.tokens | {manifest.attempt}
     doomed = {name for token in tokens for name in (part(token), pending(token), *private_files(token))} - {*last}
     endings = tuple(f"-{token}{SHARD_SUFFIX}" for token in tokens)
@@ -283,8 +283,8 @@ async def _remove_replaced(store: Store, manifest: Manifest) -> None:
 async def _remove_stale(store: Store, old: Manifest, new: Manifest) -> None:
     for name in (*stale_metadata(old, new), *(entry.key for entry in stale_files(old, new))):
         await store.delete(name)
-    for place in old.adopted_dirs:
-        await store.delete_dir(place)
+    for directory in old.adopted_dirs:
+        await store.delete_dir(directory)
     await store.delete(removal_note(old.attempt))
 
 
@@ -304,14 +304,14 @@ async def put_claim(store: Store, location: Location, manifest: Manifest) -> Non
         except PreconditionFailedError:
             pass
         etag = await etag_of(store, CLAIM)
-        held = await _read_claim(store)
-        if held is None:
+        current = await _read_claim(store)
+        if current is None:
             continue  # a removal took it away between the two requests
-        holder = str(held["attempt"])
+        holder = str(current["attempt"])
         if holder == manifest.attempt:
             return
         if holder not in manifest.replaces and not branches.replaces_abandoned(
-            manifest, branches.parse(held.get(branches.NOTE)), location.name
+            manifest, branches.parse(current.get(branches.NOTE)), location.name
         ):
             raise already_committed(location, holder, Tier.SHARED)
         try:

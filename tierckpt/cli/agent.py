@@ -56,8 +56,7 @@ Network = Annotated[
     ),
 ]
 Serve = Annotated[
-    str | None,
-    typer.Option("--serve-bytes-per-second", metavar="RATE", help="Rate limit for all peers together."),
+    str | None, typer.Option("--serve-bytes-per-second", metavar="RATE", help="Rate limit for all peers together.")
 ]
 Stop = Annotated[bool, typer.Option("--stop", help="Stop the running agent within its grace period, and wait.")]
 

@@ -157,8 +157,8 @@ def evicted(locations: Sequence[Location], local_root: Path | None) -> Report:
     stayed: list[CacheRow] = []
     with open_client(local_root) as client:
         for location in locations:
-            gone, left = client.mover.node_cache.evict(location)
-            went += gone
+            evicted_rows, left = client.mover.node_cache.evict(location)
+            went += evicted_rows
             stayed += left
     return _eviction(went, stayed)
 

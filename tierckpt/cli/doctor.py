@@ -208,8 +208,8 @@ def _journal(settings: Settings) -> Finding:
         f"{row['store']} for {human_seconds(time.time() - row['since_unix_seconds'])} ({row['cause']}. {row['remedy']})"
         for row in node_document(settings)["stores"]
     ]
-    told = f"waiting for {'; '.join(stores)}" if stores else "`tierckpt drain --wait`"
-    return Finding("journal", WARN, f"{detail}; {told}")
+    remedy = f"waiting for {'; '.join(stores)}" if stores else "`tierckpt drain --wait`"
+    return Finding("journal", WARN, f"{detail}; {remedy}")
 
 
 def huge_pages() -> Iterator[Finding]:

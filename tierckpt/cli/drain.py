@@ -42,8 +42,7 @@ Wait = Annotated[
     bool, typer.Option("--wait", help="Retry, and wait for other ranks and movers, until the journal is empty.")
 ]
 Timeout = Annotated[
-    float | None,
-    typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Stop waiting after this long (exit 7)."),
+    float | None, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Stop waiting after this long (exit 7).")
 ]
 
 
@@ -118,15 +117,15 @@ def drain(
 
 
 def _forget(journal: Journal, uri: str) -> Report:
-    gone = journal.forget(uri)
-    if not gone:
+    entries = journal.forget(uri)
+    if not entries:
         raise CheckpointNotFoundError(
             f"no failed drain of {uri} on this node", hint="`tierckpt status` lists failed drains, with their errors"
         )
-    size_bytes = sum(entry.size_bytes for entry in gone)
-    rest = "it is removed from this node" if gone[0].state == FILE_SET_ASIDE else "its files stay here"
-    line = f"{uri} is not drained any more ({len(gone)} entries, {human_bytes(size_bytes)}); {rest}"
-    return Report({"uri": uri, "forgotten": len(gone), "size_bytes": size_bytes}, [line])
+    size_bytes = sum(entry.size_bytes for entry in entries)
+    rest = "it is removed from this node" if entries[0].state == FILE_SET_ASIDE else "its files stay here"
+    line = f"{uri} is not drained any more ({len(entries)} entries, {human_bytes(size_bytes)}); {rest}"
+    return Report({"uri": uri, "forgotten": len(entries), "size_bytes": size_bytes}, [line])
 
 
 def _change(local_root: Path, limit: str | None, concurrency: int | None, paused: bool | None) -> Report:

@@ -13,12 +13,7 @@ from ..checkpoint.branches import NOTE, run_of
 from ..checkpoint.catalog import Checkpoint
 from ..checkpoint.description import describe_committed, describe_run
 from ..disk.durable import matching
-from ..errors import (
-    CheckpointNotFoundError,
-    ObjectNotFoundError,
-    PermissionDeniedError,
-    UncommittedCheckpointError,
-)
+from ..errors import CheckpointNotFoundError, ObjectNotFoundError, PermissionDeniedError, UncommittedCheckpointError
 from ..format.layout import GRADIENTS_DIR, Location, local_dir, step_name, step_of
 from ..format.manifest import Manifest
 from ..mover import Mover

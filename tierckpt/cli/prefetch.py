@@ -70,8 +70,7 @@ Uris = Annotated[
     typer.Argument(metavar="URI...", help="Models, checkpoints or single objects.", autocompletion=complete_uri),
 ]
 To = Annotated[
-    Path | None,
-    typer.Option("--to", metavar="DIR", help="Directory to fill (one URI). Default: this node's cache."),
+    Path | None, typer.Option("--to", metavar="DIR", help="Directory to fill (one URI). Default: this node's cache.")
 ]
 Include = Annotated[
     list[str] | None, typer.Option("--include", metavar="GLOB", help="Only matching files; may be repeated.")
@@ -87,9 +86,7 @@ Evict = Annotated[bool, typer.Option("--evict", hidden=True, help="`tierckpt cac
 MaxBytes = Annotated[
     str | None,
     typer.Option(
-        "--max-bytes",
-        metavar="SIZE",
-        help="Size limit of the cache, including these files; with --to, of these files.",
+        "--max-bytes", metavar="SIZE", help="Size limit of the cache, including these files; with --to, of these files."
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show which files would be fetched and evicted.")]
@@ -102,8 +99,7 @@ HfCache = Annotated[
     ),
 ]
 Watch = Annotated[
-    bool,
-    typer.Option("--watch", help="Show the progress of all nodes (peers) until all are done. No URI: only show."),
+    bool, typer.Option("--watch", help="Show the progress of all nodes (peers) until all are done. No URI: only show.")
 ]
 Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="With --wait: limit of the wait.")]
 
@@ -147,7 +143,7 @@ def prefetch(
     size_bytes_max = size_of("--max-bytes", max_bytes)
     is_cached = to is None and not hf_cache
     limits: dict[str, Any] = {"cache_bytes_max": size_bytes_max} if size_bytes_max is not None and is_cached else {}
-    asked = partial(
+    call = partial(
         PrefetchRequest,
         directory=local_path(to, "--to") if to is not None else None,
         files=FileFilter(tuple(include or ()), tuple(exclude or ())),
@@ -156,7 +152,7 @@ def prefetch(
         size_bytes_max=None if is_cached else size_bytes_max,
         wait_seconds=timeout if wait else None,
     )
-    requests = [asked(location) for location in locations]
+    requests = [call(location) for location in locations]
     if watch and load_settings(local_root).peers is not None:
         return _watched(requests[0], local_root, limits, as_json=as_json)
     if not locations:

@@ -123,9 +123,9 @@ def _view(result: PruneResult, yes: bool, has_rule: bool) -> list[RenderableType
         size = human_bytes(_size_bytes(going))
         view.append(f"Nothing was removed. --yes removes {len(going)} of {len(result.outcomes)} copies, {size}.")
     else:
-        gone = result.only(REMOVED)
+        removed = result.only(REMOVED)
         failed = f"; {len(result.only(FAILED))} could not be removed" if result.only(FAILED) else ""
-        view.append(f"Removed {len(gone)} copies, {human_bytes(_size_bytes(gone))}{failed}.")
+        view.append(f"Removed {len(removed)} copies, {human_bytes(_size_bytes(removed))}{failed}.")
     return view
 
 

@@ -208,6 +208,6 @@ def _points(sizing: Sizing) -> Iterator[Configuration]:
     """Yield the best interval of each way, and longer ones."""
     for mode in sizing.modes:
         best = mode.best_interval_seconds(sizing.mtbf_seconds)
-        for place in range(MODE_POINTS):
-            steps = round(best * 10 ** (place / (MODE_POINTS - 1)) / mode.step_seconds)
+        for index in range(MODE_POINTS):
+            steps = round(best * 10 ** (index / (MODE_POINTS - 1)) / mode.step_seconds)
             yield configuration_of(mode, sizing, steps * mode.step_seconds)

@@ -93,15 +93,15 @@ def _tier(row: TierRow) -> Json:
         "levels": [
             {
                 "tier": level.name,
-                "interval_seconds": row.interval_seconds(place),
-                "interval_steps": schedule.steps_by_level[place] if schedule else None,
-                "bound_by": schedule.bound_by[place] if schedule else None,
+                "interval_seconds": row.interval_seconds(index),
+                "interval_steps": schedule.steps_by_level[index] if schedule else None,
+                "bound_by": schedule.bound_by[index] if schedule else None,
                 "stall_seconds": level.stall_seconds,
                 "latency_seconds": level.latency_seconds,
                 "restart_seconds": level.restart_seconds,
                 "mtbf_seconds": level.mtbf_seconds if level.mtbf_seconds != float("inf") else None,
             }
-            for place, level in enumerate(row.levels)
+            for index, level in enumerate(row.levels)
         ],
     }
 
@@ -138,10 +138,7 @@ def view_of(sizing: Sizing) -> list[RenderableType]:
             sizing.writes,
         ),
         table("what >from_shared_storage:decimal >time:short", paths),
-        table(
-            "tiers >ETTR:share >interval bound_by >to_shared >Young:short >Daly:short >exact:short",
-            tiers,
-        ),
+        table("tiers >ETTR:share >interval bound_by >to_shared >Young:short >Daly:short >exact:short", tiers),
         modes_view(sizing),
         *(f"note: {text}" for text in sizing.warnings),
     ]
@@ -187,8 +184,8 @@ def modes_view(sizing: Sizing) -> RenderableType:
     return table(columns, rows)
 
 
-def _interval(row: TierRow, place: int) -> str | None:
-    seconds = row.interval_seconds(place)
+def _interval(row: TierRow, index: int) -> str | None:
+    seconds = row.interval_seconds(index)
     if seconds is None or row.schedule is None:
         return None
-    return f"{row.schedule.steps_by_level[place]} steps, {short(seconds)}"
+    return f"{row.schedule.steps_by_level[index]} steps, {short(seconds)}"

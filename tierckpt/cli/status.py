@@ -320,12 +320,12 @@ def _served(serves: Json) -> str:
 
 
 def _copies(copies: Json, me: str) -> str:
-    held = f"{human_bytes(copies['copied_bytes'])} copied here for {', '.join(copies['sources']) or 'nobody'}"
+    text = f"{human_bytes(copies['copied_bytes'])} copied here for {', '.join(copies['sources']) or 'nobody'}"
     holders = [name for name in copies["holders"] if name != me]
     newest = list(copies["newest"].values())
     safe = sum(row["has_all_replicas"] for row in newest)
     return (
-        f"{held}; ours are held by {', '.join(holders) or 'nobody else'}: the newest of {safe} of {len(newest)} runs"
+        f"{text}; ours are held by {', '.join(holders) or 'nobody else'}: the newest of {safe} of {len(newest)} runs"
         + (f"; {copies['last_error']}" if copies["last_error"] else "")
     )
 

@@ -205,10 +205,7 @@ def _item_bytes(item: WriteItem) -> int:
 
 
 def _streamed_shards(
-    transforms: StorageWriterTransforms,
-    names: Iterator[str],
-    items: Sequence[WriteItem],
-    planner: ItemSource,
+    transforms: StorageWriterTransforms, names: Iterator[str], items: Sequence[WriteItem], planner: ItemSource
 ) -> Iterator[tuple[str, ShardRecord, list[WriteResult]]]:
     """Yield name, bytes and DCP's results of each shard of ``items`` that need torch's serialization.
 

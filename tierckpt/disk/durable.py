@@ -48,14 +48,7 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ENOLCK, errno.EXDEV, errno.ENOTTY}
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
 # Errors of a network mount or FUSE daemon during an outage of its server.
-_OUTAGE_ERRNOS = {
-    errno.ETIMEDOUT,
-    errno.ESTALE,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.ENOTCONN,
-    errno.EREMOTEIO,
-}
+_OUTAGE_ERRNOS = {errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN, errno.EREMOTEIO}
 # Errors of a file system without such a link or call.
 CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}
 _RENAME_NOREPLACE = 1

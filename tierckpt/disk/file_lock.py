@@ -133,8 +133,8 @@ def lock_record(file: int, kind: int, offset: int = 0, *, is_process: bool = Fal
 
 def record_holder(file: int, offset: int = 0, *, is_process: bool = False) -> int | None:
     """Return the process that locks byte ``offset``; negative if unknown. Takes no lock."""
-    asked = _RECORD.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
-    answer = fcntl.fcntl(file, fcntl.F_GETLK if is_process else fcntl.F_OFD_GETLK, asked)
+    request = _RECORD.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
+    answer = fcntl.fcntl(file, fcntl.F_GETLK if is_process else fcntl.F_OFD_GETLK, request)
     kind, _, _, _, pid = _RECORD.unpack(answer)
     return int(pid) if kind != fcntl.F_UNLCK else None
 

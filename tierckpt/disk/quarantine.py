@@ -81,13 +81,13 @@ def set_aside(path: Path) -> bool:
     if root is None or root == path:
         return False
     kind = kind_of(path)
-    place = root / QUARANTINE
-    target = place / f"{secrets.token_hex(4)}.{stem_of(path.name)}"
+    directory = root / QUARANTINE
+    target = directory / f"{secrets.token_hex(4)}.{stem_of(path.name)}"
     try:
-        if place.is_symlink() or (place.exists() and not place.is_dir()):
-            place.rename(place.with_name(f"{QUARANTINE}.{secrets.token_hex(4)}"))
-        place.mkdir(0o700, exist_ok=True)
-        check(place)
+        if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+            directory.rename(directory.with_name(f"{QUARANTINE}.{secrets.token_hex(4)}"))
+        directory.mkdir(0o700, exist_ok=True)
+        check(directory)
         path.rename(target)
     except FileNotFoundError:
         return True

@@ -101,10 +101,7 @@ class Drainer:
         self.retries = Retries(settings)
         """Retry state and outages of this mover's stores."""
         self.limiter = RateLimiter(
-            settings.drain_bytes_per_second,
-            settings.concurrency,
-            local_root=settings.local_root,
-            nice=BACKGROUND_NICE,
+            settings.drain_bytes_per_second, settings.concurrency, local_root=settings.local_root, nice=BACKGROUND_NICE
         )
         """Shared by all drains of this mover."""
         self._noted_at: dict[str, float] = {}
@@ -230,8 +227,8 @@ class Drainer:
         log.debug("%s: its drain waits for the store: %s", entry.uri, error)
         if time.monotonic() >= self._noted_at.get(entry.token, 0.0):
             self._noted_at[entry.token] = time.monotonic() + NOTE_SECONDS
-            noted = await asyncio.to_thread(self.journal.fail, entry.token, "", is_passing=True)
-            if noted is not None and time.time() - noted.failing_since_unix_seconds > PASSING_SECONDS:
+            entry_noted = await asyncio.to_thread(self.journal.fail, entry.token, "", is_passing=True)
+            if entry_noted is not None and time.time() - entry_noted.failing_since_unix_seconds > PASSING_SECONDS:
                 return False
         active.enter(STORE, error)
         return True
@@ -285,20 +282,16 @@ class Drainer:
         # A server may repeat our credentials in its answer, and people read the journal.
         text, is_passing = redact(f"{type(error).__name__}: {error}"), _is_transient(error)
         limit = PASSING_SECONDS if is_passing else self.settings.commit_timeout_seconds
-        noted = await asyncio.to_thread(
-            self.journal.fail,
-            entry.token,
-            text,
-            patience_seconds=limit if patient else math.inf,
-            is_passing=is_passing,
+        entry_noted = await asyncio.to_thread(
+            self.journal.fail, entry.token, text, patience_seconds=limit if patient else math.inf, is_passing=is_passing
         )
-        if noted is not None and noted.state in SET_ASIDE_STATES:
+        if entry_noted is not None and entry_noted.state in SET_ASIDE_STATES:
             log.error(
                 "%s (%s) is set aside, as its drain failed for %.0f s: %s. It stays on this node; `tierckpt "
                 "drain --retry` retries it, `tierckpt drain --forget %s` drops the drain",
                 entry.uri,
                 human_bytes(entry.size_bytes),
-                time.time() - noted.failing_since_unix_seconds,
+                time.time() - entry_noted.failing_since_unix_seconds,
                 text,
                 entry.uri,
             )

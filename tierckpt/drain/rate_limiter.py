@@ -415,14 +415,14 @@ def change_control(
     make_dirs(path.parent)
     with lock(path.with_suffix(".lock"), CONTROL_LOCK_SECONDS, str(path)):
         try:
-            standing = _read_control(path)
+            current = _read_control(path)
         except ConfigError:
-            standing = Control()  # this command repairs a damaged file
-        rate = standing.bytes_per_second if bytes_per_second is UNCHANGED else bytes_per_second
+            current = Control()  # this command repairs a damaged file
+        rate = current.bytes_per_second if bytes_per_second is UNCHANGED else bytes_per_second
         control = Control(
             UNCHANGED if rate == "default" or isinstance(rate, Unchanged) else _checked_rate(rate),
-            standing.concurrency if concurrency is None else _checked_concurrency(concurrency),
-            standing.paused if paused is None else paused,
+            current.concurrency if concurrency is None else _checked_concurrency(concurrency),
+            current.paused if paused is None else paused,
         )
         durable_write(path, json.dumps(control.to_json()).encode())
     return control

@@ -65,12 +65,12 @@ def write(settings: Settings, location: Location, size_bytes: int, keep_as: Call
     """
     journal = Journal(settings.local_root)
     token, earlier = journal.next_file_token(location.uri)
-    place = written_file(settings.local_root, token)
-    make_dirs(place.parent)
-    with translated(place, is_above=True), journal.own(token), temporary_next_to(place, is_owned=True) as temporary:
+    path = written_file(settings.local_root, token)
+    make_dirs(path.parent)
+    with translated(path, is_above=True), journal.own(token), temporary_next_to(path, is_owned=True) as temporary:
         found = FileEntry(location.name, size_bytes, keep_as(temporary), token=token)
         journal.write(_entry(token, location, int(settings.chunk_size_bytes), (found,)))
-        publish(temporary, place)
+        publish(temporary, path)
     _cancel(journal, earlier)
     return token
 
@@ -97,10 +97,10 @@ def _cancel(journal: Journal, tokens: list[str]) -> None:
             entry = journal.read(token)
             if entry is None or not entry.files:
                 continue
-            place = written_file(journal.directory.parent, token)
-            with try_lock(_lock_of(place), remove=True) as idle:
+            path = written_file(journal.directory.parent, token)
+            with try_lock(_lock_of(path), remove=True) as idle:
                 if idle:
-                    place.unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
             with journal.own(token) as free:
                 if free:  # else its mover detects the missing bytes
                     journal.drop(entry)
@@ -111,8 +111,8 @@ def _is_waiting_for_file(entry: JournalEntry) -> bool:
     return entry.after_uri == entry.uri
 
 
-def _lock_of(place: Path) -> Path:
-    return place.with_name(f"{place.name}.lock")
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
 
 
 def _entry(token: str, location: Location, chunk_size_bytes: int, files: tuple[FileEntry, ...]) -> JournalEntry:
@@ -121,12 +121,12 @@ def _entry(token: str, location: Location, chunk_size_bytes: int, files: tuple[F
 
 async def drain(drainer: Drainer, entry: JournalEntry, patient: bool) -> str:
     """Send or remove one file, after the turns of all files closed before it there (W2)."""
-    root, place = drainer.settings.local_root, written_file(drainer.settings.local_root, entry.token)
-    with translated(place):
+    root, path = drainer.settings.local_root, written_file(drainer.settings.local_root, entry.token)
+    with translated(path):
         wait_seconds = drainer.settings.commit_timeout_seconds if patient else 0.0
         previous, look_at = None, 0.0
         async for _ in Poll(wait_seconds, LOCAL):
-            if entry.files and not place.exists():
+            if entry.files and not path.exists():
                 return "superseded"  # cancelled; or a crash between 2 and 3, and the write was not acknowledged
             # Of many entries that wait for each other, all but one only check that their predecessor is gone.
             if previous is not None and previous.exists() and time.monotonic() < look_at:
@@ -153,7 +153,7 @@ async def drain(drainer: Drainer, entry: JournalEntry, patient: bool) -> str:
             await store.delete(key)
             await asyncio.to_thread(_remove_empty, entry)
         elif is_last:
-            await _await_shards(drainer, entry, place, wait_seconds)
+            await _await_shards(drainer, entry, path, wait_seconds)
             flow, (file,) = drainer.limiter.flow(entry.created_unix_seconds), entry.files
             drainer.active[entry.token].flow = flow
             done = 0
@@ -165,10 +165,10 @@ async def drain(drainer: Drainer, entry: JournalEntry, patient: bool) -> str:
 
             async with flow.slot():
                 await flow.spend(0)  # a paused drain has not begun
-                with try_lock(_lock_of(place), remove=True) as idle:
-                    if is_last := bool(idle) and place.exists():
+                with try_lock(_lock_of(path), remove=True) as idle:
+                    if is_last := bool(idle) and path.exists():
                         named = replace(file, path=key)
-                        put = partial(send, store, place, named, entry.chunk_size_bytes, on_bytes, flow, replaces=True)
+                        put = partial(send, store, path, named, entry.chunk_size_bytes, on_bytes, flow, replaces=True)
                         await again(store, put)
         # Remove the entry after the bytes: an entry without bytes is incomplete, and is removed too.
         await asyncio.to_thread(lambda: written_file(root, entry.token).unlink(missing_ok=True))
@@ -176,10 +176,10 @@ async def drain(drainer: Drainer, entry: JournalEntry, patient: bool) -> str:
 
 
 def _remove_empty(entry: JournalEntry) -> None:
-    place = entry.location.parent
-    while entry.after_uri and place.uri.startswith(f"{entry.after_uri.rstrip('/')}/"):
-        remove_empty(place)
-        place = place.parent
+    location = entry.location.parent
+    while entry.after_uri and location.uri.startswith(f"{entry.after_uri.rstrip('/')}/"):
+        remove_empty(location)
+        location = location.parent
 
 
 def _predecessors(journal: Journal, entry: JournalEntry) -> list[JournalEntry]:
@@ -193,15 +193,15 @@ def _predecessors(journal: Journal, entry: JournalEntry) -> list[JournalEntry]:
     if is_in_turn:
         return [other for other in journal.files(before=entry.token) if other.uri.startswith(above)]
     found = [other for other in journal.files() if other.uri.startswith(above)]
-    place = next((number for number, other in enumerate(found) if other.token == entry.token), len(found))
-    last = max((number for number, other in enumerate(found) if other.after_uri == entry.after_uri), default=place)
+    index = next((number for number, other in enumerate(found) if other.token == entry.token), len(found))
+    last = max((number for number, other in enumerate(found) if other.after_uri == entry.after_uri), default=index)
     waiting, later = _parents_of(entry), []
-    for other in found[place + 1 : last]:
+    for other in found[index + 1 : last]:
         if other.after_uri or other.location.parent.uri.rstrip("/") in waiting:
             waiting |= _parents_of(other)
         elif other.files:
             later.append(other)
-    return found[:place] + later
+    return found[:index] + later
 
 
 def _parents_of(entry: JournalEntry) -> set[str]:
@@ -209,13 +209,13 @@ def _parents_of(entry: JournalEntry) -> set[str]:
     return {"/".join(names[:count]) for count in range(1, len(names))}
 
 
-async def _await_shards(drainer: Drainer, entry: JournalEntry, place: Path, wait_seconds: float) -> None:
+async def _await_shards(drainer: Drainer, entry: JournalEntry, path: Path, wait_seconds: float) -> None:
     """Wait until the shared tier has the shards that a ``.metadata`` names (W2)."""
     if entry.location.name != METADATA:
         return
     at, key = root_of(entry.location)
     try:
-        named = set(_SHARD.findall(await asyncio.to_thread(read_whole, place, METADATA_BYTES_MAX)))
+        named = set(_SHARD.findall(await asyncio.to_thread(read_whole, path, METADATA_BYTES_MAX)))
     except ObjectNotFoundError:
         return  # cancelled
     missing = {f"{key.removesuffix(METADATA)}{name.decode()}" for name in named}

@@ -32,11 +32,11 @@ class TierCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
 
     def commit(self, info: Any) -> bool:
         """Adopt the tag's directory. Raises as ``tierckpt.adopt``."""
-        place = Path(info.save_dir, info.tag)
+        directory = Path(info.save_dir, info.tag)
         try:
-            self.run.save(place)
+            self.run.save(directory)
         except ConfigError:
-            if place.exists():
+            if directory.exists():
                 raise  # else no rank has one: the file of save_16bit_model is no checkpoint
         return True
 

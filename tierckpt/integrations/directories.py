@@ -62,11 +62,11 @@ class Directories:
 
     def _warn_of_removed(self) -> None:
         left = {entry.uri for entry in Journal(self.settings.local_root).entries()}
-        gone = [uri for uri, directory in self._saved.items() if not directory.exists()]
-        for uri in gone:
+        removed_uris = [uri for uri, directory in self._saved.items() if not directory.exists()]
+        for uri in removed_uris:
             if uri in left:
                 log.warning("%s was removed and is not drained yet: tierckpt keeps it until it is", self._saved[uri])
-        for uri in {*gone, *(self._saved.keys() - left)}:
+        for uri in {*removed_uris, *(self._saved.keys() - left)}:
             del self._saved[uri]
 
     @short_traceback

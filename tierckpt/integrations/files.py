@@ -57,8 +57,8 @@ class _CachedFile(RangeFile):
         if self._pid != os.getpid():
             client, entry = get_client(self._settings), self._entry
             if entry.checkpoint is not None:
-                place = entry.checkpoint.location
-                cached = client.run(client.mover.node_cache.open_at(place, kind="directory"))
+                location = entry.checkpoint.location
+                cached = client.run(client.mover.node_cache.open_at(location, kind="directory"))
             else:
                 info = ObjectInfo(entry.location.name, entry.size_bytes, entry.etag)
                 cached = client.run(client.mover.node_cache.open_at(entry.location, kind="object", info=info))

@@ -226,11 +226,11 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     ) -> list[Any]:
         starts = starts if isinstance(starts, Iterable) else [starts] * len(paths)
         ends = ends if isinstance(ends, Iterable) else [ends] * len(paths)
-        wanted: dict[str, list[tuple[int, Any, Any]]] = {}
+        ranges_by_path: dict[str, list[tuple[int, Any, Any]]] = {}
         for number, (path, start, end) in enumerate(zip(paths, starts, ends, strict=True)):
-            wanted.setdefault(path, []).append((number, start, end))
+            ranges_by_path.setdefault(path, []).append((number, start, end))
         results: list[Any] = [None] * len(paths)
-        for path, ranges in wanted.items():
+        for path, ranges in ranges_by_path.items():
             try:
                 found: list[Any] = list(self._cat(path, [(start, end) for _, start, end in ranges]))
             except Exception as error:

@@ -66,11 +66,11 @@ class TierCheckpointHandler(CheckpointHandler):  # type: ignore[misc]
         self.run = Directories(uri) if self.mode == OrchestrationMode.SPMD else _Cluster(uri)
 
     def save_checkpoint(self, step: int) -> None:
-        place = Path(self.default_local_dir, f"global_step_{step}")
+        directory = Path(self.default_local_dir, f"global_step_{step}")
         if self.mode == OrchestrationMode.SPMD:  # this rank writes here, and has not begun
-            make_way(place)
+            make_way(directory)
         super().save_checkpoint(step)
-        self.run.save(str(place))
+        self.run.save(str(directory))
 
     def _find_latest_checkpoint(self) -> str | None:
         found = self.run.restore(self.default_local_dir)
@@ -111,9 +111,9 @@ class _Cluster:
 
 def _places(find: Callable[[], str | None]) -> list[str]:
     nodes: dict[str, str] = {}
-    for node, place in on_nodes(dict.fromkeys(alive_nodes(), find)).items():
-        if place is not None:
-            nodes.setdefault(place, node)
+    for node, directory in on_nodes(dict.fromkeys(alive_nodes(), find)).items():
+        if directory is not None:
+            nodes.setdefault(directory, node)
     return list(nodes.values())
 
 

@@ -62,9 +62,7 @@ class AgentBreaker:
                 return
             self.is_open = True
         log.warning(
-            "the agent of %s does not answer (%s): this process does without it until it does",
-            self._local_root,
-            reason,
+            "the agent of %s does not answer (%s): this process does without it until it does", self._local_root, reason
         )
         waits = threading.Thread(target=self._await, args=(probe, start), name="tierckpt-breaker", daemon=True)
         if not start_if_possible(waits):
@@ -120,10 +118,10 @@ def kill_agent(local_root: Path, *, only_stopped: bool = False) -> int | None:
 
 
 def _has_open(pid: int, path: Path) -> bool:
-    wanted = path.stat()
+    expected = path.stat()
     for file in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(file.stat(), wanted):
+            if os.path.samestat(file.stat(), expected):
                 return True
     return False
 

@@ -55,16 +55,16 @@ class CachedView:
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> memoryview:
         """Raise IntegrityError, StoreError."""
-        wanted = self._range(path, start, stop)
-        into = memoryview(bytearray(wanted.size_bytes))
+        byte_range = self._range(path, start, stop)
+        into = memoryview(bytearray(byte_range.size_bytes))
         self.read_into(path, start, into)
         return into.toreadonly()
 
     def read_into(self, path: str, start: int, into: Buffer) -> None:
         view = memoryview(into).cast("B")
-        wanted = ByteRange(start, start + len(view))
-        if not self._cached.read_available(path, wanted, view):  # no event loop needed
-            self._client.run(self._cached.read_into(path, wanted, view))
+        byte_range = ByteRange(start, start + len(view))
+        if not self._cached.read_available(path, byte_range, view):  # no event loop needed
+            self._client.run(self._cached.read_into(path, byte_range, view))
 
     def is_good(self, path: str, start: int, data: Buffer) -> bool:
         """``read_into`` repairs bad bytes."""
@@ -73,8 +73,8 @@ class CachedView:
 
     def wait(self, path: str, start: int = 0, stop: int | None = None, timeout_seconds: float = 60.0) -> None:
         """Wait until any process has cached the bytes. Raises OperationTimeoutError."""
-        wanted = self._range(path, start, stop)
-        self._client.run(self._cached.wait(path, wanted, timeout_seconds))
+        byte_range = self._range(path, start, stop)
+        self._client.run(self._cached.wait(path, byte_range, timeout_seconds))
 
     def fill(self, paths: Iterable[str] | None = None) -> None:
         self._client.run(self._cached.fill(paths))

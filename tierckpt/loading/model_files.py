@@ -336,9 +336,9 @@ class _Head:
 
     def read(self, byte_range: ByteRange) -> Buffer:
         if byte_range.stop > len(self._bytes):
-            wanted = ByteRange(0, min(max(byte_range.stop, _HEAD_BYTES), self._size_bytes))
-            into = memoryview(mmap.mmap(-1, round_up(wanted.size_bytes)))
-            self._bytes = memoryview(self._copy.read(wanted, into))
+            head_range = ByteRange(0, min(max(byte_range.stop, _HEAD_BYTES), self._size_bytes))
+            into = memoryview(mmap.mmap(-1, round_up(head_range.size_bytes)))
+            self._bytes = memoryview(self._copy.read(head_range, into))
         return self._bytes[byte_range.start : byte_range.stop]
 
 

@@ -70,9 +70,7 @@ class BlockLayout:
 
 
 def layout_of(
-    kind: type[torch.optim.Optimizer],
-    members: Sequence[TrainerParameter],
-    groups: Sequence[Mapping[str, Any]],
+    kind: type[torch.optim.Optimizer], members: Sequence[TrainerParameter], groups: Sequence[Mapping[str, Any]]
 ) -> BlockLayout:
     """Lay out the state of ``members``, as a trial step of one element creates it."""
     made: dict[int, dict[str, tuple[torch.dtype, bool]]] = {}
@@ -89,15 +87,15 @@ def layout_of(
     blocks: list[StateBlock] = []
     offset = 0
     for run in runs:
-        places: list[TensorPlace] = []
+        positions: list[TensorPlace] = []
         at = round_up(sum(len(made[one.group]) for one in run), ALIGNMENT)
         for one in run:
             for name, (dtype, is_whole) in made[one.group].items():
                 shape = one.shape if is_whole else ()
-                places.append(TensorPlace(one.key, name, dtype_name(dtype), shape, at, len(places)))
+                positions.append(TensorPlace(one.key, name, dtype_name(dtype), shape, at, len(positions)))
                 at = round_up(at + math.prod(shape) * dtype.itemsize, ALIGNMENT)
         size_bytes = round_up(at, DISK_BLOCK_BYTES)
-        blocks.append(StateBlock(len(blocks), tuple(one.key for one in run), tuple(places), offset, size_bytes))
+        blocks.append(StateBlock(len(blocks), tuple(one.key for one in run), tuple(positions), offset, size_bytes))
         offset += size_bytes
     return BlockLayout(kind.__name__, tuple(blocks), offset)
 

@@ -92,9 +92,9 @@ class StateFile:
         flags = bytearray(len(block.places))
         self._read(address_of(flags), len(flags), self._begin_of(block, version))
         found: dict[str, set[str]] = {key: set() for key in block.keys}
-        for place in block.places:
-            if flags[place.index]:
-                found[place.key].add(place.name)
+        for tensor_place in block.places:
+            if flags[tensor_place.index]:
+                found[tensor_place.key].add(tensor_place.name)
         return found
 
     def all_tensors(self) -> Tensors:
@@ -114,7 +114,7 @@ class StateFile:
         return lambda target, start, count: self._read(target, count, at + start)
 
     def mark(self, block: StateBlock, version: int, present: Mapping[str, Container[str]]) -> None:
-        flags = bytes(place.name in present.get(place.key, {}) for place in block.places)
+        flags = bytes(tensor_place.name in present.get(tensor_place.key, {}) for tensor_place in block.places)
         with translated(self.directory / STATE):
             os.pwrite(self._file, flags, self._begin_of(block, version))
 
@@ -208,9 +208,9 @@ class StateFile:
 
 def _tensors_in(view: memoryview, block: StateBlock, *, all_of_them: bool = False) -> Tensors:
     found: Tensors = {key: {} for key in block.keys}
-    for place in block.places:
-        if all_of_them or view[place.index]:
-            found[place.key][place.name] = view_of(view, place.offset, place)
+    for tensor_place in block.places:
+        if all_of_them or view[tensor_place.index]:
+            found[tensor_place.key][tensor_place.name] = view_of(view, tensor_place.offset, tensor_place)
     return found
 
 

@@ -161,8 +161,10 @@ class Signer:
         )
 
     def ahead_seconds(self, headers: Mapping[str, str]) -> float | None:
-        told = headers.get(TIME, "")
-        return int(told) - self.clock() if re.fullmatch(r"\d{1,12}", told) and self._secret is not None else None
+        time_text = headers.get(TIME, "")
+        return (
+            int(time_text) - self.clock() if re.fullmatch(r"\d{1,12}", time_text) and self._secret is not None else None
+        )
 
 
 class Verifier:
@@ -228,8 +230,8 @@ def prove(secret: bytes, nonce: str, status: int, headers: Mapping[str, str], bo
     found = hashlib.sha256(body).hexdigest() if body is not None else ""
     lower = {name.lower(): value for name, value in headers.items()}
     said = (lower.get(DIGEST, ""), lower.get(HELD, ""), lower.get("content-length", ""))
-    told = (lower[TIME],) if TIME in lower else ()
-    return _mac(secret, "answer", nonce, str(status), *said, found, *told)
+    time_header = (lower[TIME],) if TIME in lower else ()
+    return _mac(secret, "answer", nonce, str(status), *said, found, *time_header)
 
 
 def denied(reason: str, name: str) -> PermissionDeniedError:

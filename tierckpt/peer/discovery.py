@@ -291,21 +291,21 @@ def network_bytes_per_second(source: str, sys_net: Path = Path("/sys/class/net")
 def _interface_of(source: str) -> str:
     if ":" in source:
         return _interface6_of(ipaddress.IPv6Address(source).packed.hex())
-    wanted = socket.inet_aton(source)
+    address = socket.inet_aton(source)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue
-            if answer[20:24] == wanted:
+            if answer[20:24] == address:
                 return name
     return ""
 
 
-def _interface6_of(wanted: str) -> str:
+def _interface6_of(address: str) -> str:
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:
         return ""
-    return next((line.split()[-1] for line in lines if line.startswith(wanted)), "")
+    return next((line.split()[-1] for line in lines if line.startswith(address)), "")

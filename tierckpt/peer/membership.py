@@ -286,13 +286,13 @@ class MemberList:
             return True
         if self._is_full:
             return False  # a flood of names costs one scan per round
-        gone = [name for name, record in self.records.items() if self.state(record) in ("dead", "left")]
-        if gone:
-            gone.sort(key=lambda name: self.records[name].heartbeat_at)
-            for name in gone[: 1 + len(gone) // 2]:
+        departed = [name for name, record in self.records.items() if self.state(record) in ("dead", "left")]
+        if departed:
+            departed.sort(key=lambda name: self.records[name].heartbeat_at)
+            for name in departed[: 1 + len(departed) // 2]:
                 del self.records[name]
-        self._is_full = not gone
-        return bool(gone)
+        self._is_full = not departed
+        return bool(departed)
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -362,10 +362,10 @@ class MemberList:
             state = self.state(record)
             is_doubtful = record.is_leaving or not record.is_confirmed
             by_state["suspect" if state == "live" and is_doubtful else state].append(record)
-        live, gone = by_state["live"], by_state["dead"] + by_state["left"]
+        live, departed = by_state["live"], by_state["dead"] + by_state["left"]
         chosen = rng.sample(by_state["suspect"], min(SUSPECT_TARGETS, len(by_state["suspect"])))
         chosen += live if len(live) <= ALL_TARGETS_MAX else rng.sample(live, LIVE_TARGETS)
-        chosen += rng.sample(gone, min(DEAD_TARGETS, len(gone)))
+        chosen += rng.sample(departed, min(DEAD_TARGETS, len(departed)))
         known = {record.member.address for record in self.records.values()} | {self.me.address}
         unknown = [seed for seed in seeds if seed not in known]
         return [record.member.address for record in chosen] + rng.sample(unknown, min(LIVE_TARGETS, len(unknown)))

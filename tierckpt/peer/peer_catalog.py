@@ -187,8 +187,8 @@ class PeerCatalog:
         return decode(data, where=f"the manifest of {member.name}") if data is not None else None
 
     async def fresh(self, members: Iterable[Member]) -> Mapping[str, tuple[list[FreshCheckpoint], list[LogRow]]]:
-        told = await self._all(self.wire.fresh, members)
-        return {member.name: (fresh_of(answer), logs_of(answer)) for member, answer in told}
+        replies = await self._all(self.wire.fresh, members)
+        return {member.name: (fresh_of(answer), logs_of(answer)) for member, answer in replies}
 
     async def _all(
         self, ask: Callable[[Member], Awaitable[T]], members: Iterable[Member] | None = None
@@ -201,8 +201,8 @@ class PeerCatalog:
                 log.info("%s does not list its checkpoints: %s", member.name, error)
                 return None
 
-        asked = (await self.wait_for_members()).other_nodes if members is None else members
-        answers = await asyncio.gather(*(one(member) for member in asked))
+        queried = (await self.wait_for_members()).other_nodes if members is None else members
+        answers = await asyncio.gather(*(one(member) for member in queried))
         return [answer for answer in answers if answer is not None]
 
 
@@ -325,13 +325,13 @@ class PeerWire:
         """Return the chunks of a version that ``member`` has; None: all of it."""
         client, found, after = self._connected_client(), set[int](), 0
         while True:
-            held = await client.chunk_report(member, version, chunk_size_bytes, after=after)
-            if held.whole:
+            report = await client.chunk_report(member, version, chunk_size_bytes, after=after)
+            if report.whole:
                 return None
-            found |= {ordinal for ordinal, _ in held.new}
-            if held.next <= after or held.next >= held.landed:
+            found |= {ordinal for ordinal, _ in report.new}
+            if report.next <= after or report.next >= report.landed:
                 return frozenset(found)
-            after = held.next
+            after = report.next
 
     async def chunk(
         self, member: Member, version: str, chunk_size_bytes: int, ordinal: int, size_bytes: int, digest: str

@@ -130,9 +130,9 @@ def decide(state: PolicyState, rules: Rules, now: Situation, *, votes: bool = Tr
     newest_sent = send if send is not None else now.sending
     skip = _superseded(pending, newest_sent)
     remove = _room(rules, now, skip, newest_sent)
-    voted, place = _next_tier(state, rules, now, remove, newest_sent)
+    voted, tier_decision = _next_tier(state, rules, now, remove, newest_sent)
     state = voted if votes else state
-    standing = _standing(state, rules, now, pending, exposure)
+    checkpoint_state = _standing(state, rules, now, pending, exposure)
     numbers = {
         "exposure_seconds": exposure,
         "local_bytes_per_second": state.local_rate or 0.0,
@@ -141,7 +141,7 @@ def decide(state: PolicyState, rules: Rules, now: Situation, *, votes: bool = Tr
         "free_bytes": _free(rules, now, remove),
     }
     rate = _rate(state, rules, now, exposure, send)
-    return state, Decision(place, send, skip, remove, rate, standing, why, numbers)
+    return state, Decision(tier_decision, send, skip, remove, rate, checkpoint_state, why, numbers)
 
 
 def with_version(now: Situation, version: Version) -> Situation:
@@ -190,12 +190,12 @@ def vote(state: PolicyState, rules: Rules, now: Situation, local: float, remote:
     """Vote whether shared storage is as fast as the SSD, and keeps up with the checkpoints."""
     if state.local_rate is None or state.shared_rate is None:
         return replace(state, direct=False, votes=0)
-    wanted = remote <= rules.as_fast * local and remote <= now.interval_seconds
-    if wanted == state.direct:
+    is_allowed = remote <= rules.as_fast * local and remote <= now.interval_seconds
+    if is_allowed == state.direct:
         return replace(state, votes=0)
-    slower, faster = (local, remote) if wanted else (remote, local)
+    slower, faster = (local, remote) if is_allowed else (remote, local)
     if state.votes + 1 >= rules.votes_to_change or slower >= rules.factor_to_change * faster:
-        return replace(state, direct=wanted, votes=0)
+        return replace(state, direct=is_allowed, votes=0)
     return replace(state, votes=state.votes + 1)
 
 

@@ -181,11 +181,11 @@ def _note_save(made: list[Save], row: Line) -> None:
         made.append(Save(step, float(row.get("save_at", at)), is_sent=row.get("is_sent") is not False))
     elif row["what"] == "durable":
         seconds, is_direct_put = float(row["durable_seconds"]), row.get("is_direct_put") is True
-        for place, one in reversed(list(enumerate(made))):
+        for index, one in reversed(list(enumerate(made))):
             if one.step == step and one.local_seconds is None:
                 # Older releases recorded the time of staging, after the call.
                 begun_at = one.at if "is_direct_put" in row else min(one.at, at - seconds)
-                made[place] = replace(one, at=begun_at, local_seconds=seconds, is_direct_put=is_direct_put)
+                made[index] = replace(one, at=begun_at, local_seconds=seconds, is_direct_put=is_direct_put)
                 return
         made.append(Save(step, at - seconds, seconds, is_direct_put=is_direct_put))
 
@@ -208,20 +208,20 @@ class _Kept:
 
     def at(self, step: int) -> float:
         """Interpolates."""
-        place = bisect.bisect_right(self.steps, step) - 1
-        if place < 0:
+        index = bisect.bisect_right(self.steps, step) - 1
+        if index < 0:
             return 0.0
-        if place + 1 == len(self.steps):
-            return self.seconds[place]
-        share = (step - self.steps[place]) / (self.steps[place + 1] - self.steps[place])
-        return self.seconds[place] + share * (self.seconds[place + 1] - self.seconds[place])
+        if index + 1 == len(self.steps):
+            return self.seconds[index]
+        share = (step - self.steps[index]) / (self.steps[index + 1] - self.steps[index])
+        return self.seconds[index] + share * (self.seconds[index + 1] - self.seconds[index])
 
     def back_to(self, step: int) -> float:
         """Return the seconds of work dropped after ``step``."""
         stays = self.at(step)
         lost = self.seconds[-1] - stays
-        place = bisect.bisect_right(self.steps, step)
-        self.steps, self.seconds = self.steps[:place], self.seconds[:place]
+        index = bisect.bisect_right(self.steps, step)
+        self.steps, self.seconds = self.steps[:index], self.seconds[:index]
         if not self.steps or self.steps[-1] < step:
             self.steps.append(step)
             self.seconds.append(stays)
@@ -249,9 +249,9 @@ def analyse(starts: Iterable[Start], commits: Sequence[Line] = ()) -> Goodput:
     drained = commits_of(ordered, commits, "shared")
     failures: list[Failure] = []
     lost_of: list[float] = []
-    for place, start in enumerate(ordered):
-        if place:
-            before = ordered[place - 1]
+    for index, start in enumerate(ordered):
+        if index:
+            before = ordered[index - 1]
             last = kept.steps[-1]
             resumed = last if start.did_nothing else _origin(start, kept.saved)
             lost = 0.0 if start.did_nothing else kept.back_to(resumed)
@@ -259,7 +259,7 @@ def analyse(starts: Iterable[Start], commits: Sequence[Line] = ()) -> Goodput:
             if not before.is_planned_end or lost > 0:
                 away = max(0.0, start.began_at - before.ended_at) + _restart(start)
                 failures.append(Failure(before.ended_at, last, start.restored_step, lost, max(0, last - resumed), away))
-        steps = [one.step for n, one in enumerate(start.made) if one.local_seconds is not None or (place, n) in drained]
+        steps = [one.step for n, one in enumerate(start.made) if one.local_seconds is not None or (index, n) in drained]
         kept.add(start.work, [kept.steps[-1], *(step for step, _ in start.work)] if start.has_gradient_log else steps)
         lost_of.append(0.0)
     return _summed(ordered, origin, kept, failures, lost_of)

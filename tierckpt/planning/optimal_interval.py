@@ -86,11 +86,11 @@ class Schedule:
 
     @property
     def steps_by_level(self) -> tuple[int, ...]:
-        return tuple(self.steps * math.prod(self.every[: place + 1]) for place in range(len(self.levels)))
+        return tuple(self.steps * math.prod(self.every[: level + 1]) for level in range(len(self.levels)))
 
     @property
     def bound_by(self) -> tuple[str, ...]:
-        return tuple(self._bound(place) for place in range(len(self.levels)))
+        return tuple(self._bound(level) for level in range(len(self.levels)))
 
     def _bound(self, place: int) -> str:
         steps = self.steps_by_level[place]
@@ -148,14 +148,14 @@ _FACTORS = (0.5, 0.7, 0.8, 0.9, 0.97, 0.997, 1.003, 1.03, 1.1, 1.2, 1.4, 2.0)
 def _neighbours(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return variants with one count changed, and the next by one or inversely: alone, neither might look better."""
     result = []
-    for place, count in enumerate(counts):
+    for level, count in enumerate(counts):
         for other in {count - 1, count, count + 1, *(round(count * factor) for factor in _FACTORS)}:
-            changed = (*counts[:place], max(1, other), *counts[place + 1 :])
+            changed = (*counts[:level], max(1, other), *counts[level + 1 :])
             result.append(changed)
-            if place + 1 < len(counts):
-                alone, made_up = counts[place + 1], round(counts[place + 1] * count / max(1, other))
+            if level + 1 < len(counts):
+                alone, made_up = counts[level + 1], round(counts[level + 1] * count / max(1, other))
                 moves = {max(1, moved) for moved in (alone - 1, alone + 1, made_up - 1, made_up, made_up + 1)}
-                result += [(*changed[: place + 1], moved, *counts[place + 2 :]) for moved in moves]
+                result += [(*changed[: level + 1], moved, *counts[level + 2 :]) for moved in moves]
     return result
 
 

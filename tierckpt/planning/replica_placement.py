@@ -23,12 +23,12 @@ def group_placement(nodes: int, replicas: int) -> list[tuple[int, ...]]:
     whole_groups = stride if nodes % replicas == 0 else stride - 1
     holders: list[tuple[int, ...]] = [()] * nodes
     for first in range(whole_groups):
-        members = [first + place * stride for place in range(replicas)]
-        for place, node in enumerate(members):
-            holders[node] = (*members[place:], *members[:place])
+        members = [first + index * stride for index in range(replicas)]
+        for index, node in enumerate(members):
+            holders[node] = (*members[index:], *members[:index])
     rest = [node for node in range(nodes) if not holders[node]]
-    for place, node in enumerate(rest):
-        holders[node] = tuple(rest[(place + ahead) % len(rest)] for ahead in range(replicas))
+    for index, node in enumerate(rest):
+        holders[node] = tuple(rest[(index + ahead) % len(rest)] for ahead in range(replicas))
     return holders
 
 

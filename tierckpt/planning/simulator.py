@@ -115,10 +115,10 @@ class _World:
             self.failures[kind.name] += 1
             by_job: dict[int, list[int]] = {}
             for node in self._struck(kind):
-                job, place = divmod(node, self.cluster.nodes_per_job)
-                by_job.setdefault(job, []).append(place)
-            for job, places in by_job.items():
-                self.jobs[job].strike(places, wipes=kind.wipes)
+                job, node_of_job = divmod(node, self.cluster.nodes_per_job)
+                by_job.setdefault(job, []).append(node_of_job)
+            for job, nodes_of_job in by_job.items():
+                self.jobs[job].strike(nodes_of_job, wipes=kind.wipes)
 
     def _strike_at(self, times: Sequence[float]) -> Steps:
         for at in sorted(times):
@@ -505,8 +505,8 @@ class Pipe:
 
     def _share(self) -> None:
         left = self._capacity
-        for place, flow in enumerate(sorted(self._flows, key=lambda flow: flow.cap)):
-            flow.rate = min(flow.cap, left / (len(self._flows) - place))
+        for index, flow in enumerate(sorted(self._flows, key=lambda flow: flow.cap)):
+            flow.rate = min(flow.cap, left / (len(self._flows) - index))
             left -= flow.rate
         self._turn += 1
         first = min((flow.left / flow.rate for flow in self._flows if flow.rate > 0), default=math.inf)

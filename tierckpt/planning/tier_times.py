@@ -204,16 +204,16 @@ class _Tiers:
         )
 
 
-def _is_used(told: Sequence[bool | None], reached: Mapping[Key, float | None]) -> bool | None:
-    if any(told) or reached:
+def _is_used(flags: Sequence[bool | None], reached: Mapping[Key, float | None]) -> bool | None:
+    if any(flags) or reached:
         return True
-    return None if None in told else False
+    return None if None in flags else False
 
 
 def _keyed(starts: Sequence[Life]) -> Iterator[tuple[Key, Save]]:
-    for place, start in enumerate(starts):
+    for index, start in enumerate(starts):
         for number, save in enumerate(start.made):
-            yield (place, number), save
+            yield (index, number), save
 
 
 def _number(value: Any) -> float | None:

@@ -103,8 +103,8 @@ class ShardBlockDigests:
                 log.debug("%s: no block digests on the %s tier: %s", self._shard.path, copy.tier, error)
                 continue
             BYTES.emit(len(data), tier=copy.tier, direction="read")
-            for index, place in zip(range(first, last + 1), at, strict=True):
-                digests = data[place.start - at[0].start : place.stop - at[0].start]
+            for index, digest_range in zip(range(first, last + 1), at, strict=True):
+                digests = data[digest_range.start - at[0].start : digest_range.stop - at[0].start]
                 if digests and digest_of_blocks(digests) == self._shard.digests[index]:
                     self._known[index] = digests
             if all(self._known.get(index) is not None for index in range(first, last + 1)):

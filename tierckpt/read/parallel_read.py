@@ -157,7 +157,7 @@ def _split_jobs(jobs: Iterable[_ChunkJob]) -> Iterator[_Read]:
 
 
 def pull(
-    wanted: Sequence[tuple[ReplicatedFile, Sequence[Piece]]],
+    requests: Sequence[tuple[ReplicatedFile, Sequence[Piece]]],
     buffers: BounceBufferPool,
     *,
     on_error: OnError = lambda *_: None,
@@ -174,23 +174,23 @@ def pull(
     """
     local: list[_ChunkJob] = []
     remote: list[_ChunkJob] = []
-    for copies, pieces in wanted:
+    for copies, pieces in requests:
         (remote if copies.is_remote else local).extend(_chunk_jobs(copies, pieces))
     disk = opened_disk(local)
     local = run_trials(local, disk, lambda jobs, threads: _Pull(jobs, threads, buffers, on_error).run())
     _Pull(local, _threads(disk), buffers, on_error, remote).run()
 
 
-def batches(things: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: int) -> Iterator[list[T]]:
-    """Cut ``things`` into runs of at most ``size_bytes_max``, or of one thing."""
+def batches(items: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: int) -> Iterator[list[T]]:
+    """Cut ``items`` into runs of at most ``size_bytes_max``, or of one thing."""
     window: list[T] = []
     size_bytes = 0
-    for thing in things:
-        more = bytes_of(thing)
+    for item in items:
+        more = bytes_of(item)
         if window and size_bytes + more > size_bytes_max:
             yield window
             window, size_bytes = [], 0
-        window.append(thing)
+        window.append(item)
         size_bytes += more
     if window:
         yield window

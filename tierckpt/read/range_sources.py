@@ -50,8 +50,8 @@ class PeerSource:
         holders = self._members if self._members is not None else self._copies.holders(entry)
         nobody: TierckptError = ObjectNotFoundError(f"no peer has {entry.path}", key=key)
         last = next((self._given_up[one.name] for one in holders if one.name in self._given_up), nobody)
-        asked = [one for one in holders if one.name not in self._given_up]
-        for member in asked if self._members is not None else asked[:PEERS_TRIED_MAX]:
+        candidates = [one for one in holders if one.name not in self._given_up]
+        for member in candidates if self._members is not None else candidates[:PEERS_TRIED_MAX]:
             try:
                 data = await self._copies.chunk(member, entry, index)
                 self.size_bytes += byte_range.size_bytes

@@ -254,7 +254,7 @@ class SharedRead:
 
     def pull(
         self,
-        wanted: Sequence[tuple[ReplicatedFile, Sequence[Piece]]],
+        requests: Sequence[tuple[ReplicatedFile, Sequence[Piece]]],
         buffers: BounceBufferPool,
         *,
         later: int | None,
@@ -265,7 +265,7 @@ class SharedRead:
         ``later``: the first unit that a later call may need again. None: this is the last call.
         """
         origins: dict[int, Piece] = {}
-        jobs, own = self._split_by_unit(wanted, origins)
+        jobs, own = self._split_by_unit(requests, origins)
         # No call waits for a later one, which re-reads the units that this one has passed.
         after = PASSED_ALL if later is None else max(later, max(jobs, default=0))
 
@@ -285,12 +285,12 @@ class SharedRead:
         pull(list(own.items()), buffers, on_error=blame)
 
     def _split_by_unit(
-        self, wanted: Sequence[tuple[ReplicatedFile, Sequence[Piece]]], origins: dict[int, Piece]
+        self, requests: Sequence[tuple[ReplicatedFile, Sequence[Piece]]], origins: dict[int, Piece]
     ) -> tuple[dict[int, _UnitJob], dict[ReplicatedFile, list[Piece]]]:
-        """Return the shared part of ``wanted``, by unit, and the rest. ``origins`` gets the piece of each part."""
+        """Return the shared part of ``requests``, by unit, and the rest. ``origins`` gets the piece of each part."""
         jobs: dict[int, _UnitJob] = {}
         own: dict[ReplicatedFile, list[Piece]] = {}
-        for copies, pieces in wanted:
+        for copies, pieces in requests:
             name = copies.entry.path
             for piece in pieces:
                 for start, stop, unit in self.units.cut(name, piece.start, piece.stop):

@@ -75,8 +75,8 @@ class LocalIndex:
         steps = [step for run in kept for step in sorted(run, key=_age, reverse=True)[:STEPS_TOLD]]
         self.newest = list(self._here(sorted(steps, key=_age, reverse=True)))
         self.unnamed = unnamed
-        standing = {directory for run in runs.values() for directory, _ in run}
-        self._manifests = {path: known for path, known in self._manifests.items() if path in standing}
+        existing = {directory for run in runs.values() for directory, _ in run}
+        self._manifests = {path: known for path, known in self._manifests.items() if path in existing}
 
     def copies(self) -> list[LocalCheckpoint]:
         known = [(directory, manifest) for directory, (_, manifest) in self._manifests.items()]

@@ -206,8 +206,8 @@ async def bring_log(settings: Settings, cluster: PeerCatalog, run: Location, ran
     Raises as ``fetch_log``.
     """
     members = {member.name: member for member in (await cluster.wait_for_members()).other_nodes}
-    told = await cluster.fresh(members.values())
-    rows = [(row, name) for name, (_, logs) in told.items() for row in logs if row.log == (run.uri, rank)]
+    replies = await cluster.fresh(members.values())
+    rows = [(row, name) for name, (_, logs) in replies.items() for row in logs if row.log == (run.uri, rank)]
     rows = [(row, name) for row, name in rows if base in row.bases and row.step > beyond]
     failure: Exception | None = None
     for row, name in sorted(rows, key=lambda found: found[0].step, reverse=True):

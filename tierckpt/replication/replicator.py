@@ -158,9 +158,9 @@ class Replicator:
             return
         await self._query_holders(live)
         if self._taking is None or self._taking.done():
-            wanted = self._missing_copies(live)
-            if wanted:
-                self._taking = asyncio.create_task(self._take_all(wanted, live), name="replicas")
+            missing_copies = self._missing_copies(live)
+            if missing_copies:
+                self._taking = asyncio.create_task(self._take_all(missing_copies, live), name="replicas")
         if self._taking_logs is None or self._taking_logs.done():
             lacking = await asyncio.to_thread(self._lacking_logs)
             if lacking:
@@ -209,25 +209,27 @@ class Replicator:
         for entry in manifest.metadata:
             metadata[entry.path] = await get_whole(taking, entry, manifest.chunk_size_bytes)
         await asyncio.to_thread(local_commit.record_commit, directory, manifest, metadata)
-        standing = await asyncio.to_thread(local_commit.read_local_manifest, directory)
-        return standing is not None and standing.attempt == manifest.attempt
+        committed = await asyncio.to_thread(local_commit.read_local_manifest, directory)
+        return committed is not None and committed.attempt == manifest.attempt
 
     async def _query_holders(self, live: Live) -> None:
         members = {member.name: member for member in live.other_nodes}
         placed = holders(live.members, self.settings.replicas)
-        mine, others = placed.get(live.me, ()), sources(placed, live.me)
+        own_holders, others = placed.get(live.me, ()), sources(placed, live.me)
         # Also the makers of the copies here, even if their holders have changed.
         made = {name for here in self._tier.newest for name in here.made_by.values()}
-        fellows = [members[name] for name in {*mine, *others, *made} if name in members]
-        told = await self._cluster.fresh(fellows)
-        self._told = {name: fresh for name, (fresh, _) in told.items()}
-        self._told_logs = {name: logs for name, (_, logs) in told.items()}
-        self.progress.members, self.progress.holders = len(members) + 1, tuple(mine)
+        fellows = [members[name] for name in {*own_holders, *others, *made} if name in members]
+        replies = await self._cluster.fresh(fellows)
+        self._told = {name: fresh for name, (fresh, _) in replies.items()}
+        self._told_logs = {name: logs for name, (_, logs) in replies.items()}
+        self.progress.members, self.progress.holders = len(members) + 1, tuple(own_holders)
         self.progress.sources = tuple(others)
         safe = {
             here.key
             for here in self._tier.newest
-            if here.own and len(mine) > 1 and all(self._holds(name, here) for name in mine if name != live.me)
+            if here.own
+            and len(own_holders) > 1
+            and all(self._holds(name, here) for name in own_holders if name != live.me)
         }
         self._safe = safe
         await asyncio.to_thread(self._mark_replicated)
@@ -236,7 +238,7 @@ class Replicator:
             if here.own:
                 row = {"uri": here.location.uri, "has_all_replicas": here.key in safe}
                 self.progress.newest.setdefault(here.location.parent.uri, row)
-        others = [name for name in mine if name != live.me]
+        others = [name for name in own_holders if name != live.me]
         logs = [self._copied(row, others, live.me) for row in self._logs.rows if others and not row.of]
         if logs != self.progress.logs:
             self.progress.logs, self._logged_at = logs, time.monotonic()
@@ -250,9 +252,9 @@ class Replicator:
 
     def _mark_replicated(self) -> None:
         """Mark steps on all holders: retention keeps the newest of them (N1)."""
-        told = [row for name in self.progress.sources for row in self._told.get(name, ())]
+        rows = [row for name in self.progress.sources for row in self._told.get(name, ())]
         for here in self._tier.newest:
-            others = [row for row in told if row.own and (row.uri, row.attempt) == here.key]
+            others = [row for row in rows if row.own and (row.uri, row.attempt) == here.key]
             if here.key in self._safe and here.key not in self._marked and all(row.is_safe for row in others):
                 # Only the node of rank 0 records it, once: an earlier agent may have marked it.
                 is_first = any(file.rank == 0 and file.token in here.own for file in here.manifest.files)
@@ -281,9 +283,9 @@ class Replicator:
         ready = [(name, row) for name, row in found if now >= self._again_at.get(_key(name, row), 0.0)]
         return sorted(ready, key=lambda item: item[1].created_unix_seconds, reverse=True)
 
-    async def _take_all(self, wanted: Sequence[tuple[str, FreshCheckpoint]], live: Live) -> None:
+    async def _take_all(self, missing_copies: Sequence[tuple[str, FreshCheckpoint]], live: Live) -> None:
         members = {member.name: member for member in live.other_nodes}
-        for name, row in wanted:
+        for name, row in missing_copies:
             if name not in members:
                 continue
             what = f"the copy of {row.uri} of {name}"
@@ -353,10 +355,10 @@ class Replicator:
 
     def _shorten_logs(self) -> None:
         """Remove frames before a checkpoint that another node has (R2)."""
-        told = {(name, row.log) for name, rows in self._told_logs.items() for row in rows if not row.of}
+        steps_by_log = {(name, row.log) for name, rows in self._told_logs.items() for row in rows if not row.of}
         for row in self._logs.rows:
             if row.of and (after := self._safe_step(row.of, row.uri)) >= 0:
-                self._logs.truncate(row, after, is_told=(row.of, row.log) in told)
+                self._logs.truncate(row, after, is_told=(row.of, row.log) in steps_by_log)
 
     def _safe_step(self, name: str, run: str) -> int:
         """Return the newest step of a run that survives the node ``name``."""
@@ -406,16 +408,18 @@ class Replicator:
                 await asyncio.to_thread(marks.mark_drained, here.directory, shared.attempt)
 
     async def _remove_outdated(self) -> None:
-        busy = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
-        for old in await asyncio.to_thread(self._outdated, frozenset(busy)):
+        journaled_uris = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
+        for old in await asyncio.to_thread(self._outdated, frozenset(journaled_uris)):
             if await asyncio.to_thread(self._remove, old):
                 self.progress.removed += 1
                 log.info("removed the copy of %s: a newer one is on all its holders", old.location.uri)
 
-    def _outdated(self, busy: frozenset[str]) -> list[LocalCheckpoint]:
+    def _outdated(self, journaled_uris: frozenset[str]) -> list[LocalCheckpoint]:
         copies = self._tier.copies()
-        gone = {row.uri for row in outdated([copy.fresh(is_safe=False) for copy in copies], self._told, busy)}
-        return [copy for copy in copies if copy.location.uri in gone]
+        outdated_uris = {
+            row.uri for row in outdated([copy.fresh(is_safe=False) for copy in copies], self._told, journaled_uris)
+        }
+        return [copy for copy in copies if copy.location.uri in outdated_uris]
 
     def _remove(self, old: LocalCheckpoint) -> bool:
         with read_lease.removing(self.settings.local_root, old.directory) as free:

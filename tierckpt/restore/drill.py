@@ -97,9 +97,9 @@ async def drill(
     seed = secrets.randbelow(1 << 32) if seed is None else seed
 
     async def look(names: Collection[str]) -> tuple[tuple[Location, int, Manifest] | None, set[str]]:
-        places = [location, *(location.child(name) for name in names if not name.startswith("."))]
-        has_commit = await asyncio.gather(*(_has_commit(mover.store(place), gate) for place in places))
-        steps = [place for place, has in zip(places, has_commit, strict=True) if has]
+        locations = [location, *(location.child(name) for name in names if not name.startswith("."))]
+        has_commit = await asyncio.gather(*(_has_commit(mover.store(found), gate) for found in locations))
+        steps = [found for found, has in zip(locations, has_commit, strict=True) if has]
         if not steps:
             return None, {*names}
         ordered = sorted(steps, key=lambda location: location.uri)

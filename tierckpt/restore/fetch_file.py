@@ -92,13 +92,13 @@ async def fetch_to_local(
         origin: RangeSource = checkpoint.store if Tier.SHARED in checkpoint.tiers else nearest
         # A separate version (peer/chunk_files.py, Single): only nodes that want the file share it.
         frozen = FileSet(checkpoint.location.uri, (files_of_rank(entry),), chunk)
-        place = checkpoint.directory / INCOMING_DIR / frozen.version
+        incoming = checkpoint.directory / INCOMING_DIR / frozen.version
         gate, counted = asyncio.Semaphore(concurrency), _Counted(on_bytes)
-        cached = CacheEntry(origin, frozen, place, fetch_slots=gate, fetches_max=concurrency, peer_join=sharing)
+        cached = CacheEntry(origin, frozen, incoming, fetch_slots=gate, fetches_max=concurrency, peer_join=sharing)
         try:
             await asyncio.to_thread(lambda: cached.begin(whole=True))
             await cached.fill(listener=counted)
-            await to_completion(asyncio.to_thread(_rename_into_place, place, entry, path))
+            await to_completion(asyncio.to_thread(_rename_into_place, incoming, entry, path))
         finally:
             await cached.close()
 
@@ -114,11 +114,11 @@ class _Counted:
         self._done_bytes = progress.done_bytes
 
 
-def _rename_into_place(place: Path, entry: FileEntry, path: Path) -> None:
+def _rename_into_place(incoming: Path, entry: FileEntry, path: Path) -> None:
     """Rename the durable file into place."""
     with translated(path, is_above=True):
-        publish(place / entry.path, path)
-        remove_tree(place, ignore_errors=True)
+        publish(incoming / entry.path, path)
+        remove_tree(incoming, ignore_errors=True)
 
 
 async def adopt(checkpoint: Checkpoint) -> None:

@@ -148,15 +148,15 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
     if location.scheme == "file" and target.absolute() == Path(location.path):
         raise ConfigError(f"{target} is both source and target of the prefetch", hint="Use another --to")
     with contextlib.ExitStack() as leases:
-        held = await asyncio.to_thread(_local_copies, mover, resolved, target, leases)
+        local_copies = await asyncio.to_thread(_local_copies, mover, resolved, target, leases)
         common: dict[str, Any] = {
             # A model has no chunk size. With that of the local copies, digests are comparable.
-            "chunk_size_bytes": (held[-1][1] if held else resolved).frozen.chunk_size_bytes,
+            "chunk_size_bytes": (local_copies[-1][1] if local_copies else resolved).frozen.chunk_size_bytes,
             "concurrency": mover.settings.concurrency * 2,
             "listener": mover.listener,
             "peer_join": mover.sharing,
             "stall_seconds": mover.node_cache.stall_seconds,
-            "copy_sources": held,
+            "copy_sources": local_copies,
         }
         files = resolved.frozen.files
         if request.hf_cache:
@@ -190,14 +190,14 @@ async def plan(mover: Mover, request: PrefetchRequest) -> AdmissionPlan | None:
 
 def _local_copies(mover: Mover, resolved: ResolvedUri, target: Path, leases: contextlib.ExitStack) -> list[CopySource]:
     """Return the copies of the files on this node, in the node cache or on the local tier. Blocking."""
-    held = mover.node_cache.copy_sources(resolved, leases)
+    copies = mover.node_cache.copy_sources(resolved, leases)
     if resolved.manifest is None:
-        return held
+        return copies
     directory = mover.directory(resolved.location)
     if directory != target:
         leases.enter_context(read_lease.reading(mover.settings.local_root, directory))
-        held.append((directory, Receipt(resolved.frozen, tuple(item.digests for item in resolved.frozen.files))))
-    return [one for one in held if one[1].frozen.chunk_size_bytes == resolved.frozen.chunk_size_bytes]
+        copies.append((directory, Receipt(resolved.frozen, tuple(item.digests for item in resolved.frozen.files))))
+    return [one for one in copies if one[1].frozen.chunk_size_bytes == resolved.frozen.chunk_size_bytes]
 
 
 async def _freeze(mover: Mover, request: PrefetchRequest) -> tuple[ResolvedUri, Checkpoint | None]:

@@ -94,7 +94,7 @@ async def _copy(mover: Mover, checkpoint: Checkpoint, directory: Path) -> Restor
     source = RestoreSource(checkpoint, manifest) if manifest is not None else None
     # fill_directory requests only ranges from its source.
     store = cast(Store, source) if source is not None else checkpoint.store
-    wanted = from_manifest(manifest) if manifest is not None else await from_listing(checkpoint.store)
+    requested_files = from_manifest(manifest) if manifest is not None else await from_listing(checkpoint.store)
 
     def restoring(progress: Progress, /) -> None:
         mover.listener(replace(progress, what=f"restore {checkpoint.location.uri}", note=""))  # note is always "shared"
@@ -102,7 +102,7 @@ async def _copy(mover: Mover, checkpoint: Checkpoint, directory: Path) -> Restor
     try:
         done = await fill_directory(
             store,
-            wanted,
+            requested_files,
             directory,
             chunk_size_bytes=(manifest or mover.settings).chunk_size_bytes,
             concurrency=mover.settings.concurrency * 2,

@@ -173,8 +173,8 @@ def _is_open_for_writing(path: Path) -> bool:
 
 def import_files(files: Mapping[str, SourceFile], target: Path, *, links: bool) -> None:
     with translated(target, is_above=True), ThreadPool(THREADS) as pool:
-        for place in sorted({(target / path).parent for path in files}):
-            make_dirs(place)
+        for parent in sorted({(target / path).parent for path in files}):
+            make_dirs(parent)
         list(pool.map(lambda path: _take_file(files[path].place, target / path, links), files))
 
 
@@ -195,8 +195,8 @@ def make_durable(
 ) -> dict[str, tuple[str, ...]]:
     """Make the files under ``target`` durable, names included. Return the chunk digests of each file."""
 
-    def digest(place: tuple[str, int]) -> str:
-        path, start = place
+    def digest(parent: tuple[str, int]) -> str:
+        path, start = parent
         file = open_file(target / path)
         try:
             byte_range = ByteRange(start, min(start + chunk_size_bytes, sizes[path]))
@@ -205,16 +205,16 @@ def make_durable(
             os.close(file)
 
     starts = {path: range(chunk_count(size, chunk_size_bytes)) for path, size in sizes.items()}
-    places = [(path, index * chunk_size_bytes) for path, indices in starts.items() for index in indices]
+    chunk_positions = [(path, index * chunk_size_bytes) for path, indices in starts.items() for index in indices]
     with translated(target, is_above=True), ThreadPool(THREADS) as disk, ThreadPool(THREADS) as pool:
         flushed = disk.map(lambda path: fsync_file(target / path), sorted(sizes, key=lambda path: -sizes[path]))
         found, done = [], 0
-        for (path, start), one in zip(places, pool.map(digest, places), strict=True):
+        for (path, start), one in zip(chunk_positions, pool.map(digest, chunk_positions), strict=True):
             found.append(one)
             done += min(chunk_size_bytes, sizes[path] - start)
             on_bytes(done)
         list(flushed)
-        for place in {(target / path).parent for path in sizes}:
-            fsync_dir(place)
+        for parent in {(target / path).parent for path in sizes}:
+            fsync_dir(parent)
     each = iter(found)
     return {path: tuple(next(each) for _ in indices) for path, indices in starts.items()}

@@ -180,9 +180,9 @@ def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Ite
             size_bytes, at, digest = os.fstat(file).st_size, here.head_bytes, here.digest
             following = _find_continuation(found, digest)
             while following is None and at < size_bytes:
-                place, length = _place(here, file, at, size_bytes, digest)
-                yield place
-                digest, at = place.digest, at + length
+                position, length = _place(here, file, at, size_bytes, digest)
+                yield position
+                digest, at = position.digest, at + length
                 following = _find_continuation(found, digest)
         except IntegrityError as error:
             yield error.message
@@ -202,13 +202,13 @@ def list_chains(directory: Path) -> list[Chain]:
             continue
         here, frames, newest, verified, ended = {first.path}, 0, None, None, ""
         try:
-            for place in walk_from(there, first, wrong):
-                if isinstance(place, str):
-                    ended = place
+            for position in walk_from(there, first, wrong):
+                if isinstance(position, str):
+                    ended = position
                 else:
-                    here.add(place.segment.path)
-                    frames, newest = frames + 1, place.number
-                    verified = newest if place.fields.get("parameters") else verified
+                    here.add(position.segment.path)
+                    frames, newest = frames + 1, position.number
+                    verified = newest if position.fields.get("parameters") else verified
             size_bytes = sum(path.stat().st_size for path in here)
         except (TierckptError, OSError):
             continue
@@ -242,10 +242,13 @@ class Tail:
                     return
                 self.segment, self.size_bytes, self._digest = head, head.head_bytes, head.digest
             while self.size_bytes < there:
-                place, length = _place(self.segment, file, self.size_bytes, there, self._digest)
+                position, length = _place(self.segment, file, self.size_bytes, there, self._digest)
                 if self._is_verified:
-                    deque(verified_pieces(place.read, place.fields, place.head_bytes, where=place.file_text), maxlen=0)
-                self.size_bytes, self._digest, self.step = self.size_bytes + length, place.digest, place.number
+                    deque(
+                        verified_pieces(position.read, position.fields, position.head_bytes, where=position.file_text),
+                        maxlen=0,
+                    )
+                self.size_bytes, self._digest, self.step = (self.size_bytes + length, position.digest, position.number)
         except (TierckptError, TypeError, KeyError, ValueError):
             return  # incomplete or damaged: a restore reports which
         finally:
@@ -260,13 +263,13 @@ def verified_pieces(read: Read, fields: Mapping[str, Any], at: int, *, where: st
     for number, (size_bytes, digests) in enumerate(fields["data"]):
         end = at + size_bytes
         for digest in digests:
-            wanted = min(CHUNK_BYTES, end - at)
-            piece = read(at, wanted)
-            if len(piece) < wanted:
+            piece_bytes = min(CHUNK_BYTES, end - at)
+            piece = read(at, piece_bytes)
+            if len(piece) < piece_bytes:
                 raise damaged(where, "it is cut short")
             if digest_of_piece(piece) != digest:
                 raise damaged(where, f"its data ({number}) does not match its digest")
-            at += wanted
+            at += piece_bytes
             yield piece
         if at != end:
             raise damaged(where, f"its data ({number}) does not have the recorded size")
@@ -377,8 +380,8 @@ class SegmentFile:
                 part, begun = view[: self._request_bytes], time.monotonic()
                 self._file.write(part, self.size_bytes)
                 view, self.size_bytes = view[len(part) :], self.size_bytes + len(part)
-                wanted = len(part) * REQUEST_SECONDS / max(time.monotonic() - begun, 1e-6)
-                self._request_bytes = max(REQUEST_BYTES_MIN, min(REQUEST_BYTES_MAX, int(wanted) >> 20 << 20))
+                request_bytes = len(part) * REQUEST_SECONDS / max(time.monotonic() - begun, 1e-6)
+                self._request_bytes = max(REQUEST_BYTES_MIN, min(REQUEST_BYTES_MAX, int(request_bytes) >> 20 << 20))
                 on_write()
             if not (self._file.direct or self._is_cached):  # one sync would write everything, without progress
                 self.sync()

@@ -53,9 +53,9 @@ class ReplacedAttempts:
 
     def is_silent(self, location: Location) -> bool:
         """Whether the store keeps a save waiting, or did within ``SILENT_SECONDS``. Thread-safe."""
-        place = store_key(location)
-        is_asked = any(one == place for one, _, _ in self._asking)
-        return is_asked or time.monotonic() < self._silent_until.get(place, 0.0)
+        key = store_key(location)
+        is_asked = any(one == key for one, _, _ in self._asking)
+        return is_asked or time.monotonic() < self._silent_until.get(key, 0.0)
 
     def stop_probing(self) -> None:
         for _, soon, limit in self._asking:
@@ -63,11 +63,11 @@ class ReplacedAttempts:
                 limit.reschedule(max(soon, asyncio.get_running_loop().time()))
 
     @contextlib.asynccontextmanager
-    async def _limit_probe(self, place: tuple[str, str], seconds: float) -> AsyncIterator[None]:
+    async def _limit_probe(self, key: tuple[str, str], seconds: float) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds) as limit:
-            loop, breaker = asyncio.get_running_loop(), self._drainer.retries.breaker("://".join(place))
-            asked = place, loop.time() + PROBE_SILENT_SECONDS, limit
-            self._asking.append(asked)
+            loop, breaker = asyncio.get_running_loop(), self._drainer.retries.breaker("://".join(key))
+            deadline = key, loop.time() + PROBE_SILENT_SECONDS, limit
+            self._asking.append(deadline)
             report = partial(breaker.report, "no answer to a save", "", time.time())
             timer = loop.call_later(REPORT_SECONDS, report)
             try:
@@ -78,7 +78,7 @@ class ReplacedAttempts:
                 raise
             finally:
                 timer.cancel()
-                self._asking.remove(asked)
+                self._asking.remove(deadline)
 
     async def find(
         self, location: Location, here: tuple[bool, set[str]] | None = None, *, overwrite: bool
@@ -92,39 +92,39 @@ class ReplacedAttempts:
             AlreadyCommittedError: there are attempts, and ``overwrite`` is False.
             StoreError: the shared tier refuses requests and was never reached.
         """
-        is_local, standing = await asyncio.to_thread(self.local_attempts, location) if here is None else here
+        is_local, local_ids = await asyncio.to_thread(self.local_attempts, location) if here is None else here
         if self._drainer.settings.drain:
-            place = store_key(location)
-            is_silent = time.monotonic() < self._silent_until.get(place, 0.0)
+            key = store_key(location)
+            is_silent = time.monotonic() < self._silent_until.get(key, 0.0)
             try:
-                async with self._limit_probe(place, PROBE_SILENT_SECONDS if is_silent else PROBE_TIMEOUT_SECONDS):
+                async with self._limit_probe(key, PROBE_SILENT_SECONDS if is_silent else PROBE_TIMEOUT_SECONDS):
                     store = self._drainer.store(location)
                     if location.scheme == "file":
                         await asyncio.to_thread(lambda: refuse_file(nearest_existing(Path(location.path))))
                     self._warn_if_unguarded(store, location)
                     found = await shared_commit.current_attempts(store)
                     stock = not overwrite and not found and await catalog.is_stock(store)
-                self._selector.reached.add(place)
+                self._selector.reached.add(key)
                 self._drainer.retries.accepted(location.parent.uri, "save")
-                standing |= found
+                local_ids |= found
                 if stock:
                     raise shared_commit.already_committed(location, "of stock DCP", Tier.SHARED)
             except (StoreUnavailableError, TimeoutError) as error:
                 if not is_silent:
-                    self._silent_until[place] = time.monotonic() + SILENT_SECONDS
+                    self._silent_until[key] = time.monotonic() + SILENT_SECONDS
                 if isinstance(error, StoreUnavailableError):
                     self._drainer.breaker(location).report(error.message, error.hint, time.time())
                 log.debug("%s: the shared tier does not answer, saving locally: %s", location.uri, error)
             except StoreError as error:
-                if place not in self._selector.reached:
+                if key not in self._selector.reached:
                     raise
                 self._drainer.retries.refused(location.parent.uri, "save", error)
                 log.debug("%s: the shared tier refuses requests, saving locally: %s", location.uri, error)
-        if standing and not overwrite:
+        if local_ids and not overwrite:
             raise shared_commit.already_committed(
-                location, ", ".join(sorted(standing)), Tier.LOCAL if is_local else Tier.SHARED
+                location, ", ".join(sorted(local_ids)), Tier.LOCAL if is_local else Tier.SHARED
             )
-        return tuple(sorted(standing))
+        return tuple(sorted(local_ids))
 
     def _attempts_in_journal(self, location: Location) -> set[str]:
         entries = [entry for entry in self._drainer.journal.entries() if entry.uri == location.uri]

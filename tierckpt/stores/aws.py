@@ -315,12 +315,7 @@ def _credentials(profile: AwsProfile, uri: str, endpoint: str, region: str) -> _
 
 def _by_botocore(session: Any, profile: AwsProfile, uri: str, region: str) -> _Credentials | None:
     from botocore.credentials import RefreshableCredentials  # type: ignore[import-untyped]
-    from botocore.exceptions import (  # type: ignore[import-untyped]
-        BotoCoreError,
-        ClientError,
-        ConnectionError,
-        HTTPClientError,
-    )
+    from botocore.exceptions import BotoCoreError, ClientError, ConnectionError, HTTPClientError  # type: ignore[import-untyped]
 
     session.set_config_variable("region", str(region))
     try:

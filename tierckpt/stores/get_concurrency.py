@@ -67,13 +67,13 @@ class GetConcurrency:
         raise AssertionError("unreachable")
 
     async def _begin(self) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
         self.wake()
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if waiter.done() and not waiter.cancelled():
                 self._end()
             raise
 
@@ -83,10 +83,10 @@ class GetConcurrency:
 
     def wake(self) -> None:
         while self._waiting and (self._waiting[0].done() or self._running + 1 <= self.gets_max):
-            turn = self._waiting.popleft()
-            if not turn.done():
+            waiter = self._waiting.popleft()
+            if not waiter.done():
                 self._running += 1
-                turn.set_result(None)
+                waiter.set_result(None)
 
     def _went_well(self, size_bytes: int, seconds: float) -> None:
         self._arrived_at = time.monotonic()

@@ -172,12 +172,16 @@ class FinalSave:
 
 
 def _decide(store: RankStore, current: int) -> None:
-    told = store.peek([f"{current}/at/{rank}" for rank in range(store.world_size)])
-    if told is None:
+    announced = store.peek([f"{current}/at/{rank}" for rank in range(store.world_size)])
+    if announced is None:
         return
-    step = max(one[0] for one in told)
-    cost = Cost(max(one[2] for one in told), _largest([one[3] for one in told]), _largest([one[4] for one in told]))
-    fits, why = fits_deadline(step, cost, min(one[1] for one in told))
+    step = max(one[0] for one in announced)
+    cost = Cost(
+        max(one[2] for one in announced),
+        _largest([one[3] for one in announced]),
+        _largest([one[4] for one in announced]),
+    )
+    fits, why = fits_deadline(step, cost, min(one[1] for one in announced))
     store.put(f"{current}/decision", {"step": step, "fits": fits, "why": why})
 
 

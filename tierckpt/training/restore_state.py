@@ -30,12 +30,7 @@ from ..client import Client, get_client
 from ..config import Settings
 from ..dcp.planner import TargetPlanner
 from ..dcp.reader import TierStorageReader
-from ..errors import (
-    CheckpointNotFoundError,
-    StateMismatchError,
-    TierckptError,
-    UncommittedCheckpointError,
-)
+from ..errors import CheckpointNotFoundError, StateMismatchError, TierckptError, UncommittedCheckpointError
 from ..format.layout import WINDOWS_DIR, Location, parse_uri, step_name, step_of
 from ..format.manifest import BASE_NOTE
 from ..loading.tensor_parts import check_device
@@ -410,8 +405,8 @@ def _load(reader: TierStorageReader, target: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         # Only DCP's planner unpacks FSDP1's ShardedTensor.
-        odd = (one for one in target.values() if type(one) not in (torch.Tensor, str))
-        is_nested = any(hasattr(one, "local_shards") for one in odd)
+        unsupported = (one for one in target.values() if type(one) not in (torch.Tensor, str))
+        is_nested = any(hasattr(one, "local_shards") for one in unsupported)
         state, planner = (target, DefaultLoadPlanner()) if is_nested else ({}, TargetPlanner(target))
         load(state, storage_reader=reader, planner=planner, no_dist=not is_distributed())
 

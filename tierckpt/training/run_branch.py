@@ -49,9 +49,9 @@ class RunBranch:
     def read_local(self) -> None:
         """Read this node's branch, for a process that has restored nothing."""
         if self.now is None:
-            noted = branches.read_local(local_dir(self._settings.local_root, self.location))
-            order = branches.next_order(noted)
-            self.now = Branch(noted.id, order, noted.base, noted.ends) if noted else Branch(self._job, order)
+            branch = branches.read_local(local_dir(self._settings.local_root, self.location))
+            order = branches.next_order(branch)
+            self.now = Branch(branch.id, order, branch.base, branch.ends) if branch else Branch(self._job, order)
 
     def of_save(self) -> Branch:
         """Return the branch of the next save: a new one if ``read_local`` failed, as the save will."""

@@ -209,10 +209,10 @@ def _drained_after(record: SaveRecord, settings: Settings, committed_at: Mapping
     if seen is not None:
         return seen - record.begun_at
     try:
-        noted = (local_dir(settings.local_root, parse_uri(record.uri)) / DRAINED).stat().st_mtime
+        drained_at = (local_dir(settings.local_root, parse_uri(record.uri)) / DRAINED).stat().st_mtime
     except OSError:
         return None
-    return noted - time.time() + record.age_seconds
+    return drained_at - time.time() + record.age_seconds
 
 
 def stage(

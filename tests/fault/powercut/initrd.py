@@ -68,11 +68,7 @@ def build(folder: Path, modules: Path, mount: Path) -> Path:
     ordered = _copy_modules(modules, root / "modules")
     _copy_python(root)
     init = INIT.format(
-        modules=" ".join(ordered),
-        path=f"{_site_packages()}:{REPOSITORY}",
-        python=_python(),
-        guest=GUEST,
-        mount=mount,
+        modules=" ".join(ordered), path=f"{_site_packages()}:{REPOSITORY}", python=_python(), guest=GUEST, mount=mount
     )
     (root / "init").write_text(init)
     (root / "init").chmod(0o755)

@@ -41,9 +41,7 @@ class Turns:
         pass
 
 
-async def test_a_worker_without_the_claim_does_not_put_back_the_chunk(
-    tmp_path: Path,
-) -> None:
+async def test_a_worker_without_the_claim_does_not_put_back_the_chunk(tmp_path: Path) -> None:
     frozen, order = freeze(DATA), Turns()
     filling = begin(tmp_path, frozen)
     fetched: list[object] = []

@@ -212,12 +212,7 @@ SEEDED = {
 @pytest.mark.parametrize("bug", SEEDED)
 def test_a_policy_with_a_bug_is_caught(bug: str) -> None:
     """The negative control of ``check_i5``."""
-    copies = [
-        *run_of(1, 2, 3),
-        local(4, drained=False),
-        local(0, held="being read"),
-        local(5, drained=False),
-    ]
+    copies = [*run_of(1, 2, 3), local(4, drained=False), local(0, held="being read"), local(5, drained=False)]
     verdicts = Policy.of(keep_last=1).judge(copies)
     check_i5(copies, verdicts, drains=True)
     with pytest.raises(AssertionError):

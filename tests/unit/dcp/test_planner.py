@@ -384,9 +384,7 @@ def sharded_state(shape: tuple[int, int], placements: list[Placement], mesh_shap
     return {"t": DTensor.from_local(local, mesh, placements, run_check=False, **sizes), "note": torch.rand(3)}
 
 
-def test_plans_of_sharded_tensors_equal_those_of_dcp(
-    memory_of_rank: Callable[[int], None],
-) -> None:
+def test_plans_of_sharded_tensors_equal_those_of_dcp(memory_of_rank: Callable[[int], None]) -> None:
     ranks = Ranks(4, memory_of_rank)
     layouts: list[tuple[list[Placement], tuple[int, ...]]] = [
         ([Shard(0)], (4,)),
@@ -402,9 +400,7 @@ def test_plans_of_sharded_tensors_equal_those_of_dcp(
         assert ranks.is_as_stock(state_of) == [False] * 4, (placements, mesh_shape)
 
 
-def test_only_changed_ranks_plan_in_full(
-    memory_of_rank: Callable[[int], None],
-) -> None:
+def test_only_changed_ranks_plan_in_full(memory_of_rank: Callable[[int], None]) -> None:
     ranks = Ranks(3, memory_of_rank)
 
     def full(*sizes: int) -> list[bool]:
@@ -420,9 +416,7 @@ def test_only_changed_ranks_plan_in_full(
     assert full(1, 1, 2) == [False, False, True]
 
 
-def test_a_changing_rank_does_not_invalidate_the_caches_of_others(
-    memory_of_rank: Callable[[int], None],
-) -> None:
+def test_a_changing_rank_does_not_invalidate_the_caches_of_others(memory_of_rank: Callable[[int], None]) -> None:
     """The coordinator's cache is evicted; no rank may refer to it."""
     ranks = Ranks(2, memory_of_rank)
     seen = [

@@ -46,13 +46,7 @@ DIRECT, CACHE = READ_MODES
 
 @pytest.mark.parametrize(
     ("rates", "expected"),
-    [
-        ((2.0, 1.0), DIRECT),
-        ((1.0, 1.0), DIRECT),
-        ((1.0, 1.2), DIRECT),
-        ((1.0, 1.4), CACHE),
-        ((1.0, 3.0), CACHE),
-    ],
+    [((2.0, 1.0), DIRECT), ((1.0, 1.0), DIRECT), ((1.0, 1.2), DIRECT), ((1.0, 1.4), CACHE), ((1.0, 3.0), CACHE)],
 )
 def test_the_cheapest_of_the_fastest_is_taken_and_the_page_cache_must_gain_a_quarter(
     rates: tuple[float, ...], expected: ReadMode

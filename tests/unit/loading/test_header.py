@@ -79,11 +79,7 @@ WRONG: dict[str, tuple[bytes, str, str | None]] = {
     "a range that ends before it begins": (_with("b", data_offsets=[28, 24]), "-4 bytes", "b"),
     "a range of three": (_with("b", data_offsets=[24, 26, 28]), "range", "b"),
     "a range past the end": (encode({"a": tensor("U8", [5], 0, 5)}, b"1234"), "should have", "a"),
-    "an overlap": (
-        encode({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 2, 6)}, b"123456"),
-        "overlaps",
-        "b",
-    ),
+    "an overlap": (encode({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 2, 6)}, b"123456"), "overlaps", "b"),
     "two tensors of the same bytes": (
         encode({"a": tensor("U8", [4], 0, 4), "b": tensor("U8", [4], 0, 4)}, b"1234"),
         "overlaps",

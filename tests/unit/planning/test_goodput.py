@@ -183,10 +183,7 @@ TIERED = Configuration(
 
 @pytest.mark.parametrize(
     ("configuration", "expected"),
-    [
-        (BLOCKING, ettr.exact(230, 60, MTBF, 40)),
-        (BACKGROUND, ettr.exact(230, 5, MTBF, 40, 60)),
-    ],
+    [(BLOCKING, ettr.exact(230, 60, MTBF, 40)), (BACKGROUND, ettr.exact(230, 5, MTBF, 40, 60))],
 )
 def test_measured_ettr_matches_simulation_and_model(configuration: Configuration, expected: float) -> None:
     run, found = measured(CLUSTER, configuration, 15, 3)

@@ -324,9 +324,7 @@ def test_only_a_full_ssd_causes_direct_saves() -> None:
     assert straight(0.2)[1:3] == [True, True]
 
 
-def test_a_drain_is_throttled_to_its_allowed_slowdown(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_drain_is_throttled_to_its_allowed_slowdown(caplog: pytest.LogCaptureFixture) -> None:
     """D7: a model of training that an unlimited drain at 200 MB/s slows by 24 %, in proportion to its rate."""
     caplog.set_level(logging.INFO, "tierckpt.policy")
     adaptive = sending(exposure_seconds_max=math.inf)

@@ -188,12 +188,7 @@ def place(tmp_path: Path, data: bytes) -> Place:
 
 
 def test_only_the_blocks_that_are_touched_are_read(place: Place, buffers: BounceBufferPool) -> None:
-    wanted = [
-        (BLOCK + 5, 2 * BLOCK + 5),
-        (CHUNK + 1, CHUNK + 2),
-        (2 * CHUNK, 3 * CHUNK),
-        (SIZE - 1, SIZE),
-    ]
+    wanted = [(BLOCK + 5, 2 * BLOCK + 5), (CHUNK + 1, CHUNK + 2), (2 * CHUNK, 3 * CHUNK), (SIZE - 1, SIZE)]
     assert place.pulled(place.copies(), buffers, *wanted)
     assert sorted(place.copy.asked) == [
         (BLOCK, 3 * BLOCK),
@@ -254,11 +249,7 @@ def test_when_a_part_is_bad_the_rest_of_the_chunk_comes_from_the_next_copy_too(
 def test_damage_elsewhere_in_the_chunk_does_not_matter_and_damage_in_the_blocks_does(
     place: Place, buffers: BounceBufferPool
 ) -> None:
-    for at, is_read in (
-        (3 * BLOCK, True),
-        (BLOCK, False),
-        (2 * BLOCK - 1, False),
-    ):
+    for at, is_read in ((3 * BLOCK, True), (BLOCK, False), (2 * BLOCK - 1, False)):
         damaged = bytearray(place.data)
         damaged[at] ^= 1
         place.path.write_bytes(damaged)

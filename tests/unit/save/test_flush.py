@@ -416,10 +416,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 
 def test_without_o_direct_it_goes_through_the_page_cache_and_says_so(
-    mounted: Callable[..., Path],
-    slots: list[Memory],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    mounted: Callable[..., Path], slots: list[Memory], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ramfs knows neither O_DIRECT nor fallocate."""
     monkeypatch.setattr(file_io, "devices_without", set())

@@ -74,8 +74,8 @@ for _verb in (
 app.add_typer(cache.cache, name="cache")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"tierckpt {__version__}")
         raise typer.Exit
 

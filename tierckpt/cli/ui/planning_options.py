@@ -177,7 +177,7 @@ def _largest_model(mesh: Mesh, state: TrainingState) -> Model:
 
 def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
     hints = get_type_hints(verb, include_extras=True)
-    mine = list(inspect.signature(verb).parameters.values())[1:]
+    own = list(inspect.signature(verb).parameters.values())[1:]
     kinds = get_type_hints(PlanningOptions, include_extras=True)
     shared = [
         inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=kinds[one.name])
@@ -189,9 +189,9 @@ def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
         return verb(options, **values)
 
     command.__name__, command.__doc__ = verb.__name__, verb.__doc__
-    command.__annotations__ = {one.name: one.annotation for one in shared} | {one.name: hints[one.name] for one in mine}
+    command.__annotations__ = {one.name: one.annotation for one in shared} | {one.name: hints[one.name] for one in own}
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        shared + [one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[one.name]) for one in mine]
+        shared + [one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[one.name]) for one in own]
     )
     return command
 

@@ -69,7 +69,7 @@ def plot_runs(path: Path, runs: Sequence[SimulationResult]) -> Figure:
         axis = figure.axes[0]
         shares = {field: [100 * getattr(run, field) / run.wall_seconds for run in runs] for field in PARTS}
         kept = shares["kept_seconds"]
-        expected = [(100 * run.expected_ettr, place) for place, run in enumerate(runs) if run.expected_ettr is not None]
+        expected = [(100 * run.expected_ettr, row) for row, run in enumerate(runs) if run.expected_ettr is not None]
         lowest = min(*kept, 99.999, *(share for share, _ in expected))
         begin = max(0.0, lowest - (100 - lowest) / 3)
         digits = max(2, 1 - math.floor(math.log10(100 - begin)))
@@ -82,7 +82,7 @@ def plot_runs(path: Path, runs: Sequence[SimulationResult]) -> Figure:
                     axis.bar_label(bars, wide, label_type="center", fontsize=7, color="white")
             left = [before + width for before, width in zip(left, shares[field], strict=True)]
         across, down = zip(*expected, strict=True)
-        axis.plot(across, [place - 0.44 for place in down], "v", color="black", markersize=5, label="kept, by formula")
+        axis.plot(across, [row - 0.44 for row in down], "v", color="black", markersize=5, label="kept, by formula")
         axis.set_yticks(
             range(len(runs)), [f"{run.name}\n{share:.{digits}f} % kept" for run, share in zip(runs, kept, strict=True)]
         )
@@ -102,7 +102,7 @@ def plot_modes(path: Path, sizing: Sizing, runs: Sequence[SimulationResult]) -> 
     step = sizing.site.step_seconds
     longest = max(run.interval_seconds for run in runs)
     with _figure(path, 4, 4, 4) as figure:
-        for place, (mode, colour) in enumerate(zip(sizing.modes, COLOURS, strict=False)):
+        for row, (mode, colour) in enumerate(zip(sizing.modes, COLOURS, strict=False)):
             first = max(mode.interval_min_seconds, step)
             spans = [first * (longest / first) ** (part / 60) for part in range(61)]
             seen = points.get(mode.name, [])
@@ -119,7 +119,7 @@ def plot_modes(path: Path, sizing: Sizing, runs: Sequence[SimulationResult]) -> 
             ]
             for axis, (line, dots) in zip(figure.axes, lines, strict=True):
                 axis.plot([one / step for one in spans], line, color=colour, label=mode.name)
-                _add_dots(axis, [one.interval_seconds / step for one in seen], dots, colour, place)
+                _add_dots(axis, [one.interval_seconds / step for one in seen], dots, colour, row)
         titles = {
             "Stalled time by save interval": "stall, % of the training time",
             "Time lost to one failure by save interval": "lost, seconds",
@@ -143,13 +143,13 @@ def plot_goodput(path: Path, found: Goodput) -> Figure:
         unit, name = (3600.0, "hours") if found.wall_seconds > 7200 else (60.0, "minutes")
         if found.wall_seconds < 300:
             unit, name = 1.0, "seconds"
-        told: set[str] = set()
+        labelled: set[str] = set()
         for stretch in found.stretches:
             label, colour = STRETCHES[stretch.what]
             left, right = ((at - begin) / unit for at in (stretch.began_at, stretch.ended_at))
-            label = "_" if label in told else label
+            label = "_" if label in labelled else label
             axis.axvspan(left, right, facecolor=(colour, 0.25), edgecolor="#aaaaaa", linewidth=0.3, label=label)
-            told.add(label)
+            labelled.add(label)
         reached = "step reached"
         for start in found.starts:
             if start.work:
@@ -210,9 +210,9 @@ def _draw_restores(axis: Axes, sizing: Sizing) -> None:
     ]
     sizes = [size(sizing.model, state, mesh, quiet) for mesh in meshes]
     gpus = [mesh.gpus for mesh in meshes]
-    for place, colour in enumerate(COLOURS):
-        seconds = [one.restores[place].seconds for one in sizes]
-        axis.plot(gpus, seconds, ".-", color=colour, label=sizing.restores[place].name)
+    for index, colour in enumerate(COLOURS):
+        seconds = [one.restores[index].seconds for one in sizes]
+        axis.plot(gpus, seconds, ".-", color=colour, label=sizing.restores[index].name)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     ticks = gpus if gpus[-1] < 1_000_000 else gpus[::2]
@@ -250,9 +250,9 @@ def _draw_stalls(axis: Axes, sizing: Sizing) -> None:
     _plain_ticks(axis)
 
 
-def _add_dots(axis: Axes, across: Sequence[float], up: Sequence[float], colour: str, place: int) -> None:
+def _add_dots(axis: Axes, across: Sequence[float], up: Sequence[float], colour: str, row: int) -> None:
     """Shrink markers from curve to curve, so that coinciding dots stay visible."""
-    axis.plot(across, up, "o", color=colour, markersize=max(3, 9 - 2 * place), label="_dots")
+    axis.plot(across, up, "o", color=colour, markersize=max(3, 9 - 2 * row), label="_dots")
 
 
 def _plain_ticks(axis: Axes, which: str = "both") -> None:
@@ -300,8 +300,8 @@ def _separate(axis: Axes) -> bool:
             joined = {first, second}.union(*(group for group in groups if group & {first, second}))
             groups = [group for group in groups if not group & joined] + [joined]
     for group in groups:
-        for place, line in enumerate(line for line in lines if line in group):
-            line.set_linestyle((place * DASH, (DASH, (len(group) - 1) * DASH)))
+        for index, line in enumerate(line for line in lines if line in group):
+            line.set_linestyle((index * DASH, (DASH, (len(group) - 1) * DASH)))
             line.set_dash_capstyle("butt")
     return bool(groups)
 
@@ -315,8 +315,8 @@ def _pixels(axis: Axes, line: Line2D) -> Any:
         return corners
     steps = numpy.hypot(*numpy.diff(corners, axis=0).T)
     length = numpy.concatenate([[0.0], numpy.cumsum(steps)])
-    places = numpy.arange(0, length[-1] + 1)
-    points = numpy.stack([numpy.interp(places, length, corners[:, one]) for one in (0, 1)], axis=1)
+    offsets = numpy.arange(0, length[-1] + 1)
+    points = numpy.stack([numpy.interp(offsets, length, corners[:, one]) for one in (0, 1)], axis=1)
     box = axis.bbox.padded(1)
     return points[((points >= box.min) & (points <= box.max)).all(axis=1)]
 

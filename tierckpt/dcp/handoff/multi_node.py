@@ -99,12 +99,7 @@ class ResultExchange:
         return f"{HANDOFF_DIR}/{name}-{rank}.json"
 
     def _encode(self, rank: int, results: list[WriteResult]) -> bytes:
-        body = {
-            "save": self.save,
-            "rank": rank,
-            "chunk_size_bytes": self.chunk_size_bytes,
-            **encode_results(results),
-        }
+        body = {"save": self.save, "rank": rank, "chunk_size_bytes": self.chunk_size_bytes, **encode_results(results)}
         return manifests.seal(body)
 
     def _decode(self, rank: int, data: bytes) -> list[WriteResult]:

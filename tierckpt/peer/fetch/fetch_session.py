@@ -123,7 +123,7 @@ class FetchSession:
         self._work = list(self.frozen.chunks())
         self._firsts = self.frozen.first_ordinals
         missing = [number for number, work in enumerate(self._work) if not filling.has(*work)]
-        self.table = PeerTable(len(self._work), view.me.name, tuning=tuning, wanted=missing)
+        self.table = PeerTable(len(self._work), view.me.name, tuning=tuning, chunks_wanted=missing)
         self.scheduler = FetchScheduler(self.table, self.frozen.version)
         self._is_fetching = False
         self._interested_since: dict[str, float] = {}

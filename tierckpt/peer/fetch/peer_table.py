@@ -128,12 +128,12 @@ class PeerTable:
         *,
         tuning: Tuning | None = None,
         rng: random.Random | None = None,
-        wanted: Iterable[int] | None = None,
+        chunks_wanted: Iterable[int] | None = None,
     ) -> None:
         self.total, self.me = total, me
         self.tuning = tuning or Tuning()
         self.rng = rng or random.Random()
-        self.missing = (1 << total) - 1 if wanted is None else mask(wanted)
+        self.missing = (1 << total) - 1 if chunks_wanted is None else mask(chunks_wanted)
         self.members: dict[str, Member] = {}
         self.peers: dict[str, Peer] = {}
         """The watched members: all of a few, some of many."""
@@ -165,10 +165,10 @@ class PeerTable:
             self._settled_at = self.progress_at = now
         self.members = {member.name: member for member in members}
         self.members.setdefault(self.me, Member(self.me, ""))
-        gone = self.peers.keys() - self.members.keys()
-        for name in gone:
+        removed = self.peers.keys() - self.members.keys()
+        for name in removed:
             del self.peers[name]
-        if gone:
+        if removed:
             self.recount()
         room = self.tuning.watched_max - len(self.peers)
         if room > 0 and len(self.members) > len(self.peers) + 1:

@@ -51,11 +51,7 @@ class FetchScheduler:
     """The fill of one version on one node. Records its requests in ``table``."""
 
     def __init__(
-        self,
-        table: PeerTable,
-        version: str,
-        *,
-        placement: Callable[[str, Sequence[Member]], ChunkOwners] = ChunkOwners,
+        self, table: PeerTable, version: str, *, placement: Callable[[str, Sequence[Member]], ChunkOwners] = ChunkOwners
     ) -> None:
         self.table, self.version = table, version
         self.tuning = table.tuning
@@ -154,9 +150,11 @@ class FetchScheduler:
 
     def plan(self, now: float = 0.0) -> None:
         table, me = self.table, self.table.me
-        mine: list[int] = []
+        own_chunks: list[int] = []
         if not self.is_slow and self.chunk_owners:
-            mine = self.order_of(me, [chunk for chunk in positions(table.missing) if self.chunk_owners[chunk] == me])
+            own_chunks = self.order_of(
+                me, [chunk for chunk in positions(table.missing) if self.chunk_owners[chunk] == me]
+            )
         instead: list[int] = []
         if not all(map(self.may_own, self._placed)):
             by_owner: dict[str, list[int]] = {}
@@ -166,8 +164,8 @@ class FetchScheduler:
             for name, chunks in by_owner.items():
                 instead += reversed(self.order_of(name, chunks))
         self._own = deque()
-        for position in range(max(len(mine), len(instead))):
-            self._own += mine[position : position + 1] + instead[position : position + 1]
+        for position in range(max(len(own_chunks), len(instead))):
+            self._own += own_chunks[position : position + 1] + instead[position : position + 1]
         self._planned_at, self._planned_generation = now, table.generation
 
     # --- results -------------------------------------------------------------------------------------------------
@@ -393,12 +391,12 @@ class FetchScheduler:
         table, tuning = self.table, self.tuning
         # While all fetches take long, the store is overloaded, and one more request helps no node.
         patience = max(tuning.stall_seconds, min(tuning.fetch_factor * table.fetch_seconds, tuning.stall_seconds_max))
-        turn = int((now - table.progress_at) / patience)
-        if turn < 1 or table.store_requests >= self.store_slots():
+        round_number = int((now - table.progress_at) / patience)
+        if round_number < 1 or table.store_requests >= self.store_slots():
             return None
         for _ in range(8):
             chunk = any_of(open_, table.rng)
-            if turn > tuning.ranks_asked or table.me in self.ranks(chunk)[: turn + 1]:
+            if round_number > tuning.ranks_asked or table.me in self.ranks(chunk)[: round_number + 1]:
                 return ChunkRequest(chunk, SHARED, "stalled")
         return None
 

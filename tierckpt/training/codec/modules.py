@@ -84,8 +84,8 @@ def state_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     names, found = Names(module), module.state_dict()
     saved = {names.saved(key): value for key, value in found.items()} if names.are_other else dict(found)
     versions = getattr(found, "_metadata", None) or {}
-    odd = {names.saved(f"{path}.")[:-1]: dict(one) for path, one in versions.items() if one != {"version": 1}}
-    return saved, odd
+    versions_of = {names.saved(f"{path}.")[:-1]: dict(one) for path, one in versions.items() if one != {"version": 1}}
+    return saved, versions_of
 
 
 class ModuleTarget:

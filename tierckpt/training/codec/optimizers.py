@@ -18,11 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -293,12 +289,12 @@ class OptimizerTarget:
         candidates = names.of(optimizer)
         self._saved_name = self._match(candidates, lists)
         decoded = {path[:3] for path in self._decoded()}
-        wanted = {*self._saved_name.values()}
+        saved = {*self._saved_name.values()}
         listed = {found for group in lists for found in group}
         self._below = {
             path: key for path, key in below.items()
             if path[:3] not in decoded and path[2:] != (PARAMS,)
-            and not (path[0] == STATE and path[1] not in wanted and (path[1] in listed or self._is_parameter(path[1])))
+            and not (path[0] == STATE and path[1] not in saved and (path[1] in listed or self._is_parameter(path[1])))
         }  # fmt: skip
         self._compare(candidates, lists)
 

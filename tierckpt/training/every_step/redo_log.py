@@ -186,8 +186,7 @@ def _check_fits(recipe: Json, optimizers: Sequence[torch.optim.Optimizer], path:
     layouts = dict(enumerate(map(layout_digest, optimizers)))
     if any(layouts.get(number) != one["layout"] for number, one in recipe["optimizers"]):
         raise StateMismatchError(
-            f"{path} was saved with other optimizers, groups, parameters or shards than the state has",
-            hint=HINT,
+            f"{path} was saved with other optimizers, groups, parameters or shards than the state has", hint=HINT
         )
 
 

@@ -140,12 +140,7 @@ class SaveWindow:
     """The windows of one Checkpointer, one at a time. All ranks must call the same methods in the same order."""
 
     def __init__(
-        self,
-        location: Location,
-        every_step: EveryStep,
-        longest: int | None,
-        write: Write,
-        step_log: StepLog,
+        self, location: Location, every_step: EveryStep, longest: int | None, write: Write, step_log: StepLog
     ) -> None:
         steps = every_step.window_steps
         self.is_on = steps is not None
@@ -313,11 +308,11 @@ class SaveWindow:
         }
 
     def _settle(self, window: _Window) -> None:
-        told = all_gather(_outcome(window))
-        reason = next((one for one in told if one not in (DONE, PENDING)), "")
+        outcomes = all_gather(_outcome(window))
+        reason = next((one for one in outcomes if one not in (DONE, PENDING)), "")
         if reason:
             self._copy_whole(window, reason)
-        elif PENDING not in told:
+        elif PENDING not in outcomes:
             self._write_parts(window)
 
     def _write_parts(self, window: _Window) -> None:
