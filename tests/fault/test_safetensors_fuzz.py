@@ -193,7 +193,7 @@ def test_control_missing_check_is_found(
 
 def test_rejection_reads_only_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fill, "Memory", None)
-    monkeypatch.setattr(fill.ReadThreads, "run", None)
+    monkeypatch.setattr(fill.WorkerThreads, "run", None)
     generator, refused = random.Random(5), 0
     while refused < 50:
         _, content = damaged_file(generator)

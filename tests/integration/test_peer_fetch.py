@@ -21,7 +21,7 @@ from tests.servers.fleet import Fleet
 from tests.servers.origin import Origin
 from tests.services import free_port
 from tierckpt.cache.file_set import FileSet, FileSpec
-from tierckpt.cache.peer_fill import NotNowError
+from tierckpt.cache.fill_protocols import NotNowError
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerError, StoreUnavailableError
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer.fetch.fetch_session import ClusterView, FetchSession

@@ -370,7 +370,7 @@ class Agent:
         connection.close()
         self._connections.discard(connection)
         if self.peers is not None:
-            self.peers.done(connection)
+            self.peers.end_fills(connection)
         self._busy_at = time.monotonic()
         if connection not in self._watched:
             self.handoffs.process_exited(connection.owner)
@@ -502,7 +502,7 @@ class Agent:
         return self._cluster().ask(connection, version, directory)
 
     def _on_peers_done(self, connection: Connection, received: list[int], version: str) -> None:
-        self._cluster().done(connection, version)
+        self._cluster().end_fills(connection, version)
 
     def _on_fetched(self, connection: Connection, received: list[int], version: str, report: Json) -> None:
         self._cluster().report(connection, version, report)

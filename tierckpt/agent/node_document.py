@@ -16,7 +16,7 @@ from ..cache.pool import Pool
 from ..cache.receipt import RECEIPT
 from ..checkpoint import local_commit, marks
 from ..checkpoint.catalog import file_size
-from ..checkpoint.journal import DRAIN_STATES, SET_ASIDE_STATES, Journal, JournalEntry
+from ..checkpoint.journal import DRAIN_STATES, SET_ASIDE, SET_ASIDE_STATES, Journal, JournalEntry
 from ..checkpoint.retention import marked_directories, nearest_existing
 from ..checkpoint.run_log_reader import newest_drained, newest_lines
 from ..checkpoint.verify import read_checks
@@ -30,7 +30,7 @@ from ..planning.goodput import stalls_of
 from ..quantities import human_seconds
 from ..telemetry import logger
 from ..types import Json
-from .run_catalog import REFUSED, SET_ASIDE, directory_stamp, run_rows, step_rows
+from .run_catalog import REFUSED, directory_stamp, run_rows, step_rows
 
 log = logger("agent.document")
 

@@ -266,7 +266,7 @@ class PeerServer:
         return {**report.to_json(), "interested": sorted(self.interested(version))}
 
     def interested(self, version: str) -> set[str]:
-        """Return the peers recently interested in ``version``, and this node if it fills it. Blocking."""
+        """Return the peers that recently requested ``version``, and this node if it is fetching that. Blocking."""
         names = self._interested.names(version, INTEREST_SECONDS)
         return names | {self.members.me.name} if self.holdings.is_fetching(version) else names
 

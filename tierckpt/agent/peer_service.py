@@ -266,7 +266,7 @@ class PeerService:
         fills.append((version, directory))
         self.holdings.add(version, directory)
 
-    def done(self, owner: Hashable, version: str | None = None) -> None:
+    def end_fills(self, owner: Hashable, version: str | None = None) -> None:
         """A process exited, or no longer fills ``version`` (A2)."""
         kept = []
         for known, directory in self._fills.pop(owner, []):

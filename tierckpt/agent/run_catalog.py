@@ -21,7 +21,7 @@ from ..checkpoint import branches, local_commit, marks, shared_commit
 from ..checkpoint.branches import Branch
 from ..checkpoint.catalog import Checkpoint, file_size
 from ..checkpoint.description import describe_committed
-from ..checkpoint.journal import LOCAL_ONLY
+from ..checkpoint.journal import LOCAL_ONLY, SET_ASIDE
 from ..checkpoint.retention import Policy
 from ..checkpoint.run_log_reader import Lines, local_records, parse_lines, read_history
 from ..checkpoint.select import age_of
@@ -37,8 +37,8 @@ from ..quantities import human_bytes, human_seconds
 from ..redaction import redact
 from ..types import Json, Tier
 
-REFUSED, SET_ASIDE = "refused", "set aside"
-"""Drain states in addition to those of ``ActiveDrain``."""
+REFUSED = "refused"
+"""Drain state in addition to those of ``ActiveDrain`` and ``SET_ASIDE``."""
 RANKED = (QUEUED, SENDING, COMMITTING, OTHER_RANKS, STORE, REFUSED, SET_ASIDE)
 """The last is the most urgent."""
 

@@ -409,7 +409,7 @@ def _no_memory(size_bytes: int, kind: Kind, code: int) -> CapacityError:
     if kind is Kind.HUGETLB:
         pool = pages.huge_pool()
         detail = f"{capacity.mebibytes(pool.usable_bytes)} of the pool of huge pages are free"
-        hint = pages.pool_command(size_bytes)
+        hint = pages.huge_page_pool_hint(size_bytes)
     else:
         free = min((limit.usable_bytes for limit in capacity.limits()), default=0)
         detail = f"{capacity.mebibytes(free)} may still be taken"

@@ -214,7 +214,7 @@ def shared_memory_is_huge(size_bytes: int = 1 << 30, root: Path = ROOT) -> bool:
     return memory_files_are_huge(root) or huge_pool(root).usable_bytes >= size_bytes
 
 
-def pool_command(size_bytes: int) -> str:
+def huge_page_pool_hint(size_bytes: int) -> str:
     count = -(-size_bytes // HUGE_PAGE_BYTES)
     return f"Run `sysctl -w vm.nr_overcommit_hugepages={count}` (or vm.nr_hugepages, which takes the memory at once)"
 

@@ -24,8 +24,8 @@ from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
 from .chunk_writer import ChunkWriter, FetchStats
 from .fetch_job import ChunkFetcher, FetchJob
 from .file_set import FileSet, FileSpec, Receipt
+from .fill_protocols import PeerFill, PeerJoin
 from .partial_entry import PartialEntry, read_file, tidy
-from .peer_fill import PeerFill, PeerJoin
 from .pool import Pool
 from .receipt import read_receipt, whole_receipt
 from .reuse import CopySource, copies_of, copy_chunk, reuse

@@ -15,8 +15,8 @@ from ..telemetry import ignore_progress, logger
 from ..types import Buffer, FileProgress, Progress, ProgressListener
 from .chunk_writer import ChunkWriter
 from .direct_write import receive_memory
+from .fill_protocols import ChunkOrder, NotNowError, PeerFill, PeerJoin, Work
 from .partial_entry import ChunkAction
-from .peer_fill import ChunkOrder, NotNowError, PeerFill, PeerJoin, Work
 from .store_chunks import StoreChunks
 
 log = logger("prefetch")

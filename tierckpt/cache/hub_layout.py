@@ -43,8 +43,8 @@ from ..stores.hub.store import HubStore
 from ..types import ProgressListener
 from .content_digest import check_content
 from .file_set import FileSet, FileSpec
+from .fill_protocols import PeerJoin
 from .node_cache import DIGESTS_AT_A_TIME, CacheCheck
-from .peer_fill import PeerJoin
 from .prefetch import PrefetchResult, fill_directory
 from .receipt import read_receipt
 from .reuse import CopySource

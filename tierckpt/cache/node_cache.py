@@ -37,8 +37,8 @@ from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .entry import STALL_SECONDS_MIN, CacheEntry
 from .file_set import FileSet, FileSpec, Receipt, from_manifest
+from .fill_protocols import PeerJoin
 from .partial_entry import landed_in, read_entry, read_landed
-from .peer_fill import PeerJoin
 from .pool import CacheRow, Pool, evict_all
 from .prefetch import ALL_FILES, FileFilter, PrefetchResult, from_listing, result_of
 from .receipt import read_receipt, whole_receipt

@@ -24,8 +24,8 @@ from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .chunk_writer import FetchStats
 from .entry import CacheEntry
 from .file_set import FileSet, FileSpec
+from .fill_protocols import PeerJoin
 from .partial_entry import incoming_of, remove_abandoned
-from .peer_fill import PeerJoin
 from .pool import allocated_bytes
 from .receipt import whole_receipt
 from .reuse import CopySource, reusable_bytes
@@ -105,7 +105,7 @@ ALL_FILES = FileFilter()
 async def from_listing(
     store: Store, files: FileFilter = ALL_FILES, *, strict: bool = True, infos: Sequence[ObjectInfo] | None = None
 ) -> list[FileSpec]:
-    """Freeze every file under the store's root, except tierckpt's own. Links of a mount are followed.
+    """Return the files under the store's root with fixed versions, except tierckpt's own. Follows links of a mount.
 
     A recent file on a coarse clock is listed again: a later write could get the same etag. A key that is not a file
     name (``a//b``) gets one, with a warning. ``strict`` rejects objects that cannot be fetched.

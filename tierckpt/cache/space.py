@@ -156,7 +156,7 @@ def evict(
             if plan.lack.is_none:
                 return plan
             candidates = [_checkpoints(settings, directory, plan), () if spares_cache else _entries(Pool(settings))]
-            _choose(plan, chain(*candidates), "checkpoint")
+            _choose_evicted(plan, chain(*candidates), "checkpoint")
             freed = [one for one in plan.evicted if _evict(one, plan)]
             for one in freed:
                 log.warning("evicted %s from the local tier: a save needs %s", one.uri, human_bytes(needed_bytes))
@@ -215,13 +215,13 @@ def plan_prefetch(pool: Pool, frozen: FileSet, size_bytes: int | None = None) ->
             outstanding_bytes += max(0, row.reserved_bytes - allocated)
     quota = pool.settings.cache_bytes_max
     lack = _shortfall(pool.settings, added_bytes, pool.root, quota, held_bytes, -outstanding_bytes, EVICTED_FRACTION)
-    return _choose(AdmissionPlan(lack), _entries(pool, rows), "cache")
+    return _choose_evicted(AdmissionPlan(lack), _entries(pool, rows), "cache")
 
 
 def shrink_cache(pool: Pool, size_bytes: int) -> None:
     if pool.root.is_dir():
         with _admission(pool.settings, ADMISSION_SECONDS):
-            for one in _choose(AdmissionPlan(Shortfall(size_bytes)), _entries(pool), "cache").evicted:
+            for one in _choose_evicted(AdmissionPlan(Shortfall(size_bytes)), _entries(pool), "cache").evicted:
                 _evict(one)
 
 
@@ -242,7 +242,7 @@ def _shortfall(
     return Shortfall(needed_bytes + margin - free, needed_bytes - quota_free, mark, free_bytes)
 
 
-def _choose(plan: AdmissionPlan, candidates: Iterable[Candidate], quota_of: str) -> AdmissionPlan:
+def _choose_evicted(plan: AdmissionPlan, candidates: Iterable[Candidate], quota_of: str) -> AdmissionPlan:
     left = iter(candidates)
     disk_bytes, quota_bytes = max(plan.lack.disk_bytes, plan.lack.mark_bytes), plan.lack.quota_bytes
     while max(disk_bytes, quota_bytes) > 0 and (one := next(left, None)) is not None:

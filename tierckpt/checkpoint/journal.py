@@ -6,6 +6,7 @@ J3  An entry is removed only when its files are committed on the shared tier, we
     names them, are superseded by newer checkpoints on the SSD, or were released by `drain --forget`.
 J4  An entry carries its own digest. A damaged one is reported, and no file is sent or deleted because of it.
 J5  Tokens order the entries of files and removals: each sorts after all earlier ones, even if the clock steps.
+J6  An entry whose drain failed for too long (drain/drainer.py) is set aside until `tierckpt drain --retry`.
 """
 
 from __future__ import annotations

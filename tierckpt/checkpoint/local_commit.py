@@ -52,7 +52,7 @@ from .shared_commit import already_committed
 log = logger("commit")
 
 LOCK_TIMEOUT_SECONDS = 60.0
-SET_ASIDE = ".bad"
+DAMAGED_SUFFIX = ".bad"
 
 
 PRIVATE_DIRS = (REMOVED_DIR, PARTS_DIR, PENDING_DIR, METADATA_DIR, BLOCKS_DIR, ORIGIN_DIR)
@@ -143,7 +143,7 @@ def _read_or_set_aside(directory: Path) -> Manifest | None:
 
 
 def _set_aside(path: Path, reason: str) -> None:
-    aside = path.with_name(f"{path.name}.{time.time_ns()}{SET_ASIDE}")
+    aside = path.with_name(f"{path.name}.{time.time_ns()}{DAMAGED_SUFFIX}")
     path.replace(aside)
     fsync_dir(aside.parent)
     ERRORS.emit(1, operation="local tier", error="SetAside")
@@ -319,7 +319,7 @@ def finish_locked_removal(directory: Path) -> bool:
         if committed is None:
             remove_tree(directory / INCOMING_DIR, ignore_errors=True)
             doomed += [*MARKS, REPLICA]
-            doomed += [f"{PRIVATE_DIR}/{path.name}" for path in matching(directory / PRIVATE_DIR, f"*{SET_ASIDE}")]
+            doomed += [f"{PRIVATE_DIR}/{path.name}" for path in matching(directory / PRIVATE_DIR, f"*{DAMAGED_SUFFIX}")]
         _unlink_all(
             [directory / name for name in doomed] + matching(directory / PARTS_DIR, f"{removed.attempt}-*.json")
         )
@@ -333,7 +333,7 @@ def finish_locked_removal(directory: Path) -> bool:
 def _unlink_all(paths: list[Path]) -> None:
     """Durable. Cost: one fsync for each directory."""
     for path in paths:
-        if path.name.endswith(SET_ASIDE) and path.is_dir():
+        if path.name.endswith(DAMAGED_SUFFIX) and path.is_dir():
             remove_tree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ from .ui.output import Report, console, facts, human_bytes, human_seconds, safe,
 from .ui.session import JsonOption, LocalRootOption, load_settings
 
 SHOWN = 3
-SET_ASIDE = (
+SET_ASIDE_LINE = (
     "{set_aside} entries whose drain failed for too long: `tierckpt drain --retry` retries them, "
     "`tierckpt drain --forget URI` drops them"
 )
@@ -239,7 +239,7 @@ def _view(document: Json) -> list[RenderableType]:
         "drains": "{budget_line}",
         "agent": "{agent_line}",
         **{f"last {verb}": f"{{last_{verb}}}" for verb in checks},
-        "set aside": SET_ASIDE if document["set_aside"] else "",
+        "set aside": SET_ASIDE_LINE if document["set_aside"] else "",
         "copies": "{copies}",
     }
     lines = {

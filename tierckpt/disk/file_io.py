@@ -30,7 +30,8 @@ _DIRECTORY = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECTORY
 def open_beneath(directory: Path, relative: str) -> int:
     """Open the regular file ``relative`` of ``directory`` for reading; the caller closes it.
 
-    Raises OSError: missing, no regular file, or a part of ``relative``, or the last of ``directory``, is a link.
+    Raises OSError: it is missing or not a regular file, or a symbolic link is in ``relative`` or the last component of
+    ``directory``.
     """
     *folders, name = relative.split("/")
     if "\0" in relative or any(part in ("", ".", "..") for part in (*folders, name)):

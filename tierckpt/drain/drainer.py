@@ -1,6 +1,6 @@
 """Drains a journal entry to the shared tier, and commits when all parts are there.
 
-Called by ``background_drains.py``.
+Called by ``background_drains.py``. Retries a failed drain, and decides when its journal entry is set aside.
 
 Each rank's mover sends its own files and then a part record. The coordinator's mover also puts the pending manifest
 under ``pending/``. The mover that finds every part present commits, without help of a rank or a torch collective. A
@@ -219,7 +219,7 @@ class Drainer:
                     await asyncio.sleep(seconds)
 
     async def _may_retry(self, entry: JournalEntry, active: ActiveDrain, error: TierckptError, tried_at: float) -> bool:
-        """Note that ``entry`` waits for its store; return False after ``PASSING_SECONDS``."""
+        """Record that ``entry`` waits for its store. Return False once it failed for ``TRANSIENT_SECONDS``."""
         RETRIES.emit(1, operation="drain")
         breaker = self.breaker(entry.location)
         if breaker.ended_at < tried_at:  # else this request belongs to an outage that is over

@@ -50,7 +50,7 @@ NAME_BYTES_MAX = 255
 Bad = Callable[[str], NoReturn]
 
 _DIGEST = re.compile(r"^t?[0-9a-f]{32}\Z")
-_TOKEN = re.compile(r"^[A-Za-z0-9_.-]{1,80}\Z")
+_TOKEN = re.compile(r"^(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,80}\Z")  # a token is the name of a file: not "." or ".."
 
 
 def digest_of(data: Buffer) -> str:
@@ -224,7 +224,7 @@ def merge(fragments: Sequence[Manifest]) -> Manifest:
         if (other.size_bytes, other.digests) != (entry.size_bytes, entry.digests):
             raise ManifestError(
                 f"{entry.path} of rank {entry.rank} differs from the file of rank {other.rank}",
-                hint="Ranks that adopt into one checkpoint give each file one name, or have the same file under it",
+                hint="Give the file another name on each rank, or write the same bytes on all ranks",
                 attempt=first.attempt,
             )
     merged = replace(

@@ -246,7 +246,7 @@ def _check_target(target: Path) -> None:
 def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
     """Yield a temporary directory; rename it to ``target`` on success, remove it on failure.
 
-    A node exports to a target once at a time, and removes the directory of a killed process.
+    At most one process of a node exports to a target at a time. It removes what killed processes left.
     """
     stem = f"{target.name}.exporting"
     directory = target.with_name(temporary_of_this_process(stem))

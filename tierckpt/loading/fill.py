@@ -28,7 +28,7 @@ from ..errors import CapacityError, IntegrityError, TierckptError
 from ..quantities import DISK_BLOCK_BYTES, human_bytes, round_up
 from ..read.file_copies import FileCopy, LocalCopy
 from ..read.read_benchmark import opened_disk, run_trials
-from ..read.read_threads import ReadThreads, Worker
+from ..read.worker_threads import Worker, WorkerThreads
 from ..telemetry import BYTES
 from ..types import ByteRange
 from .header import TensorEntry, of_entry
@@ -100,8 +100,8 @@ class TensorRequest:
 class RowRun:
     """``rows`` consecutive rows of the file, with ``bounds`` as the requested part of each.
 
-    ``start`` is that of the first row, ``shape`` that of one row in bytes; ``into`` counts from the tensor's first
-    byte.
+    ``start``: file offset of the first row. ``shape``: of one row, with its last dimension in bytes. ``into``: offset
+    in the tensor, in bytes.
     """
 
     start: int
@@ -370,7 +370,7 @@ class Stopped(Exception):
     """The caller no longer needs the tensors."""
 
 
-class _Reading(ReadThreads):
+class _Reading(WorkerThreads):
     def __init__(self, jobs: Sequence[Job], device: torch.device, stop: threading.Event, threads: int) -> None:
         needs_buffers = any(job.into is None for job in jobs)
         self._fillers = FILLERS_MAX if len(jobs) > 1 and any(job.memory is not None for job in jobs) else 0

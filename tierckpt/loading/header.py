@@ -107,7 +107,7 @@ def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[
     try:
         return parse_header(_text(size_bytes, read), size_bytes)
     except Malformed as wrong:
-        kind, hint = _other_kind(size_bytes, read)
+        kind, hint = _recognized_kind(size_bytes, read)
         raise IntegrityError(
             f"{os.fspath(where)} is not a whole safetensors file: {kind or wrong}",
             hint=hint if kind else wrong.hint,
@@ -116,7 +116,7 @@ def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[
         ) from wrong.__cause__
 
 
-def _other_kind(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> tuple[str, str]:
+def _recognized_kind(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> tuple[str, str]:
     """Return the kind of a file that is not safetensors and a hint, '' if unknown."""
     begin = bytes(read(ByteRange(0, min(size_bytes, _BEGIN_BYTES))))
     if not any(begin[4:LENGTH_BYTES]):

@@ -107,7 +107,7 @@ class StateFile:
         return 0 <= tensor.data_ptr() - self._address < self.layout.size_bytes
 
     def reader(self, tensor: torch.Tensor, versions: Sequence[int]) -> Fetch:
-        """Return a reader of ``tensor``, in each block's given version (N6)."""
+        """Return a function that reads ``tensor`` at the version that ``versions`` has for its block (N6)."""
         at = tensor.data_ptr() - self._address
         block = bisect.bisect_right(self.layout.blocks, at, key=lambda one: one.offset) - 1
         at += versions[block] * self.layout.size_bytes

@@ -1,1 +1,1 @@
-"""Nodes that read from each other (docs/internals/fanout.md)."""
+"""Nodes that read from each other (docs/internals/fanout.md). No peer names a file of the node cache."""

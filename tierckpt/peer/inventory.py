@@ -72,7 +72,7 @@ class Opened:
 
 
 def open_range(path: Path, at: ByteRange, digest: str) -> Opened | None:
-    """Open a complete range, in the page cache; None if the file was renamed."""
+    """Open a complete range, after reading it into the page cache. Return None if the file was renamed."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

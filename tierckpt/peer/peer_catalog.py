@@ -343,10 +343,10 @@ class PeerWire:
         await self._retry_while_busy(member, chunk)
         return into
 
-    async def segment(self, member: Member, identity: str, at: ByteRange) -> Buffer:
+    async def segment(self, member: Member, segment_id: str, at: ByteRange) -> Buffer:
         into = memoryview(bytearray(at.size_bytes))
         await self._retry_while_busy(
-            member, partial(self._connected_client().segment, member, identity, at.start, into)
+            member, partial(self._connected_client().segment, member, segment_id, at.start, into)
         )
         return into
 

@@ -112,9 +112,9 @@ class PeerClient:
         except WireError as error:
             raise _broken(member, str(error)) from None
 
-    async def segment(self, member: Member, identity: str, start: int, into: memoryview) -> None:
+    async def segment(self, member: Member, segment_id: str, start: int, into: memoryview) -> None:
         """Receive a range of a segment of a gradient log, with frames that have digests. Raises as ``chunk``."""
-        await self._range(member, f"/v1/segment/{identity}/{start}/{len(into)}", into)
+        await self._range(member, f"/v1/segment/{segment_id}/{start}/{len(into)}", into)
 
     async def hub_range(
         self,

@@ -62,8 +62,8 @@ def load_cached_seconds(model_bytes: float, rates: Bandwidths) -> float:
 
 def load_fanout_seconds(model_bytes: float, nodes: int, rates: Bandwidths) -> float:
     """Return M/B + M(N-1)/N/b: each node reads 1/N of shared storage, and the rest from peers."""
-    share = model_bytes / whole(nodes, "nodes")
-    return read_seconds(model_bytes, share, rates) + (model_bytes - share) / rates.nic
+    node_bytes = model_bytes / whole(nodes, "nodes")
+    return read_seconds(model_bytes, node_bytes, rates) + (model_bytes - node_bytes) / rates.nic
 
 
 def local_aggregate_rate(nodes: int, rates: Bandwidths) -> float:
@@ -123,7 +123,7 @@ class Traffic:
     step_seconds: float = 0.0
 
     @property
-    def share(self) -> float:
+    def gradient_share(self) -> float:
         """Bytes of gradient for each byte of state."""
         return self.gradient_bytes / max(1, self.state_bytes)
 
@@ -132,14 +132,14 @@ class Traffic:
         return self.bytes_per_second * self.step_seconds
 
     def best_steps(self) -> int:
-        return best_steps(self.share, self.step_bytes, self.state_bytes)
+        return best_steps(self.gradient_share, self.step_bytes, self.state_bytes)
 
     def moved_bytes(self, weights: Sequence[float]) -> list[float]:
         """Count for each step its part, and the gradients of earlier parts."""
         total, copied, found = sum(weights), 0.0, []
         for weight in weights:
             size = self.state_bytes * weight / total
-            found.append(size + self.share * copied)
+            found.append(size + self.gradient_share * copied)
             copied += size
         return found
 
@@ -149,7 +149,7 @@ class Traffic:
 
     def falling_share(self, steps: int) -> float:
         """0 unless the link is too narrow."""
-        share = min(self.share, SHARE_MAX)
+        share = min(self.gradient_share, SHARE_MAX)
         equal, falling = (self.stall_seconds(weights_of(one, steps)) for one in (0.0, share))
         return 0.0 if equal <= max(falling, STALL_SECONDS_MAX) else share
 

@@ -35,7 +35,7 @@ log = logger("restore")
 def write_digests(
     directory: Path, flushed: Sequence[Flushed], rank: int, token: str, chunk_size_bytes: int
 ) -> list[FileEntry]:
-    """Write the block digests of ``flushed``, durably. Return their entry, or [] if a chunk is one block."""
+    """Write the block digests of ``flushed``, durably. Return the entry of their file, or [] if no chunk has two."""
     shards = sorted(flushed, key=lambda shard: shard.path.name)
     data = b"".join(shard.blocks for shard in shards)
     if not any(len(shard.blocks) > BLOCK_DIGEST_BYTES * len(shard.digests) for shard in shards):

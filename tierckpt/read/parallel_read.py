@@ -3,6 +3,8 @@
 Each thread reads a part of a chunk into a small buffer, digests it in the processor's caches, and copies the wanted
 bytes out. At most one thread per processor digests and copies at a time: otherwise all would do so at once, and none
 would read.
+
+``_Pull`` decides the number of threads (at most that of the disk's mode, disk/io_tuner.py), ``_split_jobs`` the parts.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from ..quantities import round_up
 from ..types import Buffer, ByteRange
 from .file_copies import LocalCopy
 from .read_benchmark import opened_disk, run_trials
-from .read_threads import ReadThreads, Worker
 from .replicated_file import ReplicatedFile
+from .worker_threads import Worker, WorkerThreads
 
 T = TypeVar("T")
 
@@ -178,7 +180,7 @@ def pull(
         (remote if copies.is_remote else local).extend(_chunk_jobs(copies, pieces))
     disk = opened_disk(local)
     local = run_trials(local, disk, lambda jobs, threads: _Pull(jobs, threads, buffers, on_error).run())
-    _Pull(local, _threads(disk), buffers, on_error, remote).run()
+    _Pull(local, _thread_count(disk), buffers, on_error, remote).run()
 
 
 def batches(items: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: int) -> Iterator[list[T]]:
@@ -196,7 +198,7 @@ def batches(items: Iterable[T], bytes_of: Callable[[T], int], size_bytes_max: in
         yield window
 
 
-def _threads(disk: LocalCopy | None) -> int:
+def _thread_count(disk: LocalCopy | None) -> int:
     liked = disk.mode.threads if disk is not None else READ_MODES[0].threads
     return min(liked, max(THREADS_MIN, THREADS_PER_PROCESSOR * (os.cpu_count() or 1) // ranks_of_node()))
 
@@ -267,7 +269,7 @@ class _Turn:
             self._turns.give_back()
 
 
-class _Pull(ReadThreads):
+class _Pull(WorkerThreads):
     def __init__(
         self,
         local: Sequence[_ChunkJob],

@@ -1,6 +1,6 @@
 """Shared reads: ranks of a node read common bytes once, through shared memory.
 
-One rank cuts the ranges that several ranks of a node want into units. Each rank copies them from the window
+One rank divides into units the byte ranges that several ranks of a node read. Each rank copies them from the window
 (arena/shared_buffer.py) in order, and reads and verifies those that no rank has claimed.
 
 No rank depends on another: another rank reads the unit of a killed one, and a rank without progress for some time reads
@@ -29,8 +29,8 @@ from ..quantities import round_up
 from ..telemetry import READS_ALONE, logger
 from ..types import ByteRange
 from .parallel_read import REQUESTS_MAX, OnError, Piece, Pull, pull
-from .read_threads import ReadThreads, Worker
 from .replicated_file import ReplicatedFile
+from .worker_threads import Worker, WorkerThreads
 
 log = logger("restore")
 
@@ -287,7 +287,7 @@ class SharedRead:
     def _split_by_unit(
         self, requests: Sequence[tuple[ReplicatedFile, Sequence[Piece]]], origins: dict[int, Piece]
     ) -> tuple[dict[int, _UnitJob], dict[ReplicatedFile, list[Piece]]]:
-        """Return the shared part of ``requests``, by unit, and the rest. ``origins`` gets the piece of each part."""
+        """Return the shared part of ``requests``, by unit, and the rest. Adds the piece of each part to ``origins``."""
         jobs: dict[int, _UnitJob] = {}
         own: dict[ReplicatedFile, list[Piece]] = {}
         for copies, pieces in requests:
@@ -314,7 +314,7 @@ class SharedRead:
         log.warning("this rank reads alone what other ranks of its node read too: %s", reason)
 
 
-class UnitThreads(ReadThreads):
+class UnitThreads(WorkerThreads):
     def __init__(
         self,
         window: SharedWindow,

@@ -15,7 +15,7 @@ import torch
 
 from ..errors import IntegrityError, StateMismatchError
 from .capture import Step
-from .optimizers import base_of
+from .optimizers import base_of, creates_state_at_once, overwrites_gradients
 
 Key = tuple[str, str]
 """Key of a parameter, and name of a tensor in its state; "" for the parameter itself."""
@@ -92,8 +92,8 @@ class Replay:
             optimizer.param_groups[index].update(step.hyperparameters[number])
         for key, tensor in self.parameters.items():
             tensor.grad = self._convert_gradient(key, step.gradients.get(key))
-        if self.kind is torch.optim.SGD and any(group["nesterov"] for group in optimizer.param_groups):
-            for tensor in self.parameters.values():  # foreach overwrites gradients (torch 2.13)
+        if overwrites_gradients(optimizer):
+            for tensor in self.parameters.values():
                 tensor.grad = tensor.grad.clone() if tensor.grad is not None else None
         update: Any = type(optimizer).step
         (update.__wrapped__ if getattr(update, "hooked", False) else update)(optimizer)
@@ -131,7 +131,7 @@ class Replay:
             for key, tensor in self.parameters.items():
                 if self._state[key]:
                     self._optimizer.state[tensor] = self._state[key]
-                elif self.kind is not torch.optim.Adagrad:  # its constructor creates the state
+                elif not creates_state_at_once(self.kind):
                     self._optimizer.state.pop(tensor, None)
             self._state.clear()
         return self._optimizer

@@ -21,7 +21,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .. import torch_internals
 from ..errors import TierckptError
 from ..telemetry import logger
-from .optimizers import check_replayable, implementation_of, local_shard, parameters_of, state_values, write_counters_of
+from .optimizers import (
+    check_replayable,
+    implementation_of,
+    local_shard,
+    overwrites_gradients,
+    parameters_of,
+    state_values,
+    write_counters_of,
+)
 
 log = logger("replay")
 
@@ -166,7 +174,7 @@ class Capture:
         if self.failure:
             return
         self._write_counters, self._state_values = write_counters_of(optimizer), state_values(optimizer)
-        if any(group.get("nesterov") for group in optimizer.param_groups):  # SGD itself overwrites them (C1)
+        if overwrites_gradients(optimizer):  # (C1)
             return
         for parameter, gradient, version in taken:
             if torch_internals.version_of(gradient) != version or parameter.grad is not gradient:

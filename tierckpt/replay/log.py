@@ -35,6 +35,7 @@ from .optimizers import (
     check_replayable,
     layout_digest,
     local_shard,
+    may_overwrite_gradients,
     parameter_and_state,
     parameters_of,
     shard_like,
@@ -122,7 +123,7 @@ class GradientLog:
         self._link = link or Link()
         self._owns_link = link is None
         self._recorders: dict[str, _Recorder] = {}
-        self._waits_for_gradients = {name for name, one in self.optimizers.items() if isinstance(one, torch.optim.SGD)}
+        self._waits_for_gradients = {name for name, one in self.optimizers.items() if may_overwrite_gradients(one)}
         """Their gradients are overwritten early (Nesterov, ``zero_grad``)."""
         self._newest_step = 0
         self._writer: LogWriter | None = None

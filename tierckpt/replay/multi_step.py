@@ -46,7 +46,15 @@ from .link import (
     host_memory,
     lossless_upper_halves,
 )
-from .optimizers import Parameter, base_of, check_replayable, layout_digest, local_shard, parameters_of
+from .optimizers import (
+    Parameter,
+    base_of,
+    check_replayable,
+    layout_digest,
+    local_shard,
+    may_overwrite_gradients,
+    parameters_of,
+)
 from .redo import Conditions, Exact, Redo, Snapshot, SnapshotFuture, checked_exact, fill_tensors
 from .tree import detach
 
@@ -192,7 +200,7 @@ class MultiStepStager:
         self._last_step_at = 0.0
         self._gap_seconds: deque[float] = deque(maxlen=MEASURED_STEPS)
         """Time from the end of a step to the next step, which hides copies."""
-        self._waits_for_gradients = isinstance(optimizer, torch.optim.SGD)
+        self._waits_for_gradients = may_overwrite_gradients(optimizer)
         """Gradients are overwritten early (Nesterov, ``zero_grad`` in place)."""
 
     def __enter__(self) -> MultiStepStager:

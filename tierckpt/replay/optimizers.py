@@ -1,4 +1,4 @@
-"""Optimizers that can be replayed: parameters, state and layout.
+"""Optimizers that can be replayed (``ELEMENTWISE``), and all that differs by their kind.
 
 Invariant:
     R1  An optimizer is replayable if its step computes each element of a parameter and of its state only from that
@@ -51,6 +51,20 @@ class Parameter:
     """"group.index", both from 0."""
     tensor: torch.Tensor
     name: str
+
+
+def may_overwrite_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if ``step`` may change gradients: SGD's does with Nesterov momentum, which a schedule may set."""
+    return isinstance(optimizer, torch.optim.SGD)
+
+
+def overwrites_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the next ``step`` changes gradients in place (foreach, torch 2.13)."""
+    return any(group.get("nesterov") for group in optimizer.param_groups)
+
+
+def creates_state_at_once(kind: type[torch.optim.Optimizer]) -> bool:
+    return kind is torch.optim.Adagrad
 
 
 def optimizers_in(state: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:

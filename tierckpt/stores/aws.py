@@ -392,7 +392,7 @@ def _without_botocore(profile: AwsProfile) -> _Credentials | None:
 
 
 def _role_of_machine() -> _Credentials | None:
-    """The client requests the role: botocore times out after one second."""
+    """The object-store client requests the role, since botocore gives up after one second."""
     if not metadata_service_answers("s3"):
         return None
     service = variable("AWS_EC2_METADATA_SERVICE_ENDPOINT", "AWS_METADATA_ENDPOINT")

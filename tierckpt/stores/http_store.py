@@ -38,14 +38,14 @@ class _FileVersion:
     url: str
     size_bytes: int
     etag: str
-    changed: str
+    last_modified: str
     is_strong: bool
 
     def matches(self, headers: Mapping[str, str]) -> bool:
-        etag, changed = headers.get("etag", ""), headers.get("last-modified", "")
+        etag, last_modified = headers.get("etag", ""), headers.get("last-modified", "")
         if etag and self.etag:
-            return _weak(etag) == _weak(self.etag) or (self.is_strong and changed == self.changed)
-        return not (changed and self.changed) or changed == self.changed
+            return _weak(etag) == _weak(self.etag) or (self.is_strong and last_modified == self.last_modified)
+        return not (last_modified and self.last_modified) or last_modified == self.last_modified
 
 
 class HttpStore(UniversalStore):
@@ -77,9 +77,11 @@ class HttpStore(UniversalStore):
                 tier=Tier.SHARED,
                 file=key,
             )
-        own, changed = str(info.get("ETag") or ""), str(info.get("Last-Modified") or "")
-        etag = own or changed or None
-        self._versions[key, etag] = _FileVersion(str(info["url"]), info["size"], own, changed, _is_strong(changed))
+        own, last_modified = str(info.get("ETag") or ""), str(info.get("Last-Modified") or "")
+        etag = own or last_modified or None
+        self._versions[key, etag] = _FileVersion(
+            str(info["url"]), info["size"], own, last_modified, _is_strong(last_modified)
+        )
         return ObjectInfo(key, info["size"], etag)
 
     async def _version(self, key: str, if_match: str | None) -> _FileVersion:
@@ -208,8 +210,8 @@ def _weak(etag: str) -> str:
     return etag.removeprefix("W/")
 
 
-def _is_strong(changed: str) -> bool:
+def _is_strong(last_modified: str) -> bool:
     try:
-        return time() - parsedate_to_datetime(changed).timestamp() > STRONG_SECONDS
+        return time() - parsedate_to_datetime(last_modified).timestamp() > STRONG_SECONDS
     except (TypeError, ValueError):
         return False

@@ -57,7 +57,7 @@ def describe_endpoint(endpoint: str) -> str:
         request = f"GET / HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n"
         first = _exchange(host, port, request.encode())
         if not first.startswith(b"HTTP/"):
-            return _greeting(first) or ("it speaks TLS: write https://" if _speaks_tls(host, port) else "")
+            return _first_line_shown(first) or ("it speaks TLS: write https://" if _speaks_tls(host, port) else "")
         return body_kind(first.partition(b"\r\n\r\n")[2].decode("utf-8", "replace"))
     except (OSError, UnicodeError):
         return ""
@@ -96,10 +96,10 @@ def _without_tls(host: str, port: int) -> str:
     if _speaks_tls(host, port):
         return ""
     first = _exchange(host, port, b"GET / HTTP/1.0\r\n\r\n")
-    return "it speaks HTTP without TLS: write http://" if first.startswith(b"HTTP/") else _greeting(first)
+    return "it speaks HTTP without TLS: write http://" if first.startswith(b"HTTP/") else _first_line_shown(first)
 
 
-def _greeting(first: bytes) -> str:
+def _first_line_shown(first: bytes) -> str:
     line = first.partition(b"\n")[0].decode("latin-1").strip()
     return f"it says {line[:SHOWN_MAX]!r}" if line.isprintable() and line else ""
 
@@ -447,7 +447,9 @@ def renewed_meanwhile(refusal: PermissionDeniedError) -> StoreUnavailableError:
 
 def in_another_region(location: Location, key: str | None) -> StoreUnavailableError:
     context: dict[str, Any] = {"uri": location.uri, "key": key, "status": 409, "tier": Tier.SHARED}
-    return StoreUnavailableError(f"{location.uri} is in another region", hint="Try again", **context)
+    return StoreUnavailableError(
+        f"{location.uri} is in another region than the request", hint="The region is corrected: try again", **context
+    )
 
 
 def is_missing(error: Exception) -> bool:

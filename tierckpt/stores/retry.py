@@ -5,8 +5,8 @@
     R1  Retries are at most a share of the successful requests, plus a small floor (``RetryBudget``).
     R2  A store that does not answer at all gets one probe at a time, with growing pauses (``StoreBreaker``).
 
-Each layer has one owner of retries: the clients' own are off, except for the parts of a large object, and drains retry
-outside of the budget (drain/drainer.py).
+Each layer has one owner of retries: the clients' own are off, except for the parts of a large object
+(``PART_RETRIES_MAX``). A drain repeats all of this for seven days (drain/drainer.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Polls a cloud's metadata address for the notice of preemption.
 
-Requests bypass proxies; an answer can only trigger a checkpoint.
+Requests bypass proxies; an answer can only trigger a checkpoint. Another cloud needs a ``_poll`` method, its
+``ADDRESSES`` and ``GRACE_SECONDS``, and a value of ``Settings.preempt_notices``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Notices:
         self._closed.set()
 
     def _watch(self) -> None:
-        poll = {"aws": self._aws, "gcp": self._gcp, "azure": self._azure}[self._cloud]
+        poll = {"aws": self._poll_aws, "gcp": self._poll_gcp, "azure": self._poll_azure}[self._cloud]
         while not self._closed.is_set():
             try:
                 seconds = poll()
@@ -74,7 +75,7 @@ class Notices:
             log.warning("%s does not report preemptions at the moment: %s", self._address, error)
         self._has_failed = True
 
-    def _aws(self) -> float | None:
+    def _poll_aws(self) -> float | None:
         token = self._ask("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}, "PUT")
         headers = {"X-aws-ec2-metadata-token": (token or b"").decode("ascii", "replace").strip()}
         answer = self._ask("/latest/meta-data/spot/instance-action", headers)
@@ -85,11 +86,11 @@ class Notices:
             return None
         return self._until(str(notice.get("time", "")))
 
-    def _gcp(self) -> float | None:
+    def _poll_gcp(self) -> float | None:
         answer = self._ask("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
         return GRACE_SECONDS["gcp"] if answer is not None and answer.strip() == b"TRUE" else None
 
-    def _azure(self) -> float | None:
+    def _poll_azure(self) -> float | None:
         answer = self._ask("/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
         events = _object(answer or b"{}").get("Events", [])
         ending = [one for one in events if isinstance(one, dict) and one.get("EventType") in MEMORY_LOSS_EVENTS]

@@ -95,6 +95,8 @@ def test_impossible_sizes_are_refused(size: object) -> None:  # M1
         ("chunk_size_bytes", "8"),
         ("world_size", 0),
         ("attempt", "../x"),
+        ("attempt", ".."),
+        ("attempt", "."),
         ("attempt", "a1\n"),
         ("attempt", 5),
         ("replaces", ["a/b"]),

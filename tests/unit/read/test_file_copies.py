@@ -18,8 +18,8 @@ from tierckpt.errors import CapacityError, IntegrityError, ObjectNotFoundError, 
 from tierckpt.format.manifest import FileEntry, digest_of
 from tierckpt.read.file_copies import LocalCopy, RemoteCopy
 from tierckpt.read.parallel_read import Piece, pull
-from tierckpt.read.read_threads import ReadThreads
 from tierckpt.read.replicated_file import ReplicatedFile
+from tierckpt.read.worker_threads import WorkerThreads
 from tierckpt.types import ByteRange, Tier
 
 CHUNK = 16 * 1024
@@ -163,12 +163,12 @@ def test_an_error_names_who_wanted_the_bytes_and_nothing_more_is_read(
     good = Counted(tmp_path / "good")
     good.may_go_on.clear()
 
-    def fail(threads: ReadThreads, error: BaseException) -> None:
+    def fail(threads: WorkerThreads, error: BaseException) -> None:
         known(threads, error)
         good.may_go_on.set()
 
-    known = ReadThreads.fail
-    monkeypatch.setattr(ReadThreads, "fail", fail)
+    known = WorkerThreads.fail
+    monkeypatch.setattr(WorkerThreads, "fail", fail)
     memory = bytearray(CHUNK + len(data))
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     bad_piece, piece = Piece(0, CHUNK, address), Piece(0, len(data), address + CHUNK)

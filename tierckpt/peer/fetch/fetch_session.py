@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...cache.file_set import FileSet
+from ...cache.fill_protocols import NotNowError, PeerSources, ReceivedChunk, Work
 from ...cache.partial_entry import PartialEntry
-from ...cache.peer_fill import NotNowError, PeerSources, ReceivedChunk, Work
 from ...cache.store_chunks import StoreChunks
 from ...config import Settings
 from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, TierckptError
@@ -106,7 +106,7 @@ class PeerJoiner:
 
 
 class FetchSession:
-    """One fill together with the other nodes (``cache.peer_fill.PeerFill``), on one event loop."""
+    """One fill together with the other nodes (``cache.fill_protocols.PeerFill``), on one event loop."""
 
     def __init__(
         self,

@@ -17,8 +17,8 @@ from typing import Final
 
 from ...cache.entry import STALL_SECONDS_MIN
 from ...cache.fetch_job import InOrder
+from ...cache.fill_protocols import PeerSources, ReceivedChunk
 from ...cache.partial_entry import PartialEntry
-from ...cache.peer_fill import PeerSources, ReceivedChunk
 from ...cache.store_chunks import StoreChunks
 from ...config import Settings
 from ...errors import ObjectNotFoundError, PeerBusyError, TierckptError

@@ -89,7 +89,7 @@ class Attachments:
         return read
 
     def encode(self, state: Mapping[str, Any]) -> tuple[bytes, Check]:
-        """Return a step's attachment and ``check``. Raises StateMismatchError for values that cannot be restored."""
+        """Return the attachment of a step, and its ``Check``. Raises StateMismatchError: a value cannot be restored."""
         encoder = Encoder(_BELOW, is_ambiguous=True)
         tensors: dict[str, dict[str, torch.Tensor]] = {}
         sent, tensor_keys = dict[TensorKey, int | torch.Tensor](), set[TensorKey]()

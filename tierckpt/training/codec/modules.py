@@ -25,12 +25,12 @@ VERSIONS: Path = ()
 """The path of ``_metadata`` of a state dict."""
 
 
-class Names:
+class ModuleKeys:
     def __init__(self, module: torch.nn.Module) -> None:
         self._wrapped = [(prefix, child) for prefix, one in _submodules(module) if (child := _child_of_wrapper(one))]
 
     @property
-    def are_other(self) -> bool:
+    def differ(self) -> bool:
         return bool(self._wrapped)
 
     def saved(self, key: str) -> str:
@@ -81,8 +81,8 @@ def is_flat(module: torch.nn.Module) -> bool:
 def state_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     if is_flat(module):
         return dict(get_model_state_dict(module)), {}
-    names, found = Names(module), module.state_dict()
-    saved = {names.saved(key): value for key, value in found.items()} if names.are_other else dict(found)
+    names, found = ModuleKeys(module), module.state_dict()
+    saved = {names.saved(key): value for key, value in found.items()} if names.differ else dict(found)
     versions = getattr(found, "_metadata", None) or {}
     versions_of = {names.saved(f"{path}.")[:-1]: dict(one) for path, one in versions.items() if one != {"version": 1}}
     return saved, versions_of
@@ -101,7 +101,7 @@ class ModuleTarget:
     def __init__(self, module: torch.nn.Module, stored: Stored, name: str, text: Any = None) -> None:
         self._module, self._name = module, name
         self._is_flat = is_flat(module)
-        self._names = Names(module)
+        self._names = ModuleKeys(module)
         self._live = state_of(module)[0]
         self._decoder: Decoder | None = None
         below = stored.below(name)

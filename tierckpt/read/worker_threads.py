@@ -1,4 +1,4 @@
-"""The threads of one load: each has a buffer, and the first error ends all."""
+"""Runs the threads of one load to their end; ``parallel_read.py`` decides how many. The first error ends all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Worker(NamedTuple):
     buffer_bytes: int = 0
 
 
-class ReadThreads:
+class WorkerThreads:
     """Runs ``workers`` in parallel, the first of them in the caller's thread."""
 
     def __init__(self, workers: Sequence[Worker], buffers: BounceBufferPool) -> None:
