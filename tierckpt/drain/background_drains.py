@@ -1,8 +1,6 @@
 """The drains of one mover, as tasks of its event loop.
 
-``Client.drain_in_background`` decides which process drains a save: the node's agent or the trainer. Each task is one
-call of ``Drainer.drain`` (``drainer.py``), which waits while a store is unavailable. ``submit_due`` retries a drain
-that failed for another reason, after a pause that doubles.
+A drain waits while its store is unavailable. ``submit_due`` retries other failures, after a pause that doubles.
 """
 
 from __future__ import annotations
@@ -44,39 +42,33 @@ log = logger("drain")
 
 OTHER_RANKS_SECONDS = 10.0
 ANSWER_SECONDS_MIN = 0.5
-"""Minimum timeout of store requests, when the timeout of ``wait`` is nearly over."""
+"""Minimum timeout of store requests when ``wait`` is nearly over."""
 REFUSAL_ERRORS = (PermissionDeniedError, EndpointError, BucketNotFoundError, CapacityError)
 """Errors of a store that concern all checkpoints of a run."""
 RETRY_SECONDS_MIN = 5.0
 RETRY_SECONDS_MAX = 300.0
 ERRORS_MAX = 20
 OUTCOMES_MAX = 1024
-"""Number of drain outcomes that a process remembers."""
 
 
 class BackgroundDrains:
-    """The drains of one mover. Not thread-safe: every coroutine runs on the event loop that created it."""
+    """Not thread-safe: every coroutine runs on the event loop that created it."""
 
     def __init__(self, settings: Settings, drainer: Drainer) -> None:
         self.settings = settings
         self._drainer = drainer
         self._drains: dict[str, asyncio.Task[DrainResult]] = {}
         self._failures: dict[str, tuple[str, TierckptError]] = {}
-        """URI and error of failed drains until the error is taken, by token."""
         self._retries: dict[str, tuple[int, float]] = {}
-        """Consecutive failures of a drain, and when (monotonic seconds) ``submit_due`` retries it, by token."""
+        """Consecutive failures and the time (monotonic seconds) of the next try, by token."""
         self.errors: deque[Json] = deque(maxlen=ERRORS_MAX)
-        """The latest errors of drains."""
         self.drained = asyncio.Event()
-        """Set when a drain succeeds; the task that waits for it clears it."""
+        """Set when a drain succeeds; its waiter clears it."""
         self._drained_to: set[tuple[str, str]] = set()
-        """The stores (``store_key``) that this process has drained to."""
         self._logged: dict[str, None] = {}
-        """Tokens of recent drains with a logged failure."""
         self._not_waited_for: set[str] = set()
-        """Tokens of drains that ``idle`` ignores (``ignore_running``)."""
         self.committed_at: dict[str, float] = {}
-        """When (monotonic seconds) this process saw each of its latest URIs committed on the shared tier."""
+        """When (monotonic seconds) this process saw the commit on the shared tier, by URI."""
 
     @property
     def journal(self) -> Journal:
@@ -90,7 +82,7 @@ class BackgroundDrains:
         await self._drainer.close()
 
     async def send_linked(self, entry: JournalEntry) -> bool:
-        """Link the files of ``entry`` into the shared tier; return False if copies are needed."""
+        """Return False if copies are needed."""
         store = self._drainer.store(entry.location)
         if not entry.files or not await store.link(
             entry.files[0].key, self._drainer.directory(entry.location) / entry.files[0].key
@@ -100,27 +92,22 @@ class BackgroundDrains:
         return True
 
     async def is_named(self, entry: JournalEntry) -> bool:
-        """Return whether a manifest on the shared tier, also a pending one, names the files."""
         return await self._drainer.is_named(entry)
 
     @property
     def draining(self) -> Collection[str]:
-        """Tokens of the journal entries that this process drains."""
         return self._drains.keys()
 
     @property
     def active(self) -> list[Json]:
-        """Return the state of each drain of this process."""
         return [drain.to_json() for drain in self._drainer.active.values()]
 
     @property
     def failing_stores(self) -> list[Json]:
-        """Return the stores that do not answer now, with the cause."""
         return self._drainer.retries.outages
 
     @property
     def is_idle(self) -> bool:
-        """Whether this process neither drains an entry nor will retry one."""
         return not (self._drains or self._retries)
 
     def submit_due(self, entries: Sequence[JournalEntry]) -> None:
@@ -132,7 +119,7 @@ class BackgroundDrains:
                 self.submit(token)
 
     def submit(self, token: str) -> asyncio.Task[DrainResult]:
-        """Start draining a journal entry in the background. ``wait`` raises its error."""
+        """Start a drain in the background. ``wait`` raises its error."""
         if token not in self._drains:
             task = asyncio.create_task(self._drain(token), name=f"drain {token}")
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # kept in _failures
@@ -140,13 +127,13 @@ class BackgroundDrains:
         return self._drains[token]
 
     async def recover(self) -> None:
-        """Recover entries of ended processes: drain finished saves, remove other shards.
+        """Drain finished saves of ended processes, and remove their other shards.
 
         Safe while other processes save and drain: each holds the locks of its entries.
         """
         await asyncio.to_thread(finish_local, self.settings.local_root, self.journal)
         root = self.settings.local_root
-        for folder in (self.journal.directory, root / "checkpoints", root / "written"):  # the cache cleans its own
+        for folder in (self.journal.directory, root / "checkpoints", root / "written"):
             await asyncio.to_thread(clear_leftovers, folder)
         for entry in await asyncio.to_thread(self.journal.entries):
             if await recover_entry(entry, self._drainer) and self.settings.drain:
@@ -158,7 +145,7 @@ class BackgroundDrains:
             entry = await asyncio.to_thread(self.journal.read, token)
             uri = entry.uri if entry else ""
             result = await self._drainer.drain(token)
-            if result.outcome == "committed" and uri:  # '': another mover was first
+            if result.outcome == "committed" and uri:  # "": another mover was first
                 self._note_commit(uri)
                 self._drained_to.add(store_key(parse_uri(uri)))
             self._retries.pop(token, None)
@@ -171,7 +158,7 @@ class BackgroundDrains:
             if isinstance(error, TierckptError):
                 self._log_failure(token, uri, error)
                 self._failures[token] = (uri, error)
-                if len(self._failures) > OUTCOMES_MAX:  # of saves without a waiting caller: the journal has them
+                if len(self._failures) > OUTCOMES_MAX:
                     del self._failures[next(iter(self._failures))]
                 self.errors.append({"at_unix_seconds": time.time(), **error.to_json()})
             else:
@@ -181,11 +168,11 @@ class BackgroundDrains:
             self._drains.pop(token, None)
 
     def _log_failure(self, token: str, uri: str, error: TierckptError) -> None:
-        """Log a failed drain: one ERROR per run if its store refuses requests, else one per entry."""
+        """Log one ERROR per run if its store refuses requests, else one per entry."""
         is_local = error.context.get("tier") == Tier.LOCAL
         if isinstance(error, REFUSAL_ERRORS) and not is_local and uri:
             self._drainer.retries.refused(parse_uri(uri).parent.uri, "drain", error)
-        error.is_logged |= token in self._logged  # it was retried
+        error.is_logged |= token in self._logged
         log_failure(log, error, "drain of %s failed: %s", uri, error, level=logging.ERROR)
         error.is_logged = True
         self._logged[token] = None
@@ -193,15 +180,14 @@ class BackgroundDrains:
             del self._logged[next(iter(self._logged))]
 
     async def promote_newest(self, run: Location | None = None) -> list[JournalEntry]:
-        """Start draining the newest local-only checkpoint of each run (local_only.py). Returns its entries."""
+        """Start draining the newest local-only checkpoint of each run."""
         return await asyncio.to_thread(local_only.promote_newest, self.settings.local_root, self.journal, run)
 
     async def drop_superseded(self, run: Location | None = None) -> None:
-        """Supersede local-only checkpoints that are older than a shared one (local_only.py)."""
         await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, run)
 
     async def drain_now(self, token: str) -> bool:
-        """Commit an entry with all its files on the shared tier. False: files of other ranks are missing."""
+        """Return False if files of other ranks are missing."""
         result = await self._drainer.commit_if_complete(token)
         if result.outcome == "waiting":
             return False
@@ -214,7 +200,6 @@ class BackgroundDrains:
             del self.committed_at[next(iter(self.committed_at))]
 
     async def drain_all(self, *, patient: bool) -> tuple[list[DrainResult], list[TierckptError]]:
-        """Drain all ready entries of the journal, newest first. Return the results, and the errors of the others."""
         entries = await asyncio.to_thread(self.journal.entries)
         ready = [entry for entry in entries if entry.state in DRAIN_STATES]
         results = await asyncio.gather(
@@ -229,15 +214,13 @@ class BackgroundDrains:
         )
 
     async def prefer_newest(self) -> None:
-        """Drain the newest checkpoint first, and retry at once, because this process will be stopped."""
         self._drainer.limiter.prefer_newest()
         self._retries.clear()
 
     async def idle(self, timeout_seconds: float) -> list[JournalEntry]:
-        """Wait up to ``timeout_seconds`` until no drain of this process runs. Return the entries of running ones.
+        """Wait until no drain of this process runs. Return the entries of running ones.
 
-        An entry that has sent its files and only waits for other ranks gets ``OTHER_RANKS_SECONDS``: if a rank of the
-        job has died, the others should not wait the full time for it.
+        For other ranks' parts it waits at most ``OTHER_RANKS_SECONDS``: their rank may have died.
         """
         deadline = time.monotonic() + timeout_seconds
         patience = time.monotonic() + min(timeout_seconds, OTHER_RANKS_SECONDS)
@@ -252,7 +235,7 @@ class BackgroundDrains:
         return [entry for entry in entries if entry.token in self._drains]
 
     async def ignore_running(self) -> None:
-        """Make ``idle`` ignore the drains that run now: a process waits once at its end, not twice."""
+        """Make ``idle`` ignore the drains that run now."""
         self._not_waited_for = {*self._drains}
 
     async def wait(self, location: Location, tier: Tier, timeout_seconds: float) -> None:
@@ -265,7 +248,7 @@ class BackgroundDrains:
         deadline = time.monotonic() + timeout_seconds
         idle_rounds = 0
         self._forget_passing(location)
-        may_fail = True  # an attempt from before this call; only the outcome of the next one is raised
+        may_fail = True  # only the outcome of an attempt after this call is raised
         async for _ in Poll(timeout_seconds, LOCAL if tier is Tier.LOCAL else SHARED):
             entries = await asyncio.to_thread(self._pending_entries, location)
             try:
@@ -291,7 +274,7 @@ class BackgroundDrains:
                     )
                 for entry in entries:
                     if entry.state == READY:
-                        self.submit(entry.token)  # of a dead process; no-op if another mover holds it
+                        self.submit(entry.token)
         raise OperationTimeoutError(
             f"{location.uri} is not committed on the {tier} tier after {round(timeout_seconds, 1):g} s",
             hint="`tierckpt status` shows the journal and the last error",
@@ -308,7 +291,7 @@ class BackgroundDrains:
             if entry.state != READY:
                 with self.journal.own(entry.token) as dead:
                     if dead:
-                        continue  # its saver is dead: it will never commit, recover() removes it
+                        continue  # its saver is dead: recover() removes it
             found.append(entry)
         return found
 
@@ -336,7 +319,7 @@ class BackgroundDrains:
                 raise error
 
     def _forget_passing(self, location: Location) -> bool:
-        """Forget failures that ``is_transient``, so that their drains are retried. Return False if there are none."""
+        """Forget temporary failures, so that their drains are retried. Return False if there are none."""
         passing = [
             token
             for token, (uri, error) in self._failures.items()
@@ -347,15 +330,12 @@ class BackgroundDrains:
         return bool(passing)
 
     def take_failures(self, uris: set[str]) -> dict[str, tuple[str, TierckptError]]:
-        """Return and clear the errors of drains to ``uris``: URI and error by token."""
         taken = {token: failure for token, failure in self._failures.items() if failure[0] in uris}
         for token in taken:
             del self._failures[token]
         return taken
 
     def is_transient(self, location: Location, error: TierckptError) -> bool:
-        """Whether ``error`` may be temporary: this process has drained to that store before.
-
-        Credentials may have expired, for example. The save is safe on this node, and its drain should be retried."""
+        """Whether ``error`` may be temporary: this process has drained to that store before."""
         is_local = error.context.get("tier") == Tier.LOCAL
         return isinstance(error, StoreError) and not is_local and store_key(location) in self._drained_to

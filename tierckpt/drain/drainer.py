@@ -1,10 +1,8 @@
 """Drains a journal entry to the shared tier, and commits when all parts are there.
 
-Called by ``background_drains.py``. Retries a failed drain, and decides when its journal entry is set aside.
-
-Each rank's mover sends its own files and then a part record. The coordinator's mover also puts the pending manifest
-under ``pending/``. The mover that finds every part present commits, without help of a rank or a torch collective. A
-restarted mover repeats its steps, which are all idempotent.
+Each rank's mover sends its own files, then a part record. The coordinator's mover also puts the pending manifest under
+``pending/``. The mover that finds every part commits, without a rank or a collective. A restarted mover repeats its
+steps, which are idempotent.
 """
 
 from __future__ import annotations
@@ -68,19 +66,15 @@ log = logger("drain")
 
 PAUSE_SECONDS_MIN = 0.5
 PASSING_SECONDS = 7 * 86400.0
-"""Time limit of a drain if its store is unreachable, full, or refuses requests: covers a long weekend and a week."""
+"""Time limit of a drain with an unreachable, full or refusing store: a long weekend and a week."""
 NOTE_SECONDS = 3600.0
-"""Interval between checks of that limit."""
 WATCH_SECONDS = 0.5
 STORES_MAX = 16
-"""Maximum number of cached stores. Few steps are drained or checked at a time."""
 
 
 @dataclass
 class DrainResult:
-    """Outcome of an entry: ``committed``, ``superseded``, ``held`` or ``waiting``.
-
-    ``held``: by another mover. ``waiting``: the parts of other ranks are missing."""
+    """``outcome``: ``committed``, ``superseded``, ``held`` by another mover, or ``waiting`` for other ranks' parts."""
 
     token: str
     uri: str
@@ -96,22 +90,16 @@ class Drainer:
         self.journal = Journal(settings.local_root)
         self.listener = listener
         self._stores: dict[Location, Store] = {}
-        """The most recently used stores, the latest one last."""
         self._opening = threading.Lock()
         self.retries = Retries(settings)
-        """Retry state and outages of this mover's stores."""
         self.limiter = RateLimiter(
             settings.drain_bytes_per_second, settings.concurrency, local_root=settings.local_root, nice=BACKGROUND_NICE
         )
-        """Shared by all drains of this mover."""
         self._noted_at: dict[str, float] = {}
-        """When (monotonic seconds) an entry that waits for its store is next noted in the journal."""
         self.active: dict[str, ActiveDrain] = {}
-        """Running drains by token."""
         self._watch: asyncio.Task[None] | None = None
 
     def store(self, location: Location) -> Store:
-        """Return the store of a location, from the cache of recent ones. Thread-safe."""
         with self._opening:
             store = self._stores.pop(location, None) or open_store(location, self.settings, self.retries)
             self._stores[location] = store
@@ -123,15 +111,13 @@ class Drainer:
         return local_dir(self.settings.local_root, location)
 
     def breaker(self, location: Location) -> StoreBreaker:
-        """Return the breaker that logs the outages of the store of ``location``."""
         return self.retries.breaker(f"{location.scheme}://{location.authority}")
 
     def is_away(self, run: Location) -> bool:
-        """Whether the store of ``run`` has a logged outage or refusal that has not ended."""
+        """Whether the store has a logged outage or refusal that has not ended."""
         return self.retries.is_refused(run.uri) or self.breaker(run).is_reported
 
     async def _watch_silence(self) -> None:
-        """Report a store that stalls drains, long before the request times out."""
         while self.active:
             await asyncio.sleep(WATCH_SECONDS)
             for drain in self.active.values():
@@ -154,14 +140,14 @@ class Drainer:
         """Drain one entry to its commit on the shared tier. An error is noted in the journal and raised.
 
         Args:
-            patient: retry while the store is unavailable (with backoff), and wait up to ``commit_timeout_seconds``
-                for other ranks' parts. False fails at the first obstacle.
+            patient: retry while the store is unavailable, and wait up to ``commit_timeout_seconds`` for other ranks'
+                parts. False fails at the first obstacle.
 
         Raises:
             CommitAbandonedError: the other ranks' parts did not arrive.
-            IntegrityError, AlreadyCommittedError, StoreError: the entry cannot be drained in its present state.
+            IntegrityError, AlreadyCommittedError, StoreError: the entry cannot be drained.
         """
-        from tenacity import AsyncRetrying, retry_always, wait_random_exponential  # late, as in ``Retries.again``
+        from tenacity import AsyncRetrying, retry_always, wait_random_exponential
 
         with self.journal.own(token) as owned:
             entry = await asyncio.to_thread(self.journal.read, token) if owned else None
@@ -174,11 +160,11 @@ class Drainer:
             self.retries.waiting_bytes[breaker.name] += entry.size_bytes
             if self._watch is None or self._watch.done():
                 self._watch = asyncio.create_task(self._watch_silence(), name="watch drains")
-            wait = wait_random_exponential(PAUSE_SECONDS_MIN, retry.PAUSE_SECONDS_MAX)  # full jitter
+            wait = wait_random_exponential(PAUSE_SECONDS_MIN, retry.PAUSE_SECONDS_MAX)
             pause = partial(self._pause, entry, active)
             try:
                 outcome = await self._attempt(work, entry, active, patient)
-                if not outcome:  # the first attempt bypasses tenacity, which leaves 20 objects in cycles per call
+                if not outcome:  # tenacity leaves objects in cycles, so the first attempt goes without it
                     async for one in AsyncRetrying(sleep=pause, wait=wait, retry=retry_always):
                         if one.retry_state.attempt_number > 1:
                             outcome = await self._attempt(work, entry, active, patient)
@@ -201,7 +187,7 @@ class Drainer:
         active: ActiveDrain,
         patient: bool,
     ) -> str:
-        """Return the outcome of one attempt, "" if another one may succeed later."""
+        """Return the outcome, "" if another attempt may succeed."""
         tried_at = time.monotonic()
         try:
             return await work(entry, patient)
@@ -211,7 +197,6 @@ class Drainer:
         return ""
 
     async def _pause(self, entry: JournalEntry, active: ActiveDrain, seconds: float) -> None:
-        """Sleep before the next attempt, less if a store recovers or a note is due."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(NOTE_SECONDS):
                 if not await available(self.store(entry.location)):
@@ -219,10 +204,10 @@ class Drainer:
                     await asyncio.sleep(seconds)
 
     async def _may_retry(self, entry: JournalEntry, active: ActiveDrain, error: TierckptError, tried_at: float) -> bool:
-        """Record that ``entry`` waits for its store. Return False once it failed for ``TRANSIENT_SECONDS``."""
+        """Return False after ``PASSING_SECONDS``."""
         RETRIES.emit(1, operation="drain")
         breaker = self.breaker(entry.location)
-        if breaker.ended_at < tried_at:  # else this request belongs to an outage that is over
+        if breaker.ended_at < tried_at:
             breaker.report(error.message, error.hint, time.time(), ends_with_drain=True)
         log.debug("%s: its drain waits for the store: %s", entry.uri, error)
         if time.monotonic() >= self._noted_at.get(entry.token, 0.0):
@@ -234,10 +219,7 @@ class Drainer:
         return True
 
     async def commit_if_complete(self, token: str) -> DrainResult:
-        """Commit an entry with its files on the shared tier. ``waiting``: other ranks' parts are missing.
-
-        That is no error: ranks send their parts after they learn the outcome of a save. The entry stays ready.
-        """
+        """Commit an entry with its files on the shared tier. ``waiting`` is no error."""
         with self.journal.own(token) as owned:
             entry = await asyncio.to_thread(self.journal.read, token) if owned else None
             if entry is None or entry.state != READY:
@@ -249,8 +231,7 @@ class Drainer:
             return await self._finish_drain(entry, outcome, begun)
 
     async def _finish_drain(self, entry: JournalEntry, outcome: str, begun: float) -> DrainResult:
-        # Before the entry is removed: a crash in between leaves an entry that repeats this. The note stays until the
-        # run is pruned, and pruning skips runs with journal entries.
+        # A crash before the removal repeats both. Pruning skips runs with journal entries.
         await asyncio.to_thread(self._note_due, entry, None, is_shared=entry.rank == 0)
         await asyncio.to_thread(self.journal.remove, entry.token)
         self._noted_at.pop(entry.token, None)
@@ -274,12 +255,8 @@ class Drainer:
                 )
 
     async def _note_failure(self, entry: JournalEntry, error: TierckptError, patient: bool) -> None:
-        """Note ``error`` in the journal; set aside and log an entry that fails for too long.
-
-        The limit is ``PASSING_SECONDS`` for errors that may end by themselves (store unreachable or full, expired
-        credentials), else the time that a mover waits for other ranks. The files stay in either case.
-        """
-        # A server may repeat our credentials in its answer, and people read the journal.
+        """Note ``error`` in the journal; set aside an entry that fails for too long. The files stay."""
+        # A server may repeat our credentials in its answer.
         text, is_passing = redact(f"{type(error).__name__}: {error}"), _is_transient(error)
         limit = PASSING_SECONDS if is_passing else self.settings.commit_timeout_seconds
         entry_noted = await asyncio.to_thread(
@@ -298,18 +275,17 @@ class Drainer:
             error.is_logged = True
 
     async def _drain(self, entry: JournalEntry, patient: bool) -> str:
-        # Convert OSErrors, so that they are kept in the journal and reported to waiting callers.
         with translated(self.directory(entry.location), is_above=True):
             try:
                 if await asyncio.to_thread(self._is_replaced, entry):
                     return await self._clean_up_replaced(entry)
                 if await self._was_cleaned_up(entry):
-                    return "committed"  # by another mover, and the files were there: leave no part record
+                    return "committed"
                 await self.send_files(entry)
-                # Other ranks' parts are missing. The timeout starts here, as the rate limit may delay our own sending.
+                # The timeout starts here: the rate limit may delay our own sending.
                 return await self._await_commit(entry, self.settings.commit_timeout_seconds if patient else 0.0)
             except TierckptError as error:
-                # A save that replaces this one may remove its files at any step, which explains the error.
+                # A save that replaces this one may remove its files at any step.
                 if error.retryable or not await asyncio.to_thread(self._is_replaced, entry):
                     raise
                 return await self._clean_up_replaced(entry)
@@ -333,16 +309,14 @@ class Drainer:
     def _is_replaced(self, entry: JournalEntry) -> bool:
         """Return whether no commit of this node can name this entry's files any more.
 
-        The coordinator's entry is in the journal shortly before its local commit: after a crash in between, or a later
-        save to the same id, the local manifest does not name the entry's attempt. Another rank does not know its
-        attempt. It was replaced if a local manifest does not name it and its files are missing, because only the
-        replacing commit removes files. Clocks are not compared: the manifest may come from another node.
+        It was replaced if the local manifest does not name it and its files are missing, as only the replacing commit
+        removes files. A crash just before the local commit leaves it unnamed, but with files. Clocks are not compared.
         """
         directory = self.directory(entry.location)
         try:
             local = local_commit.read_local_manifest(directory)
         except ManifestError:
-            return False  # unknown: its files are unchanged, and each chunk is verified as it is sent
+            return False  # unknown: each chunk is verified as it is sent
         if entry.manifest is not None and not entry.is_fragment:
             return local is None or not is_commit_of(local, entry)
         if local is None or is_commit_of(local, entry):
@@ -350,10 +324,9 @@ class Drainer:
         return not all((directory / file.key).exists() for file in entry.files)
 
     async def _clean_up_replaced(self, entry: JournalEntry) -> str:
-        """Clean up a replaced entry. Return ``superseded``, or ``committed`` if it was committed before.
+        """Return ``superseded``, or ``committed`` if it was committed before.
 
-        Objects on the shared tier are removed only while no manifest there names them: once a pending manifest names
-        them, another mover may be committing it, and the replacing save removes them after its own commit.
+        Objects on the shared tier are removed only while no manifest names them: another mover may be committing.
         """
         store, directory = self.store(entry.location), self.directory(entry.location)
         current = await shared_commit.read_shared_manifest(store)
@@ -378,7 +351,6 @@ class Drainer:
                 local_commit.remove_empty(directory)
 
     async def send_files(self, entry: JournalEntry) -> None:
-        """Send this rank's files, then its part record, and the pending manifest if any."""
         store, directory = self.store(entry.location), self.directory(entry.location)
         flow = self.limiter.flow(entry.created_unix_seconds)
         if (active := self.active.get(entry.token)) is not None:
@@ -405,7 +377,7 @@ class Drainer:
         except BaseExceptionGroup as errors:
             raise error_to_report(errors) from None
         if entry.manifest is not None and entry.manifest.tokens <= {entry.token} and not entry.is_fragment:
-            return  # one rank wrote everything: no other mover needs a record
+            return
         if entry.is_fragment:
             await store.put(part(entry.token), entry.manifest.encode())  # type: ignore[union-attr]
             return
@@ -414,7 +386,6 @@ class Drainer:
         await store.put(part(entry.token), b"{}")
 
     def note_progress(self, entry: JournalEntry, done_bytes: int, files: tuple[FileProgress, ...] = ()) -> None:
-        """Note progress: ``done_bytes`` sent in this attempt, and the ``files`` in flight."""
         if (active := self.active.get(entry.token)) is not None:
             active.add_progress(done_bytes)
         self.listener(Progress(f"drain {entry.uri}", done_bytes, entry.size_bytes, files=files))
@@ -422,7 +393,7 @@ class Drainer:
     async def try_commit(self, entry: JournalEntry) -> str | None:
         """Commit if all parts are there. Return ``committed``, ``superseded``, or None if a part is missing.
 
-        One mover of a node at a time, so that the newer of two attempts at one id on this node is committed last.
+        One mover of a node at a time, so that the newer of two attempts at one id is committed last.
         """
         if await self._was_cleaned_up(entry):
             return "committed"
@@ -439,7 +410,7 @@ class Drainer:
         current = await shared_commit.read_shared_manifest(store)
         if current is not None and is_commit_of(current, entry):
             if entry.manifest is not None:
-                await shared_commit.commit_shared(store, entry.location, current)  # clean up after an earlier attempt
+                await shared_commit.commit_shared(store, entry.location, current)
             await store.delete(part(entry.token))
             await self._after_commit(entry, current)
             return "committed"
@@ -464,11 +435,10 @@ class Drainer:
         return "committed"
 
     async def _handle_missing_part(self, entry: JournalEntry, store: Store) -> str | None:
-        """Return why our part record is missing: the outcome of the commit that removed it."""
         try:
             await store.head(part(entry.token))
         except ObjectNotFoundError:
-            # The manifest was put before the part was removed, so reading it afterwards cannot miss it.
+            # The manifest was put before the part was removed, so this read cannot miss it.
             current = await shared_commit.read_shared_manifest(store)
             if current is None:
                 return None
@@ -481,8 +451,7 @@ class Drainer:
     async def _was_cleaned_up(self, entry: JournalEntry) -> bool:
         """Return whether another mover of this node committed, and no cleanup is left.
 
-        Removes the part record too, as the committer may have been killed during its cleanup. The coordinator's mover
-        must check all leftovers of the commit, so it takes the full path.
+        Removes the part record too: the committer may have been killed.
         """
         if entry.manifest is not None and not entry.is_fragment:
             return False
@@ -492,7 +461,6 @@ class Drainer:
         return True
 
     def _was_seen_committed(self, entry: JournalEntry) -> bool:
-        """Whether a commit by another mover of this node is known without a request."""
         directory = self.directory(entry.location)
         try:
             local = local_commit.read_local_manifest(directory)
@@ -508,14 +476,12 @@ class Drainer:
         return await self._pending_manifest(entry, store)
 
     async def _pending_manifest(self, entry: JournalEntry, store: Store) -> Manifest | None:
-        """Return the pending manifest that names this entry's files, if there is one."""
-        # A listing may be stale or incomplete. The next round looks for missing names, and listed ones are read. So a
-        # listing can delay a commit, but decides nothing.
+        # A stale listing can delay a commit, but decides nothing: listed names are read.
         async for info in store.list(PENDING_DIR):
             try:
                 candidate = await _read_manifest(store, info.key)
             except ObjectNotFoundError:
-                continue  # committed in the meantime; the next round sees its manifest
+                continue
             if entry.token in candidate.tokens:
                 return candidate
         return None
@@ -529,7 +495,7 @@ class Drainer:
         )
 
     async def remove_unnamed(self, entry: JournalEntry) -> None:
-        """Delete the shards of ``entry`` from the shared tier, unless a manifest there names them."""
+        """Delete the shards from the shared tier, unless a manifest there names them."""
         if await self.is_named(entry):
             return
         store = self.store(entry.location)
@@ -553,7 +519,7 @@ class Drainer:
 
     async def all_parts(self, manifest: Manifest, entry: JournalEntry, store: Store) -> bool:
         if entry.is_fragment:
-            return True  # merging read every part
+            return True
         for token in manifest.tokens - {entry.token}:
             try:
                 await store.head(part(token))
@@ -562,33 +528,27 @@ class Drainer:
         return True
 
     async def _is_superseded(self, manifest: Manifest, store: Store) -> bool:
-        """Whether the committed manifest replaces ``manifest``: a later save of ours, not a rival."""
+        """Whether the committed manifest is a later save of ours, not a rival."""
         current = await shared_commit.read_shared_manifest(store)
         replaced = await shared_commit.replaced_by_claim(store)
         return manifest.attempt in replaced or (current is not None and manifest.attempt in current.replaces)
 
     async def _after_commit(self, entry: JournalEntry, manifest: Manifest, committed_at: float | None = None) -> None:
-        """Record a commit on this node, and allow eviction.
-
-        Args:
-            committed_at: when this mover made the commit; None if another did. The committing node also applies the
-                run's rule to the shared tier.
-        """
+        """``committed_at``: when this mover made the commit; None if another did."""
         store, directory = self.store(entry.location), self.directory(entry.location)
         run = self.store(branches.run_of(entry.location))
         await branches.note_shared(run, manifest)
-        if committed_at is not None or (entry.manifest is not None and not entry.is_fragment):  # one node of many
+        if committed_at is not None or (entry.manifest is not None and not entry.is_fragment):
             root = self.settings.local_root
             await commit_times.note_shared(root, entry.location, manifest, store, run, committed_at)
         try:
             local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         except ManifestError:
-            local = None  # ``adopt`` quarantines it and writes a good one
+            local = None
         if local is None or local.attempt != manifest.attempt:
             await self.adopt(store, directory, manifest)
         await asyncio.to_thread(marks.mark_drained, directory, manifest.attempt)
         if await asyncio.to_thread(_is_committed_elsewhere, directory, entry, manifest):
-            # A direct put: this node has no copy, and no older checkpoint loses value.
             await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
             parent = entry.location.parent
             await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, parent, entry)
@@ -623,5 +583,5 @@ def _is_committed_elsewhere(directory: Path, entry: JournalEntry, manifest: Mani
 
 
 def is_commit_of(manifest: Manifest, entry: JournalEntry) -> bool:
-    """Whether ``manifest`` commits ``entry``. A coordinator that wrote no shard is matched by the attempt."""
+    """A coordinator without a shard is matched by the attempt."""
     return entry.token in manifest.tokens or (entry.manifest is not None and entry.manifest.attempt == manifest.attempt)

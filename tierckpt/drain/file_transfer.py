@@ -1,7 +1,5 @@
 """Move a file between the local tier and a store, verifying every byte on the way (P4).
 
-A file that exists completely is not sent again (``_is_stored``); a partial transfer starts over.
-
 File operations in threads run ``to_completion``: a cancelled one is awaited before its descriptor is closed, or it
 would write to the next file with that descriptor.
 """
@@ -53,13 +51,10 @@ async def send(
 ) -> None:
     """Put the local file ``path`` under ``entry.key``. On return it is whole and durable there.
 
-    Does not send a file that exists already: names are new for every save and puts are atomic, so an object of this
-    name and size is the file. A link replaces the copy if store and path share a file system.
+    An object of this name and size is not sent again: names are new for every save, and puts are atomic. With
+    ``replaces`` the file is always sent. On a shared file system it is linked.
 
-    ``replaces``: the name may exist with another file. Then it is always sent.
-
-    ``flow`` admits each chunk; a link needs no admission. This is one attempt, which the caller repeats
-    (``verified_read.again``): the HEAD finds an object whose response was lost. A failed attempt uncounts its bytes.
+    This is one attempt, which the caller repeats. A failed attempt uncounts its bytes.
 
     Raises:
         IntegrityError: the local bytes differ from the staged ones; the transfer is aborted without an object.
@@ -123,10 +118,7 @@ async def fetch(
 ) -> None:
     """Fetch ``entry`` to ``path``, verified by chunk; whole and durable, or not at all.
 
-    One process of the node fetches a file; the others wait for it.
-
-    Raises:
-        IntegrityError: the store's bytes differ from the staged ones.
+    One process of the node fetches a file; the others wait for it. Raises IntegrityError for damage in the store.
     """
     make_dirs(path.parent)
     stem = stem_of(path.name)
@@ -167,7 +159,7 @@ def _record_operation(operation: str, begun: float) -> None:
 
 
 def error_to_report(error: BaseException) -> BaseException:
-    """Return the error to report; of a group: damage, else a permanent error, else any."""
+    """Return damage if a group has some, else a permanent error, else any."""
     flat = _flatten(error)
     ours = [one for one in flat if isinstance(one, TierckptError)]
     damage = [one for one in ours if isinstance(one, IntegrityError)]
@@ -185,7 +177,7 @@ def create_file(path: Path, size_bytes: int) -> int:
     with translated(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path))
         try:
-            allocate(file, size_bytes)  # detects a full disk before the first byte is fetched
+            allocate(file, size_bytes)
             os.ftruncate(file, size_bytes)
         except BaseException:
             os.close(file)

@@ -1,22 +1,13 @@
 """The rate limit of drains (P8): bytes per second, concurrent files, pause, room for a flush. One limiter per mover.
 
-The processes of a node share it by leaving their drains to one mover, the agent's (``mover.py``, ``Client`` decides).
-A process that drains for itself has a separate limiter. Each mover of the node applies the control file, which
-``tierckpt drain --limit`` writes, within a second; ``update`` changes the limits of one mover.
-
-All drains of a mover draw on its limiter, chunk by chunk in the order of their requests, so that no drain starves.
-Slots go to the newest waiting checkpoint (PCcheck's order), but a checkpoint that has begun is finished first.
-Otherwise a job that saves faster than it can drain would never have a whole checkpoint on the shared tier. Near the
-end of the process (``prefer_newest``), the newest checkpoint precedes all others.
-
 Invariants (tests cite them):
     G1  Over any time t at most ``rate * t`` bytes are admitted, plus the larger of 0.25 s worth and one chunk, plus
-        0.25 s worth to compensate a late wake-up: the long-run rate is exact although no timer is.
+        0.25 s worth to compensate a late wake-up.
     G2  Chunks are admitted in the order of their requests.
-    G3  While a flush writes on this node, drains yield the disk to it for at most half of the time
-    (``disk/flush_lock.py``).
-    G4  Files of checkpoints that have begun get slots first, then files of the newest checkpoint. After
-        ``prefer_newest`` the newest checkpoint waits for no slot and no turn, and all others wait while it sends.
+    G3  While a flush writes on this node, drains yield the disk to it for at most half of the time.
+    G4  Files of begun checkpoints get slots first: otherwise a job that saves faster than it drains would
+        never have a whole checkpoint on the shared tier. Then files of the newest checkpoint. After ``prefer_newest``
+        the newest waits for no slot and no turn, and all others wait while it sends.
     G5  A damaged control file changes nothing; without one the settings apply.
 """
 
@@ -59,7 +50,7 @@ CONTROL_BYTES_MAX = 1 << 16
 
 
 class Unchanged(enum.Enum):
-    """Distinguishes "unchanged" from None, which means no limit."""
+    """Distinguishes "unchanged" from None, no limit."""
 
     UNCHANGED = "unchanged"
 
@@ -89,7 +80,7 @@ class DrainFlow:
     """The drain of one checkpoint, as the limiter sees it.
 
     Attributes:
-        created_at: when the checkpoint was saved, Unix seconds; larger is newer.
+        created_at: Unix seconds of the save.
         has_begun: whether a file of it has had a slot.
         sending: files that have a slot and wait neither for the rate nor for the end of a pause.
         granted_at: when (monotonic seconds) the limiter last admitted some of it.
@@ -102,7 +93,6 @@ class DrainFlow:
     granted_at: float = 0.0
 
     async def spend(self, size_bytes: int) -> None:
-        """Wait until ``size_bytes`` may be read and sent (G1 to G4). A chunk may exceed a second's worth."""
         self.sending -= 1
         try:
             await self.limiter.spend(size_bytes, self.created_at)
@@ -111,7 +101,6 @@ class DrainFlow:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Hold one of the limiter's ``concurrency`` slots (G4)."""
         async with self.limiter.slot(self):
             self.sending, self.granted_at = self.sending + 1, time.monotonic()
             try:
@@ -120,7 +109,6 @@ class DrainFlow:
                 self.sending -= 1
 
     async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run blocking ``work`` on a low-priority thread."""
         return await self.limiter.in_background(work, *arguments)
 
 
@@ -137,7 +125,7 @@ class RateLimiter:
         bytes_per_second: None for no limit.
         concurrency: files in flight.
         local_root: directory of the control file and the flush lock; None for neither.
-        nice: CPU priority of the threads that read and digest for the drains; 0 is the caller's own.
+        nice: CPU priority of the threads of ``in_background``; 0 is the caller's own.
     """
 
     def __init__(
@@ -160,15 +148,12 @@ class RateLimiter:
         self._turn = asyncio.Lock()
         self._hurried = False
         self.running: Counter[float] = Counter()
-        """Number of slots held by a checkpoint's files, by its creation time."""
         self._queue: list[_Waiter] = []
         self._control = control_file(local_root) if local_root is not None else None
         self._control_seen: tuple[int, int, int] | None = None
         self._look_at = 0.0
         self._stepping = FlushYield(FlushMark(local_root)) if local_root is not None else None
         self._threads: ThreadPool | None = None
-
-    # --- changing it -------------------------------------------------------------------------------------------
 
     def update(
         self,
@@ -177,7 +162,7 @@ class RateLimiter:
         concurrency: int | None = None,
         paused: bool | None = None,
     ) -> None:
-        """Change the given limits, also for running drains, within ``SLEEP_SECONDS_MAX``. Changes nothing if it raises.
+        """Change the given limits within ``SLEEP_SECONDS_MAX``, also for running drains. Changes nothing if it raises.
 
         Raises:
             ConfigError: a rate that is not a positive whole number (or None), a concurrency outside 1 to 256.
@@ -190,7 +175,7 @@ class RateLimiter:
         self._refill(self._burst_bytes())
         self.bytes_per_second, self.concurrency = rate, files
         self.paused = self.paused if paused is None else paused
-        self._credit_bytes = min(self._credit_bytes, self._burst_bytes()) if rate else 0.0  # no limit, no debt
+        self._credit_bytes = min(self._credit_bytes, self._burst_bytes()) if rate else 0.0
         self._admit()
         if before != (self.bytes_per_second, self.concurrency, self.paused):
             self._log_state()
@@ -198,18 +183,16 @@ class RateLimiter:
     def throttle(self, bytes_per_second: int | None, seconds: float) -> None:
         """Limit the rate further for the next ``seconds``. None removes the throttle.
 
-        A running job requests it (``training/drain_decider.py``). It expires, so that a job that ended does not slow
-        the drains of the next one.
+        It expires, so that an ended job does not slow the next one.
         """
         rate = _checked_rate(bytes_per_second)
-        credit = self._credit_bytes if self.rate is not None else 0.0  # no limit, no debt
+        credit = self._credit_bytes if self.rate is not None else 0.0
         self._refill(self._burst_bytes())
         self._throttle = None if rate is None else (rate, self._clock() + seconds)
         self._credit_bytes = min(credit, self._burst_bytes())
 
     @property
     def rate(self) -> int | None:
-        """Bytes per second admitted: the minimum of limit and throttle. None for no limit."""
         if self._throttle is not None and self._clock() >= self._throttle[1]:
             self._throttle = None
         if self._throttle is None or (self.bytes_per_second or self._throttle[0]) < self._throttle[0]:
@@ -217,12 +200,11 @@ class RateLimiter:
         return self._throttle[0]
 
     def prefer_newest(self) -> None:
-        """Give the newest checkpoint precedence, as the mover will be stopped early."""
         self._hurried = True
         self._admit()
 
     def refresh(self) -> None:
-        """Apply the control file if it has changed. Cost: one stat, at most once a second."""
+        """Apply a changed control file. Cost: one stat, at most once a second."""
         now = self._clock()
         if self._control is None or now < self._look_at:
             return
@@ -249,26 +231,23 @@ class RateLimiter:
         else:
             log.info("drains: %s, %d files at a time", rate, self.concurrency)
 
-    # --- spending it -------------------------------------------------------------------------------------------
-
     def flow(self, created_at: float) -> DrainFlow:
-        """Return the flow of a checkpoint's drain. ``created_at``: Unix seconds of its save."""
         return DrainFlow(self, created_at)
 
     async def spend(self, size_bytes: int, created_at: float = 0.0) -> None:
-        """Wait until ``size_bytes`` may be read and sent (G1 to G4). A chunk may exceed a second's worth."""
+        """Wait until ``size_bytes`` may be read and sent (G1 to G4)."""
         while not await self._try_spend(size_bytes, created_at):
             await self._nap(SLEEP_SECONDS_MAX)
 
     async def _try_spend(self, size_bytes: int, created_at: float) -> bool:
-        """Spend credit at our turn, or return False if a newer checkpoint must go first (G4)."""
+        """Return False if a newer checkpoint must go first (G4)."""
         if self._must_yield(created_at):
             return False
         async with self._turn:
             self._refill(self._burst_bytes())
             while (seconds := self._seconds_to_wait(size_bytes)) > 0:
                 await self._nap(min(seconds, SLEEP_SECONDS_MAX))
-                # After a wait for credit, compensate a late wake-up; after any other wait, earn only a burst.
+                # After a wait for credit, compensate a late wake-up; otherwise earn only a burst.
                 self._refill(self._burst_bytes() * (1 if self.paused else 2))
                 if self._must_yield(created_at):
                     return False
@@ -289,7 +268,7 @@ class RateLimiter:
         if rate is None:
             return 0.0
         missing = min(float(size_bytes), self._burst_bytes()) - self._credit_bytes
-        # A sleep shorter than the clock resolution would loop without progress.
+        # A sleep below the clock resolution would loop without progress.
         return max(missing / rate, 0.0) if missing > 1e-6 * rate else 0.0
 
     def _burst_bytes(self) -> float:
@@ -303,7 +282,7 @@ class RateLimiter:
 
     @asynccontextmanager
     async def slot(self, flow: DrainFlow | None = None) -> AsyncIterator[None]:
-        """Hold one of ``concurrency`` slots (G4); first come, first served among equals."""
+        """Hold one of the ``concurrency`` slots (G4); first come, first served among equals."""
         flow = flow or DrainFlow(self)
         self.refresh()
         waiter = _Waiter(asyncio.get_running_loop().create_future(), flow)
@@ -329,7 +308,7 @@ class RateLimiter:
 
     def _admit(self) -> None:
         while self._queue:
-            first = min(self._queue, key=self._rank)  # first request among equals
+            first = min(self._queue, key=self._rank)
             if self.running.total() >= self.concurrency and not self._may_skip_queue(first.flow):
                 return
             self._queue.remove(first)
@@ -339,11 +318,9 @@ class RateLimiter:
                 first.place.set_result(None)
 
     def _rank(self, waiter: _Waiter) -> tuple[bool, float]:
-        """Return a sort key; the minimum is admitted next."""
         return not self._hurried and not waiter.flow.has_begun, -waiter.flow.created_at
 
     def _may_skip_queue(self, flow: DrainFlow) -> bool:
-        """After ``prefer_newest``, the newest skips the queue, as older files wait while it sends (G4)."""
         holders = self.running.items()
         return (
             self._hurried
@@ -352,16 +329,12 @@ class RateLimiter:
             and self.running[flow.created_at] < self.concurrency
         )
 
-    # --- threads -----------------------------------------------------------------------------------------------
-
     async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run blocking ``work`` on a low-priority thread."""
         if self._threads is None:
             self._threads = ThreadPool(THREADS_MAX, "tierckpt-drain", _lower_priority, (self._nice,))
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def close(self) -> None:
-        """Shut down the threads. Idempotent."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
@@ -388,11 +361,8 @@ def _checked_concurrency(value: object) -> int:
     return value
 
 
-# --- the control file ------------------------------------------------------------------------------------------
-
-
 def read_control(local_root: Path) -> Control:
-    """Return the control settings of this node. Raises ConfigError if the file is damaged."""
+    """Raises ConfigError if the file is damaged."""
     return _read_control(control_file(local_root))
 
 
@@ -417,7 +387,7 @@ def change_control(
         try:
             current = _read_control(path)
         except ConfigError:
-            current = Control()  # this command repairs a damaged file
+            current = Control()  # repairs a damaged file
         rate = current.bytes_per_second if bytes_per_second is UNCHANGED else bytes_per_second
         control = Control(
             UNCHANGED if rate == "default" or isinstance(rate, Unchanged) else _checked_rate(rate),

@@ -19,14 +19,13 @@ from .drainer import Drainer
 log = logger("recovery")
 
 STORE_TIMEOUT_SECONDS = 10.0
-"""Recovery blocks a save, so its requests to an unreachable store time out after this."""
+"""Recovery blocks a save, so its store requests time out early."""
 
 
 async def recover_entry(entry: JournalEntry, drainer: Drainer) -> bool:
-    """Return whether ``entry`` must be drained.
+    """Return whether ``entry`` must be drained; remove a save that never finished.
 
-    Removes the shards and the entry of a save that never finished. Skips entries with an unknown outcome, and
-    those that a live process holds.
+    Skips entries with an unknown outcome, and those that a live process holds.
     """
     if entry.state in (LOCAL_ONLY, *DRAIN_STATES, *SET_ASIDE_STATES):
         return entry.state in DRAIN_STATES
@@ -40,11 +39,10 @@ async def recover_entry(entry: JournalEntry, drainer: Drainer) -> bool:
 
 
 async def _recover_written(entry: JournalEntry, drainer: Drainer) -> bool:
-    """Determine the outcome of a save whose rank ended before it learned of the commit.
+    """Determine the outcome of a save after the end of its rank, which did not learn of a commit.
 
-    A commit is known by a manifest that names the entry: this node's, or the one that the coordinator's mover put on
-    the shared tier. Without one the shards stay, because the coordinator's node may be slow or unreachable; after
-    ``commit_timeout_seconds`` no mover waits for them any more.
+    A manifest that names the entry proves the commit. Without one the shards stay until ``commit_timeout_seconds`` have
+    passed: the coordinator's node may be slow or unreachable.
     """
     local = await asyncio.to_thread(local_commit.read_local_manifest, drainer.directory(entry.location))
     named = local is not None and entry.token in local.tokens
@@ -68,13 +66,12 @@ async def _recover_written(entry: JournalEntry, drainer: Drainer) -> bool:
 
 
 def _is_kept(drainer: Drainer, manifest: Manifest) -> bool:
-    """Whether the coordinator's entry of this save (its attempt) stays on this node."""
     coordinators = drainer.journal.read(manifest.attempt)
     return coordinators is not None and coordinators.state == LOCAL_ONLY
 
 
 async def _remove_unfinished(entry: JournalEntry, drainer: Drainer) -> bool:
-    """Remove a save that never finished. Without shards on this node it may have used direct put."""
+    """Without shards on this node the save may have used direct put."""
     directory = drainer.directory(entry.location)
     had_shards = await asyncio.to_thread(lambda: bool(matching(directory, f"*-{entry.token}{SHARD_SUFFIX}")))
     if await asyncio.to_thread(_remove_unless_named, entry, drainer):
@@ -92,7 +89,7 @@ async def _remove_unfinished(entry: JournalEntry, drainer: Drainer) -> bool:
 
 
 def _remove_unless_named(entry: JournalEntry, drainer: Drainer) -> bool:
-    """Remove a save that never finished. Return True, and keep it, if a commit names it."""
+    """Return True, and keep the save, if a commit names it."""
     journal, directory = drainer.journal, drainer.directory(entry.location)
     with journal.own(entry.token) as dead:
         current = journal.read(entry.token)
@@ -100,7 +97,7 @@ def _remove_unless_named(entry: JournalEntry, drainer: Drainer) -> bool:
             return False
         local = local_commit.read_local_manifest(directory)
         if local is not None and entry.token in local.tokens | {local.attempt}:
-            # The disk returned an old version of the entry. The manifest has the fields of the later one too.
+            # The disk returned an old version of the entry. The manifest has the later fields too.
             files = tuple(file for file in local.entries if file.token == entry.token)
             manifest = local if local.attempt == entry.token else None
             journal.write(replace(entry, state=READY, files=files, manifest=manifest))

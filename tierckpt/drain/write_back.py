@@ -2,22 +2,20 @@
 
 Order of one write, under the lock of its journal entry:
     1. the bytes, durable under a temporary name, which is removed with its process
-    2. the journal entry: a crash from here on leaves a named file (J1). Without step 3 it was never acknowledged
-    3. the name in the entry: the file exists on this node
-Invariants (earlier and later are in the journal's order, J5, never by a clock):
+    2. the journal entry: after a crash from here on the file has a name (J1)
+    3. the name in the entry: the file exists on this node, and is acknowledged
+Invariants (earlier and later are in the journal's order, J5):
     W1  The later of two writes of one file wins on every tier, whichever process drains them, and in any order.
     W2  On the shared tier, the files of a directory appear in the order in which this node closed them, and a file
-        next to directories appears after all files closed in those before: a file that marks others as complete
-        appears after them. ``.metadata`` of stock DCP, which also names shards of other nodes, waits for those.
+        next to directories (such as a completion mark) appears after all files closed in those before. ``.metadata``
+        of stock DCP, which also names shards of other nodes, waits for those.
     W3  A file that was removed while it drains does not reappear: its removal is an entry that drains after it.
-    W4  A file is locked while it is sent. So a process that rewrites or removes a file knows which sends have not
-        begun, and cancels those: the later entry is durable by then, and an entry without its bytes is incomplete.
-    W5  A file that is removed with its directory is removed after all files that were closed next to the directory
-        before the latest removal there: a job that keeps the newest few steps does not remove the last step on the
-        shared tier while newer ones are on this node only, or were removed before they had drained.
-    W6  A removal after its own file (``after_uri`` is its ``uri``) cancels nothing: the file is sent in its turn, and
-        removed in the turn of the removal. So each file of a job that keeps the newest few is on the shared tier until
-        a newer one is, however slow that tier is.
+    W4  A file is locked while it is sent. So a rewrite or removal cancels only sends that have not begun: the later
+        entry is durable by then, and an entry without its bytes is incomplete.
+    W5  A file removed with its directory is removed after all files that were closed next to the directory before the
+        latest removal there: a job that keeps the newest steps does not remove the last one before newer ones drain.
+    W6  A removal after its own file (``after_uri`` is its ``uri``) cancels nothing: the file is sent and removed in
+        turn, and so is on the shared tier until a newer one is.
 """
 
 from __future__ import annotations
@@ -53,15 +51,14 @@ _SHARD = re.compile(rb"__\d+_\d+\.distcp")
 
 
 def can_write_back(location: Location) -> bool:
-    """Return False for a name that the journal cannot hold: written to the store directly."""
+    """Return False for a name that the journal cannot hold."""
     return is_uri(location.uri) and is_safe_path(location.name) and is_safe_path(root_of(location)[1])
 
 
 def write(settings: Settings, location: Location, size_bytes: int, keep_as: Callable[[Path], tuple[str, ...]]) -> str:
     """Keep a file at ``location``, durable on this node. Return the token to drain.
 
-    Args:
-        keep_as: stores the file under a new name, its bytes durable, and returns its chunk digests.
+    ``keep_as`` stores the file under a new name, durably, and returns its chunk digests.
     """
     journal = Journal(settings.local_root)
     token, earlier = journal.next_file_token(location.uri)
@@ -76,10 +73,7 @@ def write(settings: Settings, location: Location, size_bytes: int, keep_as: Call
 
 
 def remove(settings: Settings, location: Location, after: Location | None = None) -> str:
-    """Record the removal of ``location``, to be drained after all under ``after`` (W5, W6).
-
-    Returns the token of the removal.
-    """
+    """Record the removal of ``location``, to be drained after all under ``after`` (W5, W6). Returns its token."""
     journal = Journal(settings.local_root)
     token, earlier = journal.next_file_token(location.uri)
     entry = _entry(token, location, int(settings.chunk_size_bytes), ())
@@ -91,7 +85,7 @@ def remove(settings: Settings, location: Location, after: Location | None = None
 
 
 def _cancel(journal: Journal, tokens: list[str]) -> None:
-    """Drop the writes of ``tokens`` that are not being sent (W4). The others drain in their turn."""
+    """Drop the writes of ``tokens`` that are not being sent (W4)."""
     for token in tokens:
         with suppress(OSError, TierckptError):
             entry = journal.read(token)
@@ -107,7 +101,6 @@ def _cancel(journal: Journal, tokens: list[str]) -> None:
 
 
 def _is_waiting_for_file(entry: JournalEntry) -> bool:
-    """Whether a removal still lets its file reach the shared tier (W6)."""
     return entry.after_uri == entry.uri
 
 
@@ -120,23 +113,23 @@ def _entry(token: str, location: Location, chunk_size_bytes: int, files: tuple[F
 
 
 async def drain(drainer: Drainer, entry: JournalEntry, patient: bool) -> str:
-    """Send or remove one file, after the turns of all files closed before it there (W2)."""
+    """Send or remove one file, in its turn (W2)."""
     root, path = drainer.settings.local_root, written_file(drainer.settings.local_root, entry.token)
     with translated(path):
         wait_seconds = drainer.settings.commit_timeout_seconds if patient else 0.0
         previous, look_at = None, 0.0
         async for _ in Poll(wait_seconds, LOCAL):
             if entry.files and not path.exists():
-                return "superseded"  # cancelled; or a crash between 2 and 3, and the write was not acknowledged
-            # Of many entries that wait for each other, all but one only check that their predecessor is gone.
+                return "superseded"  # cancelled; or a crash between 2 and 3: not acknowledged
+            # Of many entries that wait for each other, only one looks for more than its predecessor.
             if previous is not None and previous.exists() and time.monotonic() < look_at:
                 continue
             while before := await asyncio.to_thread(_predecessors, drainer.journal, entry):
                 if before[0].state in SET_ASIDE_STATES:
                     raise _wait_error(entry, f"{before[0].uri}, which was set aside,", 0.0)
                 drained = None
-                with suppress(CommitAbandonedError):  # it also waits for others
-                    drained = await drainer.drain(before[0].token, patient=False)  # no task drains it yet
+                with suppress(CommitAbandonedError):
+                    drained = await drainer.drain(before[0].token, patient=False)
                 if drained is None or drained.outcome == "held":
                     break
             if not before:
@@ -170,7 +163,7 @@ async def drain(drainer: Drainer, entry: JournalEntry, patient: bool) -> str:
                         named = replace(file, path=key)
                         put = partial(send, store, path, named, entry.chunk_size_bytes, on_bytes, flow, replaces=True)
                         await again(store, put)
-        # Remove the entry after the bytes: an entry without bytes is incomplete, and is removed too.
+        # An entry without bytes is incomplete, and is removed too.
         await asyncio.to_thread(lambda: written_file(root, entry.token).unlink(missing_ok=True))
     return "committed" if is_last else "superseded"
 
@@ -185,8 +178,8 @@ def _remove_empty(entry: JournalEntry) -> None:
 def _predecessors(journal: Journal, entry: JournalEntry) -> list[JournalEntry]:
     """Return the entries closed before ``entry`` in its directory (W5: next to it) or under it.
 
-    The predecessors of a removal (W5) may have been removed undrained since, and others replaced them. So it waits for
-    all files closed before the latest removal there, except those that wait for this one, directly or indirectly.
+    Predecessors of a removal (W5) may have been removed undrained and replaced. So it waits for all files closed before
+    the latest removal there, except those that wait for this one.
     """
     is_in_turn = not entry.after_uri or _is_waiting_for_file(entry)
     above = f"{(entry.location.parent.uri if is_in_turn else entry.after_uri).rstrip('/')}/"
