@@ -1,8 +1,7 @@
 """The drill: checks that the shared tier alone can restore a checkpoint, before a node is lost.
 
-It picks a committed step at random (with a reported seed, to repeat a finding), fetches it into a scratch directory
-without this node's copies, and compares every byte with its digest twice: as received, and as read back from the disk.
-It does not load the checkpoint, so no code in it can run (P9).
+It compares every byte with its digest twice: as received, and as read back from the disk. It does not load the
+checkpoint, so no code in it can run (P9).
 """
 
 from __future__ import annotations
@@ -47,12 +46,11 @@ PREFIX = "drill-"
 
 @dataclass
 class DrillReport:
-    """The result of a drill. ``problems`` maps each bad file to its problem; empty if all files are good."""
+    """``problems`` maps each bad file to its problem."""
 
     location: Location
     seed: int
     committed: int
-    """Steps that the drill could have chosen."""
     files: int = 0
     size_bytes: int = 0
     restored_bytes: int = 0
@@ -79,8 +77,7 @@ async def drill(
 ) -> DrillReport:
     """Restore a random committed step at or under ``location`` from the shared tier only, and compare every byte.
 
-    Damaged and missing files are reported in ``problems``. The directory is always removed; the next drill there
-    removes the directory of a killed one.
+    The directory is always removed, at the latest by the next drill there.
 
     Args:
         seed: repeats the choice of an earlier drill.
@@ -91,7 +88,6 @@ async def drill(
         ManifestError: the manifest of the chosen step is damaged.
         CapacityError: it does not fit; nothing was fetched.
         StoreUnavailableError, PermissionDeniedError: the store does not answer; the files may still be good.
-    Cost: every byte fetched, written and read back once; room for the whole checkpoint.
     """
     gate = asyncio.Semaphore(mover.settings.concurrency)
     seed = secrets.randbelow(1 << 32) if seed is None else seed
@@ -131,7 +127,6 @@ async def _has_commit(store: Store, gate: asyncio.Semaphore) -> bool:
 
 
 async def _compare(mover: Mover, report: DrillReport, manifest: Manifest, parent: Path) -> None:
-    """Restore ``manifest`` to a new directory under ``parent``, compare it, remove it; fill ``report``."""
     report.files, report.size_bytes = len(manifest.entries), manifest.size_bytes
     begun = time.monotonic()
     with _scratch_directory(parent, manifest.size_bytes) as scratch:
@@ -157,7 +152,6 @@ class _Drill:
         self.files = FilesInFlight()
 
     async def restore(self, entry: FileEntry) -> None:
-        """Fetch one file and read it back from the disk."""
         path = self.scratch / entry.path
         chunk_size = self.manifest.chunk_size_bytes
         async with self.gate:
@@ -170,13 +164,12 @@ class _Drill:
                 self._note_problem(entry.path, error)
 
     async def _expect_size(self, entry: FileEntry) -> None:
-        """Check the size: a fetch by ranges would miss bytes added at the end."""
+        """A fetch by ranges would miss bytes added at the end."""
         found_bytes = (await self.store.head(entry.key)).size_bytes
         if found_bytes != entry.size_bytes:
             raise IntegrityError(f"it has {found_bytes} bytes, the manifest says {entry.size_bytes}")
 
     async def inspect_stock_copy(self, entry: FileEntry) -> None:
-        """Check the metadata under the name that stock PyTorch reads: that copy counts too (P1)."""
         async with self.gate:
             try:
                 data = await self.store.get(entry.path)
@@ -196,7 +189,6 @@ class _Drill:
 
 @contextmanager
 def _scratch_directory(parent: Path, needed_bytes: int) -> Iterator[Path]:
-    """Yield a new directory under ``parent`` with room for ``needed_bytes``; it is removed at the end."""
     make_dirs(parent)
     _remove_dead(parent)
     with translated(parent):
@@ -217,9 +209,8 @@ def _scratch_directory(parent: Path, needed_bytes: int) -> Iterator[Path]:
 
 
 def _remove_dead(parent: Path) -> None:
-    """Remove the directories of killed drills: their locks are free."""
     for left in parent.glob(f"{PREFIX}*"):
-        if left.is_dir() and _lock_of(left).exists():  # without a lock file it may not be a drill's
+        if left.is_dir() and _lock_of(left).exists():  # else it may not be a drill's
             with try_lock(_lock_of(left), remove=True) as dead:
                 if dead:
                     remove_tree(left, ignore_errors=True)

@@ -1,7 +1,4 @@
-"""Fetches files of a checkpoint to this node from the nearest copy: peers, then the shared tier.
-
-A load that reads ranges of files in place fetches them by ``dcp/checkpoint_files``.
-"""
+"""Fetches files of a checkpoint to this node from the nearest copy: peers, then the shared tier."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ log = logger("restore")
 
 
 async def fetch_missing(mover: Mover, checkpoint: Checkpoint, entries: Iterable[FileEntry]) -> None:
-    """Fetch the missing ``entries`` to the local tier, verified, from peers or the shared tier.
-
-    Best effort: if a file cannot be kept here, readers use the other tiers.
-    """
+    """Fetch the missing ``entries`` to the local tier, verified. A file that cannot be kept is skipped."""
     if checkpoint.manifest is None:
         return
     done = 0
@@ -62,22 +56,19 @@ async def fetch_missing(mover: Mover, checkpoint: Checkpoint, entries: Iterable[
     async with mover.reading(checkpoint):
         is_elsewhere = bool(missing and checkpoint.tiers & {Tier.SHARED, Tier.PEER})
         if is_elsewhere and mover.peers is not None:
-            await adopt(checkpoint)  # so that peers find each file here once it is complete
+            await adopt(checkpoint)  # so that peers find each file once it is complete
         await asyncio.gather(*(one(entry) for entry in missing))
         if is_elsewhere:
-            await adopt(checkpoint)  # for retention and eviction
+            await adopt(checkpoint)
 
 
 async def fetch_to_local(
     checkpoint: Checkpoint, entry: FileEntry, *, sharing: PeerJoiner | None, concurrency: int, on_bytes: OnBytes
 ) -> None:
-    """Fetch one file of ``checkpoint`` to the local tier. It appears complete, verified and durable, or not at all.
+    """Fetch one file to the local tier. It appears complete, verified and durable, or not at all.
 
-    With ``sharing``, nodes that fetch the same file read each byte of it from the shared tier once, together, and
-    pass it on. One process of a node fetches a file; others wait for it.
-
-    Raises:
-        IntegrityError, StoreError, CapacityError: the file could not be fetched or kept.
+    With ``sharing``, nodes read each byte from the shared tier once, together. One process of a node fetches a file;
+    others wait for it. Raises IntegrityError, StoreError or CapacityError.
     """
     chunk = checkpoint.manifest.chunk_size_bytes if checkpoint.manifest is not None else 0
     path, nearest = checkpoint.directory / entry.key, NearestSource(checkpoint.store, checkpoint.elsewhere)
@@ -90,7 +81,7 @@ async def fetch_to_local(
             on_bytes(entry.size_bytes)
             return
         origin: RangeSource = checkpoint.store if Tier.SHARED in checkpoint.tiers else nearest
-        # A separate version (peer/chunk_files.py, Single): only nodes that want the file share it.
+        # A separate version (``peer.chunk_files``): only nodes that want the file share it.
         frozen = FileSet(checkpoint.location.uri, (files_of_rank(entry),), chunk)
         incoming = checkpoint.directory / INCOMING_DIR / frozen.version
         gate, counted = asyncio.Semaphore(concurrency), _Counted(on_bytes)
@@ -104,8 +95,6 @@ async def fetch_to_local(
 
 
 class _Counted:
-    """Converts the progress of one fill to received bytes."""
-
     def __init__(self, on_bytes: OnBytes) -> None:
         self._on_bytes, self._done_bytes = on_bytes, 0
 
@@ -115,17 +104,13 @@ class _Counted:
 
 
 def _rename_into_place(incoming: Path, entry: FileEntry, path: Path) -> None:
-    """Rename the durable file into place."""
     with translated(path, is_above=True):
         publish(incoming / entry.path, path)
         remove_tree(incoming, ignore_errors=True)
 
 
 async def adopt(checkpoint: Checkpoint) -> None:
-    """Record on this node a commit made elsewhere, so that retention, eviction and peers know its files.
-
-    Best effort: a failure is logged, and no fetched file is lost.
-    """
+    """Record on this node a commit made elsewhere. Best effort."""
     manifest, directory = checkpoint.manifest, checkpoint.directory
     if manifest is None:
         return
@@ -140,15 +125,14 @@ async def adopt(checkpoint: Checkpoint) -> None:
 
 
 async def metadata_of(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, bytes]:
-    """Return the verified bytes of each metadata file by path, from this node, peers, or the shared tier.
+    """Return the verified bytes of each metadata file by path, from the nearest copy.
 
-    Raises:
-        IntegrityError, StoreError: a file has no good copy.
+    Raises IntegrityError or StoreError if a file has no good copy.
     """
     nearest, chunk = NearestSource(checkpoint.store, checkpoint.elsewhere), manifest.chunk_size_bytes
     here, found = LocalFiles(checkpoint.directory), {}
     for entry in manifest.metadata:
-        for known in (entry, replace(entry, source="")):  # a prefetch writes directories in stock PyTorch's layout
+        for known in (entry, replace(entry, source="")):  # a prefetch writes stock PyTorch's layout
             with contextlib.suppress(OSError, IntegrityError, StoreError):
                 found[entry.path] = await get_whole(here, known, chunk)
                 break

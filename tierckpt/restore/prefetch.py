@@ -36,23 +36,18 @@ from . import fetch_file
 
 @dataclass(frozen=True, slots=True)
 class PrefetchRequest:
-    """The files to have on this node, and their destination."""
-
     location: Location
     directory: Path | None = None
-    """None: a whole tierckpt checkpoint goes to the local tier, anything else to the node cache."""
     files: FileFilter = ALL_FILES
     pin: bool = False
     keep: bool = False
-    """Protect it from eviction from the node cache while this process lives."""
+    """Protect it from eviction while this process lives."""
     hf_cache: bool = False
-    """``directory`` is a Hugging Face cache, by default this user's."""
     size_bytes_max: int | None = None
     wait_seconds: float | None = None
-    """Maximum wait for missing or uncommitted files. None: they raise an error."""
 
     def target_directory(self, mover: Mover, resolved: ResolvedUri) -> Path | None:
-        """Return the directory to fill, or None for the node cache, also for an adopted checkpoint (other names)."""
+        """Return None for the node cache, also for an adopted checkpoint."""
         manifest = resolved.manifest
         is_ours = manifest is not None and not resolved.is_filtered and not manifest.adopted_dirs
         return self.directory or (mover.directory(resolved.location) if is_ours else None)
@@ -74,20 +69,20 @@ def prefetch(
 ) -> Path:
     """Fill a directory of this node with a checkpoint or the files of a model; return the directory.
 
-    On return, every file is present, complete and durable; until then the directory does not exist (or, if it held
-    other files before, has no receipt). A killed prefetch is resumed, and several processes of a node that request the
-    same files share the work. The returned files are not evicted while this process lives.
+    On return, every file is present, complete and durable. Until then the directory does not exist, or has no receipt.
+    A killed prefetch is resumed; processes of a node that request the same files share the work. The files are not
+    evicted while this process lives.
 
     Args:
-        to: the directory. Default: the node cache; for a tierckpt checkpoint the local tier, where restore finds it.
-        include: globs of the files to fetch, by path under ``uri``; none means all. ``*`` matches slashes too.
+        to: the directory. Default: the node cache; for a tierckpt checkpoint the local tier.
+        include: globs of paths under ``uri``; none means all. ``*`` matches slashes too.
         exclude: globs of files to leave out.
         pin: keep it in the node cache until it is unpinned; other versions of ``uri`` are unpinned.
         wait_seconds: maximum wait for files that are missing or not committed. None: raise an error.
         hf_cache: for ``hf://org/name``: fill the Hugging Face cache (``HF_HUB_CACHE``, or ``to``), where
             ``from_pretrained("org/name")`` finds it. Returns the snapshot's directory.
-        settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``).
-        listener: called with a ``Progress`` as bytes arrive, on the client's thread; it must not block.
+        settings: ``overrides`` replace single fields of it (``local_root=...``).
+        listener: called as bytes arrive, on the client's thread; it must not block.
 
     Raises:
         PartialTransferError: some files could not be fetched; ``.failures`` names them.
@@ -95,7 +90,7 @@ def prefetch(
         CapacityError: the files do not fit on the disk; nothing was fetched.
         IntegrityError, StoreError, ConfigError: damage, a failed request, an invalid setting.
         OperationTimeoutError: ``wait_seconds`` have passed.
-    Cost: each byte is read from shared storage once per cluster, and written once per node.
+    Cost: each byte is read from shared storage once per cluster.
 
     Example:
         >>> save_file({"weight": torch.ones(4)}, "model.safetensors")
@@ -121,7 +116,7 @@ def _globs(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 async def fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
-    """Fetch the files of ``request`` to this node. Raises the errors of ``tierckpt.prefetch``."""
+    """Raises the errors of ``tierckpt.prefetch``."""
     if request.wait_seconds is None:
         return await _fetch(mover, request)
     return await retry_until_available(lambda: _fetch(mover, request), request.wait_seconds, request.location.uri)
@@ -150,7 +145,6 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
     with contextlib.ExitStack() as leases:
         local_copies = await asyncio.to_thread(_local_copies, mover, resolved, target, leases)
         common: dict[str, Any] = {
-            # A model has no chunk size. With that of the local copies, digests are comparable.
             "chunk_size_bytes": (local_copies[-1][1] if local_copies else resolved).frozen.chunk_size_bytes,
             "concurrency": mover.settings.concurrency * 2,
             "listener": mover.listener,
@@ -170,7 +164,7 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
 
 
 async def check(mover: Mover, request: PrefetchRequest) -> CacheCheck:
-    """Return the share of ``request`` on this node. Changes nothing. In a Hugging Face cache it reads every byte."""
+    """In a Hugging Face cache it reads every byte."""
     if request.hf_cache:
         resolved = await mover.node_cache.freeze(request.location, files=request.files)
         cache = (request.directory or hub_cache()).absolute()
@@ -181,7 +175,7 @@ async def check(mover: Mover, request: PrefetchRequest) -> CacheCheck:
 
 
 async def plan(mover: Mover, request: PrefetchRequest) -> AdmissionPlan | None:
-    """Return the evictions that ``request`` needs; None if it does not go to the cache. Changes nothing."""
+    """Return None if ``request`` does not go to the cache."""
     resolved = await mover.node_cache.freeze(request.location, files=request.files)
     if request.target_directory(mover, resolved) is not None:
         return None
@@ -189,7 +183,6 @@ async def plan(mover: Mover, request: PrefetchRequest) -> AdmissionPlan | None:
 
 
 def _local_copies(mover: Mover, resolved: ResolvedUri, target: Path, leases: contextlib.ExitStack) -> list[CopySource]:
-    """Return the copies of the files on this node, in the node cache or on the local tier. Blocking."""
     copies = mover.node_cache.copy_sources(resolved, leases)
     if resolved.manifest is None:
         return copies
@@ -201,10 +194,6 @@ def _local_copies(mover: Mover, resolved: ResolvedUri, target: Path, leases: con
 
 
 async def _freeze(mover: Mover, request: PrefetchRequest) -> tuple[ResolvedUri, Checkpoint | None]:
-    """Return the fixed files at the location, and the checkpoint there if a peer has committed it.
-
-    A commit of any node is enough, even if it is not on the shared tier.
-    """
     location = request.location
     if mover.peers is not None and location.name in await mover.peers.committed(location.parent):
         checkpoint = await mover.selector.find(location)

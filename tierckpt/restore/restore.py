@@ -1,8 +1,4 @@
-"""Restore: copies a committed checkpoint to a plain directory, each chunk from the nearest copy with its digest.
-
-It is a prefetch (cache/prefetch.py: reserve, resume, publish atomically) with a source that reads this node's copies
-first.
-"""
+"""Restore: copies a committed checkpoint to a plain directory, each chunk from the nearest copy with its digest."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ log = logger("restore")
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """The result of a restore. Bytes of an earlier, killed attempt count on no tier."""
+    """Bytes of an earlier, killed attempt count on no tier."""
 
     location: Location
     directory: Path
@@ -63,7 +59,6 @@ async def restore(mover: Mover, location: Location, directory: Path) -> RestoreR
         IntegrityError: no checkpoint has a good copy of every file; names each. Nothing was published.
         ConfigError: ``directory`` is a file, or the directory of one of the copies.
         PartialTransferError, CapacityError, StoreError: as in a prefetch.
-    Cost: every byte read, digested and written once; data with a good local copy is not read from the shared tier.
     """
     await asyncio.to_thread(refuse_file, directory)
     walk = WalkBack(location)
@@ -71,16 +66,16 @@ async def restore(mover: Mover, location: Location, directory: Path) -> RestoreR
         checkpoint = (await mover.selector.newest(location, walk.step_max)).checkpoint
         if checkpoint is None:
             walk.end()
-            checkpoint = await mover.selector.find(location)  # raises the specific error
+            checkpoint = await mover.selector.find(location)
         try:
             async with mover.reading(checkpoint):
                 if await catalog.is_still_committed(checkpoint):
                     return await _copy(mover, checkpoint, directory)
-            walk.note_removed()  # removed or replaced before it was protected
+            walk.note_removed()  # removed before it was protected
         except (IntegrityError, ObjectNotFoundError) as error:
             if checkpoint.location == location or checkpoint.step is None:
                 raise
-            if not await catalog.is_still_committed(checkpoint):  # removed during the read: there are newer ones
+            if not await catalog.is_still_committed(checkpoint):  # removed during the read
                 walk.note_removed()
                 continue
             log.warning("%s has no good copy left, trying an older step: %s", checkpoint.location.uri, error)
@@ -97,7 +92,7 @@ async def _copy(mover: Mover, checkpoint: Checkpoint, directory: Path) -> Restor
     requested_files = from_manifest(manifest) if manifest is not None else await from_listing(checkpoint.store)
 
     def restoring(progress: Progress, /) -> None:
-        mover.listener(replace(progress, what=f"restore {checkpoint.location.uri}", note=""))  # note is always "shared"
+        mover.listener(replace(progress, what=f"restore {checkpoint.location.uri}", note=""))
 
     try:
         done = await fill_directory(
@@ -121,16 +116,13 @@ async def _copy(mover: Mover, checkpoint: Checkpoint, directory: Path) -> Restor
 
 
 class RestoreSource:
-    """A ``RangeSource`` of one checkpoint: this node's chunks if their digest is right, else the nearest others'.
-
-    Digests are compared here, not only by the caller, so that the error of a restore names every copy and its damage.
-    """
+    """This node's chunks if their digest is right, else the nearest others'. An error names every copy's damage."""
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
         self.uri = checkpoint.location.uri
         self.local_bytes = 0
         self.lost: dict[str, str] = {}
-        """Files without a good copy, and the damage of each copy."""
+        """Damage of each copy, by file."""
         self._local = LocalFiles(checkpoint.directory)
         self._chunk_size_bytes = manifest.chunk_size_bytes
         self._entries = {entry.key: entry for entry in manifest.entries}
@@ -142,7 +134,6 @@ class RestoreSource:
         return self._others.peer_bytes
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        """Return one verified chunk of the file ``key``. Prefetch uses the chunk boundaries of the manifest."""
         entry = self._entries[key]
         digest = entry.digests[byte_range.start // self._chunk_size_bytes]
         if key not in self._bad:
