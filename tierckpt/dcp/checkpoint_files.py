@@ -26,7 +26,7 @@ ATTEMPTS_MAX = 5
 
 
 class CheckpointFiles:
-    """Finds files by name. The checkpoint is held against removal on this node until ``close``."""
+    """Holds the checkpoint against removal on this node until ``close``."""
 
     def __init__(self, client: Client, settings: Settings, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -40,18 +40,14 @@ class CheckpointFiles:
 
     @classmethod
     def find(cls, client: Client, settings: Settings, location: Location) -> CheckpointFiles:
-        """Find the checkpoint at ``location`` and hold it.
-
-        Raises:
-            CheckpointNotFoundError, UncommittedCheckpointError, StoreError: as ``Selector.found``.
-        """
+        """Find the checkpoint at ``location`` and hold it. Raises the errors of ``Selector.found``."""
         for _ in range(ATTEMPTS_MAX):
             files = cls(client, settings, client.run(client.mover.selector.found(location)))
             with contextlib.ExitStack() as stack:
                 stack.callback(files.close)
                 if client.run(catalog.is_still_committed(files.checkpoint)):
                     stack.pop_all()
-                    return files  # else it was removed or replaced meanwhile: look again
+                    return files  # else it was removed or replaced meanwhile
         raise CheckpointNotFoundError(
             f"{location.uri} is replaced as fast as it can be found",
             hint="Another job saves to this id; give each job a place of its own",
@@ -61,7 +57,7 @@ class CheckpointFiles:
         self._lease.close()
 
     def entry(self, name: str) -> FileEntry:
-        """Return the manifest entry of ``name``; for stock checkpoints one without digests."""
+        """Entries of stock checkpoints have no digests."""
         if self._entries is None:
             return FileEntry(name, self._client.run(self.checkpoint.store.head(name)).size_bytes, ())
         try:
@@ -81,7 +77,7 @@ class CheckpointFiles:
         return ReplicatedFile(entry, self.chunk_size_bytes, self._copies(entry), known)
 
     def _copies(self, entry: FileEntry) -> list[FileCopy]:
-        """Return the copies of a file, nearest first."""
+        """The nearest copy is first."""
         checkpoint, location, tuner = self.checkpoint, self.checkpoint.location, read_tuner_for(self._settings)
         local = checkpoint.local_path(entry) if checkpoint.manifest is not None else None
         copies: list[FileCopy] = [LocalCopy(local, tuner=tuner)] if local is not None else self._on_peers(entry)

@@ -16,16 +16,13 @@ from .reader import TierStorageReader
 def component_sizes_of(uri: str | os.PathLike[str], settings: Settings) -> tuple[Model, TrainingState]:
     """Return the model and state at ``uri``; for a run, of its newest usable checkpoint.
 
-    Raises:
-        ConfigError: it holds no weights.
-        CheckpointNotFoundError, UncommittedCheckpointError, UnsafeCheckpointError, StoreError: from the reader.
+    Raises ConfigError without weights, and the errors of the reader.
     """
     reader = TierStorageReader(latest(uri, settings=settings) or uri, settings=settings)
     return take_stock(tensors_of(reader.read_metadata()), str(reader.path))
 
 
 def tensors_of(metadata: Metadata) -> list[Tensor]:
-    """Return the tensors in DCP's metadata, with their full sizes."""
     return [
         Tensor(
             name,

@@ -1,8 +1,6 @@
 """DCP's metadata as bytes that stock DCP unpickles to the same objects, in few opcodes.
 
-A load reads this file first, alone, opcode by opcode (``format/pickle_machine.py``). So equal objects are written once,
-and the objects of each tensor as calls of their classes; a plain pickle has an empty object, a dict with the names of
-its fields, and their values.
+A load reads this file first, alone. So equal objects are written once, and others as calls of their classes.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ def encode(metadata: Metadata) -> bytes:
     """Return bytes that ``pickle.loads``, on any torch with DCP, turns into ``metadata``.
 
     Equal objects in ``metadata`` (properties, sizes, chunks) are one object afterwards.
-    Cost: 4 microseconds for each tensor; 1 for the metadata of the same plan as in the previous call.
     """
     global _last
     deduplicate(metadata)
@@ -47,7 +44,7 @@ def encode(metadata: Metadata) -> bytes:
 
 
 def renamed(data: bytes) -> tuple[bytes, set[str]] | None:
-    """Return the previous encoding and file names if ``encode`` made ``data`` from it by changing names; else None."""
+    """Return the previous encoding and file names if ``data`` differs from it only in names; else None."""
     last = _last
     if last is None or last.data is not data or last.like is None:
         return None
@@ -55,7 +52,7 @@ def renamed(data: bytes) -> tuple[bytes, set[str]] | None:
 
 
 def encode_plan(metadata: Metadata) -> bytes:
-    """As ``encode``, of metadata without storage data, for ``pickle.loads`` in a process of this machine."""
+    """Encode without storage data, for a process of this machine."""
     global _last_plan
     deduplicate(metadata)
     if metadata.storage_data or metadata.storage_meta is not None:
@@ -69,20 +66,16 @@ def encode_plan(metadata: Metadata) -> bytes:
 
 
 def encode_uncached(metadata: Metadata) -> bytes:
-    """As ``encode``, without the cache."""
     stream = io.BytesIO()
     _MetadataPickler(stream, pickle.DEFAULT_PROTOCOL).dump(metadata)
     return stream.getvalue()
 
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:
-    """Return True if both have the same objects, which are never modified (``deduplicate``)."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class _Encoded:
-    """What decides the bytes of metadata. Those of two saves of one plan differ in names: of files, and of the save."""
-
     def __init__(self, metadata: Metadata, places: list[StorageInfo], names: list[str], rest: dict[str, Any]) -> None:
         self.data = b""
         self.like: bytes | None = None
@@ -125,7 +118,6 @@ class _Encoded:
 
 
 def _short_text(text: str) -> bytes:
-    """Return the opcode for a text of less than 256 bytes (SHORT_BINUNICODE)."""
     encoded = text.encode()
     return b"\x8c" + bytes([len(encoded)]) + encoded if len(encoded) < 256 else encoded
 
@@ -156,7 +148,7 @@ _CALLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], tuple[str, ...]]] = {
 
 
 class _MetadataPickler(pickle.Pickler):
-    """Writes exactly these classes as calls. A subclass, or the class of a later torch, may have more fields."""
+    """Only these exact classes are written as calls: others may have more fields."""
 
     dispatch_table = {
         **copyreg.dispatch_table,
@@ -169,14 +161,10 @@ class _MetadataPickler(pickle.Pickler):
 
 
 def deduplicate(metadata: Metadata) -> None:
-    """Replace equal properties, sizes and chunks by one object: the pickle holds each once.
-
-    It is half as long then, and readers build half as many objects. Shared objects are never modified: DCP and this
-    package replace them.
-    """
+    """Replace equal properties, sizes and chunks by one object, which is never modified."""
     stored_ones, indexes = [*metadata.state_dict_metadata.values()], [*(metadata.storage_data or ())]
     if _are_same(stored_ones, _last_shared[0]) and (not indexes or _are_same(indexes, _last_shared[1])):
-        return  # the previous save had this plan, and its objects
+        return
     properties: dict[Any, Any] = {}
     sizes: dict[Any, Any] = {}
     chunks: dict[Any, ChunkStorageMetadata] = {}
@@ -194,7 +182,6 @@ def deduplicate(metadata: Metadata) -> None:
 
 
 _last_shared: list[list[Any]] = [[], []]
-"""The tensors and indexes shared last. Keeps them alive, as plan caches do (``PlanCache``)."""
 
 
 def _shared(one: Any, known: dict[Any, Any]) -> Any:
@@ -205,7 +192,7 @@ def _shared(one: Any, known: dict[Any, Any]) -> Any:
 
 
 def _share_size(owner: Any, name: str, sizes: dict[Any, Any]) -> None:
-    """Replace a size by an equal one: comparison and hash of ``owner``, frozen or not, do not change."""
+    """Comparison and hash of ``owner``, frozen or not, do not change."""
     fields = vars(owner)
     if (size := fields.get(name)) is not None:
         fields[name] = sizes.setdefault(size, size)

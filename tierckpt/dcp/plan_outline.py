@@ -18,20 +18,18 @@ from .. import torch_internals
 from .items import item_format
 
 CHUNK_TENSORS = 256
-"""Each chunk is compared in several passes: it stays in the cache of a core."""
 
 LOCAL_PART = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 _HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorProperties)}
-"""Since torch 2.15 the properties of a tensor, which plans hold, have its strides."""
 
 _OBJECTS = frozenset({int, float, bool, complex, str, bytes, tuple, type(None)})
-"""Types that are leaves, whatever they contain; others are traversed."""
+"""Types that are leaves; others are traversed."""
 
 
 @dataclass(frozen=True)
 class _Branch:
-    """A container that DCP flattens: its keys (None for a list), and which of its values are containers."""
+    """A container that DCP flattens. ``keys`` is None for a list."""
 
     kind: object
     length: int
@@ -39,25 +37,24 @@ class _Branch:
     key_types: list[type] | None
     branches: list[tuple[int, _Branch]]
     inner_keys: tuple[str, ...] | None = None
-    """Keys of each value, if all are dicts of leaves with these keys: the state of an optimizer."""
+    """Keys of each value, if all are dicts of leaves with these keys: an optimizer's state."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """All that the plan of a state dict depends on. Holds no tensor, so it keeps no memory alive."""
+    """All that the plan of a state dict depends on. Holds no tensor."""
 
     root: _Branch
     tensors: list[int]
     objects: list[int]
     facts: list[list[Any]]
     is_plain: bool
-    """All tensors are dense ones of torch's own class."""
 
     @classmethod
     def of(cls, state_dict: Mapping[str, Any], flat: Iterable[Any]) -> Outline | None:
-        """Describe ``state_dict``; None if it has an unsupported object: then each save is planned.
+        """Describe ``state_dict``; None for an unsupported object: then each save is planned.
 
-        ``flat`` are the values that DCP made of it: the outline is only trusted where its leaves are the same objects.
+        The leaves must be the same objects as in ``flat``, DCP's values.
         """
         root = _branch(state_dict)
         leaves: list[Any] = []
@@ -79,10 +76,7 @@ class Outline:
     ) -> tuple[list[Any], list[int] | None] | None:
         """Return the values of ``state_dict`` in the order of DCP's flattening; None if it differs.
 
-        Args:
-            with_addresses: also return the addresses of its tensors, in order; None unless all are contiguous in host
-                memory, but for conjugated ones. Later, when the tensors have left the cache of the core, it takes
-                twice as long.
+        ``with_addresses`` also returns the tensors' addresses, if all are contiguous in host memory (or conjugated).
         """
         leaves: list[Any] = []
         if not _collect(state_dict, self.root, leaves):
@@ -102,7 +96,7 @@ class Outline:
 
 
 def _are_contiguous_on_host(tensors: list[torch.Tensor]) -> bool:
-    """Return True if each is contiguous in host memory, and not negated. Conjugation is not checked."""
+    """Negated tensors are refused; conjugation is not checked."""
     if not (all(map(_IS_CPU, tensors)) and all(map(torch.Tensor.is_contiguous, tensors))):
         return False
     return not any(map(torch.Tensor.is_neg, tensors))
@@ -112,7 +106,6 @@ _IS_CPU = operator.attrgetter("is_cpu")
 
 
 def _branch(value: Any) -> _Branch | None:
-    """Describe a container as DCP flattens it: any mapping, and a list that contains a tensor or container."""
     keys: list[Any] | None = None
     types: list[type] | None = None
     if isinstance(value, Mapping):
@@ -139,7 +132,7 @@ def _inner_keys(values: Sequence[Any], branches: Sequence[tuple[int, _Branch]]) 
 
 
 def _collect(value: Any, branch: _Branch, leaves: list[Any]) -> bool:
-    """Append the leaves of ``value`` in order. False, having appended some, if it differs from ``branch``."""
+    """Append the leaves in order. False, with some appended, if ``value`` differs from ``branch``."""
     if branch.kind is not type(value) or len(value) != branch.length:
         return False
     values = value
@@ -164,7 +157,6 @@ def _collect(value: Any, branch: _Branch, leaves: list[Any]) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Return True for a value that DCP pickles as a whole."""
     if type(value) in _OBJECTS:
         return True
     if type(value) is list and _OBJECTS.issuperset(map(type, value)):
@@ -175,7 +167,6 @@ def _is_object(value: Any) -> bool:
 
 
 def _is_plannable(tensor: torch.Tensor) -> bool:
-    """Return True if ``_tensor_facts`` has all that DCP's plan for it depends on."""
     if isinstance(tensor, DTensor):
         local = torch_internals.local_tensor_of(tensor)
         return type(tensor) is DTensor and not hasattr(local, "__create_write_items__")
@@ -184,14 +175,12 @@ def _is_plannable(tensor: torch.Tensor) -> bool:
 
 
 def is_local_part(tensor: torch.Tensor) -> bool:
-    """True for a ``CheckpointableTensor`` (torch 2.15): its attributes describe its parts of a global tensor."""
-    # The first alone excludes nearly all tensors.
+    """Whether ``tensor`` is a ``CheckpointableTensor`` (torch 2.15): parts of a global tensor."""
     return hasattr(tensor, LOCAL_PART[0]) and all(hasattr(tensor, name) for name in LOCAL_PART)
 
 
 @cache
 def _can_pin() -> bool:
-    """Return False without a device to pin memory for."""
     return torch.accelerator.is_available()
 
 
@@ -201,7 +190,7 @@ def _are_local_parts(tensors: list[torch.Tensor]) -> list[bool]:
 
 
 def _tensor_facts(tensors: list[torch.Tensor]) -> list[Any]:
-    """Return the facts for write items, by columns: one C pass each is far cheaper than a loop over tensors."""
+    """Columns: one C pass each is far cheaper than a loop over tensors."""
     sharded = [tensor for tensor in tensors if type(tensor) is DTensor]
     local = [torch_internals.local_tensor_of(tensor) for tensor in sharded]
     plain = [tensor for tensor in tensors if type(tensor) is not DTensor] if sharded else tensors
@@ -231,7 +220,7 @@ def _properties(tensors: list[torch.Tensor]) -> list[list[Any] | None]:
 
 
 def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Some hundred at a time: facts are dropped before they trigger a garbage collection."""
+    """Small chunks: facts are dropped before they trigger a garbage collection."""
     return (tensors[start : start + CHUNK_TENSORS] for start in range(0, len(tensors), CHUNK_TENSORS))
 
 

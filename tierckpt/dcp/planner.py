@@ -1,19 +1,12 @@
 """TierSavePlanner: plans a structure once; saving it again costs a walk over the state dict and two small messages.
 
-``split`` decides which rank writes a replicated tensor.
-
-A plan depends on keys, shapes, dtypes and layouts, not on values. DCP plans again at every save: flattening, a write
-item for every tensor, all of them pickled to the coordinator, dedup, validation, and all of them pickled back. Here
+A plan depends on keys, shapes, dtypes and layouts, not on values:
 
     every rank      compares the state dict with its cached outlines: "equal to generation G, as rank 3"
-    coordinator     all ranks equal G: the metadata of G, and equally small responses; else a new generation G'
+    coordinator     all ranks equal G: the metadata of G, and small responses; else a new generation G'
     every rank      takes the final plan of G from its cache
 
-A rank with any difference sends its full plan. The coordinator then completes the plans of the other ranks from its
-own cache and sends full responses, so all plans of one save are of one generation. DCP's ``enable_plan_caching`` does
-neither, and overlooks dtypes.
-
-TargetPlanner reads items of a checkpoint into the tensors of their names, and needs no state dict.
+A rank with any difference sends its full plan. The coordinator then completes the other plans from its own cache.
 """
 
 from __future__ import annotations
@@ -45,21 +38,15 @@ from .plan_outline import Outline
 from .split import Held
 
 CACHED_PLANS_MAX = 4
-"""Maximum structures cached by a rank, and generations by a coordinator."""
 
 ITEMS_MAX = 1_000_000
-"""Maximum items of all ranks cached by a coordinator, in generations before the newest."""
 
 
 # --- plans on their way -------------------------------------------------------------------------------------------
 
 
 class _Parcel(SavePlan):
-    """A plan that is pickled and unpickled without the garbage collector.
-
-    A coordinator unpickles the plans of all ranks, millions of small live objects. At 256 ranks the collector would
-    scan them a dozen times, which takes several times longer than unpickling.
-    """
+    """At 256 ranks the collector would scan the coordinator's millions of objects a dozen times."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         with gc_paused():
@@ -78,8 +65,7 @@ def _unpack(data: bytes) -> _Parcel:
 class _Ticket:
     """``planner_data`` between coordinator and ranks: a plan and its generation.
 
-    The coordinator drops generations only when it makes a new one; ``alive`` then lists the remaining ones, so no rank
-    refers to a dropped one.
+    ``alive`` lists the generations that the coordinator keeps.
     """
 
     coordinator: str
@@ -90,8 +76,6 @@ class _Ticket:
 
 @dataclass(eq=False)
 class _PlanMemory:
-    """A rank's cache of one structure."""
-
     key: Hashable
     outline: Outline
     names: list[str]
@@ -104,8 +88,6 @@ class _PlanMemory:
 
 @dataclass(frozen=True, eq=False)
 class _Generation:
-    """A coordinator's cache: the plans of every rank, for which kinds of writer, and the result."""
-
     name: str
     locals: list[SavePlan]
     kinds: list[type]
@@ -117,7 +99,7 @@ class _Generation:
 
 
 class PlanCache:
-    """Caches of this process, newest first. Bounded; shared by all planners, because many jobs make one per save."""
+    """Shared by all planners of this process, as many jobs make one per save. Newest first."""
 
     def __init__(self) -> None:
         self.start_anew()
@@ -132,10 +114,9 @@ class PlanCache:
     def find(
         self, key: Hashable, state_dict: Mapping[str, Any], *, with_addresses: bool = False
     ) -> tuple[_PlanMemory, list[Any], list[int] | None] | None:
-        """Return the matching cache entry, marked as in use, and the result of its outline; None without one.
+        """Return the matching entry, marked as in use, and the result of its outline.
 
-        An entry already in use belongs to a save that never got its answer. It is dropped, so that a save that failed
-        because of a missing generation is planned in full next time.
+        An entry already in use belongs to a save without an answer. It is dropped, so that the next save plans in full.
         """
         with self._lock:
             candidates = [memory for memory in self._memories if memory.key == key]
@@ -151,7 +132,6 @@ class PlanCache:
         return None
 
     def keep(self, memory: _PlanMemory, alive: frozenset[str], replaced: _PlanMemory | None) -> None:
-        """Put ``memory`` first, in place of ``replaced``; drop those that the coordinator dropped."""
         with self._lock:
             if replaced is not None:
                 self._drop(replaced)
@@ -164,7 +144,6 @@ class PlanCache:
             self._memories = [memory, *kept][:CACHED_PLANS_MAX]
 
     def used(self, memory: _PlanMemory) -> None:
-        """Store the response for ``memory`` as the newest generation."""
         with self._lock:
             memory.in_use = False
             if memory in self._memories:
@@ -178,7 +157,6 @@ class PlanCache:
             return self._generations.get(name)
 
     def kept_generations(self, generation: _Generation) -> frozenset[str]:
-        """Names of the generations that ``keep_generation`` will leave: the newest, within both limits."""
         with self._lock:
             left, item_count = [generation.name], 0
             for other in reversed(self._generations.values()):
@@ -207,8 +185,6 @@ os.register_at_fork(after_in_child=cache.start_anew)
 
 @dataclass
 class _PlanProgress:
-    """The results of one save of this planner so far."""
-
     key: Hashable = None
     original: Mapping[str, Any] | None = None
     memory: _PlanMemory | None = None
@@ -220,23 +196,18 @@ class _PlanProgress:
 class TierSavePlanner(DefaultSavePlanner):
     """DCP's default planner that plans a structure once. For any StorageWriter.
 
-    Guarantee: items, metadata and errors equal those of ``DefaultSavePlanner`` for the same state dict, at every save.
-    Every save looks up the values; no tensor lives longer than with the stock planner. Use one planner for all
-    saves or a new one for each: plans are cached per process, at most four structures.
+    Guarantee: items, metadata and errors are as with ``DefaultSavePlanner`` for the same state dict, at every save.
+    No tensor lives longer than with the stock planner. Plans are cached per process, at most four structures.
 
     State dicts with ShardedTensor, CheckpointableTensor or objects that plan for themselves
     (``__create_write_items__``), keys other than text and integers, and planners with ``flatten_state_dict=False`` or
-    ``flatten_sharded_tensors=False`` are planned at every save, as by stock. So is a subclass that changes plans in
+    ``flatten_sharded_tensors=False`` are planned at every save. So is a subclass that changes plans in
     ``create_global_plan``: give it ``enable_plan_caching=False``.
 
     Args:
-        flatten_state_dict: as in DefaultSavePlanner.
-        flatten_sharded_tensors: as in DefaultSavePlanner.
-        dedup_replicated_tensors: as in DefaultSavePlanner (deprecated there).
-        dedup_save_to_lowest_rank: as in DefaultSavePlanner.
         enable_plan_caching: False plans at every save.
         cache_key: planners of different keys share no cache. Needed if one process saves the same structure with
-            several process groups: the coordinator of each group caches its plans.
+            several process groups.
 
     Raises (inside DCP's CheckpointException):
         CheckpointError: a rank refers to a plan that the coordinator does not have. The next save plans in full.
@@ -269,16 +240,14 @@ class TierSavePlanner(DefaultSavePlanner):
         self._cache_key = cache_key
         self._turn = _PlanProgress()
         self.is_repeated = False
-        """The plan is cached, from an earlier save with an equal state dict and equal items."""
+        """The plan is cached, from an earlier save with equal items."""
         self.with_addresses = False
-        """The caller copies the tensors next, and so uses ``addresses``."""
         self.addresses: list[int] | None = None
-        """Addresses of the tensors of ``state_dict`` from ``Outline.leaves_of``."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take ``state_dict``, and find its cached plan. DCP calls this first, on every rank."""
+        """Take ``state_dict``, and find its cached plan."""
         self._turn, self.is_repeated, self.addresses = _PlanProgress(self._key(is_coordinator), state_dict), False, None
         key, wanted = self._turn.key, self.with_addresses
         found = cache.find(key, state_dict, with_addresses=wanted) if self._remembers else None
@@ -292,11 +261,10 @@ class TierSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Return this rank's plan, or a plan without items that refers to a cached one."""
+        """Return this rank's plan, or one without items that refers to a cached plan."""
         turn = self._turn
         if turn.memory is not None and turn.memory.ticket.coordinator == cache.coordinator and not self.is_coordinator:
-            # This rank planned alone, without collectives, so no other rank knows the ticket. DCP does not say which
-            # rank gets it back: if it is this one, it has these very items.
+            # Without collectives no other rank knows the ticket: a rank that gets it back has these very items.
             self.plan = turn.memory.local
             return self.plan
         if turn.memory is not None:
@@ -312,11 +280,7 @@ class TierSavePlanner(DefaultSavePlanner):
         return turn.local
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return every rank's plan and the metadata, as stock does. On the coordinator.
-
-        Raises:
-            CheckpointError: a rank refers to a plan that this coordinator does not have.
-        """
+        """Return every rank's plan and the metadata. Raises CheckpointError for an unknown plan."""
         if not self._remembers:
             return super().create_global_plan(all_plans)
         all_plans = [self._as_ticket(plan) for plan in all_plans]
@@ -341,11 +305,7 @@ class TierSavePlanner(DefaultSavePlanner):
         ], metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan that this rank writes, and cache it for the next save of this structure.
-
-        Raises:
-            CheckpointError: the coordinator refers to a plan that this rank does not have.
-        """
+        """Return the plan that this rank writes, and cache it. Raises CheckpointError for an unknown plan."""
         turn, ticket = self._turn, new_plan.planner_data
         if not self._remembers or not isinstance(ticket, _Ticket):
             return super().finish_plan(new_plan)
@@ -353,7 +313,6 @@ class TierSavePlanner(DefaultSavePlanner):
             cache.keep_generation(turn.generation, ticket.alive)
         if turn.memory is not None and not new_plan.usable:
             cache.used(turn.memory)
-            # Only the items of the final plan are cached: the writer's data is new in each save.
             plan = dataclasses.replace(turn.memory.final, storage_data=new_plan.storage_data)
             self.is_repeated = True
         else:
@@ -363,7 +322,7 @@ class TierSavePlanner(DefaultSavePlanner):
         return super().finish_plan(plan)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Exclude the state of one save: DCP pickles planners for ``async_save`` in another process."""
+        """Exclude the state of one save: DCP pickles planners for other processes."""
         of_a_save = {"state_dict", "plan", "global_plan", "metadata", "_turn", "addresses"}
         return {name: value for name, value in vars(self).items() if name not in of_a_save} | {"mappings": {}}
 
@@ -371,19 +330,17 @@ class TierSavePlanner(DefaultSavePlanner):
         vars(self).update(state, _turn=_PlanProgress(), addresses=None)
 
     def _key(self, is_coordinator: bool) -> Hashable:
-        """Key of planners and ranks that may share plans if their state dicts are equal."""
         place = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else None
         return type(self), self.dedup_save_to_lowest_rank, self._cache_key, is_coordinator, place
 
     def _as_ticket(self, plan: SavePlan) -> SavePlan:
-        """Return ``plan`` as a ticket, if it has not left this process since it was cached."""
+        """Return a ticket, if ``plan`` has not left this process since it was cached."""
         mine = self._turn.memory
         if mine is None or not plan.usable or plan.items is not mine.local.items:
             return plan
         return dataclasses.replace(plan, items=[], planner_data=mine.ticket, usable=False)
 
     def _full_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the rank's full plan, with the writer's additions to ``plan`` in this save."""
         if plan.usable:
             return plan
         local = self._local_of(plan.planner_data)
@@ -415,11 +372,7 @@ class TierSavePlanner(DefaultSavePlanner):
 
 
 def _generation_of(plans: list[SavePlan]) -> _Generation | None:
-    """Return the generation that all these plans refer to, in its order; None if a new plan is needed.
-
-    The writer changes final plans, so a generation is not reused with another kind of writer; its additions to the
-    local plans identify it.
-    """
+    """Return None if a new plan is needed, also for another kind of writer."""
     tickets = [plan.planner_data for plan in plans if not plan.usable and isinstance(plan.planner_data, _Ticket)]
     if len(tickets) < len(plans) or len({ticket.generation for ticket in tickets}) != 1:
         return None
@@ -434,20 +387,15 @@ def _plan_types(plans: list[SavePlan]) -> list[type]:
 
 
 def _copy(metadata: Metadata) -> Metadata:
-    """A copy for a writer to fill in: entries are shared, and replaced where they change (``split.amend``)."""
+    """Copy for a writer to fill in: entries are shared, and replaced where they change."""
     return dataclasses.replace(metadata, state_dict_metadata=dict(metadata.state_dict_metadata))
 
 
 class TargetPlanner(DefaultLoadPlanner):
     """Reads into ``target``, and needs no state dict: call ``dcp.load({}, planner=...)``.
 
-    Guarantee: items are those of ``DefaultLoadPlanner`` for the same names and tensors. Objects replace the values of
-    their names in ``target``.
-
-    Cost: one object per tensor that is read whole; DCP compares the chunks and looks up the value of each.
-
-    Args:
-        target: tensors and placeholders of objects, by name in the checkpoint.
+    Items are as with ``DefaultLoadPlanner``. ``target`` has tensors and placeholders, by name in the checkpoint;
+    objects replace their values.
     """
 
     def __init__(self, target: dict[str, Any]) -> None:
@@ -460,7 +408,7 @@ class TargetPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = self.target, metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Return this rank's read items. Raises the errors of DCP's planner for tensors that do not fit."""
+        """Raises the errors of DCP's planner for tensors that do not fit."""
         assert self.metadata is not None
         with gc_paused():
             whole = dict(self._whole(self.metadata))
@@ -469,14 +417,13 @@ class TargetPlanner(DefaultLoadPlanner):
             return LoadPlan([*whole.values(), *plan.items])
 
     def _whole(self, metadata: Metadata) -> Iterator[tuple[str, ReadItem]]:
-        """Yield the tensors that were saved in one piece and are read whole."""
         stored = metadata.state_dict_metadata
         for name, value in self.target.items():
             found = stored.get(name)
             if type(value) is not torch.Tensor or type(found) is not TensorStorageMetadata or len(found.chunks) != 1:
                 continue
             [chunk], size = found.chunks, found.size
-            if size == value.size() == chunk.sizes and 0 not in size:  # DCP reads no bytes of an empty one
+            if size == value.size() == chunk.sizes and 0 not in size:
                 yield name, read_whole(index_of(name, chunk.offsets, 0), chunk.offsets, size)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

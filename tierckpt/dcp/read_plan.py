@@ -1,12 +1,8 @@
 """Turns a load plan into byte ranges of files, and their bytes into tensors.
 
-An item of a dense tensor is a *frame* around its raw bytes (``items/item_format.py``). Dtype and shape determine the
-frame, so no item is unpickled to find its bytes: the rows that this rank needs are read straight into the tensor, and
-the head of the frame is compared with the expected one (no digest needed: damage shows as a difference). An item
-without the expected frame (a strided or conjugate tensor, a subclass, an item behind a transform) is read whole and
-parsed by torch. Adjacent small tensors are read as one piece and copied from there.
-
-Source: FastPersist and Universal Checkpointing read by plan in the same way; the frame is PyTorch's own.
+An item of a dense tensor is a *frame* around its raw bytes (``items/item_format.py``), which dtype and shape determine.
+So the needed rows are read straight into the tensor, and the frame's head is compared with the expected one. An item
+without that frame (a strided tensor, a subclass, a transformed item) is read whole and parsed by torch.
 """
 
 from __future__ import annotations
@@ -32,10 +28,10 @@ WINDOW_BYTES = 256 << 20
 """Memory that one window of items may need in addition to the target tensors."""
 
 SMALL_BYTES = 16 << 10
-"""Up to this size tensors are read in groups: a piece of its own costs more than the extra copy."""
+"""Tensors up to this size are read in groups, and copied from there."""
 
 GROUP_BYTES = 1 << 20
-"""No group crosses a multiple of this, so damage in a group is reported with it."""
+"""No group crosses a multiple of this, so damage is reported with its group."""
 
 PADDING_BYTES = 4096
 """Maximum gap between adjacent small tensors."""
@@ -45,14 +41,11 @@ _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2,
 
 
 class Shapes:
-    """Dtype and shape of each stored chunk of a checkpoint's tensors, from its metadata."""
-
     def __init__(self, metadata: Metadata) -> None:
         self._tensors = metadata.state_dict_metadata
         self._chunks: dict[str, dict[tuple[int, ...], torch.Size]] = {}
 
     def of(self, item: ReadItem) -> tuple[torch.dtype, torch.Size] | None:
-        """Return None if unknown, or not a tensor."""
         index = item.storage_index
         tensor = self._tensors.get(index.fqn)
         if not isinstance(tensor, TensorStorageMetadata):
@@ -67,7 +60,6 @@ class Shapes:
         return None if size is None else (tensor.properties.dtype, size)
 
     def wanted_bytes(self, item: ReadItem, length: int) -> int:
-        """Return about how many of the ``length`` bytes of an item are read: the requested rows."""
         stored = self.of(item)
         if stored is None or not stored[1] or not item.lengths:
             return length
@@ -76,7 +68,7 @@ class Shapes:
 
 
 def frame_of(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.ItemFrame | None:
-    """Return our frame, or ``torch.save``'s, for an item of ``length`` bytes. None: neither fits."""
+    """Return our frame, or ``torch.save``'s. None: neither fits ``length``."""
     if dtype in _QUANTIZED:
         return None
     for known in (item_format.frame, item_format.frame_by_torch):
@@ -87,7 +79,6 @@ def frame_of(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.I
 
 
 def has_same_scale(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True for two quantized tensors if one can take the numbers of the other."""
     if not other.is_quantized or one.qscheme() != other.qscheme():
         return False
     if one.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
@@ -100,10 +91,9 @@ def has_same_scale(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class RowBufferPool:
-    """Memory for rows that cannot be read into their tensor directly. Windows reuse it.
+    """Memory for rows that cannot be read into their tensor directly.
 
-    New memory for each would be faulted in page by page: for half of the columns of 2 GiB that was a third of
-    the processor time. Never holds more than ``size_bytes_max``, unless more is taken at one time.
+    Never holds more than ``size_bytes_max``, unless more is taken at once.
     """
 
     def __init__(self, size_bytes_max: int = WINDOW_BYTES) -> None:
@@ -112,7 +102,7 @@ class RowBufferPool:
         self._free: list[torch.Tensor] = []
 
     def acquire(self, size_bytes: int) -> torch.Tensor:
-        """Return uninitialized bytes: at least ``size_bytes``, and at most twice as many."""
+        """Return uninitialized bytes, at most twice ``size_bytes``."""
         fitting = [bytes_ for bytes_ in self._free if size_bytes <= bytes_.nbytes <= 2 * size_bytes]
         if fitting:
             best = min(fitting, key=lambda bytes_: bytes_.nbytes)
@@ -131,11 +121,7 @@ class RowBufferPool:
 class RawRead:
     """A tensor item with raw bytes to read: all of them, or some rows.
 
-    Attributes:
-        path, offset: location of the item.
-        size: of the stored tensor.
-        target: the tensor that receives the rows, with the item's ``lengths``.
-        rows: memory for rows that cannot be read into ``target`` directly.
+    ``target`` receives the rows, from ``rows`` if they cannot be read into it directly.
     """
 
     item: ReadItem
@@ -150,7 +136,6 @@ class RawRead:
     extra_bytes: int = 0
     _is_direct: bool = False
     _start: int = 0
-    """First raw byte to read, after the head."""
     _size_bytes: int = 0
     _row_count: int = 1
     _dim: int = 0
@@ -164,7 +149,7 @@ class RawRead:
             self._row_count, self._size_bytes = size[0] if size else 1, self.frame.size_bytes
             self._is_direct = is_same
         else:
-            # If one index of the first dimensions is needed, rows are those of the next dimension.
+            # With one index of the first dimensions, the next dimension has the rows.
             while lengths[self._dim] == 1 and self._dim < len(size) - 1:
                 self._dim += 1
             self._row_count = lengths[self._dim]
@@ -178,7 +163,6 @@ class RawRead:
             self.extra_bytes = self._size_bytes
 
     def _bytes_per_index(self, dim: int) -> int:
-        """Return the bytes of one index of ``dim`` in the file."""
         return self.size[dim + 1 :].numel() * self.dtype.itemsize
 
     def pieces(self) -> Iterator[Piece]:
@@ -198,7 +182,7 @@ class RawRead:
         yield Piece(start, start + self._size_bytes, into.data_ptr())
 
     def finish(self) -> Iterator[Finished]:
-        """Start a copy to a CUDA device; torch keeps the pinned rows until it is complete (``DeviceCopies``)."""
+        """Start a copy to a CUDA device; torch keeps the pinned rows until it is complete."""
         yield self.item, self.target if self._head == self.frame.head and self._finish_piece() else None
 
     def _finish_piece(self) -> bool:
@@ -241,12 +225,7 @@ class WholeRead:
 
 @dataclass(slots=True)
 class GroupRead:
-    """Adjacent small tensors of one file that are read whole.
-
-    Attributes:
-        start, stop: byte range of the file.
-        members: each item with its offset, frame and target, in that order.
-    """
+    """Adjacent small tensors of one file that are read whole."""
 
     path: str
     start: int
@@ -283,22 +262,13 @@ class GroupRead:
 
 
 Finished: TypeAlias = tuple[ReadItem, torch.Tensor | None]
-"""A tensor with the item's bytes; None: they differ from the expected frame, and the item must be read whole."""
+"""None: the bytes differ from the expected frame, and the item must be read whole."""
 
 Read: TypeAlias = RawRead | GroupRead | WholeRead
-"""``count`` items to read: ``pieces`` makes their memory and returns the positions of their bytes; ``finish`` brings
-them to their targets."""
 
 
 class SmallTensorGrouper:
-    """Groups the small tensors of a load.
-
-    Nearly all of 50,000 resemble the previous one, in our checkpoints and to DCP's own planner: that case is checked
-    first, and anything else is left to ``RawRead``.
-
-    Args:
-        plain: the result of ``default_targets``.
-    """
+    """Nearly all small tensors resemble the previous one, so that case is checked first."""
 
     def __init__(self, plain: Mapping[str, Any], shapes: Shapes, chunk_size_bytes: int) -> None:
         self._plain = plain
@@ -308,16 +278,10 @@ class SmallTensorGrouper:
         self._size: torch.Size | None = None
         self._length = 0
         self._frame: item_format.ItemFrame | None = None
-        """Frame of this dtype, size and length."""
         self._first: Any = None
-        """Offsets that are all 0: most items share them."""
 
     def group(self, group: GroupRead | None, item: ReadItem, info: StorageInfo) -> GroupRead | None:
-        """Return the group of ``item``: ``group``, or a new one; None: not for a group.
-
-        Args:
-            info: location of the item.
-        """
+        """Return None if ``item`` is not for a group."""
         target, offset, length = self._plain.get(item.dest_index.fqn), info.offset, info.length
         if type(target) is not torch.Tensor or length > 2 * SMALL_BYTES or not is_framed(item, info):
             return None
@@ -357,18 +321,17 @@ class SmallTensorGrouper:
 
 
 def _small_frame(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.ItemFrame | None:
-    """Return the frame of a non-empty tensor that is small enough for a group."""
     frame = frame_of(dtype, size, length)
     return frame if frame is not None and 0 < frame.size_bytes <= SMALL_BYTES else None
 
 
 def is_framed(item: ReadItem, info: StorageInfo) -> bool:
-    """Return True for a tensor stored as is. (Metadata of old DCP versions has no ``transform_descriptors``.)"""
+    """Old DCP metadata has no ``transform_descriptors``."""
     return item.type is not LoadItemType.BYTE_IO and not getattr(info, "transform_descriptors", None)
 
 
 def default_targets(planner: LoadPlanner) -> Mapping[str, Any]:
-    """Return the values that DCP's own planner would look up, without five calls for each of 50,000."""
+    """The values that DCP's own planner would look up, without five calls for each."""
     kind, stock = type(planner), DefaultLoadPlanner
     names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
     if not isinstance(planner, stock) or any(name in vars(planner) for name in names):
@@ -377,7 +340,6 @@ def default_targets(planner: LoadPlanner) -> Mapping[str, Any]:
 
 
 def can_receive_bytes(target: torch.Tensor) -> bool:
-    """Return True if contiguous bytes written there are the tensor."""
     return (
         type(target) is torch.Tensor
         and target.is_cpu
@@ -398,13 +360,11 @@ class DeviceCopies:
         self._under_way = []
 
     def register(self, reads: Iterable[Read]) -> None:
-        """Register ``reads`` that have been finished, each on the current stream of its device."""
         devices = {read.target.device for read in reads if isinstance(read, RawRead) and read.target.is_cuda}
         self._under_way += [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
 def pieces_by_file(reads: Sequence[Read]) -> dict[str, list[tuple[Piece, Read]]]:
-    """Return the pieces of ``reads`` with their owners, by file, sorted by start."""
     files: dict[str, list[tuple[Piece, Read]]] = {}
     for read in reads:
         owned = files.setdefault(read.path, [])

@@ -1,6 +1,6 @@
 """Shared reads in DCP's planning: each rank sends its interest, and receives its shared plan.
 
-A rank without other ranks on its node, or whose planner drops ``storage_data``, reads alone (read/shared_read.py).
+A rank that is alone on its node, or has a planner that drops ``storage_data``, reads alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ IDLE_SECONDS_MAX = 30.0
 
 
 def spans(item: ReadItem, info: StorageInfo, stored: tuple[torch.dtype, torch.Size] | None) -> list[tuple[int, int]]:
-    """Return the file bytes that reading ``item`` takes, without the head of an item read by rows."""
+    """Return the needed bytes of the file, without the head of an item read by rows."""
     whole = [(info.offset, info.offset + info.length)]
     if item.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None) or stored is None:
         return whole
@@ -59,14 +59,11 @@ def spans(item: ReadItem, info: StorageInfo, stored: tuple[torch.dtype, torch.Si
 
 
 class ReadSharing:
-    """The part of one reader in shared reads: its interest, the plans of all ranks, and its shared read."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._memory: Memory | None = None
 
     def add_interest(self, plan: LoadPlan, spans_of: Spans, checkpoint: Checkpoint) -> LoadPlan:
-        """Return ``plan`` with the interest of this rank. A job of one rank has none."""
         self._memory = None  # of the previous load: every rank ended it or failed
         if not dist.is_initialized() or dist.get_world_size() < 2:
             return plan
@@ -77,7 +74,7 @@ class ReadSharing:
             for item in plan.items:
                 name, ranges = spans_of(item)
                 wanted.setdefault(name, []).extend(ranges)
-        except TierckptError as error:  # no memory, or impossible metadata, which the load itself reports
+        except TierckptError as error:  # the load itself reports it
             log.info("this rank reads alone: %s", error)
             return plan
         manifest, root = checkpoint.manifest, self._settings.local_root
@@ -98,7 +95,7 @@ class ReadSharing:
 
     @staticmethod
     def assign_shared_plans(plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return ``plans`` with the shared plan of each rank in place of its interest."""
+        """Put the shared plan of each rank in place of its interest."""
         interests = [plan.storage_data if isinstance(plan.storage_data, ReadInterest) else None for plan in plans]
         if not any(interests):
             return plans
@@ -109,7 +106,7 @@ class ReadSharing:
 
     @contextlib.contextmanager
     def open_shared_read(self, plan: LoadPlan, spans_of: Spans) -> Iterator[SharedRead | None]:
-        """Yield the shared read of ``plan``; None if this rank reads alone."""
+        """Yield None if this rank reads alone."""
         shared = self._open(plan.storage_data, spans_of) if isinstance(plan.storage_data, SharedReadPlan) else None
         if shared is None:
             self._memory = None

@@ -58,31 +58,29 @@ from .target import Mount
 log = logger("restore")
 
 _RANDOM = random.SystemRandom()
-"""Not the generator that a training seeds."""
 
 UNPACKED_BYTES_MIN = 1 << 20
 UNPACKED_RATIO_MAX = 1024
-"""Bounds the unpacked size of an object with a stream extension. Metadata and frame bound a tensor's."""
+"""Limit for an object with a stream extension. Metadata and frame bound a tensor's."""
 
 FETCH_SHARE = 0.5
-"""A load that needs more than this share of a missing file fetches and caches it whole; of others only the needed
-ranges are read, uncached."""
+"""A load that needs more than this share of a missing file caches it whole."""
 
 
 class TierStorageReader(Mount, StorageReader):
     """Loads DCP checkpoints saved by tierckpt or by stock DCP.
 
     Each file is read from the local tier if its copy is good, else from peers, else from the shared tier: whole, and
-    cached on the local tier for the next restart, if most of it is needed; else only the needed ranges. Every byte is
-    verified before a tensor gets it; a bad copy is renamed and the next one used. Checkpoints of stock DCP have no
-    digests and are read unverified.
+    cached on the local tier, if most of it is needed; else only the needed ranges. Every byte is verified before a
+    tensor gets it; a bad copy is renamed, and the next one used. Checkpoints of stock DCP have no digests and are read
+    unverified.
 
     Args:
         uri: a checkpoint URI (``tierckpt.latest(run_uri)`` finds the newest).
         _extension_registry: DCP's registry of stream extensions.
         trust_pickle: load items that only an unrestricted unpickler can read. It runs whatever code the checkpoint
             names: use True only for your own checkpoints.
-        settings: a ``Settings``; ``overrides`` are single fields of it.
+        settings: ``overrides`` replace single fields of it.
 
     Raises (inside DCP's CheckpointException, by rank):
         CheckpointNotFoundError, UncommittedCheckpointError, IntegrityError (names tensor, file and tiers), StoreError.
@@ -138,8 +136,8 @@ class TierStorageReader(Mount, StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata, verified.
 
-        ``dcp.load`` calls again with ``rank=`` when this raises, and turns a second error into a plain AssertionError.
-        So the second is kept and raised, typed, by ``set_up_storage_reader``, before anything is planned or changed.
+        ``dcp.load`` calls again with ``rank=`` after an error, and turns a second error into an AssertionError. So
+        ``set_up_storage_reader`` raises that one, typed.
         """
         rank = kwargs.get("rank")
         try:
@@ -155,7 +153,7 @@ class TierStorageReader(Mount, StorageReader):
         files = self._open_files()
         entry = files.entry(name)
         if self._metadata is not None and entry.digests and self._metadata[0] == (self.path, entry):
-            return self._metadata[1]  # of the same bytes: a restore reads it before it calls dcp.load
+            return self._metadata[1]
         with VerifiedFile(files.open(entry)) as stream:
             data = stream.read()
         where = f"{self.path}/{name}"
@@ -172,7 +170,7 @@ class TierStorageReader(Mount, StorageReader):
         return metadata
 
     def notes(self) -> Mapping[str, str | int | bool]:
-        """Return the notes of its manifest. The checkpoint stays in use for a load."""
+        """Return the manifest's notes. The checkpoint stays in use for a load."""
         manifest = self._open_files().checkpoint.manifest
         return manifest.notes if manifest is not None else {}
 
@@ -187,13 +185,13 @@ class TierStorageReader(Mount, StorageReader):
         self._shapes = Shapes(metadata)
 
     def read_objects(self, metadata: Metadata, names: Sequence[str]) -> dict[str, Any]:
-        """Return objects of the checkpoint, read by this rank alone. The checkpoint stays in use for a load."""
+        """Return objects, read by this rank alone. The checkpoint stays in use for a load."""
         target: dict[str, Any] = dict.fromkeys(names, "")
         self.read_alone(metadata, target)
         return target
 
     def read_alone(self, metadata: Metadata, target: dict[str, Any]) -> None:
-        """Fill ``target`` in place, without the other ranks. The checkpoint stays in use for a load."""
+        """Fill ``target`` in place, without other ranks. The checkpoint stays in use for a load."""
         if target:
             planner = TargetPlanner(target)
             planner.set_up_planner(target, metadata, is_coordinator=False)
@@ -205,24 +203,18 @@ class TierStorageReader(Mount, StorageReader):
 
     @short_traceback
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return ``plan`` with the byte ranges of this rank, so that ranks of a node can share their reads."""
+        """Return ``plan`` with the byte ranges of this rank."""
         checkpoint = self._open_files().checkpoint
         return self._sharing.add_interest(plan, self._spans, checkpoint)
 
     @short_traceback
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return each rank's plan with the byte ranges that it shares with ranks of its node. On the coordinator."""
+        """Return each rank's plan with the byte ranges that it shares on its node."""
         return self._sharing.assign_shared_plans(plans)
 
     @short_traceback
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of ``plan`` with verified bytes. The returned future is done.
-
-        Raises:
-            IntegrityError: no good copy of some file; names tensor, file and tiers.
-            StoreUnavailableError, StoreError: the files are not on this node, and cannot be fetched.
-            UnsafeCheckpointError: an object refers to code.
-        """
+        """Fill the tensors of ``plan`` with verified bytes. The returned future is done."""
         try:
             self._read(plan, planner)
         finally:
@@ -234,7 +226,6 @@ class TierStorageReader(Mount, StorageReader):
         return future
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Read the items of ``plan`` into the targets of ``planner``, window by window."""
         with gc_paused():
             self._infos = dict(zip(map(id, plan.items), self._infos_of(plan.items), strict=True))
         with contextlib.ExitStack() as stack:
@@ -273,14 +264,13 @@ class TierStorageReader(Mount, StorageReader):
         return entries
 
     def check_inside(self, item: ReadItem, end: int, size_bytes: int) -> None:
-        """Raise unless ``item``, which should end at byte ``end``, ends within a file of ``size_bytes``."""
+        """Raise unless ``item`` ends within the file."""
         if end > size_bytes:
             raise self._mismatch_error(item, f"should end at byte {end} of {size_bytes}")
 
     def _files_to_cache(
         self, checkpoint: Checkpoint, entries: Mapping[str, FileEntry], plan: LoadPlan
     ) -> list[FileEntry]:
-        """Return the missing files to cache on the local tier: ``plan`` needs most of each (``FETCH_SHARE``)."""
         if checkpoint.manifest is None:
             return []
         missing = {name: entry for name, entry in entries.items() if checkpoint.local_path(entry) is None}
@@ -292,11 +282,7 @@ class TierStorageReader(Mount, StorageReader):
         return [entry for name, entry in missing.items() if wanted[name] > FETCH_SHARE * entry.size_bytes]
 
     def _fetch(self, checkpoint: Checkpoint, missing: Sequence[FileEntry]) -> None:
-        """Fetch these files to the local tier, in random order.
-
-        Other ranks of the node wait for a file that this one fetches (restore/fetch_file.py), so each begins with
-        others.
-        """
+        """In random order: ranks of a node wait for a file that another one fetches."""
         if missing:
             shuffled = _RANDOM.sample(missing, len(missing))
             self._client.run(fetch_missing(self._client.mover, checkpoint, shuffled))
@@ -312,7 +298,6 @@ class TierStorageReader(Mount, StorageReader):
     def _reads(
         self, items: Sequence[ReadItem], work: _Load, files: Mapping[str, ReplicatedFile], chunk_size_bytes: int
     ) -> Iterator[Read]:
-        """Yield the read of each item, in order; small adjacent items form a group."""
         group: GroupRead | None = None
         small = SmallTensorGrouper(work.plain, self._shapes, chunk_size_bytes)
         infos = self._infos
@@ -360,7 +345,7 @@ class TierStorageReader(Mount, StorageReader):
                 if target is not None:
                     work.planner.commit_tensor(item, target)
                     continue
-                info = self._info(item)  # not the frame that its metadata implies
+                info = self._info(item)
                 with VerifiedFile(files[info.relative_path]) as stream:
                     stream.seek(info.offset)
                     self._load_item(item, io.BytesIO(stream.read(info.length)), work, files[info.relative_path])
@@ -369,7 +354,6 @@ class TierStorageReader(Mount, StorageReader):
     # --- one item -----------------------------------------------------------------------------------------------
 
     def _load_item(self, item: ReadItem, stream: io.BytesIO, work: _Load, copies: ReplicatedFile) -> None:
-        """Parse an item by torch and pass it to the planner."""
         with self._error_context(item, copies):
             source = self._source(item, stream)
             if item.type == LoadItemType.BYTE_IO:
@@ -401,7 +385,7 @@ class TierStorageReader(Mount, StorageReader):
         return target
 
     def _source(self, item: ReadItem, stream: io.BytesIO) -> io.BytesIO:
-        """Return the bytes that ``torch.save`` wrote. Raises UnsafeCheckpointError if an extension unpacks too much."""
+        """Raises UnsafeCheckpointError if an extension unpacks too much."""
         info = self._info(item)
         descriptors = getattr(info, "transform_descriptors", None) or ()
         if not descriptors:
@@ -434,11 +418,10 @@ class TierStorageReader(Mount, StorageReader):
             raise self._mismatch_error(item, f"has shape {tuple(stored)}, less than its metadata says")
 
     def _infos_of(self, items: Sequence[ReadItem]) -> list[StorageInfo]:
-        """Return the location of each item: one lookup for several uses."""
         try:
             return [self.storage_data[item.storage_index] for item in items]
         except KeyError:
-            return [self._info(item) for item in items]  # raises with the name of the missing item
+            return [self._info(item) for item in items]  # raises with the item's name
 
     def _info(self, item: ReadItem) -> StorageInfo:
         if (known := self._infos.get(id(item))) is not None:
@@ -459,7 +442,6 @@ class TierStorageReader(Mount, StorageReader):
 
     @contextlib.contextmanager
     def _error_context(self, item: ReadItem, copies: ReplicatedFile) -> Iterator[None]:
-        """Add checkpoint, item and location to our errors."""
         try:
             yield
         except TierckptError as error:
@@ -469,7 +451,7 @@ class TierStorageReader(Mount, StorageReader):
             raise
 
     def _open_files(self) -> CheckpointFiles:
-        """The checkpoint's files, held against removal until the data is read or the reader is reset."""
+        """Hold the files against removal until the data is read or the reader is reset."""
         if self._files is None:
             self._files = CheckpointFiles.find(self._client, self.settings, self.location)
         return self._files
@@ -484,7 +466,6 @@ class TierStorageReader(Mount, StorageReader):
 class _Load:
     planner: LoadPlanner
     plain: Mapping[str, Any]
-    """The values that DCP's own planner would look up."""
     objects: Objects
     shared: SharedRead | None
     copies: DeviceCopies = field(default_factory=DeviceCopies)
@@ -501,7 +482,6 @@ def _trusting_load(data: bytes, where: str) -> Metadata:
 
 @lru_cache(maxsize=1024)
 def _warn_of_trust(where: str) -> None:
-    """Warn once for each checkpoint."""
     log.warning("%s is read with trust_pickle=True: whatever code the checkpoint names runs in this process", where)
 
 

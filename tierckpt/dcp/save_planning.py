@@ -29,45 +29,36 @@ from .items import records
 from .stager import StagedItems
 
 Route: TypeAlias = Literal["local", "direct put", "local if it fits"]
-"""To the SSD; from memory to the shared tier, or to the SSD if that fails (T2); to the SSD unless it is full."""
+"""A direct put goes from memory to the shared tier, or to the SSD if that fails (T2)."""
 ItemSource: TypeAlias = SavePlanner | StagedItems
-"""Holds the values of a plan's items."""
 
 
 @dataclass(frozen=True)
 class SaveDescription:
-    """One rank's part in a save, and the caller's decisions about it. Made once, before planning."""
-
     rank: int = 0
     world_size: int = 1
     is_coordinator: bool = True
     use_collectives: bool = True
     name: str = ""
-    """Same on all ranks and unique; "": the plan names the save."""
+    """Unique, and the same on all ranks; "": the plan names the save."""
     overwrite: bool = True
-    """False refuses an id that already holds a checkpoint."""
     route: Route = "local"
-    """May differ between ranks."""
     is_sent: bool = True
-    """False: the checkpoint stays on the local tier instead of being drained. The same on all ranks."""
+    """False: the checkpoint is not drained. The same on all ranks."""
     keeps_some: bool = False
     """Some saves of the run stay on the local tier until a newer one replaces them there."""
     awaits_verdict: bool = False
-    """The caller reports the outcome to every rank; until then the shards are held back from the drain."""
+    """The caller reports the outcome to every rank; until then the shards are not drained."""
     disk: Errands | None = None
-    """Checks the disk while the save is planned: the caller does not wait for a hung disk."""
+    """Checks the disk during planning: the caller does not wait for a hung disk."""
     is_first: bool = False
-    """The first save of a process makes the directories under ``local_root``: planning does not fail by a slow disk."""
+    """The first save makes the directories under ``local_root``; a slow disk does not fail its planning."""
     notes: Mapping[str, str | int | bool] = field(default_factory=dict)
-    """Notes for the manifest. The same on all ranks."""
     epoch: str | None = None
-    """Of a process that replaces an ended rank: it commits only in this epoch."""
+    """Set if this process replaces an ended rank: it commits only in this epoch."""
     trust_pickle: bool = False
-    """The metadata may hold classes that only a reader with ``trust_pickle=True`` loads."""
     one_file: bool = True
-    """False writes one shard per item."""
     sync_files: bool = True
-    """False skips fsync of shards."""
     transforms: StorageWriterTransforms = field(default_factory=StorageWriterTransforms)
 
 
@@ -77,24 +68,17 @@ class RankAssignment:
 
     prefix: str
     save: str = ""
-    """Same on all ranks and unique; "" without collectives."""
     world_size: int = 1
     uri: str = ""
-    """The coordinator's target."""
     is_checked: bool = False
     is_taken: bool = False
-    """A planner that caches plans (``enable_plan_caching`` of torch) returns old assignments again."""
+    """A planner that caches plans returns old assignments again."""
 
     def take(self) -> bool:
-        """Return True on the first call in this process."""
         self.is_taken, was_taken = True, self.is_taken
         return not was_taken
 
     def check(self, uri: str, rank: int) -> None:
-        """Raise ConfigError unless this rank saves to the coordinator's target.
-
-        An assignment that a planner returns again names the target of an earlier save.
-        """
         is_new, self.is_checked = not self.is_checked, True
         if is_new and self.save and self.uri != uri:
             raise ConfigError(
@@ -107,11 +91,8 @@ class RankAssignment:
 class TargetLookup:
     """Checks ``local_root``, and finds the attempts that a save replaces: on the SSD, then on the shared tier.
 
-    With ``SaveDescription.disk`` planning waits for neither a hung disk nor a silent store. The thread that writes
-    waits: for the disk before the journal entry, for the store before the commit.
-
-    Attributes:
-        attempts: found so far. Complete after ``await_shared``.
+    With ``SaveDescription.disk``, planning waits for neither a hung disk nor a silent store. The writing thread waits
+    for the disk before the journal entry, and for the store before the commit.
     """
 
     def __init__(
@@ -147,7 +128,7 @@ class TargetLookup:
     def _look(self) -> tuple[bool, set[str]] | None:
         check_local_root(self._settings)
         client = get_client(self._settings)
-        client.enter(self._location.parent, trains=True)  # before anything of the run is committed here
+        client.enter(self._location.parent, trains=True)  # before any commit of the run here
         return client.mover.replaced.local_attempts(self._location) if self._description.is_coordinator else None
 
     def _ask(self, here: tuple[bool, set[str]]) -> Coroutine[Any, Any, tuple[str, ...]]:
@@ -155,7 +136,7 @@ class TargetLookup:
         return mover.replaced.find(self._location, here, overwrite=self._description.overwrite)
 
     def await_local(self) -> None:
-        """Wait for the disk, then check the shared tier. Raises OperationTimeoutError."""
+        """Raises OperationTimeoutError."""
         if self._local is None:
             return
         seconds = self._settings.commit_timeout_seconds
@@ -170,11 +151,10 @@ class TargetLookup:
             )
         here, self._local = self._local.result(), None
         if here is not None:
-            self.attempts = tuple(sorted(here[1]))  # for a handoff before the store's answer
+            self.attempts = tuple(sorted(here[1]))
             self._shared = get_client(self._settings).start(self._ask(here))
 
     def await_shared(self) -> None:
-        """Wait for the shared tier, at most ``PROBE_TIMEOUT_SECONDS``."""
         if self._shared is not None:
             shared, self._shared = self._shared, None
             self.attempts = shared.result()
@@ -182,10 +162,7 @@ class TargetLookup:
 
 @dataclass
 class PlannedShards:
-    """Shards with positioned records; writing ``streamed`` items determines their size.
-
-    ``leases`` are on the staging memory that they are written from; ``parts`` are items that other ranks hold as well.
-    """
+    """Writing ``streamed`` items determines their size. Other ranks hold ``parts`` as well."""
 
     token: str
     prefix: str
@@ -199,7 +176,6 @@ class PlannedShards:
 def plan_shards(
     description: SaveDescription, settings: Settings, directory: Path, token: str, plan: SavePlan, source: ItemSource
 ) -> PlannedShards:
-    """Assign every record of a rank a position in a shard in ``directory``."""
     prefix = plan.storage_data.prefix if plan.storage_data is not None else f"__{description.rank}_"
     written = source.items if isinstance(source, StagedItems) else split.keep_subclasses_whole(plan.items, source)
     items, streamed = (written, []) if not description.transforms.extensions else ([], list(written))

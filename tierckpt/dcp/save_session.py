@@ -5,7 +5,7 @@ prepare                          the positions of shards; the journal entry, and
 write                            the shards are durable
 commit (coordinator)             metadata and manifest: the checkpoint is committed on the local tier
 hand_over                        the drain owns the entry
-abort, settle                    the end of a save that is not committed, or whose outcome is unknown on this node
+abort, settle                    the end of a save that is not committed, or has an unknown outcome
 """
 
 from __future__ import annotations
@@ -56,23 +56,21 @@ Token: TypeAlias = Callable[[], str]
 
 
 def new_token() -> str:
-    """Return a unique name."""
     return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
 class TierWriteResult(WriteResult):
-    """DCP's result for one item; the first of each rank also carries that rank's shards to the coordinator."""
+    """The first result of each rank also carries its shards to the coordinator."""
 
     files: tuple[FileEntry, ...] = ()
     parts: tuple[split.Part, ...] = ()
-    """Parts of items that other ranks also hold; the metadata must name them."""
+    """Parts of items that other ranks also hold."""
 
 
 def attach_files(
     results: list[WriteResult], files: tuple[FileEntry, ...], parts: tuple[split.Part, ...]
 ) -> list[WriteResult]:
-    """Return the rank's results. The first one also carries the rank's files and parts."""
     if results:
         first = results[0]
         results[0] = TierWriteResult(first.index, first.size_in_bytes, first.storage_data, files, parts)
@@ -80,7 +78,6 @@ def attach_files(
 
 
 def encode_results(results: list[WriteResult]) -> dict[str, Any]:
-    """Return a rank's results, with its files and parts, as JSON."""
     first = results[0] if results else None
     return {
         "results": [_encode_result(result) for result in results],
@@ -90,7 +87,7 @@ def encode_results(results: list[WriteResult]) -> dict[str, Any]:
 
 
 def decode_results(body: Mapping[str, Any], chunk_size_bytes: int, *, where: str) -> list[WriteResult]:
-    """Decode ``encode_results``. Raises ManifestError if ``body`` is invalid."""
+    """Raises ManifestError if ``body`` is invalid."""
     with gc_paused():
         try:
             results = [_decode_result(*item) for item in body["results"]]
@@ -141,16 +138,16 @@ class SaveListener(Protocol):
         source: ItemSource,
         metadata: Metadata | None,
     ) -> None:
-        """The shards have their positions, or this rank has none. Nothing is on the disk yet."""
+        """The shards have their positions, or this rank has none. No file exists yet."""
 
     def opened(self, lock_descriptor: int) -> bool:
         """The journal has an entry. Returns whether the save outlives this process, which then notes durable shards."""
 
     def durable(self, files: tuple[FileEntry, ...]) -> None:
-        """The shards of a rank that does not learn how the save ends are durable."""
+        """Called for a rank that does not learn how the save ends."""
 
     def ended(self) -> None:
-        """Called at the end of the save on this rank, more than once."""
+        """May be called more than once."""
 
 
 class SaveSession:
@@ -159,11 +156,9 @@ class SaveSession:
     Args:
         listener: is notified of each step before the next begins.
         save_id: DCP's name for the save, until ``plan_global`` makes another.
-        replaces: attempts that the save may replace, if known.
 
     Attributes:
-        entry: the journal entry as last written. From ``open`` or ``adopt_entry`` on.
-        delivery: writes the shards. Likewise.
+        entry: the journal entry as last written, like ``delivery`` from ``open`` or ``adopt_entry`` on.
         is_open: the save owns a journal entry; not before ``prepare``, nor after ``hand_over`` or ``abort``.
     """
 
@@ -194,18 +189,15 @@ class SaveSession:
 
     @property
     def client(self) -> Client:
-        """Made by the first thread that uses the disk."""
         return get_client(self.settings)
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Register the save with ``tierckpt.wait``."""
         root, is_of_thread = self.settings.local_root, not self.description.awaits_verdict
         self._outcome = in_flight.begin(root, self.location.uri, self, is_of_thread=is_of_thread)
 
     def plan_local(self, plan: SavePlan) -> SavePlan:
-        """Check ``local_root`` and the target, as ``TargetLookup.start`` does, and return ``plan``."""
         with self._reporting():
             self.lookup.start()
         if not self.description.use_collectives:
@@ -213,10 +205,8 @@ class SaveSession:
         return split.keep_items(plan) if self.description.world_size > 1 else plan
 
     def plan_global(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans, with replicated items spread evenly over ranks and each rank's assignment. On the
-        coordinator."""
         plans, save = split.balance_replicated(plans), new_token()
-        self.save_id = save  # in the metadata: each rank knows the name of the checkpoint
+        self.save_id = save
         return [
             dataclasses.replace(plan, storage_data=RankAssignment(f"__{rank}_", save, len(plans), self.location.uri))
             if plan.storage_data is None
@@ -225,7 +215,6 @@ class SaveSession:
         ]
 
     def storage_meta(self) -> StorageMeta:
-        """Return DCP's storage metadata: the id and the save's name."""
         return StorageMeta(checkpoint_id=self.location.uri, save_id=self.save_id)
 
     def prepare(
@@ -233,15 +222,11 @@ class SaveSession:
     ) -> None:
         """Assign the shards their positions, and open the journal entry.
 
-        Args:
-            metadata: the coordinator's, if known.
-            token: makes the token of a rank that has shards.
-
         Raises:
             ConfigError: the ranks have different targets, or the local root may not be used.
             CheckpointError: the session writes already.
         """
-        self.lookup.await_local()  # before anything is written, or offered to the agent
+        self.lookup.await_local()  # before anything is written or offered
         if isinstance(plan.storage_data, RankAssignment):
             plan.storage_data.check(self.location.uri, self.description.rank)
         if self.is_open:
@@ -250,8 +235,7 @@ class SaveSession:
         if plan.items or self.description.is_coordinator:
             self._shards = plan_shards(self.description, self.settings, self.directory, token(), plan, source)
         try:
-            # The listener is first: while the journal entry becomes durable, which another checkpoint's write delays,
-            # the staged state would otherwise be lost with this process.
+            # The journal write may take long, and the staged state could be lost with this process.
             if self._listener is not None:
                 self._listener.prepared(self, self._shards, plan, source, metadata)
             if self._shards is not None:
@@ -285,8 +269,7 @@ class SaveSession:
     def adopt_entry(self, token: str, lock: int | None) -> bool:
         """Continue the journal entry of an ended rank. False if the entry is settled, or has another owner.
 
-        Args:
-            lock: the rank's lock on the entry, if this process inherited it; closed with the session.
+        ``lock``: the rank's inherited lock on the entry.
         """
         with contextlib.ExitStack() as stack:
             hold = stack.enter_context(self._journal.own(token, lock))
@@ -306,11 +289,10 @@ class SaveSession:
 
     @property
     def is_direct_put(self) -> bool:
-        """Whether this rank's shards bypassed the SSD."""
         return self.is_open and self.delivery.is_direct_put
 
     def write(self, plan: SavePlan, source: ItemSource, token: Token = new_token) -> list[WriteResult]:
-        """Write this rank's shards, durably, and return its results for the coordinator.
+        """Write this rank's shards, durably, and return its results.
 
         Raises the errors of ``prepare``; CapacityError: the SSD is full, and eviction cannot make room.
         """
@@ -337,7 +319,6 @@ class SaveSession:
 
     @contextlib.contextmanager
     def _writing(self, leases: Collection[Lease]) -> Iterator[None]:
-        """Keep the staging memory of a save while its shards are written; after that another checkpoint may have it."""
         begun: list[Lease] = []
         written = False
         try:
@@ -347,8 +328,7 @@ class SaveSession:
             yield
             written = True
         except BaseException:
-            # Before the staging memory may be used again the journal says that the shards are durable, or that there is
-            # no such save: a process that inherits this one must never write them from the bytes of another.
+            # Before the memory is used again: a process that inherits this save must never write the bytes of another.
             self.abort()
             raise
         finally:
@@ -356,7 +336,7 @@ class SaveSession:
                 lease.end_flush(written=written)
 
     def note(self, files: tuple[FileEntry, ...]) -> None:
-        """Note that the shards are durable; in the journal too, if another process may need it."""
+        """Note durable shards; in the journal too, if another process may need it."""
         is_held_back = (
             (self.description.awaits_verdict or self._outlives) and not self.description.is_coordinator and bool(files)
         )
@@ -370,13 +350,9 @@ class SaveSession:
     def commit(
         self, metadata: Metadata, results: list[list[WriteResult]], *, has_direct_put_ranks: bool = False
     ) -> None:
-        """Commit on the local tier, and hand over.
+        """Commit on the local tier, and hand over. Raises AlreadyCommittedError if another save took the id.
 
-        Args:
-            has_direct_put_ranks: some rank's shards went straight to the shared tier: the checkpoint goes there.
-
-        Raises:
-            AlreadyCommittedError: another save took the id.
+        ``has_direct_put_ranks``: some rank's shards went straight to the shared tier.
         """
         with self._reporting():
             self._commit(metadata, results, has_direct_put_ranks)
@@ -395,8 +371,8 @@ class SaveSession:
             local_commit.write_attempt_metadata(self.directory, manifest, metadata_bytes)
             files, state = self.entry.files + manifest.metadata, self._state_when_committed
             self.entry = dataclasses.replace(self.entry, files=files, manifest=manifest, state=state)
-            # Before the commit, so that a crash after it still finds the drain to do; a crash between the two leaves an
-            # entry that the local manifest does not name, which the mover forgets.
+            # Before the commit, so that a crash after it leaves the drain to do. The mover forgets an entry that the
+            # local manifest does not name.
             self._journal.write(self.entry)
             with self._fence():
                 if self.entry.is_fragment:
@@ -407,7 +383,7 @@ class SaveSession:
             self.abort()
             raise
         if self.delivery.is_direct_put or self._has_direct_put_ranks:
-            # The local manifest names shards on the shared tier: the commit there completes the checkpoint.
+            # The commit on the shared tier completes the checkpoint.
             size_bytes = manifest.size_bytes
             log.info("%s (%d bytes) is on the shared tier; it is committed there next", self.location.uri, size_bytes)
         else:
@@ -416,7 +392,6 @@ class SaveSession:
         self.hand_over()
 
     def _fence(self) -> contextlib.AbstractContextManager[None]:
-        """Let a replacement of a dead rank commit only until the job is restarted."""
         if self.description.epoch is None:
             return contextlib.nullcontext()
         return epochs.committing(self.settings.local_root, self.location.parent, self.description.epoch)
@@ -472,7 +447,7 @@ class SaveSession:
     def hand_over(self, *, has_direct_put_ranks: bool = False) -> None:
         """Pass the entry to the drain. If links suffice, the shared commit is done on return. Idempotent.
 
-        Nothing here fails a save that is durable on the local tier: the drain tries again, and ``wait`` says why not.
+        Never fails a save that is durable on the local tier: the drain retries, and ``wait`` raises the cause.
         """
         self._has_direct_put_ranks |= has_direct_put_ranks
         if self.is_open:
@@ -489,12 +464,12 @@ class SaveSession:
             if entry.state != self._state_when_committed:
                 entry = self._journal.write(dataclasses.replace(entry, state=self._state_when_committed))
         except (TierckptError, OSError) as error:
-            # The commit names the shards, so they stay; recovering finds that and tries again.
+            # The commit names the shards, so they stay; recovery retries.
             log.warning("%s: the journal cannot be written: %s", entry.uri, error)
             return
         finally:
-            self.release()  # from here on the drain owns the entry
-        if self.description.keeps_some and not self.delivery.is_direct_put:  # this is the newest on this SSD (K1)
+            self.release()  # the drain owns the entry now
+        if self.description.keeps_some and not self.delivery.is_direct_put:  # the newest on this SSD (K1)
             local_only.supersede_older(self.settings.local_root, self._journal, entry)
         if entry.state == LOCAL_ONLY:
             return
@@ -508,14 +483,13 @@ class SaveSession:
             log.warning("%s: the shared tier has to wait: %s", entry.uri, error)
         try:
             self.client.drain_in_background(entry.token)
-        except TierckptError as error:  # this process ends: the next one finds the entry in the journal
+        except TierckptError as error:
             log.warning("%s: drained when a process next saves here: %s", entry.uri, error)
 
     def settle(self) -> bool:
-        """End a save with unknown outcome: keep files that a commit may name, and remove others.
+        """End a save with unknown outcome: hand over the shards that a commit of this node names.
 
-        The coordinator, or its store, is silent. Shards that a commit of this node names are handed over. Returns False
-        if there is no such commit yet: shards and handoff stay, and the next recovery decides.
+        Returns False without such a commit: shards and handoff stay for the next recovery.
         """
         if not self.is_open:
             self._end_listener()
@@ -532,10 +506,7 @@ class SaveSession:
         return True
 
     def abort(self) -> None:
-        """Remove an uncommitted save. A committed one, whatever its error says, goes on to the drain.
-
-        Called at the start of the next save, and from within a failing one. Idempotent.
-        """
+        """Remove an uncommitted save; pass a committed one to the drain. Idempotent."""
         self._shards, self._is_prepared = None, False
         if not self.is_open:
             self._end_listener()
@@ -547,8 +518,7 @@ class SaveSession:
         if self.entry.manifest is None:
             local_commit.remove_unfinished(self.directory, token)
         elif not self._discard_commit():
-            # The error came after the commit, which could not be undone: its files stay. The drain sends it, or forgets
-            # it if the local manifest names another attempt (D0).
+            # The error came after the commit. The drain sends it, or forgets it if another is the local one (D0).
             uri = self.location.uri
             log.warning("%s: the save has failed, but its commit may be on the local tier", uri)
             self._submit_drain()
@@ -559,7 +529,7 @@ class SaveSession:
         self.release()
 
     def _discard_commit(self) -> bool:
-        """Remove a save that has tried to commit. False if the commit may be in place."""
+        """Return False if the commit may be in place."""
         try:
             return local_commit.discard_attempt(self.directory, self.entry.token, self.entry.manifest)
         except TierckptError as error:
@@ -567,7 +537,7 @@ class SaveSession:
             return False
 
     def release(self) -> None:
-        """Release the lock on the journal entry, and end the listener. Idempotent."""
+        """Release the lock and end the listener. Idempotent."""
         self._lock.close()
         self.is_open = False
         self._end_listener()
@@ -583,7 +553,7 @@ class SaveSession:
             self._outcome.abandon()
 
     def report_outcome(self, error: BaseException | None = None) -> None:
-        """Report to ``tierckpt.wait`` that the save is on the local tier, or failed. The first outcome counts."""
+        """Report the local commit or failure to ``tierckpt.wait``. The first outcome counts."""
         if self._outcome is not None:
             self._outcome.ended(error)
 
@@ -604,7 +574,7 @@ def _concurrent_save_error(uri: str) -> CheckpointError:
 
 
 def require_files(client: Client, location: Location, files: Sequence[FileEntry]) -> bool:
-    """Return whether this node's SSD has these files. Raises CheckpointError if shared storage lacks the others."""
+    """Whether this node's SSD has these files. Raises CheckpointError if shared storage lacks the others."""
     directory = local_dir(client.settings.local_root, location)
     elsewhere = [file for file in files if file_size(directory / file.key) != file.size_bytes]
     for file in elsewhere:
@@ -616,10 +586,6 @@ def require_files(client: Client, location: Location, files: Sequence[FileEntry]
 
 
 def _require_whole(metadata: Metadata, uri: str) -> None:
-    """Raise CheckpointError if something that the metadata names has not been written.
-
-    While all ranks are alive, DCP ensures that.
-    """
     for fqn, stored in metadata.state_dict_metadata.items():
         wanted = [MetadataIndex(fqn)]
         if isinstance(stored, TensorStorageMetadata):

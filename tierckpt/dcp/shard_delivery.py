@@ -1,7 +1,6 @@
-"""Writes a rank's shards: to the SSD, or by direct put from memory to the shared tier. drain_decider.py decides.
+"""Writes a rank's shards: to the SSD, or by direct put from memory to the shared tier.
 
-T1 and T2 are in docs/internals/commit.md: the same manifest names a shard that was put directly, and a shard that
-cannot be put goes to the SSD.
+T1 and T2 are in docs/internals/commit.md.
 """
 
 from __future__ import annotations
@@ -48,10 +47,9 @@ from .stager import StagedItems
 log = logger("save")
 
 Written: TypeAlias = tuple[list[WriteResult], tuple[FileEntry, ...]]
-"""DCP's result for each item, and the manifest's entry for each file."""
 
 STREAMED_BYTES = 256 << 20
-"""Size limit of a shard of streamed items, which stays in memory until written."""
+"""Maximum size of a shard of streamed items, which stays in memory until written."""
 
 
 @dataclass
@@ -62,12 +60,9 @@ class ShardDelivery:
     settings: Settings
     location: Location
     entry: JournalEntry
-    """The save's journal entry: token, chunk size and start time."""
     directory: Path
-    """Of the checkpoint on the local tier."""
     description: SaveDescription
     is_direct_put: bool = False
-    """Whether they bypassed the SSD."""
 
     def write(self, planned: PlannedShards, source: ItemSource) -> Written:
         """Write the shards by the description's route, durably. On an error, discard a direct put's uploads."""
@@ -125,10 +120,7 @@ class ShardDelivery:
     # --- direct put ---------------------------------------------------------------------------------------------
 
     def _direct_put(self, planned: PlannedShards) -> tuple[FileEntry, ...]:
-        """Send the shards from memory to the shared tier (T1); on an error, discard them there.
-
-        Only their block digests are written here.
-        """
+        """Send the shards from memory to the shared tier (T1); on an error, discard them there."""
         try:
             chunk, begun = self.settings.chunk_size_bytes, time.monotonic()
             for lease in planned.leases:
@@ -143,7 +135,7 @@ class ShardDelivery:
         except BaseException:
             for shard in planned.shards:
                 for record in shard.records:
-                    record.clear_crcs()  # they may be rewritten from the start
+                    record.clear_crcs()  # they may be rewritten
             self.discard([shard.path.name for shard in planned.shards])
             raise
         self.is_direct_put = True
@@ -158,19 +150,17 @@ class ShardDelivery:
     # --- to the SSD ---------------------------------------------------------------------------------------------
 
     def _entries(self, flushed: Sequence[Flushed]) -> tuple[FileEntry, ...]:
-        """Return the entries of the shards and their block digests, which are durable on return."""
         token, chunk = self.entry.token, self.entry.chunk_size_bytes
         shards = [FileEntry(f.path.name, f.size_bytes, f.digests, self.description.rank, token) for f in flushed]
         return (*shards, *block_digests.write_digests(self.directory, flushed, self.description.rank, token, chunk))
 
     def _flush(self, shards: list[Shard], *, cached: bool = False) -> list[Flushed]:
-        """Write the shards with the tuner's number of threads, and report the time to the tuner."""
         settings, size_bytes = self.settings, sum(shard.size_bytes for shard in shards)
         if not shards:
             return []
         tuner = write_tuner_for(self.directory)
         shape = tuner.choose(size_bytes)
-        segment = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES_MAX)  # of any shape: slots serve them all
+        segment = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES_MAX)
         slot_bytes = min(segment, round_up(max(max(shard.size_bytes for shard in shards), 1)))
         timeout = settings.commit_timeout_seconds
         background = threading.current_thread() is not threading.main_thread()
@@ -198,7 +188,6 @@ class ShardDelivery:
 
 
 def _item_bytes(item: WriteItem) -> int:
-    """Return the bytes of one plan item (its own chunk of the tensor), 1 for an object of unknown size."""
     if item.tensor_data is None:
         return 1
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
@@ -209,8 +198,7 @@ def _streamed_shards(
 ) -> Iterator[tuple[str, ShardRecord, list[WriteResult]]]:
     """Yield name, bytes and DCP's results of each shard of ``items`` that need torch's serialization.
 
-    Tensor subclasses, and all items if ``transforms`` has extensions. Cost: that of stock DCP; one shard of
-    ``STREAMED_BYTES`` and one item are in memory.
+    One shard and one item are in memory.
     """
     name, stream, results = next(names), io.BytesIO(), list[WriteResult]()
     for item in items:

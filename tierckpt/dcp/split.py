@@ -1,9 +1,7 @@
 """Splits replicated tensors between their ranks: each rank writes some rows, and no row is written twice.
 
-DCP's planner assigns each replicated tensor to one rank: a data-parallel job writes at the speed of one disk queue, and
-the largest tensor sets the pace. Here every rank with a copy may write a part of it (FastPersist, arXiv 2406.13768).
-Bytes are balanced over the ranks, including those that only one rank can write. A part is an ordinary DCP chunk, so
-stock readers see a tensor saved in pieces. Pure functions over plans; no I/O, no collectives.
+A part is an ordinary DCP chunk, so stock readers see a tensor saved in pieces. Pure functions over plans; no I/O, no
+collectives.
 
     every rank      prepare_local_plan    keep_items: this rank's items, before the planner's dedup
     coordinator     prepare_global_plan   balance_replicated: assigns the parts
@@ -33,28 +31,24 @@ MiB = 1 << 20
 PART_BYTES_MIN = 4 * MiB
 
 ITEM_BYTES = 4096
-"""Fixed cost of an item, for balancing: its header, its alignment, the work of writing it."""
+"""Fixed cost of an item, for balancing."""
 
 ROWS_PER_SHARE = 64
-"""A row above this fraction of a rank's share cannot be levelled by rounding; such rows are dealt out one by one."""
 
 _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """``SavePlan.storage_data`` for the coordinator: the items of a rank before the planner's dedup."""
+    """``SavePlan.storage_data`` for the coordinator: a rank's items before the planner's dedup."""
 
     items: tuple[WriteItem, ...]
 
 
 @dataclass(frozen=True)
 class Part:
-    """The coordinator's facts about a written part: its box in the global tensor, and its chunk."""
-
     fqn: str
     whole: Box
     box: Box
@@ -64,8 +58,7 @@ class Part:
 class PartItem(WriteItem):
     """Some rows of an item that several ranks hold; contiguous, because ``dim`` is its first dimension above 1.
 
-    ``index`` and ``tensor_data.chunk`` are those of the part in the global tensor. The planner knows only ``whole``:
-    use ``resolve``, which narrows it.
+    The planner knows only ``whole``: use ``resolve``.
     """
 
     whole: WriteItem
@@ -79,16 +72,12 @@ class PartItem(WriteItem):
 
 
 def keep_items(plan: SavePlan) -> SavePlan:
-    """Return ``plan`` with its items also in ``storage_data``, where dedup leaves them alone. Costs no copy."""
+    """Keep the items also in ``storage_data``, where dedup leaves them alone. No copy."""
     return dataclasses.replace(plan, storage_data=Held(tuple(plan.items)))
 
 
 def balance_replicated(plans: list[SavePlan], part_bytes_min: int = PART_BYTES_MIN) -> list[SavePlan]:
-    """``spread_items`` by the items from ``keep_items``, and drop those from the plans.
-
-    Plans that DCP's own plan cache keeps are not spread: on a later save that cache replaces the plans of some ranks
-    and not of others, which would mix the parts of two assignments. (TierSavePlanner replaces all or none.)
-    """
+    """Call ``spread_items``, except for plans of DCP's own cache, which may replace those of some ranks only."""
     held = [plan.storage_data.items if isinstance(plan.storage_data, Held) else () for plan in plans]
     if not _is_plan_cached_by_torch(plans):
         plans = spread_items(plans, held, part_bytes_min)
@@ -103,16 +92,9 @@ def spread_items(
     """Level the bytes of ``plans`` over the ranks that hold them; every item is still written exactly once.
 
     Guarantee: a rank gets only parts of tensors that it holds, with the chunk and dtype of the planner's item. Items of
-    other planners, items in several plans and items of a single rank are not moved. Equal plans give equal results, in
-    any process. Shares are equal up to one row per rank, or up to ``part_bytes_min`` if a share would be smaller.
-    Tensors below ``part_bytes_min`` and objects stay whole.
-
-    Args:
-        plans: one per rank, after the planner's dedup. Not modified; nor is ``storage_data`` of the result.
-        held: one per rank: its items before dedup.
-        part_bytes_min: smaller tensors are not cut, and no part is smaller.
-
-    Cost: linear in the items held by all ranks together, about a microsecond each.
+    other planners, in several plans or of a single rank are not moved. Equal plans give equal results, in any process.
+    Shares are equal up to one row per rank, or up to ``part_bytes_min`` if a share would be smaller. Tensors below
+    ``part_bytes_min`` and objects stay whole. ``plans`` and their ``storage_data`` are not modified.
     """
     if len(plans) < 2 or not all(plan.usable for plan in plans):
         return plans
@@ -125,14 +107,14 @@ def spread_items(
     for rank, plan in enumerate(plans):
         given[rank] = [item for item in plan.items if id(item) not in shared]
         loads[rank] = sum(map(_weight_of, given[rank]))
-    # Groups with the fewest ranks first: then the balance within each group is optimal, if groups nest.
+    # The fewest ranks first: then the balance within each group is optimal, if groups nest.
     for ranks, items in sorted(groups.items(), key=lambda group: len(group[0])):
         _assign_items(items, ranks, loads, given, max(part_bytes_min, 1))
     return [dataclasses.replace(plan, items=items) for plan, items in zip(plans, given, strict=True)]
 
 
 def resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    """Return the tensor of ``item`` as ``planner`` knows it; for a part, its rows. No copy."""
+    """Return the tensor of ``item``; for a part, its rows. No copy."""
     if isinstance(item, PartItem):
         whole = cast(torch.Tensor, planner.resolve_data(item.whole))
         return whole.narrow(item.dim, item.start, item.length)
@@ -140,12 +122,7 @@ def resolve(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
 
 
 def keep_subclasses_whole(items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[WriteItem]:
-    """Return ``items``, with the whole of a tensor subclass in place of its first part, without the others.
-
-    A plan does not contain the class of a tensor, and few quantized tensors can be cut. All ranks decide the same,
-    because
-    ranks that share an item hold the same tensor; the metadata has the whole tensor already.
-    """
+    """Put a whole tensor subclass in place of its first part, and drop the others: few of them can be cut."""
     if not any(isinstance(item, PartItem) for item in items):
         return items
     written = []
@@ -158,13 +135,9 @@ def keep_subclasses_whole(items: Sequence[WriteItem], planner: SavePlanner) -> S
 
 
 def amend(metadata: Metadata, parts: Iterable[Part]) -> None:
-    """Put the chunks of ``parts`` in place of those that they cover. Idempotent, and in any order.
+    """Put the chunks of the written ``parts`` in place of those that they cover. Idempotent, and in any order.
 
-    Pass the items that the ranks wrote, not the assigned ones. Entries are replaced, not modified: a shallow copy of
-    ``state_dict_metadata`` protects the original.
-
-    Raises:
-        CheckpointError: the parts of a chunk leave a gap or overlap; ``metadata`` is unchanged.
+    Entries are replaced, not modified. Raises CheckpointError if parts leave a gap or overlap; nothing changes then.
     """
     tiles: dict[str, dict[Box, set[Box]]] = defaultdict(lambda: defaultdict(set))
     for part in parts:
@@ -177,13 +150,10 @@ def amend(metadata: Metadata, parts: Iterable[Part]) -> None:
 
 
 def _groups(plans: list[SavePlan], held: Sequence[Iterable[WriteItem]]) -> dict[tuple[int, ...], list[WriteItem]]:
-    """Return the items that several ranks hold, by these ranks, in the order of the plans.
-
-    An index in more than one plan is not included: the planner wants it written twice.
-    """
-    # Half a million items at 256 ranks: plain lists and integers, which the garbage collector does not scan.
+    """Return the items that several ranks hold, by these ranks, without those that several plans write."""
+    # Plain lists and integers, which the garbage collector does not scan.
     items: list[WriteItem] = []
-    holders: list[int] = []  # by item, a bit for each rank that holds it
+    holders: list[int] = []
     owners: list[int] = []
     places: dict[MetadataIndex, int] = {}
     for rank, plan in enumerate(plans):
@@ -213,7 +183,7 @@ def _set_bits(number: int) -> Iterator[int]:
 
 
 def _is_same_data(item: WriteItem, other: WriteItem) -> bool:
-    """Return True if both describe the same data. The index is not enough: ranks may differ in dtype or size."""
+    """The index is not enough: ranks may differ in dtype or size."""
     if item.type != other.type:
         return False
     data, others = item.tensor_data, other.tensor_data
@@ -237,8 +207,6 @@ def _is_plan_cached_by_torch(plans: list[SavePlan]) -> bool:
 
 @dataclass
 class _Cut:
-    """An item and how fine it can be cut."""
-
     item: WriteItem
     rows: int
     row_bytes: int
@@ -249,7 +217,6 @@ class _Cut:
         return self.rows * self.row_bytes
 
     def rows_of(self, start: int, length: int) -> WriteItem:
-        """Return the item of ``length`` rows from ``start``."""
         if length == self.rows:
             return self.item
         data = cast(TensorWriteData, self.item.tensor_data)
@@ -271,7 +238,6 @@ class _Cut:
 def _assign_items(
     items: list[WriteItem], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]], part_bytes_min: int
 ) -> None:
-    """Share ``items`` among ``ranks``: the coarse ones first, the largest first; then balance with the fine ones."""
     cuts = [_cut_of(item, part_bytes_min) for item in items]
     share_bytes = sum(cut.size_bytes for cut in cuts) // len(ranks)
     coarse_bytes = max(part_bytes_min, share_bytes // ROWS_PER_SHARE)
@@ -283,7 +249,6 @@ def _assign_items(
 
 
 def _assign_rows(cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]]) -> None:
-    """Give each row to the rank that has least; then move the rows of each rank together, as one part."""
     heap = [(loads[rank], rank) for rank in ranks]
     heapq.heapify(heap)
     for cut in cuts:
@@ -302,9 +267,9 @@ def _assign_rows(cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], giv
 def _cut_evenly(
     cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]], part_bytes_min: int
 ) -> None:
-    """Lay the items end to end and cut at the nearest row to the end of each rank's share: the fewest parts possible.
+    """Lay the items end to end and cut at the row nearest to the end of each share (McNaughton, 1959).
 
-    The wrap-around rule of McNaughton (1959). A border is computed from the start, so rounding does not add up.
+    A border is computed from the start, so rounding does not add up.
     """
     shares = _share_ends(sum(cut.size_bytes for cut in cuts), ranks, loads, part_bytes_min)
     taker, position = 0, 0
@@ -327,9 +292,9 @@ def _cut_evenly(
 def _share_ends(
     total_bytes: int, ranks: tuple[int, ...], loads: list[int], part_bytes_min: int
 ) -> list[tuple[int, int]]:
-    """Return, in rank order, the ranks with a share and the end of each share of ``total_bytes``.
+    """Return the ranks with a share, in order, and the end of each share of ``total_bytes``.
 
-    Water filling: the least loaded ranks are filled to one level. Another rank joins while its share is worth a part.
+    The least loaded ranks are filled to one level. Another rank joins while its share is worth a part.
     """
     order = sorted(ranks, key=lambda rank: (loads[rank], rank))
     count, filled = 1, total_bytes + loads[order[0]]
@@ -346,7 +311,6 @@ def _share_ends(
 
 
 def _cut_of(item: WriteItem, part_bytes_min: int) -> _Cut:
-    """Return how fine ``item`` can be cut: by rows of its first dimension above 1, if it is large enough."""
     data = item.tensor_data
     if data is not None and _size_bytes(data) >= part_bytes_min and _can_narrow(data):
         for dim, rows in enumerate(data.chunk.sizes):
@@ -364,12 +328,12 @@ def _can_narrow(data: TensorWriteData) -> bool:
 
 
 def _weight_of(item: WriteItem) -> int:
-    """Return the bytes of an item, for balancing. An object's size is unknown here, and at least the fixed cost."""
+    """An object's size is unknown, and at least the fixed cost."""
     return ITEM_BYTES if item.tensor_data is None else max(_size_bytes(item.tensor_data), ITEM_BYTES)
 
 
 def _size_bytes(data: TensorWriteData) -> int:
-    """Return the bytes of the chunk; DCP's own ``tensor_storage_size`` counts the global tensor for every shard."""
+    """DCP's ``tensor_storage_size`` counts the global tensor for every shard."""
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 

@@ -1,9 +1,4 @@
-"""TierStager: one copy of a state dict, device to arena, straight into the layout that the files will have.
-
-In ``lazy`` mode the copy is asynchronous too: it overlaps the next forward and backward passes, and the optimizer's
-step waits only for its rest (DataStates-LLM, HPDC'24). Tensors that may change before that step are copied at once:
-all that are neither parameters nor states of the given optimizers.
-"""
+"""TierStager: one copy of a state dict, device to arena, straight into the layout that the files will have."""
 
 from __future__ import annotations
 
@@ -48,14 +43,14 @@ Mode = Literal["eager", "lazy"]
 
 
 def outlives_process(settings: Settings) -> bool:
-    """Whether staged checkpoints are to outlive this process: see ``Settings.staging_memory``."""
+    """See ``Settings.staging_memory``."""
     if settings.staging_memory == "auto":
         return settings.mover == "agent" and memory.shared_is_huge()
     return settings.mover == "agent" and settings.staging_memory == "shared"
 
 
 def _start_agent(settings: Settings) -> None:
-    """Start an agent before the first handoff is sent: it starts as slowly as Python. Returns at once."""
+    """Returns at once: an agent starts slowly."""
 
     def start() -> None:
         with contextlib.suppress(TierckptError, OSError):
@@ -68,18 +63,16 @@ class TierStager:
     """An ``AsyncStager``: copies a state dict to staging memory that is used again for the next checkpoint.
 
     ``stage`` returns when the copy is complete: training may change the tensors at once. With ``mode="lazy"`` it
-    returns at once, and a step of any of ``optimizers`` waits for the remaining copies. The copy is valid until it is
-    saved, or until it is no longer referenced. A ``TierStorageWriter`` that saves it hands it to the node's agent
-    as well, which finishes the save if this process dies (``Settings.staging_memory``).
+    returns at once, the copy overlaps the next forward and backward passes, and a step of any of ``optimizers`` waits
+    for its rest. The copy is valid until it is saved or no longer referenced. A ``TierStorageWriter`` also hands it to
+    the node's agent, which finishes the save if this process dies (``Settings.staging_memory``).
 
     Args:
-        mode: "eager" or "lazy".
-        optimizers: for lazy mode. Their parameters and state change in ``step`` and only there; all else in
-            the state dict is copied before ``stage`` returns. Without any, that is everything.
+        optimizers: for lazy mode. Their parameters and state change only in ``step``; all else is copied before
+            ``stage`` returns.
         shared: staging memory that another process can map, for ``AsyncCheckpointerType.PROCESS``.
-        numa_nodes: NUMA nodes to take the memory from, in this order: DRAM first, then a CXL node. Empty: the
-            kernel's choice.
-        settings: a ``Settings``; ``overrides`` are single fields of it (``checkpoints_in_flight_max=3``).
+        numa_nodes: NUMA nodes to take the memory from, in this order. Empty: the kernel's choice.
+        settings: ``overrides`` replace single fields of it (``checkpoints_in_flight_max=3``).
 
     Raises (from ``stage``):
         StateMismatchError: a tensor on the meta device, quantized, sparse or nested.
@@ -129,11 +122,11 @@ class TierStager:
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """False: ``stage`` is complete when it returns, and in lazy mode the optimizer step waits."""
+        """False: ``stage`` is complete when it returns, or the optimizer step waits."""
         return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> Any:
-        """Return the staged state dict; in lazy mode a Future of it that is done when the copies are."""
+        """Return the staged state dict; in lazy mode a Future of it."""
         refuse_tensors(state_dict)
         self.synchronize_staging()
         staged, copies = self._stage(state_dict, at_once=self.mode == "eager")
@@ -155,9 +148,9 @@ class TierStager:
     ) -> StagedItems:
         """Copy only the data of ``items``: for callers that have the final plan before staging.
 
-        Objects are serialised now, on the caller's thread. In lazy mode ``StagedItems.wait`` waits for the copies; with
-        ``in_background``, also for tensors that no longer change, and no optimizer's step waits for them.
-        ``lies_in_files`` returns True for tensors of a ``Source``, which are not copied but added to the result.
+        Objects are serialised now. With ``in_background``, ``StagedItems.wait`` also waits for tensors that no longer
+        change, and no optimizer's step waits. Tensors in files (``lies_in_files``) are not copied but added to the
+        result.
         """
         self.synchronize_staging()
         known = _values_of(planner)
@@ -193,7 +186,6 @@ class TierStager:
     def _restage(
         self, items: Sequence[WriteItem], planner: TierSavePlanner, known: Mapping[str, Any]
     ) -> StagedItems | None:
-        """Stage into the layout of the previous save if the tensors are alike; None for another plan."""
         repeated = self._repeated
         if repeated is None or repeated.items is not items:
             return None
@@ -224,7 +216,7 @@ class TierStager:
         self._fences += [optimizer.register_step_pre_hook(self.wait_before_step) for optimizer in new]
 
     def _copy(self, copies: Copies) -> Future[None]:
-        """Make the copies, or in lazy mode the urgent ones; the future is done when all are."""
+        """Make the copies; in lazy mode only the urgent ones. The future is done when all are."""
         if self.mode == "eager":
             done: Future[None] = Future()
             copies.run()
@@ -242,18 +234,17 @@ class TierStager:
             pending.wait(slots.SLOT_SECONDS)
 
     def close(self) -> None:
-        """Wait for unfinished copies and release the optimizers. The memory stays in the process's arena."""
+        """Wait for unfinished copies and release the optimizers. The memory stays with the process."""
         self.synchronize_staging()
         for fence in self._fences:
             fence.remove()
         self._fences.clear()
 
     def wait_before_step(self, *_: Any) -> None:
-        """Wait for the copies, as a hook of ``optimizer.step``. Raises their errors."""
+        """A hook of ``optimizer.step``. Raises the errors of the copies."""
         self.synchronize_staging()
 
     def _changed_by_step(self) -> set[int]:
-        """Return the storages that change only in an optimizer's step."""
         found = set()
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -280,7 +271,6 @@ class TierStager:
         return walk.rebuild(targets), Copies(targets, walk.leaves, ahead)
 
     def _layout_of(self, leaves: Sequence[torch.Tensor]) -> StagingLayout:
-        """Return the position of each tensor in the arena, as in the last save if its tensors were equal."""
         facts = [(leaf.dtype, leaf.shape) for leaf in leaves]
         if self._layout is None or self._layout.facts != facts:
             self._layout = StagingLayout.of(facts, self.settings)
@@ -307,7 +297,6 @@ class TierStager:
 
 
 def _values_of(planner: SavePlanner) -> Mapping[str, Any]:
-    """Return the values that DCP's own planner would look up, without four calls for each of 50,000."""
     names = ("resolve_data", "lookup_object", "transform_object")
     kind, stock = type(planner), DefaultSavePlanner
     if not isinstance(planner, stock) or any(name in vars(planner) for name in names):
@@ -319,38 +308,34 @@ class Source(Protocol):
     """Files that hold a part of a state until it is saved."""
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until they have it."""
+        """Wait until the files are complete."""
 
     def is_current(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor``, as it was planned, is theirs."""
+        """Whether ``tensor``, as planned, is in the files."""
 
     def reader(self, tensor: torch.Tensor) -> Fetch:
         """Return the reader of the bytes that replace ``tensor``."""
 
     def release(self) -> None:
-        """Release the files. Raises if they have changed."""
+        """Raises if the files have changed."""
 
 
 class StagedItems:
-    """Replaces the planner when a save is written: knows the staged data of each item, including parts."""
+    """Replaces the planner when a save is written: knows the staged data of each item and part."""
 
     def __init__(self, items: Sequence[WriteItem] = ()) -> None:
         self.items = items
         self._data: dict[MetadataIndex, Any] = {}
         self.placed: Placed | None = None
-        """The tensors, if a save repeats the previous one."""
         self._has_placed = False
         self._lock = threading.Lock()
         self.copied: Future[None] = Future()
         self.in_files: dict[MetadataIndex, torch.Tensor] = {}
-        """Tensors that are not copied: a source has their location."""
         self.sources: list[Source] = []
         self.readers: dict[MetadataIndex, Fetch] = {}
-        """Tensors in files: ``data`` has only their properties."""
 
     @property
     def data(self) -> dict[MetadataIndex, Any]:
-        """The staged data, by item. The first access makes the tensors of ``placed``."""
         with self._lock:
             if self.placed is not None and not self._has_placed:
                 with gc_paused():
@@ -375,7 +360,7 @@ class StagedItems:
             self.readers |= {i: source.reader(tensor) for i, tensor in found.items()}
 
     def release(self) -> None:
-        """Release all after reading; then raise if a source has changed meanwhile."""
+        """Release all; then raise if a source has changed meanwhile."""
         sources, self.sources = self.sources, []
         with contextlib.ExitStack() as stack:
             for source in sources:
@@ -383,8 +368,6 @@ class StagedItems:
 
 
 class _Walk:
-    """Takes a state dict apart into the tensors to copy, and rebuilds it around their copies."""
-
     def __init__(self, state: Any) -> None:
         self.leaves: list[torch.Tensor] = []
         self._places: list[tuple[Any, Any, DTensor | None]] = []
@@ -394,10 +377,9 @@ class _Walk:
         self._root: list[Any] = [None]
         self._visit(self._root, 0, state)
         if self._others is not None:
-            vars(self._others).clear()  # it refers to itself: without a collector it would stay, with its copies
+            vars(self._others).clear()  # a cycle would keep the copies without a collector
 
     def rebuild(self, targets: Sequence[torch.Tensor]) -> Any:
-        """Return the state dict with ``targets`` in place of the leaves. Once."""
         for (container, key, like), target in zip(self._places, targets, strict=True):
             container[key] = target if like is None else _distributed(target, like)
         for container, key, facts in self._local_parts:
@@ -433,24 +415,23 @@ class _Walk:
         if item_format.is_plain(plain):
             self.leaves.append(plain)
             self._places.append((container, key, like))
-            if is_local_part(value):  # without these attributes its copy would be planned as a whole tensor
+            if is_local_part(value):  # else its copy is planned as a whole tensor
                 self._local_parts.append((container, key, {name: getattr(value, name) for name in LOCAL_PART}))
         else:
             container[key] = self._copied(value)
 
     def _copied(self, value: Any) -> Any:
-        """Copy any other value in ordinary memory, with its tensors moved to the CPU."""
         if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
             return self._copied_by_parts(value.detach())
         self._others = self._others or torch_internals.StateDictStager()
         return self._others.stage({"": value})[""]
 
     def _copied_by_parts(self, value: Any) -> torch.Tensor:
-        """Copy a subclass that consists of other tensors: few of those have the operators that torch's copy needs."""
+        """Few subclasses have the operators of torch's copy."""
         names, context = value.__tensor_flatten__()
         parts = {name: self._copied(getattr(value, name)) for name in names}
         made = type(value).__tensor_unflatten__(parts, context, value.size(), value.stride())
-        for name, attribute in vars(value).items():  # torch.save would write those missing in the context
+        for name, attribute in vars(value).items():
             if name not in vars(made):
                 setattr(made, name, self._copied(attribute))
         return cast(torch.Tensor, made)
@@ -460,11 +441,7 @@ _IMMUTABLE = frozenset({int, float, complex, str, bool, bytes, type(None)})
 
 
 def _distributed(local: torch.Tensor, like: DTensor) -> DTensor:
-    """Make a DTensor around staged memory.
-
-    Made around an empty tensor first: a wrapper over one with a storage offset claims memory that its own storage does
-    not have, and crashes the process that unpickles it.
-    """
+    """Start with an empty tensor: a wrapper over a storage offset crashes the process that unpickles it."""
     spec = torch_internals.spec_of(like)
     made = cast(Any, DTensor)(torch.empty(local.shape, dtype=local.dtype, device="cpu"), spec, requires_grad=False)
     torch_internals.set_local_tensor(made, local)
@@ -482,8 +459,8 @@ def base_of(lease: Lease, size_bytes: int, *, torch_shares: bool = False) -> tor
         lease.in_use = lambda: not storage.expired()
         lease.storage = torch_internals.storage_address_of(base.untyped_storage())
         return base
-    # Another process can map only a storage that torch made of the descriptor. It is a second mapping, so it is kept as
-    # long as the memory, and the views of this lease are counted instead.
+    # Another process can map only a storage that torch made of the descriptor. This second mapping is kept, and the
+    # views of the lease are counted instead.
     shared = _shared_storages.get(lease.memory)
     if shared is None:
         shared = torch_internals.new_shared_storage(os.dup(lease.memory.fd), lease.memory.size_bytes)
@@ -522,7 +499,6 @@ _DTYPES_WITHOUT_BYTES = frozenset(
         *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
     )
 )
-"""Integer dtypes that replace dtypes of tensor subclasses."""
 
 
 def refuse_tensors(state_dict: Mapping[str, Any], prefix: str = "") -> None:

@@ -21,13 +21,12 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 MOVE_BYTES_MIN = 4 << 20
 """Each call may wait for the interpreter lock, so it copies at least this."""
 MOVE_BYTES_MAX = 32 << 20
-"""Maximum of one call, so that threads end together."""
 
 
 class Copies:
     """Pending copies: ``targets[i]`` from ``sources[i]``, same shape and dtype.
 
-    ``priority``: of the stream that copies from a device; a lower number goes first.
+    The device's copy stream with the lower ``priority`` goes first.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Copies:
         self._on_host = False
 
     def run(self) -> None:
-        """Make all copies with all of torch's threads. Returns when they are complete."""
+        """Make all copies with all of torch's threads."""
         self.run_now(lambda tensor: True)
         self._done.set()
         if self._ahead is not None:
@@ -89,8 +88,7 @@ class Copies:
     def wait(self, timeout_seconds: float) -> None:
         """Wait until the sources may change. Raises the error of a failed copy, which is then lost.
 
-        This thread does not wait for copies on a device. The device's current stream does: its later work runs after
-        them.
+        For copies on a device, its current stream waits instead of this thread.
         """
         if self._events and not self._on_host:
             for event in self._events:
@@ -100,7 +98,7 @@ class Copies:
             self._done.wait(timeout_seconds)
         finally:
             if not self._done.is_set():
-                # The caller goes on and may change the sources under the copy: it must not become a checkpoint.
+                # The caller may now change the sources: the copy must not become a checkpoint.
                 self._error = OperationTimeoutError(
                     "the copies to staging memory have not ended",
                     hint="Look for a hung device; the checkpoint that was being staged is lost",
@@ -111,10 +109,7 @@ class Copies:
 
 
 def copy_tensors(pairs: Sequence[Pair]) -> None:
-    """Copy large tensors by memmove on torch's number of threads, all others in one call of torch.
-
-    memmove does not read the bytes that it overwrites; torch's copy does, and takes 1.4 times the CPU time.
-    """
+    """Copy large tensors by memmove, which takes less CPU time, all others in one call of torch."""
     large: list[Pair] = []
     rest: list[Pair] = []
     for pair in pairs:
@@ -127,7 +122,6 @@ def copy_tensors(pairs: Sequence[Pair]) -> None:
 
 
 def move_all(pairs: Sequence[Pair], count: int) -> None:
-    """Copy the bytes of ``pairs`` on ``count`` threads, including this one."""
     pieces = deque(
         (target.data_ptr() + at, source.data_ptr() + at, min(MOVE_BYTES_MAX, source.nbytes - at))
         for target, source in pairs
@@ -137,11 +131,11 @@ def move_all(pairs: Sequence[Pair], count: int) -> None:
     def work() -> None:
         with contextlib.suppress(IndexError):
             while True:
-                ctypes.memmove(*pieces.popleft())  # without the interpreter lock
+                ctypes.memmove(*pieces.popleft())
 
     threads = [threading.Thread(target=work, name="tierckpt-stage") for _ in range(min(count, len(pieces)) - 1)]
     try:
-        all(start_if_possible(thread) for thread in threads)  # the started threads copy all
+        all(start_if_possible(thread) for thread in threads)  # the started ones copy all
         work()
     finally:  # after an interrupt, too: returned memory must not be written
         pieces.clear()
@@ -151,13 +145,13 @@ def move_all(pairs: Sequence[Pair], count: int) -> None:
 
 
 def _is_bytes(source: torch.Tensor) -> bool:
-    """Return True if a tensor's copy is a copy of its contiguous bytes. (A freed storage has no address.)"""
+    """A freed storage has no address."""
     is_plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj() and not source.is_neg()
     return is_plain and source.data_ptr() != 0
 
 
 def copy_in_background(pairs: Sequence[Pair]) -> None:
-    """Copy on one thread; torch's own only where needed: its pool belongs to the training step."""
+    """Copy on one thread: torch's pool belongs to the training step."""
     for target, source in pairs:
         if _is_bytes(source):
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
@@ -167,7 +161,6 @@ def copy_in_background(pairs: Sequence[Pair]) -> None:
 
 
 def _start_on_devices(pairs: Sequence[Pair], priority: int) -> list[Any]:
-    """Start the copies from every device. Returns one event for each."""
     by_device: dict[torch.device, list[Pair]] = {}
     for pair in pairs:
         by_device.setdefault(pair[1].device, []).append(pair)
@@ -175,7 +168,7 @@ def _start_on_devices(pairs: Sequence[Pair], priority: int) -> list[Any]:
 
 
 def _start_on_device(device: torch.device, pairs: Sequence[Pair], priority: int) -> Any:
-    """Queue copies on their own stream, after the current stream's pending work. Returns their event."""
+    """Queue copies on their own stream, after the current stream's pending work."""
     stream = _stream_of(device, priority)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream), torch.no_grad():

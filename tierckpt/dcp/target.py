@@ -19,7 +19,7 @@ class Mount:
     settings: Settings
     location: Location
     path: str
-    """The checkpoint's URI, under the name that DCP uses."""
+    """The URI, under the name that DCP uses."""
 
     def _point_to(self, uri: str | os.PathLike[str] | None) -> None:
         if uri is None:
@@ -31,12 +31,11 @@ class Mount:
 
     @property
     def checkpoint_id(self) -> str:
-        """The checkpoint's URI."""
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True if tierckpt has a store for this path, judged by its spelling alone."""
+        """Check the spelling only."""
         try:
             check_location(parse_uri(checkpoint_id))
         except ConfigError:

@@ -1,9 +1,9 @@
 """TierStorageWriter: DCP's StorageWriter that saves to the local tier and drains in the background.
 
-Order of one save (DCP calls, on every rank unless noted); ``SaveSession`` does the work:
+Order of one save (on every rank unless noted); ``SaveSession`` does the work:
     set_up_storage_writer   a new session; an unfinished earlier one is removed
     prepare_local_plan      coordinator: which attempts have this id now, and may this save replace them?
-    write_data              journal entry, shards, fsync; ranks other than the coordinator start to drain here
+    write_data              journal entry, shards, fsync; other ranks start to drain here
     finish (coordinator)    metadata and manifest: the local commit; then its own drain starts
 """
 
@@ -46,17 +46,15 @@ class TierStorageWriter(Mount, StorageWriter):
 
     When ``dcp.save`` returns, the checkpoint is committed on the local tier: files and directories are fsynced, digests
     taken, the manifest in place. The shared tier follows (``tierckpt.wait``); if ``uri`` is on the same file system as
-    ``local_root``, the call commits there by hard links before it returns. An existing checkpoint under the same id
-    stays whole until the new one is committed.
+    ``local_root``, the call commits there by hard links. An existing checkpoint under the same id stays whole until the
+    new one is committed.
 
     Args:
         uri: ``s3://bucket/key``, ``az://container/key``, ``gs://bucket/key``, a path, or any fsspec URL.
-        settings: a ``Settings``; ``overrides`` are single fields of it (``local_root=...``, ``drain=False``).
+        settings: ``overrides`` replace single fields of it (``local_root=...``, ``drain=False``).
         single_file_per_rank: False writes one shard per item.
-        sync_files: False skips fsync of shards: faster, and a power cut may lose the checkpoint on the local tier.
-        thread_count: ignored, as an argument of DCP's writer; threads are chosen by measurement, 8 at most.
-        per_thread_copy_ahead: ignored.
-        cache_staged_state_dict: ignored; staging memory is always kept.
+        sync_files: False skips fsync of shards: a power cut may lose the checkpoint on the local tier.
+        thread_count, per_thread_copy_ahead, cache_staged_state_dict: of DCP's writer; ignored.
         overwrite: False refuses an id that already holds a checkpoint.
         serialization_format: only TORCH_SAVE; for safetensors use ``tierckpt export``.
         trust_pickle: accept a planner that puts its own classes into the metadata (Megatron's does). Only
@@ -117,10 +115,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @short_traceback
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Prepare a new save, to ``checkpoint_id`` if given.
-
-        Raises CheckpointError while another thread still writes with this object.
-        """
+        """Prepare a new save. Raises CheckpointError while another thread still writes with this object."""
         self._abandon()
         if checkpoint_id is not None:
             self._point_to(checkpoint_id)
@@ -147,29 +142,17 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @short_traceback
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check ``local_root`` and the target, and return ``plan``.
-
-        Raises:
-            ConfigError, PermissionDeniedError: this node cannot save there.
-            AlreadyCommittedError: the id holds a checkpoint, and ``overwrite`` is False.
-        """
+        """Check ``local_root`` and the target, and return ``plan``."""
         return self._save.plan_local(plan)
 
     @short_traceback
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans, with replicated items spread evenly over ranks and a token of this save. On the
-        coordinator."""
+        """Return the plans, with replicated items spread evenly over ranks."""
         return self._save.plan_global(plans)
 
     @short_traceback
     def write_data(self, plan: SavePlan, planner: SavePlanner | StagedItems) -> Future[list[WriteResult]]:
-        """Write this rank's shards to the SSD, durably. The returned future is done.
-
-        Raises:
-            CapacityError: the SSD is full, and eviction cannot make room.
-            PermissionDeniedError, ConfigError: the local root.
-            StateMismatchError: tensors on the meta device.
-        """
+        """Write this rank's shards to the SSD, durably. The returned future is done."""
         future: Future[list[WriteResult]] = Future()
         with self._working():
             future.set_result(self._save.write(plan, planner, self._token))
@@ -182,7 +165,7 @@ class TierStorageWriter(Mount, StorageWriter):
             self._save.commit(metadata, results)
 
     def storage_meta(self) -> StorageMeta:
-        """Return DCP's storage metadata: the id and the save's name."""
+        """Return the id and the name of the save."""
         save_id = self._session.save_id if self._session is not None else self._save_id
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=save_id)
 
@@ -197,7 +180,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @short_traceback
     def stage(self, state_dict: dict[str, Any]) -> Any:
-        """Copy ``state_dict`` to the process's arena, as ``TierStager`` does: ``dcp.async_save`` calls this."""
+        """Copy ``state_dict`` to the process's arena, for ``dcp.async_save``."""
         if self._stager is None:
             self._stager = TierStager(settings=self.settings)
         return self._stager.stage(state_dict)
@@ -223,7 +206,7 @@ class TierStorageWriter(Mount, StorageWriter):
         self._session = None
 
     def _token(self) -> str:
-        """Return a unique name. Without collectives all ranks share its first part, through the rendezvous store."""
+        """Without collectives all ranks share its first part."""
         if self._save.description.use_collectives:
             return secrets.token_hex(8)
         return f"{self._agreed_attempt()}-{self._save.description.rank}"
@@ -246,7 +229,6 @@ class TierStorageWriter(Mount, StorageWriter):
         check_mirrored_target(self.location, self.settings.local_root)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickles for process-based async saves: everything but a save in progress."""
         return {key: value for key, value in self.__dict__.items() if key not in _PROCESS_FIELDS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -254,7 +236,7 @@ class TierStorageWriter(Mount, StorageWriter):
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """Refuse a second thread: a second save must not remove the shards of the first while they are written."""
+        """A second thread's save would remove the shards of the first."""
         if not self._busy.acquire(blocking=False):
             raise CheckpointError(
                 f"this TierStorageWriter is still saving to {self.path} in another thread",

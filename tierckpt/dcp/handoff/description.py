@@ -1,8 +1,6 @@
 """The handoff file: one rank's staged state, for the agent to write if the rank dies before it is on the SSD.
 
-Holds the file position and memory address of every record of the rank's shards; the coordinator's also holds DCP's
-metadata. ``dcp/handoff/finish.py`` executes it. A pickle for a process of the same user and node, in unnamed memory
-that is freed with its last holder: no checkpoint contains one.
+A pickle for a process of the same user and node, in unnamed memory: no checkpoint contains one.
 """
 
 from __future__ import annotations
@@ -35,35 +33,27 @@ _VALID, _REVOKED = b"\1", b"\0"
 
 @dataclass(frozen=True, slots=True)
 class MemorySpan:
-    """A range of held memory."""
-
     memory: str
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class PendingShard:
-    """A shard's records, by columns: an object per record takes longer to make and pickle than its bytes to write."""
+    """A shard's records, by columns: faster to pickle than an object per record."""
 
     name: str
     offsets: array[int]
-    """Of the record heads, in the file."""
     kinds: list[tuple[torch.dtype, tuple[int, ...]]]
-    """Dtypes and shapes, each once."""
     kind_of: array[int]
-    """For each record, its index in ``kinds``; -1: an object with its bytes in ``data``."""
+    """Index in ``kinds``; -1: an object with its bytes in ``data``."""
     memories: list[tuple[str, int]]
-    """Held memory with the bytes of tensors, and its address in the trainer."""
     memory_of: array[int]
-    """For each record, its index in ``memories``; -1: no bytes there."""
+    """Index in ``memories``; -1: no bytes there."""
     addresses: array[int]
-    """Addresses of the bytes in the trainer."""
     data: list[bytes]
-    """Bytes of the objects, in order."""
     image: tuple[MemorySpan, int] | None
 
     def records(self, memories: Mapping[str, Memory]) -> Iterator[ShardRecord]:
-        """Yield the records for this process to write."""
         data = iter(self.data)
         frames: list[Any] = [item_format.frame(dtype, shape) for dtype, shape in self.kinds]
         shifts = [memories[name].address - address for name, address in self.memories]
@@ -83,15 +73,14 @@ class Results:
     """DCP's write results of the records, by columns."""
 
     indexes: bytes
-    """Pickled offsets, part numbers and names. Equal at each save of a plan."""
+    """Pickled columns. Equal at each save of a plan."""
     files: list[tuple[str, int]]
-    """Each file and its number of records."""
     starts: array[int]
     sizes: array[int]
 
     @classmethod
     def of(cls, results: Sequence[WriteResult]) -> Results:
-        """Convert results of ``TierStorageWriter``: each record is in one piece of one file."""
+        """Each record must be in one piece of one file."""
         stored = [result.storage_data for result in results]
         files = groupby(map(operator.attrgetter("relative_path"), stored))
         return cls(
@@ -115,7 +104,7 @@ _last_indexes: tuple[list[MetadataIndex], bytes] = [], b""
 
 
 def _pickled_indexes(indexes: list[MetadataIndex]) -> bytes:
-    """Return the columns; the previous ones if the indexes are the same objects, as a cached plan's are."""
+    """Return the previous columns if the indexes are the same objects."""
     global _last_indexes
     known, data = _last_indexes
     if len(known) != len(indexes) or not data or not all(map(operator.is_, known, indexes)):
@@ -130,12 +119,8 @@ def _pickled_indexes(indexes: list[MetadataIndex]) -> bytes:
 
 @dataclass(frozen=True)
 class SaveHandoff:
-    """The handoff of one rank of ``world_size``.
-
-    ``settings`` are the trainer's, as JSON, and ``environment`` its cloud variables, with secrets: the agent may have
-    others. ``kinds`` has the backing of each memory. ``files`` are the rank's shards if they are durable and owned by
-    the
-    mover: no data needs writing.
+    """``settings`` and ``environment`` (cloud variables, with secrets) are the trainer's: the agent may have others.
+    ``kinds`` has the backing of each memory. ``files`` are the rank's shards if they are durable.
     """
 
     rank: int
@@ -148,23 +133,20 @@ class SaveHandoff:
     save_id: str
     replaces: tuple[str, ...]
     epoch: str
-    """Epoch of the run on this node (``checkpoint/epoch.py``); commits in no other."""
+    """The handoff commits only in this epoch of the run."""
     shards: tuple[PendingShard, ...]
     results: Results
     parts: tuple[split.Part, ...]
     metadata: bytes | None
-    """DCP's pickled metadata, from the coordinator."""
     kinds: Mapping[str, Kind]
     files: tuple[FileEntry, ...] | None = None
     environment: Mapping[str, str] = field(default_factory=cloud_environment, repr=False)
     notes: Mapping[str, str | int | bool] = field(default_factory=dict)
 
     def durable(self, files: tuple[FileEntry, ...]) -> SaveHandoff:
-        """Return the handoff of this rank once ``files`` are durable."""
         return dataclasses.replace(self, shards=(), kinds={}, files=files)
 
     def shards_in(self, directory: Path, memories: Mapping[str, Memory]) -> list[Shard]:
-        """Return the shards to flush in ``directory``, from the mapped memory."""
         return [
             Shard(
                 directory / shard.name,
@@ -191,7 +173,7 @@ def revoke(written: BinaryIO) -> None:
 
 
 def read(descriptor: int) -> SaveHandoff | None:
-    """Return the handoff of ``descriptor``, and close that; None if it was revoked."""
+    """Read and close ``descriptor``; None if the handoff was revoked."""
     os.lseek(descriptor, 0, os.SEEK_SET)  # the writer shares the position
     with os.fdopen(descriptor, "rb") as file:
         if file.read(1) != _VALID:
@@ -201,7 +183,7 @@ def read(descriptor: int) -> SaveHandoff | None:
 
 
 def describe(shards: Sequence[Shard]) -> tuple[tuple[PendingShard, ...], dict[str, Memory]] | None:
-    """Describe the shards and the memory they need; None if some memory cannot be held."""
+    """Describe the shards and their memory; None if some memory cannot be held."""
     known = _Known()
     described = []
     for shard in shards:
@@ -217,8 +199,6 @@ def describe(shards: Sequence[Shard]) -> tuple[tuple[PendingShard, ...], dict[st
 
 
 class _Known:
-    """The memory with the records. Looks up each lease's name once."""
-
     def __init__(self) -> None:
         self.memories: dict[str, Memory] = {}
         self._names: dict[int, str] = {}
@@ -234,7 +214,6 @@ class _Known:
 def _describe_shard(
     name: str, records: Sequence[ShardRecord], known: _Known, image: tuple[MemorySpan, int] | None
 ) -> PendingShard | None:
-    """Describe the records of a shard by columns; None if the bytes of one cannot be held."""
     loose = [record for record in records if record.lease is None or record.fetch is not None]
     if any(record.frame is not None and record.size_bytes for record in loose):
         return None

@@ -2,10 +2,8 @@
 
 The agent starts it, with the ranks' memory as inherited descriptors and its order as JSON on stdin: ``{"save": its
 name, "descriptions": [{"descriptors": {name: descriptor}, "has_begun": a journal entry exists}, one of each rank of
-this node], "life": a pipe; this process ends with the pipe's other end}``. It writes the shards that are not durable
-yet, then commits as the coordinator would, or informs the coordinator's node (``dcp/handoff/multi_node.py``); not if
-the job has been restarted (``checkpoint/epoch.py``). Written data stays in the page cache: the restarted trainer reads
-it at memory speed.
+this node], "life": a pipe; this process ends with the pipe's other end}``. It writes the missing shards, then commits
+as the coordinator would, or informs the coordinator's node; not if the job has been restarted.
 
 Exit code 0: the checkpoint is committed on the local tier, or was settled before. Otherwise it is not, and its files
 are removed.
@@ -64,12 +62,12 @@ def execute(order: Json) -> bool:
     if coordinator is not None and local_commit.is_committed(
         local_dir(settings.local_root, location), coordinator.token
     ):
-        return False  # the other ranks' shards have its name: recovery finds that
+        return False  # recovery finds the other ranks' shards
     journal = Journal(settings.local_root)
     if coordinator is None and all(
         handoff.files is not None and journal.read(handoff.token) is None for handoff in found
     ):
-        return False  # drained and committed: the coordinator is on another node, and these ranks had no message
+        return False  # committed; the coordinator's node did not inform these ranks
     memories = _map_memories(found, left)
     sessions: dict[int, SaveSession] = {}
     try:
@@ -104,7 +102,7 @@ def execute(order: Json) -> bool:
 
 
 def _is_fenced_off(settings: Settings, handoff: SaveHandoff) -> bool:
-    """Return True if the job was restarted since, without this save. Checked again at the commit."""
+    """Return True if the job was restarted since. Checked again at the commit."""
     if epoch.current(settings.local_root, parse_uri(handoff.uri).parent) == handoff.epoch:
         return False
     log.warning("%s: staged before the job was restarted, which continued without it: abandoned", handoff.uri)
@@ -112,11 +110,7 @@ def _is_fenced_off(settings: Settings, handoff: SaveHandoff) -> bool:
 
 
 def _exit_with_agent(life: int) -> None:
-    """Exit when the agent ends without a release: its result is no longer awaited.
-
-    ``life``: a pipe; the agent has the other end. A kill loses no acknowledged data, and the next recovery removes the
-    files written here.
-    """
+    """Exit when the agent ends without a release, by the pipe ``life``. The next recovery removes the files."""
 
     def watch() -> None:
         if not os.read(life, 1):
@@ -135,9 +129,7 @@ def _resume(
 ) -> SaveSession | None:
     """Continue the save of an ended rank. None if it is settled already.
 
-    Args:
-        lock: the rank's lock on its journal entry, if this process inherited it; closed with the session.
-        has_begun: the rank has reported a journal entry; without one it has no shard on the disk.
+    ``lock``: the rank's inherited lock on its journal entry. Without an entry (``has_begun``) no shard is on the disk.
     """
     stand_in = SaveDescription(
         rank=handoff.rank,
@@ -157,11 +149,7 @@ def _resume(
 
 
 def _finish_shards(session: SaveSession, handoff: SaveHandoff, memories: Mapping[str, Memory]) -> list[WriteResult]:
-    """Write the shards of an ended rank to the SSD.
-
-    Shards that the journal entry calls durable are not rewritten: their memory may have another checkpoint by now. Else
-    all are written from memory: it is unknown how much of one was durable.
-    """
+    """Durable shards are not rewritten: their memory may have another checkpoint by now."""
     try:
         files = _find_durable_shards(session, handoff)
         if files is None:
@@ -175,7 +163,7 @@ def _finish_shards(session: SaveSession, handoff: SaveHandoff, memories: Mapping
 
 
 def _find_durable_shards(session: SaveSession, handoff: SaveHandoff) -> tuple[FileEntry, ...] | None:
-    """Return the shards that the journal calls durable. Raises CheckpointError if they are missing."""
+    """Raises CheckpointError if shards that the journal calls durable are missing."""
     noted = {file.path: file for file in session.entry.files}
     if any(shard.name not in noted for shard in handoff.shards):
         return None
@@ -191,10 +179,7 @@ def _exchange_of(save: str, client: Client, location: Location) -> ResultExchang
 
 
 def _send_results(meeting: ResultExchange, results: dict[int, list[WriteResult]], found: list[SaveHandoff]) -> None:
-    """Send the list of this node's written shards to the coordinator's node, and wait for the commit.
-
-    Raises OperationTimeoutError without a commit: the shards stay until it is certain that none will come (S3b).
-    """
+    """Raises OperationTimeoutError without a commit: the shards stay until it is certain that none will come (S3b)."""
     try:
         for rank, written in results.items():
             meeting.write(rank, written)
@@ -216,7 +201,6 @@ def _commit(
     coordinator: SaveHandoff,
     session: SaveSession,
 ) -> None:
-    """Commit as the coordinator would have; ``others`` are the ranks of other nodes."""
     if coordinator.metadata is None:
         raise ValueError("the coordinator's handoff has no metadata")
     try:
@@ -229,7 +213,6 @@ def _commit(
 
 
 def _map_memories(found: list[SaveHandoff], left: list[dict[str, int]]) -> dict[str, Memory]:
-    """Map the staging memory of the handoffs, by name."""
     kinds = {name: kind for handoff in found for name, kind in handoff.kinds.items()}
     descriptors = {name: descriptor for names in left for name, descriptor in names.items()}
     return {name: Memory.from_fd(descriptors[name], kind) for name, kind in kinds.items()}

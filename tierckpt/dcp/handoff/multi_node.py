@@ -1,12 +1,9 @@
 """Exchanges the write results of dead ranks between nodes, as JSON objects on the shared tier (W6).
 
-A save of several nodes is one checkpoint only when every rank has written its part. Each node's executor writes the
-staged state of its ranks to its own SSD, then one record of write results per rank. The executor of the coordinator's
-node reads the records of the others and commits.
-
-Why this is safe: a record states that its rank ended and that its shards are durable. Only the coordinator commits,
-and its executor runs after the coordinator's end. A live rank, which may still abandon the save, has no record, so
-there is no commit. Records are JSON: no content of shared storage is executed (P9).
+Each node's executor writes the staged state of its ranks to its own SSD, then one record of results per rank. The
+executor of the coordinator's node reads the records of the others and commits. A record states that its rank ended with
+durable shards. A live rank, which may still abandon the save, has none, so there is no commit. No content of shared
+storage is executed (P9).
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from ..save_session import decode_results, encode_results
 log = logger("agent")
 
 WAIT_SECONDS = 30.0
-"""Time for the other nodes: the job's ranks end within seconds of each other, or not at all."""
+"""The job's ranks end within seconds of each other, or not at all."""
 RECORD_BYTES_MAX = 256 << 20
 
 _FIELDS = frozenset({"save", "rank", "chunk_size_bytes", "results", "files", "parts"})
@@ -39,12 +36,7 @@ _FIELDS = frozenset({"save", "rank", "chunk_size_bytes", "results", "files", "pa
 
 @dataclass(frozen=True)
 class ResultExchange:
-    """The result exchange of the executors of one save. Blocking.
-
-    Args:
-        save: its name on all ranks.
-        wait_seconds: limit of each wait below.
-    """
+    """The result exchange of the executors of one save. Blocking."""
 
     client: Client
     location: Location
@@ -53,7 +45,6 @@ class ResultExchange:
     wait_seconds: float
 
     def write(self, rank: int, results: list[WriteResult]) -> None:
-        """Write the record of ``rank``, which ended with durable shards."""
         data = self._encode(rank, results)
         self.client.run(self.client.mover.store(self.location).put(self._key(rank), data))
 
@@ -79,12 +70,12 @@ class ResultExchange:
         )
 
     def await_commit(self, entry: JournalEntry) -> bool:
-        """Return whether a manifest on the shared tier, committed or pending, names the files of ``entry`` in time."""
+        """Whether a committed or pending manifest on the shared tier names the files in time."""
         polls = Poll(self.wait_seconds, SHARED)
         return any(self.client.run(self.client.mover.drains.is_named(entry)) for _ in polls)
 
     def remove(self, ranks: Iterable[int]) -> None:
-        """Remove records that have no readers any more. Never fails: a leftover does no harm."""
+        """Never fails: a leftover does no harm."""
         keys = [self._key(rank) for rank in ranks]
         try:
             self.client.run(shared_commit.discard(self.client.mover.store(self.location), keys))

@@ -1,4 +1,4 @@
-"""Hands a staged save to the agent (``agent/handoffs.py``), so that the save outlives its rank (P6)."""
+"""Hands a staged save to the agent, so that the save outlives its rank (P6)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .description import Results, SaveHandoff
 log = logger("save")
 
 PENDING_HANDOFFS_MAX = 2
-"""Maximum handoffs of one process that wait for the coordinator; the oldest is revoked first."""
+"""Handoffs that wait for the coordinator; the oldest is revoked first."""
 
 _open: deque[Handoff] = deque()
 
@@ -39,19 +39,15 @@ _open: deque[Handoff] = deque()
 class Handoff:
     """Listens to one save, and has the agent finish it if this process ends. Thread-safe.
 
-    A save with a name (``SaveDescription.name``) is always offered: its caller stages every save, and every rank learns
-    its outcome. A save that DCP drives is offered if its state is staged. A save that the agent cannot take is only as
-    safe as this process, and the log has the reason. No method fails a save; CheckpointSkippedError fails one
-    staged copy was dropped.
+    A save with a name is always offered: every rank learns its outcome. A save that DCP drives is offered if its state
+    is staged. Only CheckpointSkippedError fails a save: its staged copy was dropped.
     """
 
     handoff: SaveHandoff
 
     def __init__(self) -> None:
         self._name, self._is_held = "", False
-        """The save's name, the same on all ranks; and whether the agent has this rank's handoff."""
         self._written: list[BinaryIO] = []
-        """Handoffs that the agent may have."""
 
     def prepared(
         self,
@@ -109,7 +105,7 @@ class Handoff:
         self._offer(memories, shards.leases if shards is not None else ())
 
     def _offer(self, memories: Mapping[str, Memory], leases: Collection[Lease]) -> None:
-        """Hand in; from now on the memory of ``leases`` is dropped only after the handoff has been taken back."""
+        """From now on the memory of ``leases`` is dropped only after ``take_back``."""
         for lease in leases:
             lease.ask_before_drop(lambda: False)  # during the transfer
         self._is_held = True
@@ -125,7 +121,7 @@ class Handoff:
                 lease.ask_before_drop(self.take_back)
 
     def send(self, memories: Mapping[str, Memory]) -> None:
-        """Send the handoff and all memory that it needs in one message, so that no agent ever has a part of it."""
+        """Send the handoff and all its memory in one message: no agent ever has a part of it."""
         written = self.handoff.written()
         left = {name: memory.fd for name, memory in memories.items() if memory.fd is not None}
         left[HANDOFF_NAME] = written.fileno()
@@ -151,10 +147,7 @@ class Handoff:
         return self._is_held
 
     def durable(self, files: tuple[FileEntry, ...]) -> None:
-        """Replace the handoff by one that needs neither memory nor lock.
-
-        The coordinator takes back the handoffs of all ranks; else the end of this process does.
-        """
+        """Replace the handoff by one that needs neither memory nor lock."""
         if not self._is_held:
             return
         if files:
@@ -176,10 +169,7 @@ class Handoff:
             self.take_back()
 
     def take_back(self) -> bool:
-        """Revoke the handoffs of all ranks of the save. True: the memory may be used again.
-
-        That holds even if the agent does not hear of it: it then keeps a revoked handoff until this process ends.
-        """
+        """Revoke the handoffs of all ranks of the save. True: the memory may be used again."""
         self._is_held = False
         self._revoke()
         self._contact.tell({"op": "take_back", "save": self._name})
@@ -192,7 +182,6 @@ class Handoff:
 
 
 def _is_worth_offering(settings: Settings, planned: PlannedShards | None) -> bool:
-    """Return True if a save that DCP drives has staged state: training does not wait for it."""
     shards = planned.shards if planned is not None else ()
     has_tensors = any(record.frame is not None for shard in shards for record in shard.records)
     is_async = threading.current_thread() is not threading.main_thread()
@@ -201,7 +190,7 @@ def _is_worth_offering(settings: Settings, planned: PlannedShards | None) -> boo
 
 
 def _metadata_of(planner: ItemSource) -> Metadata | None:
-    """Return the metadata that DCP passes to ``finish``; None if the planner may have made another."""
+    """Return None if the planner may have made other metadata than DCP passes to ``finish``."""
     made_by = getattr(type(planner), "create_global_plan", None)
     if made_by in (DefaultSavePlanner.create_global_plan, TierSavePlanner.create_global_plan):
         return getattr(planner, "metadata", None)

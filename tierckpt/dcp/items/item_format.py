@@ -1,9 +1,8 @@
 """The bytes of a DCP item, made around raw tensor data without ``torch.save`` of the data.
 
-A DCP tensor item has the bytes of ``torch.save(tensor)``: a zip archive of stored (never compressed) records. For a
-dense tensor everything before its raw bytes (the *head*) and after them (the *tail*) depends on dtype and shape alone,
-except the CRC-32 of the data, in two places of the tail. So head and tail are made once per (dtype, shape), and an item
-is ``head + raw bytes + tail``: no serialisation, no copy.
+An item is a zip archive of stored records, as ``torch.save`` makes it. For a dense tensor everything before its raw
+bytes (the *head*) and after them (the *tail*) depends on dtype and shape alone, except the CRC-32 of the data, in two
+places of the tail.
 
 Invariants (tests cite them):
     W1  ``torch.load(weights_only=True)`` of ``head + data + tail_with(crc32(data))`` gives the tensor back bit for bit.
@@ -28,7 +27,7 @@ from zlib_ng import zlib_ng
 
 ALIGNMENT_BYTES = 64
 ZIP64_BYTES = (1 << 32) - (1 << 16)
-"""Larger sizes may need zip64 records, which torch itself makes."""
+"""Larger sizes may need zip64 records, which torch makes."""
 
 _STORAGE_CLASSES = {
     torch.float64: b"DoubleStorage",
@@ -54,9 +53,8 @@ class ItemFrame:
     tail: bytes
     """With zeros in place of the CRC."""
     size_bytes: int
-    """Size of the raw data."""
     crc_at: tuple[int, int]
-    """Positions of the data's CRC-32 in the tail; (0, 0) without data."""
+    """Positions of the CRC-32 in the tail; (0, 0) without data."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     _around_crc: tuple[bytes, bytes, bytes] = field(init=False, repr=False, compare=False)
@@ -78,11 +76,7 @@ class ItemFrame:
 
 @lru_cache(maxsize=1 << 16)
 def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
-    """Return head and tail for a contiguous, dense CPU tensor of ``dtype`` and ``shape``.
-
-    Cost: 0.1 us if cached, about 10 us if not, 100 us for dtypes and sizes that need torch. Never touches or allocates
-    memory of the tensor's size.
-    """
+    """The frame of a contiguous, dense CPU tensor. Never allocates memory of the tensor's size."""
     shape = tuple(shape)
     size_bytes = dtype.itemsize
     for length in shape:
@@ -94,7 +88,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
 
 @lru_cache(maxsize=1 << 12)
 def frame_by_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
-    """Return the frame by plain ``torch.save``, for items of stock DCP. Its tail differs in an id."""
+    """Make the frame by plain ``torch.save``, for items of stock DCP. Its tail differs in an id."""
     size_bytes = dtype.itemsize
     for length in shape:
         size_bytes *= length
@@ -102,7 +96,7 @@ def frame_by_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if the raw bytes describe ``tensor`` completely: dense, strided, no subclass."""
+    """Whether the raw bytes describe ``tensor`` completely: dense, strided, no subclass."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
 
 
@@ -121,7 +115,7 @@ def _build_frame(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) ->
     padding = -(len(head) + len(_local_header(name)) + 4) % ALIGNMENT_BYTES
     central_crc_at = len(central) + _CENTRAL_CRC_AT
     central += _central_header(name, 0, size_bytes, len(head))
-    head += _local_header(name, b"FB" + struct.pack("<H", padding) + b"Z" * padding)  # W3, padded like torch's own
+    head += _local_header(name, b"FB" + struct.pack("<H", padding) + b"Z" * padding)  # W3, padded as torch does
     tail = _descriptor(0, size_bytes)
     at = len(head) + size_bytes + len(tail)
     central += _central_header(version[0], zlib_ng.crc32(version[1]), len(version[1]), at)
@@ -133,7 +127,7 @@ def _build_frame(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) ->
 
 _DESCRIPTOR_CRC_AT = 4
 _CENTRAL_CRC_AT = 16
-_FLAGS = 0x0808  # sizes and CRC follow in a data descriptor; names are UTF-8
+_FLAGS = 0x0808  # sizes and CRC follow in a data descriptor; UTF-8
 
 
 def _local_header(name: bytes, extra: bytes = b"") -> bytes:
@@ -150,7 +144,7 @@ def _central_header(name: bytes, crc: int, size_bytes: int, offset: int) -> byte
 
 
 def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """Encode ``_rebuild_tensor_v2(storage, 0, shape, strides, False, OrderedDict())`` in pickle protocol 2."""
+    """``_rebuild_tensor_v2(storage, 0, shape, strides, False, OrderedDict())`` in pickle protocol 2."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
@@ -181,17 +175,15 @@ def _tuple(values: Any) -> bytes:
     )
 
 
-# --- by torch itself: rare items, and those that may change with its version -----------------------------------------
+# --- by torch itself ------------------------------------------------------------------------------------------------
 
 
 _config_lock = threading.Lock()
 os.register_at_fork(after_in_child=_config_lock._at_fork_reinit)  # type: ignore[attr-defined]
-"""torch's settings are global: two threads that change and restore them would leave the wrong ones."""
+"""torch's settings are global: threads must change and restore them one by one."""
 
 
 class _Hole:
-    """Receives the output of ``torch.save``; its one seek under ``skip_data`` marks the position of the data."""
-
     def __init__(self) -> None:
         self.parts = [bytearray()]
         self.skipped = 0
@@ -218,7 +210,7 @@ class _Hole:
 
 def _from_torch(dtype: torch.dtype, shape: tuple[int, ...], size_bytes: int) -> ItemFrame:
     stream: Any = _Hole()
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")  # never touched, so it costs address space only
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     save = serialization_config.save
     with _config_lock:
         before = save.storage_alignment, save.compute_crc32

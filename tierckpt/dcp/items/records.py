@@ -1,4 +1,4 @@
-"""The items of a plan as the records of shards: type, source and target of each."""
+"""The items of a plan as records of shards."""
 
 from __future__ import annotations
 
@@ -34,16 +34,11 @@ log = logger("save")
 
 @dataclass(slots=True)
 class Sources:
-    """The records that a plan assigns to this rank, without positions in a file."""
-
     tensors: list[ShardRecord] = field(default_factory=list)
     objects: list[ShardRecord] = field(default_factory=list)
     others: list[WriteItem] = field(default_factory=list)
-    """Tensors that need torch.save: more than raw bytes."""
     layout: StagingLayout | None = None
-    """Layout of ``tensors`` in staging memory, if all are of one layout, in its order and places."""
     lease: Lease | None = None
-    """Lease of the staging memory."""
 
     @property
     def leases(self) -> set[Lease]:
@@ -56,8 +51,8 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     """Look up each item's data. Copies nothing; data on a device stays there until it is written.
 
     Raises:
-        StateMismatchError: a tensor that a checkpoint cannot restore (``refuse_tensor``), or staged memory that
-            belongs to another checkpoint by now.
+        StateMismatchError: a tensor that a checkpoint cannot restore, or staged memory that belongs to another
+            checkpoint by now.
         CheckpointSkippedError: the same, and this checkpoint was dropped for the other one.
     """
     found = Sources()
@@ -82,7 +77,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
             found.objects.append(ShardRecord(0, data, item=item))
             continue
         tensor = plain.get(item.index.fqn)
-        # A SHARD item, even of a plain tensor (CheckpointableTensor), is a part of a tensor looked up by name alone.
+        # A SHARD item, even of a plain tensor, is a part of a tensor looked up by name alone.
         if type(tensor) is not torch.Tensor or type(item) is not WriteItem or item.type is not WriteItemType.TENSOR:
             tensor = tensor_of(item)
         if type(tensor) is not torch.Tensor or tensor.requires_grad:
@@ -112,7 +107,6 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
 
 
 def _reused_memory_error(item: WriteItem, lease: Lease) -> CheckpointError:
-    """Return the error for staged memory that belongs to another checkpoint by now."""
     if lease.replaced_other:
         return slots.slot_taken_error()
     return StateMismatchError(
@@ -123,7 +117,6 @@ def _reused_memory_error(item: WriteItem, lease: Lease) -> CheckpointError:
 
 
 def _planner_values(planner: SavePlanner | StagedItems) -> dict[str, Any]:
-    """Return the values that DCP's own planner would look up, without four calls for each of 50,000."""
     kind, stock = type(planner), DefaultSavePlanner
     names = ("resolve_data", "lookup_object", "transform_object")
     if isinstance(planner, stock) and all(getattr(kind, name) is getattr(stock, name) for name in names):
@@ -132,7 +125,6 @@ def _planner_values(planner: SavePlanner | StagedItems) -> dict[str, Any]:
 
 
 def _is_contiguous_on_host(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if the bytes to write are contiguous in host memory."""
     return (
         tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not (dtype.is_complex and tensor.is_conj())
     )
@@ -140,8 +132,6 @@ def _is_contiguous_on_host(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 @dataclass(slots=True)
 class ShardPlan:
-    """A planned file: its records in file order."""
-
     records: list[ShardRecord]
     image: Image | None = None
 
@@ -151,7 +141,7 @@ def plan_shards_of(
 ) -> list[ShardPlan]:
     """Assign every tensor and object a position in a shard.
 
-    Staged tensors keep their staging order, so the arena already is the image of the complete files.
+    Staged tensors keep their order: the arena is the image of the complete files.
     """
     if not one_file:
         return [ShardPlan([record]) for record in (*sources.tensors, *sources.objects)]
@@ -189,8 +179,7 @@ def plan_shards_of(
 def _write_in_place(plans: Sequence[ShardPlan]) -> None:
     """Note which staged images can be written in place: all of them, or none.
 
-    Heads, tails and padding are filled in between the data of an image. Nothing else may be there: neither a tensor
-    that another shard still has to read, nor one that was staged and is not part of this save.
+    Heads, tails and padding are filled in between the data. So an image may hold no tensor of another shard or save.
     """
     written = Counter(record.lease for plan in plans for record in plan.records if record.lease is not None)
     if any(lease.tensors not in (None, count) for lease, count in written.items()):
@@ -204,7 +193,6 @@ def _write_in_place(plans: Sequence[ShardPlan]) -> None:
 
 
 def _image(records: Sequence[ShardRecord]) -> Image | None:
-    """Return the staged image of this shard, if its tensors have the same positions in the arena and the file."""
     staged = [record for record in records if record.lease is not None]
     if not staged:
         return None
@@ -217,10 +205,9 @@ def _image(records: Sequence[ShardRecord]) -> Image | None:
 
 
 def _image_at(lease: Lease, start: int, size_bytes: int) -> Image | None:
-    """Return the staged image at byte ``start`` of the memory of ``lease``; None if it cannot be written in place.
+    """Return None if the image at byte ``start`` cannot be written in place.
 
-    Only where the arena has huge pages: from 4 KiB pages a direct write takes 2 to 3 times as long, and a copy into a
-    slot of huge pages is the cheaper way.
+    From 4 KiB pages a direct write takes longer than a copy into a slot of huge pages and a write.
     """
     address = lease.memory.address + start
     if not lease.memory.huge or address % DISK_BLOCK_BYTES:  # required by O_DIRECT
@@ -232,25 +219,19 @@ def _image_at(lease: Lease, start: int, size_bytes: int) -> Image | None:
 
 
 class _Gathered:
-    """The data of a tensor that is not contiguous in host memory."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self._flat: torch.Tensor | None = None
         self._left = tensor.numel() * tensor.itemsize
         self._lock = threading.Lock()
-        # The worker threads do not use this thread's stream: its pending work on the tensor must finish first. An event
-        # records that without blocking until the first fetch.
+        # The workers use other streams: the pending work on the tensor must finish first.
         self._written: Any = None
         if tensor.is_cuda:
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._written.record(torch.cuda.current_stream(tensor.device))
 
     def fetch(self, target: int, start: int, count: int) -> None:
-        """Copy ``count`` bytes from ``start`` on to ``target``.
-
-        One copy of the tensor's size exists while its parts are fetched, on its own device, and is freed with the last.
-        """
+        """Meanwhile one contiguous copy of the tensor exists, on its own device."""
         with self._lock:
             if self._flat is None:
                 if self._written is not None:
@@ -267,16 +248,11 @@ class _Gathered:
 
 _PLAIN_TYPES = frozenset({type(None), bool, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 _INTEGER_BITS_MAX = 8 * 255 - 1
-"""``torch.load(weights_only=True)`` reads no wider ones, so they return from plain values only."""
 
 _warned: set[tuple[str, type]] = set()
 
 
 def _warn_of_refusal(name: str, value: Any, data: bytes | memoryview) -> None:
-    """Warn, once for each name and type, if a restore will refuse ``data``, the pickle of ``value``.
-
-    No error: ``trust_pickle=True`` restores it. Plain values are not tried.
-    """
     odd = next(_find_subclass_state(value), None)
     if odd is None or (name, type(odd)) in _warned:
         return

@@ -1,9 +1,8 @@
 """The layout of a shard: the image of the file, whether it is staged in the arena or gathered later.
 
-Small items come first, packed, and none crosses the end of a segment, so one worker can make each segment of them.
-Large items follow, with their raw data on a multiple of 4096 in the file, so that O_DIRECT writes it from the staging
-memory and reads it into the target. Items without data come last: torch gives them no address, so their position among
-staged items is undefined.
+Small items come first, packed, and none crosses the end of a segment, which one worker makes. Large items follow, with
+their raw data on a multiple of 4096 in the file, for O_DIRECT. Items without data, and so without an address, come
+last.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ...quantities import round_up
 from .item_format import ALIGNMENT_BYTES, ItemFrame
 
 LARGE_BYTES = 64 * 1024
-"""An item of at least this size has its data on its own block: the padding is at most some percent."""
+"""Larger items start their own block: the padding is at most some percent."""
 
 SEGMENT_BYTES_MIN = 8 << 20
 
@@ -23,14 +22,14 @@ Placed = tuple[int, int]
 
 
 def unit_bytes(chunk_size_bytes: int) -> int:
-    """Return the unit that small items do not straddle: whole chunks, and at least the smallest segment."""
+    """Small items do not cross it: whole chunks, and at least the smallest segment."""
     return chunk_size_bytes * max(1, SEGMENT_BYTES_MIN // chunk_size_bytes)
 
 
 def assign_positions(frames: Sequence[ItemFrame], *, shard_bytes_max: int, unit: int) -> list[list[Placed]]:
     """Return for each shard its items and their offsets, in file order. Deterministic.
 
-    A shard is closed when the next item would end beyond ``shard_bytes_max``; an item larger than that gets its own.
+    An item larger than ``shard_bytes_max`` gets its own shard.
     """
     shards: list[list[Placed]] = []
     shard: list[Placed] = []

@@ -1,9 +1,4 @@
-"""Reading a checkpoint without running its code.
-
-metadata   its permitted content
-self_check the check of a save: could this process load its metadata?
-objects    the items: tensors and objects, as data
-"""
+"""Reading a checkpoint without running its code."""
 
 from .metadata import load_metadata
 from .objects import Objects, load_tensor

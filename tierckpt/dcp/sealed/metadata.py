@@ -5,8 +5,8 @@ Invariants (tests cite them):
         torch added to a class of DCP is set, if its value is plain (``_check_further``).
     S5  An accepted file is safe to use: no path leaves the checkpoint's directory, every chunk is inside its tensor and
         the chunks fill it, each chunk has stored bytes, list positions do not exceed the number of entries. So an
-        allocation by the metadata is at most as large as the items, or ``COMPACT_RATIO_MAX`` times that: a tensor
-        subclass (quantized weights) is stored in fewer bytes than shape times dtype.
+        allocation by the metadata is at most as large as the items, or ``COMPACT_RATIO_MAX`` times that for a tensor
+        subclass.
     S6  All else is rejected with one error. Work is linear in the size of the data, even if objects are shared.
 """
 
@@ -45,38 +45,30 @@ METADATA_BYTES_MAX = 1 << 31
 ELEMENTS_MAX = 1 << 50
 DEPTH_MAX = 100
 DIMENSIONS_MAX = 64
-"""A shared size is compared, hashed and multiplied at each reference, so its length is bounded (S6)."""
+"""Shared sizes are compared at each reference, so their length is bounded (S6)."""
 LIST_ITEMS_MIN = 1 << 16
 COMPACT_BYTES_MIN = 512
-"""``torch.save`` makes more of any tensor subclass."""
 COMPACT_RATIO_MAX = 1024
-"""Weights of one bit that look like float64 are stored in a 64th of their bytes."""
+"""One-bit weights with dtype float64 are stored in a 64th of their bytes."""
 HASH_COLLISIONS_MAX = 100
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD_METADATA = "torch.distributed._shard.sharded_tensor.metadata"
-"""Module of TensorProperties in torch before 2.3."""
 
 _Made = TypeVar("_Made")
 _PLAIN = frozenset({str, int, float, bool, type(None), bytes, torch.Size, torch.dtype})
 _PATH = frozenset({str, int})
 LATER_FIELDS_MAX = 64
-"""Fields and items of one value that a later torch may have added."""
 LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
 def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata:
-    """Return the metadata in ``data``, the same that ``pickle.load`` gives for DCP's output. No code in it runs.
+    """Return the metadata in ``data``, as ``pickle.load`` does for DCP's output. No code in it runs.
 
-    Args:
-        data: a whole ``.metadata`` file.
-        where: the file's name in errors.
-        partial: it is the metadata of one rank, which knows the tensors whole and its own chunks of them only.
+    ``partial``: it is the metadata of one rank, which has only its own chunks.
 
     Raises:
         UnsafeCheckpointError: it is damaged, names a global that is not data, or has impossible values (S5).
-    Cost: 9 microseconds for each shard of a tensor that ``dcp.encoding`` wrote, 32 for stock DCP, which repeats equal
-    objects; S2 bounds the memory.
     """
     try:
         with gc_paused():
@@ -89,12 +81,7 @@ def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata
 
 
 def unsafe_error(message: str, wanted: str = "", *, is_hostile: bool = False, **context: Any) -> UnsafeCheckpointError:
-    """Return the error, with the remedy that fits.
-
-    Args:
-        wanted: the unknown global, if that is the reason.
-        is_hostile: only a damaged or malicious file has this.
-    """
+    """Only a damaged or malicious file ``is_hostile``."""
     if wanted.startswith("torch.distributed.") or wanted.rpartition(".")[0] == "torch":
         hint = (
             f"If a PyTorch newer than {torch.__version__} wrote it, use a tierckpt newer than {_version()} that was "
@@ -115,7 +102,7 @@ def unsafe_error(message: str, wanted: str = "", *, is_hostile: bool = False, **
 
 
 def _version() -> str:
-    from ... import __version__  # the package has it only after it was imported
+    from ... import __version__
 
     return __version__
 
@@ -129,14 +116,11 @@ def _parse(data: bytes) -> Any:
     return machine.run(data, known, keys=(MetadataIndex,))
 
 
-# --- the functions metadata may call: arguments can be anything --------------------------------------------------
-#
-# A function named like a class of DCP makes an instance, as ``dcp.encoding`` calls it. Its contents are checked later,
-# unless they are checked here.
+# --- the functions metadata may call: arguments can be anything. Results are checked later, unless here ---
 
 
 def _build_index(fqn: Any, offset: Any, index: Any) -> MetadataIndex:
-    """Check the arguments: the index is used as a key before any other check."""
+    """The index is a key before any other check."""
     fqn = _text(fqn, "a name")
     if offset is not None and type(offset) is not torch.Size:
         raise RefusedPickle(f"the offset of {fqn:.200} is no size")
@@ -159,10 +143,9 @@ def _size(numbers: Any) -> torch.Size:
 
 
 class _Sizes:
-    """The sizes of one file. DCP and this module use them as keys of dicts.
+    """Keys of dicts: a tuple's hash has no secret.
 
-    The hash of a tuple of numbers has no secret in it: a file of a few MB can have 100,000 that share one, and a dict
-    of those takes hours (S6). By chance two do once in a million files.
+    A file of a few MB can have 100,000 sizes with one hash, and a dict of those takes hours (S6).
     """
 
     def __init__(self) -> None:
@@ -226,7 +209,7 @@ def _windows_path(*parts: Any) -> PureWindowsPath:
 
 
 class _Paths:
-    """The paths of one file. Together they are no longer than it is, however often their parts are referred to (S6)."""
+    """The paths of one file. Together they are no longer than it is (S6)."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
@@ -256,7 +239,7 @@ _REPEATS = "it says the same things over and over"
 
 
 def _globals() -> dict[tuple[str, str], Any]:
-    """Return every global that metadata may name: an exact table, without dotted names or lookups in modules."""
+    """Every global that metadata may name: an exact table, without lookups in modules."""
     dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     return {
         **{name: Function(make) for name, make in _PATHS.items()},
@@ -266,7 +249,7 @@ def _globals() -> dict[tuple[str, str], Any]:
         (_METADATA, "_MEM_FORMAT_ENCODING"): _Members(MemoryFormatEncoding),
         (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _Members(OldMemoryFormatEncoding),
         ("builtins", "getattr"): Function(_member),
-        ("__builtin__", "getattr"): Function(_member),  # its name in protocols below 3
+        ("__builtin__", "getattr"): Function(_member),  # in protocols below 3
         ("torch", "Size"): Function(_size),
         ("torch.serialization", "_get_layout"): Function(_layout),
     }
@@ -283,7 +266,6 @@ FIELDS: dict[Any, frozenset[str]] = {
     TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
     StorageInfo: frozenset({"relative_path", "offset", "length", "transform_descriptors"}),
 }
-"""The fields that are checked here, by class. A later torch may have added others."""
 
 _CALLS: dict[Any, Any] = {
     MetadataIndex: _build_index,
@@ -293,15 +275,14 @@ _CALLS: dict[Any, Any] = {
 _CLASSES: dict[Any, Class] = {kind: Class(kind.__name__, _CALLS.get(kind)) for kind in FIELDS}
 
 _PROPERTIES = (torch.dtype, torch.layout, bool, Enum, bool)
-"""The first fields of tensor properties in every torch. Since 2.15 the strides follow."""
+"""Since torch 2.15 the strides follow."""
 _STATE_LENGTHS = {kind: len(cast(Any, kind)().__getstate__()) for kind in (TensorProperties, OldTensorProperties)}
-"""Length of the state that the running torch accepts: a later torch may have written more."""
+"""A later torch may have written more."""
 _HAS_STRIDES = {kind: "strides" in {field.name for field in dataclasses.fields(kind)} for kind in _STATE_LENGTHS}
 
 HAS_LATER_FIELDS = any(
     {field.name for field in dataclasses.fields(kind)} - FIELDS[kind] for kind in (MetadataIndex, StorageInfo)
 )
-"""Whether places hold more than this module checks by name."""
 
 GLOBALS = _globals()
 
@@ -315,7 +296,7 @@ class MetadataBuilder:
     def __init__(self, budget: int, partial: bool) -> None:
         self._budget = budget
         self._partial = partial
-        # Keyed by identity. The source objects are kept, so that no other object gets the same id.
+        # The source objects are kept, so that no other object gets their id.
         self._properties: dict[int, tuple[Any, TensorProperties]] = {}
         self._chunks: dict[tuple[int, torch.Size], tuple[Any, ChunkStorageMetadata]] = {}
         self._paths: set[str] = set()
@@ -370,14 +351,12 @@ class MetadataBuilder:
         return entry
 
     def _shared_chunk(self, record: Any, size: torch.Size, fqn: str) -> ChunkStorageMetadata:
-        """Tensors of one size that share a chunk in the file share one here."""
         if (known := self._chunks.get((id(record), size))) is None:
             made = self._chunk(record, size, fqn)
             known = self._chunks[id(record), size] = self._chunks[id(made), size] = record, made
         return known[1]
 
     def _shared_properties(self, record: Any) -> TensorProperties:
-        """Tensors that share properties in the file share them here: our own metadata does that."""
         if (known := self._properties.get(id(record))) is None:
             made = self._tensor_properties(record)
             known = self._properties[id(record)] = self._properties[id(made)] = record, made
@@ -405,7 +384,6 @@ class MetadataBuilder:
         return info
 
     def _check_plain(self, value: Any, what: str, depth: int = 0) -> None:
-        """``planner_data`` is for the planner that wrote it: data of any shape, but nothing but data."""
         if type(value) in _PLAIN:
             return
         if depth > DEPTH_MAX:
@@ -425,7 +403,7 @@ class MetadataBuilder:
                     self._check_plain(item, what, depth + 1)
 
     def _check_further(self, fields: Mapping[Any, Any], kind: Any) -> None:
-        """Check a field that a later torch added: a few numbers, strings, dtypes and the like, or tuples of them."""
+        """Check a field of a later torch: numbers, strings, dtypes and the like, or tuples of them."""
         for count, (name, value) in enumerate(fields.items(), start=1):
             items = value if type(value) is tuple else (value,)
             if count > LATER_FIELDS_MAX or len(items) > LATER_FIELDS_MAX or not _PLAIN.issuperset(map(type, items)):
@@ -437,13 +415,12 @@ class MetadataBuilder:
             self.spend(1 + len(items))
 
     def spend(self, count: int) -> None:
-        """Subtract ``count`` visits from the budget: a visit at each reference of a shared object may never end."""
+        """Bound the visits, also of shared objects: they may never end."""
         self._budget -= count
         if self._budget < 0:
             raise RefusedPickle(_REPEATS, is_hostile=True)
 
     def _state(self, record: Any, kind: Any, *needed: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
-        """Return the fields of ``record`` of ``kind``, and its unknown fields."""
         if type(record) is not InertObject or record.kind is not _CLASSES[kind]:
             raise RefusedPickle(f"it has another object where a {kind.__name__} belongs")
         state = {} if record.state is None else record.state
@@ -477,13 +454,12 @@ class MetadataBuilder:
         offsets, sizes = _sizes(state["offsets"], fqn), _sizes(state["sizes"], fqn)
         if not len(offsets) == len(sizes) == len(size):
             raise RefusedPickle(f"a chunk of {fqn:.200} has another number of dimensions")
-        # An empty chunk holds nothing, wherever it is: ranks that get no rows of a tensor write those.
+        # Ranks without rows of a tensor write empty chunks anywhere.
         if any(at + count > end for at, count, end in zip(offsets, sizes, size, strict=True)) and 0 not in sizes:
             raise RefusedPickle(f"a chunk of {fqn:.200} is outside it")
         return _with_extra_fields(ChunkStorageMetadata(offsets, sizes), further)
 
     def _tensor_properties(self, record: Any) -> Any:
-        """Build the properties of a tensor by torch's own class, which knows its members and fields."""
         of_old = type(record) is InertObject and record.kind is _CLASSES[OldTensorProperties]
         kind: Any = OldTensorProperties if of_old else TensorProperties
         state = record.state if type(record) is InertObject and record.kind is _CLASSES[kind] else None
@@ -521,7 +497,7 @@ def _with_extra_fields(made: _Made, further: Mapping[str, Any]) -> _Made:
 
 
 def relative_of(path: Any) -> str:
-    """Refuse any path that could lead out of the checkpoint's directory, on any store."""
+    """Refuse a path that could lead out of the checkpoint's directory, on any store."""
     if type(path) is not str or any(character in path for character in "\\\0"):
         raise RefusedPickle("the path of a file is not acceptable", is_hostile=True)
     if any(part in {"", ".", ".."} for part in path.split("/")):
@@ -530,10 +506,7 @@ def relative_of(path: Any) -> str:
 
 
 def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageInfo]) -> None:
-    """Check that a dense chunk's bytes are in its item, or ``torch.save``'s bytes of a subclass.
-
-    A missing item raises when it is read.
-    """
+    """Check that a chunk's bytes, or ``torch.save``'s of a subclass, are in its item."""
     needed: dict[int, dict[Any, int]] = {}
     last: ChunkStorageMetadata | None = None
     properties: TensorProperties | None = None
@@ -558,7 +531,6 @@ def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageIn
 
 
 def _sizes_bytes(entry: TensorStorageMetadata) -> dict[Any, int]:
-    """Return the bytes that chunks need, by offsets; the maximum of several chunks at one offset."""
     needed: dict[Any, int] = {}
     for chunk in entry.chunks:
         size_bytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
@@ -567,7 +539,7 @@ def _sizes_bytes(entry: TensorStorageMetadata) -> dict[Any, int]:
 
 
 def check_positions(planner_data: Any) -> None:
-    """Bound the list positions in paths of DCP's planner: loaders make lists that long."""
+    """Loaders make lists of the length that paths of DCP's planner name."""
     if type(planner_data) is not dict:
         return
     longest: dict[tuple[Any, ...], int] = {}

@@ -2,11 +2,10 @@
 
 Invariants (tests cite them):
     S7  No item is unpickled except by ``torch.load(weights_only=True)``, before it is rewritten. An item without
-        globals is read by a reader that knows none, and so calls nothing: the machine of this package, which takes a
-        tenth of the time, or an unpickler, for integers that are too wide for both.
+        globals is read by a reader that knows none, and so calls nothing.
     S8  A planner gets bytes made here from data that passed S7, and that pass it, too. So it does not matter
         that planners load them with ``weights_only=False``, nor whether two readers of torch's formats agree about the
-        bytes of the file: planners never get those.
+        bytes of the file.
     S9  An unpacked item is not much larger than the item: ``torch.save`` never compresses, so an item that is
         compressed, or has a length in place of data, was made to fill the memory.
 """
@@ -37,7 +36,7 @@ _WIDE = f"Unsupported operand {pickle.LONG4[0]}"
 _ZIP = b"PK\3\4"
 
 _DATA_CLASSES = (io.BytesIO,)
-"""Plain data that torch does not register as such. Trainers have long put their counters into a BytesIO."""
+"""Data that torch does not register. Trainers put their counters into a BytesIO."""
 
 _UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 _lock = threading.Lock()
@@ -45,10 +44,7 @@ os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-d
 
 
 class Objects:
-    """Turns the bytes of objects into bytes that are safe to unpickle.
-
-    Caches small ones: the options of an optimizer are the same few numbers for thousands of parameters.
-    """
+    """Turns the bytes of objects into bytes that are safe to unpickle. Caches small ones, which repeat."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, bytes] = {}
@@ -56,13 +52,7 @@ class Objects:
     def inert(self, data: bytes, name: str) -> bytes:
         """Return bytes of the same object that any ``torch.load`` reads without running code (S8).
 
-        Args:
-            data: the bytes of an item that is no tensor.
-            name: the item's name in errors.
-
-        Raises:
-            UnsafeCheckpointError: it has more than data, or is not an item of ``torch.save``.
-        Cost: some 0.4 ms for a small new item, nothing for a small known one, else three passes.
+        Raises UnsafeCheckpointError if ``data`` has more than data, or is not an item of ``torch.save``.
         """
         known = self._known.get(data)
         if known is not None:
@@ -100,7 +90,7 @@ def load_tensor(stream: Any, name: str, *, trusted: bool = False) -> torch.Tenso
 
 
 def _load_simple(data: bytes, name: str) -> Any:
-    """Load numbers, texts and lists, tuples and dicts of them, such as 13,000 parameter names; else ``_MORE``."""
+    """Return ``_MORE`` for more than numbers, texts and lists, tuples and dicts of them."""
     stream = io.BytesIO(data)
     _check_growth(stream, name)
     try:
@@ -128,7 +118,7 @@ class _NoGlobals(pickle.Unpickler):
 
 
 def _load_plain(data: bytes, error: UnsafeCheckpointError) -> Any:
-    """Load numbers, texts and containers, including integers of more than 255 bytes. Raises ``error`` for others."""
+    """Load also integers of more than 255 bytes. Raises ``error`` for other objects."""
     try:
         records = PyTorchFileReader(io.BytesIO(data))
         return _NoGlobals(io.BytesIO(records.get_record("data.pkl"))).load()
@@ -137,10 +127,7 @@ def _load_plain(data: bytes, error: UnsafeCheckpointError) -> Any:
 
 
 def load_object(stream: BinaryIO, map_location: str | None, name: str, *, trusted: bool = False) -> Any:
-    """``torch.load(weights_only=True)``, with one kind of error. Our own errors from ``stream`` pass unchanged.
-
-    Being explicit, ``weights_only`` is not overridden by any environment variable of torch.
-    """
+    """``torch.load(weights_only=True)``, with one kind of error. Our own errors from ``stream`` pass unchanged."""
     try:
         _check_growth(stream, name)
         return torch.load(stream, map_location=map_location, weights_only=not trusted, mmap=False)
@@ -151,7 +138,7 @@ def load_object(stream: BinaryIO, map_location: str | None, name: str, *, truste
 
 
 def _check_growth(stream: BinaryIO, name: str) -> None:
-    """Reject an archive with far larger records than itself. Torch's reader reports that without unpacking."""
+    """Reject an archive with far larger records than itself, without unpacking it."""
     start, size_bytes = stream.tell(), stream.seek(0, io.SEEK_END)
     stream.seek(start)
     if stream.read(len(_ZIP)) != _ZIP:
@@ -165,7 +152,6 @@ def _check_growth(stream: BinaryIO, name: str) -> None:
 
 
 def _records_bytes(stream: BinaryIO) -> int:
-    """Return the unpacked size in an archive's headers."""
     reader = PyTorchFileReader(stream)
     if hasattr(reader, "get_record_size"):
         return sum(map(reader.get_record_size, reader.get_all_records()))
@@ -174,12 +160,10 @@ def _records_bytes(stream: BinaryIO) -> int:
 
 
 def _size_bytes_max(size_bytes: int) -> int:
-    """Return the largest unpacked size of an item of ``size_bytes``: TorchScript packs its code."""
     return GROWTH_MAX * size_bytes + GROWTH_BYTES_MIN
 
 
 def _size_bytes(value: Any, seen: set[int]) -> int:
-    """Return the approximate size of ``value``: objects that one pickled call can make large, each once."""
     if id(value) in seen:
         return 0
     seen.add(id(value))
@@ -203,7 +187,7 @@ def _too_large(name: str, size_bytes: int, records: int | None = None) -> Unsafe
 
 
 def _missing_data_classes() -> list[Any]:
-    """Return the classes that the user has not registered: ``safe_globals`` would remove them on exit."""
+    """The classes that the user has not registered: ``safe_globals`` would remove them on exit."""
     registered = torch.serialization.get_safe_globals()
     return [kind for kind in _DATA_CLASSES if kind not in registered]
 
@@ -229,13 +213,12 @@ def _refusal_error(error: Exception, name: str) -> UnsafeCheckpointError:
 
 
 def _torch_message(error: Exception) -> str:
-    """Return torch's message, without its advice to load the file unsafely."""
     lines = [line for line in str(error).splitlines() if line and "documentation" not in line]
     return lines[-1].partition(" In PyTorch 2.6")[0][:300] if lines else ""
 
 
 def _is_class(wanted: str, message: str) -> bool:
-    """Return True for a class that torch may register; not for functions like ``eval``."""
+    """Whether torch may register it; not for functions like ``eval``."""
     if "is blocked" in message:
         return False
     return "." in wanted or isinstance(getattr(builtins, wanted, None), type)

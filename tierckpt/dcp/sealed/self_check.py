@@ -12,17 +12,13 @@ from ..metadata_pickle import encode, renamed
 from .metadata import FIELDS, HAS_LATER_FIELDS, MetadataBuilder, check_stored, load_metadata, relative_of, unsafe_error
 
 _verified: tuple[dict[str, Any], Any, bytes] = {}, None, b""
-"""Entries, planner data and encoding of the newest metadata that was read back: the very objects, which a cached plan
-gives to each save."""
+"""The newest verified metadata: a cached plan gives its objects to each save."""
 
 
 def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = False) -> None:
     """Raise the error of ``load_metadata`` for ``data``, the encoding of ``metadata``.
 
-    Entries that are the objects of the last call were checked; only the other entries and the positions are checked. If
-    ``data`` is that of the last call with other names, only the names are.
-    Cost: that of ``load_metadata`` for a new structure; nothing for one with other names; 1.5 microseconds for each
-    tensor whose position changed.
+    Only changes since the last call are checked.
     """
     global _verified
     entries, planner = metadata.state_dict_metadata, metadata.planner_data
