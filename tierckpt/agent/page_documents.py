@@ -135,8 +135,8 @@ class PageDocuments:
                         self._locks.pop(self._kept.popitem(last=False)[0], None)
             return found
 
-    def _ask(self, what: str, **asked: object) -> tuple[Json | None, str]:
-        message = {"op": "page", "what": what, "asked": asked}
+    def _ask(self, what: str, **request: object) -> tuple[Json | None, str]:
+        message = {"op": "page", "what": what, "request": request}
         answer, problem = ask_agent(self._settings, message, AGENT_SECONDS)
         return answer, "" if answer is not None else problem or NO_AGENT
 
