@@ -2,7 +2,8 @@
 
 - obstore sends buffers without a copy, even after ``write``: a piece that may still change is copied first.
 - A cancelled request leaves a multipart transfer on the server: requests end (``to_completion``), then are aborted.
-- obstore's retries have no budget: stores/retry.py retries all but the parts of a large object, whose bytes are gone.
+- obstore's retries have no budget: stores/retry.py retries all but the parts of a large object, whose bytes are no
+  longer in memory.
 
 obstore ends a listing at a key that is no path (``a//b``, control characters). ``OddKeys`` lists and reads such keys
 through fsspec, if listed: such a key from outside is refused (S5 of ``base``).
@@ -486,8 +487,8 @@ class RemoteStore:
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
         """Write a large object in parts. After any error no object and, on S3 and GCS, no parts remain.
 
-        Only an object of one part is retried here: the pieces of others are gone. Azure deletes uncommitted parts after
-        a week.
+        Only an object of one part is retried here: the pieces of others are no longer in memory. Azure deletes
+        uncommitted parts after a week.
         """
         check_key(key)
         async with closing(pieces):
@@ -540,7 +541,7 @@ class RemoteStore:
         folders: dict[str, builtins.list[str]] = {}
         for info in markers.empty():
             parent, _, name = info.key.rpartition("/")
-            # A listing returns ``x/`` as ``x``; one of a level tells them apart.
+            # A listing returns ``x/`` as ``x``; a listing of one level distinguishes them.
             if parent not in folders:
                 folders[parent] = await self.list_dirs(parent)
             if name not in folders[parent] and not await self._is_azure_folder(info.key):
@@ -709,7 +710,7 @@ class RemoteStore:
             await self._check_language(answer.meta["e_tag"], None)
 
     async def _bucket_is_missing(self, key: str | None, writing: bool) -> bool:
-        """Tell a missing bucket from a missing key, whose responses are alike. One listing per bucket."""
+        """Distinguish a missing bucket from a missing key by one listing per bucket: their responses are equal."""
         if key is None or writing:
             return True
         if self._bucket.exists:
