@@ -237,7 +237,7 @@ def make(root: Path, size_bytes: int, chunk_bytes: int) -> tuple[FileSet, Path]:
     frozen = FileSet("s3://bench/model", (FileSpec("model.bin", "model.bin", chunks * chunk_bytes, "1"),), chunk_bytes)
     filling = PartialEntry(root / "cache" / frozen.name, frozen, preallocate=True)
     for index, chunk in frozen.chunks():
-        filling.land(index, chunk, os.urandom(chunk_bytes))
+        filling.store_chunk(index, chunk, os.urandom(chunk_bytes))
     filling.publish()
     filling.close()
     file = root / "cache" / frozen.name / "model.bin"

@@ -49,7 +49,7 @@ def land(filling: PartialEntry, data: Data, ordinals: Sequence[int] | None = Non
     frozen = filling.frozen
     for ordinal, (index, chunk) in enumerate(frozen.chunks()):
         if ordinals is None or ordinal in ordinals:
-            filling.land(index, chunk, bytes_of(frozen, data, ordinal))
+            filling.store_chunk(index, chunk, bytes_of(frozen, data, ordinal))
 
 
 def bytes_of(frozen: FileSet, data: Data, ordinal: int) -> bytes:

@@ -160,7 +160,7 @@ def _adopt(
             if settings.peers is not None:
                 marks.mark_origin(directory, token)
             adopted = directory / adopted_dir(token)
-            with source.staying(place):
+            with source.locked_directory(place):
                 source.import_files(files, adopted, links=links)
             what, total = f"adopt {location.uri}", sum(sizes.values())
             digests = source.make_durable(

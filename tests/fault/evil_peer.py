@@ -19,7 +19,7 @@ from tierckpt.cache.file_set import FileSet
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.errors import TierckptError
 from tierckpt.format.manifest import digest_of
-from tierckpt.peer.auth import prove
+from tierckpt.peer.auth import response_proof
 from tierckpt.peer.membership import Member
 from tierckpt.peer.peer_client import PeerClient
 
@@ -44,7 +44,7 @@ class Request:
         known = {"X-Tierckpt-Digest": digest_of(self.correct), "X-Tierckpt-Held": "10;whole"}
         headers = {"Content-Length": str(len(self.correct) if length is None else length), **known}
         headers |= {name.replace("_", "-"): value for name, value in fields.items()}
-        proof = prove(SECRET.encode(), self.nonce, status, headers, body)
+        proof = response_proof(SECRET.encode(), self.nonce, status, headers, body)
         lines = "".join(f"{name}: {value}\r\n" for name, value in {**headers, "X-Tierckpt-Proof": proof}.items())
         return f"HTTP/1.1 {status} Whatever\r\n{lines}\r\n".encode()
 
@@ -411,7 +411,7 @@ async def _try(
     try:
         async with asyncio.timeout(60):
             answer = await client.chunk(member, frozen.version, CHUNK, 1, into, expected=expected)
-            partial.land(0, 1, into, answer.digest)
+            partial.store_chunk(0, 1, into, answer.digest)
     except TierckptError as error:
         report.refused[f"{name}: {type(error).__name__}"] += 1
         return

@@ -23,7 +23,7 @@ from tests.states import save
 from tierckpt.checkpoint import local_commit
 from tierckpt.client import close_all
 from tierckpt.format.layout import location_at
-from tierckpt.replication.local_index import here
+from tierckpt.replication.local_index import complete_saves
 
 pytestmark = pytest.mark.distributed
 
@@ -94,7 +94,7 @@ class Kills:
             manifest, location = local_commit.read_local_manifest(directory), location_at(self.holder.root, directory)
             if manifest is None or location is None:
                 continue
-            held = here(directory, location, manifest).held
+            held = complete_saves(directory, location, manifest).held
             lacking = [e.key for e in manifest.files if e.token in held and not (directory / e.key).exists()]
             problems += [f"step {self.step}: {key} counts but is missing" for key in lacking]
         return problems

@@ -144,7 +144,7 @@ def model(uri: str = "s3://models/tiny", chunks: int = 6) -> tuple[FileSet, byte
 
 def write_chunks(filling: PartialEntry, data: bytes, chunks: Sequence[int]) -> None:
     for chunk in chunks:
-        filling.land(0, chunk, data[chunk * CHUNK : (chunk + 1) * CHUNK])
+        filling.store_chunk(0, chunk, data[chunk * CHUNK : (chunk + 1) * CHUNK])
 
 
 # --- membership ---------------------------------------------------------------------------------------------------

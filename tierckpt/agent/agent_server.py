@@ -282,10 +282,10 @@ class Agent:
         async for _ in Poll(self.settings.grace_seconds, LOCAL):
             await self._drain_what_is_ready()
             await self._prune_what_is_due()
-            is_drained = not (self.mover.drains.draining or self._prune_at or await self._left())
+            is_drained = not (self.mover.drains.draining or self._prune_at or await self._unfinished_entries())
             if self.handoffs.is_empty and is_drained:
                 break
-        left = await self._left()
+        left = await self._unfinished_entries()
         for entry in left:
             log.warning(
                 "%s (%s) is not on the shared tier yet; the next agent continues",
@@ -296,7 +296,7 @@ class Agent:
             log.warning("%s is staged but not on the local tier", save.name)
         return 3 if left or self.handoffs.saves else 0
 
-    async def _left(self) -> list[JournalEntry]:
+    async def _unfinished_entries(self) -> list[JournalEntry]:
         return [entry for entry in await self._entries() if entry.state in DRAIN_STATES]
 
     async def _entries(self) -> list[JournalEntry]:

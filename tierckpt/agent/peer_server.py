@@ -101,16 +101,16 @@ class RecentNames:
         """With too many versions, those without a note for ``seconds`` are dropped."""
         now = time.monotonic()
         if version not in self._names and len(self._names) >= INTERESTED_MAX:
-            self._names = {key: fresh for key in self._names if (fresh := self._fresh(key, now - seconds))}
+            self._names = {key: fresh for key in self._names if (fresh := self._recent(key, now - seconds))}
         if version in self._names or len(self._names) < INTERESTED_MAX:
             names = self._names.setdefault(version, {})
             if name in names or len(names) < INTERESTED_MAX:
                 names[name] = now
 
     def names(self, version: str, seconds: float) -> set[str]:
-        return set(self._fresh(version, time.monotonic() - seconds))
+        return set(self._recent(version, time.monotonic() - seconds))
 
-    def _fresh(self, version: str, since: float) -> dict[str, float]:
+    def _recent(self, version: str, since: float) -> dict[str, float]:
         return {name: at for name, at in self._names.get(version, {}).items() if at > since}
 
 
@@ -397,13 +397,13 @@ class PeerServer:
         """False after the deadline. Requests for a version share each check."""
         pause = POLL_SECONDS
         while time.monotonic() < deadline:
-            await self._look(version, size, pause)
+            await self._scan_version(version, size, pause)
             if self.holdings.has_seen(version, size, ordinal):
                 return True
             pause = min(pause * 1.5, POLL_SECONDS_MAX)
         return False
 
-    async def _look(self, version: str, size: int, pause: float) -> None:
+    async def _scan_version(self, version: str, size: int, pause: float) -> None:
         key = version, size
         task = self._looks.get(key)
         if task is None or task.done():  # awaiting a finished task does not yield: a loop of it would block the agent

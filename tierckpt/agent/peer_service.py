@@ -191,7 +191,7 @@ class PeerService:
             self._task = None
         if self.gossip is not None:
             with contextlib.suppress(Exception):
-                await self.gossip.goodbye()
+                await self.gossip.announce_departure()
         await self._stop()
 
     async def _stop(self) -> None:

@@ -92,7 +92,7 @@ class Rollout:
         self.now = now
         for name, found in reports.items():
             self._take_held(self.node(name), found)
-        got = _given(statuses)
+        got = _bytes_served(statuses)
         for name, status in statuses.items():
             if status is not None:
                 self._take_status(self.node(name), status, got)
@@ -214,7 +214,7 @@ def line(rollout: Rollout) -> str:
 # --- validation of reports ------------------------------------------------------------------------------------------
 
 
-def _given(statuses: Mapping[str, Json | None]) -> dict[str, int]:
+def _bytes_served(statuses: Mapping[str, Json | None]) -> dict[str, int]:
     got: dict[str, int] = {}
     for status in statuses.values():
         for name, size in _amounts((status or {}).get("served_bytes")).items():

@@ -167,7 +167,7 @@ class _Committed:
 
     @classmethod
     def of(cls, manifest: Manifest, name: str) -> _Committed:
-        size, branch, policy = manifest.size_bytes, branches.branch_of(manifest, name), Policy.noted(manifest)
+        size, branch, policy = manifest.size_bytes, branches.branch_of(manifest, name), Policy.from_manifest(manifest)
         return cls(manifest.attempt, manifest.created_unix_seconds, len(manifest.entries), size, branch, policy)
 
 

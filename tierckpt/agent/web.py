@@ -267,27 +267,31 @@ class WebServer:
         path, _, text = request.raw_path.partition("?")
         query = {name: values[0] for name, values in parse_qs(text).items()}
         if request.method not in ("GET", "HEAD"):
-            return _say(HTTPStatus.METHOD_NOT_ALLOWED, "The page is read-only", Allow="GET, HEAD")  # B1
+            return _text_response(HTTPStatus.METHOD_NOT_ALLOWED, "The page is read-only", Allow="GET, HEAD")  # B1
         if path != "/metrics" and not self.is_own_name(request.headers.get("Host", "")):
-            return _say(HTTPStatus.FORBIDDEN, "Host is neither an address nor a name of this machine")  # B2
+            return _text_response(HTTPStatus.FORBIDDEN, "Host is neither an address nor a name of this machine")  # B2
         if self.token:
             given = query.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.token.encode()):
-                return _say(HTTPStatus.UNAUTHORIZED, "Open the address printed by `tierckpt status --web`")  # B3
+                return _text_response(
+                    HTTPStatus.UNAUTHORIZED, "Open the address printed by `tierckpt status --web`"
+                )  # B3
         if path == "/events":
             return await self._events(request)
         if path not in ("/", "/status.json", *self.pages.paths, *self.routes):
             known = ", ".join(["/events", "/status.json", *self.pages.paths, *self.routes])
-            return _say(HTTPStatus.NOT_FOUND, f"Available: /, {known}")
+            return _text_response(HTTPStatus.NOT_FOUND, f"Available: /, {known}")
         accept = request.headers.get("Accept", "")
         try:
             body, kind = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._make, path, query, accept
             )
         except NotNamedError:
-            return _say(HTTPStatus.NOT_FOUND, "This node has no such run or checkpoint")
+            return _text_response(HTTPStatus.NOT_FOUND, "This node has no such run or checkpoint")
         except BusyError:
-            return _say(HTTPStatus.SERVICE_UNAVAILABLE, "Too many documents are in progress", **{"Retry-After": "2"})
+            return _text_response(
+                HTTPStatus.SERVICE_UNAVAILABLE, "Too many documents are in progress", **{"Retry-After": "2"}
+            )
         except (OSError, TierckptError) as error:
             body, kind = json.dumps({"problem": redact(str(error))}).encode(), "application/json"
         return _reply(body, kind)
@@ -306,7 +310,7 @@ class WebServer:
             return _reply(b"", "text/event-stream")
         if not self.documents.listen():
             again = {"Retry-After": "10"}
-            return _say(HTTPStatus.SERVICE_UNAVAILABLE, f"{LISTENERS_MAX} pages are open", **again)
+            return _text_response(HTTPStatus.SERVICE_UNAVAILABLE, f"{LISTENERS_MAX} pages are open", **again)
         try:
             response = await begin(request, {"Content-Type": "text/event-stream", **HEADERS})
             number = 0
@@ -333,7 +337,7 @@ def _own_names() -> frozenset[str]:
     return frozenset({"localhost", name, name.partition(".")[0]})
 
 
-def _say(status: HTTPStatus, text: str, **headers: str) -> web.Response:
+def _text_response(status: HTTPStatus, text: str, **headers: str) -> web.Response:
     return _reply(f"{text}\n".encode(), "text/plain; charset=utf-8", status, headers)
 
 

@@ -46,7 +46,7 @@ class Process:
     def this(cls) -> Process:
         return cls(os.getpid(), start_ticks(os.getpid()))
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return start_ticks(self.pid) == self.began
 
 
@@ -91,7 +91,7 @@ class SharedWindow:
 
     def awaited(self) -> bool:
         view = self._memory.view
-        return not view[_CLOSED_AT] and any(not view[_JOINED_AT + one] for one in self._living())
+        return not view[_CLOSED_AT] and any(not view[_JOINED_AT + one] for one in self._live_ranks())
 
     @contextlib.contextmanager
     def _join_lock(self) -> Iterator[None]:
@@ -116,11 +116,11 @@ class SharedWindow:
         """The first unit that this member may still copy."""
         return self._words[self._member]
 
-    def _living(self) -> list[int]:
+    def _live_ranks(self) -> list[int]:
         with self._lock:
             if (now := time.monotonic()) - self._checked > DEATH_CHECK_SECONDS:
                 self._checked = now
-                self._dead |= {n for n, one in enumerate(self._members) if n not in self._dead and not one.lives()}
+                self._dead |= {n for n, one in enumerate(self._members) if n not in self._dead and not one.is_alive()}
             return [number for number in range(len(self._members)) if number not in self._dead]
 
     def is_there(self, unit: int) -> bool:
@@ -134,7 +134,7 @@ class SharedWindow:
         if not behind:
             return True
         closed = view[_CLOSED_AT]
-        return not any(view[_JOINED_AT + n] or not closed for n in set(behind) & set(self._living()))
+        return not any(view[_JOINED_AT + n] or not closed for n in set(behind) & set(self._live_ranks()))
 
     def claim(self, unit: int) -> bool:
         """Become the filler of ``unit``. False if it has another filler or is filled."""
@@ -176,7 +176,7 @@ class SharedWindow:
     def leave(self) -> None:
         """The last member frees the pages. The own memory stays open for late members."""
         self.advance(PASSED_ALL)
-        if all(self._words[one] == PASSED_ALL for one in self._living()):
+        if all(self._words[one] == PASSED_ALL for one in self._live_ranks()):
             self._memory.discard()
         if not self._is_own:
             self._memory.close()

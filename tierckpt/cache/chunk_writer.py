@@ -71,13 +71,13 @@ class ChunkWriter:
         self._no_room_until = time.monotonic() + NO_ROOM_SECONDS
 
     async def write(self, index: int, chunk: int, data: Buffer, digest: str, *, keep: bool = False) -> None:
-        """Write one chunk. Raises CapacityError unless ``keep``, and as ``PartialEntry.land``."""
+        """Write one chunk. Raises CapacityError unless ``keep``, and as ``PartialEntry.store_chunk``."""
         if keep and not self.has_room:
             return
         try:
             if self._pool is not None:
                 await self._grant(len(data))
-            await to_completion(asyncio.to_thread(self.partial_entry.land, index, chunk, data, digest))
+            await to_completion(asyncio.to_thread(self.partial_entry.store_chunk, index, chunk, data, digest))
         except CapacityError as error:
             if not keep:
                 raise

@@ -25,12 +25,12 @@ from .chunk_writer import ChunkWriter, FetchStats
 from .fetch_job import ChunkFetcher, FetchJob
 from .file_set import FileSet, FileSpec, Receipt
 from .fill_protocols import PeerFill, PeerJoin
-from .partial_entry import PartialEntry, read_file, tidy
+from .partial_entry import PartialEntry, read_file, remove_stale_directory
 from .pool import Pool
 from .receipt import read_receipt, whole_receipt
 from .reuse import CopySource, copies_of, copy_chunk, reuse
 from .store_chunks import StoreChunks
-from .verifier import Checker, mend
+from .verifier import Checker, repair_chunk
 
 log = logger("prefetch")
 
@@ -124,7 +124,7 @@ class CacheEntry:
             self._partial_entry = self._join_partial(whole)
             if self._partial_entry is None:
                 self._chunks = StoreChunks(self.store, self.frozen)
-                tidy(self._target)
+                remove_stale_directory(self._target)
                 if self.pool is not None:
                     self.pool.used(name)
                 return
@@ -287,7 +287,9 @@ class CacheEntry:
         if data is None:
             if await asyncio.to_thread(self.read_available, self.frozen.files[index].path, part, target):
                 return
-            data = await self._once((index, chunk, True), partial(mend, self.checker, self._chunks, self.target))
+            data = await self._once(
+                (index, chunk, True), partial(repair_chunk, self.checker, self._chunks, self.target)
+            )
             assert data is not None
         target[:] = memoryview(data)[part.start - chunk_range.start : part.stop - chunk_range.start]
 

@@ -128,7 +128,7 @@ class FetchJob:
         self._is_overtaking = False
 
     async def run(self) -> None:
-        self._say()
+        self._log_progress()
         workers = min(self.fetcher.fetches_max, self.count)
         tasks = [asyncio.ensure_future(self._work()) for _ in range(workers)]
         try:
@@ -175,7 +175,7 @@ class FetchJob:
             self._files[index] = FileProgress(item.path, done_bytes, item.size_bytes)
         self._fetching.append(index)
         try:
-            self._say()
+            self._log_progress()
             yield
         finally:
             self._fetching.remove(index)
@@ -216,9 +216,9 @@ class FetchJob:
         self.order.done(work)
         if not is_fetched and (work.index, work.chunk) not in self.fetcher.writer.streamed:
             self.stats.others_bytes += size_bytes
-        self._say()
+        self._log_progress()
 
-    def _say(self) -> None:
+    def _log_progress(self) -> None:
         if self.listener is ignore_progress:
             return
         sources = {

@@ -368,7 +368,9 @@ class PartialEntry:
     def digest(self, index: int, chunk: int) -> str:
         return self._lines.landed.get(index, {}).get(chunk, "")
 
-    def land(self, index: int, chunk: int, data: Buffer, digest: str = "", *, clone_of: Path | None = None) -> None:
+    def store_chunk(
+        self, index: int, chunk: int, data: Buffer, digest: str = "", *, clone_of: Path | None = None
+    ) -> None:
         """Verify and write one chunk, then record it (G1).
 
         ``clone_of``: a file to share blocks with. Raises IntegrityError, with nothing written; CapacityError,
@@ -509,7 +511,7 @@ class PartialEntry:
                     if not is_ours:
                         return False
                     if version_in(self.directory) not in (self._replaces, self.frozen.version, None):
-                        raise self._lost()
+                        raise self._lost_error()
                     if not self.is_published():
                         self._publish()
             return True
@@ -520,7 +522,7 @@ class PartialEntry:
     def _is_new(self) -> bool:
         return self.incoming.parent == self.directory.parent
 
-    def _lost(self) -> CheckpointError:
+    def _lost_error(self) -> CheckpointError:
         receipt = read_receipt(self.directory)
         other = f" of {receipt.frozen.uri}" if receipt is not None and receipt.frozen.uri != self.frozen.uri else ""
         return CheckpointError(
@@ -547,11 +549,11 @@ class PartialEntry:
                 publish(self.incoming, self.directory)
             except OSError as error:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise self._lost() from error
+                    raise self._lost_error() from error
                 raise
         else:
             self._move_in(receipt)
-        tidy(self.directory)
+        remove_stale_directory(self.directory)
         if weights := other_weights(self.directory, self.frozen):
             log.warning(
                 "%s has files that look like weights and are not of %s: %s. A loader may read them",
@@ -610,7 +612,7 @@ def read_file(path: Path, byte_range: ByteRange, into: memoryview) -> bool:
         os.close(file)
 
 
-def tidy(directory: Path) -> None:
+def remove_stale_directory(directory: Path) -> None:
     base = directory / FILLING
     if base.exists():
         remove_tree(base, ignore_errors=True)

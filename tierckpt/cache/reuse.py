@@ -93,7 +93,7 @@ def copy_chunk(partial_entry: PartialEntry, index: int, chunk: int, source: Path
         except (StoreError, IntegrityError) as error:
             log.warning("%s: not copied from the node cache but fetched: %s", partial_entry.frozen.uri, error.message)
             return False
-        partial_entry.land(index, chunk, data, digest, clone_of=source)
+        partial_entry.store_chunk(index, chunk, data, digest, clone_of=source)
     return True
 
 

@@ -137,7 +137,7 @@ class Checker:
         return b""
 
 
-async def mend(checker: Checker, chunks: StoreChunks, target: str, index: int, chunk: int) -> Buffer:
+async def repair_chunk(checker: Checker, chunks: StoreChunks, target: str, index: int, chunk: int) -> Buffer:
     """Read a damaged or missing chunk from the store; overwrite damaged bytes.
 
     Raises IntegrityError: damaged here, and no good copy from the store. StoreError: missing here, and unavailable.

@@ -40,7 +40,7 @@ def mark_drained(directory: Path, attempt: str) -> None:
 
 
 def is_drained(directory: Path, attempt: str) -> bool:
-    return _noted(directory / DRAINED) == attempt
+    return _read_mark(directory / DRAINED) == attempt
 
 
 def mark_superseded(directory: Path, attempt: str) -> None:
@@ -53,11 +53,11 @@ def mark_replicated(directory: Path, attempt: str) -> None:
 
 
 def is_replicated(directory: Path, attempt: str) -> bool:
-    return _noted(directory / REPLICATED) == attempt
+    return _read_mark(directory / REPLICATED) == attempt
 
 
 def is_evictable(directory: Path, attempt: str) -> bool:
-    return is_drained(directory, attempt) or _noted(directory / SUPERSEDED) == attempt
+    return is_drained(directory, attempt) or _read_mark(directory / SUPERSEDED) == attempt
 
 
 def read_drained(directory: Path) -> str | None:
@@ -70,7 +70,7 @@ def _note(directory: Path, name: str, attempt: str) -> None:
         durable_write(directory / name, manifests.seal({"attempt": attempt}))
 
 
-def _noted(path: Path) -> str | None:
+def _read_mark(path: Path) -> str | None:
     try:
         return _read(path)
     except (ManifestError, StoreError) as error:

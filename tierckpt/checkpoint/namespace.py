@@ -87,7 +87,7 @@ class Browser:
         self._gate = asyncio.Semaphore(REQUESTS_MAX)
         self._hung: asyncio.Task[str] | None = None
 
-    async def look(self, location: Location) -> Thing:
+    async def find(self, location: Location) -> Thing:
         """Raises ObjectNotFoundError. Cost: one HEAD for a file, and a listing or a GET for a directory or committed
         file.
         """
@@ -226,10 +226,10 @@ class Browser:
     ) -> tuple[list[Thing], bool]:
         infos = [info for info in infos if not is_temporary(_name(info))]
         if not has_private and not any(is_checkpoint_file(_name(info)) for info in infos):
-            return [_thing(location, info) for info in infos], False
+            return [_entry_of(location, info) for info in infos], False
         is_ours, checkpoint = await self._checkpoint(location)
         plain = [info for info in infos if not (is_ours and is_checkpoint_file(_name(info)))]
-        files = [_thing(location, info) for info in plain] + _files(checkpoint)
+        files = [_entry_of(location, info) for info in plain] + _files(checkpoint)
         return files, len(plain) < len(infos)
 
     async def _has_manifest(self, location: Location) -> bool:
@@ -336,7 +336,7 @@ def _name(info: ObjectInfo) -> str:
     return info.key.rpartition("/")[2]
 
 
-def _thing(location: Location, info: ObjectInfo) -> Thing:
+def _entry_of(location: Location, info: ObjectInfo) -> Thing:
     return Thing(location.child(_name(info)), size_bytes=info.size_bytes, etag=info.etag)
 
 

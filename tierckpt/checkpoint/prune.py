@@ -173,7 +173,7 @@ class Pruner:
     async def _look_at_run(self, run: Location, *, level: int = logging.WARNING) -> _Run:
 
         async def look(names: Iterable[str]) -> list[_RunEntry]:
-            return await asyncio.gather(*(self._look(run.child(name)) for name in names))
+            return await asyncio.gather(*(self._read_location(run.child(name)) for name in names))
 
         names = await self._run_selector.names(run, level=level)
         return await look(names), await look(await self._run_selector.windows(run, level=level))
@@ -204,7 +204,7 @@ class Pruner:
                 await self._finish(one, dry_run, result)
         return result
 
-    async def _look(self, location: Location) -> _RunEntry:
+    async def _read_location(self, location: Location) -> _RunEntry:
         seen = _RunEntry(location)
         if _is_link(location):
             seen.other = "a link"
@@ -263,7 +263,7 @@ class Pruner:
             if step is None:
                 one.other = one.other or ("no step number in its name" if one.local or one.shared else "")
                 continue
-            obstacle = self._held(one.location, journaled_uris, linked) or (HAS_LOG if step == base else "")
+            obstacle = self._obstacle_of(one.location, journaled_uris, linked) or (HAS_LOG if step == base else "")
             for tier, manifest in ((Tier.LOCAL, one.local), (Tier.SHARED, one.shared)):
                 if manifest is not None:
                     drained = tier is Tier.LOCAL and self._is_drained(one, manifest)
@@ -283,7 +283,7 @@ class Pruner:
             return True
         return marks.is_evictable(local_dir(self._root, seen.location), manifest.attempt)
 
-    def _held(self, location: Location, journaled_uris: set[str], linked: dict[Path, str]) -> str:
+    def _obstacle_of(self, location: Location, journaled_uris: set[str], linked: dict[Path, str]) -> str:
         if location.uri in journaled_uris:
             return "being saved or drained"
         if location.scheme == "file" and Path(location.path).resolve() in linked:
@@ -409,7 +409,7 @@ def _rule_of_newest(seen: Sequence[_RunEntry]) -> tuple[Policy, list[int]]:
         for one, manifest in manifests
         if order_of(manifest) == start and (step := step_of(one.name)) is not None
     }
-    return (Policy.noted(own[max(own)]), sorted(own)) if own else (Policy(), [])
+    return (Policy.from_manifest(own[max(own)]), sorted(own)) if own else (Policy(), [])
 
 
 def remove_empty(location: Location) -> None:

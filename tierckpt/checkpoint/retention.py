@@ -134,7 +134,7 @@ class Policy:
         return f"local {self.local.encode()} shared {self.shared.encode()}"
 
     @classmethod
-    def noted(cls, manifest: Manifest) -> Policy:
+    def from_manifest(cls, manifest: Manifest) -> Policy:
         note = manifest.notes.get(NOTE)
         match = _NOTED.fullmatch(note) if isinstance(note, str) else None
         if match is None:

@@ -69,7 +69,7 @@ class RunDirectory:
     steps: int
     newest: catalog.CheckpointRow
 
-    def joined(self, other: RunDirectory | None) -> RunDirectory:
+    def merged_with(self, other: RunDirectory | None) -> RunDirectory:
         if other is None:
             return self
         newest = max(other.newest, self.newest, key=lambda row: age_of(row.name))
@@ -163,7 +163,7 @@ class Selector:
             return Newest(near.chosen, error)
 
         async def look() -> Newest:
-            newest = await self._look(location, step_max, windows)
+            newest = await self._find_newest(location, step_max, windows)
             if newest is None or newest.unseen is None:
                 self.reached.add(store_key(location))
             return Newest(newest, newest.unseen if newest is not None else None)
@@ -194,7 +194,7 @@ class Selector:
                 return replace(found, unseen=error)
         return None
 
-    async def _look(self, location: Location, step_max: int | None, windows: bool) -> Checkpoint | None:
+    async def _find_newest(self, location: Location, step_max: int | None, windows: bool) -> Checkpoint | None:
         try:
             return await self._explicit(location)
         except (CheckpointNotFoundError, UncommittedCheckpointError):
@@ -314,7 +314,7 @@ class Selector:
             for run, below_it in await asyncio.gather(*map(self._run_at, now)):
                 locations += below_it
                 if run is not None:
-                    found[run.location] = run.joined(found.get(run.location))
+                    found[run.location] = run.merged_with(found.get(run.location))
         return sorted(found.values(), key=lambda run: run.location.uri), not locations
 
     async def _run_at(self, location: Location) -> tuple[RunDirectory | None, list[Location]]:
@@ -327,7 +327,7 @@ class Selector:
         ) -> tuple[tuple[set[str], Location, catalog.CheckpointRow | None], set[str]]:
             ordered = _newest_first({*names})
             newest_at = location.child(ordered[0]) if ordered else location
-            if BRANCHES_DIR in names and (found := await self._look(location, None, windows=False)) is not None:
+            if BRANCHES_DIR in names and (found := await self._find_newest(location, None, windows=False)) is not None:
                 newest_at = found.location
             newest = await catalog.describe(newest_at, self.directory_of(newest_at), self.store_at(newest_at))
             return ({*names}, newest_at, newest), {newest_at.name} if ordered and newest is None else set()
@@ -438,8 +438,8 @@ class _Wait:
                 if other is not None:
                     return other
                 if self._is_over(error):
-                    raise self._blind(error) from error
-                self._tell(error.message)
+                    raise self._unanswered_error(error) from error
+                self._report(error.message)
             await self._pause()
 
     async def _answer(self, work: Awaitable[T]) -> T:
@@ -455,7 +455,7 @@ class _Wait:
                 if time.monotonic() >= end:
                     raise StoreUnavailableError(f"{self._location.uri} has not answered for {end - self._begun:.0f} s")
                 if time.monotonic() >= self._tell_at:
-                    self._tell("no answer yet")
+                    self._report("no answer yet")
         finally:
             task.cancel()
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -477,7 +477,7 @@ class _Wait:
             self._denied_at = None
         return now >= self._end
 
-    def _tell(self, problem: str) -> None:
+    def _report(self, problem: str) -> None:
         now = time.monotonic()
         if self._has_told and now < self._tell_at:
             return
@@ -492,7 +492,7 @@ class _Wait:
             problem,
         )
 
-    def _blind(self, error: StoreError) -> StoreError:
+    def _unanswered_error(self, error: StoreError) -> StoreError:
         if isinstance(error, EndpointError):
             hint = f"{error.hint}. This does not mean that there are none.{self.advice}"
             message = f"which checkpoints {self._location.uri} has is not known: {error.message}"

@@ -142,7 +142,7 @@ def checked(requests: Sequence[PrefetchRequest], local_root: Path | None, *, rea
             code = IntegrityError.exit_code if found.bad else 0 if found.state == "whole" else PARTIAL
             return Report(found.to_json(), view, code)
 
-        return joined([client.run(look(request)) for request in requests])
+        return join_reports([client.run(look(request)) for request in requests])
 
 
 def unpinned(locations: Sequence[Location], local_root: Path | None) -> Report:
@@ -177,7 +177,7 @@ def _eviction(went: Sequence[CacheRow], stayed: Sequence[CacheRow]) -> Report:
     return Report(document, [facts(summary)], PARTIAL if stayed else 0)
 
 
-def joined(reports: Sequence[Report]) -> Report:
+def join_reports(reports: Sequence[Report]) -> Report:
     if len(reports) == 1:
         return reports[0]
     code = max(report.exit_code for report in reports)

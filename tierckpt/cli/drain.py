@@ -206,7 +206,7 @@ async def _drain_within(mover: Mover, wait: bool, timeout_seconds: float | None)
     except TimeoutError as error:
         if isinstance(error, TierckptError):
             raise
-        await _look(mover, work)
+        await _read_state(mover, work)
         work.errors.append(OperationTimeoutError(f"not drained within {timeout_seconds:g} s"))
     return work
 
@@ -216,16 +216,16 @@ async def _drain(mover: Mover, work: _Work, wait: bool) -> None:
 
     A rank's commit may need the part of another rank that the same pass drains later.
     """
-    await _look(mover, work)
+    await _read_state(mover, work)
     await mover.drains.recover()  # only removes unfinished saves of dead processes
     await mover.drains.promote_newest()
-    await _look(mover, work)
+    await _read_state(mover, work)
     pauses = Poll(pauses=Pauses(0.5, 0.5))
     while not work.is_done:
         before = len(work.left)
         results, work.errors = await mover.drains.drain_all(patient=wait)
         work.outcomes |= {result.token: result.outcome for result in results if result.outcome != "held"}
-        await _look(mover, work)
+        await _read_state(mover, work)
         if work.errors and wait:
             return  # a patient drain raises only permanent errors
         if not wait and len(work.left) == before:
@@ -236,7 +236,7 @@ async def _drain(mover: Mover, work: _Work, wait: bool) -> None:
             await pauses.pause_async()
 
 
-async def _look(mover: Mover, work: _Work) -> None:
+async def _read_state(mover: Mover, work: _Work) -> None:
     found = await asyncio.to_thread(mover.journal.entries)
     entries = {entry.token: entry for entry in found if entry.state != LOCAL_ONLY}
     for token in work.left.keys() - entries.keys():

@@ -20,7 +20,7 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
     """
     location = location_of(uri)
     with open_client(local_root) as client:
-        rows, runs, is_complete = client.run(_look(client.mover, location))
+        rows, runs, is_complete = client.run(_list_run(client.mover, location))
     columns = "name >step local shared >files >size=size_bytes:bytes >age=age_seconds:seconds note"
     view = [table(columns, rows)]
     if any(row.is_abandoned for row in rows):
@@ -46,7 +46,7 @@ def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOptio
     return Report(document, view, PartialTransferError.exit_code if is_partial else 0)
 
 
-async def _look(mover: Mover, location: Location) -> tuple[list[CheckpointRow], list[RunDirectory], bool]:
+async def _list_run(mover: Mover, location: Location) -> tuple[list[CheckpointRow], list[RunDirectory], bool]:
     """Return whether the list is complete, too."""
     try:
         rows = await describe_run(mover.selector, location)

@@ -29,7 +29,7 @@ from ..restore.prefetch import PrefetchRequest, fetch
 from ..restore.prefetch import check as check_prefetched
 from ..restore.prefetch import plan as plan_prefetch
 from ..types import Json
-from .cache import cache_report, checked, evicted, joined, unpinned
+from .cache import cache_report, checked, evicted, join_reports, unpinned
 from .ui.output import Report, facts, human_bytes, printable, progress_bar
 from .ui.session import (
     JsonOption,
@@ -179,8 +179,8 @@ def prefetch(
                     hint="Run it again: it fetches only missing data",
                     failures={uri: f"{type(error).__name__}: {error}" for uri, error in errors.items()},
                 )
-            return joined(reports)
-        return joined([client.run(_plan(client.mover, request)) for request in requests])
+            return join_reports(reports)
+        return join_reports([client.run(_plan(client.mover, request)) for request in requests])
 
 
 async def _fetch(mover: Mover, request: PrefetchRequest) -> Report:

@@ -411,12 +411,12 @@ class TargetPlanner(DefaultLoadPlanner):
         """Raises the errors of DCP's planner for tensors that do not fit."""
         assert self.metadata is not None
         with gc_paused():
-            whole = dict(self._whole(self.metadata))
+            whole = dict(self._whole_tensors(self.metadata))
             rest = {name: value for name, value in self.target.items() if name not in whole}
             plan = create_default_local_load_plan(rest, self.metadata)
             return LoadPlan([*whole.values(), *plan.items])
 
-    def _whole(self, metadata: Metadata) -> Iterator[tuple[str, ReadItem]]:
+    def _whole_tensors(self, metadata: Metadata) -> Iterator[tuple[str, ReadItem]]:
         stored = metadata.state_dict_metadata
         for name, value in self.target.items():
             found = stored.get(name)

@@ -113,10 +113,10 @@ class TargetLookup:
         """
         disk = self._description.disk
         if disk is None:
-            if (here := self._look()) is not None:
+            if (here := self._find_local()) is not None:
                 self.attempts = get_client(self._settings).run(self._ask(here))
             return
-        self._local = disk.begin(self._look)
+        self._local = disk.begin(self._find_local)
         if disk.wait_for_progress():
             is_silent = get_client(self._settings).mover.replaced.is_silent(self._location)
             self.await_local()
@@ -125,7 +125,7 @@ class TargetLookup:
         elif not self._description.is_first:
             raise ill_disk(self._settings.local_root)
 
-    def _look(self) -> tuple[bool, set[str]] | None:
+    def _find_local(self) -> tuple[bool, set[str]] | None:
         check_local_root(self._settings)
         client = get_client(self._settings)
         client.enter(self._location.parent, trains=True)  # before any commit of the run here

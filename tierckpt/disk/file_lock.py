@@ -92,7 +92,7 @@ def lock(path: Path, timeout_seconds: float, what: str) -> Iterator[None]:
             if is_held:
                 yield
                 return
-    raise _late(timeout_seconds, what)
+    raise _timeout_error(timeout_seconds, what)
 
 
 @asynccontextmanager
@@ -103,10 +103,10 @@ async def lock_async(path: Path, timeout_seconds: float, what: str) -> AsyncIter
             if is_held:
                 yield
                 return
-    raise _late(timeout_seconds, what)
+    raise _timeout_error(timeout_seconds, what)
 
 
-def _late(timeout_seconds: float, what: str) -> OperationTimeoutError:
+def _timeout_error(timeout_seconds: float, what: str) -> OperationTimeoutError:
     return OperationTimeoutError(
         f"another process of this node has locked {what} for {timeout_seconds:g} s",
         hint="Look for a hung tierckpt process on this node",

@@ -249,7 +249,7 @@ class Drainer:
             return
         with contextlib.suppress(ManifestError):
             found = manifest or local_commit.read_local_manifest(self.directory(entry.location))
-            if found is not None and Policy.noted(found):
+            if found is not None and Policy.from_manifest(found):
                 prune.note_due(
                     self.settings.local_root, branches.run_of(entry.location), entry.token, is_shared=is_shared
                 )

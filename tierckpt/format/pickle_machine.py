@@ -220,7 +220,7 @@ class PickleMachine:
     def _set_items(self, target: Any, items: list[Any]) -> None:
         keys = items[::2]
         if type(target) is not dict or len(items) % 2:
-            _misused("puts items into", target)
+            _raise_misuse("puts items into", target)
         if not KEYS.issuperset(set(map(type, keys)) - self.keys):
             raise RefusedPickle("a key of a dict is neither a string nor an integer nor an index")
         target.update(zip(keys, items[1::2], strict=True))
@@ -321,27 +321,27 @@ _RARE: dict[int, Callable[[PickleMachine, list[Any], int], int]] = {
 
 def _call(function: Any, arguments: Any) -> Any:
     if not isinstance(function, Function) or type(arguments) is not tuple:
-        _misused("calls", function)
+        _raise_misuse("calls", function)
     return function.call(*arguments)
 
 
 def _new(kind: Any, arguments: Any) -> InertObject:
     if type(kind) is not Class or arguments != ():
-        _misused("makes an instance of", kind)
+        _raise_misuse("makes an instance of", kind)
     return InertObject(kind)
 
 
 def _build(record: Any, state: Any) -> None:
     if type(record) is not InertObject or record.state is not None:
-        _misused("sets the state of", record)
+        _raise_misuse("sets the state of", record)
     record.state = state
 
 
 def _append(target: Any, items: Sequence[Any]) -> None:
     if type(target) is not list:
-        _misused("appends to", target)
+        _raise_misuse("appends to", target)
     target.extend(items)
 
 
-def _misused(what: str, target: Any) -> NoReturn:
+def _raise_misuse(what: str, target: Any) -> NoReturn:
     raise RefusedPickle(f"it {what} {type(target).__name__} {getattr(target, 'name', '')}".rstrip())

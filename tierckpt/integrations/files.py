@@ -147,7 +147,7 @@ def open_raw(entry: Thing, settings: Settings) -> RangeFile:
             return _WrittenFile(entry.written, settings)
         except ObjectNotFoundError:
             client = get_client(settings)
-            return open_raw(client.run(client.mover.browser.look(entry.location)), settings)
+            return open_raw(client.run(client.mover.browser.find(entry.location)), settings)
     if entry.checkpoint is not None and entry.entry is not None:
         local = entry.checkpoint.local_path(entry.entry)
         if local is not None:

@@ -88,9 +88,9 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _mover(self) -> Mover:
         return get_client(self.settings).mover
 
-    def _look(self, path: str) -> Thing:
+    def _find(self, path: str) -> Thing:
         location = self._location(path)
-        entry: Thing = self._run(self._mover.browser.look(location))
+        entry: Thing = self._run(self._mover.browser.find(location))
         return entry
 
     def _info(self, name: str, entry: Thing) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     @short_traceback
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         name = self._strip_protocol(path)
-        return self._info(name, self._look(name))
+        return self._info(name, self._find(name))
 
     @short_traceback
     def exists(self, path: str, **kwargs: Any) -> bool:
@@ -118,7 +118,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _is_dir(self, path: str) -> bool | None:
         try:
-            return self._look(path).is_dir
+            return self._find(path).is_dir
         except FileNotFoundError:
             return None
 
@@ -205,7 +205,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return writer
 
     def _file(self, name: str) -> Thing:
-        entry = self._look(name)
+        entry = self._find(name)
         if entry.is_dir:
             raise IsADirectoryError(name)
         return entry
@@ -268,7 +268,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     @short_traceback
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
-        entry = self._look(path1)
+        entry = self._find(path1)
         if entry.is_dir:
             self.makedirs(path2, exist_ok=True)
             return

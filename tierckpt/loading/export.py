@@ -145,7 +145,7 @@ def _export(
     files = FilesInFlight()
     on_bytes(0)
     reader.set_up_storage_reader(metadata, True)
-    with _appearing(target, size_bytes) as directory, _held(reader):
+    with _appearing(target, size_bytes) as directory, _release_windows(reader):
         names = _names(len(shards))
         for name, shard in zip(names, shards, strict=True):
             written_bytes = sum(item.size_bytes for item in shard)
@@ -221,7 +221,7 @@ def _index(names: list[str], shards: list[list[Item]], size_bytes: int) -> bytes
 
 
 @contextlib.contextmanager
-def _held(reader: TierStorageReader) -> Iterator[None]:
+def _release_windows(reader: TierStorageReader) -> Iterator[None]:
     """The reader releases the checkpoint after each window."""
     settings = reader.settings
     with read_lease.reading(settings.local_root, local_dir(settings.local_root, reader.location)):

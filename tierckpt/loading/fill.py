@@ -386,7 +386,7 @@ class _Reading(WorkerThreads):
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         workers = [
             Worker(partial(self._work, bounce), "tierckpt-load", READ_BYTES if needs_buffers else 0)
-            for bounce in self._through()
+            for bounce in self._staging_views()
         ]
         workers += [Worker(self._fill_in, "tierckpt-pages")] * self._fillers
         super().__init__(workers, read_buffers())
@@ -401,7 +401,7 @@ class _Reading(WorkerThreads):
         for _ in range(self._readers):
             self._ready.put(None)
 
-    def _through(self) -> list[memoryview | None]:
+    def _staging_views(self) -> list[memoryview | None]:
         if not self._fillers:
             return [None] * self._readers
         size_bytes = round_up(self._readers * BOUNCE_BYTES, HUGE_PAGE_BYTES)

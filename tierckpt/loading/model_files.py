@@ -406,7 +406,7 @@ def _weight_map(directory: ModelDirectory, index: str) -> dict[str, str]:
     size_bytes = info.size_bytes if info is not None else 0
     if size_bytes > HEADER_BYTES_MAX:
         raise IntegrityError(f"{where} has {size_bytes} bytes, which no index has", file=index)
-    text = _whole(directory, index, size_bytes)
+    text = _read_small_file(directory, index, size_bytes)
     try:
         weight_map = json.loads(text)["weight_map"]
         names = set(weight_map.values())
@@ -417,7 +417,7 @@ def _weight_map(directory: ModelDirectory, index: str) -> dict[str, str]:
     return cast(dict[str, str], weight_map)
 
 
-def _whole(directory: ModelDirectory, name: str, size_bytes: int) -> bytes:
+def _read_small_file(directory: ModelDirectory, name: str, size_bytes: int) -> bytes:
     with contextlib.closing(directory.open(name)) as copy:
         return bytes(copy.read(ByteRange(0, size_bytes)))
 

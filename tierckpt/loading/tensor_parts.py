@@ -71,10 +71,10 @@ class Parts:
     def of(self, name: str, shape: tuple[int, ...]) -> Bounds:
         """Raise ConfigError: an invalid plan. StateMismatchError: the tensor has no such dimension."""
         if self._shard is not None:
-            return share_of(self._shard, shape) if self._shard[2] < len(shape) else whole(shape)
+            return share_of(self._shard, shape) if self._shard[2] < len(shape) else whole_bounds(shape)
         part = self._part_of(name)
         if part is None:
-            return whole(shape)
+            return whole_bounds(shape)
         if isinstance(part, slice):
             return _sliced((part,), name, shape)
         if isinstance(part, tuple) and all(isinstance(one, slice) for one in part):
@@ -85,7 +85,7 @@ class Parts:
         return share_of(shard, shape)
 
 
-def whole(shape: tuple[int, ...]) -> Bounds:
+def whole_bounds(shape: tuple[int, ...]) -> Bounds:
     return tuple((0, size) for size in shape)
 
 
@@ -93,7 +93,7 @@ def share_of(shard: Shard, shape: tuple[int, ...]) -> Bounds:
     rank, world, dim = shard
     each = -(-shape[dim] // world)
     start = min(rank * each, shape[dim])
-    bounds = list(whole(shape))
+    bounds = list(whole_bounds(shape))
     bounds[dim] = (start, min(start + each, shape[dim]))
     return tuple(bounds)
 
@@ -101,7 +101,7 @@ def share_of(shard: Shard, shape: tuple[int, ...]) -> Bounds:
 def _sliced(slices: tuple[slice, ...], name: str, shape: tuple[int, ...]) -> Bounds:
     if len(slices) > len(shape):
         raise StateMismatchError(f"{name!r} has shape {shape}, {len(slices)} slices were given", tensor=name)
-    bounds = list(whole(shape))
+    bounds = list(whole_bounds(shape))
     for dim, one in enumerate(slices):
         start, stop, step = one.indices(shape[dim])
         if step != 1:

@@ -38,19 +38,19 @@ class Idleness:
 
     def __init__(self, process: UpdaterProcess) -> None:
         self._process = process
-        self._seen, self._since = self._look()[:2], time.monotonic()
+        self._seen, self._since = self._read_counters()[:2], time.monotonic()
 
     def seconds(self) -> float:
-        seen = self._look()[:2]
+        seen = self._read_counters()[:2]
         if seen != self._seen:
             self._seen, self._since = seen, time.monotonic()
         return time.monotonic() - self._since
 
     def reason(self) -> str:
-        what = "is stopped" if self._look()[2] in ("T", "t") else "makes no progress (does its disk hang?)"
+        what = "is stopped" if self._read_counters()[2] in ("T", "t") else "makes no progress (does its disk hang?)"
         return f"process {self._process.pid} of the optimizer near storage {what}"
 
-    def _look(self) -> tuple[int, int, str]:
+    def _read_counters(self) -> tuple[int, int, str]:
         try:
             state, *fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
@@ -113,7 +113,7 @@ class UpdaterProcess:
         with self.changed:
             self._connection, self._failure, self.step = Connection(own_end.detach()), None, -1
         self.pid = self._process.pid
-        hearing = threading.Thread(target=self._hear, args=(self._connection,), name="tierckpt-updater", daemon=True)
+        hearing = threading.Thread(target=self._receive, args=(self._connection,), name="tierckpt-updater", daemon=True)
         start_thread(hearing)
         self.await_step(0)
 
@@ -125,7 +125,7 @@ class UpdaterProcess:
             with self._sending:  # threads that write a checkpoint also send
                 send(self._connection, message, payload)
         except BlockingIOError:
-            raise self._late("it reads no messages") from None
+            raise self._timeout_error("it reads no messages") from None
         except OSError:
             with self.changed:  # it may have reported its error
                 self.changed.wait_for(lambda: self._failure is not None, 1.0)
@@ -167,9 +167,9 @@ class UpdaterProcess:
                 self.changed.wait(min(LOOK_SECONDS, self._timeout_seconds))
             else:
                 return
-        raise self._late(idle.reason())
+        raise self._timeout_error(idle.reason())
 
-    def _late(self, reason: str) -> OperationTimeoutError:
+    def _timeout_error(self, reason: str) -> OperationTimeoutError:
         self.stop()
         return OperationTimeoutError(
             f"{reason}; it was killed after {self._timeout_seconds:g} s",
@@ -207,7 +207,7 @@ class UpdaterProcess:
                 self.changed.wait_for(lambda: self._failure is not None, 5.0)
             connection.close()
 
-    def _hear(self, connection: Connection) -> None:
+    def _receive(self, connection: Connection) -> None:
         failure: TierckptError = self.lost()
         try:
             while True:

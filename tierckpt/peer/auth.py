@@ -157,7 +157,7 @@ class Signer:
         if self._secret is None:
             return True
         return hmac.compare_digest(
-            headers.get(PROOF, "").encode(), prove(self._secret, nonce, status, headers, body).encode()
+            headers.get(PROOF, "").encode(), response_proof(self._secret, nonce, status, headers, body).encode()
         )
 
     def ahead_seconds(self, headers: Mapping[str, str]) -> float | None:
@@ -223,10 +223,10 @@ class Verifier:
         self._forgotten_until = max(self._forgotten_until, *nonces.values(), 0)
 
     def prove(self, nonce: str, status: int, headers: Mapping[str, str], body: Buffer | None) -> dict[str, str]:
-        return {} if self._secret is None else {PROOF: prove(self._secret, nonce, status, headers, body)}
+        return {} if self._secret is None else {PROOF: response_proof(self._secret, nonce, status, headers, body)}
 
 
-def prove(secret: bytes, nonce: str, status: int, headers: Mapping[str, str], body: Buffer | None) -> str:
+def response_proof(secret: bytes, nonce: str, status: int, headers: Mapping[str, str], body: Buffer | None) -> str:
     found = hashlib.sha256(body).hexdigest() if body is not None else ""
     lower = {name.lower(): value for name, value in headers.items()}
     said = (lower.get(DIGEST, ""), lower.get(HELD, ""), lower.get("content-length", ""))

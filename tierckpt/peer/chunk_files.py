@@ -219,7 +219,7 @@ class Committed(Recorded):
         super().__init__(directory)
         self._paths: dict[int, str] = {}
         self._checked_at = float("-inf")
-        self._look()
+        self._find_files()
 
     def _decode(self, record: bytes, directory: Path) -> FileSet:
         manifest = decode_manifest(record, where=str(directory / MANIFEST))
@@ -248,10 +248,10 @@ class Committed(Recorded):
         if not super().refresh():
             return False
         if len(self._paths) < len(self.frozen.files) and time.monotonic() - self._checked_at > RECHECK_SECONDS:
-            self._look()
+            self._find_files()
         return True
 
-    def _look(self) -> None:
+    def _find_files(self) -> None:
         """Find the files. Metadata has a name of its attempt, or its restored name."""
         self._checked_at = time.monotonic()
         for index, item in enumerate(self.frozen.files):
@@ -274,7 +274,7 @@ class Single(ChunkSource):
             checkpoint.directory, FileSet(checkpoint.frozen.uri, (item,), checkpoint.frozen.chunk_size_bytes)
         )
         self._checkpoint, self._index = checkpoint, index
-        self._look()
+        self._find_file()
 
     @property
     def is_whole(self) -> bool:
@@ -282,10 +282,10 @@ class Single(ChunkSource):
 
     def refresh(self) -> bool:
         stands = self._checkpoint.refresh()
-        self._look()
+        self._find_file()
         return stands
 
-    def _look(self) -> None:
+    def _find_file(self) -> None:
         if not self.order and self._checkpoint.has(self._index):
             self.order.extend((0, chunk) for chunk in range(self.frozen.chunks_of(0)))
 

@@ -161,7 +161,7 @@ class Gossip:
         name = self._names.get(address)
         return any(address == member.address or name == member.name for member in usable)
 
-    async def goodbye(self) -> None:
+    async def announce_departure(self) -> None:
         """Send a goodbye to some members, which pass it on. Best effort: silence has the same effect."""
         self.table.leave()
         live = [member.address for member in self.table.live()]

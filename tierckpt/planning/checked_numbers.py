@@ -23,7 +23,7 @@ def parse_count(text: str | float, what: str) -> int:
     """Parse ``"175e9"``, ``"70b"``, ``"1.3T"``."""
     value, unit = _split(text, what, "175e9, 70b or 1.5t")
     if unit.lower() not in _COUNTS:
-        raise _wrong(what, text, "write a count like 175e9, 70b or 1.5t")
+        raise _number_error(what, text, "write a count like 175e9, 70b or 1.5t")
     return round(positive(value * _COUNTS[unit.lower()], what))
 
 
@@ -31,7 +31,7 @@ def parse_bytes(text: str | float, what: str) -> float:
     """Parse ``"30TB"``, ``"512GiB"``."""
     value, unit = _split(text, what, "30TB or 512GiB")
     if unit not in _BYTES:
-        raise _wrong(what, text, "write a size like 30TB or 512GiB")
+        raise _number_error(what, text, "write a size like 30TB or 512GiB")
     return positive(value * _BYTES[unit], what)
 
 
@@ -40,7 +40,7 @@ def parse_rate(text: str | float, what: str) -> float:
     value, unit = _split(text, what, "25GB/s or 200Gb/s")
     scale = (_BYTES | _BITS).get(unit.removesuffix("/s"))
     if scale is None:
-        raise _wrong(what, text, "write a rate like 25GB/s (bytes) or 200Gb/s (bits)")
+        raise _number_error(what, text, "write a rate like 25GB/s (bytes) or 200Gb/s (bits)")
     return positive(value * scale, what, "bytes per second")
 
 
@@ -48,42 +48,42 @@ def parse_seconds(text: str | float, what: str, *, zero: bool = False) -> float:
     """Parse ``"90"``, ``"5min"``, ``"2.5h"``, ``"1d"``."""
     value, unit = _split(text, what, "90s, 5min, 2h or 1d")
     if unit not in _SECONDS:
-        raise _wrong(what, text, "write a duration like 90s, 5min, 2h or 1d")
+        raise _number_error(what, text, "write a duration like 90s, 5min, 2h or 1d")
     seconds = value * _SECONDS[unit]
     return not_negative(seconds, what) if zero else positive(seconds, what, "seconds")
 
 
 def positive(value: float, what: str, unit: str = "") -> float:
     if not (math.isfinite(value) and value > 0):
-        raise _wrong(what, value, f"it must be a number{f' of {unit}' if unit else ''} above 0")
+        raise _number_error(what, value, f"it must be a number{f' of {unit}' if unit else ''} above 0")
     return value
 
 
 def not_negative(value: float, what: str) -> float:
     if not (math.isfinite(value) and value >= 0):
-        raise _wrong(what, value, "it must be 0 or more")
+        raise _number_error(what, value, "it must be 0 or more")
     return value
 
 
 def whole(value: int, what: str, *, at_least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise _wrong(what, value, f"it must be a whole number of at least {at_least}")
+        raise _number_error(what, value, f"it must be a whole number of at least {at_least}")
     return value
 
 
 def share(value: float, what: str) -> float:
     if not 0 <= value <= 1:
-        raise _wrong(what, value, "it must be a share between 0 and 1")
+        raise _number_error(what, value, "it must be a share between 0 and 1")
     return value
 
 
 def _split(text: str | float, what: str, examples: str) -> tuple[float, str]:
     match = _NUMBER.match(str(text))
     if not match:
-        raise _wrong(what, text, f"write it like {examples}")
+        raise _number_error(what, text, f"write it like {examples}")
     return float(match[1].replace("_", "")), match[2]
 
 
-def _wrong(what: str, value: object, valid: str) -> ConfigError:
+def _number_error(what: str, value: object, valid: str) -> ConfigError:
     shown = f"{value:g}" if isinstance(value, float) else str(value)
     return ConfigError(f"{what} is {shown}: {valid}", hint="`tierckpt size --help` lists every value with its unit")

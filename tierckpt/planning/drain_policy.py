@@ -132,7 +132,7 @@ def decide(state: PolicyState, rules: Rules, now: Situation, *, votes: bool = Tr
     remove = _room(rules, now, skip, newest_sent)
     voted, tier_decision = _next_tier(state, rules, now, remove, newest_sent)
     state = voted if votes else state
-    checkpoint_state = _standing(state, rules, now, pending, exposure)
+    checkpoint_state = _state_of(state, rules, now, pending, exposure)
     numbers = {
         "exposure_seconds": exposure,
         "local_bytes_per_second": state.local_rate or 0.0,
@@ -175,7 +175,7 @@ def _next_tier(
 ) -> tuple[PolicyState, Place]:
     """Apply rule D5."""
     free = _free(rules, now, remove)
-    remote = _seconds(_left(now, now.sending) + now.next_bytes, state.shared_rate)
+    remote = _seconds(_seconds_left(now, now.sending) + now.next_bytes, state.shared_rate)
     local = _seconds(now.local_queue_bytes + now.next_bytes, state.local_rate)
     state = vote(state, rules, now, local, remote)
     if free < now.next_bytes:
@@ -224,19 +224,19 @@ def _rate(state: PolicyState, rules: Rules, now: Situation, exposure: float, sen
     left = max(state.shared_rate - now.training_bytes_per_second, BANDWIDTH_SHARE_MIN * state.shared_rate)
     if now.step_slowdown > rules.step_slowdown_max:
         left = max(left * rules.step_slowdown_max / now.step_slowdown, BANDWIDTH_SHARE_MIN * state.shared_rate)
-    bytes_left = _left(now, now.sending if now.sending is not None else send)
+    bytes_left = _seconds_left(now, now.sending if now.sending is not None else send)
     seconds_left = rules.rpo_seconds - rules.outage_seconds - exposure
     if bytes_left and seconds_left <= 0:
         return None
     return max(left, bytes_left / seconds_left)
 
 
-def _standing(
+def _state_of(
     state: PolicyState, rules: Rules, now: Situation, pending: Sequence[Version], exposure: float
 ) -> Standing:
     if exposure > rules.rpo_seconds:
         return "missed"
-    left = _left(now, now.sending)
+    left = _seconds_left(now, now.sending)
     if not left and pending:
         left = pending[-1].size_bytes
     return "at risk" if left and exposure + _seconds(left, state.shared_rate) > rules.rpo_seconds else "held"
@@ -256,7 +256,7 @@ def _newest_shared_number(now: Situation) -> int:
     return max((one.number for one in now.versions if one.on_shared), default=0)
 
 
-def _left(now: Situation, number: int | None) -> float:
+def _seconds_left(now: Situation, number: int | None) -> float:
     return next((one.size_bytes - one.sent_bytes for one in now.versions if one.number == number), 0.0)
 
 

@@ -38,7 +38,7 @@ def spread_placement(domains: Sequence[str], replicas: int) -> list[tuple[int, .
     Raises ConfigError: more replicas than nodes. Cost: N log N.
     """
     blocks = _blocks(len(domains), replicas)
-    seated = _seated(domains, [len(block) for block in blocks])
+    seated = _arrange_domains(domains, [len(block) for block in blocks])
     node_at: dict[int, int] = {}
     for block, nodes in zip(blocks, seated, strict=True):
         # In a ring the holders are neighbours: place nodes of one domain as far apart as possible.
@@ -49,7 +49,7 @@ def spread_placement(domains: Sequence[str], replicas: int) -> list[tuple[int, .
     return [holders[node] for node in range(len(domains))]
 
 
-def _seated(domains: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
+def _arrange_domains(domains: Sequence[str], sizes: Sequence[int]) -> list[list[int]]:
     members: dict[str, list[int]] = {}
     for node, domain in enumerate(domains):
         members.setdefault(domain, []).append(node)

@@ -114,19 +114,19 @@ class _World:
             kind = self.chance.choices(kinds, weights)[0]
             self.failures[kind.name] += 1
             by_job: dict[int, list[int]] = {}
-            for node in self._struck(kind):
+            for node in self._affected_nodes(kind):
                 job, node_of_job = divmod(node, self.cluster.nodes_per_job)
                 by_job.setdefault(job, []).append(node_of_job)
             for job, nodes_of_job in by_job.items():
-                self.jobs[job].strike(nodes_of_job, wipes=kind.wipes)
+                self.jobs[job].lose_nodes(nodes_of_job, wipes=kind.wipes)
 
     def _strike_at(self, times: Sequence[float]) -> Steps:
         for at in sorted(times):
             yield self.env.timeout(max(0.0, at - self.env.now))
             self.failures["seen"] += 1
-            self.jobs[0].strike([0], wipes=False)
+            self.jobs[0].lose_nodes([0], wipes=False)
 
-    def _struck(self, kind: FailureKind) -> list[int]:
+    def _affected_nodes(self, kind: FailureKind) -> list[int]:
         if not kind.together:
             return self.chance.sample(range(self.cluster.nodes), kind.nodes)
         first = self.chance.randrange(self.cluster.nodes) // kind.nodes * kind.nodes
@@ -253,7 +253,7 @@ class _Job:
             yield self.env.timeout(stall)
         self.versions.append(version)
         if not self.plan.local:
-            self._look()
+            self._read_tiers()
             return
         if self.place == "shared" and self.drain is None:
             self._send(version)
@@ -273,7 +273,7 @@ class _Job:
         version.local_at = self.env.now
         plan = self.plan
         self.policy = drain_policy.observe(self.policy, plan.rules, "local", plan.checkpoint_bytes, plan.flush_seconds)
-        self._look()
+        self._read_tiers()
 
     def _move(self, pipe: Pipe, size_bytes: float) -> Steps:
         flow = pipe.send(size_bytes, self.nodes * self.world.cluster.rates.nic)
@@ -293,9 +293,9 @@ class _Job:
             pipe.cancel(flow)
             self.transfer = None
 
-    def _look(self) -> None:
+    def _read_tiers(self) -> None:
         self.policy, decision = drain_policy.decide(self.policy, self.plan.rules, self._situation())
-        self._obey(decision)
+        self._apply(decision)
 
     def _situation(self) -> Situation:
         size_bytes = self.plan.checkpoint_bytes
@@ -317,7 +317,7 @@ class _Job:
             sending=self.drain.version.number if self.drain else None,
         )
 
-    def _obey(self, decision: Decision) -> None:
+    def _apply(self, decision: Decision) -> None:
         self.place = decision.place
         by_number = {one.number: one for one in self.versions}
         for number in decision.skip:
@@ -340,7 +340,7 @@ class _Job:
         self.debt += seconds * self.plan.drain_slowdown
         self._on_shared(drain.version)
         self.policy = drain_policy.observe(self.policy, self.plan.rules, "shared", self.plan.checkpoint_bytes, seconds)
-        self._look()
+        self._read_tiers()
 
     def _on_shared(self, version: _Version) -> None:
         self.exposure_max = max(self.exposure_max, self.env.now - self.shared_work_at)
@@ -353,7 +353,7 @@ class _Job:
         sending = self.drain.version.number if self.drain else 0
         self.versions = [one for one in self.versions if one.number in newest or one.number in (shared, sending)]
 
-    def strike(self, nodes: list[int], *, wipes: bool) -> None:
+    def lose_nodes(self, nodes: list[int], *, wipes: bool) -> None:
         self.epoch += 1
         if wipes:
             self.wiped |= dict.fromkeys(nodes, self.env.now)

@@ -86,7 +86,7 @@ class LocalIndex:
         for directory, manifest in steps:
             location = location_at(self._root, directory)
             if location is not None:
-                yield here(directory, location, manifest)
+                yield complete_saves(directory, location, manifest)
 
     def _manifest(self, directory: Path) -> Manifest | None:
         try:
@@ -106,20 +106,22 @@ class LocalIndex:
         return manifest
 
 
-def here(directory: Path, location: Location, manifest: Manifest) -> LocalCheckpoint:
+def complete_saves(directory: Path, location: Location, manifest: Manifest) -> LocalCheckpoint:
     """Return the saves of ``manifest`` that are whole in ``directory`` (R1)."""
     missing = {entry.token for entry in manifest.files if file_size(directory / entry.key) != entry.size_bytes}
     whole, own = manifest.tokens - missing, marks.origins(directory)
-    return LocalCheckpoint(directory, location, manifest, own & whole, whole - own, _noted(directory, manifest.attempt))
+    return LocalCheckpoint(
+        directory, location, manifest, own & whole, whole - own, _read_notes(directory, manifest.attempt)
+    )
 
 
 def note(directory: Path, manifest: Manifest, made_by: Mapping[str, str]) -> None:
     """Record the members that made the saves copied here. Without it they count as own saves."""
-    body = {"attempt": manifest.attempt, "of": {**_noted(directory, manifest.attempt), **made_by}}
+    body = {"attempt": manifest.attempt, "of": {**_read_notes(directory, manifest.attempt), **made_by}}
     durable_write(directory / REPLICA, manifests.seal(body))
 
 
-def _noted(directory: Path, attempt: str) -> dict[str, str]:
+def _read_notes(directory: Path, attempt: str) -> dict[str, str]:
     path = directory / REPLICA
     try:
         data = read_whole(path, manifests.MANIFEST_BYTES_MAX)

@@ -58,7 +58,7 @@ def identity(directory: Path) -> str | None:
 
 
 @contextmanager
-def staying(directory: Path) -> Iterator[None]:
+def locked_directory(directory: Path) -> Iterator[None]:
     try:
         yield
     except ObjectNotFoundError as error:
@@ -77,7 +77,7 @@ def scan(directory: Path) -> dict[str, SourceFile]:
 
     Raises ConfigError: it is missing or empty, or has an entry that no checkpoint can hold (an outside link, a device).
     """
-    with staying(directory), translated(directory, is_above=True):
+    with locked_directory(directory), translated(directory, is_above=True):
         if not directory.is_dir():
             raise ConfigError(
                 f"{directory} is not a directory", hint="Give the directory that the checkpoint was written to"
@@ -125,7 +125,7 @@ def _followed(top: Path, link: Path, path: str) -> Path:
 def check_quiet(directory: Path, files: Mapping[str, SourceFile]) -> None:
     newest = max(file.modified_ns for file in files.values()) / 1e9
     time.sleep(min(QUIET_SECONDS, max(0.0, newest + QUIET_SECONDS - time.time())))
-    with staying(directory):
+    with locked_directory(directory):
         for path, file in files.items():
             if _is_open_for_writing(file.place):
                 raise _still_written(directory, path)

@@ -224,7 +224,7 @@ class FlushJob:
                 thread.join(1.0)
             return
         # A thread hangs in the kernel: its slot and its file must not be reused.
-        late = self._late("a write to end")
+        late = self._timeout_error("a write to end")
         self.fail(late)
         raise late
 
@@ -288,7 +288,7 @@ class FlushJob:
                     self._queue.popleft()
                     return _Segment(file, records, place, end, slot)
                 if not self.changed.wait(max(0.0, self.deadline - time.monotonic())):
-                    raise self._late("a buffer")
+                    raise self._timeout_error("a buffer")
         return None
 
     def _give_back(self, slot: Memory | None) -> None:
@@ -304,7 +304,7 @@ class FlushJob:
         with translated(file.shard.path):
             if not file.has(place):
                 if not self._writing.acquire(timeout=max(0.0, self.deadline - time.monotonic())):
-                    raise self._late("another write to end")
+                    raise self._timeout_error("another write to end")
                 try:
                     file.write(place.part(start, place.end if file.direct else end), start)
                 finally:
@@ -325,7 +325,7 @@ class FlushJob:
         with translated(file.shard.path):
             if file.ahead is not None:
                 if not file.ahead.end(max(0.0, self.deadline - time.monotonic())):
-                    raise self._late("a write to end")
+                    raise self._timeout_error("a write to end")
                 if file.ahead.error is not None:
                     raise file.ahead.error
             file.finish(self.durable)
@@ -357,7 +357,7 @@ class FlushJob:
                 tail = data + record.size_bytes
                 view[cursor - start : data - start] = _ZEROS[:gap] + record.head if gap else record.head
                 if record.fetch is not None or record.address + moved != data:
-                    self._bring(record, shift + data, 0, record.size_bytes)
+                    self._copy_data(record, shift + data, 0, record.size_bytes)
                 view[tail - start : end - start] = frame.tail_with(crc32(view[data - start : tail - start]))
                 cursor = end
                 continue
@@ -381,7 +381,7 @@ class FlushJob:
             return
         crc = 0
         for start, end in _pieces(first, last, self.hot_bytes):
-            self._bring(record, place.address + start - place.start, start - record.data_offset, end - start)
+            self._copy_data(record, place.address + start - place.start, start - record.data_offset, end - start)
             crc = crc32(place.part(start, end), crc)
             if self.hot_bytes:
                 place.digest(start, end)
@@ -389,7 +389,7 @@ class FlushJob:
             record.set_crc(first, last - first, crc)
             self.changed.notify_all()
 
-    def _bring(self, record: ShardRecord, target: int, start: int, count: int) -> None:
+    def _copy_data(self, record: ShardRecord, target: int, start: int, count: int) -> None:
         if record.fetch is not None:
             record.fetch(target, start, count)
             return
@@ -403,10 +403,10 @@ class FlushJob:
                 if self.failure is not None:
                     raise self.failure
                 if not self.changed.wait(max(0.0, self.deadline - time.monotonic())):
-                    raise self._late("the CRC of an item")
+                    raise self._timeout_error("the CRC of an item")
         return record.crc()
 
-    def _late(self, what: str) -> OperationTimeoutError:
+    def _timeout_error(self, what: str) -> OperationTimeoutError:
         where = self.files[0].shard.path.parent if self.files else ""
         return OperationTimeoutError(
             f"waited for {what} under {where}", hint="Look for a hung disk; the previous checkpoint is whole"

@@ -245,7 +245,7 @@ def wrong_endpoint(
     if (found := _TLS.search(failure)) is not None and found[1] != "InvalidMessage":
         message, variable = f"{target} cannot be reached", ENDPOINT_VARIABLES.get(location.scheme, "the endpoint")
         authority = AUTHORITY_VARIABLES.get(location.scheme, "SSL_CERT_FILE")
-        return untrusted(message, server, found[1], found[2], authority, variable, **context)
+        return untrusted_error(message, server, found[1], found[2], authority, variable, **context)
     if _NO_SUCH_NAME.search(failure) and not was_proven:
         if proxy is not None:
             return EndpointError(
@@ -263,7 +263,7 @@ def wrong_endpoint(
     return None
 
 
-def untrusted(
+def untrusted_error(
     message: str, server: str, kind: str, detail: str, variables: str, variable: str, **context: Any
 ) -> EndpointError:
     if kind != "InvalidCertificate":

@@ -143,7 +143,7 @@ class DrainDecider:
             is_full = where.numbers["free_bytes"] < size_bytes
             why = "the SSD has no room for it" if is_full else "the SSD is no faster"
             order, self._throttle = SaveDirective(True, is_direct_put=True), None
-            self._say(step, "goes straight to shared storage", why, where, order)
+            self._log_decision(step, "goes straight to shared storage", why, where, order)
             return order
         here = Version(number, size_bytes, 0.0)
         policy_input = drain_policy.with_version(before, here)
@@ -154,10 +154,10 @@ class DrainDecider:
         order = SaveDirective(is_sent, False, decision.rate_bytes_per_second if is_slowed else None, throttle_seconds)
         self._throttle = order.bytes_per_second
         what = "goes to shared storage" if is_sent else "stays on the SSD"
-        self._say(step, what, decision.reason, decision, order)
+        self._log_decision(step, what, decision.reason, decision, order)
         return order
 
-    def _say(self, step: int, what: str, why: str, decision: Decision, order: SaveDirective) -> None:
+    def _log_decision(self, step: int, what: str, why: str, decision: Decision, order: SaveDirective) -> None:
         numbers = {name: round(value, 3) for name, value in decision.numbers.items()}
         numbers["step_slowdown"] = round(self._slowdown, 4)
         if order.bytes_per_second is not None:

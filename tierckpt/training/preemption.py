@@ -73,10 +73,10 @@ def _listen() -> None:
         os.close(writing)
         return
     _pipe[:] = [reading, writing]
-    start_thread(threading.Thread(target=_hear, args=(reading,), name="tierckpt-signals", daemon=True))
+    start_thread(threading.Thread(target=_read_signals, args=(reading,), name="tierckpt-signals", daemon=True))
 
 
-def _hear(reading: int) -> None:
+def _read_signals(reading: int) -> None:
     while numbers := os.read(reading, 64):
         for number in numbers:
             if number in _watched:

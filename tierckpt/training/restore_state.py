@@ -260,11 +260,11 @@ def agreed_latest(
 def _agreed_once(client: Client, location: Location, step_max: int | None, windows: bool) -> str | None:
     limit, newest = step_max, ""
     while True:
-        own_view, found = _look(client, location, limit, windows)
+        own_view, found = _find_newest(client, location, limit, windows)
         views = _agree(own_view)
         if len({view.is_blind for view in views}) > 1:  # other ranks may see newer checkpoints
             if own_view.is_blind:
-                own_view, found = _look(client, location, limit, windows, may_be_own=False)
+                own_view, found = _find_newest(client, location, limit, windows, may_be_own=False)
             views = _agree(own_view)
         if all(view.attempt is None for view in views):
             if newest:
@@ -282,7 +282,7 @@ def _agreed_once(client: Client, location: Location, step_max: int | None, windo
         limit = min(steps) if len(steps) > 1 else min(steps) - 1
 
 
-def _look(
+def _find_newest(
     client: Client, location: Location, step_max: int | None, windows: bool, *, may_be_own: bool = True
 ) -> tuple[_Sight, Checkpoint | None]:
     try:

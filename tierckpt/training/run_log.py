@@ -146,7 +146,7 @@ class RunLog:
         async def look(mover: Mover) -> None:
             try:
                 async with asyncio.timeout(CHECK_SECONDS):
-                    has_news = await self._others.look(mover, frozenset(_own_names))
+                    has_news = await self._others.has_progress(mover, frozenset(_own_names))
             except Exception as error:  # L1
                 log.debug("cannot check whether other jobs save to %s: %s", self._location.uri, error)
                 return
@@ -216,7 +216,7 @@ class RunLog:
         self._tail = ""
         if self._trains:
             if len(self._lines) > LINES_MAX:
-                self._thin()
+                self._compact()
             self._warn()
 
     def _text(self, what: str, **more: Any) -> str:
@@ -233,7 +233,7 @@ class RunLog:
             self._tail = self._text("step")[:-1].ljust(len(self._tail) - 1) + "\n"
             self._warn()
 
-    def _thin(self) -> None:
+    def _compact(self) -> None:
         """Remove every second line of progress (L2), lines of saves last. Replaces the file atomically."""
         kinds = [json.loads(text)["what"] for text in self._lines]
         newest = max((n for n, what in enumerate(kinds) if what == "durable"), default=-1)
@@ -366,7 +366,7 @@ class OtherJobs:
     def is_alone(self) -> bool:
         return time.monotonic() - self._seen_at > OTHER_JOB_SECONDS
 
-    async def look(self, mover: Mover, own: frozenset[str]) -> bool:
+    async def has_progress(self, mover: Mover, own: frozenset[str]) -> bool:
         """Return True if another job made progress. Cost: one listing, and a GET per changed record."""
         store, found = mover.store(self._location), {}
         async for info in store.list(HISTORY_DIR):

@@ -36,7 +36,7 @@ def land(filling: PartialEntry, *skip: tuple[int, int]) -> None:
     for index, chunk in filling.frozen.chunks():
         if (index, chunk) not in skip:
             at = filling.frozen.chunk_range(index, chunk)
-            filling.land(index, chunk, DATA[filling.frozen.files[index].path][at.start : at.stop])
+            filling.store_chunk(index, chunk, DATA[filling.frozen.files[index].path][at.start : at.stop])
 
 
 def same(directory: Path) -> bool:
@@ -116,11 +116,11 @@ def test_damaged_chunks_are_not_written(target: Path) -> None:
     what = FileSet("s3://b/m", (FileSpec("two.bin", "two.bin", len(data), None, (digest_of(data),)),), CHUNK)
     filling = begin(target, what)
     with pytest.raises(IntegrityError):
-        filling.land(0, 0, b"\x00" * len(data))
+        filling.store_chunk(0, 0, b"\x00" * len(data))
     with pytest.raises(IntegrityError):
-        filling.land(0, 0, data[:-1])
+        filling.store_chunk(0, 0, data[:-1])
     assert not filling.has(0, 0)
-    filling.land(0, 0, data)
+    filling.store_chunk(0, 0, data)
     assert filling.publish()
 
 
@@ -147,7 +147,7 @@ def test_a_torn_progress_line_is_ignored(target: Path) -> None:
     with progress.open("ab") as file:
         file.write(f"\n2 0 {digest[:9]}".encode())  # a process was killed here
     again = begin(target)
-    again.land(0, 0, DATA["a/one.bin"][:CHUNK])
+    again.store_chunk(0, 0, DATA["a/one.bin"][:CHUNK])
     last = begin(target)
     assert (last.has(0, 0), last.has(2, 0)) == (True, False)
 
@@ -162,7 +162,7 @@ def test_a_short_write_of_a_progress_line_is_repeated(target: Path, monkeypatch:
         return real(file, data)
 
     monkeypatch.setattr(os, "write", half)
-    filling.land(2, 0, DATA["two.bin"])
+    filling.store_chunk(2, 0, DATA["two.bin"])
     assert len(shorted) == 3
     assert begin(target).has(2, 0)
 
@@ -230,7 +230,7 @@ def test_a_file_with_a_failed_fsync_is_discarded(target: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(StoreError):
-        filling.land(0, 0, DATA["a/one.bin"][:CHUNK])
+        filling.store_chunk(0, 0, DATA["a/one.bin"][:CHUNK])
     monkeypatch.setattr(os, "fsync", real)
     again = begin(target)
     assert [again.has(0, chunk) for chunk in range(4)] == [False] * 4
@@ -272,10 +272,10 @@ def test_partial_entries_of_other_versions_are_removed_unless_in_use(target: Pat
 
 def test_removal_during_a_fill_raises(target: Path) -> None:
     filling = begin(target)
-    filling.land(2, 0, DATA["two.bin"])
+    filling.store_chunk(2, 0, DATA["two.bin"])
     module.remove_dir(filling.incoming)
     with pytest.raises(ObjectNotFoundError):
-        filling.land(0, 0, DATA["a/one.bin"][:CHUNK])
+        filling.store_chunk(0, 0, DATA["a/one.bin"][:CHUNK])
     with pytest.raises(StoreError, match="removed"):
         filling.publish()
 

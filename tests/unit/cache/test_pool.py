@@ -54,7 +54,7 @@ def fill(pool: Pool, frozen: FileSet, *, whole: bool = True) -> str:
             raise
         chunks = list(frozen.chunks())
         for index, chunk in chunks if whole else chunks[: len(chunks) // 2]:
-            filling.land(index, chunk, os.urandom(frozen.chunk_range(index, chunk).size_bytes))
+            filling.store_chunk(index, chunk, os.urandom(frozen.chunk_range(index, chunk).size_bytes))
         if whole:
             filling.publish()
         filling.close()

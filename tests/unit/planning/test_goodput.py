@@ -142,8 +142,8 @@ class Witnessed(simulator._Job):  # private: records the job's events
         self._now_doing("training")
         self.note("restored")
 
-    def strike(self, nodes: list[int], *, wipes: bool) -> None:
-        super().strike(nodes, wipes=wipes)
+    def lose_nodes(self, nodes: list[int], *, wipes: bool) -> None:
+        super().lose_nodes(nodes, wipes=wipes)
         self.note("step")
         self.begin()
 

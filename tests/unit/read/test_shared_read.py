@@ -318,11 +318,11 @@ def test_processes_with_wishes_of_their_own_read_each_chunk_once_and_survive_a_k
 
 
 def test_a_process_is_told_from_its_remains_and_from_a_later_one() -> None:
-    assert Process.this().lives()
-    assert not Process(os.getpid(), 12345).lives()
+    assert Process.this().is_alive()
+    assert not Process(os.getpid(), 12345).is_alive()
     with subprocess.Popen(["sleep", "60"]) as child:
         began = start_ticks(child.pid)
-        assert Process(child.pid, began).lives()
+        assert Process(child.pid, began).is_alive()
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has exited, and is not reaped
-        assert not Process(child.pid, began).lives()
+        assert not Process(child.pid, began).is_alive()

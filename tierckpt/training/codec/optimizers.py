@@ -72,7 +72,7 @@ class ParameterNames:
         used_names = {*self._first_names.get(owner, {}).values()}
         used_names |= {name for (entry, _), some in self._other_names.items() if entry == owner for name in some}
         return [
-            [name or _loose(number, index, used_names) for index, name in enumerate(names)]
+            [name or _name_by_position(number, index, used_names) for index, name in enumerate(names)]
             for number, names in enumerate(lists)
         ]
 
@@ -114,7 +114,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [one for group in optimizer.param_groups for one in group[PARAMS]]
 
 
-def _loose(group: int, index: int, used_names: set[str]) -> str:
+def _name_by_position(group: int, index: int, used_names: set[str]) -> str:
     name = f"{UNNAMED}{group}.{index}"
     while name in used_names:
         name += "_"
@@ -137,7 +137,7 @@ class Saved(NamedTuple):
 def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved | None:
     if (owner := names.flat_owner(optimizer)) is not None:
         tree = _flat_state(owner, optimizer)
-        return Saved(tree, "", _odd(tree))
+        return Saved(tree, "", _unsupported_values(tree))
     holder = _holder(optimizer)
     with optimizer.mapped() if isinstance(optimizer, NearStorageOptimizer) else contextlib.nullcontext():
         saved = holder.state_dict()
@@ -156,7 +156,7 @@ def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved |
     }
     if not tree[STATE]:
         del tree[STATE]
-    inexact = _odd(tree)
+    inexact = _unsupported_values(tree)
     inexact += [((STATE, name, key), one) for name, inner in saved[STATE].items() if type(name) is str
             for key, one in (inner.items() if isinstance(inner, dict) else ())
             if isinstance(one, torch.Tensor) and is_plain(one) and has_device(one.device.type)]  # fmt: skip
@@ -195,7 +195,7 @@ def _flat_state(owner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return saved
 
 
-def _odd(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
+def _unsupported_values(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
     found = not_plain({key: one for key, one in tree.items() if key not in (STATE, GROUPS)})
     found += not_plain_below(tree.get(STATE, {}), (STATE,))
     for number, group in enumerate(tree.get(GROUPS, ())):

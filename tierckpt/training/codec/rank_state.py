@@ -61,7 +61,7 @@ class _Rng:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"].cpu())
-        random.setstate(_tupled(state["python"]))
+        random.setstate(_as_tuples(state["python"]))
         if "numpy" in state:
             import numpy as np
 
@@ -96,5 +96,5 @@ def _listed(value: Any) -> Any:
     return [_listed(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _tupled(value: Any) -> Any:
-    return tuple(_tupled(item) for item in value) if isinstance(value, list) else value
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value

@@ -43,7 +43,7 @@ from .structure_types import (
     is_key,
     is_namedtuple,
     is_tensor_subclass,
-    joined,
+    join_flags,
     numpy_dtype,
     slots_of,
 )
@@ -193,7 +193,7 @@ class Decoder:
 
     def _flags(self, body: Any, live: Any, depth: int) -> Any:
         module, qualname, names = body
-        return joined(class_of(module, qualname, lambda kind: enum.Flag in kind.__mro__), names)
+        return join_flags(class_of(module, qualname, lambda kind: enum.Flag in kind.__mro__), names)
 
     def _namedtuple(self, body: Any, live: Any, depth: int) -> Any:
         module, qualname, items = body

@@ -53,7 +53,7 @@ from .structure_types import (
     is_key,
     is_namedtuple,
     is_tensor_subclass,
-    joined,
+    join_flags,
     numpy_dtype,
 )
 
@@ -194,7 +194,7 @@ class Encoder:
         if type(value).__members__.get(value.name or "") is value:
             return {"enum": [*name, value.name]}
         parts = [member.name for member in cast(Any, value)] if isinstance(value, enum.Flag) else []
-        if not isinstance(value, enum.Flag) or joined(type(value), parts) != value:
+        if not isinstance(value, enum.Flag) or join_flags(type(value), parts) != value:
             raise _refused(path, value, "is not a named member of its class")
         return {"flags": [*name, parts]}
 

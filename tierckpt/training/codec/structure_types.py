@@ -129,7 +129,7 @@ def is_namedtuple(kind: type) -> bool:
     return tuple in kind.__mro__ and any("_fields" in vars(base) for base in kind.__mro__)
 
 
-def joined(kind: Any, names: Iterable[str]) -> Any:
+def join_flags(kind: Any, names: Iterable[str]) -> Any:
     """Return the flag of these members, which ``enum`` makes or finds by number."""
     value = 0
     for name in names:
@@ -140,17 +140,17 @@ def joined(kind: Any, names: Iterable[str]) -> Any:
 def numpy_dtype(name: Any) -> Any:
     import numpy as np
 
-    dtype = np.lib.format.descr_to_dtype(_tupled(name)) if type(name) is list else np.dtype(str(name))
+    dtype = np.lib.format.descr_to_dtype(_as_tuples(name)) if type(name) is list else np.dtype(str(name))
     if dtype.hasobject:
         raise bad("an array has pointers")
     return dtype
 
 
-def _tupled(name: list[Any]) -> Any:
+def _as_tuples(name: list[Any]) -> Any:
     """Convert lists to tuples: numpy describes a structure as a list of tuples, and JSON has only lists."""
     if name and all(type(part) is list for part in name):
-        return [tuple(_tupled(item) if _is_nested(item) else _shape(item) for item in part) for part in name]
-    return tuple(_tupled(item) if _is_nested(item) else _shape(item) for item in name)
+        return [tuple(_as_tuples(item) if _is_nested(item) else _shape(item) for item in part) for part in name]
+    return tuple(_as_tuples(item) if _is_nested(item) else _shape(item) for item in name)
 
 
 def _is_nested(item: Any) -> bool:

@@ -93,14 +93,14 @@ class MultiStepSave(Future[None]):
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> None:
-        self._look(timeout)
+        self._wait_for_parts(timeout)
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._look(timeout)
+        self._wait_for_parts(timeout)
         return super().exception(timeout)
 
-    def _look(self, timeout: float | None) -> None:
+    def _wait_for_parts(self, timeout: float | None) -> None:
         if timeout != 0 and threading.get_ident() == self._thread:
             self._write(self)
 
