@@ -133,6 +133,7 @@ def run(verb: str, place: Path, plain: Path, control: dict[str, Any]) -> None:
     assert "TIERCKPT_LOCAL_ROOT" in caught.value.hint and str(place) in caught.value.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("lack", ["everything", "changing inodes", "zeros"])
 def test_verbs_on_file_systems_with_missing_features(lack: str, verb: str, tmp_path: Path) -> None:

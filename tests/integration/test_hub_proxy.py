@@ -339,6 +339,7 @@ def test_hub_sends_each_byte_once_to_one_of_several_nodes(seed: int, hub: FakeHu
         assert hub.calls["resolve"] <= owners_of_chunks, "each chunk owner resolves the URL once"
 
 
+@pytest.mark.slow
 def test_late_nodes_fetch_from_nodes_that_hold_the_model(hub: FakeHub, tmp_path: Path) -> None:
     """The late nodes own chunks that other nodes already hold."""
     files = published(hub)

@@ -282,6 +282,7 @@ def test_a_directory_on_another_file_system_gets_a_copy(
         assert holds(mount / "to", FILES) and not bucket.sent
 
 
+@pytest.mark.slow
 def test_reflink_copy_needs_no_space(bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with other_file_system("xfs", tmp_path) as mount:
         bucket.files = {name: data * 100 for name, data in MODEL.items()}

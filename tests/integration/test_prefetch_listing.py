@@ -136,6 +136,7 @@ def odd_bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
         close_all()
 
 
+@pytest.mark.slow
 def test_keys_that_are_no_paths_get_legal_names(odd_bucket: tuple[str, Any], tmp_path: Path) -> None:
     uri, _ = odd_bucket
     for _ in range(2):  # the second run fetches nothing

@@ -379,6 +379,7 @@ def test_rank_reads_only_the_slices_its_parameters_take(
     assert wanted <= read["files"] <= 1.05 * wanted + 128 * KIB  # the header too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_node_fetches_the_chunks_of_its_ranks_once(
     nodes: int, vllm: VLLM, tmp_path: Path, s3_uri: str, moto: S3Server, monkeypatch: pytest.MonkeyPatch

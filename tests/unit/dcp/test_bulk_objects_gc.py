@@ -46,6 +46,7 @@ def young(count: int) -> list[list[int]]:
     return [[number] for number in range(count)]
 
 
+@pytest.mark.slow
 def test_no_collection_inside_and_no_visits_afterwards(collections: Collections) -> None:
     with gc_paused():
         made = young(MANY)
@@ -65,6 +66,7 @@ def test_control_without_the_block_all_objects_are_visited(collections: Collecti
     assert len(made) + len(more) == MANY + MORE
 
 
+@pytest.mark.slow
 def test_garbage_is_freed_by_the_next_full_collection(collections: Collections) -> None:
     class Cycle:
         living = 0

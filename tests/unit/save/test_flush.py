@@ -222,7 +222,7 @@ SEEDED: dict[str, tuple[str, Callable[..., Any]]] = {
     "the size is not cut": ("ShardFile.finish", lambda self, durable: None),
     "digests of something else": ("blocks_of", lambda data: blocks_of(bytes(len(data)))),
     "an item is overlooked": ("overlapping", lambda records, start, end: overlapping(records, start, end)[1:]),
-    "data that is not brought": ("FlushJob._bring", lambda self, record, target, start, count: None),
+    "data that is not brought": ("FlushJob._copy_data", lambda self, record, target, start, count: None),
 }
 
 

@@ -108,6 +108,7 @@ def codes_of(
     return codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("condition", ["no room", "closed", "no reader"])
 def test_work_that_is_done_stays_done_and_a_lost_answer_is_an_error(
     condition: str, place: dict[str, str], tmp_path: Path
