@@ -207,6 +207,7 @@ def find_problem(job: Job, uri: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_checks_find_each_seeded_bug(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bug, options = BUGS[name]

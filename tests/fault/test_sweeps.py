@@ -28,7 +28,7 @@ from tests.services import needs
 
 LENGTH = os.environ.get("TIERCKPT_TEST_SWEEP", "part")
 FULL = LENGTH == "full"
-KILLS_MIN, ANSWERS_MIN, PAIRS_MIN = {"full": (5000, 5000, 2000), "part": (45, 110, 0), "quick": (10, 60, 0)}[LENGTH]
+KILLS_MIN, ANSWERS_MIN, PAIRS_MIN = {"full": (5000, 5000, 2000), "part": (45, 110, 0), "quick": (18, 60, 0)}[LENGTH]
 SECONDS_MAX = 6 * 3600 if FULL else 400
 PROCESSES = 3
 """More than cores: each waits half of its time."""

@@ -253,7 +253,11 @@ BEHAVIOURS = [
 ]
 
 
-@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
+@pytest.mark.parametrize(
+    "behaviour",
+    [pytest.param(one, marks=pytest.mark.slow) if "resets" in one else one for one in BEHAVIOURS],
+    ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()),
+)
 def test_curl_fetches_the_same_files(behaviour: dict[str, object], served: Server, tmp_path: Path) -> None:
     """Each behaviour is one that another client accepts."""
     for name, value in behaviour.items():

@@ -32,7 +32,7 @@ from tests.fault.sweep.child import Ended
 from tests.fault.sweep.phases import BY_NAME, PHASES, Phase
 
 LENGTH = os.environ.get("TIERCKPT_TEST_SWEEP", "part")
-KILLS, ERRNOS, HALVES = (12, 60, 4) if LENGTH == "quick" else (50, 120, 20)
+KILLS, ERRNOS, HALVES = (20, 60, 4) if LENGTH == "quick" else (50, 120, 20)
 TRIES = 3
 """Runs to wait for a call that happens only with some timings."""
 KILL_AGAIN_EVERY = 3
