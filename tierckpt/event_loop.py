@@ -167,7 +167,7 @@ async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
 
 
 def at_exit(call: Callable[[], None]) -> None:
-    """Run ``call`` at exit, before thread pools, and with them file I/O on the loop, have stopped."""
+    """Run ``call`` at exit while thread pools still run: without them the loop cannot do file I/O."""
     threading._register_atexit(call)  # type: ignore[attr-defined]
 
 

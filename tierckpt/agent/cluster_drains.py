@@ -76,12 +76,12 @@ def checked(answer: Any) -> Json:
         ]
         return texts | {name: _number(answer[name]) for name in names} | {"runs": runs}
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"no answer about drains: {type(error).__name__}") from None
+        raise ValueError(f"not a valid answer about drains: {type(error).__name__}") from None
 
 
 def _number(value: Any) -> float:
     if not isinstance(value, int | float) or not 0 <= value < 1e18:
-        raise ValueError("no number")
+        raise ValueError(f"{value!r:.40} is not a number from 0 to 1e18")
     return value
 
 

@@ -93,7 +93,7 @@ def spread_items(
 
     Guarantee: a rank gets only parts of tensors that it holds, with the chunk and dtype of the planner's item. Items of
     other planners, in several plans or of a single rank are not moved. Equal plans give equal results, in any process.
-    Shares are equal up to one row per rank, or up to ``part_bytes_min`` if a share would be smaller. Tensors below
+    Two shares differ by at most one row per rank, or by ``part_bytes_min`` if they are smaller than that. Tensors below
     ``part_bytes_min`` and objects stay whole. ``plans`` and their ``storage_data`` are not modified.
     """
     if len(plans) < 2 or not all(plan.usable for plan in plans):

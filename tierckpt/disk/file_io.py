@@ -185,7 +185,8 @@ class DirectFile:
 def read_direct(file: int, into: memoryview, offset: int, bounce: memoryview | None = None) -> int:
     """Read whole blocks into ``into``, through ``bounce`` if given. Returns the number of bytes.
 
-    An error ends it like the end of the file: reading the rest through the page cache raises it.
+    Reading stops at an error, as at the end of the file. The caller reads the rest through the page cache, which raises
+    the error.
     """
     done = 0
     with contextlib.suppress(OSError):

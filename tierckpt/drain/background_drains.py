@@ -218,7 +218,7 @@ class BackgroundDrains:
         self._retries.clear()
 
     async def idle(self, timeout_seconds: float) -> list[JournalEntry]:
-        """Wait until no drain of this process runs. Return the entries of running ones.
+        """Wait until no drain of this process runs. Return the entries of drains that still run at the timeout.
 
         For other ranks' parts it waits at most ``OTHER_RANKS_SECONDS``: their rank may have died.
         """

@@ -178,8 +178,8 @@ def _remove_empty(entry: JournalEntry) -> None:
 def _predecessors(journal: Journal, entry: JournalEntry) -> list[JournalEntry]:
     """Return the entries closed before ``entry`` in its directory (W5: next to it) or under it.
 
-    Predecessors of a removal (W5) may have been removed undrained and replaced. So it waits for all files closed before
-    the latest removal there, except those that wait for this one.
+    Files that a removal must wait for may have been removed before they drained, and written again. So the removal
+    waits for all files closed before the latest removal there, except those that wait for this one.
     """
     is_in_turn = not entry.after_uri or _is_waiting_for_file(entry)
     above = f"{(entry.location.parent.uri if is_in_turn else entry.after_uri).rstrip('/')}/"

@@ -300,18 +300,16 @@ def unseal(
 ) -> dict[str, Any]:
     """Decode a small record of ``seal``: exactly ``fields``, and any of ``newer``. Values are not checked.
 
-    Without a ``self_digest`` no ``newer`` field may be there: a damaged digest name must not pass for one. Raises
-    ManifestError.
+    Raises ManifestError: damaged, without a digest, or other fields.
     """
 
     def bad(reason: str) -> NoReturn:
         raise ManifestError(f"{where}: {reason}", hint="The record is damaged and is ignored")
 
     body = _parse(data, size_bytes_max, bad)
-    if not isinstance(body, dict) or body.keys() - {"self_digest"} - newer != fields:
+    if not isinstance(body, dict) or body.keys() - newer != fields | {"self_digest"}:
         bad("not a record of these fields")
-    if "self_digest" in body:
-        check_seal(body, data, bad)
+    check_seal(body, data, bad)
     return body
 
 

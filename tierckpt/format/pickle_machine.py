@@ -35,7 +35,7 @@ class RefusedPickle(Exception):
 
 
 class Function:
-    """A caller's function that the data may call. It must check its arguments, which can be anything made here."""
+    """A caller's function that the data may call. It must check its arguments: the data chooses them."""
 
     __slots__ = ("call",)
 

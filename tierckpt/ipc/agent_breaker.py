@@ -46,7 +46,7 @@ class AgentAnswer(Enum):
 
 class Probe(Protocol):
     def __call__(self, timeout_seconds: float, *, start: bool) -> AgentAnswer:
-        """Request an answer. Without ``start``, no agent counts as YES."""
+        """Request an answer. If no agent runs and ``start`` is false, the answer is YES."""
 
 
 class AgentBreaker:

@@ -302,7 +302,7 @@ class FileFill:
 
     def _view(self) -> memoryview:
         if self._memory is None:
-            raise RuntimeError("no memory was laid out")
+            raise RuntimeError("no memory is allocated yet: call prepare() first")
         return self._memory.view
 
 

@@ -52,7 +52,7 @@ class ChunkAnswer:
 
 
 class PeerClient:
-    """Sends requests to peers in the name of ``me``. Runs on one event loop; close it."""
+    """Sends requests to peers in the name of ``me``. Use a client on one event loop only, and close it."""
 
     def __init__(self, settings: Settings, me: Member | str) -> None:
         """Raises ConfigError: the secret or the certificates cannot be used."""

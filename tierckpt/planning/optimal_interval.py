@@ -72,7 +72,7 @@ def checkfreq_steps(
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The first level every ``steps`` steps, each next every ``every[i]``-th time.
+    """The first level is saved every ``steps`` steps, level ``i`` at every ``every[i]``-th save of the one before.
 
     ``bound_by``: ``cost`` (the optimum), ``throughput`` (the level's maximum) or ``step`` (every step, or every
     checkpoint of the previous level).
@@ -103,8 +103,8 @@ class Schedule:
 def plan(levels: Sequence[Level], step_seconds: float) -> Schedule:
     """Return the intervals in whole steps with the highest sustainable ``ettr.nested``, the longer ones if equal.
 
-    ``levels``: in order of the failures that they survive. Deterministic. Raises ConfigError: no levels, or no
-    progress.
+    ``levels``: in order of the failures that they survive. Deterministic. Raises ConfigError: no
+    levels, or failures come too fast for any progress.
     """
     if not levels:
         raise ConfigError("there are no levels to plan for: give at least one")
@@ -321,9 +321,9 @@ class MeasuredSpan:
     def count(self) -> int:
         return self.plain.count + self.draining.count + self.flushing.count
 
-    def baseline(self, known_seconds: float | None = None) -> float | None:
-        """Prefer the median undisturbed step, then ``known_seconds``, then the least disturbed."""
-        candidates = (self.plain.median_seconds, known_seconds, self.draining.median_seconds)
+    def baseline(self, last_step_seconds: float | None = None) -> float | None:
+        """Return the median undisturbed step, else ``last_step_seconds``, else the least disturbed."""
+        candidates = (self.plain.median_seconds, last_step_seconds, self.draining.median_seconds)
         return next((one for one in candidates if one is not None), self.flushing.median_seconds)
 
     def overhead(self, step_seconds: float) -> float:

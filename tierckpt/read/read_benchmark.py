@@ -37,7 +37,7 @@ R = TypeVar("R", bound=Request)
 
 
 def opened_disk(jobs: Iterable[Request]) -> LocalCopy | None:
-    """Return the first file on a disk; its device is assumed for all."""
+    """Open and return the first copy that is on a disk; the others are assumed to be on the same device."""
     for job in jobs:
         if (disk := job.disk) is not None:
             with contextlib.suppress(TierckptError):
@@ -46,17 +46,17 @@ def opened_disk(jobs: Iterable[Request]) -> LocalCopy | None:
     return None
 
 
-def run_trials(jobs: list[R], first: LocalCopy | None, run: Callable[[list[R], int], None]) -> list[R]:
+def run_trials(jobs: list[R], first_disk: LocalCopy | None, run: Callable[[list[R], int], None]) -> list[R]:
     """Read the first of ``jobs`` in each mode, unless the best is known. Return the remaining jobs."""
-    if first is None or first.tuner is None or not first.is_untried:
+    if first_disk is None or first_disk.tuner is None or not first_disk.is_untried:
         return jobs
-    if _size_bytes(jobs) <= TRIAL_BYTES * len(first.tuner.modes):
+    if _size_bytes(jobs) <= TRIAL_BYTES * len(first_disk.tuner.modes):
         return jobs
-    with first.tuner.trial() as is_ours:
-        return _trial(jobs, first.tuner, first, run) if is_ours else jobs
+    with first_disk.tuner.trial() as is_ours:
+        return _trial(jobs, first_disk.tuner, first_disk, run) if is_ours else jobs
 
 
-def _trial(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[list[R], int], None]) -> list[R]:
+def _trial(jobs: list[R], tuner: ReadTuner, first_disk: LocalCopy, run: Callable[[list[R], int], None]) -> list[R]:
     rounds = min(TRIAL_ROUNDS_MAX, max(1, _size_bytes(jobs) // (2 * TRIAL_BYTES * len(tuner.modes))))
     rates: dict[ReadMode, list[float]] = {way: [] for way in tuner.modes}
     for way in tuner.modes * rounds:
@@ -71,11 +71,11 @@ def _trial(jobs: list[R], tuner: ReadTuner, first: LocalCopy, run: Callable[[lis
         seconds = time.monotonic() - begun
         cold_bytes += sum(disk.cold_bytes for disk in disks if disk)
         if cold_bytes < DISK_SHARE_MIN * _size_bytes(part) or any(
-            not disk or disk.device != first.device for disk in disks
+            not disk or disk.device != first_disk.device for disk in disks
         ):
             return jobs
         rates[way].append(cold_bytes / seconds)
-    chosen = tuner.decide(first.device, {way: median(found) for way, found in rates.items()}, first.where)
+    chosen = tuner.decide(first_disk.device, {way: median(found) for way, found in rates.items()}, first_disk.where)
     for job in jobs:
         if job.disk is not None:
             job.disk.set_mode(chosen)

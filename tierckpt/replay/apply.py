@@ -2,8 +2,8 @@
 
 Invariants:
     A1  A step is applied only to a state of the version before it.
-    A2  Equal bits need the same class, implementation (fused or not), and shape and strides of each parameter and
-        gradient. The grouping of parameters and the number of threads do not matter (R1).
+    A2  A replay gives the same bits only with the same optimizer class and implementation (fused or not), and the same
+        shape and strides of each parameter and gradient. Groups and the number of threads do not matter (R1).
 """
 
 from __future__ import annotations

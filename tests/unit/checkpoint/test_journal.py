@@ -129,14 +129,15 @@ def test_an_entry_under_another_name_is_refused(tmp_path: Path) -> None:  # J4
     assert journal.entries() == []
 
 
-def test_an_entry_of_the_first_release_has_no_digest(tmp_path: Path) -> None:
+def test_an_entry_without_a_digest_is_damaged(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    written = journal.write(replace(journal.open("aa", LOCATION, 0, 4096), manifest=checkpoint(), state=READY))
+    journal.write(replace(journal.open("aa", LOCATION, 0, 4096), manifest=checkpoint(), state=READY))
     path = journal.directory / "aa.json"
     body = json.loads(path.read_bytes())
     del body["self_digest"]
     path.write_text(json.dumps(body))
-    assert journal.read("aa") == written
+    with pytest.raises(ManifestError, match="not a record"):
+        journal.read("aa")
 
 
 @pytest.mark.parametrize(

@@ -120,8 +120,8 @@ class _NoGlobals(pickle.Unpickler):
 def _load_plain(data: bytes, error: UnsafeCheckpointError) -> Any:
     """Load also integers of more than 255 bytes. Raises ``error`` for other objects."""
     try:
-        records = PyTorchFileReader(io.BytesIO(data))
-        return _NoGlobals(io.BytesIO(records.get_record("data.pkl"))).load()
+        reader = PyTorchFileReader(io.BytesIO(data))
+        return _NoGlobals(io.BytesIO(reader.get_record("data.pkl"))).load()
     except Exception:
         raise error from None
 
@@ -145,10 +145,10 @@ def _check_growth(stream: BinaryIO, name: str) -> None:
         stream.seek(start)
         return
     stream.seek(start)
-    records = _records_bytes(stream)
+    records_bytes = _records_bytes(stream)
     stream.seek(start)
-    if records > _size_bytes_max(size_bytes):
-        raise _too_large(name, size_bytes, records)
+    if records_bytes > _size_bytes_max(size_bytes):
+        raise _too_large(name, size_bytes, records_bytes)
 
 
 def _records_bytes(stream: BinaryIO) -> int:
@@ -178,8 +178,8 @@ def _size_bytes(value: Any, seen: set[int]) -> int:
     return 0
 
 
-def _too_large(name: str, size_bytes: int, records: int | None = None) -> UnsafeCheckpointError:
-    made = "much more" if records is None else f"{records} bytes"
+def _too_large(name: str, size_bytes: int, records_bytes: int | None = None) -> UnsafeCheckpointError:
+    made = "much more" if records_bytes is None else f"{records_bytes} bytes"
     return UnsafeCheckpointError(
         f"{name} is refused: {made} would come of its {size_bytes} bytes",
         hint="It is damaged, or made to fill the memory: use another copy or an older step",

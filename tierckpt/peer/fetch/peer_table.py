@@ -429,8 +429,8 @@ class PeerTable:
     def store_ages(self, now: float) -> list[float]:
         return [now - at for requests in self.requests.values() for one, at in requests if one.source is SHARED]
 
-    def measure(self, now: float) -> bool:
-        """Find the slow peers. False if the last measurement is recent."""
+    def find_slow_peers(self, now: float) -> bool:
+        """Update ``slow``. Return False, without a change, if that was done recently."""
         if now - self._measured_at < MEASURE_SECONDS:
             return False
         self._measured_at = now

@@ -282,7 +282,7 @@ class FetchScheduler:
     def _measure(self, now: float) -> None:
         before = self.table.slow
         self._count_copies()
-        if self.table.measure(now):
+        if self.table.find_slow_peers(now):
             self._slots.in_flight(self.table.store_ages(now))
             for name in self.table.slow - before:
                 self._cancel_most(self.table.peers[name])

@@ -166,8 +166,8 @@ class RestorePlan:
                 except TierckptError as error:
                     error.context.setdefault("key", name)
                     raise
-        self.missing = [f"{prefix}{key}" for prefix, one in self._named() for key in one.missing]
-        self.unexpected = [f"{prefix}{key}" for prefix, one in self._named() for key in one.unexpected]
+        self.missing = [f"{prefix}{key}" for prefix, one in self._targets_with_prefix() for key in one.missing]
+        self.unexpected = [f"{prefix}{key}" for prefix, one in self._targets_with_prefix() for key in one.unexpected]
         problems = [problem for one in self._targets.values() for problem in one.problems]
         problems += self._stale_parameters(state)
         if problems:
@@ -187,7 +187,7 @@ class RestorePlan:
             return optimizers.OptimizerTarget(value, names, stored, name, objects, text)
         return ValueTarget(state, stored, name, text)
 
-    def _named(self) -> Iterator[tuple[str, Target]]:
+    def _targets_with_prefix(self) -> Iterator[tuple[str, Target]]:
         yield from (("" if isinstance(one, ValueTarget) else f"{name}.", one) for name, one in self._targets.items())
 
     def _stale_parameters(self, state: Mapping[str, Any]) -> list[str]:

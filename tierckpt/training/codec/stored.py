@@ -95,7 +95,7 @@ def not_plain_below(values: Mapping[Any, Mapping[Any, Any]], path: Path) -> list
 
 
 def _are_plain_tensors(values: list[Any]) -> bool:
-    """Check by columns: a tenth of the cost of a call per tensor."""
+    """Check one attribute at a time over all tensors: ten times cheaper than a call per tensor."""
     if not {torch.Tensor}.issuperset(map(type, values)):
         return False
     layout, is_quantized = operator.attrgetter("layout"), operator.attrgetter("is_quantized")

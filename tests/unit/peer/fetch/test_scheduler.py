@@ -78,7 +78,7 @@ def goes_for_others_after(*, are_fetching: bool) -> float:
     for name in MANY if are_fetching else ():
         made.table.update(name, SETTLED, fetching=owned(made, name)[:1])
     for tenth in range(int(SETTLED * 10), 1000):
-        made.table.measure(tenth / 10)
+        made.table.find_slow_peers(tenth / 10)
         # private: the last rule of `choose`, by itself
         if made._from_store_at_last(tenth / 10, made.table.missing) is not None:
             return tenth / 10
