@@ -61,7 +61,7 @@ LONGEST_FIRST = (
     "test_replica_faults.py",
     "test_replicas.py",
 )
-"""Files that take minutes. Each worker takes a file at a time: none of these should start last."""
+"""Files that take minutes. Each worker takes a file at a time: these files start first."""
 
 
 DEVICE = os.environ.get("TIERCKPT_TEST_DEVICE", "")
@@ -81,7 +81,7 @@ def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
 HOST_ONLY = (
     *("Adagrad-fused", "Adagrad fused", "numpy", "all_meta", "test_workers_that_fork"),
     *("test_exact_save_is_a_checkpoint_at_once", "test_a_rounding_of_another", "test_gradients_that_were_reduced"),
-    "before the next update",  # the digest of a device is known a step later
+    "before the next update",  # a device computes its digest a step later
 )
 """Parts of the names of tests for the host: CUDA has no such kernel, or they simulate a device."""
 
@@ -118,7 +118,7 @@ def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture(scope="module", autouse=True)
 def no_rank_is_left() -> Iterator[None]:
-    """Kill what the tests of a module have started and left running."""
+    """Kill the processes that the tests of a module leave running."""
     yield
     runner.kill_all()
 
