@@ -364,21 +364,21 @@ def test_damage_to_a_part_record_has_no_effect(node: Node) -> None:
     node.runner.run(store.delete(part("b")))
 
 
-def test_records_without_a_digest_are_accepted(node: Node) -> None:
-    """Those records have no digest. A damaged name of the digest field is still rejected."""
+def test_records_without_a_digest_are_refused(node: Node) -> None:
+    """A record without its digest, or with a damaged name of it, is damaged."""
     claim, note = node.shared / CLAIM, node.local / DRAINED
     attempt = node.manifest.attempt
     claims, notes = claim.read_bytes(), note.read_bytes()
     try:
-        claim.write_bytes(f'{{"attempt": "{attempt}", "replaces": []}}'.encode())
-        note.write_bytes(f'{{"attempt": "{attempt}"}}'.encode())
-        assert node.runner.run(shared_commit.read_claim(node.mover.store(node.location))) == attempt
-        assert marks.is_drained(node.local, attempt)
-        claim.write_bytes(claims.replace(b"self_digest", b"selF_digest"))
-        note.write_bytes(notes.replace(b"self_digest", b"selF_digest"))
-        with pytest.raises(ManifestError, match=r"claim\.json"):
-            node.runner.run(shared_commit.read_claim(node.mover.store(node.location)))
-        assert not marks.is_drained(node.local, attempt)
+        for claim_record, note_record in (
+            (f'{{"attempt": "{attempt}", "replaces": []}}'.encode(), f'{{"attempt": "{attempt}"}}'.encode()),
+            (claims.replace(b"self_digest", b"selF_digest"), notes.replace(b"self_digest", b"selF_digest")),
+        ):
+            claim.write_bytes(claim_record)
+            note.write_bytes(note_record)
+            with pytest.raises(ManifestError, match=r"claim\.json"):
+                node.runner.run(shared_commit.read_claim(node.mover.store(node.location)))
+            assert not marks.is_drained(node.local, attempt)
     finally:
         claim.write_bytes(claims)
         note.write_bytes(notes)
