@@ -121,7 +121,8 @@ def _copy_python(root: Path) -> None:
 
 def _imported() -> list[str]:
     """Return the top-level names in site-packages that the guest's program imports."""
-    code = f"import {GUEST}, sys; [print(vars(module).get('__file__')) for module in [*sys.modules.values()]]"
+    # The product imports tenacity with its first drain.
+    code = f"import {GUEST}, tenacity, sys; [print(vars(module).get('__file__')) for module in [*sys.modules.values()]]"
     files = _output(sys.executable, "-c", code, cwd=REPOSITORY).splitlines()
     inside = [Path(file).relative_to(_site_packages()) for file in files if Path(file).is_relative_to(_site_packages())]
     names = {path.parts[0] for path in inside}
