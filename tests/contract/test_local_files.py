@@ -185,6 +185,22 @@ async def test_the_mark_of_a_killed_writer_is_removed(tmp_path: Path, monkeypatc
     assert await store.get("claim") == b"newsomebody" and names_in(tmp_path) == ["claim"]
 
 
+async def test_a_change_calls_no_fsync_under_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An fsync would make the mark durable, and after a power cut the next process waits until it is stale."""
+    store, fsync, marked = LocalStore(tmp_path), os.fsync, []
+    await store.put("claim", b"old")
+
+    def look(file: int) -> None:
+        marked.append((tmp_path / ".claim.00000000.tmp").exists())
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", look)
+    await store.replace("claim", b"new", etag=(await store.head("claim")).etag or "")
+    assert marked == [False, False]  # the data, then the directory
+    await store.remove("claim", etag=(await store.head("claim")).etag or "")
+    assert marked == [False, False, False] and names_in(tmp_path) == []
+
+
 async def test_a_lock_that_others_always_hold_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "LOCK_SECONDS", 0.3)
     store = LocalStore(tmp_path)

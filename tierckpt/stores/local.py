@@ -10,7 +10,6 @@ import os
 import stat
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 
 from ..disk.durable import (
@@ -24,6 +23,7 @@ from ..disk.durable import (
     name_new,
     publish,
     remove_tree,
+    replace_file,
     temporary_next_to,
     translate_os_error,
     translated,
@@ -34,14 +34,16 @@ from ..disk.file_io import pread_all, stat_version
 from ..disk.processes import boot_id, is_abandoned, is_made_here, is_temporary, stem_of, temporary_of_this_process
 from ..disk.quarantine import kind_of
 from ..errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
+from ..ownership import file_mode
 from ..poll import BRIEF, Poll
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .common import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
 
 MARK = f".{'0' * 8}.tmp"
 """Its digit count matches no random name."""
-LOCK_SECONDS = 10.0
-"""Age of an abandoned mark."""
+LOCK_SECONDS = 5.0
+"""Age of an abandoned mark: its holder renames or unlinks one file. Less than the silence of a drain that counts as an
+outage (``drain.active_drain.SILENT_SECONDS``): a power cut may leave a mark."""
 TICK_NS = 2_000_000_000
 
 
@@ -51,7 +53,9 @@ def _locked(path: Path) -> Iterator[None]:
 
     No flock: on some mounts (NFS ``nolock``, FUSE) it holds within one host only. The mark of an ended local process is
     removed at once, another after ``LOCK_SECONDS``. Two processes hold ``path`` only if both remove a stale mark in the
-    same instant. Raises StoreUnavailableError.
+    same instant, or if one change takes longer than ``LOCK_SECONDS``. Raises StoreUnavailableError.
+
+    The holder calls no fsync: a power cut leaves the mark only if the file system wrote its journal in between.
     """
     mark = _mark_on(path)
     boot, name = boot_id(), temporary_of_this_process("lock")
@@ -92,7 +96,7 @@ def _put_mark(mark: Path, own: str) -> None:
     if mark.exists():
         raise FileExistsError(mark)
     with temporary_next_to(mark, is_owned=True) as temporary:
-        write_new(temporary, own.encode())
+        write_new(temporary, own.encode(), is_durable=False)
         try:
             name_new(temporary, mark)
         except FileExistsError:
@@ -101,7 +105,7 @@ def _put_mark(mark: Path, own: str) -> None:
         except OSError as error:
             if error.errno not in CANNOT_LINK:
                 raise
-            write_new(mark, own.encode())
+            write_new(mark, own.encode(), is_durable=False)
 
 
 def _mark_of(mark: Path) -> str:
@@ -123,6 +127,12 @@ def _modified_ns(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return -1
+
+
+def _make_later(path: Path, before_ns: int) -> None:
+    with contextlib.suppress(OSError):  # a mount without times is no vfat
+        if path.stat().st_mtime_ns <= before_ns:
+            os.utime(path, ns=(before_ns + TICK_NS, before_ns + TICK_NS))
 
 
 class LocalStore:
@@ -196,9 +206,7 @@ class LocalStore:
         """Replace ``path`` with a later time, even on a coarse clock: each version has its own etag."""
         before = _modified_ns(path)
         durable_write(path, data, tier=self.tier)
-        with contextlib.suppress(OSError):  # a mount without times is no vfat
-            if path.stat().st_mtime_ns <= before:
-                os.utime(path, ns=(before + TICK_NS, before + TICK_NS))
+        _make_later(path, before)
 
     def _put_new(self, path: Path, data: Buffer) -> None:
         make_dirs(path.parent, tier=self.tier)
@@ -227,26 +235,38 @@ class LocalStore:
     async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
         path = self._path(key)
         try:
-            write = partial(self._write, path, data)
-            await to_completion(asyncio.to_thread(self._change, path, etag, write))
+            await to_completion(asyncio.to_thread(self._replace, path, data, etag))
         except ObjectNotFoundError:
             raise PreconditionFailedError(f"{path} no longer exists", path=path, tier=self.tier) from None
 
+    def _replace(self, path: Path, data: Buffer, etag: str) -> None:
+        with translated(path, self.tier), temporary_next_to(path) as temporary:
+            before = path.stat().st_mtime_ns
+            write_new(temporary, data, file_mode(path))
+            _make_later(temporary, before)
+            self._change(path, etag, lambda: replace_file(temporary, path))
+
     async def remove(self, key: str, *, etag: str) -> None:
-        path = self._path(key)
         try:
-            await to_completion(asyncio.to_thread(self._change, path, etag, lambda: self._delete(path)))
+            await to_completion(asyncio.to_thread(self._remove, self._path(key), etag))
         except ObjectNotFoundError:
             pass
 
-    def _change(self, path: Path, etag: str, change: Callable[[], None]) -> None:
-        """Raises PreconditionFailedError unless ``path`` is the file of ``etag``."""
+    def _remove(self, path: Path, etag: str) -> None:
         with translated(path, self.tier):
-            path.stat()
-            with _locked(path):
-                if stat_version(path.stat()) != etag:
-                    raise PreconditionFailedError(f"{path} has changed", path=path, tier=self.tier)
-                change()
+            self._change(path, etag, path.unlink)
+
+    def _change(self, path: Path, etag: str, change: Callable[[], object]) -> None:
+        """Raises PreconditionFailedError unless ``path`` is the file of ``etag``.
+
+        The fsync follows the release: a cut before it may revert the change, which is not acknowledged yet.
+        """
+        path.stat()
+        with _locked(path):
+            if stat_version(path.stat()) != etag:
+                raise PreconditionFailedError(f"{path} has changed", path=path, tier=self.tier)
+            change()
+        fsync_dir(path.parent)
 
     async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
         path = self._path(key)
