@@ -23,9 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tierckpt.peer.fetch.chunk_owners import ChunkOwners
 from tierckpt.peer.fetch.peer_table import SHARED, ChunkRequest, PeerTable, Tuning
-from tierckpt.peer.fetch.scheduler import FetchScheduler, WaitUntil
+from tierckpt.peer.fetch.scheduler import ChunkOwners, FetchScheduler, WaitUntil
 from tierckpt.peer.membership import Member
 
 LATENCY_SECONDS = 0.001

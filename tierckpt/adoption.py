@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .cache import space
-from .checkpoint import local_commit, marks
+from .checkpoint import local_commit
 from .checkpoint.journal import READY, Journal
 from .client import Client, get_client, wait
 from .config import Settings
@@ -158,7 +158,7 @@ def _adopt(
         entry = journal.open(token, location, part.rank, int(settings.chunk_size_bytes))
         try:
             if settings.peers is not None:
-                marks.mark_origin(directory, token)
+                local_commit.mark_origin(directory, token)
             adopted = directory / adopted_dir(token)
             with source.locked_directory(place):
                 source.import_files(files, adopted, links=links)

@@ -20,7 +20,7 @@ from typing import Any
 from tests.fault import runner
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
-from tierckpt.disk.claims import Claims
+from tierckpt.disk.file_lock import Claims
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import digest_of
 from tierckpt.mover import Mover

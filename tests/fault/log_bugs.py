@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tierckpt.replay import guard, log_writer
+from tierckpt.replay import checksum, log_writer
 
 
 def seed_log_bug(name: str) -> None:
@@ -36,4 +36,4 @@ def seed_log_bug(name: str) -> None:
     if name:
         log_writer.encode = encode
     if name in ("a stale hyperparameter", "gradients cast"):  # else the digest of the parameters finds it first
-        guard.frame_digest = lambda seen, others: ""
+        checksum.frame_digest = lambda seen, others: ""

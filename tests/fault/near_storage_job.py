@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from tierckpt.near_storage import updater, updater_process
-from tierckpt.near_storage.gradient_files import GradientFiles
 from tierckpt.near_storage.optimizer import NearStorageOptimizer
 from tierckpt.near_storage.state_file import StateFile
+from tierckpt.near_storage.updater import GradientFiles
 from tierckpt.replay.capture import Step
 from tierckpt.replay.checksum import checksum
 from tierckpt.replay.frame import Frame

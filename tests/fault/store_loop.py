@@ -31,8 +31,7 @@ from tierckpt.errors import (
 from tierckpt.format.layout import METADATA, Location, attempt_metadata, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest, digests_of
 from tierckpt.mover import Mover
-from tierckpt.restore.fetch_file import fetch_missing
-from tierckpt.restore.restore import restore
+from tierckpt.restore.restore import fetch_missing, restore
 from tierckpt.types import Tier
 
 T = TypeVar("T")

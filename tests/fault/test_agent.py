@@ -29,8 +29,7 @@ from tests.servers.faultproxy import FaultProxy, Kind, Plan
 from tests.services import S3Server, in_full
 from tests.states import load, same, save, zeros_like
 from tierckpt.checkpoint.journal import Journal
-from tierckpt.checkpoint.local_commit import read_local_manifest
-from tierckpt.checkpoint.marks import is_drained
+from tierckpt.checkpoint.local_commit import is_drained, read_local_manifest
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.disk.file_lock import try_lock

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.states import save
-from tierckpt.checkpoint import local_commit, marks, shared_commit
+from tierckpt.checkpoint import local_commit, shared_commit
 from tierckpt.checkpoint.journal import READY, WRITING, JournalEntry
 from tierckpt.checkpoint.verify import VerifyReport, verify
 from tierckpt.client import close_all
@@ -280,7 +280,7 @@ def is_valid_older_record(node: Node, kind: FileKind, damaged: bytes) -> bool:
     overwrite(kind.path, damaged)
     try:
         if kind.name == "local drained":
-            return not marks.is_drained(node.local, node.manifest.attempt)
+            return not local_commit.is_drained(node.local, node.manifest.attempt)
         return restored(node, f"passed-{random.getrandbits(40):x}") == expected_digests(node)
     finally:
         overwrite(kind.path, kind.good)
@@ -378,7 +378,7 @@ def test_records_without_a_digest_are_refused(node: Node) -> None:
             note.write_bytes(note_record)
             with pytest.raises(ManifestError, match=r"claim\.json"):
                 node.runner.run(shared_commit.read_claim(node.mover.store(node.location)))
-            assert not marks.is_drained(node.local, attempt)
+            assert not local_commit.is_drained(node.local, attempt)
     finally:
         claim.write_bytes(claims)
         note.write_bytes(notes)

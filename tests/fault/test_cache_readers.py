@@ -1,6 +1,6 @@
 """Many processes of one node read one uncached model: each chunk is fetched once, and no byte is wrong.
 
-The readers are processes of tests/fault/cache_readers.py. Invariants: tierckpt/disk/claims.py (C1 to C3) and
+The readers are processes of tests/fault/cache_readers.py. Invariants: tierckpt/disk/file_lock.py (C1 to C3) and
 tierckpt/cache/partial_entry.py (G1, G2, G4).
 """
 

@@ -30,8 +30,7 @@ from tierckpt.disk.local_root import use_local_root
 from tierckpt.errors import CommitAbandonedError
 from tierckpt.format.layout import agent_dir, local_dir, parse_uri
 from tierckpt.ipc import agent_client
-from tierckpt.ipc.agent_breaker import LOCK
-from tierckpt.ipc.agent_client import SOCKET
+from tierckpt.ipc.agent_client import LOCK, SOCKET
 
 pytestmark = pytest.mark.distributed
 

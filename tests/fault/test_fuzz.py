@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.format.test_manifest import checkpoint, entry
-from tierckpt.checkpoint import journal, local_commit, marks, shared_commit
+from tierckpt.checkpoint import journal, local_commit, shared_commit
 from tierckpt.checkpoint.journal import READY, Journal, JournalEntry
 from tierckpt.errors import ManifestError, TierckptError
 from tierckpt.format import manifest as manifests
@@ -386,7 +386,7 @@ def test_oversized_record_is_rejected_unread(tmp_path: Path) -> None:
         with path.open("wb") as file:
             file.truncate(1 << 40)
     for read in (lambda: local_commit.read_local_manifest(tmp_path), lambda: queue.read("aa"),
-                 lambda: marks.read_drained(tmp_path)):  # fmt: skip
+                 lambda: local_commit.read_drained(tmp_path)):  # fmt: skip
         with pytest.raises(ManifestError, match="larger than any"):
             read()
     assert queue.entries() == []

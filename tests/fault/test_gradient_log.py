@@ -21,7 +21,7 @@ from tests.services import ENVIRONMENT
 from tests.waits import SEEDED_SECONDS, Disk, TooLongError, counted
 from tierckpt.disk import file_io
 from tierckpt.errors import CheckpointError, IntegrityError
-from tierckpt.replay import guard, log_writer
+from tierckpt.replay import checksum, log_writer
 from tierckpt.replay.link import Link
 from tierckpt.replay.log import GradientLog, roll_forward
 from tierckpt.save import log_segments
@@ -86,10 +86,10 @@ def test_control_stale_hyperparameter_is_found(tmp_path: Path) -> None:
 def test_edit_through_data_ends_the_log_before_that_step(
     is_checked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "CHECK_SHARE", 0.0)  # no check by the training thread: the frame's digest must find it
-    monkeypatch.setattr(guard, "FREE_SECONDS", -1.0)
+    monkeypatch.setattr(checksum, "CHECK_SHARE", 0.0)  # no check by the training thread: the digest must find it
+    monkeypatch.setattr(checksum, "FREE_SECONDS", -1.0)
     if not is_checked:  # seeded
-        monkeypatch.setattr(guard, "frame_digest", lambda seen, others: "")
+        monkeypatch.setattr(checksum, "frame_digest", lambda seen, others: "")
     job = Job()
     with GradientLog(job.optimizer, tmp_path) as log:
         log.begin(BASE)

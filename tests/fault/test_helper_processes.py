@@ -18,8 +18,7 @@ from tierckpt.agent.handoffs import ClientProcess, HeldHandoff, SaveHandoffs
 from tierckpt.config import Settings
 from tierckpt.format.layout import agent_dir
 from tierckpt.ipc import agent_client as contacts
-from tierckpt.ipc.agent_breaker import LOCK
-from tierckpt.ipc.agent_client import AgentClient
+from tierckpt.ipc.agent_client import LOCK, AgentClient
 from tierckpt.ipc.child_process import clean_environment, start_python
 
 PLANTED = ("torch", "json", "socket", "asyncio", "pydantic", "obstore", "typer", "numpy", "sitecustomize", "tierckpt")

@@ -35,10 +35,16 @@ from tierckpt.disk.file_lock import try_lock
 from tierckpt.disk.local_root import use_local_root
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.format.layout import agent_dir
-from tierckpt.ipc import agent_breaker
-from tierckpt.ipc import agent_client as agent_client
-from tierckpt.ipc.agent_breaker import LOCK, PATIENCE_SECONDS, STARVED_SECONDS
-from tierckpt.ipc.agent_client import SOCKET, AgentClient, AgentUnavailableError, encode
+from tierckpt.ipc import agent_client
+from tierckpt.ipc.agent_client import (
+    LOCK,
+    PATIENCE_SECONDS,
+    SOCKET,
+    STARVED_SECONDS,
+    AgentClient,
+    AgentUnavailableError,
+    encode,
+)
 
 BUDGET_SECONDS = 0.5
 MARGIN = 6.0
@@ -413,7 +419,7 @@ def test_only_the_process_that_holds_the_lock_is_killed(local_root: Path) -> Non
         for content in ("", "no number", "-1", "0", str(os.getpid()), "4194000", str(bystander.pid)):
             lock.write_text(content)
             with lock.open():  # this process has the file open too, and must not be killed
-                assert agent_breaker.kill_agent(local_root) is None
+                assert agent_client.kill_agent(local_root) is None
         assert bystander.poll() is None
     finally:
         bystander.kill()

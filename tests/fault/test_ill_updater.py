@@ -18,9 +18,8 @@ import tierckpt
 from tests.fault.near_storage_job import NearJob, Reference
 from tierckpt.errors import IntegrityError, OperationTimeoutError
 from tierckpt.near_storage import updater_process
-from tierckpt.near_storage.blocks import TrainerParameter, layout_of
-from tierckpt.near_storage.mapped_state import StateHold
-from tierckpt.near_storage.state_file import StateFile, begin_state, current_state
+from tierckpt.near_storage.optimizer import StateHold
+from tierckpt.near_storage.state_file import StateFile, TrainerParameter, begin_state, current_state, layout_of
 from tierckpt.near_storage.updater_process import UpdaterProcess
 
 TIMEOUT_SECONDS = 150.0

@@ -16,7 +16,7 @@ import pytest
 from tests.fault import interrupt_scenarios
 from tests.fault.runner import start
 from tests.services import ENVIRONMENT, moto_server
-from tierckpt.stores.common import ended, to_completion
+from tierckpt.stores.base import ended, to_completion
 
 TIMES = int(ENVIRONMENT.get("TIERCKPT_TEST_INTERRUPTS", "1"))
 VERBS = ("sharded", "load", "prefetch", "restore", "save", "close") if TIMES > 1 else ("sharded", "prefetch")

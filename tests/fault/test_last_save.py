@@ -26,9 +26,9 @@ from tests.services import REPOSITORY
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import local_dir, parse_uri
-from tierckpt.training import preemption_notices
+from tierckpt.training import preemption
 from tierckpt.training.final_save import Cost, fits_deadline
-from tierckpt.training.preemption_notices import Notices
+from tierckpt.training.preemption import Notices
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150)]
 
@@ -185,8 +185,8 @@ def metadata_server() -> Iterator[Metadata]:
 
 def look_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cloud's metadata is at ``url``, and is looked at often."""
-    monkeypatch.setattr(preemption_notices, "ADDRESSES", dict.fromkeys(preemption_notices.ADDRESSES, url))
-    monkeypatch.setattr(preemption_notices, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(preemption, "ADDRESSES", dict.fromkeys(preemption.ADDRESSES, url))
+    monkeypatch.setattr(preemption, "POLL_SECONDS", 0.02)
 
 
 AWS = "GET /latest/meta-data/spot/instance-action"

@@ -23,7 +23,7 @@ from tests.states import save
 from tierckpt.checkpoint import local_commit
 from tierckpt.client import close_all
 from tierckpt.format.layout import location_at
-from tierckpt.replication.local_index import complete_saves
+from tierckpt.replication.replicator import complete_saves
 
 pytestmark = pytest.mark.distributed
 

@@ -31,7 +31,7 @@ from tierckpt.cli.prune import prune
 from tierckpt.cli.status import status
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
-from tierckpt.disk.flush_lock import flushing
+from tierckpt.disk.priority import flushing
 from tierckpt.disk.read_lease import lease_path
 from tierckpt.errors import TierckptError
 from tierckpt.format.layout import parse_uri

@@ -17,7 +17,7 @@ import torch
 from tests.fault.runner import start
 from tests.fault.training_loops import EVENTS, Log, Run, check, train_and_kill, train_for_ever
 from tests.services import ENVIRONMENT
-from tierckpt.replay import guard
+from tierckpt.replay import checksum
 from tierckpt.training.codec.attachment import Attachments
 
 LOOPS = int(ENVIRONMENT.get("TIERCKPT_TEST_TRAINING_LOOPS", "40"))
@@ -57,8 +57,8 @@ def test_control_log_without_digests_is_found(
 ) -> None:
     """Control: without frame digests a wrong state is restored."""
     if not is_on:
-        monkeypatch.setattr(guard, "frame_digest", lambda seen, others: "")
-        monkeypatch.setattr(Attachments, "check", lambda *_: guard.no_check)
+        monkeypatch.setattr(checksum, "frame_digest", lambda seen, others: "")
+        monkeypatch.setattr(Attachments, "check", lambda *_: checksum.no_check)
     run = Run(7, tmp_path)
     run.steps, run.asked, run.interval, run.always_looks, run.is_compiled = 7, True, 1000, False, False
     run.events = {4: [(event, "after")]}

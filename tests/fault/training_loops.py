@@ -23,7 +23,7 @@ from torch import nn
 
 import tierckpt
 from tierckpt.errors import StateMismatchError
-from tierckpt.replay import guard
+from tierckpt.replay import checksum
 
 KINDS: list[tuple[type[torch.optim.Optimizer], dict[str, Any], bool]] = [
     (torch.optim.AdamW, {"lr": 0.01}, True),
@@ -434,12 +434,12 @@ def heard() -> Iterator[Log]:
 @contextmanager
 def looking(*, always: bool) -> Iterator[None]:
     """Look at each step on the thread that trains, or at none: then the digest of a frame has to do."""
-    before = guard.CHECK_SHARE, guard.FREE_SECONDS
-    guard.CHECK_SHARE, guard.FREE_SECONDS = (1e9, 1.0) if always else (0.0, -1.0)
+    before = checksum.CHECK_SHARE, checksum.FREE_SECONDS
+    checksum.CHECK_SHARE, checksum.FREE_SECONDS = (1e9, 1.0) if always else (0.0, -1.0)
     try:
         yield
     finally:
-        guard.CHECK_SHARE, guard.FREE_SECONDS = before
+        checksum.CHECK_SHARE, checksum.FREE_SECONDS = before
 
 
 class Run:

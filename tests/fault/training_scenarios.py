@@ -36,11 +36,11 @@ def train(
 
     ``hold_at``: after this step, wait to be killed.
     """
-    from tierckpt.training import preemption_notices, run_log
+    from tierckpt.training import preemption, run_log
 
     run_log.LINE_SECONDS = line_seconds
     if metadata:
-        preemption_notices.ADDRESSES["gcp"], preemption_notices.POLL_SECONDS = metadata, 0.05
+        preemption.ADDRESSES["gcp"], preemption.POLL_SECONDS = metadata, 0.05
     rank = dist.get_rank() if dist.is_initialized() else 0
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     model = torch.nn.Linear(elements, 1)

@@ -22,7 +22,7 @@ import fsspec
 
 from tests.fault.scenario_tools import until
 from tests.fault.sweep.saver import CHUNK_BYTES, Saver, content
-from tierckpt.checkpoint import marks, retention, shared_commit
+from tierckpt.checkpoint import local_commit, retention, shared_commit
 from tierckpt.checkpoint.retention import Policy, Rule
 from tierckpt.config import Settings
 from tierckpt.drain.drainer import Drainer
@@ -86,7 +86,7 @@ class Node:
         outcomes = {result.token: result.outcome for result in results}
         for attempt in [one for one in self._attempts if one not in self._told]:
             # With hard links the commit is done before the save returns, and the local copy has the mark.
-            is_linked = marks.is_drained(self.mover.directory(location), attempt)
+            is_linked = local_commit.is_drained(self.mover.directory(location), attempt)
             if outcomes.get(attempt) == "committed" or is_linked:
                 self._told.add(attempt)
                 self.tell("acknowledged", step=step, attempt=attempt)

@@ -20,8 +20,8 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.cli.ui.app import run
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
-from tierckpt.disk import flush_lock
-from tierckpt.disk.flush_lock import STEP_BACK_SECONDS_MAX, flushing
+from tierckpt.disk import priority
+from tierckpt.disk.priority import STEP_BACK_SECONDS_MAX, flushing
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.stores.local import LocalStore
 
@@ -161,10 +161,10 @@ def test_status_reports_a_damaged_control_file(local_root: Path, command: Callab
 def test_drain_yields_the_disk_to_a_flush_of_another_process(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flush_lock, "STEP_BACK_SECONDS_MAX", 60.0)  # the other process may be slow
+    monkeypatch.setattr(priority, "STEP_BACK_SECONDS_MAX", 60.0)  # the other process may be slow
     saved_and_not_drained(f"{file_uri}/step-1", local_root)
     code = (
-        "import sys, time; from pathlib import Path; from tierckpt.disk.flush_lock import flushing\n"
+        "import sys, time; from pathlib import Path; from tierckpt.disk.priority import flushing\n"
         "with flushing(Path(sys.argv[1])):\n"
         "    print('writing', flush=True); time.sleep(1.0); print(time.monotonic(), flush=True)"
     )

@@ -17,10 +17,9 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from tests.states import same, save
 from tierckpt.errors import CapacityError
+from tierckpt.loading import export
 from tierckpt.loading import export as exports
-from tierckpt.loading import export_file
-from tierckpt.loading.export import export_safetensors
-from tierckpt.loading.export_file import Item, blocks
+from tierckpt.loading.export import Item, blocks, export_safetensors
 from tierckpt.read.parallel_read import batches
 from tierckpt.telemetry import BYTES, Metric, listen
 
@@ -32,14 +31,13 @@ MEMORY_BOUND = 3 * WINDOW + 16 * MIB + 20 * MIB
 MEASURED = """
 import json, sys
 from tierckpt.disk.io_tuner import ReadMode, ReadTuner
-from tierckpt.loading import export_file
+from tierckpt.loading import export as exports
 from tierckpt.loading.export import export_safetensors
 
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key + ":"))
 
-write_file = export_file.write_file
-import tierckpt.loading.export as exports
+write_file = exports.write_file
 ReadTuner.mode = lambda *_: ReadMode(direct=True, threads=2)
 exports.write_file = lambda *arguments: write_file(*arguments, window_bytes=int(sys.argv[4]))
 export_safetensors(sys.argv[1], sys.argv[2] + "-small", only="small")
@@ -107,7 +105,7 @@ def test_window_size_does_not_change_the_file(window_bytes: int, tmp_path: Path,
     }
     save(f"{file_uri}/step-1", state, chunk_size_bytes="4KiB")
     export_safetensors(f"{file_uri}/step-1", tmp_path / "expected")
-    write_file = export_file.write_file
+    write_file = export.write_file
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exports, "write_file", lambda *arguments: write_file(*arguments, window_bytes=window_bytes))
         export_safetensors(f"{file_uri}/step-1", tmp_path / "out")
@@ -161,7 +159,7 @@ def test_row_larger_than_a_window_is_read_once(
         if metric is BYTES and labels["direction"] == "read":
             read.append(value)
 
-    write_file = export_file.write_file
+    write_file = export.write_file
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(Path(checkpoint).parent / "local"))
     monkeypatch.setattr(exports, "write_file", lambda *arguments: write_file(*arguments, window_bytes=WINDOW))
     stop = listen(count)

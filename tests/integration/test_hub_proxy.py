@@ -31,9 +31,9 @@ from tierckpt.agent import hub_proxy
 from tierckpt.agent.hub_proxy import HubProxy
 from tierckpt.cache.partial_entry import PUBLISHES
 from tierckpt.config import Settings
-from tierckpt.disk.claims import Claims
+from tierckpt.disk.file_lock import Claims
 from tierckpt.errors import ConfigError, ObjectNotFoundError, PeerError
-from tierckpt.peer.fetch import chunk_owners, hub_owners
+from tierckpt.peer.fetch import hub_owners, scheduler
 from tierckpt.peer.membership import Member
 from tierckpt.peer.peer_catalog import Live
 
@@ -318,7 +318,7 @@ def owner(hub: FakeHub, name: str, start: int, nodes: int) -> int:
     """Return the node that owns a chunk."""
     data = next(iter(hub.repositories[REPO].commits.values()))[name]
     key = f"{'sha256' if len(data) >= 1000 else 'git'}:{oid(data)}/{start}"
-    return min(range(nodes), key=lambda number: chunk_owners.fraction(f"{key}/node-{number}"))
+    return min(range(nodes), key=lambda number: scheduler.fraction(f"{key}/node-{number}"))
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -23,7 +23,7 @@ from tierckpt.agent.metrics import GAUGES, Metrics
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
-from tierckpt.disk.flush_lock import flushing
+from tierckpt.disk.priority import flushing
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import local_dir

@@ -29,7 +29,7 @@ from tierckpt.checkpoint.journal import LOCAL_ONLY, Journal, JournalEntry
 from tierckpt.checkpoint.local_only import drop_superseded
 from tierckpt.checkpoint.prune import Pruner, finish_local
 from tierckpt.checkpoint.retention import local_checkpoints, marked_directories
-from tierckpt.checkpoint.run_log_reader import local_records
+from tierckpt.checkpoint.run_records import local_records
 from tierckpt.config import Settings
 from tierckpt.disk.durable import make_dirs
 from tierckpt.disk.local_root import clear_leftovers
@@ -37,7 +37,7 @@ from tierckpt.errors import TierckptError
 from tierckpt.format import layout
 from tierckpt.format.layout import DRAINED, MANIFEST, METADATA, ORIGIN_DIR, PARTS_DIR, local_dir, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest
-from tierckpt.replication.local_index import LocalIndex
+from tierckpt.replication.replicator import LocalIndex
 from tierckpt.training.checkpointer import Checkpointer
 
 STEPS = int(os.environ.get("TIERCKPT_TEST_TWO_JOBS", "6"))

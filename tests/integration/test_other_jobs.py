@@ -14,7 +14,7 @@ import torch
 
 from tests.hosts import container, needs_namespaces
 from tierckpt import Checkpointer
-from tierckpt.checkpoint.run_log_reader import has_ended_here
+from tierckpt.checkpoint.run_records import has_ended_here
 from tierckpt.client import close_all
 from tierckpt.format.layout import MANIFEST
 from tierckpt.training.run_log import identity
@@ -143,7 +143,7 @@ def test_store_without_conditional_puts_warns_at_the_first_save(caplog: pytest.L
 
 ASKED = """
 import json, sys
-from tierckpt.checkpoint.run_log_reader import has_ended_here
+from tierckpt.checkpoint.run_records import has_ended_here
 print(has_ended_here(json.loads(sys.argv[1])))
 """
 

@@ -25,9 +25,9 @@ from tests.services import S3Server
 from tests.states import save
 from tierckpt.agent.history import FIELDS, History
 from tierckpt.agent.node_document import node_document
-from tierckpt.checkpoint import local_commit, marks
+from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import READY, SET_ASIDE, WRITING, Journal, JournalEntry
-from tierckpt.checkpoint.run_log_reader import newest_lines, parse_lines
+from tierckpt.checkpoint.run_records import newest_lines, parse_lines
 from tierckpt.checkpoint.verify import read_checks, record_check
 from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all
@@ -103,7 +103,7 @@ def test_changed_checkpoint_is_read_again(file_uri: str, local_root: Path) -> No
     (before,) = node_document(Settings.load(), known)["local"]
     assert [row for _, row in known.values()] == [before]
     directory = local_dir(local_root, parse_uri(f"{file_uri}/step-1"))
-    marks.mark_drained(directory, read_attempt(directory))
+    local_commit.mark_drained(directory, read_attempt(directory))
     (drained,) = node_document(Settings.load(), known)["local"]
     assert (before["drained"], drained["drained"]) == (False, True)
     next(directory.glob("*.distcp")).unlink()

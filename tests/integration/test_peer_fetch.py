@@ -20,8 +20,8 @@ from tests.servers.cluster import Cluster, Model, dumped
 from tests.servers.fleet import Fleet
 from tests.servers.origin import Origin
 from tests.services import free_port
+from tierckpt.cache.fetch_job import NotNowError
 from tierckpt.cache.file_set import FileSet, FileSpec
-from tierckpt.cache.fill_protocols import NotNowError
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerError, StoreUnavailableError
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer.fetch.fetch_session import ClusterView, FetchSession

@@ -23,8 +23,7 @@ import tierckpt
 from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
 from tests.states import load, same, save, small_state, zeros_like
-from tierckpt.checkpoint.local_commit import read_local_manifest
-from tierckpt.checkpoint.marks import is_drained
+from tierckpt.checkpoint.local_commit import is_drained, read_local_manifest
 from tierckpt.cli.ui.app import run
 from tierckpt.client import Client, close_all, get_client
 from tierckpt.errors import CheckpointNotFoundError

@@ -23,7 +23,7 @@ from tests.integration.test_cli import COMMAND, Done, saved
 from tests.services import HttpServer
 from tierckpt.cache.partial_entry import CLAIMS, FETCHES, read_entry
 from tierckpt.cli.ui.app import run
-from tierckpt.disk.claims import Claims
+from tierckpt.disk.file_lock import Claims
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, UncommittedCheckpointError
 from tierckpt.format.layout import parse_uri
 from tierckpt.format.manifest import digest_of

@@ -19,7 +19,7 @@ from tierckpt.client import close_all
 from tierckpt.errors import ConfigError, MissingExtraError, StoreError
 from tierckpt.format.layout import Location
 from tierckpt.stores import fsspec_store
-from tierckpt.stores.common import FolderMarkers
+from tierckpt.stores.base import FolderMarkers
 from tierckpt.types import ObjectInfo
 
 

@@ -20,7 +20,7 @@ import tierckpt
 from tests.servers.faultproxy import FaultProxy, Kind, Plan
 from tests.services import S3Server
 from tests.states import save
-from tierckpt.checkpoint import commit_times
+from tierckpt.checkpoint import run_records
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_commit import remove_local
 from tierckpt.cli.ui.app import run
@@ -216,7 +216,7 @@ def test_commit_of_a_killed_mover_is_recorded_with_the_store_time(
 def test_commit_records_are_bounded_and_tolerate_a_torn_line(
     file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit_times, "LINES_MAX", 20)
+    monkeypatch.setattr(run_records, "LINES_MAX", 20)
     with tierckpt.Checkpointer(file_uri, keep_last=2) as checkpointer:
         for step in range(1, 31):
             checkpointer.save(step, {"w": torch.full((1000,), step)}).result(60)

@@ -24,7 +24,7 @@ from tierckpt import Checkpointer, EveryStep
 from tierckpt.cli.ui.app import run as main
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
-from tierckpt.replay import guard
+from tierckpt.replay import checksum
 from tierckpt.replay.link import GRADIENTS, Link, TensorCopy
 from tierckpt.replication.log_copies import COPIES
 from tierckpt.save import log_segments
@@ -342,7 +342,7 @@ def test_edit_outside_the_optimizer_ends_the_log_and_saves_the_next_step(
     where: str,
 ) -> None:
     """A warning gives the reason. Each step logged or saved before the edit restores bit for bit."""
-    monkeypatch.setattr(guard, "CHECK_SHARE", 1e9)  # on machines of any speed
+    monkeypatch.setattr(checksum, "CHECK_SHARE", 1e9)  # on machines of any speed
     checkpointer, job, digests = run(), Fused(), dict[int, str]()
     with caplog.at_level(logging.WARNING):
         for number in range(1, 8):
@@ -368,8 +368,8 @@ def test_undetected_edit_restores_the_step_before_it(
     run: Runs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Job], None]
 ) -> None:
     """If digests on the training thread cost too much, the frame's digest detects the edit."""
-    monkeypatch.setattr(guard, "CHECK_SHARE", 0.0)
-    monkeypatch.setattr(guard, "FREE_SECONDS", -1.0)
+    monkeypatch.setattr(checksum, "CHECK_SHARE", 0.0)
+    monkeypatch.setattr(checksum, "FREE_SECONDS", -1.0)
     checkpointer, job = run(), Fused()
     expected = {}
     for number in range(1, 9):

@@ -5,13 +5,17 @@ Its journal is on the SSD: killing it at any instruction loses no acknowledged s
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import math
 import os
 import resource
+import select
 import signal
 import socket
+import stat
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -23,10 +27,21 @@ from ..config import Settings
 from ..disk import priority
 from ..disk.file_lock import try_lock
 from ..disk.local_root import use_local_root
-from ..disk.quarantine import set_aside
+from ..disk.quarantine import open_regular, set_aside
 from ..errors import ConfigError, PartialTransferError, StoreError, TierckptError
-from ..ipc.agent_breaker import LOCK
-from ..ipc.agent_client import BUSY_SECONDS, SOCKET, encode, peer_of, private_directory, socket_path, take_message
+from ..ipc.agent_client import (
+    BUSY_SECONDS,
+    DESCRIPTORS_MAX,
+    LOCK,
+    LOG,
+    LOG_BYTES_MAX,
+    SOCKET,
+    encode,
+    peer_of,
+    private_directory,
+    socket_path,
+    take_message,
+)
 from ..mover import Mover
 from ..peer.peer_catalog import Live, live_of
 from ..poll import LOCAL, Poll
@@ -35,12 +50,107 @@ from ..quantities import human_bytes
 from ..replication.replicator import Replicator
 from ..telemetry import emit_rows, logger
 from ..types import Json, Progress, Tier
-from .connection import Connection, close_all
-from .handoffs import Handoffs
-from .log_file import LogFile
+from .handoffs import ClientProcess, Handoffs
 from .options import AgentOptions
 from .page_documents import PageSource
 from .peer_service import PeerService
+
+_SO_PEERPIDFD = 77
+
+
+class Connection:
+    """Connection to one process of the job. Reads without blocking.
+
+    ``pidfd`` reports the end of the process. Without one (-1: an old kernel and a process of another container), the
+    end of the connection counts, and locks are not taken over, since their owner may be alive.
+    """
+
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        self.socket = sock
+        self.owner = ClientProcess(pid)
+        self.pidfd = _pidfd_of(sock, pid)
+        self.buffer = bytearray()
+        self.descriptors: list[int] = []
+
+    def read(self) -> bool:
+        """False at the end of the connection."""
+        size = DESCRIPTORS_MAX * array.array("i").itemsize
+        data, ancillary, flags, _ = self.socket.recvmsg(1 << 16, socket.CMSG_SPACE(size), socket.MSG_CMSG_CLOEXEC)
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(content[: len(content) - len(content) % received.itemsize])
+                self.descriptors.extend(received)
+        if flags & socket.MSG_CTRUNC:
+            return False  # descriptors were lost, so later messages cannot be assigned theirs
+        self.buffer += data
+        return bool(data)
+
+    def close(self) -> None:
+        self.socket.close()
+        close_all(self.descriptors)
+
+    @property
+    def process_has_ended(self) -> bool:
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+def _pidfd_of(sock: socket.socket, pid: int) -> int:
+    """Return a descriptor that becomes readable when the process ends; -1 if there is none."""
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        pass
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+
+
+def close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+OUTPUTS = (1, 2)
+
+
+class LogFile:
+    """The standard error of an agent that was started on demand, in ``directory``; none if the site started the agent.
+
+    ``agent.log`` is appended to, ``agent.log.1`` is the previous file. Both together take twice ``LOG_BYTES_MAX``, plus
+    the output between two checks (a second).
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOG
+        self._outputs = [file for file in OUTPUTS if _is(file, self._path)]
+
+    def keep_small(self) -> None:
+        """After a failure the next call retries."""
+        if not self._outputs or os.fstat(self._outputs[0]).st_size <= LOG_BYTES_MAX:
+            return
+        with contextlib.suppress(OSError):
+            if _is(self._outputs[0], self._path):  # otherwise another agent's start has rotated it
+                self._path.replace(self._path.with_name(f"{LOG}.1"))
+            file = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                sys.stderr.flush()
+                for output in self._outputs:
+                    os.dup2(file, output)
+            finally:
+                os.close(file)
+
+
+def _is(file: int, path: Path) -> bool:
+    try:
+        status = os.fstat(file)
+        return stat.S_ISREG(status.st_mode) and os.path.samestat(status, path.lstat())
+    except OSError:
+        return False
+
 
 log = logger("agent")
 

@@ -14,11 +14,11 @@ from typing import TypeAlias
 from .. import errors
 from ..cache.pool import Pool
 from ..cache.receipt import RECEIPT
-from ..checkpoint import local_commit, marks
+from ..checkpoint import local_commit
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import DRAIN_STATES, SET_ASIDE, SET_ASIDE_STATES, Journal, JournalEntry
 from ..checkpoint.retention import marked_directories, nearest_existing
-from ..checkpoint.run_log_reader import newest_drained, newest_lines
+from ..checkpoint.run_records import newest_drained, newest_lines
 from ..checkpoint.verify import read_checks
 from ..config import Settings
 from ..drain.active_drain import COMMITTING, QUEUED, SENDING, STORE
@@ -233,8 +233,8 @@ def _checkpoint(root: Path, directory: Path) -> Json | None:
         "files": len(here),
         "files_of_checkpoint": len(manifest.entries),
         "size_bytes": sum(entry.size_bytes for entry in here),
-        "drained": marks.is_drained(directory, manifest.attempt),
-        "replicated": marks.is_replicated(directory, manifest.attempt),
+        "drained": local_commit.is_drained(directory, manifest.attempt),
+        "replicated": local_commit.is_replicated(directory, manifest.attempt),
         "saved_unix_seconds": manifest.created_unix_seconds,
     }
 

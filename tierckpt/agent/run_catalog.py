@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..cache.prefetch import from_listing
-from ..checkpoint import branches, local_commit, marks, shared_commit
+from ..checkpoint import branches, local_commit, shared_commit
 from ..checkpoint.branches import Branch
 from ..checkpoint.catalog import Checkpoint, file_size
 from ..checkpoint.description import describe_committed
 from ..checkpoint.journal import LOCAL_ONLY, SET_ASIDE
 from ..checkpoint.retention import Policy
-from ..checkpoint.run_log_reader import Lines, local_records, parse_lines, read_history
+from ..checkpoint.run_records import Lines, local_records, parse_lines, read_history
 from ..checkpoint.select import age_of
 from ..drain.active_drain import COMMITTING, OTHER_RANKS, QUEUED, SENDING, STORE
 from ..errors import ConfigError, ManifestError, StoreError, StoreUnavailableError, TierckptError
@@ -406,7 +406,7 @@ def _read_local(directory: Path) -> _StepTiers | None:
     with contextlib.suppress(ManifestError, StoreError):
         if (manifest := local_commit.read_local_manifest(directory)) is not None:
             here = sum(file_size(directory / entry.key) == entry.size_bytes for entry in manifest.entries)
-            is_drained = marks.is_drained(directory, manifest.attempt)
+            is_drained = local_commit.is_drained(directory, manifest.attempt)
             return _StepTiers(_Committed.of(manifest, directory.name), here, is_drained)
     return None
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from ..errors import CapacityError, ObjectNotFoundError
-from ..stores.common import to_completion
+from ..stores.base import to_completion
 from ..telemetry import logger
 from ..types import Buffer, ByteRange
 from . import space

@@ -1,6 +1,6 @@
 """Reads through the node cache and fills it.
 
-One process of the node fetches each chunk (disk/claims.py); the others wait for its line in the progress file. A claim
+One process of the node fetches each chunk (``Claims``); the others wait for its line in the progress file. A claim
 without progress is overtaken after ``stall_seconds``. docs/internals/cache.md has the guarantees.
 """
 
@@ -17,14 +17,12 @@ from typing import Any
 
 from ..errors import CapacityError, ConfigError, ObjectNotFoundError, OperationTimeoutError, StoreError
 from ..poll import LOCAL, Poll
-from ..stores.base import RangeSource
-from ..stores.common import to_completion
+from ..stores.base import RangeSource, to_completion
 from ..telemetry import ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
 from .chunk_writer import ChunkWriter, FetchStats
-from .fetch_job import ChunkFetcher, FetchJob
+from .fetch_job import ChunkFetcher, FetchJob, PeerFill, PeerJoin
 from .file_set import FileSet, FileSpec, Receipt
-from .fill_protocols import PeerFill, PeerJoin
 from .partial_entry import PartialEntry, read_file, remove_stale_directory
 from .pool import Pool
 from .receipt import read_receipt, whole_receipt

@@ -41,10 +41,10 @@ from ..stores.base import Store
 from ..stores.hub.api import Repository
 from ..stores.hub.store import HubStore
 from ..types import ProgressListener
-from .content_digest import check_content
+from .fetch_job import PeerJoin
 from .file_set import FileSet, FileSpec
-from .fill_protocols import PeerJoin
 from .node_cache import DIGESTS_AT_A_TIME, CacheCheck
+from .partial_entry import check_content
 from .prefetch import PrefetchResult, fill_directory
 from .receipt import read_receipt
 from .reuse import CopySource

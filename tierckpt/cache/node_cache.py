@@ -36,8 +36,8 @@ from ..stores.verified_read import LocalFiles, check_file
 from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .entry import STALL_SECONDS_MIN, CacheEntry
+from .fetch_job import PeerJoin
 from .file_set import FileSet, FileSpec, Receipt, from_manifest
-from .fill_protocols import PeerJoin
 from .partial_entry import landed_in, read_entry, read_landed
 from .pool import CacheRow, Pool, evict_all
 from .prefetch import ALL_FILES, FileFilter, PrefetchResult, from_listing, result_of

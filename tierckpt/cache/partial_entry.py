@@ -1,6 +1,7 @@
 """A directory that several processes fill, and one rename publishes when it is whole.
 
-docs/internals/cache.md lists its files.
+docs/internals/cache.md lists its files. A Hub's version has a digest of each whole file: ``sha256:HEX`` of the bytes
+(LFS), or ``git:HEX``, the SHA-1 of a git blob, which detects damage but not forgery.
 
 Invariants:
     G1  A line is appended, by one O_APPEND write, after its bytes were verified and written. A torn line is no line.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import hashlib
 import os
 import re
 import secrets
@@ -25,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ..disk.claims import LEASE_ATTEMPTS, SILENT_SECONDS, Claims, HostLease, holder_name, locked
 from ..disk.durable import (
     fsync_dir,
     make_dirs,
@@ -38,6 +39,7 @@ from ..disk.durable import (
     write_new,
 )
 from ..disk.file_io import allocate, clone_range, read_into
+from ..disk.file_lock import LEASE_ATTEMPTS, SILENT_SECONDS, Claims, HostLease, holder_name, locked
 from ..disk.processes import boot_id, companion_path, stem_of
 from ..disk.quarantine import open_regular
 from ..errors import CheckpointError, IntegrityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
@@ -48,11 +50,35 @@ from ..poll import Poll
 from ..stores.verified_read import corrupt
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Tier
-from .content_digest import check_content
 from .direct_write import write_at
 from .file_set import FileSet, FileSpec, Receipt, decode
 from .receipt import put_receipt, read_receipt, version_in, whole_receipt
 from .replacement import Replacement, folders_of, inherit_group, other_weights, replacement_lock
+
+READ_BYTES = 1 << 20
+
+
+def check_content(file: int, item: FileSpec, where: str) -> None:
+    """Raise IntegrityError if ``file`` differs from a digest in the etag of ``item``. Cost: one read."""
+    kind, _, expected = (item.etag or "").partition(":")
+    if kind == "sha256":
+        digest = hashlib.sha256()
+    elif kind == "git":
+        digest = hashlib.sha1(b"blob %d\0" % item.size_bytes, usedforsecurity=False)
+    else:
+        return
+    into, offset = bytearray(READ_BYTES), 0
+    while count := os.preadv(file, [into], offset):
+        digest.update(memoryview(into)[:count])
+        offset += count
+    if digest.hexdigest() != expected:
+        raise IntegrityError(
+            f"{item.path} of {where} has not the {kind} that its repository lists",
+            hint="It was damaged in transit or on the disk: run the command again to fetch it again",
+            file=item.path,
+            tier=Tier.SHARED,
+        )
+
 
 log = logger("cache")
 

@@ -23,8 +23,8 @@ from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .chunk_writer import FetchStats
 from .entry import CacheEntry
+from .fetch_job import PeerJoin
 from .file_set import FileSet, FileSpec
-from .fill_protocols import PeerJoin
 from .partial_entry import incoming_of, remove_abandoned
 from .pool import allocated_bytes
 from .receipt import whole_receipt

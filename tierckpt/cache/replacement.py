@@ -16,8 +16,8 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from ..disk.claims import HostLease, holder_name
 from ..disk.durable import fsync_dir, make_dirs, matching
+from ..disk.file_lock import HostLease, holder_name
 from ..format.layout import PRIVATE_DIR
 from .file_set import FileSet
 from .receipt import RECEIPT, WRITTEN, put_receipt, put_written, written_in

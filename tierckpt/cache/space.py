@@ -23,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checkpoint import local_commit, marks
+from ..checkpoint import local_commit
 from ..checkpoint.branches import abandoned_here
 from ..checkpoint.journal import READY, Journal
 from ..checkpoint.retention import CheckpointCopy, local_checkpoints, local_health, protect
@@ -322,7 +322,7 @@ def _checkpoints(settings: Settings, directory: Path, plan: AdmissionPlan) -> It
         elif entry.state == READY and settings.drain and place not in kept:
             plan.waits[f"the drain of {entry.uri}"] = plan.waits.get(f"the drain of {entry.uri}", 0) + entry.size_bytes
     for old, manifest in sorted(_oldest_first(local_copies), key=lambda item: item[0] not in abandoned):
-        if old in kept | busy or not marks.is_evictable(old, manifest.attempt):
+        if old in kept | busy or not local_commit.is_evictable(old, manifest.attempt):
             continue
         if size_bytes := _own_bytes(old, manifest):  # else linked to the shared tier
             is_used, remove = partial(read_lease.is_read, root, old), partial(_remove, root, old, manifest.attempt)
@@ -348,8 +348,8 @@ def _newest_of_each_run(local_copies: list[tuple[Path, Manifest]], abandoned: Se
             -1 if step is None else step,
             Tier.LOCAL,
             local_health(directory, manifest),
-            is_replicated=marks.is_replicated(directory, manifest.attempt)
-            and not marks.is_drained(directory, manifest.attempt),
+            is_replicated=local_commit.is_replicated(directory, manifest.attempt)
+            and not local_commit.is_drained(directory, manifest.attempt),
             is_abandoned=directory in abandoned,
         )
         runs.setdefault(directory.parent, []).append(copy)

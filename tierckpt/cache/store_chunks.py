@@ -18,8 +18,7 @@ from typing import cast
 
 from ..errors import CapacityError, IntegrityError, PreconditionFailedError, StoreError, TierckptError
 from ..format.manifest import digest_of
-from ..stores.base import RangesIgnoredError, RangeSource, ReadsInto, ReadsWhole, Store
-from ..stores.common import ended
+from ..stores.base import RangesIgnoredError, RangeSource, ReadsInto, ReadsWhole, Store, ended
 from ..stores.verified_read import again, corrupt, reread
 from ..telemetry import BYTES, logger
 from ..types import Buffer, ByteRange, Tier

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.manifest import BLOCK_DIGEST_BYTES, DIGEST_BLOCK_BYTES, blocks_of, digest_of_blocks, has_digest
-from ..stores.common import to_completion
+from ..stores.base import to_completion
 from ..telemetry import QUARANTINES, logger
 from ..types import Buffer, ByteRange, Tier
 from .direct_write import write_at

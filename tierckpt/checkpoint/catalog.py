@@ -41,7 +41,7 @@ from ..format.manifest import FileEntry, Manifest
 from ..stores.base import Store
 from ..telemetry import logger
 from ..types import Json, Tier
-from . import branches, local_commit, marks, shared_commit
+from . import branches, local_commit, shared_commit
 from .branches import Branch
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ async def _attempt(read: Callable[[], Any]) -> tuple[Manifest | None, TierckptEr
 
 
 def _is_drained(directory: Path, local: Manifest | None) -> bool:
-    return local is not None and marks.is_drained(directory, local.attempt)
+    return local is not None and local_commit.is_drained(directory, local.attempt)
 
 
 def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Manifest | None:

@@ -27,7 +27,7 @@ from ..disk.file_lock import lock_record, record_holder
 from ..disk.quarantine import open_regular
 from ..errors import CommitAbandonedError, TierckptError
 from ..format.layout import Location, agent_dir, epoch_file
-from ..ipc.agent_breaker import PATIENCE_SECONDS
+from ..ipc.agent_client import PATIENCE_SECONDS
 from ..poll import BRIEF, Poll
 from ..telemetry import logger
 

@@ -19,7 +19,7 @@ from ..disk.durable import matching
 from ..errors import ManifestError, TierckptError
 from ..format.layout import DRAINED, Location, local_dir, step_of
 from ..telemetry import logger
-from . import branches, local_commit, marks
+from . import branches, local_commit
 from .branches import Branch
 from .journal import LOCAL_ONLY, READY, Journal, JournalEntry
 from .select import age_of
@@ -91,7 +91,7 @@ def _supersede(local_root: Path, journal: Journal, entry: JournalEntry) -> bool:
             return False
         local = local_commit.read_local_manifest(directory)
         if local is not None and entry.token in {local.attempt, *local.tokens}:
-            marks.mark_superseded(directory, local.attempt)
+            local_commit.mark_superseded(directory, local.attempt)
         else:
             with read_lease.removing(local_root, directory) as unread:
                 if not unread:

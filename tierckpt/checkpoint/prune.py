@@ -21,7 +21,7 @@ from ..format.manifest import BASE_NOTE, RECORD_BYTES_MAX, Manifest, seal, unsea
 from ..stores.base import Store
 from ..telemetry import log_failure, logger
 from ..types import Json, Tier
-from . import local_commit, marks, retention, shared_commit
+from . import local_commit, retention, shared_commit
 from .branches import Branch, branch_of, current_branch, order_of
 from .catalog import is_stock
 from .journal import Journal
@@ -269,7 +269,7 @@ class Pruner:
                     drained = tier is Tier.LOCAL and self._is_drained(one, manifest)
                     size_bytes, attempt = manifest.size_bytes, manifest.attempt
                     directory = local_dir(self._root, one.location)
-                    peers = tier is Tier.LOCAL and not drained and marks.is_replicated(directory, attempt)
+                    peers = tier is Tier.LOCAL and not drained and local_commit.is_replicated(directory, attempt)
                     is_abandoned = branch is not None and not branch.holds(branch_of(manifest, one.name), step)
                     copies.append(
                         CheckpointCopy(
@@ -281,7 +281,7 @@ class Pruner:
     def _is_drained(self, seen: _RunEntry, manifest: Manifest) -> bool:
         if seen.shared is not None and seen.shared.attempt == manifest.attempt:
             return True
-        return marks.is_evictable(local_dir(self._root, seen.location), manifest.attempt)
+        return local_commit.is_evictable(local_dir(self._root, seen.location), manifest.attempt)
 
     def _obstacle_of(self, location: Location, journaled_uris: set[str], linked: dict[Path, str]) -> str:
         if location.uri in journaled_uris:

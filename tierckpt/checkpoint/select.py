@@ -41,7 +41,7 @@ from ..format.manifest import Manifest
 from ..stores.base import Recoverable, Store
 from ..telemetry import log_failure, logger
 from ..types import Json, Tier
-from . import branches, catalog, local_commit, marks
+from . import branches, catalog, local_commit
 from .branches import Branch
 from .catalog import LISTINGS_MAX, Checkpoint, changing_run_error, retry_listing
 from .peer_copies import PeerLookup, SilentPeers
@@ -403,8 +403,8 @@ class Selector:
 
 def is_origin(directory: Path, manifest: Manifest) -> bool:
     """Return True if a rank of this node saved it and no mark says that it was drained (N3)."""
-    is_copy = (directory / REPLICA).exists() and not manifest.tokens & marks.origins(directory)
-    return not is_copy and not marks.is_drained(directory, manifest.attempt)
+    is_copy = (directory / REPLICA).exists() and not manifest.tokens & local_commit.origins(directory)
+    return not is_copy and not local_commit.is_drained(directory, manifest.attempt)
 
 
 def store_key(location: Location) -> tuple[str, str]:

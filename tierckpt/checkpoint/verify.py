@@ -18,7 +18,7 @@ from ..stores.base import RangeSource, Store
 from ..stores.verified_read import LocalFiles, check_file
 from ..telemetry import FilesInFlight, ignore_progress, logger
 from ..types import Json, Progress, ProgressListener, Tier
-from . import local_commit, marks, shared_commit
+from . import local_commit, shared_commit
 from .catalog import Checkpoint
 from .peer_copies import PeerCopies
 from .select import Selector
@@ -134,7 +134,7 @@ async def _damaged_records(checkpoint: Checkpoint, manifest: Manifest) -> dict[t
     committed = Tier.SHARED in checkpoint.tiers
     reads: dict[tuple[Tier, str], Callable[[], Awaitable[Any]]] = {
         (Tier.LOCAL, MANIFEST): lambda: asyncio.to_thread(local_commit.read_local_manifest, directory),
-        (Tier.LOCAL, DRAINED): lambda: asyncio.to_thread(marks.read_drained, directory),
+        (Tier.LOCAL, DRAINED): lambda: asyncio.to_thread(local_commit.read_drained, directory),
         (Tier.SHARED, MANIFEST): lambda: _check_shared_manifest(store, directory, manifest),
         (Tier.SHARED, CLAIM): lambda: _check_claim(store, manifest, committed=committed),
     }
@@ -153,7 +153,11 @@ async def _damaged_records(checkpoint: Checkpoint, manifest: Manifest) -> dict[t
 
 async def _check_shared_manifest(store: Store, directory: Path, manifest: Manifest) -> None:
     shared = await shared_commit.read_shared_manifest(store)
-    if shared is not None and shared.attempt in manifest.replaces and marks.is_drained(directory, manifest.attempt):
+    if (
+        shared is not None
+        and shared.attempt in manifest.replaces
+        and local_commit.is_drained(directory, manifest.attempt)
+    ):
         raise IntegrityError(f"{store.uri}/{MANIFEST} is of {shared.attempt}, which was replaced by {manifest.attempt}")
 
 

@@ -15,8 +15,7 @@ from ..config import Settings
 from ..disk.file_lock import try_lock
 from ..errors import OperationTimeoutError
 from ..format.layout import agent_dir
-from ..ipc.agent_breaker import LOCK
-from ..ipc.agent_client import IDLE_SECONDS, AgentClient, AgentUnavailableError
+from ..ipc.agent_client import IDLE_SECONDS, LOCK, AgentClient, AgentUnavailableError
 from ..poll import LOCAL, Poll
 from ..telemetry import log_to
 from ..types import Json

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..checkpoint.journal import DRAIN_STATES
-from ..checkpoint.run_log_reader import Lines, local_records, read_history, read_shared_commits
+from ..checkpoint.run_records import Lines, local_records, read_history, read_shared_commits
 from ..client import Client
 from ..errors import CheckpointNotFoundError, ConfigError
 from ..format.layout import Location, step_name, step_of

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..arena.slots import Lease
-from ..checkpoint import branches, in_flight, local_commit, local_only, marks, shared_commit
+from ..checkpoint import branches, in_flight, local_commit, local_only, shared_commit
 from ..checkpoint import epoch as epochs
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, READY, WRITING, Journal, JournalEntry
@@ -262,7 +262,7 @@ class SaveSession:
             branch, chunk = str(self.description.notes.get(branches.NOTE, "")), int(self.settings.chunk_size_bytes)
             entry = self._journal.open(token, self.location, self.description.rank, chunk, branch)
             if self.settings.peers is not None:
-                marks.mark_origin(self.directory, token)
+                local_commit.mark_origin(self.directory, token)
             self._register_entry(entry, stack)
         return hold.descriptor
 

@@ -27,9 +27,8 @@ from ..checkpoint.journal import JournalEntry
 from ..client import Client
 from ..config import Settings
 from ..disk.durable import fsync_dir
-from ..disk.flush_lock import flushing
 from ..disk.io_tuner import WRITE_BYTES_MAX, segment_bytes, write_tuner_for
-from ..disk.priority import BACKGROUND_CPU_SHARE, BACKGROUND_NICE, CpuThrottle
+from ..disk.priority import BACKGROUND_CPU_SHARE, BACKGROUND_NICE, CpuThrottle, flushing
 from ..errors import CapacityError, TierckptError
 from ..format.layout import Location, shard_name
 from ..format.manifest import FileEntry, Flushed

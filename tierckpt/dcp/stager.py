@@ -20,8 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import torch_internals
 from ..arena import memory, slots
-from ..arena.memory import Memory
-from ..arena.pinning import pin
+from ..arena.memory import Memory, pin
 from ..arena.slots import Lease, arena_for
 from ..checkpoint import in_flight
 from ..config import Settings
@@ -33,7 +32,7 @@ from ..save.shard_plan import Fetch
 from . import split
 from .bulk_objects import gc_paused
 from .items import item_format
-from .items.torch_save import resolve_object
+from .items.item_format import resolve_object
 from .plan_outline import LOCAL_PART, is_local_part
 from .planner import TierSavePlanner
 from .staging_copy import Copies

@@ -20,8 +20,7 @@ from ..quantities import round_up
 from ..save import write_ahead
 from ..save.shard_plan import ShardRecord
 from .items import item_format, shard_layout
-from .items.item_format import ItemFrame
-from .items.torch_save import Texts
+from .items.item_format import ItemFrame, Texts
 from .staging_copy import Pair
 
 SMALL_BYTES_MAX = 64 << 10

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint import branches, commit_times, local_commit, local_only, marks, prune, shared_commit
+from ..checkpoint import branches, local_commit, local_only, prune, run_records, shared_commit
 from ..checkpoint.journal import DRAIN_STATES, READY, SET_ASIDE_STATES, Journal, JournalEntry
 from ..checkpoint.retention import Policy
 from ..config import Settings
@@ -427,7 +427,7 @@ class Drainer:
             if not await shared_commit.is_abandoned(store, entry.location, manifest):
                 raise
             log.info("%s: the job went back to an older step, and saved this one again", entry.uri)
-            await asyncio.to_thread(marks.mark_superseded, directory, manifest.attempt)
+            await asyncio.to_thread(local_commit.mark_superseded, directory, manifest.attempt)
             await self._delete_sent(entry, store)
             return "superseded"
         COMMITS.emit(1, tier=Tier.SHARED)
@@ -466,7 +466,7 @@ class Drainer:
             local = local_commit.read_local_manifest(directory)
         except ManifestError:
             return False
-        return local is not None and is_commit_of(local, entry) and marks.is_drained(directory, local.attempt)
+        return local is not None and is_commit_of(local, entry) and local_commit.is_drained(directory, local.attempt)
 
     async def _manifest(self, entry: JournalEntry, store: Store) -> Manifest | None:
         if entry.is_fragment:
@@ -540,14 +540,14 @@ class Drainer:
         await branches.note_shared(run, manifest)
         if committed_at is not None or (entry.manifest is not None and not entry.is_fragment):
             root = self.settings.local_root
-            await commit_times.note_shared(root, entry.location, manifest, store, run, committed_at)
+            await run_records.note_shared(root, entry.location, manifest, store, run, committed_at)
         try:
             local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         except ManifestError:
             local = None
         if local is None or local.attempt != manifest.attempt:
             await self.adopt(store, directory, manifest)
-        await asyncio.to_thread(marks.mark_drained, directory, manifest.attempt)
+        await asyncio.to_thread(local_commit.mark_drained, directory, manifest.attempt)
         if await asyncio.to_thread(_is_committed_elsewhere, directory, entry, manifest):
             await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
             parent = entry.location.parent

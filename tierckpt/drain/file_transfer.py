@@ -24,8 +24,7 @@ from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
 from ..format.manifest import FileEntry
 from ..ownership import file_mode
 from ..stores import verified_read
-from ..stores.base import Store
-from ..stores.common import to_completion
+from ..stores.base import Store, to_completion
 from ..stores.verified_read import get_checked
 from ..telemetry import BYTES, FILE_SECONDS, FILES
 from ..types import Buffer, ByteRange, Tier

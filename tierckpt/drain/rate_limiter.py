@@ -26,8 +26,7 @@ from typing import Any, TypeVar
 
 from ..disk.durable import durable_write, make_dirs, read_whole
 from ..disk.file_lock import lock
-from ..disk.flush_lock import FlushMark, FlushYield
-from ..disk.priority import lower_this_thread
+from ..disk.priority import FlushMark, FlushYield, lower_this_thread
 from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..format.layout import control_file
 from ..resources import ThreadPool

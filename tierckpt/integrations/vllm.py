@@ -23,8 +23,7 @@ from ..config import Settings
 from ..disk.io_tuner import MODEL_READ_MODES, SHARED_READ_MODES, ReadMode
 from ..errors import ConfigError
 from ..format.uris import scheme_of
-from ..loading.deferred import DEFERRED_BYTES_MIN, Deferral
-from ..loading.safetensors import BYTES_IN_FLIGHT_MAX, WantedTensors
+from ..loading.safetensors import BYTES_IN_FLIGHT_MAX, DEFERRED_BYTES_MIN, Deferral, WantedTensors
 from ..loading.tensor_parts import Parts
 
 LOAD_FORMAT = "tierckpt"
@@ -149,7 +148,7 @@ class Options:
         """Yield the tensors of files, or of a URI; show progress in bytes.
 
         All headers are checked before the first read. One of several ranks, or ``nodes``, gets only its parts of large
-        tensors (``loading/deferred.py``).
+        tensors (``loading/safetensors.py``).
         """
         from tqdm.auto import tqdm
 

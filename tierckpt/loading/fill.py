@@ -20,15 +20,13 @@ import torch
 from torch import Tensor
 
 from ..arena import capacity
-from ..arena.memory import HUGE_PAGE_BYTES, Kind, Memory
+from ..arena.memory import HUGE_PAGE_BYTES, Kind, Memory, pin
 from ..arena.pages import paging
-from ..arena.pinning import pin
 from ..arena.slots import read_buffers
 from ..errors import CapacityError, IntegrityError, TierckptError
 from ..quantities import DISK_BLOCK_BYTES, human_bytes, round_up
 from ..read.file_copies import FileCopy, LocalCopy
-from ..read.read_benchmark import opened_disk, run_trials
-from ..read.worker_threads import Worker, WorkerThreads
+from ..read.parallel_read import Worker, WorkerThreads, opened_disk, run_trials
 from ..telemetry import BYTES
 from ..types import ByteRange
 from .header import TensorEntry, of_entry

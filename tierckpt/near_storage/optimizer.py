@@ -1,14 +1,17 @@
-"""``NearStorageOptimizer``: an optimizer with its state on the SSD."""
+"""``NearStorageOptimizer``: an optimizer with its state on the SSD, and that state as file-backed tensors for saves."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -16,15 +19,239 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from ..dcp.planner import TierSavePlanner
 from ..dcp.stager import StagedItems, TierStager
-from ..errors import CheckpointError, ConfigError, StateMismatchError, TierckptError
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    OperationTimeoutError,
+    StateMismatchError,
+    TierckptError,
+    UpdaterLostError,
+)
 from ..replay.capture import Step, hyperparameters_of
-from ..replay.frame import Frame, encode
-from ..replay.optimizers import base_of, check_replayable, local_shard, parameters_of, write_counters_of
-from .blocks import MASTER, BlockLayout, layout_of
-from .mapped_state import MappedState, StateHold
-from .members import build_optimizer, check_gradients, check_parameter, members_of
-from .state_file import Tensors, directory_lock
+from ..replay.frame import Frame, dtype_name, encode
+from ..replay.optimizers import (
+    Parameter,
+    base_of,
+    check_replayable,
+    local_shard,
+    parameters_of,
+    shard_like,
+    write_counters_of,
+)
+from ..save.shard_plan import Fetch
+from .state_file import (
+    END_SECONDS,
+    MASTER,
+    BlockLayout,
+    NewState,
+    StateFile,
+    Tensors,
+    TrainerParameter,
+    begin_state,
+    current_state,
+    directory_lock,
+    layout_of,
+)
 from .step_channel import StepChannel
+from .updater_process import UpdaterProcess
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def build_optimizer(
+    params: Any, kind: type[torch.optim.Optimizer] | None, options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    if isinstance(params, torch.optim.Optimizer):
+        raise ConfigError(
+            "an existing optimizer keeps its state in the trainer",
+            hint="Pass parameters and the optimizer class, or keep it and use EveryStep(gradient_log=True)",
+        )
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(f"not an optimizer class: {kind!r}; pass a class of torch.optim after the parameters")
+    made = cast(Any, kind)(params, **options)
+    if made.state:  # Adagrad creates it at once: with one value, in the parameter's precision
+        one = torch.zeros(1, device="cpu")
+        initial_state = cast(Any, kind)([one], **options).state[one]
+        for parameter in parameters_of(made):
+            shape = local_shard(parameter.tensor).shape
+            made.state[parameter.tensor] = {k: v.expand(shape) if v.ndim else v for k, v in initial_state.items()}
+    return cast(torch.optim.Optimizer, made)
+
+
+def check_parameter(member: TrainerParameter, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in LOW_PRECISION or hasattr(tensor, "main_grad"):
+        raise ConfigError(
+            f"parameter {member.name} is {member.dtype}, or has float32 gradients; the trainer's parameters and "
+            "gradients must be 16-bit, as the float32 masters are in the updater process",
+            hint="Use model.to(torch.bfloat16) without autocast and GradScaler (bfloat16 needs no scaling), or "
+            "EveryStep(gradient_log=True), which keeps your optimizer and its precision",
+        )
+
+
+def check_gradients(optimizer: torch.optim.Optimizer) -> None:
+    for one in parameters_of(optimizer):
+        gradient = one.tensor.grad
+        if gradient is not None and (gradient.dtype != one.tensor.dtype or gradient.layout is not torch.strided):
+            raise ConfigError(
+                f"the gradient of parameter {one.name} is {gradient.dtype} ({gradient.layout}), and the parameter "
+                f"{one.tensor.dtype}",
+                hint="Use dense gradients of the parameter's precision, and accumulate in that precision",
+            )
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> list[TrainerParameter]:
+    has_names = all(group.get("param_names") for group in optimizer.param_groups)
+    return [
+        TrainerParameter(
+            one.key,
+            one.name if has_names else str(number),
+            tuple(local_shard(one.tensor).shape),
+            dtype_name(one.tensor.dtype),
+        )
+        for number, one in enumerate(parameters_of(optimizer))
+    ]
+
+
+SAVED_MASTER = "master"
+
+State = dict[torch.Tensor, dict[str, torch.Tensor]]
+
+
+class MappedState:
+    def __init__(self, directory: Path, layout: BlockLayout, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.stepped: set[str] = set()
+        self.view: State | None = None
+        """State by parameter and name, sharded like the parameter."""
+        self.saved: StateFile | None = None
+        self._directory, self._layout, self._tensors = directory, layout, tensors
+        self._new: NewState | None = None
+
+    def exists(self) -> bool:
+        return current_state(self._directory, self._layout) is not None
+
+    def begin(self, values: Tensors, step: int) -> None:
+        with directory_lock(self._directory, os.getpid()):
+            begin_state(self._directory, self._layout, values, step)
+        self.update_stepped([0] * len(self._layout.blocks))
+
+    def update_stepped(self, versions: Sequence[int]) -> None:
+        file = self._opened()
+        found = [file.present(block, version) for block, version in zip(self._layout.blocks, versions, strict=True)]
+        self.stepped = {key for block in found for key, names in block.items() if names - {MASTER}}
+
+    @contextmanager
+    def to_save(self, parameters: Iterable[Parameter]) -> Iterator[None]:
+        self.saved = self._opened()
+        with self._viewed(self.saved, parameters, lambda key, name: name == MASTER or key in self.stepped):
+            yield
+
+    @contextmanager
+    def to_load(self, parameters: Iterable[Parameter]) -> Iterator[None]:
+        """Give ``view`` a new state's tensors; ``commit`` makes it current."""
+        self.discard()
+        self._new = NewState(self._directory, self._layout)
+        with self._viewed(self._new.file, parameters, lambda *_: True):
+            yield
+
+    @contextmanager
+    def _viewed(
+        self, file: StateFile, parameters: Iterable[Parameter], is_wanted: Callable[[str, str], bool]
+    ) -> Iterator[None]:
+        tensors, self.view = file.all_tensors(), {}
+        for one in parameters:
+            self.view[one.tensor] = {
+                name or SAVED_MASTER: shard_like(tensor, one.tensor)
+                for name, tensor in tensors[one.key].items()
+                if is_wanted(one.key, name)
+            }
+        try:
+            yield
+        finally:
+            self.view = None
+
+    @torch.no_grad()
+    def commit(self, loaded: Mapping[str, Mapping[str, Any]], step: int) -> None:
+        """Make the loaded state current. Missing masters are copied from the parameters."""
+        assert self._new is not None
+        new, self._new = self._new, None
+        filled = {local_shard(one).data_ptr() for state in loaded.values() for one in state.values()}
+        present = {}
+        for key, tensors in new.file.all_tensors().items():
+            present[key] = {name for name, tensor in tensors.items() if tensor.data_ptr() in filled} | {MASTER}
+            if tensors[MASTER].data_ptr() not in filled:
+                tensors[MASTER].copy_(local_shard(self._tensors[key].detach()))
+        try:
+            with directory_lock(self._directory, os.getpid()):
+                new.commit(present, step)
+        except BaseException:
+            new.discard()
+            raise
+        self.update_stepped([0] * len(self._layout.blocks))
+
+    def discard(self) -> None:
+        if self._new is not None:
+            self._new.discard()
+        self._new = None
+
+    def _opened(self) -> StateFile:
+        found = current_state(self._directory, self._layout)
+        assert found is not None
+        return StateFile(found, self._layout)
+
+
+class StateHold:
+    """The state of a step, kept unchanged by the updater until ``release``. A ``dcp.stager.Source``."""
+
+    def __init__(self, file: StateFile, process: UpdaterProcess, answer: Future[dict[str, Any]]) -> None:
+        self._file, self._process, self._answer = file, process, answer
+        self._lock = threading.Lock()
+        self._is_released = False
+        self._timeout_seconds = END_SECONDS
+
+    def is_current(self, tensor: torch.Tensor) -> bool:
+        return self._file.owns(tensor)
+
+    def wait(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._result(self._answer, "recorded")
+
+    def reader(self, tensor: torch.Tensor) -> Fetch:
+        return self._file.reader(tensor, self._answer.result(0)["versions"])
+
+    def release(self) -> None:
+        """Raises UpdaterLostError: the state does not match its record, or may have been overwritten."""
+        with self._lock:
+            if self._is_released:
+                return
+            self._is_released = True
+        if not self._answer.done():
+            self._answer.add_done_callback(self._give_up)
+        elif self._answer.exception() is None:
+            hold = self._answer.result()
+            answer = self._process.ask({"op": "release", "hold": hold["number"]})
+            if self._result(answer, "checked")["pid"] != hold["pid"]:
+                raise UpdaterLostError(
+                    f"the process of the optimizer in {self._file.directory} ended while its state was saved",
+                    hint="The process was restarted. Save again",
+                    directory=str(self._file.directory),
+                )
+
+    def _result(self, answer: Future[dict[str, Any]], what: str) -> dict[str, Any]:
+        try:
+            return answer.result(self._timeout_seconds)
+        except TimeoutError as error:
+            if isinstance(error, TierckptError):
+                raise
+            raise OperationTimeoutError(
+                f"the state in {self._file.directory} was not {what}",
+                hint="Check whether its disk hangs",
+                waited_seconds=self._timeout_seconds,
+            ) from None
+
+    def _give_up(self, answer: Future[dict[str, Any]]) -> None:
+        with contextlib.suppress(TierckptError):  # the hold ended with the process
+            self._process.ask({"op": "release", "hold": answer.result()["number"]})
+
 
 PERSIST_EVERY = 8
 """Steps between writes of a block; bounds the log (2 bytes a parameter and step)."""

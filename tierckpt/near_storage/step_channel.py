@@ -12,7 +12,7 @@ import torch
 from ..arena.memory import Memory
 from ..errors import IntegrityError, UpdaterLostError
 from ..replay.optimizers import local_shard
-from .blocks import BlockLayout, TrainerParameter, shared_bytes, shared_tensors
+from .state_file import BlockLayout, TrainerParameter, shared_bytes, shared_tensors
 from .updater_process import UpdaterProcess
 
 

@@ -19,8 +19,8 @@ from ..cache.file_set import FileSet, decode, from_manifest
 from ..cache.partial_entry import CLAIMS, ENTRY, FILLS, SHARED, ProgressLog
 from ..cache.receipt import RECEIPT
 from ..checkpoint.branches import NOTE, parse
-from ..disk.claims import locked
 from ..disk.file_io import open_beneath, read_into, stat_version
+from ..disk.file_lock import locked
 from ..errors import ManifestError
 from ..format.layout import MANIFEST
 from ..format.manifest import DIGEST_BLOCK_BYTES, Manifest, block_digest, digest_of_blocks

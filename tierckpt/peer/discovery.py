@@ -3,7 +3,7 @@
     host[:port],...     names, IPv4, [IPv6], ranges as Slurm writes them: ``node[01-08,12]-ib``
     slurm[:port]        the node list of the job
     dns:NAME[:port]     all addresses of a name, resolved periodically: a headless service of Kubernetes
-    torchrun            addresses in the job's store (training/torchrun_peers.py)
+    torchrun            addresses in the job's store (training/rank_exchange.py)
 
 These are seeds: gossip.py finds all members from any of them.
 """

@@ -119,7 +119,7 @@ def commits_of(starts: Sequence[Life], commits: Iterable[Line], tier: str) -> di
 def tier_times(starts: Sequence[Life], commits: Sequence[Line], seen: Seen, now: float) -> tuple[TierTimes, ...]:
     """Return the times of the local, the peer and the shared tier. ``now``: Unix seconds.
 
-    ``commits``: lines of ``checkpoint/commit_times.py``, and those that the shared tier lists now.
+    ``commits``: lines of ``checkpoint/run_records.py``, and those that the shared tier lists now.
     """
     return _Tiers(starts, commits, seen, now).times()
 

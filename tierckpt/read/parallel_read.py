@@ -5,6 +5,7 @@ bytes out. At most one thread per processor digests and copies at a time: otherw
 would read.
 
 ``_Pull`` decides the number of threads (at most that of the disk's mode, disk/io_tuner.py), ``_split_jobs`` the parts.
+A large load's own bytes measure the read modes of its device.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
+from statistics import median
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
@@ -24,14 +28,187 @@ from ..arena.memory import Memory
 from ..arena.slots import BounceBufferPool
 from ..config import ranks_of_node
 from ..disk.file_io import PAGE_BYTES
-from ..disk.io_tuner import READ_MODES
-from ..errors import TierckptError
+from ..disk.io_tuner import READ_MODES, ReadMode, ReadTuner
+from ..errors import CapacityError, OperationTimeoutError, TierckptError
 from ..quantities import round_up
+from ..resources import start_thread
+from ..telemetry import logger
 from ..types import Buffer, ByteRange
 from .file_copies import LocalCopy
-from .read_benchmark import opened_disk, run_trials
 from .replicated_file import ReplicatedFile
-from .worker_threads import Worker, WorkerThreads
+
+log = logger("restore")
+
+J = TypeVar("J")
+
+BUFFER_SECONDS = 600.0
+"""Other loads may hold all buffers."""
+
+
+class Worker(NamedTuple):
+    """A thread's work, and the size of its buffer (0: none)."""
+
+    work: Callable[[Memory | None], None]
+    name: str
+    buffer_bytes: int = 0
+
+
+class WorkerThreads:
+    """Runs ``workers`` in parallel, the first of them in the caller's thread."""
+
+    def __init__(self, workers: Sequence[Worker], buffers: BounceBufferPool) -> None:
+        self._workers, self._buffers = workers, buffers
+        self._taking = threading.Lock()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run all workers to their end. Raises the first error of any, interrupts included.
+
+        Raises OperationTimeoutError, CapacityError: no buffer for the first worker; nothing was read.
+        """
+        # Break the cycle from workers to this object, to free sources and targets.
+        workers, self._workers = self._workers, ()
+        if not workers:
+            return
+        with self._buffer(workers[0], BUFFER_SECONDS) as buffer:
+            started: list[threading.Thread] = []
+            try:
+                for worker in workers[1:]:
+                    thread = threading.Thread(target=self._run_helper, args=(worker,), name=worker.name)
+                    start_thread(thread)
+                    started.append(thread)
+                workers[0].work(buffer)
+            except BaseException as error:
+                self.fail(error)
+            try:
+                for thread in started:
+                    thread.join()
+            except BaseException as error:  # the caller then closes sources and targets
+                self.fail(error)
+                for thread in started:
+                    thread.join()
+            if self.error is not None:
+                raise self.error
+
+    def iterate(self, jobs: Iterator[J]) -> Iterator[J]:
+        """Yield the ``jobs`` that no other thread has taken, in order; none after an error."""
+        while True:
+            with self._taking:
+                job = None if self.error is not None else next(jobs, None)
+            if job is None:
+                return
+            yield job
+
+    def fail(self, error: BaseException) -> None:
+        with self._taking:
+            self.error = self.error or error
+
+    def _run_helper(self, worker: Worker) -> None:
+        """Run an additional thread. Without another buffer, the load has one less."""
+        with contextlib.ExitStack() as stack:
+            try:
+                buffer = stack.enter_context(self._buffer(worker, 0.0))
+            except (OperationTimeoutError, CapacityError) as error:
+                log.info("a load reads with one thread less: %s", error)
+                return
+            except BaseException as error:
+                self.fail(error)
+                return
+            try:
+                worker.work(buffer)
+            except BaseException as error:
+                self.fail(error)
+
+    @contextlib.contextmanager
+    def _buffer(self, worker: Worker, timeout_seconds: float) -> Iterator[Memory | None]:
+        if not worker.buffer_bytes:
+            yield None
+            return
+        with self._buffers.take(1, worker.buffer_bytes, timeout_seconds) as [memory]:
+            yield memory
+
+
+MiB = 1 << 20
+
+TRIAL_BYTES = 128 * MiB
+
+TRIAL_ROUNDS_MAX = 3
+
+DISK_SHARE_MIN = 0.9
+"""A trial counts only if the device delivered at least this part."""
+
+
+class Request(Protocol):
+    """A pending read."""
+
+    @property
+    def wanted_bytes(self) -> int: ...
+
+    @property
+    def disk(self) -> LocalCopy | None:
+        """The file if it is on a disk."""
+
+
+R = TypeVar("R", bound=Request)
+
+
+def opened_disk(jobs: Iterable[Request]) -> LocalCopy | None:
+    """Open and return the first copy that is on a disk; the others are assumed to be on the same device."""
+    for job in jobs:
+        if (disk := job.disk) is not None:
+            with contextlib.suppress(TierckptError):
+                disk.open()
+                return disk
+    return None
+
+
+def run_trials(jobs: list[R], first_disk: LocalCopy | None, run: Callable[[list[R], int], None]) -> list[R]:
+    """Read the first of ``jobs`` in each mode, unless the best is known. Return the remaining jobs."""
+    if first_disk is None or first_disk.tuner is None or not first_disk.is_untried:
+        return jobs
+    if _size_bytes(jobs) <= TRIAL_BYTES * len(first_disk.tuner.modes):
+        return jobs
+    with first_disk.tuner.trial() as is_ours:
+        return _trial(jobs, first_disk.tuner, first_disk, run) if is_ours else jobs
+
+
+def _trial(jobs: list[R], tuner: ReadTuner, first_disk: LocalCopy, run: Callable[[list[R], int], None]) -> list[R]:
+    rounds = min(TRIAL_ROUNDS_MAX, max(1, _size_bytes(jobs) // (2 * TRIAL_BYTES * len(tuner.modes))))
+    rates: dict[ReadMode, list[float]] = {way: [] for way in tuner.modes}
+    for way in tuner.modes * rounds:
+        part, jobs = _split_off(jobs, TRIAL_BYTES)
+        disks = {job.disk for job in part}
+        cold_bytes = -sum(disk.cold_bytes for disk in disks if disk)
+        for disk in disks:
+            if disk is not None:
+                disk.set_mode(way)
+        begun = time.monotonic()
+        run(part, way.threads)
+        seconds = time.monotonic() - begun
+        cold_bytes += sum(disk.cold_bytes for disk in disks if disk)
+        if cold_bytes < DISK_SHARE_MIN * _size_bytes(part) or any(
+            not disk or disk.device != first_disk.device for disk in disks
+        ):
+            return jobs
+        rates[way].append(cold_bytes / seconds)
+    chosen = tuner.decide(first_disk.device, {way: median(found) for way, found in rates.items()}, first_disk.where)
+    for job in jobs:
+        if job.disk is not None:
+            job.disk.set_mode(chosen)
+    return jobs
+
+
+def _split_off(jobs: list[R], wanted_bytes: int) -> tuple[list[R], list[R]]:
+    for count, job in enumerate(jobs, 1):
+        wanted_bytes -= job.wanted_bytes
+        if wanted_bytes <= 0:
+            return jobs[:count], jobs[count:]
+    return jobs, []
+
+
+def _size_bytes(jobs: list[R]) -> int:
+    return sum(job.wanted_bytes for job in jobs)
+
 
 T = TypeVar("T")
 

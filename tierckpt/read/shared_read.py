@@ -28,9 +28,8 @@ from ..poll import Pauses, Poll
 from ..quantities import round_up
 from ..telemetry import READS_ALONE, logger
 from ..types import ByteRange
-from .parallel_read import REQUESTS_MAX, OnError, Piece, Pull, pull
+from .parallel_read import REQUESTS_MAX, OnError, Piece, Pull, Worker, WorkerThreads, pull
 from .replicated_file import ReplicatedFile
-from .worker_threads import Worker, WorkerThreads
 
 log = logger("restore")
 

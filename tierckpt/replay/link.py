@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .. import poll, torch_internals
-from ..arena.pinning import pin
+from ..arena.memory import pin
 from ..arena.slots import Arena, SlotPolicy
 from ..dcp.stager import base_of
 from ..dcp.staging_copy import Copies

@@ -26,9 +26,8 @@ from ..save import log_segments
 from ..telemetry import logger
 from .apply import Replay
 from .capture import Capture, Step
-from .checksum import digest_values, digests_of
+from .checksum import Check, Guard, digest_values, digests_of, frame_digest, no_check
 from .frame import Frame, decode
-from .guard import Check, Guard, frame_digest, no_check
 from .link import GRADIENTS, CopiedGradients, Link
 from .log_writer import Base, GroupCommit, LogWriter
 from .optimizers import (

@@ -25,13 +25,13 @@ from ..errors import ConfigError
 from ..format.layout import Location, parse_uri
 from ..format.uris import local_path
 from ..mover import Mover
-from ..read.range_sources import NearestSource
+from ..read.file_copies import NearestSource
 from ..stores.hub.api import hub_cache
 from ..stores.schemes import check_location
 from ..telemetry import ignore_progress
 from ..tracebacks import short_traceback
 from ..types import ProgressListener, Tier
-from . import fetch_file
+from . import restore
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
         result = await fill_directory(nearest, files, target, files=request.files, **common)
     if resolved.manifest is not None and request.directory is None:
         tiers = frozenset({Tier.SHARED})
-        await fetch_file.adopt(checkpoint or Checkpoint(location, resolved.manifest, target, resolved.store, tiers))
+        await restore.adopt(checkpoint or Checkpoint(location, resolved.manifest, target, resolved.store, tiers))
     return result
 
 

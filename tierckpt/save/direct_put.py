@@ -13,8 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from ..arena.memory import Memory
 from ..drain.rate_limiter import DrainFlow
 from ..format.manifest import Flushed
-from ..stores.base import Store
-from ..stores.common import to_completion
+from ..stores.base import Store, to_completion
 from ..stores.verified_read import again
 from ..telemetry import BYTES
 from ..types import Buffer, Tier

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint import catalog, local_commit, marks, shared_commit
+from ..checkpoint import catalog, local_commit, shared_commit
 from ..checkpoint.retention import nearest_existing
 from ..checkpoint.select import Selector, store_key
 from ..disk.durable import refuse_file
@@ -48,7 +48,7 @@ class ReplacedAttempts:
             return False, self._attempts_in_journal(location)
         if local is None:
             return False, set()
-        is_drained = marks.is_drained(directory, local.attempt)
+        is_drained = local_commit.is_drained(directory, local.attempt)
         return True, {local.attempt, *(() if is_drained else local.replaces)}  # the shared tier may hold any of these
 
     def is_silent(self, location: Location) -> bool:

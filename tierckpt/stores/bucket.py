@@ -14,7 +14,7 @@ from ..redaction import printable
 from ..telemetry import logger
 from .access import Access, azure_access, drop_empty, gcs_access
 from .aws import fetch_region, region_in_error, remember_region, s3_access
-from .common import to_completion
+from .base import to_completion
 from .obstore_errors import error_code, first_line, http_status, is_expiry, still_refused
 from .obstore_module import Module
 from .proxies import UNREACHABLE_PROXY, client_options, is_this_machine, proxy_for

@@ -40,16 +40,7 @@ from ..format.layout import Location
 from ..redaction import printable
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .access import drop_empty
-from .common import (
-    FolderMarkers,
-    check_key,
-    check_prefix,
-    check_range,
-    check_size,
-    closing,
-    short_answer,
-    to_completion,
-)
+from .base import FolderMarkers, check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
 from .proxies import proxy_for
 from .schemes import check_read_as
 

@@ -25,7 +25,7 @@ from typing import Final
 
 from ..errors import TierckptError
 from ..resources import ThreadPool
-from .common import ended
+from .base import ended
 
 IDLE_SECONDS_MAX: Final = 15.0
 """Peers close an idle connection after twice that."""

@@ -26,8 +26,7 @@ from ..errors import (
 )
 from ..types import ByteRange, Tier
 from . import get_concurrency
-from .base import RangesIgnoredError
-from .common import to_completion
+from .base import RangesIgnoredError, to_completion
 from .http_client import describe_error
 from .proxies import routed
 from .retry import Probe, Retries

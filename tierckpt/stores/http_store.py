@@ -22,7 +22,7 @@ from ..config import Settings
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
 from ..format.layout import Location
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
-from .common import check_key, check_range, short_answer
+from .base import check_key, check_range, short_answer
 from .fsspec_store import UniversalStore, errors_of, open_filesystem
 from .http_reader import HttpReader
 from .retry import Retries

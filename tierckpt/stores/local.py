@@ -37,7 +37,7 @@ from ..errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavaila
 from ..ownership import file_mode
 from ..poll import BRIEF, Poll
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
-from .common import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
+from .base import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
 
 MARK = f".{'0' * 8}.tmp"
 """Its digit count matches no random name."""

@@ -37,11 +37,11 @@ from ..redaction import printable
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from . import get_concurrency
-from .base import OddKeyError, RangesIgnoredError
-from .bucket import Client
-from .common import (
+from .base import (
     PART_SIZE_BYTES_MIN,
     FolderMarkers,
+    OddKeyError,
+    RangesIgnoredError,
     check_key,
     check_prefix,
     check_range,
@@ -54,6 +54,7 @@ from .common import (
     short_answer,
     to_completion,
 )
+from .bucket import Client
 from .obstore_errors import (
     describe_endpoint,
     error_code,

@@ -38,7 +38,7 @@ from ..stores.schemes import check_location, check_mirrored_target
 from ..telemetry import BLOCKED_SECONDS, logger
 from ..tracebacks import short_traceback
 from ..types import Tier
-from . import preemption, torchrun_peers
+from . import preemption, rank_exchange
 from .codec import job_state as states
 from .drain_decider import DrainDecider, SaveDirective
 from .every_step.redo_log import make_checkpoint
@@ -46,7 +46,7 @@ from .every_step.step_log import StepLog
 from .every_step.window import EveryStep, SaveWindow
 from .final_save import FinalSave, LastStep, cost_of
 from .interval import Interval, IntervalController, Phase
-from .preemption_notices import Notices
+from .preemption import Notices
 from .pruning import BackgroundPruning
 from .rank_exchange import Exchange, agree_on_name, is_distributed
 from .restore_state import Restored, Restoring, agreed_latest, newest_base, restore_from, restore_newest, unwrapped
@@ -170,7 +170,7 @@ class Checkpointer:
         self._is_throttled = False
         self._notices = Notices(self.settings, self._on_notice)
         preemption.watch(self, self.settings.preempt_signals)
-        torchrun_peers.exchange_addresses(self.settings)
+        rank_exchange.exchange_addresses(self.settings)
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError("a Checkpointer cannot be copied or pickled", hint="Create one in each rank's process")

@@ -2,16 +2,64 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import torch.distributed as dist
 
 from ..checkpoint import branches
 from ..checkpoint.branches import Branch
-from ..checkpoint.going_back import branch_of_restored
+from ..checkpoint.catalog import SHARED_TIMEOUT_SECONDS
+from ..checkpoint.select import Selector, age_of, below
 from ..client import get_client
 from ..config import Settings
-from ..format.layout import Location, local_dir, parse_uri
+from ..errors import CheckpointError, IntegrityError, StoreError
+from ..format.layout import WINDOWS_DIR, Location, local_dir, parse_uri, step_of
 from ..rank_store import portable
+from ..telemetry import logger
 from .rank_exchange import all_gather, is_distributed
+
+log = logger("branches")
+
+CONCURRENT_READS = 32
+
+
+async def branch_of_restored(
+    selector: Selector, run: Location, restored: Location, name: str, *, is_asked_for: bool
+) -> Branch:
+    """Return the branch of a process that has restored ``restored`` of ``run``; ``name`` for a new branch.
+
+    It goes back from newer steps if the caller named this one (``is_asked_for``), from an abandoned step, and if the
+    shared tier does not answer. Cost: a listing, and with ``is_asked_for`` a manifest of each later step.
+    """
+    names, is_near = await selector.all_names(run, SHARED_TIMEOUT_SECONDS)
+    if WINDOWS_DIR in names and not is_near:
+        names |= below(WINDOWS_DIR, await selector.names(run.child(WINDOWS_DIR)))
+    age = age_of(restored.name)
+    later = [one for one in sorted(names) if is_asked_for and age_of(one) > age]
+    gate = asyncio.Semaphore(CONCURRENT_READS)
+
+    async def find(location: Location) -> list[tuple[Branch, int | None]]:
+        try:
+            async with gate:
+                found = await selector.committed_near(location) if is_near else [await selector.find(location)]
+        except (CheckpointError, IntegrityError, StoreError) as error:
+            log.info("%s: %s", location.uri, error)
+            return []
+        return [(one.branch, one.step) for one in found]
+
+    base, *found = await asyncio.gather(*(find(one) for one in (restored, *map(run.child, later))))
+    own = base[0][0] if base else Branch(restored.name)
+    step, newer = step_of(restored.name), [one for some in found for one in some]
+    branch = await selector.noted_branch(run, names, is_near=is_near)
+    current = branches.current_branch([(own, step), *newer, *([(branch, None)] if branch is not None else [])])
+    seen = [one for one, _ in newer]
+    if is_asked_for and step is not None:
+        has_newer = any(current is None or current.holds(*one) for one in newer)
+        if has_newer or is_near or (current is not None and not current.holds(own, step)):
+            return branches.branch_going_back(name, own, step, current, seen)
+    before = current or own
+    return replace(before if before.order else Branch(name), order=branches.next_order(current, own, *seen))
 
 
 class RunBranch:

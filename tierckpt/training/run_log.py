@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..checkpoint.run_log_reader import Lines, has_ended_here, parse_lines
+from ..checkpoint.run_records import Lines, has_ended_here, parse_lines
 from ..client import get_client
 from ..config import Settings
 from ..disk.durable import make_dirs

@@ -21,7 +21,7 @@ import pytest
 
 from tests.open_files import open_files
 from tests.services import shared_memory_alone, unavailable
-from tierckpt.arena import capacity, pages, pinning
+from tierckpt.arena import capacity, pages
 from tierckpt.arena import memory as memory_module
 from tierckpt.arena.memory import HUGE_PAGE_BYTES, Kind, Memory, collapses
 from tierckpt.errors import CapacityError, ConfigError
@@ -555,10 +555,10 @@ class Runtime:
 
 def test_memory_is_pinned_once_and_unpinned_before_it_goes(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> None:
     runtime = Runtime()
-    monkeypatch.setattr(pinning, "cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(memory_module, "cuda_runtime", lambda: runtime)
     address = memory.address
-    assert pinning.pin(memory)
-    assert pinning.pin(memory)
+    assert memory_module.pin(memory)
+    assert memory_module.pin(memory)
     assert in_child(lambda: memory.close() is None and len(runtime.calls) == 1) == 0  # CUDA is the parent's
     memory.close()
     assert runtime.calls == [("register", address, 16 * MiB, 1), ("unregister", address)]
@@ -568,9 +568,9 @@ def test_memory_that_cuda_refuses_works_unpinned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, memory: Memory
 ) -> None:
     forgotten: list[bool] = []
-    monkeypatch.setattr(pinning, "cuda_runtime", lambda: Runtime(answer=2))
-    monkeypatch.setattr(pinning, "forget_error", lambda: forgotten.append(True))
-    assert not pinning.pin(memory)
+    monkeypatch.setattr(memory_module, "cuda_runtime", lambda: Runtime(answer=2))
+    monkeypatch.setattr(memory_module, "forget_error", lambda: forgotten.append(True))
+    assert not memory_module.pin(memory)
     assert "CUDA error 2" in caplog.text
     assert forgotten == [True]
     memory.view[:2] = b"ok"
@@ -579,11 +579,11 @@ def test_memory_that_cuda_refuses_works_unpinned(
 def test_without_cuda_there_is_nothing_to_pin(memory: Memory) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
-        assert pinning.pin(memory)
+        assert memory_module.pin(memory)
         return
-    assert not pinning.pin(memory)
+    assert not memory_module.pin(memory)
 
 
 def test_the_arena_does_not_import_torch() -> None:
-    code = "import sys, tierckpt.arena.pinning as p; m = p.Memory.allocate(1); print(p.pin(m), 'torch' in sys.modules)"
+    code = "import sys, tierckpt.arena.memory as p; m = p.Memory.allocate(1); print(p.pin(m), 'torch' in sys.modules)"
     assert run_python(code) == "False False"

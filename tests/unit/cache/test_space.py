@@ -12,7 +12,7 @@ from tests.unit.cache.test_pool import SIZE, fill, model, present
 from tierckpt import telemetry
 from tierckpt.cache import space
 from tierckpt.cache.pool import Pool
-from tierckpt.checkpoint import local_commit, marks
+from tierckpt.checkpoint import local_commit
 from tierckpt.config import Settings
 from tierckpt.disk.durable import Space
 from tierckpt.disk.file_lock import try_lock
@@ -40,7 +40,7 @@ def checkpoint(root: Path, step: int, *, is_drained: bool = True) -> Path:
     local_commit.write_attempt_metadata(directory, manifest, {METADATA: metadata})
     local_commit.commit_local(directory, location, manifest, {METADATA: metadata})
     if is_drained:
-        marks.mark_drained(directory, attempt)
+        local_commit.mark_drained(directory, attempt)
     return directory
 
 

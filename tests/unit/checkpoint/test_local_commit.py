@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.checkpoint import local_commit, marks, shared_commit
+from tierckpt.checkpoint import local_commit, shared_commit
 from tierckpt.disk import durable
 from tierckpt.errors import (
     AlreadyCommittedError,
@@ -171,7 +171,7 @@ def test_nothing_is_forgotten_beside_a_damaged_manifest(tmp_path: Path) -> None:
 def test_what_is_not_there_is_forgotten_and_removed_already(tmp_path: Path) -> None:
     assert local_commit.discard_attempt(tmp_path / "none", "one")
     assert not local_commit.finish_removal(tmp_path / "none")
-    marks.mark_drained(tmp_path / "none", "one")
+    local_commit.mark_drained(tmp_path / "none", "one")
     assert not (tmp_path / "none").exists()
 
 
@@ -180,7 +180,7 @@ def test_a_commit_elsewhere_is_adopted_only_over_what_it_may_replace(tmp_path: P
     other, metadata = saved(tmp_path, "other")
     local_commit.record_commit(tmp_path, other, metadata)  # not told to replace "one", which is nowhere else
     assert stands(tmp_path, "one")
-    marks.mark_drained(tmp_path, "one")
+    local_commit.mark_drained(tmp_path, "one")
     local_commit.record_commit(tmp_path, other, metadata)
     local_commit.record_commit(tmp_path, other, metadata)
     assert stands(tmp_path, "other")
@@ -427,7 +427,7 @@ def test_a_claim_that_came_from_elsewhere_with_the_files_is_one(store: Store) ->
 def test_a_drained_mark_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
     committed(tmp_path, "one")
     (tmp_path / DRAINED).mkdir()
-    assert not marks.is_drained(tmp_path, "one")
+    assert not local_commit.is_drained(tmp_path, "one")
 
 
 # --- notes next to a copy ------------------------------------------------------------------------------------------
@@ -436,9 +436,9 @@ def test_a_drained_mark_that_cannot_be_read_says_nothing(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("mark", "is_marked"),
     [
-        (marks.mark_drained, marks.is_drained),
-        (marks.mark_superseded, marks.is_evictable),
-        (marks.mark_replicated, marks.is_replicated),
+        (local_commit.mark_drained, local_commit.is_drained),
+        (local_commit.mark_superseded, local_commit.is_evictable),
+        (local_commit.mark_replicated, local_commit.is_replicated),
     ],
 )
 def test_a_note_is_about_one_attempt_and_a_damaged_one_about_none(
@@ -454,7 +454,9 @@ def test_a_note_is_about_one_attempt_and_a_damaged_one_about_none(
     assert not is_marked(tmp_path, "one")
 
 
-@pytest.mark.parametrize("mark", [marks.mark_drained, marks.mark_superseded, marks.mark_replicated])
+@pytest.mark.parametrize(
+    "mark", [local_commit.mark_drained, local_commit.mark_superseded, local_commit.mark_replicated]
+)
 def test_where_nothing_of_ours_is_no_note_is_left(mark: Callable[[Path, str], None], tmp_path: Path) -> None:
     mark(tmp_path / "none", "one")
     assert not list(tmp_path.rglob("*"))
@@ -462,5 +464,5 @@ def test_where_nothing_of_ours_is_no_note_is_left(mark: Callable[[Path, str], No
 
 def test_peers_that_cannot_be_told_fail_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / ".tierckpt").write_text("in the way")
-    marks.mark_origin(tmp_path, "one")
+    local_commit.mark_origin(tmp_path, "one")
     assert "peers will not learn that this node saves it" in caplog.text

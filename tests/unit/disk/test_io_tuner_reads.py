@@ -24,7 +24,7 @@ from tierckpt.errors import StoreError
 from tierckpt.format.layout import model_read_modes, read_modes
 from tierckpt.format.manifest import FileEntry
 from tierckpt.loading import fill
-from tierckpt.read import read_benchmark
+from tierckpt.read import parallel_read
 from tierckpt.read.file_copies import LocalCopy
 from tierckpt.read.parallel_read import Piece, pull
 from tierckpt.read.replicated_file import ReplicatedFile
@@ -102,7 +102,7 @@ class Noted(LocalCopy):
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_benchmark, "TRIAL_BYTES", 2 * CHUNK)
+    monkeypatch.setattr(parallel_read, "TRIAL_BYTES", 2 * CHUNK)
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ MiB = 1 << 20
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(read_benchmark, "TRIAL_BYTES", 2 * MiB)
+    monkeypatch.setattr(parallel_read, "TRIAL_BYTES", 2 * MiB)
     monkeypatch.setattr(fill, "READ_BYTES", MiB)
     monkeypatch.setattr(LocalCopy, "is_in_page_cache", lambda *_: False)
     (tmp_path / "model").mkdir()

@@ -10,9 +10,8 @@ import pytest
 
 from tests.fault.test_strange_files import KINDS
 from tierckpt import ownership
-from tierckpt.disk.claims import Claims, HostLease
 from tierckpt.disk.durable import durable_write, make_dirs, read_whole
-from tierckpt.disk.file_lock import lock, try_lock
+from tierckpt.disk.file_lock import Claims, HostLease, lock, try_lock
 from tierckpt.disk.quarantine import QUARANTINE, open_regular, set_aside
 from tierckpt.errors import ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from tierckpt.telemetry import QUARANTINES, Labels, Metric, listen

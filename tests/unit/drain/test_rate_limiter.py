@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tierckpt.disk.flush_lock import STEP_BACK_SECONDS_MAX, FlushMark, FlushYield, flushing
+from tierckpt.disk.priority import STEP_BACK_SECONDS_MAX, FlushMark, FlushYield, flushing
 from tierckpt.drain import rate_limiter as rate_limiter
 from tierckpt.drain.rate_limiter import Control, DrainFlow, RateLimiter, change_control, read_control
 from tierckpt.errors import ConfigError
@@ -347,7 +347,7 @@ def test_a_flush_of_any_process_is_seen_while_it_lasts_and_ends_with_its_process
         assert mark.is_held()  # the other rank still writes
     assert not mark.is_held()
     code = (
-        "import sys, time; from pathlib import Path; from tierckpt.disk.flush_lock import flushing\n"
+        "import sys, time; from pathlib import Path; from tierckpt.disk.priority import flushing\n"
         "with flushing(Path(sys.argv[1])): print('writing', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:

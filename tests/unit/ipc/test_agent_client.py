@@ -18,7 +18,7 @@ from typing import NoReturn
 import pytest
 
 from tests.open_files import open_files
-from tierckpt.agent.connection import Connection
+from tierckpt.agent.agent_server import Connection
 from tierckpt.config import Settings
 from tierckpt.errors import OperationTimeoutError, PermissionDeniedError, TierckptError
 from tierckpt.format.layout import agent_dir

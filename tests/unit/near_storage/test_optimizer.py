@@ -33,12 +33,9 @@ from tierckpt.errors import (
 )
 from tierckpt.near_storage import optimizer as near_optimizer
 from tierckpt.near_storage import updater_process
-from tierckpt.near_storage.blocks import TrainerParameter, layout_of
-from tierckpt.near_storage.gradient_files import GradientFiles, read_frames
-from tierckpt.near_storage.mapped_state import StateHold
-from tierckpt.near_storage.optimizer import NearStorageOptimizer
-from tierckpt.near_storage.state_file import StateFile, begin_state, current_state
-from tierckpt.near_storage.updater import LiveBlock, Updater
+from tierckpt.near_storage.optimizer import NearStorageOptimizer, StateHold
+from tierckpt.near_storage.state_file import StateFile, TrainerParameter, begin_state, current_state, layout_of
+from tierckpt.near_storage.updater import GradientFiles, LiveBlock, Updater, read_frames
 from tierckpt.replay.capture import Step
 from tierckpt.replay.frame import Frame
 from tierckpt.save import log_segments

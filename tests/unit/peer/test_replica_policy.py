@@ -251,7 +251,7 @@ def test_own_work_and_what_somebody_fetched_for_itself_is_never_outdated() -> No
 
 
 def test_a_large_file_of_a_checkpoint_is_served_as_a_version_of_its_own(tmp_path: Path) -> None:
-    """Nodes that restore share the files that they both want (restore/fetch_file.py); small ones are not worth it."""
+    """Nodes that restore share the files that they both want (restore/restore.py); small ones are not worth it."""
     directory, chunk = tmp_path / "checkpoints" / "s3" / "bucket" / "run" / "step-1", 65536
     data = {"large.distcp": bytes(range(256)) * 5000, "small.distcp": b"x" * 5000, ".metadata": b"m" * 10}
     entries = [FileEntry(path, len(content), digests_of(content, chunk)) for path, content in data.items()]

@@ -11,34 +11,121 @@ are removed.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import pickle
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ...arena.memory import Memory
-from ...checkpoint import epoch, local_commit
+from ...checkpoint import epoch, local_commit, shared_commit
 from ...checkpoint.journal import Journal, JournalEntry
 from ...client import Client, get_client
 from ...config import Settings
-from ...errors import OperationTimeoutError
-from ...format.layout import Location, blocks_file, local_dir, parse_uri
+from ...errors import ManifestError, ObjectNotFoundError, OperationTimeoutError, TierckptError
+from ...format import manifest as manifests
+from ...format.layout import HANDOFF_DIR, Location, blocks_file, local_dir, parse_uri
 from ...format.manifest import FileEntry
 from ...ipc.agent_client import HANDOFF_NAME, LOCK_NAME
+from ...poll import SHARED, Poll
 from ...process_start import begin_command
 from ...resources import start_thread
 from ...telemetry import log_to, logger
 from ...types import Json
 from ..save_planning import SaveDescription
-from ..save_session import SaveSession, attach_files, require_files
+from ..save_session import SaveSession, attach_files, decode_results, encode_results, require_files
 from . import description as descriptions
 from .description import SaveHandoff
-from .multi_node import WAIT_SECONDS, ResultExchange
+
+WAIT_SECONDS = 30.0
+"""The job's ranks end within seconds of each other, or not at all."""
+RECORD_BYTES_MAX = 256 << 20
+
+_FIELDS = frozenset({"save", "rank", "chunk_size_bytes", "results", "files", "parts"})
+
+
+@dataclass(frozen=True)
+class ResultExchange:
+    """Exchanges the results of dead ranks between nodes, as JSON objects on the shared tier (W6). Blocking.
+
+    Each node's executor writes the staged state of its ranks to its own SSD, then one record of results per rank. The
+    executor of the coordinator's node reads the records of the others and commits. A record states that its rank ended
+    with durable shards. A live rank, which may still abandon the save, has none, so there is no commit. No content of
+    shared storage is executed (P9).
+    """
+
+    client: Client
+    location: Location
+    save: str
+    chunk_size_bytes: int
+    wait_seconds: float
+
+    def write(self, rank: int, results: list[WriteResult]) -> None:
+        data = self._encode(rank, results)
+        self.client.run(self.client.mover.store(self.location).put(self._key(rank), data))
+
+    def read(self, ranks: Collection[int]) -> dict[int, list[WriteResult]]:
+        """Return the records of ``ranks``, once all of them exist.
+
+        Raises:
+            OperationTimeoutError: some are missing. Their ranks may live, or had not staged their part.
+            ManifestError: a record is damaged.
+        """
+        heard: dict[int, list[WriteResult]] = {}
+        for _ in Poll(self.wait_seconds, SHARED):
+            for rank in set(ranks) - heard.keys():
+                with contextlib.suppress(ObjectNotFoundError):
+                    heard[rank] = self._decode(rank, self._get(self._key(rank)))
+            if len(heard) == len(ranks):
+                return heard
+        raise OperationTimeoutError(
+            f"{self.location.uri}: nobody says what ranks {sorted(set(ranks) - heard.keys())} had written of it when "
+            "the job ended",
+            hint="They still run, or had not staged it; the previous checkpoint is unchanged",
+            waited_seconds=self.wait_seconds,
+        )
+
+    def await_commit(self, entry: JournalEntry) -> bool:
+        """Whether a committed or pending manifest on the shared tier names the files in time."""
+        polls = Poll(self.wait_seconds, SHARED)
+        return any(self.client.run(self.client.mover.drains.is_named(entry)) for _ in polls)
+
+    def remove(self, ranks: Iterable[int]) -> None:
+        """Never fails: a leftover does no harm."""
+        keys = [self._key(rank) for rank in ranks]
+        try:
+            self.client.run(shared_commit.discard(self.client.mover.store(self.location), keys))
+        except TierckptError as error:
+            log.warning("%s: records of ended ranks may be left over: %s", self.location.uri, error)
+
+    def _get(self, key: str) -> bytes:
+        return self.client.run(self.client.mover.store(self.location).get(key))
+
+    def _key(self, rank: int) -> str:
+        name = hashlib.blake2b(self.save.encode(), digest_size=8).hexdigest()
+        return f"{HANDOFF_DIR}/{name}-{rank}.json"
+
+    def _encode(self, rank: int, results: list[WriteResult]) -> bytes:
+        body = {"save": self.save, "rank": rank, "chunk_size_bytes": self.chunk_size_bytes, **encode_results(results)}
+        return manifests.seal(body)
+
+    def _decode(self, rank: int, data: bytes) -> list[WriteResult]:
+        where = f"{self.location.uri}: record of rank {rank} of a save of dead trainers"
+        body = manifests.unseal(data, _FIELDS, where=where, size_bytes_max=RECORD_BYTES_MAX)
+        mine = {"save": self.save, "rank": rank, "chunk_size_bytes": self.chunk_size_bytes}
+        if {name: body[name] for name in mine} != mine:
+            raise ManifestError(
+                f"{where}: it is of another save", hint="Save again with the same settings on all nodes"
+            )
+        return decode_results(body, self.chunk_size_bytes, where=where)
+
 
 log = logger("agent")
 

@@ -27,7 +27,7 @@ from ..stager import StagedItems, refuse_tensor
 from ..staging_layout import StagingLayout
 from . import item_format
 from . import shard_layout as image
-from .torch_save import resolve_object
+from .item_format import resolve_object
 
 log = logger("save")
 

@@ -26,7 +26,7 @@ import torch
 from ...errors import TierckptError, UnsafeCheckpointError
 from ...format import pickle_machine as machine
 from ...torch_internals import PyTorchFileReader
-from ..items.torch_save import save_object
+from ..items.item_format import save_object
 
 SMALL_BYTES = 4096
 CACHED_OBJECTS_MAX = 4096

@@ -18,8 +18,8 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...cache.fetch_job import NotNowError, PeerSources, ReceivedChunk, Work
 from ...cache.file_set import FileSet
-from ...cache.fill_protocols import NotNowError, PeerSources, ReceivedChunk, Work
 from ...cache.partial_entry import PartialEntry
 from ...cache.store_chunks import StoreChunks
 from ...config import Settings

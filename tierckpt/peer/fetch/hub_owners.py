@@ -16,8 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from ...cache.entry import STALL_SECONDS_MIN
-from ...cache.fetch_job import InOrder
-from ...cache.fill_protocols import PeerSources, ReceivedChunk
+from ...cache.fetch_job import InOrder, PeerSources, ReceivedChunk
 from ...cache.partial_entry import PartialEntry
 from ...cache.store_chunks import StoreChunks
 from ...config import Settings
@@ -28,7 +27,7 @@ from ..membership import Member
 from ..peer_catalog import Live
 from ..peer_client import PeerClient
 from ..peer_http import TARGET_BYTES_MAX, hub_target
-from .chunk_owners import fraction
+from .scheduler import fraction
 
 log = logger("peer")
 

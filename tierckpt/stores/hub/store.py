@@ -31,8 +31,7 @@ from ...errors import (
 )
 from ...format.layout import Location
 from ...types import Buffer, ByteRange, ObjectInfo, Tier
-from ..base import RangesIgnoredError
-from ..common import check_key, check_prefix, check_range, short_answer
+from ..base import RangesIgnoredError, check_key, check_prefix, check_range, short_answer
 from ..http_reader import HttpReader
 from ..retry import Retries
 from ..signed_requests import NotThisWay

@@ -25,12 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import torch_internals
 from ...errors import StateMismatchError
-from ...replay.checksum import Fingerprint, begin_digests, combined_digest, digest_values, digests_of, sample_of
-from ...replay.guard import Check
+from ...replay.checksum import Check, Fingerprint, begin_digests, combined_digest, digest_values, digests_of, sample_of
 from ...replay.optimizers import local_shard, optimizers_in, parameters_of
 from .reconstruction import Decoder
-from .structure import Encoder, text_of
-from .structure_types import CONSTANTS, bad
+from .structure import CONSTANTS, Encoder, bad, text_of
 
 _HEAD = struct.Struct("<Q")
 _BELOW = "step"

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
 from ...errors import StateMismatchError, TierckptError
-from .structure_types import (
+from .structure import (
     CLASHES_MAX,
     CONSTANTS,
     DEPTH_MAX,

@@ -39,8 +39,7 @@ from tierckpt.errors import StateMismatchError, UnsafeCheckpointError
 from tierckpt.training.codec import job_state as states
 from tierckpt.training.codec import reconstruction
 from tierckpt.training.codec.reconstruction import Decoder
-from tierckpt.training.codec.structure import Encoder, text_of
-from tierckpt.training.codec.structure_types import DEPTH_MAX
+from tierckpt.training.codec.structure import DEPTH_MAX, Encoder, text_of
 
 
 class Colour(enum.Enum):

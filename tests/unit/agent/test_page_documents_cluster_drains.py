@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tierckpt.agent import cluster_drains
-from tierckpt.agent.cluster_drains import ASK_SECONDS, ASKED_PER_SECOND, ClusterDrains, checked, summary
+from tierckpt.agent import page_documents
 from tierckpt.agent.node_document import node_document
+from tierckpt.agent.page_documents import ASK_SECONDS, ASKED_PER_SECOND, ClusterDrains, checked, summary
 from tierckpt.config import Settings
 from tierckpt.errors import ObjectNotFoundError, PeerError
 from tierckpt.peer.membership import Member
@@ -86,8 +86,8 @@ async def test_512_nodes_are_asked_a_few_at_a_time(answer: Json) -> None:
     for _ in range(20):
         document = await drains.document()
         assert max(peers.asked.values()) == 1  # none twice within ASK_SECONDS
-    assert len(peers.asked) == cluster_drains.NODES_MAX
-    assert len(document["nodes"]) == cluster_drains.NODES_MAX + 1
+    assert len(peers.asked) == page_documents.NODES_MAX
+    assert len(document["nodes"]) == page_documents.NODES_MAX + 1
     nodes = {node["name"]: node for node in document["nodes"]}
     assert [node["name"] for node in document["nodes"][:2]] == ["n-001", "n-003"]  # silent ones first
     assert not nodes["n-001"]["answers"] and nodes["n-001"]["silent_since_unix_seconds"] is not None

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from tierckpt.client import Client
 from tierckpt.config import Settings
 from tierckpt.dcp import split
-from tierckpt.dcp.handoff.multi_node import ResultExchange
+from tierckpt.dcp.handoff.finish import ResultExchange
 from tierckpt.dcp.save_session import TierWriteResult, attach_files
 from tierckpt.errors import ManifestError, OperationTimeoutError
 from tierckpt.format.layout import HANDOFF_DIR, parse_uri

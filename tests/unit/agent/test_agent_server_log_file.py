@@ -1,4 +1,4 @@
-"""The log of an agent is bounded while the agent runs, whatever writes to it (tierckpt/agent/log_file.py)."""
+"""The log of an agent is bounded while the agent runs, whatever writes to it (tierckpt/agent/agent_server.py)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ BOUND = 64 << 10
 WRITER = """
 import os, sys
 from pathlib import Path
-from tierckpt.agent import log_file
+from tierckpt.agent import agent_server
 directory, mode = Path(sys.argv[1]), sys.argv[2]
-log_file.LOG_BYTES_MAX = 64 << 10
-log = log_file.LogFile(directory)
+agent_server.LOG_BYTES_MAX = 64 << 10
+log = agent_server.LogFile(directory)
 for number in range(4000):
     if mode == "aside" and number == 100:
         (directory / "agent.log").replace(directory / "agent.log.1")  # who starts another agent does that
@@ -32,8 +32,8 @@ print("said on stdout")
 
 AGENT = """
 import sys, threading, time
-from tierckpt.agent import __main__ as main, agent_server as server, log_file
-log_file.LOG_BYTES_MAX, server.LOG_CHECK_SECONDS = 64 << 10, 0.02
+from tierckpt.agent import __main__ as main, agent_server as server
+server.LOG_BYTES_MAX, server.LOG_CHECK_SECONDS = 64 << 10, 0.02
 def flood():
     began = time.monotonic()
     while time.monotonic() - began < 3:

@@ -21,8 +21,7 @@ from tierckpt.config import Settings
 from tierckpt.disk.file_io import PAGE_BYTES, Resident
 from tierckpt.disk.io_tuner import SHARED_READ_MODES
 from tierckpt.errors import IntegrityError
-from tierckpt.loading.deferred import Deferral, DeferredTensor
-from tierckpt.loading.safetensors import WantedTensors
+from tierckpt.loading.safetensors import Deferral, DeferredTensor, WantedTensors
 from tierckpt.loading.tensor_parts import Parts
 
 SHAPE = (8, 128, 512)

@@ -1,4 +1,4 @@
-"""Claims of processes and leases of hosts (C1 to C4 in tierckpt/disk/claims.py)."""
+"""Claims of processes and leases of hosts (C1 to C4 in tierckpt/disk/file_lock.py)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import pytest
 
 from tests.fuse_mount import mounted
 from tests.hosts import container, needs_namespaces
-from tierckpt.disk import claims as module
-from tierckpt.disk.claims import Claims, HostLease, locked
+from tierckpt.disk import file_lock
+from tierckpt.disk.file_lock import Claims, HostLease, locked
 from tierckpt.errors import ObjectNotFoundError
 from tierckpt.poll import LOCAL, Poll
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from tierckpt.disk.claims import Claims
+from tierckpt.disk.file_lock import Claims
 claims = Claims(Path(sys.argv[1]))
 print(claims.share(0) and all(claims.take(at) for at in (7, 8, 1 << 40)), flush=True)
 time.sleep(120)
@@ -168,7 +168,7 @@ def test_a_silent_host_is_overtaken(tmp_path: Path) -> None:
     path.write_text("1")
     other = HostLease(path, "2")
     assert not other.take()
-    age(path, module.SILENT_SECONDS + 1)
+    age(path, file_lock.SILENT_SECONDS + 1)
     assert not other.take(), "it was written to since the last look"
     assert HostLease(path, "3").take(), "by the clock of the file system it is old"
     assert path.read_text() == "3" and not other.take()
@@ -183,7 +183,7 @@ def test_a_host_that_stays_silent_is_overtaken_by_the_clock_of_the_one_that_wait
     age(path, -3600)
     other = HostLease(path, "2")
     assert not other.take()
-    monkeypatch.setattr(module, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(file_lock, "SILENT_SECONDS", 0.05)
     time.sleep(0.1)
     assert other.take()
     other.release()
@@ -212,7 +212,7 @@ def test_of_many_that_overtake_a_host_one_gets_the_lease(tmp_path: Path) -> None
 
 
 def test_a_host_writes_until_it_releases(lease_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.01)
+    monkeypatch.setattr(file_lock, "HEARTBEAT_SECONDS", 0.01)
     lease, before = HostLease(lease_path, "1"), threading.enumerate()
     assert lease.take()
     [thread] = [each for each in threading.enumerate() if each.name == "tierckpt-lease" and each not in before]

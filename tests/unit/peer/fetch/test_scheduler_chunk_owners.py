@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from tierckpt.peer.fetch import chunk_owners
-from tierckpt.peer.fetch.chunk_owners import ChunkOwners, ranked
+from tierckpt.peer.fetch import scheduler
+from tierckpt.peer.fetch.scheduler import ChunkOwners, ranked
 from tierckpt.peer.membership import Member
 
 VERSION = "0123456789abcdef" * 2
@@ -83,7 +83,7 @@ def test_a_weight_that_cannot_be_counts_as_the_least() -> None:
 
 
 def test_of_very_many_members_some_share_the_chunks_and_they_hardly_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_owners, "OWNERS_MAX", 16)
+    monkeypatch.setattr(scheduler, "OWNERS_MAX", 16)
     known = members(100)
     chosen, without = ChunkOwners(VERSION, known), ChunkOwners(VERSION, known[1:])
     assert len(chosen.members) == 16

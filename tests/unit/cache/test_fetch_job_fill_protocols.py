@@ -11,8 +11,7 @@ from typing import Any
 
 from tests.peer_node import CHUNK, begin, freeze, land
 from tierckpt.cache.chunk_writer import FetchStats
-from tierckpt.cache.fetch_job import FetchJob
-from tierckpt.cache.fill_protocols import NotNowError, Work
+from tierckpt.cache.fetch_job import FetchJob, NotNowError, Work
 
 DATA = {"weights": bytes(2 * CHUNK)}  # two chunks, so two workers
 
