@@ -24,7 +24,7 @@ from tests.services import in_full, shared_memory_alone
 from tests.states import raises_ours, same
 from tierckpt.arena import capacity
 from tierckpt.checkpoint import local_commit
-from tierckpt.dcp import staging_copy
+from tierckpt.dcp import staging
 from tierckpt.disk import io_tuner
 from tierckpt.disk.io_tuner import IoShape
 from tierckpt.errors import TierckptError
@@ -117,13 +117,13 @@ def in_write(number: int) -> None:
 
 
 def in_half_of_the_copy() -> None:
-    real = staging_copy.copy_tensors
+    real = staging.copy_tensors
 
     def half(pairs: Any) -> None:
         real(pairs[: len(pairs) // 2])
         die()
 
-    staging_copy.copy_tensors = half
+    staging.copy_tensors = half
 
 
 PHASES: dict[str, Callable[[], None]] = {

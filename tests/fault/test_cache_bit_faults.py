@@ -28,7 +28,7 @@ from tierckpt.disk.io_tuner import MODEL_READ_MODES, ReadMode, ReadTuner
 from tierckpt.errors import IntegrityError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.loading.cached_view import open_cached
-from tierckpt.read.file_copies import LocalCopy
+from tierckpt.read.replicated_file import LocalCopy
 from tierckpt.telemetry import QUARANTINES, Metric, listen
 
 FLIPS = int(os.environ.get("TIERCKPT_TEST_CACHE_FLIPS", "1"))

@@ -43,7 +43,7 @@ from tierckpt.format import layout
 from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import MANIFEST, METADATA, local_dir, parse_uri
 from tierckpt.format.manifest import Manifest
-from tierckpt.read import block_digests, replicated_file
+from tierckpt.read import replicated_file
 from tierckpt.restore import prefetch
 from tierckpt.save import flush, write_ahead
 from tierckpt.stores import retry
@@ -715,7 +715,7 @@ def shards_before_the_journal(patch: pytest.MonkeyPatch) -> None:
 
 
 def block_digests_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(block_digests, "durable_write", lambda path, data: path.write_bytes(data))
+    patch.setattr(replicated_file, "durable_write", lambda path, data: path.write_bytes(data))
 
 
 SEEDED_BUGS = {

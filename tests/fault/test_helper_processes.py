@@ -19,7 +19,7 @@ from tierckpt.config import Settings
 from tierckpt.format.layout import agent_dir
 from tierckpt.ipc import agent_client as contacts
 from tierckpt.ipc.agent_client import LOCK, AgentClient
-from tierckpt.ipc.child_process import clean_environment, start_python
+from tierckpt.process_start import clean_environment, start_python
 
 PLANTED = ("torch", "json", "socket", "asyncio", "pydantic", "obstore", "typer", "numpy", "sitecustomize", "tierckpt")
 SETTINGS = {"mover": "agent"}

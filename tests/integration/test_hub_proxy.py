@@ -33,7 +33,7 @@ from tierckpt.cache.partial_entry import PUBLISHES
 from tierckpt.config import Settings
 from tierckpt.disk.file_lock import Claims
 from tierckpt.errors import ConfigError, ObjectNotFoundError, PeerError
-from tierckpt.peer.fetch import hub_owners, scheduler
+from tierckpt.peer.fetch import scheduler
 from tierckpt.peer.membership import Member
 from tierckpt.peer.peer_catalog import Live
 
@@ -354,7 +354,7 @@ def test_late_nodes_fetch_from_nodes_that_hold_the_model(hub: FakeHub, tmp_path:
 def no_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     async def receive(*_: object) -> None: ...
 
-    monkeypatch.setattr(hub_owners.HubOwners, "receive", receive)
+    monkeypatch.setattr(hub_proxy.HubOwners, "receive", receive)
 
 
 def no_claims(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ def test_lost_owner_costs_only_the_chunks_it_alone_held(
     is_silent: bool, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next node in rank re-reads the chunks that only the lost owner held, and no others."""
-    monkeypatch.setattr(hub_owners, "SILENT_SECONDS", 6.0)  # longer than a healthy node takes on a busy machine
+    monkeypatch.setattr(hub_proxy, "SILENT_SECONDS", 6.0)  # longer than a healthy node takes on a busy machine
     files, first = published(hub), "model-00000.safetensors"
     with several(tmp_path, 4) as hubs:
         assert hubs.get(0, first) == files[first]

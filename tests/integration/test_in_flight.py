@@ -137,7 +137,7 @@ def test_state_may_change_while_it_is_written(file_uri: str, gate: Gate) -> None
 
 def test_lazy_staging_saves_the_state_before_the_step(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are held until the optimizer step, which must wait for them; buffers must not need to wait."""
-    from tierckpt.dcp import staging_copy
+    from tierckpt.dcp import staging
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -148,14 +148,14 @@ def test_lazy_staging_saves_the_state_before_the_step(file_uri: str, monkeypatch
         optimizer.step()
 
     step()
-    real, held_up = staging_copy.copy_in_background, threading.Event()
+    real, held_up = staging.copy_in_background, threading.Event()
 
     def slow(pairs: Any) -> None:
         held_up.set()
         time.sleep(0.3)
         real(pairs)
 
-    monkeypatch.setattr(staging_copy, "copy_in_background", slow)
+    monkeypatch.setattr(staging, "copy_in_background", slow)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with Checkpointer(file_uri, staging="lazy") as checkpointer:
         checkpointer.save(1, {"model": model, "optimizer": optimizer})

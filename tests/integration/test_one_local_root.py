@@ -26,9 +26,8 @@ from tierckpt.cache.pool import Pool
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.catalog import has_shards
 from tierckpt.checkpoint.journal import LOCAL_ONLY, Journal, JournalEntry
-from tierckpt.checkpoint.local_only import drop_superseded
 from tierckpt.checkpoint.prune import Pruner, finish_local
-from tierckpt.checkpoint.retention import local_checkpoints, marked_directories
+from tierckpt.checkpoint.retention import drop_superseded, local_checkpoints, marked_directories
 from tierckpt.checkpoint.run_records import local_records
 from tierckpt.config import Settings
 from tierckpt.disk.durable import make_dirs

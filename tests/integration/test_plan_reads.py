@@ -19,8 +19,8 @@ from tests.states import raises_ours, save
 from tierckpt.dcp import reader
 from tierckpt.dcp import reader as readers
 from tierckpt.errors import IntegrityError
-from tierckpt.read.file_copies import LocalCopy
 from tierckpt.read.parallel_read import Piece
+from tierckpt.read.replicated_file import LocalCopy
 from tierckpt.types import ByteRange
 
 CHUNK = 64 * 1024

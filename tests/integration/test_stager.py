@@ -23,7 +23,7 @@ from tests.integration.process_save import save_in_process_mode
 from tests.services import unavailable
 from tests.states import load, raises_ours, same, save
 from tierckpt.arena import slots
-from tierckpt.dcp import staging_copy
+from tierckpt.dcp import staging
 from tierckpt.dcp.stager import StagedItems
 from tierckpt.errors import (
     CheckpointSkippedError,
@@ -221,7 +221,7 @@ class HeldCopies(threading.Event):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.counts: list[int] = []
-        real = staging_copy.copy_in_background
+        real = staging.copy_in_background
 
         def blocked(pairs: Any) -> None:
             self.counts.append(len(pairs))
@@ -230,7 +230,7 @@ class HeldCopies(threading.Event):
                     assert self.wait(60)
                 real([pair])
 
-        monkeypatch.setattr(staging_copy, "copy_in_background", blocked)
+        monkeypatch.setattr(staging, "copy_in_background", blocked)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
@@ -305,7 +305,7 @@ def test_failed_copy_raises_and_makes_no_checkpoint(file_uri: str, monkeypatch: 
             time.sleep(0.1)
             raise RuntimeError("the copy failed (seeded)")
 
-        patch.setattr(staging_copy, "copy_in_background", fails)
+        patch.setattr(staging, "copy_in_background", fails)
         response = start(f"{file_uri}/step-2", job.state(), stager)
         with pytest.raises(RuntimeError, match="seeded"):
             job.optimizer.step()

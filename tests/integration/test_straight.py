@@ -32,7 +32,7 @@ from tierckpt.cli.ui.app import run as cli
 from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import CapacityError, StoreUnavailableError
 from tierckpt.format.layout import SUPERSEDED, local_dir, parse_uri
-from tierckpt.read import block_digests
+from tierckpt.read import replicated_file
 from tierckpt.save import direct_put as straight
 from tierckpt.training.drain_decider import DrainDecider, RankView, SaveDirective
 
@@ -280,14 +280,14 @@ def test_save_refused_by_both_tiers_leaves_no_files(
 
 def digests_fail_once(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Fail once to write the block digests on this node, after all shards are stored."""
-    real, errors = block_digests.write_digests, [error]
+    real, errors = replicated_file.write_digests, [error]
 
     def keep(*arguments: Any) -> Any:
         if errors:
             raise errors.pop()
         return real(*arguments)
 
-    monkeypatch.setattr(block_digests, "write_digests", keep)
+    monkeypatch.setattr(replicated_file, "write_digests", keep)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tests.states import load, same, zeros_like
 from tests.states import save as save_at_once
 from tierckpt.arena import slots
 from tierckpt.cache import space
-from tierckpt.dcp import staging_copy
+from tierckpt.dcp import staging
 from tierckpt.errors import TierckptError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.poll import LOCAL, Poll
@@ -182,7 +182,7 @@ def test_failed_copy_is_not_written(
         def fails(pairs: Any) -> None:
             raise RuntimeError("the device is gone")
 
-        patch.setattr(staging_copy, "copy_tensors", fails)
+        patch.setattr(staging, "copy_tensors", fails)
         with pytest.raises(RuntimeError, match="device is gone"):
             stager.stage(state_of(2))
     start(f"{file_uri}/step-3", state_of(3), stager).result(60)

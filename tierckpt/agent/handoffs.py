@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..ipc.agent_client import LOCK_NAME
-from ..ipc.child_process import ended, start_with_order
+from ..process_start import ended, start_with_order
 from ..telemetry import logger
 from ..types import Json
 

@@ -1,6 +1,6 @@
 """The agent as a read-only Hub: ``HF_ENDPOINT=http://127.0.0.1:PORT`` serves unmodified Hugging Face clients.
 
-Files come through the node cache, with ``peers`` through the owner of each chunk (peer/fetch/hub_owners.py). API
+Files come through the node cache, with ``peers`` through the owner of each chunk (``HubOwners``). API
 requests about repositories are forwarded, without the fields for xet, which would bypass the cache.
 
     X1  Read only: GET, HEAD, and the POST that queries paths. On the loopback address, for requests with that Host.
@@ -21,14 +21,17 @@ import json
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from ..cache.entry import STALL_SECONDS_MIN, CacheEntry
+from ..cache.fetch_job import InOrder, PeerSources, ReceivedChunk
 from ..cache.node_cache import NodeCache
+from ..cache.partial_entry import PartialEntry
+from ..cache.store_chunks import StoreChunks
 from ..client import Client
 from ..config import Settings
 from ..errors import (
@@ -36,18 +39,131 @@ from ..errors import (
     ConfigError,
     IntegrityError,
     ObjectNotFoundError,
+    PeerBusyError,
     PermissionDeniedError,
     StoreUnavailableError,
     TierckptError,
 )
 from ..format.layout import Location, parse_uri
 from ..format.manifest import digest_of, is_safe_path
-from ..peer.fetch.hub_owners import HubOwners
+from ..peer.fetch.scheduler import fraction
+from ..peer.membership import Member
 from ..peer.peer_catalog import Live
+from ..peer.peer_client import PeerClient
+from ..peer.peer_http import TARGET_BYTES_MAX, hub_target
 from ..stores.hub.api import NAME, Answer, Repository, hub_of, repository_of
-from ..telemetry import ignore_progress, logger
-from ..types import ByteRange, ObjectInfo
+from ..telemetry import BYTES, ignore_progress, logger
+from ..types import ByteRange, ObjectInfo, Tier
 from .http_server import IDLE_SECONDS, HttpServer, begin, web, write
+
+SILENT_SECONDS: Final = 15.0
+AVOID_SECONDS: Final = 30.0
+RANKS_MAX: Final = 3
+"""Owners that may fail before a node reads a chunk itself."""
+HOLDERS_MAX: Final = 8
+"""Members that may lack a chunk before its owner reads it from the Hub."""
+VIEW_SECONDS: Final = 0.25
+GONE_SECONDS: Final = 60.0
+BUSY_SECONDS: Final = 0.05
+
+
+class HubOwners:
+    """Fetches each chunk through its owner, which reads it at the first request. Runs on one event loop; close it.
+
+        O1  While all members are healthy and agree on the members, one member reads each chunk from the Hub, once. It
+            requests the chunk from the next ranks first: after a change of members another node may have it.
+        O2  No two nodes wait for each other: an owner makes no node read, and a node without a chunk answers at once.
+        O3  An owner can cost time, never the chunk: one that is silent for ``SILENT_SECONDS``, or unreachable, is
+            skipped for ``AVOID_SECONDS``. After ``STALL_SECONDS_MIN`` a node reads the chunk itself.
+
+    ``is_owner``: this node reads for others.
+    """
+
+    def __init__(self, settings: Settings, live: Callable[[], Awaitable[Live]], *, is_owner: bool = False) -> None:
+        self._settings, self._ask_live, self._is_owner = settings, live, is_owner
+        self._me, self._refresh_at = "", 0.0
+        self._seen: dict[str, tuple[Member, float]] = {}
+        self._avoided: dict[str, float] = {}
+        self._client: PeerClient | None = None
+
+    async def join(self, chunks: StoreChunks, filling: PartialEntry) -> OwnerFill:
+        return OwnerFill(self, chunks, filling)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def receive(self, uri: str, key: str, start: int, into: memoryview) -> ReceivedChunk | None:
+        """Fill ``into`` from the owner of ``key``; None if this node must read it."""
+        is_mine, failed, fits = self._is_owner, 0, len(hub_target(uri, start, len(into))) <= TARGET_BYTES_MAX
+        members = await self._members() if fits else []
+        for member in sorted(members, key=lambda member: fraction(f"{key}/{member.name}")):
+            if member.name == self._me:
+                is_mine, failed = True, 0
+                continue
+            if failed == (HOLDERS_MAX if is_mine else RANKS_MAX):
+                return None
+            if self._avoided.get(member.name, 0.0) > time.monotonic():
+                continue
+            try:
+                digest = await self._ask(member, uri, start, into, is_mine)
+            except ObjectNotFoundError:
+                failed += 1
+            except (TierckptError, OSError) as error:
+                log.info("%s gets no requests for Hub files for %g s: %s", member.name, AVOID_SECONDS, error)
+                self._avoided[member.name] = time.monotonic() + AVOID_SECONDS
+            else:
+                BYTES.emit(len(into), tier=Tier.PEER, direction="read")
+                return ReceivedChunk(digest, member.name)
+        return None
+
+    async def _members(self) -> list[Member]:
+        """Return members that were live lately: nodes notice a death at different times (O1)."""
+        now = time.monotonic()
+        if now >= self._refresh_at:
+            with contextlib.suppress(TierckptError, OSError):
+                live = await self._ask_live()
+                self._me = live.me
+                self._seen.update({member.name: (member, now) for member in live.members})
+            self._refresh_at = now + VIEW_SECONDS
+        return [member for member, at in self._seen.values() if now - at < GONE_SECONDS]
+
+    async def _ask(self, member: Member, uri: str, start: int, into: memoryview, is_mine: bool) -> str:
+        if self._client is None:
+            self._client = PeerClient(self._settings, self._me)
+        while True:
+            with contextlib.suppress(PeerBusyError):
+                return await self._client.hub_range(member, uri, start, into, SILENT_SECONDS, reads=not is_mine)
+            await asyncio.sleep(BUSY_SECONDS)
+
+
+class OwnerFill:
+    slots = 16
+
+    def __init__(self, owners: HubOwners, chunks: StoreChunks, filling: PartialEntry) -> None:
+        self._owners, self._chunks, self._frozen = owners, chunks, filling.frozen
+        self.sources = PeerSources()
+
+    def order(self, todo: Iterable[tuple[int, int]], *, whole: bool) -> InOrder:
+        return InOrder(todo)
+
+    async def fetch_chunk(
+        self, index: int, chunk: int, into: memoryview, request: object | None = None
+    ) -> ReceivedChunk:
+        item, at = self._frozen.files[index], self._frozen.chunk_range(index, chunk)
+        uri = self._frozen.uri
+        if not uri.endswith(f"/{item.path}"):
+            uri = f"{uri}/{item.path}"
+        received = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STALL_SECONDS_MIN):
+                received = await self._owners.receive(uri, f"{item.etag}/{at.start}", at.start, into)
+        return received or ReceivedChunk((await self._chunks.read(index, chunk, into))[1], None)
+
+    async def chunk_written(self, index: int, chunk: int) -> None: ...
+
+    async def close(self) -> None: ...
+
 
 T = TypeVar("T")
 

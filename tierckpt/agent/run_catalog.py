@@ -31,8 +31,7 @@ from ..format.dcp_metadata import METADATA_BYTES_MAX, TensorRow, tensors_in
 from ..format.layout import DRAINED, MANIFEST, METADATA, REPLICATED, Location, parse_uri, step_name, step_of
 from ..format.manifest import Manifest
 from ..mover import Mover
-from ..planning.goodput import analyse, read_start
-from ..planning.tier_times import Seen, tier_times
+from ..planning.goodput import Seen, analyse, read_start, tier_times
 from ..quantities import human_bytes, human_seconds
 from ..redaction import redact
 from ..types import Json, Tier

@@ -15,8 +15,7 @@ from ..checkpoint.run_records import Lines, local_records, read_history, read_sh
 from ..client import Client
 from ..errors import CheckpointNotFoundError, ConfigError
 from ..format.layout import Location, step_name, step_of
-from ..planning.goodput import Goodput, What, analyse, read_start
-from ..planning.tier_times import Seen, TierTimes, commits_of, tier_times
+from ..planning.goodput import Goodput, Seen, TierTimes, What, analyse, commits_of, read_start, tier_times
 from ..types import Json
 from .size import PlotOption
 from .ui.output import Report, day, facts, human_seconds, short, table

@@ -31,10 +31,9 @@ from ..errors import CheckpointNotFoundError, IntegrityError, StateMismatchError
 from ..format.layout import METADATA, Location, rank_metadata
 from ..format.manifest import FileEntry
 from ..peer.membership import Member
-from ..read import block_digests
-from ..read.file_copies import PEERS_TRIED_MAX, FileCopy, LocalCopy, RemoteCopy
+from ..read import replicated_file
 from ..read.parallel_read import Piece, Pull, batches, pull
-from ..read.replicated_file import ReplicatedFile, VerifiedFile
+from ..read.replicated_file import PEERS_TRIED_MAX, FileCopy, LocalCopy, RemoteCopy, ReplicatedFile, VerifiedFile
 from ..read.shared_read import SharedRead
 from ..restore.restore import fetch_missing
 from ..telemetry import logger
@@ -77,7 +76,7 @@ class CheckpointFiles:
         manifest = checkpoint.manifest
         self.chunk_size_bytes = int(manifest.chunk_size_bytes if manifest is not None else settings.chunk_size_bytes)
         self._entries = {entry.path: entry for entry in manifest.entries} if manifest is not None else None
-        self._blocks = block_digests.digest_locations(manifest) if manifest is not None else {}
+        self._blocks = replicated_file.digest_locations(manifest) if manifest is not None else {}
 
     @classmethod
     def find(cls, client: Client, settings: Settings, location: Location) -> CheckpointFiles:
@@ -114,7 +113,7 @@ class CheckpointFiles:
         known = None
         if entry.path in self._blocks:
             kept, start = self._blocks[entry.path]
-            known = block_digests.ShardBlockDigests(entry, self.chunk_size_bytes, start, self._copies(kept))
+            known = replicated_file.ShardBlockDigests(entry, self.chunk_size_bytes, start, self._copies(kept))
         return ReplicatedFile(entry, self.chunk_size_bytes, self._copies(entry), known)
 
     def _copies(self, entry: FileEntry) -> list[FileCopy]:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..arena.slots import Lease
-from ..checkpoint import branches, in_flight, local_commit, local_only, shared_commit
+from ..checkpoint import branches, in_flight, local_commit, retention, shared_commit
 from ..checkpoint import epoch as epochs
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import AWAITING_COMMIT, LOCAL_ONLY, READY, WRITING, Journal, JournalEntry
@@ -470,7 +470,7 @@ class SaveSession:
         finally:
             self.release()  # the drain owns the entry now
         if self.description.keeps_some and not self.delivery.is_direct_put:  # the newest on this SSD (K1)
-            local_only.supersede_older(self.settings.local_root, self._journal, entry)
+            retention.supersede_older(self.settings.local_root, self._journal, entry)
         if entry.state == LOCAL_ONLY:
             return
         try:

@@ -33,7 +33,7 @@ from ..errors import CapacityError, TierckptError
 from ..format.layout import Location, shard_name
 from ..format.manifest import FileEntry, Flushed
 from ..quantities import round_up
-from ..read import block_digests
+from ..read import replicated_file
 from ..save import direct_put
 from ..save.flush import flush
 from ..save.shard_plan import Shard, ShardRecord
@@ -151,7 +151,7 @@ class ShardDelivery:
     def _entries(self, flushed: Sequence[Flushed]) -> tuple[FileEntry, ...]:
         token, chunk = self.entry.token, self.entry.chunk_size_bytes
         shards = [FileEntry(f.path.name, f.size_bytes, f.digests, self.description.rank, token) for f in flushed]
-        return (*shards, *block_digests.write_digests(self.directory, flushed, self.description.rank, token, chunk))
+        return (*shards, *replicated_file.write_digests(self.directory, flushed, self.description.rank, token, chunk))
 
     def _flush(self, shards: list[Shard], *, cached: bool = False) -> list[Flushed]:
         settings, size_bytes = self.settings, sum(shard.size_bytes for shard in shards)

@@ -35,8 +35,7 @@ from .items import item_format
 from .items.item_format import resolve_object
 from .plan_outline import LOCAL_PART, is_local_part
 from .planner import TierSavePlanner
-from .staging_copy import Copies
-from .staging_layout import Placed, RepeatedSave, StagingLayout
+from .staging import Copies, Placed, RepeatedSave, StagingLayout
 
 Mode = Literal["eager", "lazy"]
 

@@ -189,7 +189,7 @@ def _is_file(file: int, path: Path) -> bool:
         return False
 
 
-log = logger("cache")
+log = logger("disk")
 
 HEARTBEAT_SECONDS = 2.0
 SILENT_SECONDS = 20.0

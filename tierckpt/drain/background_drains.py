@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ..checkpoint import local_commit, local_only, shared_commit
+from ..checkpoint import local_commit, retention, shared_commit
 from ..checkpoint.journal import (
     AWAITING_COMMIT,
     DRAIN_STATES,
@@ -282,10 +282,10 @@ class BackgroundDrains:
 
     async def promote_newest(self, run: Location | None = None) -> list[JournalEntry]:
         """Start draining the newest local-only checkpoint of each run."""
-        return await asyncio.to_thread(local_only.promote_newest, self.settings.local_root, self.journal, run)
+        return await asyncio.to_thread(retention.promote_newest, self.settings.local_root, self.journal, run)
 
     async def drop_superseded(self, run: Location | None = None) -> None:
-        await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, run)
+        await asyncio.to_thread(retention.drop_superseded, self.settings.local_root, self.journal, run)
 
     async def drain_now(self, token: str) -> bool:
         """Return False if files of other ranks are missing."""

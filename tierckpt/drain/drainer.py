@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint import branches, local_commit, local_only, prune, run_records, shared_commit
+from ..checkpoint import branches, local_commit, prune, retention, run_records, shared_commit
 from ..checkpoint.journal import DRAIN_STATES, READY, SET_ASIDE_STATES, Journal, JournalEntry
 from ..checkpoint.retention import Policy
 from ..config import Settings
@@ -551,7 +551,7 @@ class Drainer:
         if await asyncio.to_thread(_is_committed_elsewhere, directory, entry, manifest):
             await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
             parent = entry.location.parent
-            await asyncio.to_thread(local_only.drop_superseded, self.settings.local_root, self.journal, parent, entry)
+            await asyncio.to_thread(retention.drop_superseded, self.settings.local_root, self.journal, parent, entry)
         if committed_at is not None:
             await asyncio.to_thread(self._note_due, entry, manifest, is_shared=True)
 

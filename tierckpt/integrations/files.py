@@ -27,8 +27,7 @@ from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedErro
 from ..format.layout import Location, written_file
 from ..format.manifest import FileEntry, has_digest
 from ..loading.cached_view import CachedView
-from ..read.file_copies import FileCopy, LocalCopy, RemoteCopy
-from ..read.replicated_file import RangeFile, ReplicatedFile, VerifiedFile
+from ..read.replicated_file import FileCopy, LocalCopy, RangeFile, RemoteCopy, ReplicatedFile, VerifiedFile
 from ..save.spool import PIECE_BYTES, Spool, spool_stream
 from ..stores.schemes import check_target
 from ..telemetry import logger

@@ -33,10 +33,10 @@ from ..disk.quarantine import open_regular
 from ..errors import OperationTimeoutError, PermissionDeniedError, TierckptError
 from ..format.layout import agent_dir
 from ..poll import BRIEF, Pauses, Poll
+from ..process_start import start_python
 from ..resources import start_if_possible
 from ..telemetry import logger
 from ..types import Json, Tier
-from .child_process import start_python
 
 LOCK = "agent.lock"
 """Held by the running agent, with its process id."""

@@ -25,8 +25,8 @@ from ..arena.pages import paging
 from ..arena.slots import read_buffers
 from ..errors import CapacityError, IntegrityError, TierckptError
 from ..quantities import DISK_BLOCK_BYTES, human_bytes, round_up
-from ..read.file_copies import FileCopy, LocalCopy
 from ..read.parallel_read import Worker, WorkerThreads, opened_disk, run_trials
+from ..read.replicated_file import FileCopy, LocalCopy
 from ..telemetry import BYTES
 from ..types import ByteRange
 from .header import TensorEntry, of_entry

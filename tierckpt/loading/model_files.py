@@ -30,7 +30,7 @@ from ..disk.io_tuner import MODEL_READ_MODES, ReadTuner, device_of
 from ..errors import CheckpointNotFoundError, IntegrityError
 from ..format.manifest import is_safe_path
 from ..quantities import round_up
-from ..read.file_copies import FileCopy, LocalCopy
+from ..read.replicated_file import FileCopy, LocalCopy
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .header import HEADER_BYTES_MAX, TensorEntry, read_header

@@ -19,8 +19,8 @@ from ..errors import CheckpointNotFoundError, ConfigError, IntegrityError, Store
 from ..format.layout import parse_uri
 from ..format.manifest import is_safe_path
 from ..format.uris import scheme_of, text_of
-from ..read.file_copies import FileCopy, LocalCopy
 from ..read.parallel_read import REQUESTS_MAX
+from ..read.replicated_file import FileCopy, LocalCopy
 from ..stores.schemes import check_location
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier

@@ -52,8 +52,7 @@ from .state_file import (
     directory_lock,
     layout_of,
 )
-from .step_channel import StepChannel
-from .updater_process import UpdaterProcess
+from .updater_process import StepChannel, UpdaterProcess
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 

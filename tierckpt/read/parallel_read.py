@@ -34,8 +34,7 @@ from ..quantities import round_up
 from ..resources import start_thread
 from ..telemetry import logger
 from ..types import Buffer, ByteRange
-from .file_copies import LocalCopy
-from .replicated_file import ReplicatedFile
+from .replicated_file import LocalCopy, ReplicatedFile
 
 log = logger("restore")
 

@@ -1,19 +1,417 @@
-"""Read a file of a checkpoint from its first good copy, verified by chunk."""
+"""Reads a file of a checkpoint from its first good copy on any tier, verified by chunk.
+
+Block digests of a rank's shards make small reads cheap. The manifest has one digest a chunk, of the digests of its
+blocks. Those are in ``.tierckpt/blocks/<token>``: 16 bytes a block, no header, shards in the order of their paths. See
+docs/adr/0011-digests-of-blocks.md.
+
+    B1  Block digests are used only after they match the chunk's digest. If they are missing or damaged, a read is
+        larger, but never returns wrong bytes and never fails.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
 
-from ..errors import EndpointError, IntegrityError, PermissionDeniedError, StoreUnavailableError, TierckptError
-from ..format.manifest import BLOCK_DIGEST_BYTES, DIGEST_BLOCK_BYTES, FileEntry, blocks_of, has_digest
-from ..quantities import DISK_BLOCK_BYTES
-from ..telemetry import BYTES, logger
+from ..checkpoint.peer_copies import Member, PeerCopies
+from ..disk.durable import durable_write, make_dirs, translated
+from ..disk.file_io import Resident, open_direct, open_file, pread_all, read_direct, read_into
+from ..disk.io_tuner import READ_MODES, ReadMode, ReadTuner, device_of
+from ..disk.processes import set_aside_name
+from ..errors import (
+    EndpointError,
+    IntegrityError,
+    ObjectNotFoundError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+    TierckptError,
+)
+from ..format.layout import blocks_file
+from ..format.manifest import (
+    BLOCK_DIGEST_BYTES,
+    DIGEST_BLOCK_BYTES,
+    FileEntry,
+    Flushed,
+    Manifest,
+    block_count,
+    blocks_of,
+    digest_of_blocks,
+    digests_of,
+    has_digest,
+)
+from ..quantities import DISK_BLOCK_BYTES, round_up
+from ..stores.base import Recoverable, Store
+from ..stores.verified_read import again, available
+from ..telemetry import BYTES, QUARANTINES, logger
 from ..types import Buffer, ByteRange, Tier
-from .block_digests import ShardBlockDigests
-from .file_copies import FileCopy, LocalCopy, RemoteCopy
+
+T = TypeVar("T")
+
+PEERS_TRIED_MAX = 3
+
+
+class PeerSource:
+    """Whole chunks of a checkpoint's files from other nodes, verified on arrival.
+
+    A peer that fails is not used again; one that returns wrong bytes is reported. ``spend`` is awaited with the size of
+    each chunk before its request.
+    """
+
+    tier = Tier.PEER
+
+    def __init__(
+        self,
+        copies: PeerCopies,
+        members: Sequence[Member] | None = None,
+        spend: Callable[[int], Awaitable[None]] | None = None,
+    ) -> None:
+        self.uri = f"peers {', '.join(member.name for member in members)}" if members is not None else "peers"
+        self.size_bytes = 0
+        self._copies, self._members, self._spend = copies, members, spend
+        self._entries = {entry.key: entry for entry in copies.manifest.entries}
+        self._given_up: dict[str, TierckptError] = {}
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        entry = self._entries.get(key)
+        if entry is None or not entry.digests:
+            raise ObjectNotFoundError(f"peers do not serve {key}", key=key)
+        if self._spend is not None:
+            await self._spend(byte_range.size_bytes)
+        index = byte_range.start // self._copies.manifest.chunk_size_bytes
+        holders = self._members if self._members is not None else self._copies.holders(entry)
+        nobody: TierckptError = ObjectNotFoundError(f"no peer has {entry.path}", key=key)
+        last = next((self._given_up[one.name] for one in holders if one.name in self._given_up), nobody)
+        candidates = [one for one in holders if one.name not in self._given_up]
+        for member in candidates if self._members is not None else candidates[:PEERS_TRIED_MAX]:
+            try:
+                data = await self._copies.chunk(member, entry, index)
+                self.size_bytes += byte_range.size_bytes
+                return data
+            except ObjectNotFoundError as error:
+                log.info("%s: %s", key, error)
+                last = error
+            except (TierckptError, OSError, TimeoutError) as error:
+                if isinstance(error, IntegrityError):
+                    self._copies.report_damage(member)
+                last = error if isinstance(error, TierckptError) else StoreUnavailableError(f"{member.name}: {error}")
+                self._given_up[member.name] = last
+                log.warning("not using peer %s any more: %s", member.name, error)
+        raise last
+
+
+class NearestSource:
+    """Files of one checkpoint: verified chunks from peers, else unverified ranges."""
+
+    def __init__(self, store: Store, elsewhere: PeerCopies | None) -> None:
+        self.uri = store.uri
+        self._store, self._peers = store, PeerSource(elsewhere) if elsewhere is not None else None
+
+    @property
+    def peer_bytes(self) -> int:
+        return self._peers.size_bytes if self._peers is not None else 0
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        """Return one chunk, or any range, which only the store has. Raises the store's errors."""
+        if self._peers is not None:
+            try:
+                return await self._peers.get_range(key, byte_range)
+            except TierckptError as error:
+                log.debug("%s: %s", self.uri, error)
+        return await self._store.get_range(key, byte_range, if_match=if_match)
+
+    def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
+        return again(self._store, work)
+
+    async def reconnect(self, damage: TierckptError) -> None:
+        """Handle damage, which comes from the store: chunks of peers are verified on arrival."""
+        if not isinstance(self._store, Recoverable):
+            raise damage
+        await self._store.reconnect(damage)
+
+    async def available(self) -> bool:
+        return await available(self._store)
+
+    def probe_soon(self) -> None:
+        if isinstance(self._store, Recoverable):
+            self._store.probe_soon()
+
+
+class FileCopy(Protocol):
+    """One copy of a file. ``read`` raises a TierckptError. Thread-safe.
+
+    ``into``: page-aligned memory of whole blocks. ``through``: a buffer of whole blocks for an intermediate read.
+    """
+
+    tier: Tier
+    where: str
+
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer: ...
+
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
+        """Whether a read waits for neither disk nor network."""
+
+    def quarantine(self) -> None:
+        """Quarantine a bad copy of this node."""
+
+    def close(self) -> None: ...
+
+
+class LocalCopy:
+    """A copy on a mounted file system. A bad copy on this node is renamed, and kept.
+
+    Ranges outside the page cache are read with O_DIRECT, unless ``tuner`` found that slower.
+
+    Attributes:
+        is_straight: read past the page cache without a buffer, even if one is given.
+        cold_bytes: bytes read that were not in the page cache.
+    """
+
+    def __init__(self, path: Path, tier: Tier = Tier.LOCAL, tuner: ReadTuner | None = None) -> None:
+        self.tier = tier
+        self.where = str(path)
+        self.tuner = tuner
+        self.is_direct = self.is_straight = True
+        self.cold_bytes = 0
+        self._path = path
+        self._file = -1
+        self._device = ""
+        self._direct_file: int | None = None
+        self._may_direct = True
+        self._resident: Resident | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def device(self) -> str:
+        return self._device
+
+    @property
+    def mode(self) -> ReadMode:
+        return self.tuner.mode(self._device) if self.tuner is not None else READ_MODES[0]
+
+    @property
+    def is_untried(self) -> bool:
+        return self.tuner is not None and not self.tuner.is_known(self._device)
+
+    def set_mode(self, way: ReadMode) -> None:
+        self.is_direct, self.is_straight = way.direct, way.in_place
+
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer:
+        self.open()
+        if into is None:
+            return pread_all(self._file, byte_range, self._path)
+        done = 0
+        with translated(self._path, is_above=True):
+            if not (is_cached := self.is_in_memory(byte_range)):
+                self.cold_bytes += byte_range.size_bytes
+            if self.is_direct and not is_cached and byte_range.start % DISK_BLOCK_BYTES == 0:
+                file, blocks = self._direct_descriptor(), into[: round_up(byte_range.size_bytes)]
+                if file is not None:
+                    done = read_direct(file, blocks, byte_range.start, None if self.is_straight else through)
+                    done = min(done, byte_range.size_bytes)
+            if not done and not is_cached:  # all at once: the kernel would read ahead in small steps
+                os.posix_fadvise(self._file, byte_range.start, byte_range.size_bytes, os.POSIX_FADV_WILLNEED)
+            done += read_into(self._file, into[done : byte_range.size_bytes], byte_range.start + done)
+        return into[:done]
+
+    def read_pieces(self, start: int, size: int, step: int, into: memoryview) -> int:
+        """Fill ``into`` with ``size`` bytes of each ``step`` from ``start``; return the count.
+
+        Also reads the gaps if the ranks of this node together want them.
+        """
+        self.open()
+        starts, advised = range(start, start + len(into) // size * step, step), size
+        with translated(self._path, is_above=True):
+            os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
+            if self.mode.ranks * size >= step:
+                advised = starts[-1] + size - start
+            for at in starts[:1] if advised > size else starts:
+                os.posix_fadvise(self._file, at, advised, os.POSIX_FADV_WILLNEED)
+            for done, at in zip(range(0, len(into), size), starts, strict=True):
+                if (count := read_into(self._file, into[done : done + size], at)) < size:
+                    return done + count
+        return len(into)
+
+    def open(self) -> None:
+        with self._lock:
+            if self._file < 0:
+                self._file = open_file(self._path)
+                self._device = device_of(self._file)
+                self.set_mode(self.mode)
+
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
+        try:
+            self.open()
+        except TierckptError:
+            return False
+        return self.is_in_page_cache(byte_range)
+
+    def is_in_page_cache(self, byte_range: ByteRange) -> bool:
+        """Whether the whole range is in the page cache. Cost: 20 us for 8 MiB.
+
+        Uses ``mincore``: RWF_NOWAIT would start readahead of bytes that are then read past the page cache.
+        """
+        with self._lock:
+            if self._resident is None:
+                self._resident = Resident(self._file)
+        return self._resident.has(byte_range)
+
+    def _direct_descriptor(self) -> int | None:
+        with self._lock:
+            if self._may_direct and self._direct_file is None:
+                self._may_direct = False
+                with contextlib.suppress(OSError):
+                    self._direct_file = open_direct(self._path, os.O_RDONLY)
+            return self._direct_file
+
+    def quarantine(self) -> None:
+        if self.tier is not Tier.LOCAL:
+            return
+        try:
+            self._path.rename(set_aside_name(str(self._path)))
+            QUARANTINES.emit(1, tier=self.tier)
+        except OSError as error:
+            log.warning("cannot quarantine %s: %s", self._path, error)
+
+    def close(self) -> None:
+        for file in (self._file, self._direct_file):
+            if file is not None and file >= 0:
+                os.close(file)
+        self._file, self._direct_file = -1, None
+        self._resident = None
+
+
+class RemoteCopy:
+    """A copy over a network. Each read is a request into new memory.
+
+    ``chunk_size_bytes``: of a peer, which serves whole chunks only. ``report`` is called if the bytes are damaged.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        get_range: Callable[[ByteRange], Buffer],
+        tier: Tier = Tier.SHARED,
+        *,
+        chunk_size_bytes: int = 0,
+        report: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.where, self.tier, self.chunk_size_bytes, self.quarantine = where, tier, chunk_size_bytes, report
+        self._get_range = get_range
+
+    def read(
+        self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /
+    ) -> Buffer:
+        if not self.chunk_size_bytes:
+            return self._get_range(byte_range)
+        size = self.chunk_size_bytes
+        first = byte_range.start // size * size
+        starts = range(first, max(byte_range.stop, first + 1), size)
+        chunks = [self._get_range(ByteRange(start, start + size)) for start in starts]
+        data = b"".join(chunks) if len(chunks) > 1 else chunks[0]
+        return memoryview(data)[byte_range.start - first : byte_range.stop - first]
+
+    def is_in_memory(self, byte_range: ByteRange, /) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def write_digests(
+    directory: Path, flushed: Sequence[Flushed], rank: int, token: str, chunk_size_bytes: int
+) -> list[FileEntry]:
+    """Write the block digests of ``flushed``, durably. Return the entry of their file, or [] if no chunk has two."""
+    shards = sorted(flushed, key=lambda shard: shard.path.name)
+    data = b"".join(shard.blocks for shard in shards)
+    if not any(len(shard.blocks) > BLOCK_DIGEST_BYTES * len(shard.digests) for shard in shards):
+        return []
+    path = directory / blocks_file(token)
+    make_dirs(path.parent)
+    durable_write(path, data)
+    return [FileEntry(blocks_file(token), len(data), digests_of(data, chunk_size_bytes), rank, token)]
+
+
+def digest_locations(manifest: Manifest) -> dict[str, tuple[FileEntry, int]]:
+    """Return the file and offset of each shard's block digests, by its path."""
+    kept = {entry.token: entry for entry in manifest.files if entry.path == blocks_file(entry.token)}
+    at = dict.fromkeys(kept, 0)
+    found: dict[str, tuple[FileEntry, int]] = {}
+    for entry in sorted(manifest.files, key=lambda item: item.path):
+        if entry.token in kept and entry is not kept[entry.token]:
+            found[entry.path] = (kept[entry.token], at[entry.token])
+            at[entry.token] += BLOCK_DIGEST_BYTES * block_count(entry.size_bytes, manifest.chunk_size_bytes)
+    return {path: place for path, place in found.items() if at[place[0].token] == place[0].size_bytes}
+
+
+class ShardBlockDigests:
+    """The block digests of one shard. Thread-safe.
+
+    Cost: one read for all chunks between the first and the last of ``expect``.
+    """
+
+    def __init__(self, shard: FileEntry, chunk_size_bytes: int, start: int, copies: Sequence[FileCopy]) -> None:
+        self._shard = shard
+        self._chunk_size_bytes = chunk_size_bytes
+        self._start = start
+        self._copies = list(copies)
+        self._expected: list[int] = []
+        self._known: dict[int, bytes | None] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def tier(self) -> str | None:
+        return next((str(copy.tier) for copy in self._copies), None)
+
+    def expect(self, indices: Iterable[int]) -> None:
+        """Announce the chunks of later ``of`` calls, in order."""
+        self._expected = sorted(indices)
+
+    def of(self, index: int) -> bytes | None:
+        """Return the verified digests of the blocks of chunk ``index``, if any (B1)."""
+        with self._lock:
+            if index not in self._known:
+                near = self._expected if index in self._expected else [index]
+                self._known |= dict.fromkeys(near)
+                self._read(near[0], near[-1])
+            return self._known.get(index)
+
+    def close(self) -> None:
+        for copy in self._copies:
+            copy.close()
+
+    def _read(self, first: int, last: int) -> None:
+        at = [self._place(index) for index in range(first, last + 1)]
+        for copy in self._copies:
+            try:
+                data = bytes(copy.read(ByteRange(at[0].start, at[-1].stop)))
+            except TierckptError as error:
+                log.debug("%s: no block digests on the %s tier: %s", self._shard.path, copy.tier, error)
+                continue
+            BYTES.emit(len(data), tier=copy.tier, direction="read")
+            for index, digest_range in zip(range(first, last + 1), at, strict=True):
+                digests = data[digest_range.start - at[0].start : digest_range.stop - at[0].start]
+                if digests and digest_of_blocks(digests) == self._shard.digests[index]:
+                    self._known[index] = digests
+            if all(self._known.get(index) is not None for index in range(first, last + 1)):
+                return
+            log.debug("%s: its block digests on the %s tier do not match its chunks", self._shard.path, copy.tier)
+
+    def _place(self, index: int) -> ByteRange:
+        def at(end: int) -> int:
+            size_bytes = min(end * self._chunk_size_bytes, self._shard.size_bytes)
+            return self._start + BLOCK_DIGEST_BYTES * block_count(size_bytes, self._chunk_size_bytes)
+
+        return ByteRange(at(index), at(index + 1))
+
 
 log = logger("restore")
 

@@ -22,7 +22,7 @@ from .. import poll, torch_internals
 from ..arena.memory import pin
 from ..arena.slots import Arena, SlotPolicy
 from ..dcp.stager import base_of
-from ..dcp.staging_copy import Copies
+from ..dcp.staging import Copies
 from ..errors import CapacityError, CheckpointError
 from ..quantities import round_up
 from ..resources import start_thread

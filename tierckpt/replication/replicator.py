@@ -38,7 +38,7 @@ from ..peer.inventory import Opened
 from ..peer.membership import Member
 from ..peer.peer_catalog import Live, PeerCatalog, PeerReplicas
 from ..peer.replica_policy import FRESH_MAX, LOGS_MAX, FreshCheckpoint, LogRow, holders, outdated, sources
-from ..read.file_copies import PeerSource
+from ..read.replicated_file import PeerSource
 from ..stores.base import Store
 from ..stores.verified_read import get_whole
 from ..telemetry import REPLICAS, logger

@@ -25,7 +25,7 @@ from ..errors import ConfigError
 from ..format.layout import Location, parse_uri
 from ..format.uris import local_path
 from ..mover import Mover
-from ..read.file_copies import NearestSource
+from ..read.replicated_file import NearestSource
 from ..stores.hub.api import hub_cache
 from ..stores.schemes import check_location
 from ..telemetry import ignore_progress

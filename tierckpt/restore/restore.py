@@ -23,7 +23,7 @@ from ..format.layout import INCOMING_DIR, Location
 from ..format.manifest import FileEntry, Manifest
 from ..mover import Mover
 from ..peer.fetch.fetch_session import SMALL_BYTES, PeerJoiner
-from ..read.file_copies import NearestSource
+from ..read.replicated_file import NearestSource
 from ..stores.base import RangeSource, Store, to_completion
 from ..stores.verified_read import LocalFiles, check, get_checked, get_whole
 from ..telemetry import logger

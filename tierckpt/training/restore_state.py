@@ -39,9 +39,9 @@ from ..stores.schemes import check_location
 from ..telemetry import logger
 from ..tracebacks import short_traceback
 from .codec import job_state as states
-from .codec.modules import ModuleTarget
-from .codec.modules import state_of as module_state
 from .codec.stored import STRUCTURE, Stored
+from .codec.values import ModuleTarget
+from .codec.values import state_of as module_state
 from .every_step.redo_log import is_window
 from .rank_exchange import all_gather, is_distributed, same_outcome
 

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from tierckpt.dcp import staging_copy
-from tierckpt.dcp.staging_copy import MOVE_BYTES_MAX, MOVE_BYTES_MIN, Copies
+from tierckpt.dcp import staging
+from tierckpt.dcp.staging import MOVE_BYTES_MAX, MOVE_BYTES_MIN, Copies
 
 LARGE = MOVE_BYTES_MIN // 4
 SOURCES = {
@@ -68,9 +68,9 @@ def test_an_interrupt_leaves_no_writing_thread(monkeypatch: pytest.MonkeyPatch) 
             time.sleep(0.05)
             moved.append(piece[2])
 
-    monkeypatch.setattr(staging_copy, "ctypes", Interrupted())
+    monkeypatch.setattr(staging, "ctypes", Interrupted())
     sources = [torch.randn(LARGE) for _ in range(20)]
     with pytest.raises(KeyboardInterrupt):
-        staging_copy.move_all([(target_of(source), source) for source in sources], 2)
+        staging.move_all([(target_of(source), source) for source in sources], 2)
     assert len(moved) < len(sources)
     assert not [thread for thread in threading.enumerate() if thread.name == "tierckpt-stage"]

@@ -25,9 +25,8 @@ from tierckpt.format.layout import model_read_modes, read_modes
 from tierckpt.format.manifest import FileEntry
 from tierckpt.loading import fill
 from tierckpt.read import parallel_read
-from tierckpt.read.file_copies import LocalCopy
 from tierckpt.read.parallel_read import Piece, pull
-from tierckpt.read.replicated_file import ReplicatedFile
+from tierckpt.read.replicated_file import LocalCopy, ReplicatedFile
 from tierckpt.types import ByteRange
 
 KiB = 1024

@@ -24,7 +24,7 @@ from tierckpt.loading import fill
 from tierckpt.loading.model_files import Directory
 from tierckpt.loading.safetensors import WantedTensors
 from tierckpt.loading.tensor_parts import Parts
-from tierckpt.read.file_copies import LocalCopy
+from tierckpt.read.replicated_file import LocalCopy
 from tierckpt.types import Buffer, ByteRange
 
 MIB = 1 << 20

@@ -22,9 +22,8 @@ from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.disk.processes import start_ticks
 from tierckpt.errors import ConfigError
 from tierckpt.format.manifest import FileEntry, digest_of
-from tierckpt.read.file_copies import LocalCopy
 from tierckpt.read.parallel_read import Piece
-from tierckpt.read.replicated_file import ReplicatedFile
+from tierckpt.read.replicated_file import LocalCopy, ReplicatedFile
 from tierckpt.read.shared_read import (
     ReadInterest,
     SharedRead,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tierckpt import torch_internals
-from tierckpt.dcp import staging_copy
+from tierckpt.dcp import staging
 from tierckpt.replay.link import GRADIENTS, PARTS, Link, PinnedMemory
 from tierckpt.replay.tree import detach, gaps
 
@@ -73,7 +73,7 @@ class Device:
         self.trains = Stream(DEVICE)
         self.streams: list[Stream] = []
         self.current = [self.trains]
-        monkeypatch.setattr(staging_copy, "streams", {})
+        monkeypatch.setattr(staging, "streams", {})
         monkeypatch.setattr(torch.cuda, "Stream", self.stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.current[-1])
         monkeypatch.setattr(torch.cuda, "stream", self.entered)

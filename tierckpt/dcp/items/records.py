@@ -24,7 +24,7 @@ from ...torch_internals import storage_address_of
 from .. import split
 from ..sealed import Objects
 from ..stager import StagedItems, refuse_tensor
-from ..staging_layout import StagingLayout
+from ..staging import StagingLayout
 from . import item_format
 from . import shard_layout as image
 from .item_format import resolve_object

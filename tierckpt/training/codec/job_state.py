@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ...errors import ConfigError, StateMismatchError, TierckptError
 from ...torch_internals import flatten_state_dict
 from ..rank_exchange import is_distributed
-from . import modules, optimizers
+from . import optimizers, values
 from .rank_state import PerRank, rank_key
 from .stored import STRUCTURE, Path, Stored, not_plain
 from .structure import NOTHING, Encoder, text_of
@@ -23,7 +23,7 @@ NUMBERED = "tensors"
 """The entry for tensors of values that DCP would flatten to equal names."""
 PROBLEMS_SHOWN = 5
 
-Target = modules.ModuleTarget | optimizers.OptimizerTarget | optimizers.FlatTarget | ValueTarget
+Target = values.ModuleTarget | optimizers.OptimizerTarget | optimizers.FlatTarget | ValueTarget
 
 
 def structure_name(name: str, *, per_rank: bool = False) -> str:
@@ -62,9 +62,9 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
         if type(name) is not str or name == STRUCTURE:
             raise StateMismatchError(f"an entry of the state is named {name!r}", hint="Use another string as its name")
         if isinstance(value, torch.nn.Module):
-            tree, versions = modules.state_of(value)
+            tree, versions = values.state_of(value)
             inexact = not_plain(tree)
-            saved[name], text = _split(name, tree, [*inexact, *([(modules.VERSIONS, versions)] if versions else [])])
+            saved[name], text = _split(name, tree, [*inexact, *([(values.VERSIONS, versions)] if versions else [])])
         elif isinstance(value, torch.optim.Optimizer) and (found := optimizers.state_of(value, names)):
             saved[name], text = _split(name, found.tree, found.inexact)
             if found.lists:
@@ -180,7 +180,7 @@ class RestorePlan:
     ) -> Target:  # fmt: skip
         value, text = state[name], objects.get(name)
         if isinstance(value, torch.nn.Module):
-            return modules.ModuleTarget(value, stored, name, text)
+            return values.ModuleTarget(value, stored, name, text)
         if isinstance(value, torch.optim.Optimizer):
             if (owner := names.flat_owner(value)) is not None:
                 return optimizers.FlatTarget(owner, value, stored, name)
@@ -191,7 +191,7 @@ class RestorePlan:
         yield from (("" if isinstance(one, ValueTarget) else f"{name}.", one) for name, one in self._targets.items())
 
     def _stale_parameters(self, state: Mapping[str, Any]) -> list[str]:
-        if not any(isinstance(one, modules.ModuleTarget) and one.replaces_parameters for one in self._targets.values()):
+        if not any(isinstance(one, values.ModuleTarget) and one.replaces_parameters for one in self._targets.values()):
             return []
         return [
             f"{name} steps parameters on the meta device, which a restore replaces: build it after restoring the module"

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import torch_internals
 from ...near_storage.optimizer import NearStorageOptimizer
-from .modules import is_flat, parameters_by_name
 from .reconstruction import Decoder, NewTensors, has_device
 from .stored import STRUCTURE, Path, Stored, is_plain, nested, not_plain, not_plain_below
+from .values import is_flat, parameters_by_name
 
 UNNAMED = "param."
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"

@@ -1,19 +1,240 @@
-"""A value's part of a checkpoint."""
+"""A value's part of a checkpoint; of a module, its ``state_dict`` with names that omit DDP and ``torch.compile``."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from ... import torch_internals
+from ...replay.optimizers import local_shard
 from ...telemetry import logger
 from .rank_state import PerRank, rank_key
-from .reconstruction import Decoder, empty_like
+from .reconstruction import Decoder, NewTensors, empty_like
 from .stored import STRUCTURE, Path, Stored, nested
+
+CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
+EXTRA_STATE = "_extra_state"
+"""The last key part of ``get_extra_state``'s result."""
+VERSIONS: Path = ()
+"""The path of ``_metadata`` of a state dict."""
+
+
+class ModuleKeys:
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._wrapped = [(prefix, child) for prefix, one in _submodules(module) if (child := _child_of_wrapper(one))]
+
+    @property
+    def differ(self) -> bool:
+        return bool(self._wrapped)
+
+    def saved(self, key: str) -> str:
+        for prefix, child in reversed(self._wrapped):
+            if key.startswith(f"{prefix}{child}."):
+                key = prefix + key[len(prefix) + len(child) + 1 :]
+        return key
+
+    def live(self, key: str) -> str:
+        for prefix, child in self._wrapped:
+            if key.startswith(prefix):
+                key = f"{prefix}{child}.{key[len(prefix) :]}"
+        return key
+
+
+def parameters_by_name(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    pending = [("", module)]
+    while pending:
+        prefix, one = pending.pop()
+        for key, parameter in one._parameters.items():
+            if parameter is not None:
+                yield prefix + key, parameter
+        inner = _child_of_wrapper(one)
+        for key, child in reversed(one._modules.items()):
+            if child is not None:
+                pending.append((prefix if key in (inner, CHECKPOINT_WRAPPED) else f"{prefix}{key}.", child))
+
+
+def _child_of_wrapper(module: torch.nn.Module) -> str:
+    if isinstance(module, DistributedDataParallel):
+        return "module"
+    return "_orig_mod" if torch_internals.is_compiled(module) else ""
+
+
+def _submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    pending = [("", module)]
+    while pending:
+        prefix, one = pending.pop()
+        yield prefix, one
+        pending += [(f"{prefix}{key}.", child) for key, child in reversed(one._modules.items()) if child is not None]
+
+
+def is_flat(module: torch.nn.Module) -> bool:
+    """True for FSDP1, as only DCP can name its parameters."""
+    return any(isinstance(one, FullyShardedDataParallel) for _, one in _submodules(module))
+
+
+def state_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    if is_flat(module):
+        return dict(get_model_state_dict(module)), {}
+    names, found = ModuleKeys(module), module.state_dict()
+    saved = {names.saved(key): value for key, value in found.items()} if names.differ else dict(found)
+    versions = getattr(found, "_metadata", None) or {}
+    versions_of = {names.saved(f"{path}.")[:-1]: dict(one) for path, one in versions.items() if one != {"version": 1}}
+    return saved, versions_of
+
+
+class ModuleTarget:
+    """The module's part of a checkpoint, and how it is loaded.
+
+    Attributes:
+        missing: keys that only the module has.
+        unexpected: keys that only the checkpoint has.
+        problems: values that ``load_state_dict`` would reject.
+        is_plain: loading only copies tensors and cannot fail.
+    """
+
+    def __init__(self, module: torch.nn.Module, stored: Stored, name: str, text: Any = None) -> None:
+        self._module, self._name = module, name
+        self._is_flat = is_flat(module)
+        self._names = ModuleKeys(module)
+        self._live = state_of(module)[0]
+        self._decoder: Decoder | None = None
+        below = stored.below(name)
+        if text is not None:
+            live: dict[Any, Any] = {**self._live, **{(key,): one for key, one in self._live.items()}}
+            self._decoder = Decoder(text, stored.metadata, lambda: live)
+        replaced = {str(path[0]) for path in self._decoded() if path}
+        self._below = {path: key for path, key in below.items() if str(path[0]) not in replaced}
+        self._items = {path: stored.items[key] for path, key in self._below.items()}
+        own = torch_internals.submodules_that_load_themselves(module)
+        self.is_plain = not own and not self._is_flat
+        self._compare(tuple(f"{self._names.saved(path)}." if path else "" for path in own))
+
+    def _decoded(self) -> dict[Path, Any]:
+        value = self._decoder.value if self._decoder is not None else {}
+        if not isinstance(value, Mapping):
+            return {}
+        if self._decoder is not None and not self._decoder.has_paths:
+            versions = getattr(value, "_metadata", None)
+            return {(key,): one for key, one in value.items()} | ({VERSIONS: dict(versions)} if versions else {})
+        return dict(value)
+
+    def destinations(self) -> dict[str, Any]:
+        new = NewTensors()
+        made = {key: self._destination(path, self._items[path], new) for path, key in self._below.items()}
+        return made | (self._decoder.tensors if self._decoder is not None else {})
+
+    def _destination(self, path: Path, found: Any, new: NewTensors) -> Any:
+        if not isinstance(found, TensorStorageMetadata):
+            return ""
+        live = self._live.get(str(path[0])) if len(path) == 1 else None
+        is_alike = isinstance(live, torch.Tensor) and _sizes(live) == tuple(found.size)
+        return live if is_alike and self._is_flat else new.like(found, live if is_alike else None)
+
+    def _compare(self, loose: tuple[str, ...]) -> None:
+        """Compare keys and shapes. Submodules with a prefix in ``loose`` have their own rules."""
+        decoded = {str(path[0]): value for path, value in self._decoded().items() if path}
+        found = {str(path[0]): one for path, one in self._items.items()} | decoded
+        self.missing = [key for key in self._live if key not in found and not key.startswith(loose)]
+        self.unexpected = [key for key in found.keys() - self._live.keys() if not key.startswith(loose)]
+        self.problems = []
+        for key, live in self._live.items():
+            if not isinstance(live, torch.Tensor) or key.endswith(EXTRA_STATE):
+                self.is_plain = False
+            elif key in found and not key.startswith(loose):
+                self.problems += _problem(f"{self._name}.{key}" if self._name else key, live, found[key])
+        foreign = set(self.unexpected)
+        self._below = {path: key for path, key in self._below.items() if str(path[0]) not in foreign}
+        self.is_meta = any(isinstance(one, torch.Tensor) and one.is_meta for one in self._live.values())
+        if self.is_meta:
+            self._compare_meta()
+
+    def _compare_meta(self) -> None:
+        tensors = [*self._module.named_parameters(), *self._module.named_buffers()]
+        pending = [key for key, one in tensors if one.is_meta and self._names.saved(key) not in self._live]
+        made = [key for key, one in tensors if not one.is_meta]
+        if pending or made:
+            some = pending or [key for key, one in tensors if one.is_meta]
+            self.problems.append(
+                f"{some[0]} and {len(some) - 1} more are on the meta device, but "
+                + ("the checkpoint has no buffers of this name" if pending else "other tensors of the module are not")
+            )
+
+    @property
+    def replaces_parameters(self) -> bool:
+        """True if the module gets new parameters, which its optimizer does not step."""
+        return self.is_meta and not torch.__future__.get_swap_module_params_on_conversion()
+
+    def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
+        if self._decoder is not None:
+            self._decoder.finish()
+        values = nested({path: loaded[key] for path, key in self._below.items()})
+        own = self._decoded()
+        versions = own.pop(VERSIONS, None)
+        values |= {path[0]: value for path, value in own.items()}
+        foreign = set(self.unexpected)
+        values = {key: value for key, value in values.items() if key not in foreign}
+        if self._is_flat:
+            set_model_state_dict(self._module, values, options=StateDictOptions(strict=strict))
+        elif self.is_plain and not self.is_meta:
+            _copy([(self._live[key], value) for key, value in values.items()])
+        else:
+            state: Any = OrderedDict((self._names.live(key), value) for key, value in values.items())
+            if self._decoder is not None:
+                state._metadata = self._all_versions(versions or {})
+            self._module.load_state_dict(
+                state, **({} if strict else {"strict": False}), **({"assign": True} if self.is_meta else {})
+            )
+
+    def _all_versions(self, versions: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all versions: those equal to 1 are not saved."""
+        paths = [path for path, _ in self._module.named_modules()]
+        return {path: dict(versions.get(self._names.saved(f"{path}.")[:-1], {"version": 1})) for path in paths}
+
+
+def _problem(name: str, live: torch.Tensor, found: Any) -> list[str]:
+    if torch.nn.parameter.is_lazy(live):
+        return []
+    if isinstance(found, TensorStorageMetadata | torch.Tensor):
+        sizes = tuple(found.size if isinstance(found, TensorStorageMetadata) else found.shape)
+        live_sizes = _sizes(live)
+        # load_state_dict accepts one element for a number, as saved before torch 0.4.
+        same = sizes == live_sizes or (sizes, live_sizes) == ((1,), ())
+        return [] if same else [f"{name} is {live_sizes} here and {sizes} in the checkpoint"]
+    return [f"{name} is a tensor here and an object in the checkpoint"]
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    return () if torch.nn.parameter.is_lazy(tensor) else tuple(tensor.size())
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
+
+
+@torch.no_grad()
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each second tensor into the first. Tied tensors one by one, as a batched call on a GPU has no order."""
+    plain = []
+    owners = Counter(local_shard(to).data_ptr() for to, _ in pairs if type(to) in _PLAIN)
+    for to, source in pairs:
+        shard = local_shard(to)
+        is_lazy_view = shard.is_conj() or shard.is_neg()  # torch cannot copy to these in a batched call
+        is_like = type(to) in _PLAIN and type(source) is type(to) and to.shape == source.shape
+        if is_like and not is_lazy_view and owners[shard.data_ptr()] == 1:
+            plain.append((to, source))
+        else:
+            to.copy_(source[0] if to.ndim == 0 and source.ndim == 1 else source)
+    if plain:
+        torch_internals.foreach_copy(*(list(map(local_shard, side)) for side in zip(*plain, strict=True)))
+
 
 log = logger("state")
 

@@ -18,12 +18,10 @@ from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import blocks_file
 from tierckpt.format.manifest import DIGEST_BLOCK_BYTES as BLOCK
 from tierckpt.format.manifest import FileEntry, Flushed, Manifest, digest_of
-from tierckpt.read import block_digests
 from tierckpt.read import parallel_read as pulling
-from tierckpt.read.block_digests import ShardBlockDigests
-from tierckpt.read.file_copies import FileCopy, LocalCopy, RemoteCopy
+from tierckpt.read import replicated_file
 from tierckpt.read.parallel_read import NEAR_BYTES, Piece, pull
-from tierckpt.read.replicated_file import ReplicatedFile
+from tierckpt.read.replicated_file import FileCopy, LocalCopy, RemoteCopy, ReplicatedFile, ShardBlockDigests
 from tierckpt.types import ByteRange, Tier
 
 CHUNK = 4 * BLOCK
@@ -108,13 +106,13 @@ def test_manifests_of_both_kinds_come_back_and_a_wrong_name_is_refused(data: byt
 
 def test_the_digests_of_a_ranks_blocks_are_one_file_that_the_manifest_names(tmp_path: Path, data: bytes) -> None:
     shards = [flushed(tmp_path / name, data[:size]) for name, size in (("b", CHUNK + 5), ("a", SIZE), ("c", 0))]
-    [entry] = block_digests.write_digests(tmp_path, shards, 3, "aa", CHUNK)
+    [entry] = replicated_file.write_digests(tmp_path, shards, 3, "aa", CHUNK)
     kept = (tmp_path / ".tierckpt/blocks/aa").read_bytes()
     assert (entry.path, entry.rank, entry.token, entry.size_bytes) == (".tierckpt/blocks/aa", 3, "aa", len(kept))
     assert entry.digests == (digest_of(kept),)
     counts = {"a": 3 * 4 + 2, "b": 4 + 1, "c": 0}
     assert len(kept) == 16 * sum(counts.values())
-    places = block_digests.digest_locations(manifest_of(*map(entry_of, shards), entry))
+    places = replicated_file.digest_locations(manifest_of(*map(entry_of, shards), entry))
     assert {name: start for name, (_, start) in places.items()} == {"a": 0, "b": 16 * 14, "c": 16 * 19}
     first = [xxh3_128(data[at : at + BLOCK]).digest() for at in range(0, CHUNK, BLOCK)]
     assert kept[:64] == b"".join(first)
@@ -122,17 +120,17 @@ def test_the_digests_of_a_ranks_blocks_are_one_file_that_the_manifest_names(tmp_
 
 def test_nothing_is_kept_where_each_chunk_is_a_block(tmp_path: Path, data: bytes) -> None:
     shards = [flushed(tmp_path / "a", data[:BLOCK]), flushed(tmp_path / "b", data, BLOCK)]
-    assert block_digests.write_digests(tmp_path, shards[:1], 0, "aa", CHUNK) == []
-    assert block_digests.write_digests(tmp_path, shards[1:], 0, "aa", BLOCK) == []
-    assert block_digests.digest_locations(manifest_of(entry_of(shards[0]))) == {}
+    assert replicated_file.write_digests(tmp_path, shards[:1], 0, "aa", CHUNK) == []
+    assert replicated_file.write_digests(tmp_path, shards[1:], 0, "aa", BLOCK) == []
+    assert replicated_file.digest_locations(manifest_of(entry_of(shards[0]))) == {}
 
 
 def test_a_file_of_another_size_than_the_shards_need_is_not_used(tmp_path: Path, data: bytes) -> None:
     shard = flushed(tmp_path / "a", data)
-    [entry] = block_digests.write_digests(tmp_path, [shard], 0, "aa", CHUNK)
+    [entry] = replicated_file.write_digests(tmp_path, [shard], 0, "aa", CHUNK)
     short = replace(entry, size_bytes=entry.size_bytes - 16)
-    assert block_digests.digest_locations(manifest_of(entry_of(shard), entry)) != {}
-    assert block_digests.digest_locations(manifest_of(entry_of(shard), short)) == {}
+    assert replicated_file.digest_locations(manifest_of(entry_of(shard), entry)) != {}
+    assert replicated_file.digest_locations(manifest_of(entry_of(shard), short)) == {}
 
 
 # --- reading by them -------------------------------------------------------------------------------------------------
@@ -157,7 +155,7 @@ class Place:
         self.path, self.data = directory / "shard", data
         shard = flushed(self.path, data)
         self.entry = entry_of(shard)
-        [self.kept] = block_digests.write_digests(directory, [shard], 0, "aa", CHUNK)
+        [self.kept] = replicated_file.write_digests(directory, [shard], 0, "aa", CHUNK)
         self.kept_path = directory / blocks_file("aa")
         self.copy = Counted(self.path)
 
@@ -339,7 +337,7 @@ def test_ranges_of_a_remote_file_that_are_near_are_one_request(tmp_path: Path, b
     chunk = 16 * BLOCK
     data = random.Random(4).randbytes(3 * chunk)
     shard = flushed(tmp_path / "a", data, chunk)
-    [_] = block_digests.write_digests(tmp_path, [shard], 0, "aa", chunk)
+    [_] = replicated_file.write_digests(tmp_path, [shard], 0, "aa", chunk)
     kept = (tmp_path / blocks_file("aa")).read_bytes()
     asked: list[tuple[int, int]] = []
 

@@ -13,7 +13,7 @@ import pytest
 from tierckpt.checkpoint.peer_copies import PeerCopies
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerError
 from tierckpt.format.manifest import FileEntry, digest_of
-from tierckpt.read.file_copies import PEERS_TRIED_MAX, NearestSource, PeerSource
+from tierckpt.read.replicated_file import PEERS_TRIED_MAX, NearestSource, PeerSource
 from tierckpt.stores.base import Store
 from tierckpt.stores.verified_read import LocalFiles, check_file
 from tierckpt.types import ByteRange

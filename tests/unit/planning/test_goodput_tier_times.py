@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tierckpt.planning.tier_times import Save, Seen, TierTimes, tier_times
+from tierckpt.planning.goodput import Save, Seen, TierTimes, tier_times
 
 NOW = 1000.0
 HERE = Seen(is_here=True)

@@ -16,9 +16,8 @@ from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.disk.file_io import Resident
 from tierckpt.errors import CapacityError, IntegrityError, ObjectNotFoundError, TierckptError
 from tierckpt.format.manifest import FileEntry, digest_of
-from tierckpt.read.file_copies import LocalCopy, RemoteCopy
 from tierckpt.read.parallel_read import Piece, WorkerThreads, pull
-from tierckpt.read.replicated_file import ReplicatedFile
+from tierckpt.read.replicated_file import LocalCopy, RemoteCopy, ReplicatedFile
 from tierckpt.types import ByteRange, Tier
 
 CHUNK = 16 * 1024
