@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..planning import Sizing
 from ..planning.checked_numbers import parse_seconds, positive, whole
 from ..planning.ettr import DAY_SECONDS
-from ..planning.simulator import Cluster, Configuration, FailureKind, configuration_of, configurations_of, failures_of
+from ..planning.scenario import Cluster, Configuration, FailureKind, configuration_of, configurations_of, failures_of
 from ..types import Json
 from .size import PlotOption, modes_view
 from .ui.output import Report, facts, human_seconds, progress_bar, table
