@@ -269,15 +269,17 @@ class MultiStepStager:
         started_at = time.perf_counter()
         try:
             window.failure = window.failure or capture.check()
-            for step in capture.take_steps():
-                self._replay_step(window, step)
-            if window.remaining_steps and not window.failure:
+            is_copying = window.remaining_steps > 0 and not window.failure
+            work = [self._replay_of(window, step) for step in capture.take_steps()]
+            if is_copying:
                 window.remaining_steps -= 1
                 next_part = next((part for part in window.parts if part.version < 0), None)
                 if next_part is not None:
-                    self._begin_part(window, next_part, capture.version)
-                if not window.remaining_steps:
-                    self._seal(window, capture)
+                    work.append(self._begin_part(window, next_part, capture.version))
+            # Not before the copy: a replay takes the interpreter lock from this thread.
+            window.pending_work += map(self._replay_pool.submit, work)
+            if is_copying and not window.remaining_steps:
+                self._seal(window, capture)
         except MemoryError:
             window.failure = OUT_OF_MEMORY
         if window.failure and window.falls_back:
@@ -338,7 +340,8 @@ class MultiStepStager:
         tensors = [parameter.tensor.detach(), *(one for one in state.values() if isinstance(one, torch.Tensor))]
         return [local_shard(one) for one in tensors]
 
-    def _begin_part(self, window: _OpenWindow, part: _Part, version: int) -> None:
+    def _begin_part(self, window: _OpenWindow, part: _Part, version: int) -> Callable[[], None]:
+        """Begin to copy ``part``. Returns the work that follows the copy."""
         keys = set(part.keys)
         parameters = [one for one in parameters_of(self.optimizer) if one.key in keys]
         part.version = version
@@ -360,7 +363,7 @@ class MultiStepStager:
                 states[key] = {n: next(tensors) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
             part.replay = Replay(kind, parameter_copies, states, version)
 
-        window.pending_work.append(self._replay_pool.submit(build))
+        return build
 
     def _state(self, parameter: Parameter) -> dict[str, Any]:
         return dict(self.optimizer.state.get(parameter.tensor, {}))
@@ -389,7 +392,7 @@ class MultiStepStager:
         self._last_step_at = time.perf_counter()
         self.link.logged_gradients[id(self.optimizer)] = None
 
-    def _replay_step(self, window: _OpenWindow, step: Step) -> None:
+    def _replay_of(self, window: _OpenWindow, step: Step) -> Callable[[], None]:
         older_parts = [part for part in window.parts if 0 <= part.version < step.version]
 
         def replay() -> None:
@@ -406,7 +409,7 @@ class MultiStepStager:
                 if part.replay is not None:
                     part.replay.apply(step)
 
-        window.pending_work.append(self._replay_pool.submit(replay))
+        return replay
 
     def _seal(self, window: _OpenWindow, capture: Capture) -> None:
         """End the window (W2, W3)."""

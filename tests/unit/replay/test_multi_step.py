@@ -167,6 +167,36 @@ def test_a_step_waits_for_its_part_and_for_nothing_else(slow_link: Link) -> None
     assert snapshot.blocked_seconds > 0.2 * snapshot.moved_bytes / slow_link.bytes_per_second
 
 
+def test_a_replay_starts_after_the_next_part_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay holds the interpreter lock, for which the training thread would wait: 10 ms of a window."""
+    job, events, apply = Job(), [], multi_step.Replay.apply
+    monkeypatch.setattr(multi_step.Replay, "apply", lambda *step: (events.append("replay"), apply(*step))[1])
+
+    class NotedLink(Link):
+        def copy(self, sources: Any, priority: int, *, yields_to_update: bool = False) -> Any:
+            if priority == PARTS:
+                time.sleep(0.05)  # a replay that is queued already begins now
+                events.append("part")
+            return super().copy(sources, priority, yields_to_update=yields_to_update)
+
+    link = NotedLink()
+    job.train()
+    with MultiStepStager(job.optimizer, 3, link=link) as stager:
+        pending = stager.begin(job.state)
+        for step in range(1, 3):
+            job.train()
+            stager.end_of_step()
+            ends = time.monotonic() + SECONDS
+            while events.count("replay") < step * (step + 1) // 2:
+                assert time.monotonic() < ends
+                time.sleep(0.001)
+        job.train()
+        stager.end_of_step()
+        pending.result(SECONDS)
+    link.close()
+    assert events[:6] == ["part", "part", "replay", "part", "replay", "replay"]
+
+
 @pytest.mark.slow
 def test_gradients_overtake_parts(slow_link: Link) -> None:
     part = slow_link.copy([torch.ones(1 << 20)], PARTS)
