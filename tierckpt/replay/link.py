@@ -360,6 +360,7 @@ class Link:
                 continue
             self._remove(tensor_copy)
             tensor_copy.end()
+            del tensor_copy, targets, sources  # else they keep its memory until the next copy
 
     def _remove(self, tensor_copy: TensorCopy) -> None:
         with self._changed:

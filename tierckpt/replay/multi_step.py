@@ -103,15 +103,15 @@ class _OpenWindow:
 
 
 class _Follower(Capture):
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, window: _OpenWindow, link: Link, *, waits_for_copies: bool
-    ) -> None:
-        super().__init__(optimizer)
-        self._window, self._link, self._waits_for_copies = window, link, waits_for_copies
+    """Has no reference to a window: that would keep the copied state in host memory until the next window."""
+
+    def __init__(self, stager: MultiStepStager) -> None:
+        super().__init__(stager.optimizer)
+        self._stager, self._link = stager, stager.link
 
     def copy(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
-        window, started_at = self._window, time.perf_counter()
-        if window.sealed_version >= 0 or window.failure or window.result.done():
+        window, started_at = self._stager._window, time.perf_counter()
+        if window is None or window.sealed_version >= 0 or window.failure or window.result.done():
             return None
         copied_gradients = self._link.logged_gradients[id(self.optimizer)]
         if copied_gradients is None:
@@ -122,7 +122,7 @@ class _Follower(Capture):
                 window.failure = OUT_OF_MEMORY
                 return None
             window.copies.append(copied_gradients.copy)
-        if self._waits_for_copies:
+        if self._stager._waits_for_gradients:
             window.fail_unless(self._link.wait(copied_gradients.copy))
         self._link.update_begins()
         window.blocked_seconds += time.perf_counter() - started_at
@@ -257,7 +257,7 @@ class MultiStepStager:
         steps = (checked_steps(window_steps) if window_steps else self.window_steps) or traffic.best_steps()
         parts = [_Part(keys) for keys in split_parts(sizes, weights_of(traffic.falling_share(steps), steps))]
         window = self._window = _OpenWindow(take, parts, steps, falls_back, SnapshotFuture(self.end_of_step))
-        self._capture = _Follower(self.optimizer, window, self.link, waits_for_copies=self._waits_for_gradients)
+        self._capture = _Follower(self)
         self.end_of_step()
         return window.result
 

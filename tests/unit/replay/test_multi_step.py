@@ -6,8 +6,10 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -428,6 +430,26 @@ def test_waiting_for_steps_that_nobody_makes_is_refused() -> None:
             job.train()
             stager.end_of_step()
         check(pending.result(SECONDS).state, job.state())
+
+
+def test_a_stager_keeps_no_copied_state_after_its_window() -> None:
+    """Without a garbage collection: the next window uses the memory again."""
+    job = Job()
+    job.train()
+    with MultiStepStager(job.optimizer, 2) as stager:
+        gc.collect()
+        gc.disable()
+        try:
+            snapshot, _ = windowed(job, stager, 2)
+            tensors = [weakref.ref(one) for one in snapshot.state["model"].values()]
+            assert all(one() is not None for one in tensors)
+            del snapshot
+            ends = time.monotonic() + SECONDS
+            while any(one() is not None for one in tensors):  # threads that have just finished hold some
+                assert time.monotonic() < ends
+                time.sleep(0.001)
+        finally:
+            gc.enable()
 
 
 def test_two_windows_at_once_are_refused() -> None:
