@@ -37,11 +37,16 @@ class LoopThread:
         self._root = root
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._is_closed, self._entering = False, threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_run_loop, args=(self._loop,), name="tierckpt", daemon=True)
-        self._loop.set_default_executor(ThreadPool(thread_name_prefix="tierckpt-loop"))
-        start_thread(self._thread)
         self._pid = os.getpid()
+        # Made on its thread: Ctrl-C interrupts the main thread only, and a half-made loop complains when it is freed.
+        loop: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=_run_loop, args=(loop,), name="tierckpt", daemon=True)
+        try:
+            start_thread(self._thread)
+            self._loop = loop.result()
+        except BaseException:
+            loop.add_done_callback(_stop)
+            raise
         _loops.add(self)
 
     @property
@@ -56,18 +61,24 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Never call this from the loop itself."""
         tasks: list[asyncio.Task[Any]] = []
+        is_abandoned = threading.Event()
 
         async def call() -> T:
             tasks.extend(filter(None, [asyncio.current_task()]))
+            if is_abandoned.is_set():
+                work.close()
+                raise asyncio.CancelledError
             return await work
 
         try:
             self._check_caller()
-            future = self._begin(call)
+            self._check_open()
         except BaseException:
             work.close()
             raise
+        future = None
         try:
+            future = self._begin(call)
             return future.result()
         except OSError as error:
             if isinstance(error, TierckptError) or error.errno is None:
@@ -75,12 +86,14 @@ class LoopThread:
             path = Path(os.fsdecode(error.filename)) if error.filename else self._root
             raise translate_os_error(error, path, Tier.LOCAL) from error
         except BaseException:
-            if not future.done():  # interrupted: the caller closes its files next
-                future.cancel()
-                asyncio.run_coroutine_threadsafe(_ended(tasks), self._loop).result(CLOSE_TIMEOUT_SECONDS)
+            is_abandoned.set()
+            # Interrupted, perhaps in ``_begin`` when the work has begun: the caller closes its files next.
+            if (future is None and not self._is_closed) or (future is not None and not future.done()):
+                asyncio.run_coroutine_threadsafe(_end(tasks), self._loop).result(CLOSE_TIMEOUT_SECONDS)
             raise
         finally:
-            self._calls.discard(future)
+            if future is not None:
+                self._calls.discard(future)
             del future  # breaks a reference cycle through the traceback
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
                 work.close()
@@ -130,8 +143,6 @@ class LoopThread:
             call.cancel()  # else the thread that waits for it blocks the process's exit
         self._loop.call_soon_threadsafe(self._stop_loop)
         self._thread.join(timeout=10.0)
-        if not self._thread.is_alive():
-            self._loop.close()
 
     def _stop_loop(self, turns: int = 3) -> None:
         if turns:
@@ -152,16 +163,32 @@ class LoopThread:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]  # it ends with the process
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """A listener that raises SystemExit ends ``run_forever``."""
+def _run_loop(made: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
+    try:
+        loop = asyncio.new_event_loop()
+    except BaseException as error:
+        made.set_exception(error)
+        return
+    loop.set_default_executor(ThreadPool(thread_name_prefix="tierckpt-loop"))
+    made.set_result(loop)
     while True:
         try:
-            return loop.run_forever()
-        except (SystemExit, KeyboardInterrupt):
+            loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):  # raised by a listener
             continue
+        loop.close()
+        return
 
 
-async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+def _stop(made: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
+    if made.exception() is None:
+        made.result().call_soon_threadsafe(made.result().stop)
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel ``tasks``, and wait for their end."""
+    for task in tasks:
+        task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_SECONDS / 2)
 

@@ -1,0 +1,72 @@
+"""Ctrl-C where the main thread cannot know yet whether its call has begun on the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tierckpt.event_loop import LoopThread
+
+SECONDS = 30.0
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[LoopThread]:
+    made = LoopThread(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("state", ["queued", "executing", "waiting"])
+def test_an_interrupt_in_the_request_ends_the_call(
+    loop: LoopThread, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    request = asyncio.run_coroutine_threadsafe
+
+    async def work() -> None:
+        begun.set()
+        if state == "executing":
+            may_go_on.wait(SECONDS)
+        try:
+            await asyncio.sleep(SECONDS)
+        finally:
+            ended.set()
+
+    def interrupted(call: Any, on: asyncio.AbstractEventLoop) -> Any:
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", request)
+        request(call, on)
+        assert state == "queued" or begun.wait(SECONDS)
+        threading.Timer(0.05, may_go_on.set).start()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(work())
+    assert ended.is_set() == begun.is_set()
+    assert loop.run(asyncio.sleep(0, "next")) == "next"
+
+
+def test_an_interrupted_constructor_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, may_end = asyncio.new_event_loop, threading.Event()
+
+    def interrupting() -> asyncio.AbstractEventLoop:
+        assert threading.current_thread() is not threading.main_thread(), "half a loop is left by Ctrl-C"
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        assert may_end.wait(SECONDS)
+        return make()
+
+    monkeypatch.setattr(asyncio, "new_event_loop", interrupting)
+    others = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt):
+        LoopThread(tmp_path)
+    may_end.set()
+    for thread in set(threading.enumerate()) - others:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
