@@ -41,8 +41,15 @@ def start_thread(thread: Thread) -> Thread:
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:
+        _raise_interrupt(error)
         raise exhausted(error) or error from error
     return thread
+
+
+def _raise_interrupt(error: BaseException) -> None:
+    """Ctrl-C in ``Thread.start`` may arrive as "release unlocked lock"."""
+    if isinstance(error.__context__, KeyboardInterrupt):
+        raise error.__context__ from None
 
 
 def start_if_possible(thread: Thread) -> bool:
@@ -60,6 +67,7 @@ class ThreadPool(ThreadPoolExecutor):
         try:
             super()._adjust_thread_count()
         except (RuntimeError, MemoryError) as error:
+            _raise_interrupt(error)
             if any(thread.is_alive() for thread in self._threads):
                 return
             with contextlib.suppress(queue.Empty):

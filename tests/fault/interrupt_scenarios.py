@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.fault.verbs import empty_root, local_root, put_model
+from tierckpt.disk.durable import remove_tree
 from tierckpt.training.restore_state import unwrapped
 
 FILES = 4
@@ -60,4 +60,4 @@ def repeat(folder: Path, root: str, verb: str) -> None:
     while True:
         globals()[verb](root)
         for left in local_root().glob("tmp*"):
-            shutil.rmtree(left, ignore_errors=True)
+            remove_tree(left, ignore_errors=True)  # an interrupted shutil.rmtree may raise OSError

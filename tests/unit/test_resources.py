@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.services import REPOSITORY
 from tierckpt.disk.durable import translate_os_error
 from tierckpt.errors import CapacityError, ObjectNotFoundError
-from tierckpt.resources import exhausted
+from tierckpt.resources import ThreadPool, exhausted, start_thread
 from tierckpt.tracebacks import short_traceback
 from tierckpt.types import Tier
 
@@ -68,6 +69,24 @@ def test_public_errors_of_missing_resources_are_typed(error: Exception, resource
     if isinstance(error, OSError):
         translated = translate_os_error(error, Path("file"), Tier.LOCAL)
         assert isinstance(translated, CapacityError)
+
+
+@pytest.mark.parametrize("way", ["thread", "pool"])
+def test_an_interrupt_in_the_start_of_a_thread_stays_one(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        with threading.Lock() as locked:
+            assert locked
+            try:
+                raise KeyboardInterrupt  # as ``Condition.wait`` takes its lock again
+            finally:
+                threading.Lock().release()  # RuntimeError: release unlocked lock
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        if way == "thread":
+            start_thread(threading.Thread())
+        else:
+            ThreadPool(1).submit(print)
 
 
 def test_other_errors_are_not_converted() -> None:
