@@ -84,7 +84,7 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _search_path(search_path: str) -> Iterator[str]:
-    home = str(Path(__file__).resolve().parent.parent.parent)
+    home = str(Path(__file__).resolve().parent.parent)
     for entry in search_path.split(os.pathsep):
         if entry != home and Path(entry).is_absolute() and not _is_open_to_all(Path(entry)):
             yield entry
