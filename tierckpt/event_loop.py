@@ -72,7 +72,6 @@ class LoopThread:
 
         try:
             self._check_caller()
-            self._check_open()
         except BaseException:
             work.close()
             raise
@@ -102,7 +101,8 @@ class LoopThread:
         try:
             future = self._begin(lambda: work)
         except BaseException:
-            work.close()
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:  # else ``close`` ends it
+                work.close()
             raise
         future.add_done_callback(self._calls.discard)
         return future

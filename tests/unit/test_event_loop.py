@@ -53,6 +53,34 @@ def test_an_interrupt_in_the_request_ends_the_call(
     assert loop.run(asyncio.sleep(0, "next")) == "next"
 
 
+def test_an_interrupt_in_the_request_leaves_started_work_to_close(
+    loop: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    request = asyncio.run_coroutine_threadsafe
+
+    async def work() -> None:
+        begun.set()
+        may_go_on.wait(SECONDS)
+        try:
+            await asyncio.sleep(SECONDS)
+        finally:
+            ended.set()
+
+    def interrupted(call: Any, on: asyncio.AbstractEventLoop) -> Any:
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", request)
+        request(call, on)
+        assert begun.wait(SECONDS)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loop.start(work())
+    may_go_on.set()
+    loop.close()
+    assert ended.is_set()
+
+
 def test_an_interrupted_constructor_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, may_end = asyncio.new_event_loop, threading.Event()
 
