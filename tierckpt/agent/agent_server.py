@@ -55,6 +55,9 @@ from .options import AgentOptions
 from .page_documents import PageSource
 from .peer_service import PeerService
 
+log = logger("agent")
+
+
 _SO_PEERPIDFD = 77
 
 
@@ -151,8 +154,6 @@ def _is(file: int, path: Path) -> bool:
     except OSError:
         return False
 
-
-log = logger("agent")
 
 RESCAN_SECONDS = 1.0
 LOG_CHECK_SECONDS = 1.0

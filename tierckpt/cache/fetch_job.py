@@ -23,6 +23,8 @@ from .direct_write import receive_memory
 from .partial_entry import ChunkAction, PartialEntry
 from .store_chunks import StoreChunks
 
+log = logger("prefetch")
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -108,9 +110,6 @@ class PeerFill(Protocol):
 class PeerJoin(Protocol):
     async def join(self, chunks: StoreChunks, partial_entry: PartialEntry) -> PeerFill | None:
         """Join the other nodes; None to read from the store."""
-
-
-log = logger("prefetch")
 
 
 class InOrder:

@@ -49,6 +49,9 @@ from .catalog import file_size
 from .journal import LOCAL_ONLY, READY, Journal, JournalEntry
 from .select import age_of, newest_of
 
+log = logger("retention")
+
+
 LOCAL_ONLY_MAX = 2
 """Never superseded; the second one in case the first is damaged."""
 
@@ -165,8 +168,6 @@ class _Ages:
 def _branch(entry: JournalEntry) -> Branch:
     return branches.parse(entry.branch) or Branch(entry.token)
 
-
-log = logger("retention")
 
 NOTE = "retention"
 _NOTED_RULE = r"(\d{1,9}|-)/(\d{1,9}|-)"

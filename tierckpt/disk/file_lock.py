@@ -40,6 +40,9 @@ from .durable import translated, write_new
 from .processes import host_id
 from .quarantine import open_regular
 
+log = logger("disk")
+
+
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EPERM, errno.EACCES}
 
 _RECORD = struct.Struct("hhqqi4x")
@@ -188,8 +191,6 @@ def _is_file(file: int, path: Path) -> bool:
     except OSError:
         return False
 
-
-log = logger("disk")
 
 HEARTBEAT_SECONDS = 2.0
 SILENT_SECONDS = 20.0

@@ -27,6 +27,9 @@ from ..types import Tier
 from .file_lock import close_lock, lock_record, open_lock, record_holder
 from .quarantine import open_regular
 
+log = logger("flush")
+
+
 STEP_BACK_SECONDS_MAX = 2.0
 
 
@@ -164,8 +167,6 @@ def _ticks() -> tuple[int, int]:
         return 0, 0
     return user + system + irq + softirq, sum(fields)
 
-
-log = logger("flush")
 
 BACKGROUND_NICE = 10
 

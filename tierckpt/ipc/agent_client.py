@@ -38,6 +38,9 @@ from ..resources import start_if_possible
 from ..telemetry import logger
 from ..types import Json, Tier
 
+log = logger("agent")
+
+
 LOCK = "agent.lock"
 """Held by the running agent, with its process id."""
 PATIENCE_SECONDS = 0.4
@@ -175,8 +178,6 @@ def _waited_seconds(pid: int) -> dict[str, float]:
                 waited[task.name] = int((task / "schedstat").read_text().split()[1]) / 1e9
     return waited if pid > 0 else {}
 
-
-log = logger("agent")
 
 SOCKET = "agent.sock"
 LOG = "agent.log"

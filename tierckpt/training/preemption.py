@@ -27,6 +27,9 @@ from ..config import Settings
 from ..resources import start_thread
 from ..telemetry import logger
 
+log = logger("checkpointer")
+
+
 ANSWER_SECONDS = 2.0
 ANSWER_BYTES_MAX = 1 << 20
 TOKEN_SECONDS = 21600
@@ -128,9 +131,6 @@ def _object(data: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError("the answer is not an object")  # noqa: TRY004  # not of a caller
     return found
-
-
-log = logger("checkpointer")
 
 
 class Saver(Protocol):
