@@ -16,7 +16,7 @@ from tests.fault.log_bugs import seed_log_bug
 from tests.fault.scenario_tools import after, before, die
 from tierckpt.dcp.reader import TierStorageReader
 from tierckpt.dcp.save_session import SaveSession
-from tierckpt.replay import redo
+from tierckpt.replay import frame, redo
 from tierckpt.replay.apply import Replay
 from tierckpt.replay.checksum import checksum
 from tierckpt.replay.link import PARTS, Link, TensorCopy
@@ -192,7 +192,7 @@ def restore_redo_log(folder: Path, run: str, point: str = "", when: str = "befor
 
 def seed_redo_bug(name: str) -> None:
     """Write redo logs with one mistake from now on, which a test must find."""
-    to_json, pack, first = redo.to_json, redo_log.pack, list[Any]()
+    to_json, pack, first = frame.to_json, redo_log.pack, list[Any]()
 
     def stored(tree: Any, redos: Any) -> Any:
         copies = {(number, *key): one for number, log in redos.items() for key, one in log.tensors.items()}
@@ -211,7 +211,7 @@ def seed_redo_bug(name: str) -> None:
     if name == "a mixed version as a checkpoint":
         window.stored, window.WINDOWS_DIR = stored, "."
     if name == "a stale hyperparameter":
-        redo.to_json = stale
+        frame.to_json = stale
     if name == "a missing step":
         redo_log.pack = without_a_step
 
