@@ -1,7 +1,7 @@
 """The ``Mover`` of a process for synchronous callers, and its requests to the node's agent.
 
-At exit the process waits up to ``exit_timeout_seconds`` for its drains; the rest stays in the journal. A forked child
-starts without a client.
+At exit the process waits for its saves, and up to ``exit_timeout_seconds`` for their drains; the rest stays in the
+journal. A forked child starts without a client.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ log = logger("client")
 
 SETTLE_SECONDS = 300.0
 """Maximum wait for the agent to write the staged saves of ended trainers."""
+EXIT_SECONDS = 300.0
+"""Maximum wait at exit for a save that has no client yet."""
 STALLED_SECONDS = 5.0
 """Maximum wait for an agent that answers without progress."""
 WARNING_SECONDS = 1.0
@@ -307,6 +309,14 @@ def close_all() -> None:
 
 
 def _finish_all() -> None:
+    def describe() -> str:
+        return f"this process exits after its saves: {in_flight.left()} are running. Ctrl-C stops"
+
+    # Their threads need the clients. Without this, a save that nobody waits for would fail, and nobody would see it.
+    timeouts = [client.settings.exit_timeout_seconds for client in _clients.values()]
+    if in_flight.left():
+        with announced(log, describe):
+            in_flight.finish(max(timeouts, default=EXIT_SECONDS))
     for client in list(_clients.values()):
         client.finish()
     _clients.clear()

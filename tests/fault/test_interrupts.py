@@ -29,9 +29,16 @@ NOISE = (
     "Bad file descriptor",
     "never awaited",
     "Fatal Python error",
+    "ERROR:",
 )
 LOST = "Exception ignored in: <function WeakSet.__init__"
 """Python drops an exception that is raised in the callback of a weak set (of its threads): 2 of 900 interrupts."""
+RESET_BY_EXEC = 1
+"""Python forgets that an interrupt ended the program, and exits with 1, if a thread executes a string before the end.
+
+dataclasses and namedtuple do: a thread that imports a module for the first time in the moment of the interrupt, 1 of
+1,200.
+"""
 LOST_REPORT = re.compile(rf"{re.escape(LOST)}.*?\nKeyboardInterrupt: *\n", re.DOTALL)
 
 
@@ -63,7 +70,7 @@ def test_interrupt_ends_an_operation_without_other_output(
     if child.codes(0) == [None]:
         os.kill(child.pids[0], signal.SIGINT)  # as a person does
     codes, errors = child.codes(120), LOST_REPORT.sub("", child.output())
-    assert codes == [-signal.SIGINT], errors[-4000:]
+    assert codes in ([-signal.SIGINT], [RESET_BY_EXEC]), errors[-4000:]
     assert errors.count("\nKeyboardInterrupt") == 1, errors[-4000:]
     assert not [noise for noise in NOISE if noise in errors], errors[-4000:]
 

@@ -1,4 +1,4 @@
-"""Saves of this process that have not ended yet, for ``tierckpt.wait``.
+"""Saves of this process that have not ended yet, for ``tierckpt.wait`` and for the exit of the process.
 
 ``dcp.async_save`` returns before the first file is written; until then the disk shows the earlier checkpoint.
 """
@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, thread
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class Begun:
         self.error: BaseException | None = None
         self.is_over = False
         self._thread: threading.Thread | None = None
+        self._began_in: threading.Thread | None = None
         self._writer: weakref.ref[object] | None = None
         self._ready_at: float | None = None
         if ready is not None:
@@ -55,6 +57,18 @@ class Begun:
     def is_of_this_thread(self) -> bool:
         return self._thread is threading.current_thread()
 
+    def is_at_work(self) -> bool:
+        """Return whether a background thread still makes this save.
+
+        DCP does not report a failure of its own (a dead peer, the user's planner): its thread waits for other work.
+        """
+        self.check()
+        if self.is_over or self._began_in is None:  # None: staged, not begun
+            return not self.is_over
+        frame = sys._current_frames().get(self._began_in.ident or 0)
+        is_busy = frame is not None and frame.f_code is not thread._worker.__code__
+        return is_busy and self._began_in is not threading.current_thread()
+
     def check(self) -> None:
         if self.uri is None:
             if self._ready_at is not None and time.monotonic() > self._ready_at + ORPHAN_SECONDS:
@@ -77,6 +91,25 @@ _lock = threading.RLock()
 _open: set[Begun] = set()
 _staged: list[Begun] = []
 _failed: dict[tuple[Path, str], Begun] = {}
+_running: set[Future[Any]] = set()
+
+
+def running(future: Future[Any]) -> None:
+    """Have ``finish`` wait for ``future``, which ends with a save."""
+    _running.add(future)
+    future.add_done_callback(_running.discard)
+
+
+def left() -> int:
+    """Return the number of saves that background threads still make."""
+    return len(_running) + sum(one.is_at_work() for one in tuple(_open))
+
+
+def finish(timeout_seconds: float) -> None:
+    """Wait until the saves of background threads have ended and their drains have begun."""
+    for _ in Poll(timeout_seconds, BRIEF):
+        if not left():
+            break
 
 
 def staged(local_root: Path, ready: Future[Any]) -> None:
@@ -96,7 +129,8 @@ def begin(local_root: Path, uri: str, writer: object, *, is_of_thread: bool) -> 
             _open.add(own_save)
         else:
             _staged.remove(own_save)
-        own_save._thread = threading.current_thread() if is_of_thread else None
+        own_save._began_in = threading.current_thread()
+        own_save._thread = own_save._began_in if is_of_thread else None
         own_save.uri = uri
         own_save._writer = weakref.ref(writer)
         _failed.pop((local_root, uri), None)
@@ -130,6 +164,7 @@ def _forget_after_fork() -> None:
     _open.clear()
     _staged.clear()
     _failed.clear()
+    _running.clear()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

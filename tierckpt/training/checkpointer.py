@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn, Self
 
 import torch.distributed as dist
 
+from ..checkpoint import in_flight
 from ..checkpoint.retention import Policy
 from ..client import Client, get_client
 from ..config import Settings
@@ -330,6 +331,7 @@ class Checkpointer:
         if self._handoffs is not None and failure is None:
             save.prepared = self._handoffs.submit(save.prepare)
         future = self._pool.submit(self._write, save)
+        in_flight.running(future)
         self._running.add(record, future)
         if failure is not None and not isinstance(failure, CheckpointSkippedError):
             self._running.note_reported({record.uri})

@@ -1,0 +1,66 @@
+"""A process that exits without waiting for its last save, as a script does that ends after ``async_save``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import tierckpt
+from tests.services import ENVIRONMENT
+
+BEGIN = """
+import logging, sys, time, torch, tierckpt
+import torch.distributed.checkpoint as dcp
+from tierckpt.save import flush
+logging.basicConfig(level=logging.INFO)
+write = flush.ShardFile.write
+def slow(*args):
+    time.sleep(1.0)
+    write(*args)
+flush.ShardFile.write = slow
+where, state = sys.argv[1], {"w": torch.ones(1000)}
+"""
+SAVES = {
+    "Checkpointer": 'kept = tierckpt.Checkpointer(where); kept.save(1, {"m": state})',
+    "async_save": 'kept = dcp.async_save(state, storage_writer=tierckpt.TierStorageWriter(where + "/step-1"))',
+}
+ENDS = {"the end of the script": "", "an error": "raise ValueError", "Ctrl-C": "raise KeyboardInterrupt"}
+
+
+def run(script: str, where: Path, local_root: Path, mover: str) -> tuple[str, float]:
+    environment = {**ENVIRONMENT, "TIERCKPT_LOCAL_ROOT": str(local_root), "TIERCKPT_MOVER": mover}
+    begun = time.monotonic()
+    command = [sys.executable, "-c", BEGIN + script, str(where)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    return ended.stderr, time.monotonic() - begun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("save", SAVES)
+def test_exit_waits_for_a_save_that_nobody_waits_for(save: str, end: str, tmp_path: Path, local_root: Path) -> None:
+    errors, _ = run(f"{SAVES[save]}\n{ENDS[end]}", tmp_path / "run", local_root, "inline")
+    assert "ERROR" not in errors and errors.count("Traceback") == bool(ENDS[end]), errors
+    assert (tmp_path / "run" / "step-1" / ".metadata").exists(), errors
+    assert tierckpt.latest(tmp_path / "run") == str(tmp_path / "run" / "step-1")
+
+
+@pytest.mark.slow
+def test_exit_does_not_wait_for_a_save_that_failed_in_dcp(tmp_path: Path, local_root: Path) -> None:
+    script = """
+class Planner(dcp.DefaultSavePlanner):
+    def create_global_plan(self, plans):
+        raise ValueError("a planner of the user")
+writer = tierckpt.TierStorageWriter(where + "/step-1")
+kept = dcp.async_save(state, storage_writer=writer, planner=Planner())
+assert isinstance(kept.exception(), BaseException)
+sys.stderr.write(f"failed at {time.monotonic()}\\n")
+"""
+    errors, _ = run(script, tmp_path / "run", local_root, "inline")
+    [failed_at] = [float(line.split()[-1]) for line in errors.splitlines() if line.startswith("failed at")]
+    assert time.monotonic() - failed_at < 15, errors
+    assert not (tmp_path / "run").exists()
