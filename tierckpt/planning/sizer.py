@@ -120,36 +120,61 @@ class TierRow:
         return self.schedule.steps_by_level[place] * self.schedule.step_seconds if self.schedule else None
 
 
-@dataclass(frozen=True, slots=True)
+def size(model: Model, state: TrainingState, mesh: Mesh | None = None, site: Site | None = None) -> Sizing:
+    """Raises ConfigError that names the invalid value. Cost: milliseconds."""
+    return Sizing(model, state, mesh or Mesh(), site or Site())
+
+
 class Sizing:
     """Rates are bytes per second."""
 
-    model: Model
-    mesh: Mesh
-    site: Site
-    model_bytes: float
-    checkpoint_bytes: float
-    bytes_per_parameter: float
-    components: tuple[ComponentRow, ...]
-    rank_held_bytes: float
-    rank_written_bytes: float
-    node_held_bytes: float
-    node_written_bytes: float
-    writing_nodes: int
-    mtbf_seconds: float
-    stage_seconds: float
-    host_bytes: float
-    replica_bytes: float
-    writes: tuple[WriteRow, ...]
-    ssd: Endurance
-    drain_seconds: float
-    drain_bytes_per_second: float
-    restores: tuple[PathRow, ...]
-    loads: tuple[PathRow, ...]
-    load_nodes: int
-    tiers: tuple[TierRow, ...]
-    modes: tuple[Mode, ...]
-    warnings: tuple[str, ...]
+    def __init__(self, model: Model, state: TrainingState, mesh: Mesh, site: Site) -> None:
+        mesh.check(model)
+        self.model, self.state, self.mesh, self.site = model, state, mesh, site
+        self.bytes_per_parameter = state.saved_bytes
+        self.model_bytes = model.parameters * state.weight_bytes
+        self.checkpoint_bytes = model.parameters * state.saved_bytes
+        self.rank_held_bytes = mesh.held_bytes(model, state)
+        self.node_held_bytes = mesh.held_by_node_bytes(model, state)
+        self.rank_written_bytes = mesh.written_bytes(model, state, split=site.split)
+        self.writing_nodes = mesh.writing_nodes(state, split=site.split)
+        self.node_written_bytes = min(self.rank_written_bytes * mesh.ranks_per_node, self.checkpoint_bytes)
+        self.host_bytes = (site.in_flight + 1) * self.node_written_bytes
+        self.replica_bytes = 2 * (site.replicas - 1) * self.node_written_bytes
+        self.mtbf_seconds = site.mtbf_seconds or ettr.mtbf_seconds(mesh.nodes, site.failures_per_node_day)
+        self.stage_seconds = self.rank_written_bytes / site.rates.pcie
+        self.drain_seconds = transfer_times.write_seconds(self.checkpoint_bytes, self.writing_nodes, site.rates)
+        self._flush_seconds = self.node_written_bytes / site.rates.local_write
+        # The interval at which a node's SSDs reach their rated writes.
+        self._worn_out_seconds = self.node_written_bytes * DAY_SECONDS / (site.ssd_bytes * site.ssd_dwpd)
+        self.components = tuple(
+            ComponentRow(
+                part.name,
+                part.bytes_per_parameter,
+                part.bytes_per_parameter * model.parameters,
+                mesh.rank_bytes(model, part),
+                part.is_saved,
+            )
+            for part in state.components
+        )
+        sizes = (self.checkpoint_bytes, self.node_written_bytes, self.rank_written_bytes)
+        self.writes = tuple(WriteRow(budget, *(one / budget for one in sizes)) for budget in site.stall_budgets_seconds)
+        self.restores = self._restores()
+        fastest = min(row.seconds for row in self.restores) + site.restart_seconds
+        if self.mtbf_seconds <= fastest:
+            raise ConfigError(
+                f"MTBF is {self.mtbf_seconds:.0f} s, and a restart takes {fastest:.0f} s at best: such a job makes no "
+                "progress",
+                hint=f"Valid is an MTBF well above {fastest:.0f} s: fewer nodes, fewer failures or a faster restart",
+            )
+        self.tiers = self._tiers({row.name: row.seconds for row in self.restores})
+        local_interval, shared_interval = _intervals(self.tiers)
+        self.drain_bytes_per_second = self.checkpoint_bytes / shared_interval
+        self.load_nodes = whole(site.load_nodes, "nodes to load on") if site.load_nodes is not None else mesh.nodes
+        self.loads = _loads(self.model_bytes, self.load_nodes, site.rates)
+        self.modes = self._modes()
+        self.ssd = self._endurance(local_interval)
+        self.warnings = self._warnings()
 
     @property
     def log_step_bytes(self) -> float:
@@ -177,197 +202,63 @@ class Sizing:
         """Restart from a copy on the SSDs or on a peer, loading included."""
         return self.site.restart_seconds + next(row.seconds for row in self.restores if row.name == "local")
 
-
-def size(model: Model, state: TrainingState, mesh: Mesh | None = None, site: Site | None = None) -> Sizing:
-    """Raises ConfigError that names the invalid value. Cost: milliseconds."""
-    mesh, site = mesh or Mesh(), site or Site()
-    mesh.check(model)
-    job = _Quantities(model, state, mesh, site)
-    restores = job.restores()
-    fastest = min(row.seconds for row in restores) + site.restart_seconds
-    if job.mtbf <= fastest:
-        raise ConfigError(
-            f"MTBF is {job.mtbf:.0f} s, and a restart takes {fastest:.0f} s at best: such a job makes no progress",
-            hint=f"Valid is an MTBF well above {fastest:.0f} s: fewer nodes, fewer failures or a faster restart",
-        )
-    tiers = job.tiers({row.name: row.seconds for row in restores})
-    local_interval, shared_interval = _intervals(tiers)
-    load_nodes = whole(site.load_nodes, "nodes to load on") if site.load_nodes is not None else mesh.nodes
-    return Sizing(
-        model=model,
-        mesh=mesh,
-        site=site,
-        model_bytes=job.model_bytes,
-        checkpoint_bytes=job.checkpoint_bytes,
-        bytes_per_parameter=state.saved_bytes,
-        components=job.components(),
-        rank_held_bytes=job.rank_held,
-        rank_written_bytes=job.rank_written,
-        node_held_bytes=job.node_held,
-        node_written_bytes=job.node_written,
-        writing_nodes=job.writing_nodes,
-        mtbf_seconds=job.mtbf,
-        stage_seconds=job.stage_seconds,
-        host_bytes=job.host_bytes,
-        replica_bytes=job.replica_bytes,
-        writes=job.writes(),
-        ssd=job.endurance(local_interval),
-        drain_seconds=job.drain_seconds,
-        drain_bytes_per_second=job.checkpoint_bytes / shared_interval,
-        restores=restores,
-        loads=_loads(job.model_bytes, load_nodes, site.rates),
-        load_nodes=load_nodes,
-        tiers=tiers,
-        modes=job.modes(),
-        warnings=job.warnings(shared_interval),
-    )
-
-
-class _Quantities:
-    def __init__(self, model: Model, state: TrainingState, mesh: Mesh, site: Site) -> None:
-        self.model, self.state, self.mesh, self.site = model, state, mesh, site
-        self.model_bytes = model.parameters * state.weight_bytes
-        self.checkpoint_bytes = model.parameters * state.saved_bytes
-        self.rank_held = mesh.held_bytes(model, state)
-        self.node_held = mesh.held_by_node_bytes(model, state)
-        self.rank_written = mesh.written_bytes(model, state, split=site.split)
-        self.writing_nodes = mesh.writing_nodes(state, split=site.split)
-        self.node_written = min(self.rank_written * mesh.ranks_per_node, self.checkpoint_bytes)
-        self.mtbf = site.mtbf_seconds or ettr.mtbf_seconds(mesh.nodes, site.failures_per_node_day)
-        self.stage_seconds = self.rank_written / site.rates.pcie
-        self.drain_seconds = transfer_times.write_seconds(self.checkpoint_bytes, self.writing_nodes, site.rates)
-
-    @property
-    def flush_seconds(self) -> float:
-        return self.node_written / self.site.rates.local_write
-
-    @property
-    def host_bytes(self) -> float:
-        return (self.site.in_flight + 1) * self.node_written
-
-    @property
-    def replica_bytes(self) -> float:
-        return 2 * (self.site.replicas - 1) * self.node_written
-
-    def components(self) -> tuple[ComponentRow, ...]:
-        return tuple(
-            ComponentRow(
-                part.name,
-                part.bytes_per_parameter,
-                part.bytes_per_parameter * self.model.parameters,
-                self.mesh.rank_bytes(self.model, part),
-                part.is_saved,
-            )
-            for part in self.state.components
-        )
-
-    def writes(self) -> tuple[WriteRow, ...]:
-        return tuple(
-            WriteRow(budget, self.checkpoint_bytes / budget, self.node_written / budget, self.rank_written / budget)
-            for budget in self.site.stall_budgets_seconds
-        )
-
-    def restores(self) -> tuple[PathRow, ...]:
+    def _restores(self) -> tuple[PathRow, ...]:
         """Naive: every replica reads the whole checkpoint. Sharded: every rank its part.
 
         Fanned out: each byte leaves shared storage once. Local: each node reads its own files, the rest from peers.
         """
-        rates, nodes, ranks = self.site.rates, self.mesh.nodes, self.mesh.ranks_per_node
+        rates, nodes = self.site.rates, self.mesh.nodes
         naive = self.checkpoint_bytes * self.mesh.replicas
-        sharded = self.rank_held * self.mesh.gpus
-        to_device = self.rank_held / rates.pcie
-        elsewhere = max(0.0, self.node_held - self.node_written)
-        own = max(self.node_written / rates.local_read, elsewhere / rates.nic, to_device)
+        from_shared = [
+            ("naive", naive, naive / nodes),
+            ("sharded", self.rank_held_bytes * self.mesh.gpus, self.rank_held_bytes * self.mesh.ranks_per_node),
+            ("fanned out", self.checkpoint_bytes, self.node_held_bytes),
+        ]
+        to_device = self.rank_held_bytes / rates.pcie
+        elsewhere = max(0.0, self.node_held_bytes - self.node_written_bytes)
+        own = max(self.node_written_bytes / rates.local_read, elsewhere / rates.nic, to_device)
         return (
-            PathRow("naive", naive, max(transfer_times.read_seconds(naive, naive / nodes, rates), to_device)),
-            PathRow(
-                "sharded", sharded, max(transfer_times.read_seconds(sharded, self.rank_held * ranks, rates), to_device)
+            *(
+                PathRow(name, shared, max(transfer_times.read_seconds(shared, node, rates), to_device))
+                for name, shared, node in from_shared
             ),
-            PathRow(
-                "fanned out",
-                self.checkpoint_bytes,
-                max(transfer_times.read_seconds(self.checkpoint_bytes, self.node_held, rates), to_device),
-            ),
-            PathRow("peer", 0.0, max(own, self.node_held / rates.nic)),
+            PathRow("peer", 0.0, max(own, self.node_held_bytes / rates.nic)),
             PathRow("local", 0.0, own),
         )
 
-    def tiers(self, seconds: dict[str, float]) -> tuple[TierRow, ...]:
+    def _tiers(self, seconds: dict[str, float]) -> tuple[TierRow, ...]:
         """Copies to peers stall nothing."""
-        site = self.site
-        blocking = Level("shared", self.drain_seconds, site.restart_seconds + seconds["sharded"], self.mtbf)
-        background = Level(
-            "shared",
-            self.stage_seconds + site.drain_slowdown * self.drain_seconds,
-            site.restart_seconds + seconds["sharded"],
-            self.mtbf,
-            latency_seconds=self.drain_seconds,
-            interval_min_seconds=self.drain_seconds,
-        )
+        site, flush, drain = self.site, self._flush_seconds, self.drain_seconds
+        drain_stall = site.drain_slowdown * drain
+
+        def level(name: str, stall: float, load: str, part: float, latency: float, interval_min: float) -> Level:
+            mtbf = self.mtbf_seconds / part if part > 1e-12 else float("inf")
+            return Level(name, stall, site.restart_seconds + seconds[load], mtbf, latency, interval_min)
+
+        def drained(part: float) -> Level:
+            return level("shared", drain_stall, "fanned out", part, flush + drain, drain)
+
         losses = site.node_loss_share + site.domain_loss_share
-        local = self._near("local", 1 - losses, seconds["local"], self.flush_seconds)
-        drained = self._drained(losses, seconds["fanned out"])
-        peer_seconds = self.flush_seconds + self.node_written * (site.replicas - 1) / site.rates.nic
-        peer = Level(
-            "peer",
-            0.0,
-            site.restart_seconds + seconds["peer"],
-            self._mtbf_of(site.node_loss_share),
-            latency_seconds=peer_seconds,
-            interval_min_seconds=peer_seconds,
-        )
+        local = level("local", self.stage_seconds, "local", 1 - losses, flush, max(flush, self._worn_out_seconds))
+        copied = flush + self.node_written_bytes * (site.replicas - 1) / site.rates.nic
         rows = [
-            self._row("shared, blocking", (blocking,)),
-            self._row("shared, in the background", (background,)),
-            self._row("local + shared", (local, drained)),
+            self._row("shared, blocking", level("shared", drain, "sharded", 1.0, 0.0, 0.0)),
+            self._row(
+                "shared, in the background",
+                level("shared", self.stage_seconds + drain_stall, "sharded", 1.0, drain, drain),
+            ),
+            self._row("local + shared", local, drained(losses)),
         ]
         if site.replicas > 1 and self.mesh.nodes >= site.replicas:
-            deep = self._drained(site.domain_loss_share, seconds["fanned out"])
-            rows.append(self._row("local + peer + shared", (local, peer, deep)))
+            peer = level("peer", 0.0, "peer", site.node_loss_share, copied, copied)
+            rows.append(self._row("local + peer + shared", local, peer, drained(site.domain_loss_share)))
         return tuple(rows)
 
-    def modes(self) -> tuple[Mode, ...]:
-        part = self.rank_written / self.state.saved_bytes
-        gradients = sum(one.bytes_per_parameter for one in self.state.components if not one.is_saved)
-        return transfer_times.modes(
-            self.rank_written,
-            part * gradients,
-            part,
-            ranks=self.node_written / self.rank_written,
-            step_seconds=self.site.step_seconds,
-            interval_min_seconds=max(self.flush_seconds, self.worn_out_seconds),
-            rates=self.site.rates,
-        )
-
-    @property
-    def worn_out_seconds(self) -> float:
-        """Interval at which a node's SSDs reach their rated writes."""
-        return self.node_written * DAY_SECONDS / (self.site.ssd_bytes * self.site.ssd_dwpd)
-
-    def _near(self, name: str, part: float, load_seconds: float, flush_seconds: float) -> Level:
-        return Level(
-            name,
-            self.stage_seconds,
-            self.site.restart_seconds + load_seconds,
-            self._mtbf_of(part),
-            latency_seconds=flush_seconds,
-            interval_min_seconds=max(flush_seconds, self.worn_out_seconds),
-        )
-
-    def _drained(self, part: float, load_seconds: float) -> Level:
-        return Level(
-            "shared",
-            self.site.drain_slowdown * self.drain_seconds,
-            self.site.restart_seconds + load_seconds,
-            self._mtbf_of(part),
-            latency_seconds=self.flush_seconds + self.drain_seconds,
-            interval_min_seconds=self.drain_seconds,
-        )
-
-    def _row(self, name: str, levels: tuple[Level, ...]) -> TierRow:
+    def _row(self, name: str, *levels: Level) -> TierRow:
         stall = levels[0].stall_seconds
         optima = [
-            find(stall, self.mtbf) for find in (optimal_interval.young, optimal_interval.daly, optimal_interval.exact)
+            find(stall, self.mtbf_seconds)
+            for find in (optimal_interval.young, optimal_interval.daly, optimal_interval.exact)
         ]
         try:
             schedule: Schedule | None = optimal_interval.plan(levels, self.site.step_seconds)
@@ -375,25 +266,34 @@ class _Quantities:
             schedule = None
         return TierRow(name, levels, schedule, schedule.ettr if schedule else 0.0, *optima)
 
-    def _mtbf_of(self, part: float) -> float:
-        return self.mtbf / part if part > 1e-12 else float("inf")
+    def _modes(self) -> tuple[Mode, ...]:
+        part = self.rank_written_bytes / self.state.saved_bytes
+        gradients = sum(one.bytes_per_parameter for one in self.state.components if not one.is_saved)
+        return transfer_times.modes(
+            self.rank_written_bytes,
+            part * gradients,
+            part,
+            ranks=self.node_written_bytes / self.rank_written_bytes,
+            step_seconds=self.site.step_seconds,
+            interval_min_seconds=max(self._flush_seconds, self._worn_out_seconds),
+            rates=self.site.rates,
+        )
 
-    def endurance(self, interval_seconds: float) -> Endurance:
+    def _endurance(self, interval_seconds: float) -> Endurance:
         site = self.site
-        daily = self.node_written * DAY_SECONDS / interval_seconds
+        daily = self.node_written_bytes * DAY_SECONDS / interval_seconds
         rated = site.ssd_bytes * site.ssd_dwpd * 365 * WARRANTY_YEARS
-        needed = (site.keep_local + site.in_flight) * self.node_written
+        needed = (site.keep_local + site.in_flight) * self.node_written_bytes
         return Endurance(needed, daily, daily / site.ssd_bytes, rated / (daily * 365))
 
-    def warnings(self, shared_interval: float) -> tuple[str, ...]:
-        site, found = self.site, []
-        needed = (site.keep_local + site.in_flight) * self.node_written
+    def _warnings(self) -> tuple[str, ...]:
+        site, needed, found = self.site, self.ssd.needed_bytes, []
         if needed > site.ssd_bytes:
             found.append(
                 f"the SSDs of a node hold {site.ssd_bytes / 1e12:.3g} TB, and {site.keep_local} checkpoints kept and "
                 f"{site.in_flight} in flight take {needed / 1e12:.3g} TB: split replicated bytes, or keep fewer"
             )
-        if self.checkpoint_bytes / shared_interval > 0.8 * site.rates.shared_write:
+        if self.drain_bytes_per_second > 0.8 * site.rates.shared_write:
             found.append("drains take more than 80 % of the write bandwidth of shared storage all the time")
         return tuple(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -107,7 +107,8 @@ class PlanningOptions:
             f"{GPU_STATE_BYTES / 1e9:.0f} GB of weights, gradients and optimizer state on each GPU; "
             f"give --params, --config or --checkpoint"
         )
-        return replace(sizing, warnings=(*sizing.warnings, assumed))
+        sizing.warnings = (*sizing.warnings, assumed)
+        return sizing
 
     def _mesh(self) -> Mesh:
         dp, stage, others = self.dp, self.stage, self.tp * self.pp * self.cp
