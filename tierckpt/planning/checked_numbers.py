@@ -7,49 +7,40 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 from ..errors import ConfigError
 
 _NUMBER = re.compile(r"^\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*(?:/s)?)\s*\Z")
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_COUNTS |= {unit.upper(): scale for unit, scale in _COUNTS.items()}
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
 _BYTES = {"": 1.0} | {f"{name}B": scale for name, scale in (_PREFIXES | _BINARY).items()}
 _BITS = {f"{name}{bit}": scale / 8 for name, scale in _PREFIXES.items() if name for bit in ("b", "bit")}
+_RATES = {f"{unit}{per}": scale for unit, scale in (_BYTES | _BITS).items() for per in ("", "/s")}
 
 
 def parse_count(text: str | float, what: str) -> int:
     """Parse ``"175e9"``, ``"70b"``, ``"1.3T"``."""
-    value, unit = _split(text, what, "175e9, 70b or 1.5t")
-    if unit.lower() not in _COUNTS:
-        raise _number_error(what, text, "write a count like 175e9, 70b or 1.5t")
-    return round(positive(value * _COUNTS[unit.lower()], what))
+    return round(positive(_parse(text, what, _COUNTS, "a count", "175e9, 70b or 1.5t"), what))
 
 
 def parse_bytes(text: str | float, what: str) -> float:
     """Parse ``"30TB"``, ``"512GiB"``."""
-    value, unit = _split(text, what, "30TB or 512GiB")
-    if unit not in _BYTES:
-        raise _number_error(what, text, "write a size like 30TB or 512GiB")
-    return positive(value * _BYTES[unit], what)
+    return positive(_parse(text, what, _BYTES, "a size", "30TB or 512GiB"), what)
 
 
 def parse_rate(text: str | float, what: str) -> float:
     """Parse ``"25GB/s"``, ``"200Gb/s"`` as bytes per second."""
-    value, unit = _split(text, what, "25GB/s or 200Gb/s")
-    scale = (_BYTES | _BITS).get(unit.removesuffix("/s"))
-    if scale is None:
-        raise _number_error(what, text, "write a rate like 25GB/s (bytes) or 200Gb/s (bits)")
-    return positive(value * scale, what, "bytes per second")
+    rate = _parse(text, what, _RATES, "a rate", "25GB/s (bytes) or 200Gb/s (bits)")
+    return positive(rate, what, "bytes per second")
 
 
 def parse_seconds(text: str | float, what: str, *, zero: bool = False) -> float:
     """Parse ``"90"``, ``"5min"``, ``"2.5h"``, ``"1d"``."""
-    value, unit = _split(text, what, "90s, 5min, 2h or 1d")
-    if unit not in _SECONDS:
-        raise _number_error(what, text, "write a duration like 90s, 5min, 2h or 1d")
-    seconds = value * _SECONDS[unit]
+    seconds = _parse(text, what, _SECONDS, "a duration", "90s, 5min, 2h or 1d")
     return not_negative(seconds, what) if zero else positive(seconds, what, "seconds")
 
 
@@ -77,11 +68,13 @@ def share(value: float, what: str) -> float:
     return value
 
 
-def _split(text: str | float, what: str, examples: str) -> tuple[float, str]:
+def _parse(text: str | float, what: str, units: Mapping[str, float], kind: str, examples: str) -> float:
     match = _NUMBER.match(str(text))
     if not match:
         raise _number_error(what, text, f"write it like {examples}")
-    return float(match[1].replace("_", "")), match[2]
+    if match[2] not in units:
+        raise _number_error(what, text, f"write {kind} like {examples}")
+    return float(match[1].replace("_", "")) * units[match[2]]
 
 
 def _number_error(what: str, value: object, valid: str) -> ConfigError:

@@ -116,9 +116,9 @@ def observe(
     if seconds <= 0:
         return state
     rate = not_negative(size_bytes, "measured bytes") / seconds
-    if tier == "local":
-        return replace(state, local_rate=_mixed(state.local_rate, rate, rules.weight))
-    return replace(state, shared_rate=_mixed(state.shared_rate, rate, rules.weight))
+    known = state.local_rate if tier == "local" else state.shared_rate
+    mixed = rate if known is None else (1 - rules.weight) * known + rules.weight * rate
+    return replace(state, local_rate=mixed) if tier == "local" else replace(state, shared_rate=mixed)
 
 
 def decide(state: PolicyState, rules: Rules, now: Situation, *, votes: bool = True) -> tuple[PolicyState, Decision]:
@@ -270,7 +270,3 @@ def _seconds(size_bytes: float, rate: float | None) -> float:
     if rate is None or size_bytes <= 0:
         return 0.0
     return size_bytes / rate if rate > 0 else math.inf
-
-
-def _mixed(old: float | None, new: float, weight: float) -> float:
-    return new if old is None else (1 - weight) * old + weight * new

@@ -261,44 +261,28 @@ class IntervalChoice:
 def choose(profile: JobProfile, goal: Goal, *, drains: bool = True) -> IntervalChoice:
     """Return the best interval: CheckFreq's, or with a failure rate the model's, which is never shorter."""
     least = checkfreq_steps(profile.step_seconds, profile.blocked_seconds, profile.durable_seconds, goal.overhead_max)
-    is_tiered = drains and profile.shared_seconds is not None
+    least_seconds = least * profile.step_seconds
+    shared = profile.shared_seconds if drains else None
+    # Shared storage keeps up with every n-th.
+    every = max(1, _ceil(shared / least_seconds)) if shared is not None else 1
     if not goal.knows_failures:
-        return IntervalChoice(least, _keeps_up(profile, least) if is_tiered else 1, "as often as the bounds allow")
-    levels = [
-        Level(
-            "local",
-            profile.blocked_seconds,
-            0.0,
-            _rate_to_mtbf(goal.local_mtbf_seconds, None if is_tiered else goal.shared_mtbf_seconds),
-            profile.durable_seconds,
-            least * profile.step_seconds,
-        )
-    ]
-    if is_tiered:
-        seconds = profile.shared_seconds or 0.0
-        levels.append(
-            Level(
-                "shared", profile.shared_stall_seconds, 0.0, _rate_to_mtbf(goal.shared_mtbf_seconds), seconds, seconds
-            )
-        )
+        return IntervalChoice(least, every, "as often as the bounds allow")
+    mtbf = _rate_to_mtbf(goal.local_mtbf_seconds, goal.shared_mtbf_seconds if shared is None else None)
+    levels = [Level("local", profile.blocked_seconds, 0.0, mtbf, profile.durable_seconds, least_seconds)]
+    if shared is not None:
+        mtbf = _rate_to_mtbf(goal.shared_mtbf_seconds)
+        levels.append(Level("shared", profile.shared_stall_seconds, 0.0, mtbf, shared, shared))
     try:
         schedule = plan(levels, profile.step_seconds)
     except ConfigError as error:
-        return IntervalChoice(
-            least, _keeps_up(profile, least) if is_tiered else 1, f"as often as possible: {error.message}"
-        )
-    every = schedule.every[1] if is_tiered else 1
-    return IntervalChoice(schedule.steps, every, f"best for the failure rate, bound by {schedule.bound_by[0]}")
+        return IntervalChoice(least, every, f"as often as possible: {error.message}")
+    reason = f"best for the failure rate, bound by {schedule.bound_by[0]}"
+    return IntervalChoice(schedule.steps, schedule.every[-1], reason)
 
 
 def _rate_to_mtbf(*mtbfs: float | None) -> float:
     rate = sum(1 / mtbf for mtbf in mtbfs if mtbf is not None)
     return 1 / rate if rate > 0 else math.inf
-
-
-def _keeps_up(profile: JobProfile, steps: int) -> int:
-    """Return the smallest n with which shared storage keeps up, draining every n-th."""
-    return max(1, math.ceil((profile.shared_seconds or 0.0) / (steps * profile.step_seconds) - 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,9 +337,8 @@ def adapt(pace: Pace | None, choice: IntervalChoice, overhead_share: float, over
     """Longer by a quarter if too costly, shorter step by step if cheap, never shorter than ``choice``."""
     if pace is None:
         return Pace(choice.steps, choice.every, 0, choice.reason)
-    longest = STEPS_FACTOR_MAX * choice.steps
     if overhead_share > overhead_max:
-        steps = min(max(math.ceil(GROWTH * pace.steps), choice.steps), max(longest, choice.steps))
+        steps = min(max(math.ceil(GROWTH * pace.steps), choice.steps), STEPS_FACTOR_MAX * choice.steps)
         return Pace(steps, choice.every, 0, f"overhead {overhead_share:.1%} is above {overhead_max:.1%}")
     if pace.steps <= choice.steps:
         return Pace(choice.steps, choice.every, 0, choice.reason)

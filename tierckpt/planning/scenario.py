@@ -169,11 +169,7 @@ def _configuration(sizing: Sizing, row: TierRow, rpo_seconds: float) -> Configur
             every=every,
             rpo_seconds=rpo_seconds,
             keep_local=site.keep_local,
-            local_bytes_max=_room(sizing) if local else math.inf,
+            local_bytes_max=site.ssd_bytes / sizing.node_written_bytes * sizing.checkpoint_bytes if local else math.inf,
         ),
         expected_ettr=row.ettr,
     )
-
-
-def _room(sizing: Sizing) -> float:
-    return sizing.site.ssd_bytes / sizing.node_written_bytes * sizing.checkpoint_bytes

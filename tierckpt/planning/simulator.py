@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,11 @@ from ..telemetry import ignore_progress
 from ..types import Progress, ProgressListener
 from . import drain_policy, replica_placement
 from .checked_numbers import positive
-from .drain_policy import Decision, Situation
+from .drain_policy import Situation
 from .scenario import Cluster, Configuration, FailureKind
 
 try:
     import simpy
-    from simpy.resources.container import ContainerGet
 except ModuleNotFoundError as error:
     raise MissingExtraError("the simulator needs simpy", hint="pip install 'tierckpt[cli]'") from error
 
@@ -95,7 +94,12 @@ class _World:
         self.writes = Pipe(self.env, cluster.rates.shared_write)
         self.reads = Pipe(self.env, cluster.rates.shared_read)
         self.spares = simpy.Container(self.env, init=cluster.spares) if cluster.spares is not None else None
-        self.holders = _holders(configuration, cluster.nodes_per_job)
+        self.holders: list[tuple[int, ...]] = []
+        if configuration.peer:
+            nodes, replicas = cluster.nodes_per_job, configuration.replicas
+            if replicas > nodes:
+                raise ConfigError(f"replicas are {replicas}: a job of {nodes} nodes holds at most {nodes} copies")
+            self.holders = replica_placement.group_placement(nodes, replicas)
         self.failures: Counter[str] = Counter()
         self.jobs = [_Job(self) for _ in range(cluster.jobs)]
         rate = sum(kind.per_node_day for kind in cluster.failures) * cluster.nodes / DAY_SECONDS
@@ -207,8 +211,6 @@ class _Job:
         self.versions: list[_Version] = []
         self.wiped: dict[int, float] = {}
         self.drain: _Drain | None = None
-        self.transfer: tuple[Pipe, Flow] | None = None
-        self.request: ContainerGet | None = None
         self.epoch = 0
         self.debt = 0.0
         self.shared_work_at = 0.0
@@ -229,7 +231,6 @@ class _Job:
                 yield from self._checkpoint()
             except simpy.Interrupt:
                 failed = True
-                self._give_up()
 
     def _now_doing(self, what: str) -> None:
         elapsed = self.env.now - self.since
@@ -277,25 +278,22 @@ class _Job:
 
     def _move(self, pipe: Pipe, size_bytes: float) -> Steps:
         flow = pipe.send(size_bytes, self.nodes * self.world.cluster.rates.nic)
-        self.transfer = (pipe, flow)
-        yield flow.done
-        self.transfer = None
-
-    def _give_up(self) -> None:
-        if self.request is not None:
-            if self.request.triggered:
-                self._take_spare()
-            else:
-                self.request.cancel()
-            self.request = None
-        if self.transfer is not None:
-            pipe, flow = self.transfer
-            pipe.cancel(flow)
-            self.transfer = None
+        try:
+            yield flow.done
+        finally:
+            pipe.cancel(flow)  # the job has failed meanwhile
 
     def _read_tiers(self) -> None:
         self.policy, decision = drain_policy.decide(self.policy, self.plan.rules, self._situation())
-        self._apply(decision)
+        self.place = decision.place
+        by_number = {one.number: one for one in self.versions}
+        for number in decision.skip:
+            by_number[number].skipped = True
+        for number in decision.remove:
+            by_number[number].local_at = math.inf
+        if decision.send is not None:
+            self._send(by_number[decision.send])
+        self._forget()
 
     def _situation(self) -> Situation:
         size_bytes = self.plan.checkpoint_bytes
@@ -316,17 +314,6 @@ class _Job:
             interval_seconds=self.plan.interval_seconds + self.plan.stall_seconds,
             sending=self.drain.version.number if self.drain else None,
         )
-
-    def _apply(self, decision: Decision) -> None:
-        self.place = decision.place
-        by_number = {one.number: one for one in self.versions}
-        for number in decision.skip:
-            by_number[number].skipped = True
-        for number in decision.remove:
-            by_number[number].local_at = math.inf
-        if decision.send is not None:
-            self._send(by_number[decision.send])
-        self._forget()
 
     def _send(self, version: _Version) -> None:
         flow = self.world.writes.send(self.plan.checkpoint_bytes, self.nodes * self.world.cluster.rates.nic)
@@ -358,15 +345,11 @@ class _Job:
         if wipes:
             self.wiped |= dict.fromkeys(nodes, self.env.now)
             self.missing += len(nodes)
-        if self.drain and not self._can_go_on(self.drain.version):
+        if self.drain and not (self._from_local(self.drain.version) or self._from_peers(self.drain.version)):
             self.world.writes.cancel(self.drain.flow)
             self.drain = None
         self._now_doing("restarting")
         self.process.interrupt()
-
-    def _can_go_on(self, version: _Version) -> bool:
-        """Whether every byte of a running drain is still on some node."""
-        return self._from_local(version) or self._from_peers(version)
 
     def _come_back(self) -> Steps:
         self._now_doing("restarting")
@@ -374,10 +357,7 @@ class _Job:
         self._now_doing("waiting")
         if self.world.spares is not None:
             while self.missing:
-                self.request = self.world.spares.get(1)
-                yield self.request
-                self.request = None
-                self._take_spare()
+                yield from self._take_spare(self.world.spares)
         self.missing = 0
         self._now_doing("loading")
         version, tier = self._newest_usable()
@@ -392,14 +372,18 @@ class _Job:
             self.replaying += replay
         self._roll_back(version, tier, logged)
 
-    def _take_spare(self) -> None:
-        self.missing -= 1
-        self.env.process(self._repair())
+    def _take_spare(self, spares: simpy.Container) -> Steps:
+        with spares.get(1) as request:
+            try:
+                yield request
+            finally:
+                if request.triggered:  # if the job has failed meanwhile, too
+                    self.missing -= 1
+                    self.env.process(self._repair(spares))
 
-    def _repair(self) -> Steps:
+    def _repair(self, spares: simpy.Container) -> Steps:
         yield self.env.timeout(self.world.cluster.repair_seconds)
-        if self.world.spares is not None:
-            yield self.world.spares.put(1)
+        yield spares.put(1)
 
     def _newest_usable(self) -> tuple[_Version, str]:
         for version in reversed(self.versions):
@@ -449,14 +433,6 @@ class _Job:
     def close(self) -> None:
         self._now_doing("over")
         self.exposure_max = max(self.exposure_max, self.env.now - self.shared_work_at)
-
-
-def _holders(configuration: Configuration, nodes: int) -> list[tuple[int, ...]]:
-    if not configuration.peer:
-        return []
-    if configuration.replicas > nodes:
-        raise ConfigError(f"replicas are {configuration.replicas}: a job of {nodes} nodes holds at most {nodes} copies")
-    return replica_placement.group_placement(nodes, configuration.replicas)
 
 
 @dataclass(eq=False, slots=True)
@@ -519,12 +495,7 @@ class Pipe:
         if turn != self._turn:
             return
         self._pass()
-        for flow in _finished(self._flows):
+        for flow in [flow for flow in self._flows if flow.left <= flow.rate * 1e-6]:  # a microsecond is rounding error
             self._flows.remove(flow)
             flow.done.succeed()
         self._share()
-
-
-def _finished(flows: Iterable[Flow]) -> list[Flow]:
-    """Less than a microsecond's bytes is rounding error."""
-    return [flow for flow in flows if flow.left <= flow.rate * 1e-6]

@@ -171,7 +171,7 @@ class Sizing:
         local_interval, shared_interval = _intervals(self.tiers)
         self.drain_bytes_per_second = self.checkpoint_bytes / shared_interval
         self.load_nodes = whole(site.load_nodes, "nodes to load on") if site.load_nodes is not None else mesh.nodes
-        self.loads = _loads(self.model_bytes, self.load_nodes, site.rates)
+        self.loads = self._loads()
         self.modes = self._modes()
         self.ssd = self._endurance(local_interval)
         self.warnings = self._warnings()
@@ -224,6 +224,19 @@ class Sizing:
             ),
             PathRow("peer", 0.0, max(own, self.node_held_bytes / rates.nic)),
             PathRow("local", 0.0, own),
+        )
+
+    def _loads(self) -> tuple[PathRow, ...]:
+        """Fanned out: each of N nodes reads 1/N of shared storage, and the rest from peers."""
+        model_bytes, rates = self.model_bytes, self.site.rates
+        all_bytes, part_bytes = self.load_nodes * model_bytes, model_bytes / self.load_nodes
+        from_peers = (model_bytes - part_bytes) / rates.nic
+        return (
+            PathRow("direct", all_bytes, transfer_times.read_seconds(all_bytes, model_bytes, rates)),
+            PathRow(
+                "fanned out", model_bytes, transfer_times.read_seconds(model_bytes, part_bytes, rates) + from_peers
+            ),
+            PathRow("cached", 0.0, model_bytes / rates.local_read),
         )
 
     def _tiers(self, seconds: dict[str, float]) -> tuple[TierRow, ...]:
@@ -296,14 +309,6 @@ class Sizing:
         if self.drain_bytes_per_second > 0.8 * site.rates.shared_write:
             found.append("drains take more than 80 % of the write bandwidth of shared storage all the time")
         return tuple(found)
-
-
-def _loads(model_bytes: float, nodes: int, rates: Bandwidths) -> tuple[PathRow, ...]:
-    return (
-        PathRow("direct", nodes * model_bytes, transfer_times.load_direct_seconds(model_bytes, nodes, rates)),
-        PathRow("fanned out", model_bytes, transfer_times.load_fanout_seconds(model_bytes, nodes, rates)),
-        PathRow("cached", 0.0, transfer_times.load_cached_seconds(model_bytes, rates)),
-    )
 
 
 def _intervals(tiers: Sequence[TierRow]) -> tuple[float, float]:

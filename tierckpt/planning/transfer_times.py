@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from . import ettr, optimal_interval
-from .checked_numbers import positive, whole
+from .checked_numbers import positive
 
 STEPS_DEFAULT = 7
 STEPS_MAX = 32
@@ -51,21 +51,6 @@ def read_seconds(shared_bytes: float, node_bytes: float, rates: Bandwidths) -> f
     return max(shared_bytes / rates.shared_read, node_bytes / rates.nic)
 
 
-def load_direct_seconds(model_bytes: float, nodes: int, rates: Bandwidths) -> float:
-    """Return N·M/B, or the time of the network."""
-    return read_seconds(whole(nodes, "nodes") * model_bytes, model_bytes, rates)
-
-
-def load_cached_seconds(model_bytes: float, rates: Bandwidths) -> float:
-    return model_bytes / rates.local_read
-
-
-def load_fanout_seconds(model_bytes: float, nodes: int, rates: Bandwidths) -> float:
-    """Return M/B + M(N-1)/N/b: each node reads 1/N of shared storage, and the rest from peers."""
-    node_bytes = model_bytes / whole(nodes, "nodes")
-    return read_seconds(model_bytes, node_bytes, rates) + (model_bytes - node_bytes) / rates.nic
-
-
 def local_aggregate_rate(nodes: int, rates: Bandwidths) -> float:
     return nodes * rates.local_read
 
@@ -81,14 +66,10 @@ def best_steps(gradient_share: float, steps_bytes: float = 0.0, state_bytes: flo
     most = max(1, min(STEPS_MAX, round(1 / gradient_share + 0.5)))
     if steps_bytes <= 0 or state_bytes <= 0:
         return min(most, STEPS_DEFAULT)
-    return next(
-        (steps for steps in range(1, most + 1) if state_bytes * _step_share(gradient_share, steps) <= steps_bytes), most
-    )
-
-
-def _step_share(gradient_share: float, steps: int) -> float:
-    """Return the traffic of a step as a share of the state: r / (1 - (1 - r)^K)."""
-    return gradient_share / (1 - (1 - gradient_share) ** steps)
+    # The traffic of a step, as a share of the state, is r / (1 - (1 - r)^K).
+    step_bytes = state_bytes * gradient_share
+    fitting = (steps for steps in range(1, most) if step_bytes / (1 - (1 - gradient_share) ** steps) <= steps_bytes)
+    return next(fitting, most)
 
 
 def weights_of(falling_share: float, steps: int) -> list[float]:

@@ -31,12 +31,7 @@ from tierckpt.planning import (
 from tierckpt.planning.checked_numbers import parse_bytes, parse_count, parse_rate, parse_seconds
 from tierckpt.planning.ettr import mtbf_seconds
 from tierckpt.planning.training_state import Tensor, component_of, take_stock
-from tierckpt.planning.transfer_times import (
-    load_cached_seconds,
-    load_direct_seconds,
-    load_fanout_seconds,
-    local_aggregate_rate,
-)
+from tierckpt.planning.transfer_times import local_aggregate_rate
 from tierckpt.training.sizing import measure
 
 GB, TB = 1e9, 1e12
@@ -105,10 +100,10 @@ def test_bytes_read_from_shared_storage_by_a_restore(stage: int, sharded_tb: flo
 
 
 def test_load_of_350_gb_on_many_nodes() -> None:
-    model = 350 * GB
-    assert [load_direct_seconds(model, nodes, RATES) for nodes in (10, 128, 1000)] == pytest.approx([35, 448, 3500])
-    assert load_cached_seconds(model, RATES) == pytest.approx(8.75)
-    assert [load_fanout_seconds(model, nodes, RATES) for nodes in (128, 1000)] == pytest.approx([17.5] * 2, rel=0.01)
+    loads = [{row.name: row.seconds for row in gpt3(load_nodes=nodes).loads} for nodes in (10, 128, 1000)]
+    assert [one["direct"] for one in loads] == pytest.approx([35, 448, 3500])
+    assert [one["cached"] for one in loads] == pytest.approx([8.75] * 3)
+    assert [one["fanned out"] for one in loads[1:]] == pytest.approx([17.5] * 2, rel=0.01)
 
 
 def test_the_ssds_of_128_nodes_read_5_tb_a_second() -> None:
