@@ -155,7 +155,7 @@ def _tiers(tiers: Sequence[TierTimes]) -> list[RenderableType]:
     rows: list[object] = []
     for one in tiers:
         if not one.is_used:
-            rows.append((TIERS[one.tier], "not recorded" if one.is_used is None else "not set up", *5 * [None]))
+            rows.append((TIERS[one.tier], "not set up", *5 * [None]))
             continue
         times = (one.median_seconds, one.p90_seconds, one.maximum_seconds)
         rows.append((

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ..errors import ConfigError
 from . import ettr
@@ -37,21 +37,6 @@ class Save:
     local_seconds: float | None = None
     is_sent: bool = True
     is_direct_put: bool = False
-
-
-class Life(Protocol):
-    """``drain`` and ``replicas`` are None in records of older releases."""
-
-    @property
-    def made(self) -> Sequence[Save]: ...
-    @property
-    def saves(self) -> int: ...
-    @property
-    def end(self) -> str: ...
-    @property
-    def drain(self) -> bool | None: ...
-    @property
-    def replicas(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +59,6 @@ class TierTimes:
     """The saves of a run on one tier. Seconds count from the call of ``save``; None without a time.
 
     Attributes:
-        is_used: None if the records do not say.
         untimed: the part of ``reached`` without a recorded time, or with contradictory clocks.
         skipped_steps: will not get there.
         unknown_steps: in neither the records nor the tier.
@@ -82,7 +66,7 @@ class TierTimes:
     """
 
     tier: str
-    is_used: bool | None
+    is_used: bool
     reached: int
     untimed: int
     median_seconds: float | None
@@ -103,7 +87,7 @@ Key: TypeAlias = tuple[int, int]
 """Index of a start, and of a save in it."""
 
 
-def commits_of(starts: Sequence[Life], commits: Iterable[Line], tier: str) -> dict[Key, float | None]:
+def commits_of(starts: Sequence[Start], commits: Iterable[Line], tier: str) -> dict[Key, float | None]:
     """Return when each save reached ``tier`` (Unix seconds); None if the time is not recorded.
 
     Its manifest was created between its call and the next one for that step, by the same clock.
@@ -125,7 +109,7 @@ def commits_of(starts: Sequence[Life], commits: Iterable[Line], tier: str) -> di
     return found
 
 
-def tier_times(starts: Sequence[Life], commits: Sequence[Line], seen: Seen, now: float) -> tuple[TierTimes, ...]:
+def tier_times(starts: Sequence[Start], commits: Sequence[Line], seen: Seen, now: float) -> tuple[TierTimes, ...]:
     """Return the times of the local, the peer and the shared tier. ``now``: Unix seconds.
 
     ``commits``: lines of ``checkpoint/run_records.py``, and those that the shared tier lists now.
@@ -134,7 +118,7 @@ def tier_times(starts: Sequence[Life], commits: Sequence[Line], seen: Seen, now:
 
 
 class _Tiers:
-    def __init__(self, starts: Sequence[Life], commits: Sequence[Line], seen: Seen, now: float) -> None:
+    def __init__(self, starts: Sequence[Start], commits: Sequence[Line], seen: Seen, now: float) -> None:
         self._starts, self._seen, self._now = starts, seen, now
         self._saves = list(_keyed(starts))
         self._shared, self._peers = commits_of(starts, commits, "shared"), commits_of(starts, commits, "peer")
@@ -149,12 +133,12 @@ class _Tiers:
     def times(self) -> tuple[TierTimes, ...]:
         local = {key: save.at + save.local_seconds for key, save in self._saves if save.local_seconds is not None}
         on_ssd = [(key, save) for key, save in self._saves if not save.is_direct_put]
-        copies = [None if start.replicas is None else start.replicas > 1 for start in self._starts]
-        drains = [start.drain for start in self._starts]
+        copies = any(start.replicas > 1 for start in self._starts)
+        drains = any(start.drain for start in self._starts)
         return (
             self._of("local", True, on_ssd, local, self._on_local),
-            self._of("peer", _is_used(copies, self._peers), on_ssd, self._peers, self._on_peers),
-            self._of("shared", _is_used(drains, self._shared), self._saves, self._shared, self._on_shared),
+            self._of("peer", copies or bool(self._peers), on_ssd, self._peers, self._on_peers),
+            self._of("shared", drains or bool(self._shared), self._saves, self._shared, self._on_shared),
         )
 
     def _on_local(self, key: Key, save: Save) -> str:
@@ -164,27 +148,26 @@ class _Tiers:
         return "skipped" if is_over else "waiting"
 
     def _on_peers(self, key: Key, save: Save) -> str:
-        replicas = self._starts[key[0]].replicas
-        if save.local_seconds is None or save.at < self._newest_at or replicas == 1:
+        if save.local_seconds is None or save.at < self._newest_at or self._starts[key[0]].replicas == 1:
             return "skipped"  # peers copy the newest checkpoint of a run
-        return "waiting" if replicas and self._seen.is_here else "unknown"
+        return "waiting" if self._seen.is_here else "unknown"
 
     def _on_shared(self, key: Key, save: Save) -> str:
-        drain, last = self._starts[key[0]].drain, self._last_of_step.get(save.step, key)
+        last = self._last_of_step.get(save.step, key)
         if last == key and save.step in self._seen.to_drain:
             return "waiting"
-        if last > key or not save.is_sent or drain is False:
+        if last > key or not save.is_sent or not self._starts[key[0]].drain:
             return "skipped"
         if save.local_seconds is None:
             return self._on_local(key, save)
-        if drain is None or not self._seen.is_asked or save.at < self._recorded_from:
+        if not self._seen.is_asked or save.at < self._recorded_from:
             return "unknown"
         return "skipped" if self._seen.is_here else "waiting"
 
     def _of(
         self,
         tier: str,
-        is_used: bool | None,
+        is_used: bool,
         saves: Sequence[tuple[Key, Save]],
         reached: Mapping[Key, float | None],
         state_of: Callable[[Key, Save], str],
@@ -193,7 +176,7 @@ class _Tiers:
         took = [at - save.at for key, save in known.items() if (at := reached[key]) is not None]
         seconds = sorted(max(0.0, one) for one in took if one >= -CLOCK_SECONDS)
         states: dict[str, list[Save]] = {"waiting": [], "skipped": [], "unknown": []}
-        for key, save in saves if is_used is not False else ():
+        for key, save in saves if is_used else ():
             if key not in reached:
                 states[state_of(key, save)].append(save)
         waiting, skipped, unknown = (sorted({save.step for save in states[name]}) for name in states)
@@ -213,13 +196,7 @@ class _Tiers:
         )
 
 
-def _is_used(flags: Sequence[bool | None], reached: Mapping[Key, float | None]) -> bool | None:
-    if any(flags) or reached:
-        return True
-    return None if None in flags else False
-
-
-def _keyed(starts: Sequence[Life]) -> Iterator[tuple[Key, Save]]:
+def _keyed(starts: Sequence[Start]) -> Iterator[tuple[Key, Save]]:
     for index, start in enumerate(starts):
         for number, save in enumerate(start.made):
             yield (index, number), save
@@ -262,10 +239,11 @@ class Start:
     """Steps, and the productive seconds of this start at their end."""
     replayed_steps: int = 0
     """Steps that came from a gradient log."""
-    drain: bool | None = None
-    replicas: int | None = None
+    drain: bool = False
+    replicas: int = 1
     has_gradient_log: bool = False
     begins_with_save: bool = False
+    """The loop calls only ``save``."""
 
     @property
     def did_nothing(self) -> bool:
@@ -379,8 +357,8 @@ def read_start(lines: Iterable[Line]) -> Start | None:
     return Start(
         began_at, ended_at, int(first.get("world_size", 1)), restored, first_step,
         work[-1][0] if work else restored, end, spent, saves, size_bytes, tuple(made), tuple(work), replayed,
-        drain if isinstance(drain := first.get("drain"), bool) else None, first.get("replicas"),
-        first.get("gradient_log") is True, _is_save_first(first, made),
+        first.get("drain") is True, int(first.get("replicas", 1)), first.get("gradient_log") is True,
+        first.get("begins_with") == "save",
     )  # fmt: skip
 
 
@@ -394,18 +372,9 @@ def _note_save(made: list[Save], row: Line) -> None:
         seconds, is_direct_put = float(row["durable_seconds"]), row.get("is_direct_put") is True
         for index, one in reversed(list(enumerate(made))):
             if one.step == step and one.local_seconds is None:
-                # Older releases recorded the time of staging, after the call.
-                begun_at = one.at if "is_direct_put" in row else min(one.at, at - seconds)
-                made[index] = replace(one, at=begun_at, local_seconds=seconds, is_direct_put=is_direct_put)
+                made[index] = replace(one, local_seconds=seconds, is_direct_put=is_direct_put)
                 return
         made.append(Save(step, at - seconds, seconds, is_direct_put=is_direct_put))
-
-
-def _is_save_first(first: Line, made: Sequence[Save]) -> bool:
-    """Whether the loop calls only ``save``. Older releases did not record the first call."""
-    if "begins_with" in first:
-        return bool(first["begins_with"] == "save")
-    return bool(made) and bool(first.get("step") == made[0].step)
 
 
 @dataclass
@@ -500,17 +469,9 @@ def _summed(
     kept_seconds = kept.at(stays)
     unsaved_seconds = kept.seconds[-1] - kept_seconds
     lost = max(0.0, total["productive"] - kept.seconds[-1])
-    spent: dict[What, float] = {
-        "kept": kept_seconds,
-        "unsaved": unsaved_seconds,
-        "lost": lost,
-        "blocked": total["blocked"],
-        "down": down,
-        "starting": total["starting"],
-        "loading": total["loading"],
-        "warming": total["warming"],
-        "other": total["other"],
-    }
+    spent: dict[What, float] = {"kept": kept_seconds, "unsaved": unsaved_seconds, "lost": lost}
+    spent |= {"blocked": total["blocked"], "down": down}
+    spent |= {name: total[name] for name in ("starting", "loading", "warming", "other")}
     saves = sum(start.saves for start in starts)
     durable = [one.local_seconds for start in starts for one in start.made if one.local_seconds is not None]
     interval = total["productive"] / saves if saves else None

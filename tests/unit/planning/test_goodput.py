@@ -230,8 +230,7 @@ def start_of(
     """A start that trains ``steps`` of one second each, and saves after the steps in ``saves``."""
     first = steps[0] if by == "step" else min(saves)
     lines = [line("start", at, first if resumes is None else None, process_at=at)]
-    if by:
-        lines[0]["begins_with"] = by if resumes is None else "restore"
+    lines[0]["begins_with"] = by if resumes is None else "restore"
     if resumes is not None:
         lines.append(line("restored", at, resumes))
     count = 0
@@ -265,9 +264,6 @@ def test_a_run_without_losses_keeps_all_steps() -> None:
     assert counts(start_of(0, run, every(10, 300), end="closed", by="save")) == (300, 0, 0)
     assert counts(start_of(0, run, every(1, 300), end="closed", by="save")) == (300, 0, 0)
     assert counts(start_of(0, range(300), range(9, 300, 10), end="closed")) == (300, 0, 0)  # counted from 0
-    before = start_of(0, run, every(10, 300), end="closed", by="save")
-    del before[0]["begins_with"]  # an older release
-    assert counts(before) == (300, 0, 0)
 
 
 def test_steps_after_the_last_save_are_kept_until_repeated() -> None:

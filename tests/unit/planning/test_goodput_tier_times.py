@@ -17,8 +17,8 @@ HERE = Seen(is_here=True)
 class Start:
     made: list[Save]
     end: str = ""
-    drain: bool | None = True
-    replicas: int | None = 1
+    drain: bool = True
+    replicas: int = 1
     unlisted: int = 0
 
     @property
@@ -71,8 +71,6 @@ def test_pending_saves_come_from_the_journal_or_the_store(seen: Seen) -> None:
 
 
 def test_values_without_a_source_are_unknown() -> None:
-    *_, shared = tiers(Start(saves(1), drain=None), commits=[])
-    assert (shared.is_used, shared.unknown_steps) == (None, (1,))
     *_, shared = tiers(Start(saves(1)), seen=Seen(is_here=False, is_asked=False))
     assert (shared.is_used, shared.unknown_steps) == (True, (1,))
     trimmed = [{"what": "trimmed", "at": 50.0}, commit(5, 50.5, 52.0)]
@@ -119,7 +117,6 @@ def test_only_the_newest_save_is_pending_on_peers() -> None:
     assert (peer.reached, peer.maximum_seconds, peer.skipped_steps, peer.waiting_steps) == (1, 4, (2,), (3,))
     _, peer, _ = tiers(start, commits=commits, seen=Seen())
     assert (peer.waiting_steps, peer.unknown_steps) == ((), (3,))
-    assert tiers(Start(saves(1), replicas=None))[1].is_used is None
 
 
 def test_a_direct_save_is_not_on_the_ssd() -> None:
