@@ -21,7 +21,6 @@ from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from statistics import median
-from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from ..arena.memory import Memory
@@ -411,38 +410,23 @@ def _missing_ranges(job: _ChunkJob) -> list[ByteRange]:
     return [ByteRange(start, stop) for start, stop, only_peeks in runs if not only_peeks]
 
 
-class _Turns:
-    """Limits the threads that digest and copy. (``threading.Semaphore`` is slower.)"""
-
-    def __init__(self, count: int) -> None:
-        self._free: SimpleQueue[None] = SimpleQueue()
-        for _ in range(count):
-            self.give_back()
-
-    def take(self) -> None:
-        self._free.get()
-
-    def give_back(self) -> None:
-        self._free.put(None)
-
-
 class _Turn:
-    def __init__(self, turns: _Turns) -> None:
+    """One of ``turns``, which limit the threads that digest and copy. (``threading.Semaphore`` is slower.)"""
+
+    def __init__(self, turns: SimpleQueue[None]) -> None:
         self._turns, self._is_ours = turns, False
 
     def __call__(self) -> None:
         if not self._is_ours:
             self._is_ours = True  # set first: an interrupt then adds a turn instead of losing one
-            self._turns.take()
+            self._turns.get()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_ours:
-            self._turns.give_back()
+            self._turns.put(None)
 
 
 class _Pull(WorkerThreads):
@@ -460,7 +444,9 @@ class _Pull(WorkerThreads):
         stores = Worker(partial(self._read_jobs, _split_jobs(remote)), "tierckpt-pull")
         super().__init__([disks] * count + [stores] * min(REQUESTS_MAX, len(remote)), buffers)
         self._on_error = on_error
-        self._turns = _Turns(len(os.sched_getaffinity(0)))
+        self._turns: SimpleQueue[None] = SimpleQueue()
+        for _ in os.sched_getaffinity(0):
+            self._turns.put(None)
 
     def _read_jobs(self, reads: Iterator[_Read], memory: Memory | None) -> None:
         buffer = memory.view if memory is not None else None
@@ -489,15 +475,12 @@ def _read_unverified(piece: Piece, job: _ChunkJob, buffer: memoryview | None) ->
     start, stop = max(piece.start, job.chunk.start), min(piece.stop, job.chunk.stop)
     if any(run.start <= start and stop <= run.stop for run in job.runs):
         return
-    pages = _pages(job.copies, start, stop)
+    if not job.copies.is_remote:
+        start = start // PAGE_BYTES * PAGE_BYTES
+        stop = min(round_up(stop, PAGE_BYTES), job.copies.entry.size_bytes)
+    pages = ByteRange(start, stop)
     data = job.copies.read_unverified(pages, _buffer_if_large_enough(buffer, pages))
     _scatter([piece], ByteRange(pages.start, pages.start + len(data)), data)
-
-
-def _pages(copies: ReplicatedFile, start: int, stop: int) -> ByteRange:
-    if copies.is_remote:
-        return ByteRange(start, stop)
-    return ByteRange(start // PAGE_BYTES * PAGE_BYTES, min(round_up(stop, PAGE_BYTES), copies.entry.size_bytes))
 
 
 def _scatter(pieces: Iterable[Piece], run: ByteRange, data: Buffer) -> None:
@@ -510,22 +493,8 @@ def _scatter(pieces: Iterable[Piece], run: ByteRange, data: Buffer) -> None:
                 ctypes.memmove(piece.address + start - piece.start, base + start - run.start, stop - start)
 
 
-class _PyBuffer(ctypes.Structure):
-    """CPython's Py_buffer (PEP 3118). Only ``buf`` is used."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
+_PyBuffer = ctypes.c_void_p * 11
+"""CPython's Py_buffer (PEP 3118): nine words and two integers. Only ``buf``, the first, is used."""
 
 
 @contextlib.contextmanager
@@ -534,6 +503,6 @@ def _address_of(data: Buffer) -> Iterator[int]:
     found = _PyBuffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(found), 0)
     try:
-        yield found.buf or 0
+        yield found[0] or 0
     finally:
         ctypes.pythonapi.PyBuffer_Release(ctypes.byref(found))

@@ -181,23 +181,19 @@ class LocalCopy:
         self.cold_bytes = 0
         self._path = path
         self._file = -1
-        self._device = ""
+        self.device = ""
         self._direct_file: int | None = None
         self._may_direct = True
         self._resident: Resident | None = None
         self._lock = threading.Lock()
 
     @property
-    def device(self) -> str:
-        return self._device
-
-    @property
     def mode(self) -> ReadMode:
-        return self.tuner.mode(self._device) if self.tuner is not None else READ_MODES[0]
+        return self.tuner.mode(self.device) if self.tuner is not None else READ_MODES[0]
 
     @property
     def is_untried(self) -> bool:
-        return self.tuner is not None and not self.tuner.is_known(self._device)
+        return self.tuner is not None and not self.tuner.is_known(self.device)
 
     def set_mode(self, way: ReadMode) -> None:
         self.is_direct, self.is_straight = way.direct, way.in_place
@@ -244,21 +240,18 @@ class LocalCopy:
         with self._lock:
             if self._file < 0:
                 self._file = open_file(self._path)
-                self._device = device_of(self._file)
+                self.device = device_of(self._file)
                 self.set_mode(self.mode)
 
     def is_in_memory(self, byte_range: ByteRange, /) -> bool:
-        try:
-            self.open()
-        except TierckptError:
-            return False
-        return self.is_in_page_cache(byte_range)
-
-    def is_in_page_cache(self, byte_range: ByteRange) -> bool:
         """Whether the whole range is in the page cache. Cost: 20 us for 8 MiB.
 
         Uses ``mincore``: RWF_NOWAIT would start readahead of bytes that are then read past the page cache.
         """
+        try:
+            self.open()
+        except TierckptError:
+            return False
         with self._lock:
             if self._resident is None:
                 self._resident = Resident(self._file)

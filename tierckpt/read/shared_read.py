@@ -114,13 +114,8 @@ def _common_ranges(members: Sequence[ReadInterest]) -> dict[str, Ranges]:
     units_left = UNITS_MAX
     common: dict[str, Ranges] = {}
     for name in sorted(set(itertools.chain.from_iterable(member.wanted for member in members))):
-        ranges: list[tuple[int, int]] = []
-        for start, stop in overlaps(member.wanted.get(name, ()) for member in members):
-            start, stop = start // block * block, round_up(stop, block)
-            if ranges and start <= ranges[-1][1]:
-                ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
-            else:
-                ranges.append((start, stop))
+        shared = overlaps(member.wanted.get(name, ()) for member in members)
+        ranges = merge_ranges((start // block * block, round_up(stop, block)) for start, stop in shared)
         units_left -= sum(stop // unit - start // unit + 1 for start, stop in ranges)
         if units_left < 0:
             log.info("from %s on, each rank reads for itself: more than %d units", name, UNITS_MAX)
@@ -216,7 +211,7 @@ class SharedRead:
     def __init__(self, plan: SharedReadPlan, window: SharedWindow, timeout_seconds: float, spans_of: Spans) -> None:
         self.units = Units(plan)
         self._window, self._timeout_seconds, self._spans_of = window, timeout_seconds, spans_of
-        self._alone = False
+        self.is_alone = False
         try:
             has_joined = window.join()
         except (OperationTimeoutError, CapacityError) as error:
@@ -224,10 +219,6 @@ class SharedRead:
             has_joined = False
         if not has_joined:
             self._read_alone("the others began without this one")
-
-    @property
-    def is_alone(self) -> bool:
-        return self._alone
 
     def stop_sharing(self) -> None:
         """Stop sharing. The window stays usable for the others."""
@@ -277,7 +268,7 @@ class SharedRead:
                 self._read_alone(f"no unit has arrived from them for {self._timeout_seconds:g} s")
                 for job in left:
                     own.setdefault(job.copies, []).extend(job.pieces)
-        if not self._alone:
+        if not self.is_alone:
             self._window.advance(after)
         for pieces in own.values():
             pieces.sort(key=lambda piece: piece.start)
@@ -297,7 +288,7 @@ class SharedRead:
                     if (start, stop) != (piece.start, piece.stop):
                         part = piece._replace(start=start, stop=stop, address=piece.address + start - piece.start)
                         origins[id(part)] = piece
-                    if unit is None or self._alone or unit < self._window.passed:
+                    if unit is None or self.is_alone or unit < self._window.passed:
                         own.setdefault(copies, []).append(part)
                         continue
                     if unit not in jobs:
@@ -307,7 +298,7 @@ class SharedRead:
         return jobs, own
 
     def _read_alone(self, reason: str) -> None:
-        self._alone = True
+        self.is_alone = True
         self._window.advance(PASSED_ALL)
         READS_ALONE.emit(1)
         log.warning("this rank reads alone what other ranks of its node read too: %s", reason)

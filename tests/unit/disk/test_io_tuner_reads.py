@@ -90,7 +90,7 @@ class Noted(LocalCopy):
         self.cached = cached
         self.read_in: list[bool] = []
 
-    def is_in_page_cache(self, byte_range: ByteRange) -> bool:
+    def is_in_memory(self, byte_range: ByteRange) -> bool:
         return self.cached
 
     def read(self, byte_range: ByteRange, into: memoryview | None = None, through: memoryview | None = None, /) -> Any:
@@ -162,7 +162,7 @@ MiB = 1 << 20
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(parallel_read, "TRIAL_BYTES", 2 * MiB)
     monkeypatch.setattr(fill, "READ_BYTES", MiB)
-    monkeypatch.setattr(LocalCopy, "is_in_page_cache", lambda *_: False)
+    monkeypatch.setattr(LocalCopy, "is_in_memory", lambda *_: False)
     (tmp_path / "model").mkdir()
     save_file(
         {name: torch.arange(3 * MiB + odd, dtype=torch.int32) for odd, name in enumerate(("a", "b"))},
