@@ -11,8 +11,8 @@ import random
 import secrets
 import tempfile
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,14 +21,7 @@ from ..checkpoint.catalog import retry_listing
 from ..disk.durable import make_dirs, remove_tree, space_of, translated
 from ..disk.file_lock import try_lock
 from ..drain.file_transfer import fetch
-from ..errors import (
-    BucketNotFoundError,
-    CapacityError,
-    CheckpointNotFoundError,
-    IntegrityError,
-    ObjectNotFoundError,
-    TierckptError,
-)
+from ..errors import BucketNotFoundError, CapacityError, CheckpointNotFoundError, IntegrityError, ObjectNotFoundError
 from ..format.layout import MANIFEST, Location
 from ..format.manifest import FileEntry, Manifest
 from ..mover import Mover
@@ -58,14 +51,10 @@ class DrillReport:
     problems: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> Json:
+        numbers = ("seed", "committed", "files", "size_bytes", "restored_bytes", "seconds")
         return {
             "uri": self.location.uri,
-            "seed": self.seed,
-            "committed": self.committed,
-            "files": self.files,
-            "size_bytes": self.size_bytes,
-            "restored_bytes": self.restored_bytes,
-            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in numbers},
             "bytes_per_second": self.restored_bytes / self.seconds if self.seconds else 0.0,
             "good": not self.problems,
             "problems": [{"file": path, "problem": text} for path, text in sorted(self.problems.items())],
@@ -154,32 +143,27 @@ class _Drill:
     async def restore(self, entry: FileEntry) -> None:
         path = self.scratch / entry.path
         chunk_size = self.manifest.chunk_size_bytes
-        async with self.gate:
-            try:
-                await self._expect_size(entry)
-                with self.files.moving(entry.path, entry.size_bytes, self._advance) as on_file:
-                    await fetch(self.store, entry, path, chunk_size, on_file, self.concurrency)
-                await check_file(LocalFiles(self.scratch), replace(entry, source=""), chunk_size)
-            except (IntegrityError, ObjectNotFoundError) as error:
-                self._note_problem(entry.path, error)
-
-    async def _expect_size(self, entry: FileEntry) -> None:
-        """A fetch by ranges would miss bytes added at the end."""
-        found_bytes = (await self.store.head(entry.key)).size_bytes
-        if found_bytes != entry.size_bytes:
-            raise IntegrityError(f"it has {found_bytes} bytes, the manifest says {entry.size_bytes}")
+        async with self._noting_damage(entry.path):
+            found_bytes = (await self.store.head(entry.key)).size_bytes
+            if found_bytes != entry.size_bytes:  # a fetch by ranges would miss bytes added at the end
+                raise IntegrityError(f"it has {found_bytes} bytes, the manifest says {entry.size_bytes}")
+            with self.files.moving(entry.path, entry.size_bytes, self._advance) as on_file:
+                await fetch(self.store, entry, path, chunk_size, on_file, self.concurrency)
+            await check_file(LocalFiles(self.scratch), replace(entry, source=""), chunk_size)
 
     async def inspect_stock_copy(self, entry: FileEntry) -> None:
+        async with self._noting_damage(entry.path):
+            data = await self.store.get(entry.path)
+            verified_read.check_bytes(data, entry, self.manifest.chunk_size_bytes, self.store.uri)
+
+    @asynccontextmanager
+    async def _noting_damage(self, path: str) -> AsyncIterator[None]:
         async with self.gate:
             try:
-                data = await self.store.get(entry.path)
-                verified_read.check_bytes(data, entry, self.manifest.chunk_size_bytes, self.store.uri)
+                yield
             except (IntegrityError, ObjectNotFoundError) as error:
-                self._note_problem(entry.path, error)
-
-    def _note_problem(self, path: str, error: TierckptError) -> None:
-        log.warning("the drill found damage: %s", error.message, extra={"file": path})
-        self.report.problems[path] = error.message
+                log.warning("the drill found damage: %s", error.message, extra={"file": path})
+                self.report.problems[path] = error.message
 
     def _advance(self, count: int) -> None:
         self.report.restored_bytes += count

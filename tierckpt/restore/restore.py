@@ -83,7 +83,13 @@ async def fetch_to_local(
         # A separate version (``peer.chunk_files``): only nodes that want the file share it.
         frozen = FileSet(checkpoint.location.uri, (files_of_rank(entry),), chunk)
         incoming = checkpoint.directory / INCOMING_DIR / frozen.version
-        gate, counted = asyncio.Semaphore(concurrency), _Counted(on_bytes)
+        gate, done_bytes = asyncio.Semaphore(concurrency), 0
+
+        def counted(progress: Progress, /) -> None:
+            nonlocal done_bytes
+            on_bytes(progress.done_bytes - done_bytes)
+            done_bytes = progress.done_bytes
+
         cached = CacheEntry(origin, frozen, incoming, fetch_slots=gate, fetches_max=concurrency, peer_join=sharing)
         try:
             await asyncio.to_thread(lambda: cached.begin(whole=True))
@@ -91,15 +97,6 @@ async def fetch_to_local(
             await to_completion(asyncio.to_thread(_rename_into_place, incoming, entry, path))
         finally:
             await cached.close()
-
-
-class _Counted:
-    def __init__(self, on_bytes: OnBytes) -> None:
-        self._on_bytes, self._done_bytes = on_bytes, 0
-
-    def __call__(self, progress: Progress, /) -> None:
-        self._on_bytes(progress.done_bytes - self._done_bytes)
-        self._done_bytes = progress.done_bytes
 
 
 def _rename_into_place(incoming: Path, entry: FileEntry, path: Path) -> None:
@@ -156,14 +153,9 @@ class RestoreResult:
     peer_bytes: int = 0
 
     def to_json(self) -> Json:
-        return {
-            "uri": self.location.uri,
-            "directory": str(self.directory),
-            "files": self.files,
-            "size_bytes": self.size_bytes,
-            "local_bytes": self.local_bytes,
-            "peer_bytes": self.peer_bytes,
-            "shared_bytes": self.shared_bytes,
+        numbers = ("files", "size_bytes", "local_bytes", "peer_bytes", "shared_bytes")
+        return {"uri": self.location.uri, "directory": str(self.directory)} | {
+            name: getattr(self, name) for name in numbers
         }
 
 
@@ -261,17 +253,14 @@ class RestoreSource:
                 self.local_bytes += byte_range.size_bytes
                 return chunk
             except TierckptError as error:
-                self._exclude_local(entry, error)
+                if not isinstance(error, ObjectNotFoundError) and key not in self._bad:
+                    log.warning("the local copy is damaged, trying other tiers: %s", error.message)
+                self._bad[key] = error.message
         try:
             return await get_checked(self._others, entry, byte_range, digest)
         except (IntegrityError, ObjectNotFoundError) as error:
             self.lost[entry.path] = f"local: {self._bad[key]}; elsewhere: {error.message}"
             raise
-
-    def _exclude_local(self, entry: FileEntry, error: TierckptError) -> None:
-        if not isinstance(error, ObjectNotFoundError) and entry.key not in self._bad:
-            log.warning("the local copy is damaged, trying other tiers: %s", error.message)
-        self._bad[entry.key] = error.message
 
     def missing_copy_error(self) -> IntegrityError:
         return IntegrityError(
