@@ -12,9 +12,10 @@ Invariants (tests cite them):
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any, TypeVar, cast
@@ -71,9 +72,14 @@ def load_metadata(data: bytes, *, where: str, partial: bool = False) -> Metadata
     Raises:
         UnsafeCheckpointError: it is damaged, names a global that is not data, or has impossible values (S5).
     """
+    with _refusing(where), gc_paused():
+        return MetadataBuilder(len(data), partial).metadata(_parse(data))
+
+
+@contextlib.contextmanager
+def _refusing(where: str) -> Iterator[None]:
     try:
-        with gc_paused():
-            return MetadataBuilder(len(data), partial).metadata(_parse(data))
+        yield
     except RefusedPickle as error:
         message = f"{where} is refused: {error}"
         raise unsafe_error(message, error.global_name, is_hostile=error.is_hostile, file=where) from None
@@ -111,9 +117,9 @@ def _version() -> str:
 def _parse(data: bytes) -> Any:
     if len(data) > METADATA_BYTES_MAX:
         raise RefusedPickle(f"{len(data)} bytes is more than any metadata has", is_hostile=True)
-    paths = _Paths(len(data))
+    paths, sizes = _Paths(len(data)), _DistinctHashes("sizes")
     bounded = {name: paths.spent_on(make) for name, make in _PATHS.items()}
-    known = {**GLOBALS, **bounded, ("torch", "Size"): Function(_Sizes().make)}
+    known = {**GLOBALS, **bounded, ("torch", "Size"): Function(lambda numbers: sizes.add(_size(numbers)))}
     return machine.run(data, known, keys=(MetadataIndex,))
 
 
@@ -143,23 +149,23 @@ def _size(numbers: Any) -> torch.Size:
     return torch.Size(numbers)
 
 
-class _Sizes:
+class _DistinctHashes:
     """Keys of dicts: a tuple's hash has no secret.
 
     A file of a few MB can have 100,000 sizes with one hash, and a dict of those takes hours (S6).
     """
 
-    def __init__(self) -> None:
-        self._first: dict[int, torch.Size] = {}
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._first: dict[int, Any] = {}
         self._clashes = 0
 
-    def make(self, numbers: Any) -> torch.Size:
-        size = _size(numbers)
-        if self._first.setdefault(hash(size), size) != size:
+    def add(self, key: _Made) -> _Made:
+        if self._first.setdefault(hash(key), key) != key:
             self._clashes += 1
             if self._clashes > HASH_COLLISIONS_MAX:
-                raise RefusedPickle("its sizes are made to share a hash", is_hostile=True)
-        return size
+                raise RefusedPickle(f"its {self._what} are made to share a hash", is_hostile=True)
+        return key
 
 
 def _layout(name: Any) -> torch.layout:
@@ -201,14 +207,6 @@ def _member(owner: Any, name: Any) -> Enum:
     return owner.named(name)
 
 
-def _path(*parts: Any) -> Path:
-    return Path(*_strings(parts))
-
-
-def _windows_path(*parts: Any) -> PureWindowsPath:
-    return PureWindowsPath(*_strings(parts))
-
-
 class _Paths:
     """The paths of one file. Together they are no longer than it is (S6)."""
 
@@ -232,7 +230,7 @@ def _strings(parts: Any) -> Any:
 
 
 _PATHS: dict[tuple[str, str], Callable[..., Any]] = {
-    (module, name): _windows_path if "Windows" in name else _path
+    (module, name): PureWindowsPath if "Windows" in name else Path
     for module in ("pathlib", "pathlib._local")
     for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 }
@@ -240,10 +238,9 @@ _REPEATS = "it says the same things over and over"
 
 
 def _globals() -> dict[tuple[str, str], Any]:
-    """Every global that metadata may name: an exact table, without lookups in modules."""
+    """Every global that metadata may name, except paths and sizes: an exact table, without lookups in modules."""
     dtypes = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     return {
-        **{name: Function(make) for name, make in _PATHS.items()},
         **dtypes,
         **{(kind.__module__, kind.__name__): _CLASSES[kind] for kind in _CLASSES},
         (_OLD_METADATA, "TensorProperties"): _CLASSES[OldTensorProperties],
@@ -251,7 +248,6 @@ def _globals() -> dict[tuple[str, str], Any]:
         (_OLD_METADATA, "MEM_FORMAT_ENCODING"): _Members(OldMemoryFormatEncoding),
         ("builtins", "getattr"): Function(_member),
         ("__builtin__", "getattr"): Function(_member),  # in protocols below 3
-        ("torch", "Size"): Function(_size),
         ("torch.serialization", "_get_layout"): Function(_layout),
     }
 
@@ -301,16 +297,15 @@ class MetadataBuilder:
         self._properties: dict[int, tuple[Any, TensorProperties]] = {}
         self._chunks: dict[tuple[int, torch.Size], tuple[Any, ChunkStorageMetadata]] = {}
         self._paths: set[str] = set()
-        self._hashes: dict[int, MetadataIndex] = {}
-        self._clashes = 0
+        self._indices = _DistinctHashes("indices")
 
     def metadata(self, record: Any) -> Metadata:
         state, further = self._state(record, Metadata, "state_dict_metadata")
-        entries = _dict(state["state_dict_metadata"], "state_dict_metadata")
+        entries = _container(state["state_dict_metadata"], "state_dict_metadata", dict)
         storage, planner = state.get("storage_data"), state.get("planner_data")
         built = {_text(fqn, "a name"): self._entry(fqn, entry) for fqn, entry in entries.items()}
         if storage is not None:
-            storage = self.places(_dict(storage, "storage_data"))
+            storage = self.places(_container(storage, "storage_data", dict))
             check_stored(built, storage)
         self._check_plain(planner, "planner_data")
         check_positions(planner)
@@ -342,26 +337,14 @@ class MetadataBuilder:
         if type(chunks) is not list:
             raise RefusedPickle(f"{fqn:.200} has no list of chunks")
         self.spend(1 + len(chunks))
-        entry.chunks = [self._shared_chunk(chunk, size, fqn) for chunk in chunks]
+        entry.chunks = [self._chunk(chunk, size, fqn) for chunk in chunks]
         if not self._partial and sum(math.prod(chunk.sizes) for chunk in entry.chunks) < elements:
             raise RefusedPickle(f"the chunks of {fqn:.200} do not fill it")
-        entry.properties = self._shared_properties(entry.properties)
+        entry.properties = self._tensor_properties(entry.properties)
         strides = getattr(entry.properties, "strides", None)
         if strides is not None and len(strides) != len(size):
             raise RefusedPickle(f"{fqn:.200} has {len(size)} dimensions and {len(strides)} strides")
         return entry
-
-    def _shared_chunk(self, record: Any, size: torch.Size, fqn: str) -> ChunkStorageMetadata:
-        if (known := self._chunks.get((id(record), size))) is None:
-            made = self._chunk(record, size, fqn)
-            known = self._chunks[id(record), size] = self._chunks[id(made), size] = record, made
-        return known[1]
-
-    def _shared_properties(self, record: Any) -> TensorProperties:
-        if (known := self._properties.get(id(record))) is None:
-            made = self._tensor_properties(record)
-            known = self._properties[id(record)] = self._properties[id(made)] = record, made
-        return known[1]
 
     def places(self, storage: dict[Any, Any]) -> dict[MetadataIndex, StorageInfo]:
         if {MetadataIndex}.issuperset(map(type, storage)) and {StorageInfo}.issuperset(map(type, storage.values())):
@@ -380,7 +363,7 @@ class MetadataBuilder:
         if info.relative_path not in self._paths:
             self._paths.add(relative_of(info.relative_path))
         if info.transform_descriptors is not None:
-            self.spend(len(_list(info.transform_descriptors, "transform_descriptors")))
+            self.spend(len(_container(info.transform_descriptors, "transform_descriptors", list, tuple)))
             _strings(info.transform_descriptors)
         return info
 
@@ -443,14 +426,11 @@ class MetadataBuilder:
             return record
         state, further = self._state(record, MetadataIndex, "fqn")
         made = _with_extra_fields(_build_index(state["fqn"], state.get("offset"), state.get("index")), further)
-        if further:
-            if self._hashes.setdefault(hash(made), made) != made:
-                self._clashes += 1
-            if self._clashes > HASH_COLLISIONS_MAX:
-                raise RefusedPickle("its indices are made to share a hash", is_hostile=True)
-        return made
+        return self._indices.add(made) if further else made
 
     def _chunk(self, record: Any, size: torch.Size, fqn: str) -> ChunkStorageMetadata:
+        if (known := self._chunks.get((id(record), size))) is not None:
+            return known[1]
         state, further = self._state(record, ChunkStorageMetadata, "offsets", "sizes")
         offsets, sizes = _sizes(state["offsets"], fqn), _sizes(state["sizes"], fqn)
         if not len(offsets) == len(sizes) == len(size):
@@ -458,9 +438,13 @@ class MetadataBuilder:
         # Ranks without rows of a tensor write empty chunks anywhere.
         if any(at + count > end for at, count, end in zip(offsets, sizes, size, strict=True)) and 0 not in sizes:
             raise RefusedPickle(f"a chunk of {fqn:.200} is outside it")
-        return _with_extra_fields(ChunkStorageMetadata(offsets, sizes), further)
+        made = _with_extra_fields(ChunkStorageMetadata(offsets, sizes), further)
+        self._chunks[id(record), size] = self._chunks[id(made), size] = record, made
+        return made
 
     def _tensor_properties(self, record: Any) -> Any:
+        if (known := self._properties.get(id(record))) is not None:
+            return known[1]
         of_old = type(record) is InertObject and record.kind is _CLASSES[OldTensorProperties]
         kind: Any = OldTensorProperties if of_old else TensorProperties
         state = record.state if type(record) is InertObject and record.kind is _CLASSES[kind] else None
@@ -472,6 +456,7 @@ class MetadataBuilder:
         self._check_further(dict(enumerate(state[count:], count + 1)), kind)
         made = kind.__new__(kind)
         made.__setstate__(state[: _STATE_LENGTHS[kind]])
+        self._properties[id(record)] = self._properties[id(made)] = record, made
         return made
 
     def _storage_meta(self, record: Any) -> StorageMeta:
@@ -483,7 +468,7 @@ class MetadataBuilder:
             checkpoint_id=place,
             save_id=_optional(state.get("save_id"), str, "save_id"),
             load_id=_optional(state.get("load_id"), str, "load_id"),
-            modules=list(_strings(_list(state.get("modules", []), "modules"))),
+            modules=list(_strings(_container(state.get("modules", []), "modules", list, tuple))),
         )
         return _with_extra_fields(made, further)
 
@@ -524,19 +509,14 @@ def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageIn
             size_bytes = whole if chunk.offsets == index.offset else 0
         else:
             if id(entry) not in needed:
-                needed[id(entry)] = _sizes_bytes(entry)
+                of_entry = needed[id(entry)] = {}
+                for chunk in entry.chunks:
+                    size_bytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
+                    of_entry[chunk.offsets] = max(size_bytes, of_entry.get(chunk.offsets, 0))
             size_bytes = needed[id(entry)].get(index.offset, 0)
         held = info.length * (COMPACT_RATIO_MAX if info.length >= COMPACT_BYTES_MIN else 1)
         if held < size_bytes and not info.transform_descriptors:
             raise RefusedPickle(f"a chunk of {index.fqn:.200} needs {size_bytes} bytes and has {info.length}")
-
-
-def _sizes_bytes(entry: TensorStorageMetadata) -> dict[Any, int]:
-    needed: dict[Any, int] = {}
-    for chunk in entry.chunks:
-        size_bytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
-        needed[chunk.offsets] = max(size_bytes, needed.get(chunk.offsets, 0))
-    return needed
 
 
 def check_positions(planner_data: Any) -> None:
@@ -578,15 +558,9 @@ def _text(value: Any, what: str) -> str:
     return value
 
 
-def _list(value: Any, what: str) -> Any:
-    if type(value) not in (list, tuple):
-        raise RefusedPickle(f"{what} is not a list")
-    return value
-
-
-def _dict(value: Any, what: str) -> dict[Any, Any]:
-    if type(value) is not dict:
-        raise RefusedPickle(f"{what} is not a dict")
+def _container(value: Any, what: str, *kinds: type) -> Any:
+    if type(value) not in kinds:
+        raise RefusedPickle(f"{what} is not a {kinds[0].__name__}")
     return value
 
 
@@ -609,11 +583,9 @@ def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = Fa
     entries, planner = metadata.state_dict_metadata, metadata.planner_data
     known, known_planner, known_data = _verified
     if (made := renamed(data)) is not None and made[0] is known_data:
-        try:
+        with _refusing(where):
             for path in made[1]:
                 relative_of(path)
-        except RefusedPickle as error:
-            raise unsafe_error(f"{where} is refused: {error}", error.global_name, file=where) from None
         _verified = dict(entries), planner, data
         return
     new = {fqn: entry for fqn, entry in entries.items() if known.get(fqn) is not entry}
@@ -625,9 +597,6 @@ def read_back(data: bytes, metadata: Metadata, *, where: str, partial: bool = Fa
         return
     if new:
         load_metadata(encode(Metadata(new)), where=where)
-    try:
-        with gc_paused():
-            check_stored(entries, MetadataBuilder(len(data), partial).places(metadata.storage_data or {}))
-    except RefusedPickle as error:
-        raise unsafe_error(f"{where} is refused: {error}", error.global_name, file=where) from None
+    with _refusing(where), gc_paused():
+        check_stored(entries, MetadataBuilder(len(data), partial).places(metadata.storage_data or {}))
     _verified = dict(entries), planner, data

@@ -141,10 +141,10 @@ def _check_growth(stream: BinaryIO, name: str) -> None:
     """Reject an archive with far larger records than itself, without unpacking it."""
     start, size_bytes = stream.tell(), stream.seek(0, io.SEEK_END)
     stream.seek(start)
-    if stream.read(len(_ZIP)) != _ZIP:
-        stream.seek(start)
-        return
+    is_archive = stream.read(len(_ZIP)) == _ZIP
     stream.seek(start)
+    if not is_archive:
+        return
     records_bytes = _records_bytes(stream)
     stream.seek(start)
     if records_bytes > _size_bytes_max(size_bytes):
@@ -203,7 +203,8 @@ def _refusal_error(error: Exception, name: str) -> UnsafeCheckpointError:
         )
     wanted = found[1][:200]
     ways = "trust_pickle=True, which runs whatever code the checkpoint names"
-    if _is_class(wanted, str(error)):
+    is_class = "." in wanted or isinstance(getattr(builtins, wanted, None), type)
+    if is_class and "is blocked" not in str(error):  # torch does not register functions like ``eval``
         ways = f"torch.serialization.add_safe_globals([{wanted}]), or {ways}"
     return UnsafeCheckpointError(
         f"{name} is refused: it needs {wanted}, which is more than data",
@@ -215,10 +216,3 @@ def _refusal_error(error: Exception, name: str) -> UnsafeCheckpointError:
 def _torch_message(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line and "documentation" not in line]
     return lines[-1].partition(" In PyTorch 2.6")[0][:300] if lines else ""
-
-
-def _is_class(wanted: str, message: str) -> bool:
-    """Whether torch may register it; not for functions like ``eval``."""
-    if "is blocked" in message:
-        return False
-    return "." in wanted or isinstance(getattr(builtins, wanted, None), type)
