@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +53,11 @@ def _promote_objects() -> None:
             gc.unfreeze()  # and from there to the oldest
     finally:
         _lock.release()
+
+
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether both have the very same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _has_fields(kind: Any, *names: str) -> bool:

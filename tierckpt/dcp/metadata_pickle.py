@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ..torch_internals import StorageInfo
+from .bulk_objects import are_same
 
 
 def encode(metadata: Metadata) -> bytes:
@@ -59,7 +60,7 @@ def encode_plan(metadata: Metadata) -> bytes:
         return encode_uncached(metadata)
     made = [metadata.planner_data, *metadata.state_dict_metadata.values()]
     known, data = _last_plan
-    if not _are_same(made, known) or not data:
+    if not are_same(made, known) or not data:
         data = encode_uncached(metadata)
         _last_plan = made, data
     return data
@@ -69,10 +70,6 @@ def encode_uncached(metadata: Metadata) -> bytes:
     stream = io.BytesIO()
     _MetadataPickler(stream, pickle.DEFAULT_PROTOCOL).dump(metadata)
     return stream.getvalue()
-
-
-def _are_same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class _Encoded:
@@ -101,7 +98,7 @@ class _Encoded:
 
     def with_names_of(self, new: _Encoded) -> bytes | None:
         """Make the bytes of ``new`` from these; None if more than names of equal lengths differ."""
-        if not _are_same(self._same, new._same) or (self._at, self._rest) != (new._at, new._rest):
+        if not are_same(self._same, new._same) or (self._at, self._rest) != (new._at, new._rest):
             return None
         renamed = dict(zip(self.paths, new.paths, strict=True))
         if list(map(renamed.__getitem__, self.paths)) != new.paths:
@@ -126,24 +123,19 @@ _last: _Encoded | None = None
 _last_plan: tuple[list[Any], bytes] = [], b""
 
 
-def _index_fields(index: MetadataIndex) -> tuple[Any, ...]:
-    return MetadataIndex, (index.fqn, index.offset, index.index)
-
-
 def _storage(info: StorageInfo) -> tuple[Any, ...]:
     place = (info.relative_path, info.offset, info.length)
     transforms = info.transform_descriptors
     return StorageInfo, place if transforms is None else (*place, transforms)
 
 
-def _tensor(stored: TensorStorageMetadata) -> tuple[Any, ...]:
-    return TensorStorageMetadata, (stored.properties, stored.size, stored.chunks)
-
-
 _CALLS: dict[type, tuple[Callable[[Any], tuple[Any, ...]], tuple[str, ...]]] = {
-    MetadataIndex: (_index_fields, ("fqn", "offset", "index")),
+    MetadataIndex: (lambda index: (MetadataIndex, (index.fqn, index.offset, index.index)), ("fqn", "offset", "index")),
     StorageInfo: (_storage, ("relative_path", "offset", "length", "transform_descriptors")),
-    TensorStorageMetadata: (_tensor, ("properties", "size", "chunks")),
+    TensorStorageMetadata: (
+        lambda stored: (TensorStorageMetadata, (stored.properties, stored.size, stored.chunks)),
+        ("properties", "size", "chunks"),
+    ),
 }
 
 
@@ -163,7 +155,7 @@ class _MetadataPickler(pickle.Pickler):
 def deduplicate(metadata: Metadata) -> None:
     """Replace equal properties, sizes and chunks by one object, which is never modified."""
     stored_ones, indexes = [*metadata.state_dict_metadata.values()], [*(metadata.storage_data or ())]
-    if _are_same(stored_ones, _last_shared[0]) and (not indexes or _are_same(indexes, _last_shared[1])):
+    if are_same(stored_ones, _last_shared[0]) and (not indexes or are_same(indexes, _last_shared[1])):
         return
     properties: dict[Any, Any] = {}
     sizes: dict[Any, Any] = {}

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import DTensor
 
 from .. import torch_internals
+from .bulk_objects import are_same
 from .items import item_format
 
 CHUNK_TENSORS = 256
@@ -58,7 +59,7 @@ class Outline:
         """
         root = _branch(state_dict)
         leaves: list[Any] = []
-        if root is None or not _collect(state_dict, root, leaves) or not _are_same_objects(leaves, flat):
+        if root is None or not _collect(state_dict, root, leaves) or not are_same(leaves, list(flat)):
             return None
         tensors = [position for position, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         known = set(tensors)
@@ -226,8 +227,3 @@ def _chunks(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _attribute_of_each(tensors: Iterable[torch.Tensor], name: str) -> list[Any]:
     return list(map(operator.attrgetter(name), tensors))
-
-
-def _are_same_objects(left: list[Any], right: Iterable[Any]) -> bool:
-    others = list(right)
-    return len(left) == len(others) and all(map(operator.is_, left, others))

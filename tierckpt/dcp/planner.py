@@ -93,10 +93,6 @@ class _Generation:
     kinds: list[type]
     metadata: Metadata
 
-    @property
-    def item_count(self) -> int:
-        return sum(len(plan.items) for plan in self.locals)
-
 
 class PlanCache:
     """Shared by all planners of this process, as many jobs make one per save. Newest first."""
@@ -160,7 +156,7 @@ class PlanCache:
         with self._lock:
             left, item_count = [generation.name], 0
             for other in reversed(self._generations.values()):
-                item_count += other.item_count
+                item_count += sum(len(plan.items) for plan in other.locals)
                 if len(left) == CACHED_PLANS_MAX or item_count > ITEMS_MAX:
                     break
                 left.append(other.name)
@@ -191,6 +187,23 @@ class _PlanProgress:
     outline: Outline | None = None
     local: SavePlan | None = None
     generation: _Generation | None = None
+
+
+def saved_values(planner: object) -> Mapping[str, Any]:
+    """The values that DCP's own planner would look up, by name; none for another planner."""
+    return _values_of(planner, DefaultSavePlanner, "resolve_data", "lookup_object", "transform_object")
+
+
+def loaded_values(planner: object) -> Mapping[str, Any]:
+    """As ``saved_values``, without five calls for each."""
+    return _values_of(planner, DefaultLoadPlanner, "resolve_tensor", "lookup_tensor", "transform_tensor")
+
+
+def _values_of(planner: Any, stock: type, *names: str) -> Mapping[str, Any]:
+    is_stock = isinstance(planner, stock) and not any(
+        name in vars(planner) or getattr(type(planner), name) is not getattr(stock, name) for name in names
+    )
+    return planner.state_dict if is_stock else {}
 
 
 class TierSavePlanner(DefaultSavePlanner):
@@ -343,9 +356,10 @@ class TierSavePlanner(DefaultSavePlanner):
     def _full_plan(self, plan: SavePlan) -> SavePlan:
         if plan.usable:
             return plan
-        local = self._local_of(plan.planner_data)
-        held = isinstance(plan.storage_data, Held)
-        return dataclasses.replace(local, storage_data=Held(tuple(local.items)) if held else plan.storage_data)
+        local, storage_data = self._local_of(plan.planner_data), plan.storage_data
+        if isinstance(storage_data, Held):
+            storage_data = Held(tuple(local.items))
+        return dataclasses.replace(local, storage_data=storage_data)
 
     def _local_of(self, ticket: object) -> SavePlan:
         if isinstance(ticket, _Ticket):

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from ..disk.file_io import address_of, copy_small
 from ..read.parallel_read import Piece
@@ -37,9 +36,6 @@ PADDING_BYTES = 4096
 """Maximum gap between adjacent small tensors."""
 
 
-_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
-
-
 class Shapes:
     def __init__(self, metadata: Metadata) -> None:
         self._tensors = metadata.state_dict_metadata
@@ -59,17 +55,10 @@ class Shapes:
         size = known.get(tuple(index.offset or ()))
         return None if size is None else (tensor.properties.dtype, size)
 
-    def wanted_bytes(self, item: ReadItem, length: int) -> int:
-        stored = self.of(item)
-        if stored is None or not stored[1] or not item.lengths:
-            return length
-        dtype, size = stored
-        return item.lengths[0] * size[1:].numel() * dtype.itemsize
-
 
 def frame_of(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.ItemFrame | None:
     """Return our frame, or ``torch.save``'s. None: neither fits ``length``."""
-    if dtype in _QUANTIZED:
+    if dtype in item_format.QUANTIZED:
         return None
     for known in (item_format.frame, item_format.frame_by_torch):
         frame = known(dtype, tuple(size))
@@ -144,7 +133,7 @@ class RawRead:
 
     def __post_init__(self) -> None:
         size, lengths, target = self.size, self.item.lengths, self.target
-        is_same = target.dtype == self.dtype and can_receive_bytes(target)
+        is_same = target.dtype == self.dtype and type(target) is torch.Tensor and item_format.is_raw_on_host(target)
         if lengths == size:
             self._row_count, self._size_bytes = size[0] if size else 1, self.frame.size_bytes
             self._is_direct = is_same
@@ -183,10 +172,8 @@ class RawRead:
 
     def finish(self) -> Iterator[Finished]:
         """Start a copy to a CUDA device; torch keeps the pinned rows until it is complete."""
-        yield self.item, self.target if self._head == self.frame.head and self._finish_piece() else None
-
-    def _finish_piece(self) -> bool:
-        if self._memory is not None:
+        is_expected = self._head == self.frame.head
+        if is_expected and self._memory is not None:
             shape = (self._row_count, *self.size[self._dim + 1 :]) if self.size else ()
             part = self._memory[: self._size_bytes].view(self.dtype).view(shape)
             for dim in range(self._dim + 1, len(self.size)):
@@ -195,7 +182,7 @@ class RawRead:
             if not self.target.is_cuda:
                 self.rows.release(self._memory)
             self._memory = None
-        return True
+        yield self.item, self.target if is_expected else None
 
 
 @dataclass(slots=True)
@@ -291,7 +278,8 @@ class SmallTensorGrouper:
         dtype, size = stored
         if dtype is not self._dtype or length != self._length or size != self._size:
             self._dtype, self._length, self._size = dtype, length, size
-            self._frame = _small_frame(dtype, size, length)
+            frame = frame_of(dtype, size, length)
+            self._frame = frame if frame is not None and 0 < frame.size_bytes <= SMALL_BYTES else None
         frame, lengths, offsets = self._frame, item.lengths, item.storage_offsets
         if (
             frame is None
@@ -300,7 +288,7 @@ class SmallTensorGrouper:
             or target.size() != size
             or not (offsets is self._first or not any(offsets))
             or target.requires_grad
-            or not can_receive_bytes(target)
+            or not item_format.is_raw_on_host(target)
         ):
             return None
         self._first = offsets
@@ -320,32 +308,9 @@ class SmallTensorGrouper:
         return group
 
 
-def _small_frame(dtype: torch.dtype, size: torch.Size, length: int) -> item_format.ItemFrame | None:
-    frame = frame_of(dtype, size, length)
-    return frame if frame is not None and 0 < frame.size_bytes <= SMALL_BYTES else None
-
-
 def is_framed(item: ReadItem, info: StorageInfo) -> bool:
     """Old DCP metadata has no ``transform_descriptors``."""
     return item.type is not LoadItemType.BYTE_IO and not getattr(info, "transform_descriptors", None)
-
-
-def default_targets(planner: LoadPlanner) -> Mapping[str, Any]:
-    """The values that DCP's own planner would look up, without five calls for each."""
-    kind, stock = type(planner), DefaultLoadPlanner
-    names = ("resolve_tensor", "lookup_tensor", "transform_tensor")
-    if not isinstance(planner, stock) or any(name in vars(planner) for name in names):
-        return {}
-    return planner.state_dict if all(getattr(kind, name) is getattr(stock, name) for name in names) else {}
-
-
-def can_receive_bytes(target: torch.Tensor) -> bool:
-    return (
-        type(target) is torch.Tensor
-        and target.is_cpu
-        and target.is_contiguous()
-        and not (target.is_neg() or (target.is_complex() and target.is_conj()))
-    )
 
 
 class DeviceCopies:

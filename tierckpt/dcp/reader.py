@@ -41,7 +41,7 @@ from ..torch_internals import StorageInfo, StorageReaderTransforms
 from ..tracebacks import short_traceback
 from ..types import ByteRange, Tier
 from .bulk_objects import gc_paused
-from .planner import TargetPlanner
+from .planner import TargetPlanner, loaded_values
 from .read_plan import (
     WINDOW_BYTES,
     DeviceCopies,
@@ -52,7 +52,6 @@ from .read_plan import (
     Shapes,
     SmallTensorGrouper,
     WholeRead,
-    default_targets,
     frame_of,
     has_same_scale,
     is_framed,
@@ -287,10 +286,7 @@ class TierStorageReader(Mount, StorageReader):
             planner = TargetPlanner(target)
             planner.set_up_planner(target, metadata, is_coordinator=False)
             self.set_up_storage_reader(metadata, False)
-            try:
-                self._read(planner.create_local_plan(), planner)
-            finally:
-                self._infos = {}
+            self._read(planner.create_local_plan(), planner)
 
     @short_traceback
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -309,7 +305,6 @@ class TierStorageReader(Mount, StorageReader):
         try:
             self._read(plan, planner)
         finally:
-            self._infos = {}
             self._metadata = None
             self._release()
         future: Future[None] = Future()
@@ -320,14 +315,17 @@ class TierStorageReader(Mount, StorageReader):
         with gc_paused():
             self._infos = dict(zip(map(id, plan.items), self._infos_of(plan.items), strict=True))
         with contextlib.ExitStack() as stack:
+            stack.callback(self._infos.clear)
             shared = stack.enter_context(self._sharing.open_shared_read(plan, self._spans))
             found = self._open_files()
             with gc_paused():
                 entries = self._entries(found, plan)
                 missing = self._files_to_cache(found.checkpoint, entries, plan)
-                items = shared.order(plan.items) if shared is not None else sorted(plan.items, key=self._read_key)
-            self._fetch(found.checkpoint, missing)
-            work = _Load(planner, default_targets(planner), Objects(), shared)
+                items = shared.order(plan.items) if shared is not None else sorted(plan.items, key=self._place)
+            if missing:  # in random order: ranks of a node wait for a file that another one fetches
+                shuffled = _RANDOM.sample(missing, len(missing))
+                self._client.run(fetch_missing(self._client.mover, found.checkpoint, shuffled))
+            work = _Load(planner, loaded_values(planner), Objects(), shared)
             files = {
                 name: stack.enter_context(contextlib.closing(found.open(entry))) for name, entry in entries.items()
             }
@@ -367,18 +365,12 @@ class TierStorageReader(Mount, StorageReader):
         missing = {name: entry for name, entry in entries.items() if checkpoint.local_path(entry) is None}
         wanted = dict.fromkeys(missing, 0)
         for item in plan.items if missing else ():
-            info = self._info(item)
-            if info.relative_path in wanted:
-                wanted[info.relative_path] += self._shapes.wanted_bytes(item, info.length)
+            name, ranges = self._spans(item)
+            if name in wanted:
+                wanted[name] += sum(stop - start for start, stop in ranges)
         return [entry for name, entry in missing.items() if wanted[name] > FETCH_SHARE * entry.size_bytes]
 
-    def _fetch(self, checkpoint: Checkpoint, missing: Sequence[FileEntry]) -> None:
-        """In random order: ranks of a node wait for a file that another one fetches."""
-        if missing:
-            shuffled = _RANDOM.sample(missing, len(missing))
-            self._client.run(fetch_missing(self._client.mover, checkpoint, shuffled))
-
-    def _read_key(self, item: ReadItem) -> tuple[str, int, torch.Size]:
+    def _place(self, item: ReadItem) -> tuple[str, int, torch.Size]:
         info = self._infos[id(item)]
         return info.relative_path, info.offset, item.storage_offsets
 
@@ -429,7 +421,7 @@ class TierStorageReader(Mount, StorageReader):
 
         pull_window: Pull = work.shared.pull_before(then) if work.shared is not None else pull
         wanted = [(files[path], [piece for piece, _ in pieces]) for path, pieces in owned.items()]
-        pull_window(wanted, read_buffers(), on_error=name)
+        pull_window(wanted, read_buffers(), name)
         work.copies.wait()
         for read in window:
             for item, target in read.finish():

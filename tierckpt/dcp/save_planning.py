@@ -189,17 +189,15 @@ def plan_shards(
             one_file=description.one_file,
         )
         shards = [
-            Shard(directory / shard_name(prefix, index, token), shard.records, shard.image)
-            for index, shard in enumerate(plans)
+            Shard(directory / shard_name(prefix, index, token), written_records, image)
+            for index, (written_records, image) in enumerate(plans)
         ]
-        results = [result for shard in shards for result in _shard_results(shard)]
+        results = [
+            result_of(
+                record.item.index, record.total_bytes, StorageInfo(shard.path.name, record.offset, record.total_bytes)
+            )
+            for shard in shards
+            for record in shard.records
+        ]
     parts = tuple(item.part for item in written if isinstance(item, split.PartItem))
     return PlannedShards(token, prefix, shards, results, sources.leases, streamed, parts)
-
-
-def _shard_results(shard: Shard) -> list[WriteResult]:
-    name = shard.path.name
-    return [
-        result_of(record.item.index, record.total_bytes, StorageInfo(name, record.offset, record.total_bytes))
-        for record in shard.records
-    ]

@@ -6,7 +6,6 @@ T1 and T2 are in docs/internals/commit.md.
 from __future__ import annotations
 
 import io
-import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -73,7 +72,8 @@ class ShardDelivery:
                 text = "%s cannot go straight to the shared tier, it goes to the SSD: %s"
                 log.warning(text, self.location.uri, error)
         shards, results = planned.shards, planned.results
-        size_bytes = sum(shard.size_bytes for shard in shards) + sum(map(_item_bytes, planned.streamed))
+        size_bytes = sum(shard.size_bytes for shard in shards)
+        size_bytes += sum(split.size_bytes_of(item.tensor_data) if item.tensor_data else 1 for item in planned.streamed)
         reserved_bytes = sum(lease.ahead.reserved_bytes for lease in planned.leases if lease.ahead is not None)
         try:
             space.make_room(self.settings, size_bytes, self.directory, reserved_bytes=reserved_bytes)
@@ -184,12 +184,6 @@ class ShardDelivery:
             if not (pace.has_throttled or cached or is_begun) and len(slots) == wanted:
                 tuner.learn(shape, size_bytes, time.monotonic() - begun)
         return flushed
-
-
-def _item_bytes(item: WriteItem) -> int:
-    if item.tensor_data is None:
-        return 1
-    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _streamed_shards(

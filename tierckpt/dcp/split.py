@@ -14,8 +14,9 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from ..errors import CheckpointError
 from ..torch_internals import cached_global_plans
-from .items.item_format import is_plain
+from .items.item_format import QUANTIZED, is_plain
 
 MiB = 1 << 20
 PART_BYTES_MIN = 4 * MiB
@@ -34,8 +35,6 @@ ITEM_BYTES = 4096
 """Fixed cost of an item, for balancing."""
 
 ROWS_PER_SHARE = 64
-
-_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -79,7 +78,8 @@ def keep_items(plan: SavePlan) -> SavePlan:
 def balance_replicated(plans: list[SavePlan], part_bytes_min: int = PART_BYTES_MIN) -> list[SavePlan]:
     """Call ``spread_items``, except for plans of DCP's own cache, which may replace those of some ranks only."""
     held = [plan.storage_data.items if isinstance(plan.storage_data, Held) else () for plan in plans]
-    if not _is_plan_cached_by_torch(plans):
+    ours = set(map(id, plans))
+    if not any(id(plan) in ours for cached in cached_global_plans().values() for plan in cached):
         plans = spread_items(plans, held, part_bytes_min)
     return [
         dataclasses.replace(plan, storage_data=None) if isinstance(plan.storage_data, Held) else plan for plan in plans
@@ -175,11 +175,9 @@ def _groups(plans: list[SavePlan], held: Sequence[Iterable[WriteItem]]) -> dict[
     for item, ranks, owner in zip(items, holders, owners, strict=True):
         if ranks.bit_count() > 1 and ranks >> owner & 1:
             groups[ranks].append(item)
-    return {tuple(_set_bits(ranks)): group for ranks, group in groups.items()}
-
-
-def _set_bits(number: int) -> Iterator[int]:
-    return (place for place in range(number.bit_length()) if number >> place & 1)
+    return {
+        tuple(rank for rank in range(ranks.bit_length()) if ranks >> rank & 1): group for ranks, group in groups.items()
+    }
 
 
 def _is_same_data(item: WriteItem, other: WriteItem) -> bool:
@@ -194,12 +192,6 @@ def _is_same_data(item: WriteItem, other: WriteItem) -> bool:
         and data.properties.dtype == others.properties.dtype
         and data.size == others.size
     )
-
-
-def _is_plan_cached_by_torch(plans: list[SavePlan]) -> bool:
-    caches = cached_global_plans().values()
-    ours = set(map(id, plans))
-    return any(id(plan) in ours for cached in caches for plan in cached)
 
 
 # --- assignment -------------------------------------------------------------------------------------------------------
@@ -277,7 +269,8 @@ def _cut_evenly(
         start = 0
         while start < cut.rows:
             rank, border = shares[taker]
-            end = min(max(_round_to_step(border - position, cut.row_bytes), start), cut.rows)
+            nearest = (2 * (border - position) + cut.row_bytes) // (2 * cut.row_bytes)
+            end = min(max(nearest, start), cut.rows)
             if taker == len(shares) - 1:
                 end = cut.rows
             if end > start:
@@ -311,34 +304,27 @@ def _share_ends(
 
 
 def _cut_of(item: WriteItem, part_bytes_min: int) -> _Cut:
+    """``part_bytes_min``: at least 1, so a tensor without data is not cut."""
     data = item.tensor_data
-    if data is not None and _size_bytes(data) >= part_bytes_min and _can_narrow(data):
+    if data is not None and size_bytes_of(data) >= part_bytes_min and _can_narrow(data):
         for dim, rows in enumerate(data.chunk.sizes):
             if rows > 1:
-                return _Cut(item, rows, _size_bytes(data) // rows, dim)
+                return _Cut(item, rows, size_bytes_of(data) // rows, dim)
     return _Cut(item, 1, _weight_of(item), 0)
 
 
 def _can_narrow(data: TensorWriteData) -> bool:
-    return (
-        data.chunk.sizes.numel() > 0
-        and data.properties.layout == torch.strided
-        and data.properties.dtype not in _QUANTIZED
-    )
+    return data.properties.layout == torch.strided and data.properties.dtype not in QUANTIZED
 
 
 def _weight_of(item: WriteItem) -> int:
     """An object's size is unknown, and at least the fixed cost."""
-    return ITEM_BYTES if item.tensor_data is None else max(_size_bytes(item.tensor_data), ITEM_BYTES)
+    return ITEM_BYTES if item.tensor_data is None else max(size_bytes_of(item.tensor_data), ITEM_BYTES)
 
 
-def _size_bytes(data: TensorWriteData) -> int:
+def size_bytes_of(data: TensorWriteData) -> int:
     """DCP's ``tensor_storage_size`` counts the global tensor for every shard."""
-    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
-
-
-def _round_to_step(position: int, step: int) -> int:
-    return (2 * position + step) // (2 * step)
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 # --- metadata -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from typing import Any, Literal, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -34,7 +33,7 @@ from .bulk_objects import gc_paused
 from .items import item_format
 from .items.item_format import resolve_object
 from .plan_outline import LOCAL_PART, is_local_part
-from .planner import TierSavePlanner
+from .planner import TierSavePlanner, saved_values
 from .staging import Copies, Placed, RepeatedSave, StagingLayout
 
 Mode = Literal["eager", "lazy"]
@@ -42,9 +41,8 @@ Mode = Literal["eager", "lazy"]
 
 def outlives_process(settings: Settings) -> bool:
     """See ``Settings.staging_memory``."""
-    if settings.staging_memory == "auto":
-        return settings.mover == "agent" and memory.shared_is_huge()
-    return settings.mover == "agent" and settings.staging_memory == "shared"
+    kind = settings.staging_memory
+    return settings.mover == "agent" and (kind == "shared" or (kind == "auto" and memory.shared_is_huge()))
 
 
 def _start_agent(settings: Settings) -> None:
@@ -151,7 +149,7 @@ class TierStager:
         result.
         """
         self.synchronize_staging()
-        known = _values_of(planner)
+        known = saved_values(planner)
         at_once = self.mode == "eager" and not in_background
         if isinstance(planner, TierSavePlanner) and planner.is_repeated and lies_in_files is None and at_once:
             again = self._restage(items, planner, known)
@@ -253,13 +251,13 @@ class TierStager:
 
     # --- staging ------------------------------------------------------------------------------------------------
 
+    @gc_paused()
     def _stage(self, state: Any, *, at_once: bool) -> tuple[Any, Copies]:
-        with gc_paused():
-            return self._stage_state(state, at_once=at_once)
-
-    def _stage_state(self, state: Any, *, at_once: bool) -> tuple[Any, Copies]:
         walk = _Walk(state)
-        layout = self._layout_of(walk.leaves)
+        facts = [(leaf.dtype, leaf.shape) for leaf in walk.leaves]
+        if self._layout is None or self._layout.facts != facts:
+            self._layout = StagingLayout.of(facts, self.settings)
+        layout = self._layout
         if not layout.size_bytes:
             targets = [torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu") for leaf in walk.leaves]
             return walk.rebuild(targets), Copies(targets, walk.leaves)
@@ -267,12 +265,6 @@ class TierStager:
         targets = layout.views(self._arena_tensor(lease, layout))
         ahead = write_ahead.prepare(self.settings, lease, layout) if at_once else None
         return walk.rebuild(targets), Copies(targets, walk.leaves, ahead)
-
-    def _layout_of(self, leaves: Sequence[torch.Tensor]) -> StagingLayout:
-        facts = [(leaf.dtype, leaf.shape) for leaf in leaves]
-        if self._layout is None or self._layout.facts != facts:
-            self._layout = StagingLayout.of(facts, self.settings)
-        return self._layout
 
     def _arena_tensor(self, lease: Lease, layout: StagingLayout) -> torch.Tensor:
         lease.tensors = layout.tensors_with_data
@@ -292,14 +284,6 @@ class TierStager:
                 hint="Expected now and then with the staging_policy 'skip'; nothing was staged, training goes on",
             )
         return lease
-
-
-def _values_of(planner: SavePlanner) -> Mapping[str, Any]:
-    names = ("resolve_data", "lookup_object", "transform_object")
-    kind, stock = type(planner), DefaultSavePlanner
-    if not isinstance(planner, stock) or any(name in vars(planner) for name in names):
-        return {}
-    return planner.state_dict if all(getattr(kind, name) is getattr(stock, name) for name in names) else {}
 
 
 class Source(Protocol):
@@ -510,35 +494,23 @@ def refuse_tensors(state_dict: Mapping[str, Any], prefix: str = "") -> None:
 
 def refuse_tensor(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
-        raise StateMismatchError(
-            f"{name} is on the meta device and has no bytes to save",
-            hint="Materialise the module first (to_empty and initialise, or load a checkpoint)",
-            tensor=name,
-        )
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise StateMismatchError(
-            f"{name} is {'nested' if tensor.is_nested else 'not dense'} ({tensor.layout}), which DCP cannot save",
-            hint="Save its dense tensors, such as its indices() and values()",
-            tensor=name,
-        )
-    if tensor.dtype in _DTYPES_WITHOUT_BYTES:
-        raise StateMismatchError(
-            f"{name} has elements of {tensor.dtype}, which torch.save cannot write",
-            hint="Save a view of it as uint8",
-            tensor=name,
-        )
-    if tensor.is_quantized:
-        raise StateMismatchError(
-            f"{name} is quantized: DCP would load its numbers into the scale of another tensor",
-            hint="Save its int_repr(), its scale and its zero point",
-            tensor=name,
-        )
-    if type(tensor) in _TORCH_CLASSES and tensor.numel() and not tensor.data_ptr():  # torch's own copy would crash
-        raise StateMismatchError(
-            f"the storage of {name} was freed, and has no bytes to save",
-            hint="Save its source, such as the shards of a gathered parameter",
-            tensor=name,
-        )
+        problem = f"{name} is on the meta device and has no bytes to save"
+        hint = "Materialise the module first (to_empty and initialise, or load a checkpoint)"
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        problem = f"{name} is {'nested' if tensor.is_nested else 'not dense'} ({tensor.layout}), which DCP cannot save"
+        hint = "Save its dense tensors, such as its indices() and values()"
+    elif tensor.dtype in _DTYPES_WITHOUT_BYTES:
+        problem = f"{name} has elements of {tensor.dtype}, which torch.save cannot write"
+        hint = "Save a view of it as uint8"
+    elif tensor.is_quantized:
+        problem = f"{name} is quantized: DCP would load its numbers into the scale of another tensor"
+        hint = "Save its int_repr(), its scale and its zero point"
+    elif type(tensor) in _TORCH_CLASSES and tensor.numel() and not tensor.data_ptr():  # torch's own copy would crash
+        problem = f"the storage of {name} was freed, and has no bytes to save"
+        hint = "Save its source, such as the shards of a gathered parameter"
+    else:
+        return
+    raise StateMismatchError(problem, hint=hint, tensor=name)
 
 
 _TORCH_CLASSES = frozenset({torch.Tensor, torch.nn.Parameter})

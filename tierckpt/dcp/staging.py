@@ -229,7 +229,7 @@ class StagingLayout:
         shards = shard_layout.assign_positions(frames, shard_bytes_max=size_max, unit=unit)
         offsets, size_bytes = _in_arena(frames, shards)
         places = [
-            (dtype, shape, _contiguous_strides(shape), offset // dtype.itemsize)
+            (dtype, shape, item_format.contiguous_strides(shape), offset // dtype.itemsize)
             for (dtype, shape), offset in zip(facts, offsets, strict=True)
         ]
         return cls(facts, frames, shards, offsets, size_bytes, places, hash((size_bytes, *offsets)), (size_max, unit))
@@ -291,14 +291,6 @@ def _in_arena(frames: Sequence[ItemFrame], shards: Sequence[Sequence[shard_layou
             end = start + offset + frames[index].total_bytes
         start = round_up(end)
     return offsets, start
-
-
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 class RepeatedSave:

@@ -240,20 +240,13 @@ class Piece(NamedTuple):
     is_unverified: bool = False
 
 
+Wanted: TypeAlias = Sequence[tuple[ReplicatedFile, Sequence[Piece]]]
+"""Each file once, its pieces in order of ``start``; they may overlap."""
+
 OnError: TypeAlias = Callable[[TierckptError, ReplicatedFile, Piece], None]
 
-
-class Pull(Protocol):
-    """``pull`` or an equivalent."""
-
-    def __call__(
-        self,
-        wanted: Sequence[tuple[ReplicatedFile, Sequence[Piece]]],
-        buffers: BounceBufferPool,
-        /,
-        *,
-        on_error: OnError,
-    ) -> None: ...
+Pull: TypeAlias = Callable[[Wanted, BounceBufferPool, OnError], None]
+"""``pull`` or an equivalent."""
 
 
 @dataclass(slots=True)
@@ -333,16 +326,10 @@ def _split_jobs(jobs: Iterable[_ChunkJob]) -> Iterator[_Read]:
             yield _Read(job, (part,), first)
 
 
-def pull(
-    requests: Sequence[tuple[ReplicatedFile, Sequence[Piece]]],
-    buffers: BounceBufferPool,
-    *,
-    on_error: OnError = lambda *_: None,
-) -> None:
+def pull(wanted: Wanted, buffers: BounceBufferPool, on_error: OnError = lambda *_: None) -> None:
     """Copy all pieces to their targets.
 
     Args:
-        wanted: each file once, its pieces in order of ``start``; they may overlap.
         buffers: for threads that read from disks, at most one each.
         on_error: may extend the error of a chunk, given its first piece.
 
@@ -351,7 +338,7 @@ def pull(
     """
     local: list[_ChunkJob] = []
     remote: list[_ChunkJob] = []
-    for copies, pieces in requests:
+    for copies, pieces in wanted:
         (remote if copies.is_remote else local).extend(_chunk_jobs(copies, pieces))
     disk = opened_disk(local)
     local = run_trials(local, disk, lambda jobs, threads: _Pull(jobs, threads, buffers, on_error).run())

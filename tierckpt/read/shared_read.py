@@ -28,7 +28,7 @@ from ..poll import Pauses, Poll
 from ..quantities import round_up
 from ..telemetry import READS_ALONE, logger
 from ..types import ByteRange
-from .parallel_read import REQUESTS_MAX, OnError, Piece, Pull, Worker, WorkerThreads, pull
+from .parallel_read import REQUESTS_MAX, OnError, Piece, Pull, Wanted, Worker, WorkerThreads, pull
 from .replicated_file import ReplicatedFile
 
 log = logger("restore")
@@ -243,19 +243,14 @@ class SharedRead:
         return next((unit for unit in units if unit is not None), None)
 
     def pull(
-        self,
-        requests: Sequence[tuple[ReplicatedFile, Sequence[Piece]]],
-        buffers: BounceBufferPool,
-        *,
-        later: int | None,
-        on_error: OnError = lambda *_: None,
+        self, wanted: Wanted, buffers: BounceBufferPool, on_error: OnError = lambda *_: None, *, later: int | None
     ) -> None:
         """As ``parallel_read.pull``, with each byte of the plan read once for all ranks of the node.
 
         ``later``: the first unit that a later call may need again. None: this is the last call.
         """
         origins: dict[int, Piece] = {}
-        jobs, own = self._split_by_unit(requests, origins)
+        jobs, own = self._split_by_unit(wanted, origins)
         # No call waits for a later one, which re-reads the units that this one has passed.
         after = PASSED_ALL if later is None else max(later, max(jobs, default=0))
 
@@ -272,15 +267,15 @@ class SharedRead:
             self._window.advance(after)
         for pieces in own.values():
             pieces.sort(key=lambda piece: piece.start)
-        pull(list(own.items()), buffers, on_error=blame)
+        pull(list(own.items()), buffers, blame)
 
     def _split_by_unit(
-        self, requests: Sequence[tuple[ReplicatedFile, Sequence[Piece]]], origins: dict[int, Piece]
+        self, wanted: Wanted, origins: dict[int, Piece]
     ) -> tuple[dict[int, _UnitJob], dict[ReplicatedFile, list[Piece]]]:
-        """Return the shared part of ``requests``, by unit, and the rest. Adds the piece of each part to ``origins``."""
+        """Return the shared part of ``wanted``, by unit, and the rest. Adds the piece of each part to ``origins``."""
         jobs: dict[int, _UnitJob] = {}
         own: dict[ReplicatedFile, list[Piece]] = {}
-        for copies, pieces in requests:
+        for copies, pieces in wanted:
             name = copies.entry.path
             for piece in pieces:
                 for start, stop, unit in self.units.cut(name, piece.start, piece.stop):
@@ -380,14 +375,14 @@ class UnitThreads(WorkerThreads):
 
     def _fill(self, unit: int) -> None:
         job, filled = self._jobs[unit], False
+
+        def blame(error: TierckptError, copies: ReplicatedFile, _: Piece) -> None:
+            self._on_error(error, copies, job.pieces[0])
+
         try:
             self._window.make_ready(unit, job.at.stop - job.at.start)
             whole = Piece(job.at.start, job.at.stop, self._window.address(unit))
-            pull(
-                [(job.copies, [whole])],
-                self._buffers,
-                on_error=lambda error, copies, _: self._on_error(error, copies, job.pieces[0]),
-            )
+            pull([(job.copies, [whole])], self._buffers, blame)
             filled = True
         finally:
             self._window.release(unit, filled=filled)

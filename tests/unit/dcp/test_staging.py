@@ -67,7 +67,7 @@ def check(found: StagedItems, state: State) -> None:
     planner = TierSavePlanner(enable_plan_caching=False)
     planner.set_up_planner(state, None, True)
     written = records.resolve(found.items, found)
-    for record in records.plan_shards_of(written, shard_bytes_max=1 << 30, chunk_size_bytes=1 << 20)[0].records:
+    for record in records.plan_shards_of(written, shard_bytes_max=1 << 30, chunk_size_bytes=1 << 20)[0][0]:
         if record.frame is not None:
             wanted = planner.state_dict[record.item.index.fqn]
             assert (record.frame.dtype, record.frame.shape) == (wanted.dtype, tuple(wanted.shape))
@@ -97,7 +97,7 @@ def test_cached_and_full_layouts_have_equal_records(stager: TierStager) -> None:
         for one in (first, second)
     ]
     facts = [
-        [[(one.item.index, one.offset, bytes(one.head), one.size_bytes) for one in shard.records] for shard in some]
+        [[(one.item.index, one.offset, bytes(one.head), one.size_bytes) for one in shard] for shard, _ in some]
         for some in shards
     ]
     assert facts[0] == facts[1] and len(facts[0]) > 1

@@ -15,11 +15,12 @@ Source: PKWARE APPNOTE 4.3 (records, data descriptors, central directory); torch
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from io import BytesIO
@@ -86,6 +87,8 @@ ALIGNMENT_BYTES = 64
 ZIP64_BYTES = (1 << 32) - (1 << 16)
 """Larger sizes may need zip64 records, which torch makes."""
 
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
 _STORAGE_CLASSES = {
     torch.float64: b"DoubleStorage",
     torch.float32: b"FloatStorage",
@@ -135,9 +138,7 @@ class ItemFrame:
 def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
     """The frame of a contiguous, dense CPU tensor. Never allocates memory of the tensor's size."""
     shape = tuple(shape)
-    size_bytes = dtype.itemsize
-    for length in shape:
-        size_bytes *= length
+    size_bytes = math.prod(shape, start=dtype.itemsize)
     if dtype in _STORAGE_CLASSES and 0 < size_bytes < ZIP64_BYTES:
         return _build_frame(dtype, shape, size_bytes)
     return _from_torch(dtype, shape, size_bytes)
@@ -146,15 +147,26 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
 @lru_cache(maxsize=1 << 12)
 def frame_by_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> ItemFrame:
     """Make the frame by plain ``torch.save``, for items of stock DCP. Its tail differs in an id."""
-    size_bytes = dtype.itemsize
-    for length in shape:
-        size_bytes *= length
-    return _from_torch(dtype, tuple(shape), size_bytes)
+    return _from_torch(dtype, tuple(shape), math.prod(shape, start=dtype.itemsize))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the raw bytes describe ``tensor`` completely: dense, strided, no subclass."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def is_raw_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a dense ``tensor`` are contiguous in host memory, and not to be conjugated or negated."""
+    is_lazy = tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
+    return tensor.is_cpu and tensor.is_contiguous() and not is_lazy
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
 
 
 # --- packed by hand: the fewest records that torch.load needs ------------------------------------------------------
@@ -202,14 +214,9 @@ def _central_header(name: bytes, crc: int, size_bytes: int, offset: int) -> byte
 
 def _pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """``_rebuild_tensor_v2(storage, 0, shape, strides, False, OrderedDict())`` in pickle protocol 2."""
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= length
-    storage = (
-        b"(X\7\0\0\0storagectorch\n" + _STORAGE_CLASSES[dtype] + b"\nX\1\0\0\x000X\3\0\0\0cpu" + _int(step) + b"tQ"
-    )
-    body = storage + b"K\0" + _tuple(shape) + _tuple(strides[::-1]) + b"\x89ccollections\nOrderedDict\n)R"
+    count = _int(math.prod(shape))
+    storage = b"(X\7\0\0\0storagectorch\n" + _STORAGE_CLASSES[dtype] + b"\nX\1\0\0\x000X\3\0\0\0cpu" + count + b"tQ"
+    body = storage + b"K\0" + _tuple(shape) + _tuple(contiguous_strides(shape)) + b"\x89ccollections\nOrderedDict\n)R"
     return b"\x80\2ctorch._utils\n_rebuild_tensor_v2\n(" + body + b"tR."
 
 

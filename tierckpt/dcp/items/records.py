@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from ...arena import slots
@@ -22,6 +22,7 @@ from ...save.shard_plan import Image, ShardRecord
 from ...telemetry import logger
 from ...torch_internals import storage_address_of
 from .. import split
+from ..planner import saved_values
 from ..sealed import Objects
 from ..stager import StagedItems, refuse_tensor
 from ..staging import StagingLayout
@@ -61,7 +62,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
     frame: item_format.ItemFrame | None = None
     like: Any = None
     tensor_of = planner.tensor if isinstance(planner, StagedItems) else partial(split.resolve, planner)
-    plain = _planner_values(planner)
+    plain = saved_values(planner)
     readers = planner.readers if isinstance(planner, StagedItems) else {}
     objects = getattr(planner, "state_dict", {})
     repeated = planner.placed if isinstance(planner, StagedItems) and items is planner.items else None
@@ -90,7 +91,7 @@ def resolve(items: Iterable[WriteItem], planner: SavePlanner | StagedItems) -> S
         if frame is None or dtype is not like[0] or shape != like[1]:
             frame, like = item_format.frame(dtype, shape), (dtype, shape)
         fetch = readers.get(item.index)
-        if fetch is None and not _is_contiguous_on_host(tensor, dtype):
+        if fetch is None and not item_format.is_raw_on_host(tensor):
             fetch = _Gathered(tensor).fetch
         if fetch is not None and frame.size_bytes:
             found.tensors.append(ShardRecord(0, frame.head, frame, 0, tensor, fetch, item))
@@ -116,80 +117,58 @@ def _reused_memory_error(item: WriteItem, lease: Lease) -> CheckpointError:
     )
 
 
-def _planner_values(planner: SavePlanner | StagedItems) -> dict[str, Any]:
-    kind, stock = type(planner), DefaultSavePlanner
-    names = ("resolve_data", "lookup_object", "transform_object")
-    if isinstance(planner, stock) and all(getattr(kind, name) is getattr(stock, name) for name in names):
-        return planner.state_dict
-    return {}
-
-
-def _is_contiguous_on_host(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    return (
-        tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not (dtype.is_complex and tensor.is_conj())
-    )
-
-
-@dataclass(slots=True)
-class ShardPlan:
-    records: list[ShardRecord]
-    image: Image | None = None
-
-
 def plan_shards_of(
     sources: Sources, *, shard_bytes_max: int, chunk_size_bytes: int, one_file: bool = True
-) -> list[ShardPlan]:
-    """Assign every tensor and object a position in a shard.
+) -> list[tuple[list[ShardRecord], Image | None]]:
+    """Assign every tensor and object a position in a shard. Return the records and the image of each shard.
 
     Staged tensors keep their order: the arena is the image of the complete files.
     """
     if not one_file:
-        return [ShardPlan([record]) for record in (*sources.tensors, *sources.objects)]
+        return [([record], None) for record in (*sources.tensors, *sources.objects)]
     tensors, layout = sources.tensors, sources.layout
     unit = image.unit_bytes(chunk_size_bytes)
     is_placed = layout is not None and layout.limits == (shard_bytes_max, unit)
     if layout is not None and is_placed:
-        plans = [ShardPlan([tensors[index] for index, _ in shard]) for shard in layout.shards]
+        shards = [[tensors[index] for index, _ in shard] for shard in layout.shards]
     else:
         if any(record.lease is not None for record in tensors):
             tensors = sorted(tensors, key=lambda record: record.address if record.lease is not None else 1 << 64)
-        plans = []
+        shards = []
         for shard in image.assign_positions([one.frame for one in tensors], shard_bytes_max=shard_bytes_max, unit=unit):
             for index, offset in shard:
                 tensors[index].offset = offset
-            plans.append(ShardPlan([tensors[index] for index, _ in shard]))
-    position = plans[-1].records[-1].end if plans else 0
+            shards.append([tensors[index] for index, _ in shard])
+    position = shards[-1][-1].end if shards else 0
     for record in sources.objects:
-        if not plans or (position and position + record.total_bytes > shard_bytes_max):
-            plans.append(ShardPlan([]))
+        if not shards or (position and position + record.total_bytes > shard_bytes_max):
+            shards.append([])
             position = 0
         record.offset = round_up(position, item_format.ALIGNMENT_BYTES)
-        plans[-1].records.append(record)
+        shards[-1].append(record)
         position = record.end
     if layout is not None and is_placed and sources.lease is not None:
         images = [_image_at(sources.lease, *found) if found is not None else None for found in layout.images]
-        if all(made is not None for made, found in zip(images, layout.images, strict=True) if found is not None):
-            for plan, made in zip(plans, images, strict=False):  # objects may have their own files
-                plan.image = made
+        if any(made is None for made, found in zip(images, layout.images, strict=True) if found is not None):
+            images = []
     else:
-        _write_in_place(plans)
-    return plans
+        images = _images_in_place(shards)
+    return list(zip_longest(shards, images))  # objects may have their own files
 
 
-def _write_in_place(plans: Sequence[ShardPlan]) -> None:
-    """Note which staged images can be written in place: all of them, or none.
+def _images_in_place(shards: Sequence[Sequence[ShardRecord]]) -> list[Image | None]:
+    """Return the staged images to be written in place: all of them, or none.
 
     Heads, tails and padding are filled in between the data. So an image may hold no tensor of another shard or save.
     """
-    written = Counter(record.lease for plan in plans for record in plan.records if record.lease is not None)
+    written = Counter(record.lease for shard in shards for record in shard if record.lease is not None)
     if any(lease.tensors not in (None, count) for lease, count in written.items()):
-        return
-    images = [_image(plan.records) for plan in plans]
-    for plan, image_ in zip(plans, images, strict=True):
-        if image_ is None and any(record.lease is not None for record in plan.records):
-            return
-    for plan, image_ in zip(plans, images, strict=True):
-        plan.image = image_
+        return []
+    images = [_image(shard) for shard in shards]
+    for shard, image_ in zip(shards, images, strict=True):
+        if image_ is None and any(record.lease is not None for record in shard):
+            return []
+    return images
 
 
 def _image(records: Sequence[ShardRecord]) -> Image | None:
