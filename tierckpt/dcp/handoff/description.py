@@ -26,15 +26,10 @@ from ...save.shard_plan import Image, Shard, ShardRecord
 from ...stores.access import cloud_environment
 from ...torch_internals import StorageInfo
 from .. import split
+from ..bulk_objects import are_same
 from ..items import item_format
 
 _VALID, _REVOKED = b"\1", b"\0"
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySpan:
-    memory: str
-    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +46,8 @@ class PendingShard:
     """Index in ``memories``; -1: no bytes there."""
     addresses: array[int]
     data: list[bytes]
-    image: tuple[MemorySpan, int] | None
+    image: tuple[str, int, int] | None
+    """Memory, offset in it, and size."""
 
     def records(self, memories: Mapping[str, Memory]) -> Iterator[ShardRecord]:
         data = iter(self.data)
@@ -107,7 +103,7 @@ def _pickled_indexes(indexes: list[MetadataIndex]) -> bytes:
     """Return the previous columns if the indexes are the same objects."""
     global _last_indexes
     known, data = _last_indexes
-    if len(known) != len(indexes) or not data or not all(map(operator.is_, known, indexes)):
+    if not data or not are_same(known, indexes):
         shared: dict[torch.Size | None, torch.Size | None] = {}
         offsets = [shared.setdefault(index.offset, index.offset) for index in indexes]
         # Names last: a pickle refers to its first 256 objects in two bytes.
@@ -147,16 +143,14 @@ class SaveHandoff:
         return dataclasses.replace(self, shards=(), kinds={}, files=files)
 
     def shards_in(self, directory: Path, memories: Mapping[str, Memory]) -> list[Shard]:
-        return [
-            Shard(
-                directory / shard.name,
-                list(shard.records(memories)),
-                None
-                if shard.image is None
-                else Image(memories[shard.image[0].memory], _address(shard.image[0], memories), shard.image[1]),
-            )
-            for shard in self.shards
-        ]
+        shards = []
+        for shard in self.shards:
+            image = None
+            if shard.image is not None:
+                name, offset, size_bytes = shard.image
+                image = Image(memories[name], memories[name].address + offset, size_bytes)
+            shards.append(Shard(directory / shard.name, list(shard.records(memories)), image))
+        return shards
 
     def written(self) -> BinaryIO:
         """Return the handoff in unnamed memory, to be passed by descriptor; ``revoke`` invalidates it."""
@@ -190,7 +184,7 @@ def describe(shards: Sequence[Shard]) -> tuple[tuple[PendingShard, ...], dict[st
         image = None
         if shard.image is not None:
             memory = shard.image.memory
-            image = (MemorySpan(known.name(memory), shard.image.address - memory.address), shard.image.size_bytes)
+            image = (known.name(memory), shard.image.address - memory.address, shard.image.size_bytes)
         found = _describe_shard(shard.path.name, shard.records, known, image)
         if found is None:
             return None
@@ -204,15 +198,18 @@ class _Known:
         self._names: dict[int, str] = {}
 
     def name(self, memory: Memory) -> str:
-        name = self._names.get(id(memory))
-        if name is None:
-            name = self._names[id(memory)] = memory_name(memory)
+        """Return a key that is equal for all processes with the memory open, and unique while any has."""
+        if (name := self._names.get(id(memory))) is None:
+            if memory.fd is None:
+                raise ValueError("private memory has no name")
+            status = os.fstat(memory.fd)
+            name = self._names[id(memory)] = f"{status.st_dev}-{status.st_ino}"
             self.memories[name] = memory  # keeps the memory, and its id unique
         return name
 
 
 def _describe_shard(
-    name: str, records: Sequence[ShardRecord], known: _Known, image: tuple[MemorySpan, int] | None
+    name: str, records: Sequence[ShardRecord], known: _Known, image: tuple[str, int, int] | None
 ) -> PendingShard | None:
     loose = [record for record in records if record.lease is None or record.fetch is not None]
     if any(record.frame is not None and record.size_bytes for record in loose):
@@ -236,15 +233,3 @@ def _describe_shard(
         [bytes(record.head) for record in records if record.frame is None],
         image,
     )
-
-
-def memory_name(memory: Memory) -> str:
-    """Return a key that is equal for all processes with the memory open, and unique while any has."""
-    if memory.fd is None:
-        raise ValueError("private memory has no name")
-    status = os.fstat(memory.fd)
-    return f"{status.st_dev}-{status.st_ino}"
-
-
-def _address(place: MemorySpan, memories: Mapping[str, Memory]) -> int:
-    return memories[place.memory].address + place.offset

@@ -68,7 +68,7 @@ class ResultExchange:
     wait_seconds: float
 
     def write(self, rank: int, results: list[WriteResult]) -> None:
-        data = self._encode(rank, results)
+        data = manifests.seal(self._header(rank) | encode_results(results))
         self.client.run(self.client.mover.store(self.location).put(self._key(rank), data))
 
     def read(self, ranks: Collection[int]) -> dict[int, list[WriteResult]]:
@@ -82,7 +82,8 @@ class ResultExchange:
         for _ in Poll(self.wait_seconds, SHARED):
             for rank in set(ranks) - heard.keys():
                 with contextlib.suppress(ObjectNotFoundError):
-                    heard[rank] = self._decode(rank, self._get(self._key(rank)))
+                    data = self.client.run(self.client.mover.store(self.location).get(self._key(rank)))
+                    heard[rank] = self._decode(rank, data)
             if len(heard) == len(ranks):
                 return heard
         raise OperationTimeoutError(
@@ -105,22 +106,17 @@ class ResultExchange:
         except TierckptError as error:
             log.warning("%s: records of ended ranks may be left over: %s", self.location.uri, error)
 
-    def _get(self, key: str) -> bytes:
-        return self.client.run(self.client.mover.store(self.location).get(key))
-
     def _key(self, rank: int) -> str:
         name = hashlib.blake2b(self.save.encode(), digest_size=8).hexdigest()
         return f"{HANDOFF_DIR}/{name}-{rank}.json"
 
-    def _encode(self, rank: int, results: list[WriteResult]) -> bytes:
-        body = {"save": self.save, "rank": rank, "chunk_size_bytes": self.chunk_size_bytes, **encode_results(results)}
-        return manifests.seal(body)
+    def _header(self, rank: int) -> Json:
+        return {"save": self.save, "rank": rank, "chunk_size_bytes": self.chunk_size_bytes}
 
     def _decode(self, rank: int, data: bytes) -> list[WriteResult]:
         where = f"{self.location.uri}: record of rank {rank} of a save of dead trainers"
         body = manifests.unseal(data, _FIELDS, where=where, size_bytes_max=RECORD_BYTES_MAX)
-        mine = {"save": self.save, "rank": rank, "chunk_size_bytes": self.chunk_size_bytes}
-        if {name: body[name] for name in mine} != mine:
+        if not self._header(rank).items() <= body.items():
             raise ManifestError(
                 f"{where}: it is of another save", hint="Save again with the same settings on all nodes"
             )
@@ -142,9 +138,11 @@ def execute(order: Json) -> bool:
         return False  # a rank saw the end of the save, but could not report it
     os.environ.update(found[0].environment)
     settings = Settings.received(found[0].settings)
-    if _is_fenced_off(settings, found[0]):
+    location = parse_uri(found[0].uri)
+    if epoch.current(settings.local_root, location.parent) != found[0].epoch:  # checked again at the commit
+        log.warning("%s: staged before the job was restarted, which continued without it: abandoned", found[0].uri)
         return False
-    client, location = get_client(settings), parse_uri(found[0].uri)
+    client = get_client(settings)
     coordinator = next((handoff for handoff in found if handoff.is_coordinator), None)
     if coordinator is not None and local_commit.is_committed(
         local_dir(settings.local_root, location), coordinator.token
@@ -155,7 +153,9 @@ def execute(order: Json) -> bool:
         handoff.files is not None and journal.read(handoff.token) is None for handoff in found
     ):
         return False  # committed; the coordinator's node did not inform these ranks
-    memories = _map_memories(found, left)
+    kinds = {name: kind for handoff in found for name, kind in handoff.kinds.items()}
+    inherited = {name: descriptor for names in left for name, descriptor in names.items()}
+    memories = {name: Memory.from_fd(inherited[name], kind) for name, kind in kinds.items()}
     sessions: dict[int, SaveSession] = {}
     try:
         results: dict[int, list[WriteResult]] = {}
@@ -171,7 +171,8 @@ def execute(order: Json) -> bool:
                     return False
                 sessions[handoff.rank] = session
                 results[handoff.rank] = _finish_shards(session, handoff, memories)
-        meeting = _exchange_of(order["save"], client, location)
+        wait_seconds = min(WAIT_SECONDS, settings.commit_timeout_seconds)
+        meeting = ResultExchange(client, location, order["save"], int(settings.chunk_size_bytes), wait_seconds)
         if coordinator is None:
             _send_results(meeting, results, found)
         else:
@@ -188,27 +189,15 @@ def execute(order: Json) -> bool:
     return True
 
 
-def _is_fenced_off(settings: Settings, handoff: SaveHandoff) -> bool:
-    """Return True if the job was restarted since. Checked again at the commit."""
-    if epoch.current(settings.local_root, parse_uri(handoff.uri).parent) == handoff.epoch:
-        return False
-    log.warning("%s: staged before the job was restarted, which continued without it: abandoned", handoff.uri)
-    return True
-
-
 def _exit_with_agent(life: int) -> None:
     """Exit when the agent ends without a release, by the pipe ``life``. The next recovery removes the files."""
 
     def watch() -> None:
         if not os.read(life, 1):
             log.warning("the agent that started this process has ended: exiting")
-            _end()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     start_thread(threading.Thread(target=watch, name="tierckpt-life", daemon=True))
-
-
-def _end() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _resume(
@@ -260,11 +249,6 @@ def _find_durable_shards(session: SaveSession, handoff: SaveHandoff) -> tuple[Fi
     return files
 
 
-def _exchange_of(save: str, client: Client, location: Location) -> ResultExchange:
-    wait_seconds = min(WAIT_SECONDS, client.settings.commit_timeout_seconds)
-    return ResultExchange(client, location, save, int(client.settings.chunk_size_bytes), wait_seconds)
-
-
 def _send_results(meeting: ResultExchange, results: dict[int, list[WriteResult]], found: list[SaveHandoff]) -> None:
     """Raises OperationTimeoutError without a commit: the shards stay until it is certain that none will come (S3b)."""
     try:
@@ -297,12 +281,6 @@ def _commit(
     finally:
         if others:
             meeting.remove(others)
-
-
-def _map_memories(found: list[SaveHandoff], left: list[dict[str, int]]) -> dict[str, Memory]:
-    kinds = {name: kind for handoff in found for name, kind in handoff.kinds.items()}
-    descriptors = {name: descriptor for names in left for name, descriptor in names.items()}
-    return {name: Memory.from_fd(descriptors[name], kind) for name, kind in kinds.items()}
 
 
 def main() -> None:

@@ -59,10 +59,11 @@ class Handoff:
     ) -> None:
         description, name, uri = save.description, save.description.name, save.location.uri
         world_size = description.world_size
+        shards = shards or PlannedShards("", "", [], [], set(), [], ())
         if not name:
             if not _is_worth_offering(save.settings, shards):
                 return
-            name = shards.token if shards is not None else ""
+            name = shards.token
             if description.use_collectives:
                 assignment = plan.storage_data
                 if not isinstance(assignment, RankAssignment) or not assignment.take():
@@ -73,8 +74,8 @@ class Handoff:
                 if metadata is None:
                     log.info("%s: staged by a planner of its own kind, so that it ends with this process", uri)
                     return
-        described = descriptions.describe(shards.shards if shards is not None else ())
-        if described is None or (shards is not None and shards.streamed):
+        described = descriptions.describe(shards.shards)
+        if described is None or shards.streamed:
             log.info("%s: the agent cannot hold all of it while it is staged", uri)
             return
         try:
@@ -88,21 +89,21 @@ class Handoff:
             world_size=world_size,
             is_coordinator=description.is_coordinator,
             use_collectives=description.use_collectives,
-            token=shards.token if shards is not None else "",
+            token=shards.token,
             uri=uri,
             settings=save.settings.model_dump_json(),
             save_id=save.save_id,
             replaces=save.lookup.attempts,
             epoch=epoch,
             shards=pending,
-            results=Results.of(shards.results if shards is not None else ()),
-            parts=shards.parts if shards is not None else (),
+            results=Results.of(shards.results),
+            parts=shards.parts,
             metadata=encode_plan(metadata) if metadata is not None else None,
             kinds={key: memory.kind for key, memory in memories.items()},
             notes=description.notes,
         )
         self._name, self._contact = name, shared_client(save.settings)
-        self._offer(memories, shards.leases if shards is not None else ())
+        self._offer(memories, shards.leases)
 
     def _offer(self, memories: Mapping[str, Memory], leases: Collection[Lease]) -> None:
         """From now on the memory of ``leases`` is dropped only after ``take_back``."""
@@ -181,11 +182,10 @@ class Handoff:
         del self._written[:count]
 
 
-def _is_worth_offering(settings: Settings, planned: PlannedShards | None) -> bool:
-    shards = planned.shards if planned is not None else ()
-    has_tensors = any(record.frame is not None for shard in shards for record in shard.records)
+def _is_worth_offering(settings: Settings, planned: PlannedShards) -> bool:
+    has_tensors = any(record.frame is not None for shard in planned.shards for record in shard.records)
     is_async = threading.current_thread() is not threading.main_thread()
-    is_staged = bool(planned and planned.leases) if has_tensors else is_async
+    is_staged = bool(planned.leases) if has_tensors else is_async
     return is_staged and outlives_process(settings)
 
 
