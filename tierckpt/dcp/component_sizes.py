@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..client import latest
 from ..config import Settings
@@ -19,17 +19,9 @@ def component_sizes_of(uri: str | os.PathLike[str], settings: Settings) -> tuple
     Raises ConfigError without weights, and the errors of the reader.
     """
     reader = TierStorageReader(latest(uri, settings=settings) or uri, settings=settings)
-    return take_stock(tensors_of(reader.read_metadata()), str(reader.path))
-
-
-def tensors_of(metadata: Metadata) -> list[Tensor]:
-    return [
-        Tensor(
-            name,
-            math.prod(entry.size),
-            math.prod(entry.size) * entry.properties.dtype.itemsize,
-            entry.properties.dtype.is_floating_point,
-        )
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    ]
+    tensors = []
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            count, dtype = math.prod(entry.size), entry.properties.dtype
+            tensors.append(Tensor(name, count, count * dtype.itemsize, dtype.is_floating_point))
+    return take_stock(tensors, str(reader.path))

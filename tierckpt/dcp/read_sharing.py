@@ -97,8 +97,6 @@ class ReadSharing:
     def assign_shared_plans(plans: list[LoadPlan]) -> list[LoadPlan]:
         """Put the shared plan of each rank in place of its interest."""
         interests = [plan.storage_data if isinstance(plan.storage_data, ReadInterest) else None for plan in plans]
-        if not any(interests):
-            return plans
         return [
             replace(plan, storage_data=shared) if interest is not None else plan
             for plan, interest, shared in zip(plans, interests, plan_shared_reads(interests), strict=True)

@@ -207,20 +207,14 @@ class TierStorageWriter(Mount, StorageWriter):
 
     def _token(self) -> str:
         """Without collectives all ranks share its first part."""
+        attempt = secrets.token_hex(8)
         if self._save.description.use_collectives:
-            return secrets.token_hex(8)
-        return f"{self._agreed_attempt()}-{self._save.description.rank}"
-
-    def _agreed_attempt(self) -> str:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return secrets.token_hex(8)
-        store = RankStore.numbered(f"tierckpt/attempt/{self.path}", ATTEMPT_TIMEOUT_SECONDS)
-        return store.broadcast(
-            "name",
-            lambda: secrets.token_hex(8),
-            f"rank 0 has not begun to save {self.path}",
-            "Every rank must save, in the same order",
-        )
+            return attempt
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            store = RankStore.numbered(f"tierckpt/attempt/{self.path}", ATTEMPT_TIMEOUT_SECONDS)
+            late = f"rank 0 has not begun to save {self.path}"
+            attempt = store.broadcast("name", lambda: attempt, late, "Every rank must save, in the same order")
+        return f"{attempt}-{self._save.description.rank}"
 
     # --- odds and ends ------------------------------------------------------------------------------------------
 
