@@ -437,7 +437,8 @@ def analyse(starts: Iterable[Start], commits: Sequence[Line] = ()) -> Goodput:
             lost = 0.0 if start.did_nothing else kept.back_to(resumed)
             lost_of[-1] = lost
             if not before.is_planned_end or lost > 0:
-                away = max(0.0, start.began_at - before.ended_at) + _restart(start)
+                restart = sum(start.spent[what] for what in ("starting", "loading", "warming"))
+                away = max(0.0, start.began_at - before.ended_at) + restart
                 failures.append(Failure(before.ended_at, last, start.restored_step, lost, max(0, last - resumed), away))
         steps = [one.step for n, one in enumerate(start.made) if one.local_seconds is not None or (index, n) in drained]
         kept.add(start.work, [kept.steps[-1], *(step for step, _ in start.work)] if start.has_gradient_log else steps)
@@ -453,10 +454,6 @@ def _origin(start: Start, saved: Sequence[int]) -> int:
     if start.begins_with_save:
         return max((step for step in saved if step < start.first_step), default=0)
     return start.first_step - 1
-
-
-def _restart(start: Start) -> float:
-    return start.spent["starting"] + start.spent["loading"] + start.spent["warming"]
 
 
 def _summed(
@@ -553,6 +550,5 @@ def _is_line(line: Line) -> bool:
 def _has_numbers(line: Line) -> bool:
     numbers = [value for name, value in line.items() if name.endswith(("_seconds", "_at")) or name in NUMBERS]
     steps = [step for name in ("step", "reached_step") if (step := line.get(name)) is not None]
-    return all(
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e15 for value in numbers
-    ) and all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
+    are_whole = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
+    return are_whole and all(_number(value) is not None for value in numbers)

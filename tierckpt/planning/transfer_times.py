@@ -195,8 +195,7 @@ def modes(
     traffic = Traffic(state_bytes, gradient_bytes, rates.pcie, step_seconds)
     steps = traffic.best_steps()
     parts = weights_of(traffic.falling_share(steps), steps)
-    frame = gradient_bytes / rates.pcie + ranks * gradient_bytes / rates.local_write
-    slowest = max(gradient_bytes / rates.pcie, ranks * gradient_bytes / rates.local_write)
+    moved, written = gradient_bytes / rates.pcie, ranks * gradient_bytes / rates.local_write
     update = ranks * parameters / UPDATES_PER_SECOND
     beside = max(0.0, copy - step_seconds)
     window = max(steps * step_seconds, interval_min_seconds)
@@ -205,11 +204,11 @@ def modes(
         Mode("lazy", 1, step_seconds, beside, 0.0, state_bytes, 0.0, copy - beside + flush, interval_min_seconds),
         Mode(
             "multi-step", steps, step_seconds, traffic.stall_seconds(parts), 0.0, sum(traffic.moved_bytes(parts)), 0.0,
-            gradient_bytes / rates.pcie + update + flush, window,
+            moved + update + flush, window,
         ),
         Mode(
-            "gradient log", 0, step_seconds, 0.0, max(0.0, slowest - step_seconds), 0.0, gradient_bytes, frame,
-            interval_min_seconds, is_log=True,
-            replay_step_seconds=max(gradient_bytes / rates.pcie, ranks * gradient_bytes / rates.local_read),
+            "gradient log", 0, step_seconds, 0.0, max(0.0, max(moved, written) - step_seconds), 0.0, gradient_bytes,
+            moved + written, interval_min_seconds, is_log=True,
+            replay_step_seconds=max(moved, ranks * gradient_bytes / rates.local_read),
         ),
     )  # fmt: skip
