@@ -18,17 +18,10 @@ def group_placement(nodes: int, replicas: int) -> list[tuple[int, ...]]:
 
     If ``replicas`` does not divide ``nodes``, the last ones form a ring. Raises ConfigError: more replicas than nodes.
     """
-    _check(nodes, replicas)
-    stride = nodes // replicas
-    whole_groups = stride if nodes % replicas == 0 else stride - 1
     holders: list[tuple[int, ...]] = [()] * nodes
-    for first in range(whole_groups):
-        members = [first + index * stride for index in range(replicas)]
-        for index, node in enumerate(members):
-            holders[node] = (*members[index:], *members[:index])
-    rest = [node for node in range(nodes) if not holders[node]]
-    for index, node in enumerate(rest):
-        holders[node] = tuple(rest[(index + ahead) % len(rest)] for ahead in range(replicas))
+    for ring in _rings(nodes, replicas):
+        for index, node in enumerate(ring):
+            holders[node] = tuple(ring[(index + ahead) % len(ring)] for ahead in range(replicas))
     return holders
 
 
@@ -37,13 +30,13 @@ def spread_placement(domains: Sequence[str], replicas: int) -> list[tuple[int, .
 
     Raises ConfigError: more replicas than nodes. Cost: N log N.
     """
-    blocks = _blocks(len(domains), replicas)
-    seated = _arrange_domains(domains, [len(block) for block in blocks])
+    rings = _rings(len(domains), replicas)
+    seated = _arrange_domains(domains, [len(ring) for ring in rings])
     node_at: dict[int, int] = {}
-    for block, nodes in zip(blocks, seated, strict=True):
+    for ring, nodes in zip(rings, seated, strict=True):
         # In a ring the holders are neighbours: place nodes of one domain as far apart as possible.
-        places = sorted(range(len(block)), key=lambda place: (place % replicas, place))
-        node_at |= {block[place]: node for place, node in zip(places, nodes, strict=True)}
+        places = sorted(range(len(ring)), key=lambda place: (place % replicas, place))
+        node_at |= {ring[place]: node for place, node in zip(places, nodes, strict=True)}
     placed = group_placement(len(domains), replicas)
     holders = {node_at[at]: tuple(node_at[other] for other in held) for at, held in enumerate(placed)}
     return [holders[node] for node in range(len(domains))]
@@ -67,16 +60,14 @@ def _arrange_domains(domains: Sequence[str], sizes: Sequence[int]) -> list[list[
     return seated
 
 
-def _blocks(nodes: int, replicas: int) -> list[list[int]]:
-    blocks: dict[frozenset[int], list[int]] = {}
-    placed = group_placement(nodes, replicas)
-    rest = []
-    for at, held in enumerate(placed):
-        if all(set(placed[other]) == set(held) for other in held):
-            blocks.setdefault(frozenset(held), sorted(held))
-        else:
-            rest.append(at)
-    return [*([rest] if rest else []), *blocks.values()]
+def _rings(nodes: int, replicas: int) -> list[list[int]]:
+    """Return groups of ``replicas`` nodes, preceded by a larger one with the rest, if any."""
+    _check(nodes, replicas)
+    stride = nodes // replicas
+    whole_groups = stride if nodes % replicas == 0 else stride - 1
+    groups = [[first + index * stride for index in range(replicas)] for first in range(whole_groups)]
+    rest = sorted(set(range(nodes)).difference(*groups))
+    return [rest, *groups] if rest else groups
 
 
 def survives(holders: Sequence[Collection[int]], lost: Collection[int]) -> bool:
