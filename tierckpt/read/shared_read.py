@@ -13,6 +13,7 @@ import bisect
 import ctypes
 import heapq
 import itertools
+import operator
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -153,31 +154,26 @@ class Units:
     """The units of a shared plan, in the order of file names."""
 
     def __init__(self, plan: SharedReadPlan) -> None:
-        size, number = plan.unit_bytes, 0
-        self._starts: dict[str, list[int]] = {}
-        self._stops: dict[str, list[int]] = {}
+        self._cuts: dict[str, list[tuple[int, int]]] = {}
         self._first: dict[str, int] = {}
+        number = 0
         for name in sorted(plan.ranges):
-            cuts = [cut for start, stop in plan.ranges[name] for cut in _cut_range(start, stop, size)]
-            self._starts[name], self._stops[name] = [cut[0] for cut in cuts], [cut[1] for cut in cuts]
-            self._first[name] = number
+            cuts = [cut for start, stop in plan.ranges[name] for cut in _cut_range(start, stop, plan.unit_bytes)]
+            self._cuts[name], self._first[name] = cuts, number
             number += len(cuts)
 
     def first_of(self, name: str, start: int, stop: int) -> int | None:
-        if name not in self._starts:
-            return None
-        at = bisect.bisect_right(self._stops[name], start)
-        return self._first[name] + at if at < len(self._starts[name]) and self._starts[name][at] < stop else None
+        cuts = self._cuts.get(name, [])
+        at = bisect.bisect_right(cuts, start, key=_STOP)
+        return self._first[name] + at if at < len(cuts) and cuts[at][0] < stop else None
 
     def cut(self, name: str, start: int, stop: int) -> list[tuple[int, int, int | None]]:
         """Return these bytes as parts, each inside one unit or outside all of them."""
-        if name not in self._starts:
-            return [(start, stop, None)]
         parts: list[tuple[int, int, int | None]] = []
-        starts, stops, first = self._starts[name], self._stops[name], self._first[name]
-        at = bisect.bisect_right(stops, start)
+        cuts, first = self._cuts.get(name, []), self._first.get(name, 0)
+        at = bisect.bisect_right(cuts, start, key=_STOP)
         while start < stop:
-            begin, end = (starts[at], stops[at]) if at < len(starts) else (stop, stop)
+            begin, end = cuts[at] if at < len(cuts) else (stop, stop)
             if start < begin:
                 parts.append((start, min(begin, stop), None))
             else:
@@ -187,8 +183,10 @@ class Units:
         return parts
 
     def range(self, name: str, unit: int) -> ByteRange:
-        at = unit - self._first[name]
-        return ByteRange(self._starts[name][at], self._stops[name][at])
+        return ByteRange(*self._cuts[name][unit - self._first[name]])
+
+
+_STOP = operator.itemgetter(1)
 
 
 def _cut_range(start: int, stop: int, size: int) -> Iterable[tuple[int, int]]:
