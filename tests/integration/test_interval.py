@@ -244,9 +244,7 @@ def decide_apart() -> None:
 
     interval.all_gather = lambda value: [value]  # type: ignore[assignment]
     interval.broadcast = lambda work: work()  # type: ignore[assignment]
-    interval.optimal_interval.choose = lambda *_, **__: interval.optimal_interval.IntervalChoice(
-        3 + dist.get_rank(), 1, ""
-    )  # type: ignore[assignment]
+    interval.optimal_interval.choose = lambda *_, **__: interval.optimal_interval.Pace(3 + dist.get_rank(), 1, "")  # type: ignore[assignment]
 
 
 def decide_apart_and_compare(uri: str) -> list[Any]:

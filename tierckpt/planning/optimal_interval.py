@@ -252,13 +252,16 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class IntervalChoice:
+class Pace:
+    """A save every ``steps``, a drain every ``every`` saves. ``calm``: consecutive windows well below the bound."""
+
     steps: int
     every: int
-    reason: str
+    reason: str = ""
+    calm: int = 0
 
 
-def choose(profile: JobProfile, goal: Goal, *, drains: bool = True) -> IntervalChoice:
+def choose(profile: JobProfile, goal: Goal, *, drains: bool = True) -> Pace:
     """Return the best interval: CheckFreq's, or with a failure rate the model's, which is never shorter."""
     least = checkfreq_steps(profile.step_seconds, profile.blocked_seconds, profile.durable_seconds, goal.overhead_max)
     least_seconds = least * profile.step_seconds
@@ -266,7 +269,7 @@ def choose(profile: JobProfile, goal: Goal, *, drains: bool = True) -> IntervalC
     # Shared storage keeps up with every n-th.
     every = max(1, _ceil(shared / least_seconds)) if shared is not None else 1
     if not goal.knows_failures:
-        return IntervalChoice(least, every, "as often as the bounds allow")
+        return Pace(least, every, "as often as the bounds allow")
     mtbf = _rate_to_mtbf(goal.local_mtbf_seconds, goal.shared_mtbf_seconds if shared is None else None)
     levels = [Level("local", profile.blocked_seconds, 0.0, mtbf, profile.durable_seconds, least_seconds)]
     if shared is not None:
@@ -275,9 +278,9 @@ def choose(profile: JobProfile, goal: Goal, *, drains: bool = True) -> IntervalC
     try:
         schedule = plan(levels, profile.step_seconds)
     except ConfigError as error:
-        return IntervalChoice(least, every, f"as often as possible: {error.message}")
+        return Pace(least, every, f"as often as possible: {error.message}")
     reason = f"best for the failure rate, bound by {schedule.bound_by[0]}"
-    return IntervalChoice(schedule.steps, schedule.every[-1], reason)
+    return Pace(schedule.steps, schedule.every[-1], reason)
 
 
 def _rate_to_mtbf(*mtbfs: float | None) -> float:
@@ -323,30 +326,20 @@ class MeasuredSpan:
         return max(0.0, median / positive(step_seconds, "step time", "seconds") - 1) if median is not None else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """``calm`` counts consecutive windows well below the bound."""
-
-    steps: int
-    every: int
-    calm: int = 0
-    reason: str = ""
-
-
-def adapt(pace: Pace | None, choice: IntervalChoice, overhead_share: float, overhead_max: float) -> Pace:
+def adapt(pace: Pace | None, choice: Pace, overhead_share: float, overhead_max: float) -> Pace:
     """Longer by a quarter if too costly, shorter step by step if cheap, never shorter than ``choice``."""
     if pace is None:
-        return Pace(choice.steps, choice.every, 0, choice.reason)
+        return choice
     if overhead_share > overhead_max:
         steps = min(max(math.ceil(GROWTH * pace.steps), choice.steps), STEPS_FACTOR_MAX * choice.steps)
-        return Pace(steps, choice.every, 0, f"overhead {overhead_share:.1%} is above {overhead_max:.1%}")
+        return Pace(steps, choice.every, f"overhead {overhead_share:.1%} is above {overhead_max:.1%}")
     if pace.steps <= choice.steps:
-        return Pace(choice.steps, choice.every, 0, choice.reason)
+        return choice
     calm = pace.calm + 1 if overhead_share < overhead_max / 2 else 0
     if calm < CALM_WINDOWS:
         return replace(pace, every=choice.every, calm=calm, reason=f"overhead {overhead_share:.1%}, waiting")
     steps = max(choice.steps, pace.steps - max(1, pace.steps // 16))
-    return Pace(steps, choice.every, 0, f"overhead {overhead_share:.1%} in {CALM_WINDOWS} windows")
+    return Pace(steps, choice.every, f"overhead {overhead_share:.1%} in {CALM_WINDOWS} windows")
 
 
 def slowest(profiles: Sequence[JobProfile]) -> JobProfile:

@@ -16,7 +16,6 @@ from tierckpt.planning.drain_policy import Rules
 from tierckpt.planning.optimal_interval import (
     CALM_WINDOWS,
     Goal,
-    IntervalChoice,
     JobProfile,
     MeasuredSpan,
     Pace,
@@ -111,7 +110,7 @@ def test_extreme_failure_rates_do_not_stop_training() -> None:
 
 
 def test_the_interval_grows_by_a_quarter_and_shrinks_gradually() -> None:
-    choice = IntervalChoice(20, 1, "profile")
+    choice = Pace(20, 1, "profile")
     pace = adapt(None, choice, 0.0, 0.035)
     assert pace.steps == 20
     longer = adapt(pace, choice, 0.05, 0.035)
@@ -128,13 +127,13 @@ def test_the_interval_grows_by_a_quarter_and_shrinks_gradually() -> None:
 def test_noise_does_not_disable_checkpoints() -> None:
     pace: Pace | None = None
     for _ in range(100):
-        pace = adapt(pace, IntervalChoice(10, 1, ""), 9.0, 0.035)
+        pace = adapt(pace, Pace(10, 1, ""), 9.0, 0.035)
     assert pace is not None
     assert pace.steps == 160
 
 
 def test_a_worse_profile_takes_effect_at_once() -> None:
-    assert adapt(Pace(10, 1), IntervalChoice(40, 4, ""), 0.0, 0.035) == Pace(40, 4)
+    assert adapt(Pace(10, 1), Pace(40, 4, ""), 0.0, 0.035) == Pace(40, 4)
 
 
 def test_overhead_is_relative_to_the_median_undisturbed_step() -> None:
