@@ -87,7 +87,8 @@ class TierStager:
         >>> stager.close()
     """
 
-    _synchronize_after_execute = False
+    should_synchronize_after_execute = _synchronize_after_execute = False
+    """``stage`` is complete when it returns, or the optimizer step waits."""
 
     def __init__(
         self,
@@ -115,11 +116,6 @@ class TierStager:
         self.watch(optimizers)
 
     # --- contract of AsyncStager --------------------------------------------------------------------------------
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """False: ``stage`` is complete when it returns, or the optimizer step waits."""
-        return self._synchronize_after_execute
 
     def stage(self, state_dict: dict[str, Any], **_: Any) -> Any:
         """Return the staged state dict; in lazy mode a Future of it."""

@@ -171,12 +171,8 @@ class TierStorageWriter(Mount, StorageWriter):
 
     # --- staging ------------------------------------------------------------------------------------------------
 
-    _synchronize_after_execute = False
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        """False: ``stage`` is complete when it returns."""
-        return self._synchronize_after_execute
+    should_synchronize_after_execute = _synchronize_after_execute = False
+    """``stage`` is complete when it returns."""
 
     @short_traceback
     def stage(self, state_dict: dict[str, Any]) -> Any:
