@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby, repeat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -178,39 +178,25 @@ def read(descriptor: int) -> SaveHandoff | None:
 
 def describe(shards: Sequence[Shard]) -> tuple[tuple[PendingShard, ...], dict[str, Memory]] | None:
     """Describe the shards and their memory; None if some memory cannot be held."""
-    known = _Known()
+    memories: dict[str, Memory] = {}
     described = []
     for shard in shards:
-        image = None
-        if shard.image is not None:
-            memory = shard.image.memory
-            image = (known.name(memory), shard.image.address - memory.address, shard.image.size_bytes)
-        found = _describe_shard(shard.path.name, shard.records, known, image)
+        found = _describe_shard(shard, memories)
         if found is None:
             return None
         described.append(found)
-    return tuple(described), known.memories
+    return tuple(described), memories
 
 
-class _Known:
-    def __init__(self) -> None:
-        self.memories: dict[str, Memory] = {}
-        self._names: dict[int, str] = {}
-
-    def name(self, memory: Memory) -> str:
+def _describe_shard(shard: Shard, memories: dict[str, Memory]) -> PendingShard | None:
+    def name_of(memory: Memory) -> str:
         """Return a key that is equal for all processes with the memory open, and unique while any has."""
-        if (name := self._names.get(id(memory))) is None:
-            if memory.fd is None:
-                raise ValueError("private memory has no name")
-            status = os.fstat(memory.fd)
-            name = self._names[id(memory)] = f"{status.st_dev}-{status.st_ino}"
-            self.memories[name] = memory  # keeps the memory, and its id unique
+        status = os.fstat(cast(int, memory.fd))
+        name = f"{status.st_dev}-{status.st_ino}"
+        memories[name] = memory
         return name
 
-
-def _describe_shard(
-    name: str, records: Sequence[ShardRecord], known: _Known, image: tuple[str, int, int] | None
-) -> PendingShard | None:
+    records, image = shard.records, shard.image
     loose = [record for record in records if record.lease is None or record.fetch is not None]
     if any(record.frame is not None and record.size_bytes for record in loose):
         return None
@@ -223,13 +209,13 @@ def _describe_shard(
     at = {key: number for number, key in enumerate(lease_by_id)} | {id(None): -1}
     kind_at = {key: number for number, key in enumerate(frame_by_id)} | {id(None): -1}
     return PendingShard(
-        name,
+        shard.path.name,
         array("q", map(operator.attrgetter("offset"), records)),
         [(frame.dtype, frame.shape) for frame in frame_by_id.values()],
         array("q", map(kind_at.__getitem__, map(id, frames))),
-        [(known.name(memory), memory.address) for memory in held],
+        [(name_of(memory), memory.address) for memory in held],
         array("q", map(at.__getitem__, map(id, leases))),
         array("q", map(operator.attrgetter("address"), records)),
         [bytes(record.head) for record in records if record.frame is None],
-        image,
+        None if image is None else (name_of(image.memory), image.address - image.memory.address, image.size_bytes),
     )

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
+from tierckpt.arena.memory import Memory
+from tierckpt.arena.slots import Lease
 from tierckpt.dcp.handoff import description as descriptions
-from tierckpt.dcp.handoff.description import Results, SaveHandoff
+from tierckpt.dcp.handoff.description import Results, SaveHandoff, describe
+from tierckpt.dcp.items import item_format
 from tierckpt.format.manifest import FileEntry
+from tierckpt.save.shard_plan import Image, Shard, ShardRecord
 
 RESULTS = [
     WriteResult(MetadataIndex("weight", torch.Size([4, 2]), 1), 900, _StorageInfo("__1_0-ab.distcp", 0, 900)),
@@ -65,6 +70,16 @@ def test_a_revoked_handoff_is_invalid_for_all_holders() -> None:
     held = os.dup(written.fileno())
     descriptions.revoke(written)
     assert descriptions.read(held) is None
+
+
+def test_private_memory_cannot_be_held() -> None:
+    """Its stager has other settings than the writer."""
+    frame = item_format.frame(torch.float32, (4,))
+    with Memory.allocate(1 << 20) as memory:
+        lease = Lease(memory, memory.size_bytes, 0)
+        record = ShardRecord(0, frame.head, frame, memory.address + len(frame.head), lease=lease)
+        assert describe([Shard(Path("shard"), [record])]) is None
+        assert describe([Shard(Path("shard"), [record], Image(memory, memory.address, 4096))]) is None
 
 
 def test_durable_files_need_no_memory() -> None:
