@@ -476,7 +476,11 @@ def _summed(
     mtbf = wall / len(failures) if failures else None
     restart = sum(one.away_seconds for one in failures) / len(failures) if failures else None
     latency = sum(durable) / len(durable) if durable else None
-    expected = _expected(interval, blocked, mtbf, restart, latency)
+    expected: float | None = None
+    if interval and blocked is not None:
+        expected = interval / (interval + blocked)
+        if mtbf is not None:
+            expected = ettr.exact(interval, blocked, mtbf, restart or 0.0, latency or 0.0)
     steps, unsaved = stays - origin, kept.steps[-1] - stays
     lost_steps = sum(one.lost_steps for one in failures)
     return Goodput(
@@ -503,16 +507,6 @@ def _summed(
         steps_per_hour=3600 * steps / wall,
         replayed_steps=sum(start.replayed_steps for start in starts),
     )
-
-
-def _expected(
-    interval: float | None, blocked: float | None, mtbf: float | None, restart: float | None, latency: float | None
-) -> float | None:
-    if not interval or blocked is None:
-        return None
-    if mtbf is None:
-        return interval / (interval + blocked)
-    return ettr.exact(interval, blocked, mtbf, restart or 0.0, latency or 0.0)
 
 
 def _stretches(starts: Sequence[Start], lost_of: Sequence[float], unsaved_seconds: float) -> Iterable[Stretch]:
