@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..errors import ConfigError
 from . import ettr
@@ -90,14 +91,11 @@ class Schedule:
 
     @property
     def bound_by(self) -> tuple[str, ...]:
-        return tuple(self._bound(level) for level in range(len(self.levels)))
-
-    def _bound(self, place: int) -> str:
-        steps = self.steps_by_level[place]
-        fewer = steps - (self.steps_by_level[place - 1] if place else 1)
-        if fewer < 1:
-            return "step"
-        return "throughput" if fewer * self.step_seconds < self.levels[place].interval_min_seconds else "cost"
+        steps, found = self.steps_by_level, []
+        for level, count, before in zip(self.levels, steps, (1, *steps), strict=False):
+            is_least = (count - before) * self.step_seconds < level.interval_min_seconds
+            found.append("step" if count == before else "throughput" if is_least else "cost")
+        return tuple(found)
 
 
 def plan(levels: Sequence[Level], step_seconds: float) -> Schedule:
@@ -110,14 +108,9 @@ def plan(levels: Sequence[Level], step_seconds: float) -> Schedule:
         raise ConfigError("there are no levels to plan for: give at least one")
     positive(step_seconds, "step time")
     levels = tuple(levels)
-    best = _repaired(levels, step_seconds, _first_guess(levels, step_seconds))
-    while True:
-        better = max(
-            (_repaired(levels, step_seconds, tried) for tried in _neighbours(best)),
-            key=lambda found: _rank(levels, step_seconds, found),
-        )
-        if _rank(levels, step_seconds, better) <= _rank(levels, step_seconds, best):
-            break
+    repaired, rank = partial(_repaired, levels, step_seconds), partial(_rank, levels, step_seconds)
+    best = repaired(_first_guess(levels, step_seconds))
+    while rank(better := max(map(repaired, _neighbours(best)), key=rank)) > rank(best):
         best = better
     reached = ettr.nested(levels, best[0] * step_seconds, (1, *best[1:]))
     if reached < 1e-6:
