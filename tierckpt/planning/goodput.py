@@ -535,14 +535,8 @@ def _stretches(starts: Sequence[Start], lost_of: Sequence[float], unsaved_second
 
 def _is_line(line: Line) -> bool:
     """Reject invalid lines: other users may write to this directory."""
-    try:
-        return isinstance(line["what"], str) and float(line["at"]) >= 0 and _has_numbers(line)
-    except (KeyError, TypeError, ValueError):
-        return False
-
-
-def _has_numbers(line: Line) -> bool:
     numbers = [value for name, value in line.items() if name.endswith(("_seconds", "_at")) or name in NUMBERS]
     steps = [step for name in ("step", "reached_step") if (step := line.get(name)) is not None]
     are_whole = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
-    return are_whole and all(_number(value) is not None for value in numbers)
+    are_numbers = "at" in line and all(_number(value) is not None for value in numbers)
+    return isinstance(line.get("what"), str) and are_whole and are_numbers
