@@ -18,7 +18,7 @@ from tierckpt.cache import pool as module
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry, remove_dir
 from tierckpt.cache.pool import CacheRow, Pool
-from tierckpt.cache.space import make_room, plan_prefetch, reserve, shrink_cache
+from tierckpt.cache.space import plan_prefetch, reserve, shrink_cache
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError, ConfigError
 from tierckpt.quantities import human_bytes
@@ -148,24 +148,6 @@ def test_pinned_and_leased_entries_are_never_evicted(
     assert not pool.state_dir(leased).exists(), "a killed reader leaves no files"
 
 
-def test_unpinning_allows_a_rejected_reservation(pool: Pool) -> None:
-    for name in "abc":
-        pool.pin(fill(pool, model(name)))
-    with pytest.raises(CapacityError):
-        fill(pool, model("d"))
-    assert present(pool) == {"a", "b", "c"}
-    pool.pin(model("b").name, False)
-    fill(pool, model("d"))
-    assert present(pool) == {"a", "c", "d"}
-
-
-def test_a_reservation_above_the_quota_is_rejected_at_once(pool: Pool) -> None:
-    fill(pool, model("a"))
-    with pytest.raises(CapacityError, match=f"{human_bytes(QUOTA + 1)} are needed"):
-        reserve(pool, model("huge", QUOTA + 1), QUOTA + 1)
-    assert present(pool) == {"a"}
-
-
 def test_a_leased_old_version_stays_next_to_the_new_one(pool: Pool) -> None:
     old = fill(pool, model("a", version="1"))
     lease = pool.lease(old)
@@ -212,15 +194,6 @@ def test_reserved_blocks_do_not_count_as_used(pool: Pool, local_root: Path, monk
     assert present(pool) == {"c"}
 
 
-def test_a_save_on_a_full_disk_evicts_cache_entries(pool: Pool, local_root: Path) -> None:
-    for name in "abc":
-        fill(pool, model(name))
-    pool.pin(model("a").name)
-    full = Settings.load(local_root=local_root, local_high_water=1e-9)  # any disk in use is above this mark
-    make_room(full, 1, local_root / "checkpoints" / "run")
-    assert present(pool) == {"a"}
-
-
 # --- readers and evictors --------------------------------------------------------------------------------------------
 
 
@@ -251,13 +224,6 @@ def test_a_leased_entry_stays_visible(pool: Pool) -> None:
         assert went or found == [True]
     assert torn == []
     assert kept + evicted == 25
-
-
-def test_an_open_file_stays_readable_after_its_eviction(pool: Pool) -> None:
-    name = fill(pool, model("a"))
-    with (pool.directory(name) / "weights.bin").open("rb") as file:
-        assert pool.evict(name)
-        assert len(file.read()) == SIZE
 
 
 @pytest.mark.parametrize("where", ["mark", "rename", "delete"])
