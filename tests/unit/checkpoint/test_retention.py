@@ -58,12 +58,6 @@ def test_every_nth_step_is_kept_by_its_number_and_not_by_its_place() -> None:
     assert why(verdicts, 201, Tier.SHARED) == "the newest"
 
 
-def test_both_rules_together_keep_what_either_keeps() -> None:
-    verdicts = Policy.of(keep_last=2, keep_every=10).judge(run_of(10, 15, 20, 21, 22))
-    assert removed(verdicts, Tier.SHARED) == [15]
-    assert why(verdicts, 15, Tier.SHARED) == "not among the newest 2, no multiple of 10"
-
-
 def test_each_tier_has_its_own_rule() -> None:
     verdicts = Policy.of({"local": 1, "shared": 3}, {"shared": 2}).judge(run_of(1, 2, 3, 4, 5, 6))
     assert removed(verdicts, Tier.LOCAL) == [1, 2, 3, 4, 5]
@@ -107,14 +101,6 @@ def test_a_local_copy_that_is_not_drained_stays() -> None:
     assert why(verdicts, 2, Tier.LOCAL) == "not on the shared tier yet"
 
 
-def test_a_drained_copy_stays_when_the_shared_tier_has_lost_what_it_had() -> None:
-    emptied = Policy.of(keep_last=1).judge([local(1), local(2), local(3)])
-    assert removed(emptied, Tier.LOCAL) == []
-    assert "lost" in why(emptied, 1, Tier.LOCAL)
-    damaged = Policy.of(keep_last=1).judge([local(1), local(2), local(3), shared(1), shared(3, DAMAGED)])
-    assert removed(damaged, Tier.LOCAL) == [1]
-
-
 def test_a_local_copy_may_go_after_the_shared_tier_has_given_that_step_up() -> None:
     verdicts = Policy.of({"local": 2, "shared": 1}).judge([local(1), local(2), local(3), shared(3)])
     assert removed(verdicts, Tier.LOCAL) == [1]
@@ -123,12 +109,6 @@ def test_a_local_copy_may_go_after_the_shared_tier_has_given_that_step_up() -> N
 def test_without_a_drain_the_local_tier_is_the_last_one() -> None:
     copies = [local(step, drained=False) for step in (1, 2, 3)]
     assert removed(Policy.of(keep_last=1).judge(copies, drains=False), Tier.LOCAL) == [1, 2]
-
-
-def test_what_is_in_use_stays() -> None:
-    verdicts = Policy.of(keep_last=1).judge([local(1, held="being read"), shared(1, held="being read"), *run_of(2, 3)])
-    assert removed(verdicts, Tier.LOCAL) == removed(verdicts, Tier.SHARED) == [2]
-    assert why(verdicts, 1, Tier.LOCAL) == "being read"
 
 
 # --- for any run (I5) -------------------------------------------------------------------------------------------

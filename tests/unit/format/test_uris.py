@@ -90,6 +90,8 @@ def test_a_place_is_where_fsspec_looks_for_it(prefix: str, name: str) -> None:
         ("memory:///a/b/", "memory://a/b"),
         ("s3://bucket/a///", "s3://bucket/a"),
         ("gcs://bucket/a", "gs://bucket/a"),
+        ("s3a://bucket/a", "s3://bucket/a"),
+        ("abfss://box@account.dfs.core.windows.net/a", "az://box/a"),
     ],
 )
 def test_spellings_of_one_place_are_one_directory(spelled: str, same: str) -> None:
