@@ -177,18 +177,6 @@ def test_a_message_that_cannot_be_formed_is_no_error() -> None:
     assert "could not be formed" in json.loads(line)["event"]
 
 
-def test_after_stop_the_logger_is_as_it_was() -> None:
-    target = logging.getLogger("tierckpt")
-    before = (target.level, [*target.handlers])
-    lines_of("text", lambda: None, "debug")
-    assert (target.level, target.handlers) == before
-
-
-def test_text_lines_are_for_people() -> None:
-    (line,) = lines_of("text", lambda: logger("test").info("done"))
-    assert line.endswith("INFO tierckpt.test: done")
-
-
 # --- redaction -------------------------------------------------------------------------------------------------
 
 

@@ -305,3 +305,9 @@ def test_h_is_help(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) ->
     assert long.startswith(" ".join(("Usage: tierckpt", *path)))
     assert run([*path, "-h"]) == 0
     assert capsys.readouterr().out == long
+
+
+def test_without_arguments_it_lists_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    page = capsys.readouterr().out
+    assert all(f" {path[0]} " in page for path in verbs(typer.main.get_command(app)) if path)
