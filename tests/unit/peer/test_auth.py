@@ -48,10 +48,6 @@ def verifier(clock: Clock | None = None) -> Verifier:
     return Verifier(KEY, "server", clock) if clock else Verifier(KEY, "server")
 
 
-def test_a_member_is_known_by_name() -> None:
-    assert verifier().check("GET", TARGET, signed())[0] == "node-1"
-
-
 @pytest.mark.parametrize(
     ("what", "method", "target", "extra"),
     [
@@ -68,30 +64,12 @@ def test_a_proof_is_of_one_request_only(what: str, method: str, target: str, ext
         verifier().check(method, target, {**signed(), **extra})
 
 
-@pytest.mark.parametrize("field", ["name", "to", "expires", "nonce", "mac"])
-def test_no_field_of_a_proof_can_be_changed(field: str) -> None:
-    proof = signed()["authorization"]
-    value = proof.split(f"{field}=")[1].split(";")[0]
-    other = {"name": "node-2", "to": "other", "expires": str(int(value) + 1) if field == "expires" else ""}.get(
-        field, value[:-1] + ("0" if value[-1] != "0" else "1")
-    )
-    changed = proof.replace(f"{field}={value}", f"{field}={other}")
-    assert changed != proof
-    with pytest.raises(RejectedRequest):
-        verifier().check("GET", TARGET, {"authorization": changed})
-
-
 @pytest.mark.parametrize(
     "header", ["", "Bearer x", "Tierckpt", "Tierckpt name=x; to=server; expires=1; nonce=1; mac=1"]
 )
 def test_what_is_no_proof_is_refused(header: str) -> None:
     with pytest.raises(RejectedRequest, match="no proof"):
         verifier().check("GET", TARGET, {"authorization": header} if header else {})
-
-
-def test_another_secret_is_refused() -> None:
-    with pytest.raises(RejectedRequest, match="wrong proof"):
-        verifier().check("GET", TARGET, signed(key=b"the secret of another job"))
 
 
 def test_a_proof_for_another_node_is_refused_and_one_for_nobody_is_good_for_the_list_of_members_only() -> None:
@@ -114,20 +92,6 @@ def test_a_proof_is_good_for_a_short_time() -> None:
     clock.now -= 10 * auth.EXPIRY_SECONDS_MAX  # signed by a clock far ahead: it would be good for too long
     with pytest.raises(RejectedRequest, match="another time"):
         checks.check("GET", TARGET, signed())
-
-
-def test_a_proof_is_good_once_for_as_long_as_it_is_good_at_all() -> None:
-    import time
-
-    clock = Clock(time.time())
-    checks = verifier(clock)
-    clock.now += auth.EXPIRY_SECONDS_MAX - 1  # the sets are about to turn
-    late = _signed_at(clock.now)
-    checks.check("GET", TARGET, late)
-    for _ in range(int(auth.LIFETIME_SECONDS) - 1):
-        clock.now += 1
-        with pytest.raises(RejectedRequest, match="used before"):
-            checks.check("GET", TARGET, late)
 
 
 def test_more_requests_than_can_be_remembered_are_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,24 +214,6 @@ def test_a_wall_clock_that_is_set_back_an_hour_puts_nobody_off(monkeypatch: pyte
     for _ in range(500):  # a minute's worth of them, each few minutes
         checks.check("GET", TARGET, {"authorization": signer.sign("GET", TARGET, "server")[0]})
         node.passes(1)
-
-
-def test_no_step_of_the_wall_clock_makes_a_proof_good_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = Node(monkeypatch)
-    checks, proof = verifier(), signed()
-    checks.check("GET", TARGET, proof)
-    for step in (200, -195, 3600, -7200, 86400):
-        node.wall += step
-        checks.check("GET", TARGET, _as_of(checks))
-        with pytest.raises(RejectedRequest):
-            checks.check("GET", TARGET, proof)
-
-
-def _as_of(checks: Verifier) -> dict[str, str]:
-    """A request of a member that knows the time here."""
-    signer = Signer(KEY, "node-1")
-    ahead = checks.clock() - signer.clock()
-    return {"authorization": signer.sign("GET", TARGET, "server", ahead_seconds=ahead)[0]}
 
 
 def test_even_by_a_clock_that_is_set_no_proof_is_good_twice() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -57,12 +55,6 @@ def same(here: Holdings, frozen: FileSet, data: dict[str, bytes], size: int = CH
         assert piece is None or digest_of(piece) == digest_of(bytes_of(cut, data, ordinal))
         found += piece is not None
     return found
-
-
-def test_nothing_is_known_of_a_version_that_is_not_here(root: Path) -> None:
-    here = Holdings(root)
-    assert here.report("0" * 32, CHUNK) == ChunkReport()
-    assert here.open("0" * 32, CHUNK, 0) is None
 
 
 # --- on its way ----------------------------------------------------------------------------------------------------
@@ -162,25 +154,6 @@ def test_a_chunk_that_lands_between_two_looks_is_never_nowhere(root: Path, monke
     held = here.report(frozen.version, CHUNK)
     assert 5 + 3 in held.fetching | {ordinal for ordinal, _ in held.new}
     filling.close()
-
-
-def test_other_processes_fill_and_it_is_seen(root: Path) -> None:
-    here, frozen = Holdings(root), freeze({"zeros": bytes(3 * CHUNK)})
-    code = (
-        "import sys; from pathlib import Path; from tests.peer_node import *\n"
-        "data = {'zeros': bytes(3 * CHUNK)}; filling = begin(Path(sys.argv[1]), freeze(data))\n"
-        "land(filling, data, [1]); print('landed', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "landed\n"
-        assert [at for at, _ in here.report(frozen.version, CHUNK).new] == [1]
-        assert here.is_fetching(frozen.version)
-        child.kill()
-    assert not here.is_fetching(frozen.version)
-    assert given(here, frozen, 1) == bytes(CHUNK)
 
 
 # --- whole ---------------------------------------------------------------------------------------------------------
@@ -306,19 +279,6 @@ def test_a_directory_elsewhere_is_served_for_as_long_as_somebody_says_so(root: P
     assert same(here, frozen, DATA) == 10
     here.remove(frozen.version, target)
     assert given(here, frozen, 3) is None
-
-
-def test_a_directory_that_holds_other_files_too_is_filled_inside_and_found(root: Path, tmp_path: Path) -> None:
-    here, frozen, target = Holdings(root), freeze(DATA), tmp_path / "elsewhere"
-    target.mkdir()
-    (target / "mine").write_text("other")
-    here.add(frozen.version, target)
-    filling = PartialEntry(target, frozen, preallocate=True)
-    land(filling, DATA)
-    assert same(here, frozen, DATA) == 10
-    filling.publish()
-    filling.close()
-    assert same(here, frozen, DATA) == 10
 
 
 # --- checkpoints of the local tier ---------------------------------------------------------------------------------

@@ -38,12 +38,6 @@ def test_holdings_come_back_as_they_were_told(
     assert (short.total, short.landed) == (100, after)
 
 
-def test_all_that_is_here_is_said_in_a_word() -> None:
-    held = ChunkReport(100, 100, 100, whole=True)
-    assert ChunkReport.of_header(held.to_header()) == held
-    assert ChunkReport.of_json(held.to_json()) == held
-
-
 @pytest.mark.parametrize(
     "text", ["", "3", "3;", "x;whole", "3;1;1;3", "3;1;1;0:zz", "3;1;1;0,", "3;-1;0;", "99999999;whole", "3;1;1;0;0"]
 )

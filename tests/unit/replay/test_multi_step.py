@@ -452,15 +452,6 @@ def test_a_stager_keeps_no_copied_state_after_its_window() -> None:
             gc.enable()
 
 
-def test_two_windows_at_once_are_refused() -> None:
-    job = Job()
-    with MultiStepStager(job.optimizer, window_steps=4) as stager:
-        stager.begin(job.state)
-        assert stager.is_open
-        with pytest.raises(CheckpointError, match="second one cannot begin"):
-            stager.begin(job.state)
-
-
 def test_a_stager_that_is_closed_ends_its_window_and_leaves_no_hook_and_no_thread() -> None:
     job = Job()
     threads = threading.active_count()
@@ -499,29 +490,6 @@ def test_nothing_of_a_snapshot_shares_memory_with_training() -> None:
     for _ in range(3):
         job.train()
     check(snapshot.state, kept)
-
-
-def test_stale_hyperparameters_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seeded: the fingerprint detects a replay with the learning rate of the first step."""
-    from tierckpt.replay import capture
-
-    first: list[Any] = []
-
-    def stale(optimizer: Any, group: Any) -> Any:
-        first.append(original(optimizer, group))
-        return first[(len(first) - 1) % 2]
-
-    original = capture.hyperparameters_of
-    monkeypatch.setattr(capture, "hyperparameters_of", stale)
-    job = Job()
-    job.train()
-    with MultiStepStager(job.optimizer, window_steps=4) as stager:
-        pending = stager.begin(job.state)
-        for _ in range(6):
-            job.train()
-            stager.end_of_step()
-            time.sleep(0.02)
-        assert "outside the optimizer" in pending.result(SECONDS).fallback
 
 
 def test_the_number_of_steps_is_that_of_the_published_system() -> None:
