@@ -218,13 +218,6 @@ def test_d7_training_has_priority_until_the_rpo_is_near() -> None:
     assert drain_policy.decide(MEASURED, RULES, idle)[1].rate_bytes_per_second is None
 
 
-def test_decisions_include_their_inputs() -> None:
-    _, decision = drain_policy.decide(MEASURED, RULES, situation(version(1, on_shared=True), version(2), now=200.0))
-    assert decision.numbers["exposure_seconds"] == 140
-    assert decision.numbers["free_bytes"] == 4 * SIZE
-    assert decision.reason
-
-
 def test_a_zero_measurement_is_an_outage() -> None:
     state = drain_policy.observe(MEASURED, RULES, "shared", 0.0, 10.0)
     assert state.shared_rate == pytest.approx(1.6)

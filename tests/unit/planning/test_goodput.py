@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.planning.test_simulator import BLOCKING, CLUSTER, GB, MTBF, NODES, RATES, failing, with_peers
 from tierckpt.errors import ConfigError
-from tierckpt.planning import Level, ettr, simulator
+from tierckpt.planning import ettr, simulator
 from tierckpt.planning.drain_policy import Rules
 from tierckpt.planning.goodput import Goodput, analyse, read_start
 from tierckpt.planning.scenario import Cluster, Configuration
@@ -200,14 +200,6 @@ def test_the_formula_with_measured_means_agrees_within_three_percent() -> None:
     run, found = measured(cluster, TIERED, 20, 2)
     assert found.expected_ettr == pytest.approx(run.ettr, rel=0.03)
     assert found.mtbf_seconds == pytest.approx(1800, rel=0.05)
-
-
-@pytest.mark.slow
-def test_two_tiers_match_the_nested_model() -> None:
-    cluster = Cluster(NODES, RATES, (failing(3600, "process", wipes=False), failing(36000)))
-    _, found = measured(cluster, TIERED, 40, 2)
-    levels = [Level("local", 2, 60, 3600, latency_seconds=5), Level("shared", 0, 65, 36000, latency_seconds=11)]
-    assert found.ettr == pytest.approx(ettr.nested(levels, 120, (1, 17)), rel=0.03)
 
 
 def test_omitted_restarts_are_detected() -> None:

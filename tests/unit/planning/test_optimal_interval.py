@@ -159,10 +159,6 @@ def test_rounding_chooses_the_better_neighbour() -> None:
     assert to_steps(1.0, 50.0, 2, 3600) == 1
 
 
-def test_plans_are_deterministic() -> None:
-    assert plan([LOCAL, SHARED], 3.3) == plan([LOCAL, SHARED], 3.3)
-
-
 @pytest.mark.parametrize(
     ("step", "blocked", "durable", "steps"),
     [(1.0, 0.1, 0.5, 3), (1.0, 0.01, 12.0, 12), (1.0, 0.0, 0.0, 1), (0.2, 0.07, 0.0, 10)],

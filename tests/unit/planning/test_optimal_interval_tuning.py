@@ -228,12 +228,6 @@ def test_a_fixed_interval_drains_every_save() -> None:
     assert all(record.is_sent for record in job.records)
 
 
-def test_without_an_interval_nothing_is_saved() -> None:
-    job = Job(IntervalController(None, sending()), 0.1, 1.0, None)
-    assert job.run(50) == []
-    assert job.saved == []
-
-
 # --- adaptive drains -----------------------------------------------------------------------------------------------
 
 
@@ -296,13 +290,6 @@ def test_fast_shared_storage_gets_direct_saves() -> None:
     orders = saves(sending(exposure_seconds_max=math.inf), 8, local=4.0, shared=2.0)
     assert not orders[0].is_direct_put, "nothing is measured yet"
     assert all(order.is_direct_put and order.is_sent for order in orders[1:])
-
-
-def test_slow_shared_storage_gets_no_direct_saves() -> None:
-    """Control experiment."""
-    assert not any(
-        order.is_direct_put for order in saves(sending(exposure_seconds_max=math.inf), 20, local=1.0, shared=5.0)
-    )
 
 
 def test_a_save_in_progress_counts_with_the_previous_size() -> None:
@@ -373,8 +360,3 @@ def test_nodes_divide_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert SaveDirective(bytes_per_second=100e6).throttle_of_node() == 25_000_000
     assert SaveDirective().throttle_of_node() is None
-
-
-def test_auto_interval_arguments_become_its_goal() -> None:
-    made = IntervalController(AutoInterval(overhead_max=0.1, mtbf_seconds={"local": 5.0}), sending())
-    assert made.interval == "auto" and made.goal == Goal(0.1, local_mtbf_seconds=5.0)
