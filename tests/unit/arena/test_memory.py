@@ -8,8 +8,6 @@ import gc
 import mmap
 import os
 import resource
-import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -129,18 +127,6 @@ def test_later_use_takes_no_page_faults(kind: Kind) -> None:
             ctypes.memset(memory.address, 0xA5, memory.size_bytes)
             faults.append(minor_faults() - before)
     assert min(faults) < 8, faults  # 8 of huge pages or 4096 of small ones if they were not there
-
-
-def test_sizes_are_rounded_up_to_huge_pages() -> None:
-    with Memory.allocate(1) as one, Memory.allocate(2 * MiB + 1, shared=True) as more:
-        assert (one.size_bytes, more.size_bytes) == (2 * MiB, 4 * MiB)
-
-
-def test_unless_told_private_memory_is_private_and_shared_memory_is_not() -> None:
-    with Memory.allocate(2 * MiB) as private, Memory.allocate(2 * MiB, shared=True) as shared:
-        assert (private.kind, private.fd, private.name) == (Kind.PRIVATE, None, None)
-        assert shared.kind in SHARED
-        assert shared.name == f"/proc/{os.getpid()}/fd/{shared.fd}"
 
 
 def test_huge_is_what_the_kernel_did_not_what_was_asked(memory: Memory) -> None:
@@ -263,23 +249,6 @@ def test_another_process_opens_it_by_name(shared: Memory) -> None:
     assert shared.view[-5:] == b"there"
 
 
-def test_another_process_gets_it_over_a_socket(shared: Memory) -> None:
-    code = """
-        import socket, sys
-        from tierckpt.arena.memory import Kind, Memory
-        with socket.socket(fileno=int(sys.argv[1])) as end:
-            _, [fd], _, _ = socket.recv_fds(end, 1, 1)
-        with Memory.from_fd(fd, Kind(sys.argv[2])) as memory:
-            memory.view[:5] = b"hello"
-    """
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        assert shared.fd is not None
-        socket.send_fds(ours, [b"x"], [shared.fd])
-        run_python(code, str(theirs.fileno()), str(shared.kind), fds=(theirs.fileno(),))
-    assert shared.view[:5] == b"hello"
-
-
 def test_memory_outlives_its_owner_where_another_process_has_it_open() -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(HOLD), str(4 * MiB)], stdout=subprocess.PIPE, text=True
@@ -392,19 +361,6 @@ HOLD = """
 def alone() -> Iterator[None]:
     with shared_memory_alone():
         yield
-
-
-@pytest.mark.usefixtures("alone")
-def test_nothing_is_left_of_a_killed_owner() -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HOLD), str(256 * MiB)], stdout=subprocess.PIPE, text=True
-    )
-    assert owner.stdout is not None
-    owner.stdout.readline()
-    held = meminfo("Shmem")
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
-    assert within(60, lambda: held - meminfo("Shmem") > 192 * MiB)  # other processes take and give some meanwhile
 
 
 # --- no room ----------------------------------------------------------------------------------------------------
@@ -574,14 +530,6 @@ def test_memory_that_cuda_refuses_works_unpinned(
     assert "CUDA error 2" in caplog.text
     assert forgotten == [True]
     memory.view[:2] = b"ok"
-
-
-def test_without_cuda_there_is_nothing_to_pin(memory: Memory) -> None:
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        assert memory_module.pin(memory)
-        return
-    assert not memory_module.pin(memory)
 
 
 def test_the_arena_does_not_import_torch() -> None:

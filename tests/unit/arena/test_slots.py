@@ -50,15 +50,6 @@ def let_go(lease: Lease) -> None:
 # --- the life of a lease ------------------------------------------------------------------------------------------
 
 
-def test_a_lease_is_staged_then_flushing_then_written(arena: Arena) -> None:
-    lease = leased(arena)
-    assert lease.state is SlotState.STAGED
-    lease.begin_flush()
-    assert lease.state is SlotState.FLUSHING
-    lease.end_flush(written=True)
-    assert lease.state is SlotState.WRITTEN
-
-
 def test_a_flush_that_failed_may_be_tried_again_until_the_memory_is_needed() -> None:
     arena = Arena(slots_max=1, timeout_seconds=0.1)
     lease = leased(arena)
@@ -212,47 +203,11 @@ def test_a_slot_grows_only_with_the_state(arena: Arena) -> None:
     assert arena.size_bytes == 6 * MiB, "the slot that was too small is freed"
 
 
-def test_fifty_cycles_allocate_nothing(arena: Arena) -> None:
-    for lease in (leased(arena, 8 * MiB), leased(arena, 8 * MiB)):
-        written(lease)
-    made = arena.allocations
-    addresses = set()
-    for _ in range(50):
-        addresses.add(written(leased(arena, 8 * MiB)).memory.address)
-    assert arena.allocations == made == 2
-    assert len(addresses) == 2
-    assert arena.size_bytes == 16 * MiB
-
-
 def test_a_checkpoint_that_never_fits_is_an_error_at_once() -> None:
     arena = Arena(slots_max=2, size_bytes_max=4 * MiB, timeout_seconds=20)
     with pytest.raises(CapacityError, match="staging_bytes_max"):  # one that waited would be OperationTimeoutError
         arena.lease(5 * MiB)
     assert arena.allocations == 0
-
-
-@pytest.mark.slow
-def test_what_a_slot_takes_is_what_counts() -> None:
-    """Memory comes in pieces of 2 MiB: the limit still holds to the byte."""
-    arena = Arena(slots_max=8, size_bytes_max=5 * MiB, timeout_seconds=0.05)
-    leased(arena, 1)
-    leased(arena, 3)
-    with pytest.raises(OperationTimeoutError, match=f"{5 * MiB} bytes"):
-        arena.lease(1)
-    assert arena.size_bytes == 4 * MiB
-    arena.close()
-
-
-@pytest.mark.slow
-def test_full_by_bytes_is_full(arena: Arena) -> None:
-    """One checkpoint fits, two do not: the policy decides, as when all slots are taken."""
-    arena.size_bytes_max = 6 * MiB
-    first = leased(arena, 4 * MiB)
-    with pytest.raises(OperationTimeoutError, match="checkpoint 1 is staged"):
-        arena.lease(4 * MiB)
-    written(first)
-    assert leased(arena, 4 * MiB).memory is first.memory
-    assert arena.allocations == 1
 
 
 def test_full_by_bytes_drops_the_oldest_unflushed_too() -> None:
@@ -422,29 +377,6 @@ def test_what_is_left_is_better_than_waiting(alive: list[int]) -> None:
         with pytest.raises(OperationTimeoutError, match="write buffers"), bounce.take(1, MiB, 0.05):
             pytest.fail("a fourth buffer")
     assert alive[1] == 3
-
-
-def test_who_waits_gets_the_buffer_that_comes_back() -> None:
-    bounce, got = BounceBufferPool(1), threading.Event()
-
-    def wait() -> None:
-        with bounce.take(1, MiB, 20):
-            got.set()
-
-    with bounce.take(1, MiB, 1):
-        thread = threading.Thread(target=wait)
-        thread.start()
-        assert not got.wait(0.1)
-    assert got.wait(60)
-    thread.join(60)
-
-
-def test_an_error_gives_the_buffers_back(alive: list[int]) -> None:
-    bounce = BounceBufferPool(2)
-    for _ in range(5):
-        with pytest.raises(ValueError, match="seeded"), bounce.take(2, MiB, 1):
-            raise ValueError("seeded")
-    assert alive == [2, 2]
 
 
 @pytest.mark.parametrize("error", [OperationTimeoutError("late"), KeyboardInterrupt()], ids=["late", "interrupt"])
