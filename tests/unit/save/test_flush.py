@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import os
-import pickle
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -24,13 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.open_files import open_files
-from tests.services import REPOSITORY, needs
-from tests.unit.flush_elsewhere import Frame
 from tierckpt.arena.memory import Memory
-from tierckpt.disk import file_io, priority
+from tierckpt.disk import priority
 from tierckpt.disk.io_tuner import IoShape, segment_bytes
 from tierckpt.disk.priority import CpuThrottle
-from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError
+from tierckpt.errors import OperationTimeoutError, StoreError
 from tierckpt.format.manifest import Flushed, blocks_of, digest_of
 from tierckpt.quantities import round_up
 from tierckpt.save import flush as flush_module
@@ -40,6 +34,18 @@ from tierckpt.save.shard_plan import Image, Shard, ShardRecord
 KiB, MiB = 1 << 10, 1 << 20
 THREADS_MAX = 8
 STALE = 0xAB
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The part of an item's frame that a flush knows: a tail that holds the CRC-32 of the data, twice."""
+
+    tail: bytes
+    size_bytes: int
+
+    def tail_with(self, crc: int) -> bytes:
+        value = crc.to_bytes(4, "little")
+        return (value * 2 + self.tail[8:])[: len(self.tail)]
 
 
 @dataclass(frozen=True)
@@ -389,78 +395,6 @@ def test_not_durable_means_no_fsync(tmp_path: Path, slots: list[Memory], calls: 
     assert calls.count("pwrite") and not calls.count("fsync")
 
 
-@pytest.fixture
-def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts file systems: ``mounted("ramfs")``, or ``mounted("ext4", "-O", "^extent", size_bytes=...)``."""
-    made: list[Path] = []
-
-    def mount(kind: str, *options: str, size_bytes: int = 0) -> Path:
-        place = tmp_path / f"mount-{len(made)}"
-        place.mkdir()
-        if kind == "ext4":
-            needs("mkfs.ext4")
-            image = tmp_path / f"disk-{len(made)}"
-            with image.open("wb") as file:
-                file.truncate(size_bytes)
-            subprocess.run([f"/usr/sbin/mkfs.{kind}", "-q", "-m", "0", *options, image], check=True)
-            subprocess.run(["mount", "-o", "loop", image, place], check=True)
-        else:
-            size = ["-o", f"size={size_bytes}"] if size_bytes else []
-            subprocess.run(["mount", "-t", kind, *size, kind, place], check=True)
-        made.append(place)
-        return place
-
-    yield mount
-    for place in made:
-        subprocess.run(["umount", "-l", place], check=True)
-
-
-def test_without_o_direct_it_goes_through_the_page_cache_and_says_so(
-    mounted: Callable[..., Path], slots: list[Memory], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ramfs knows neither O_DIRECT nor fallocate."""
-    monkeypatch.setattr(file_io, "devices_without", set())
-    place, items = mounted("ramfs"), plain_items()
-    with pytest.raises(OSError, match="Invalid argument"):
-        os.open(place / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
-    with caplog.at_level(logging.INFO, "tierckpt.disk"):
-        check(run(place / "shard", records_of(items), slots, durable=True), items, 4096)
-    assert [record.getMessage() for record in caplog.records if "no O_DIRECT" in record.getMessage()]
-
-
-def test_direct_writes_without_fallocate(
-    mounted: Callable[..., Path], slots: list[Memory], caplog: pytest.LogCaptureFixture
-) -> None:
-    """ext4 without extents, as ext3 was: the file grows as it is written, by workers out of order."""
-    place, items = mounted("ext4", "-O", "^extent,^64bit", size_bytes=8 * MiB), plain_items(9)
-    with caplog.at_level(logging.INFO, "tierckpt.disk"):
-        check(run(place / "shard", records_of(items), slots, shape=IoShape(8, 4096)), items, 4096)
-    assert not caplog.records, "O_DIRECT was taken"
-
-
-def test_a_full_disk_is_found_before_the_first_write(
-    mounted: Callable[..., Path], slots: list[Memory], calls: Calls
-) -> None:
-    with pytest.raises(CapacityError, match="no room"):
-        run(mounted("tmpfs", size_bytes=64 * KiB) / "shard", records_of(plain_items(20)), slots)
-    assert calls.made == []
-
-
-def test_a_disk_that_fills_up_while_writing(mounted: Callable[..., Path], slots: list[Memory], calls: Calls) -> None:
-    """Without fallocate the write itself is the first to know."""
-    place = mounted("ext4", "-O", "^extent,^64bit,^has_journal", size_bytes=512 * KiB)
-    with pytest.raises(CapacityError, match="no room"):
-        run(place / "shard", records_of(plain_items(80)), slots, durable=True)
-    assert calls.count("pwrite") > 1 and not calls.count("fsync")
-
-
-def test_a_name_that_exists_is_left_alone(tmp_path: Path, slots: list[Memory]) -> None:
-    (tmp_path / "shard").write_bytes(b"somebody else's")
-    with pytest.raises(StoreError, match="exists"):
-        run(tmp_path / "shard", records_of(plain_items()), slots)
-    assert (tmp_path / "shard").read_bytes() == b"somebody else's"
-
-
 # --- errors -------------------------------------------------------------------------------------------------------
 
 
@@ -478,44 +412,6 @@ def test_a_write_that_fails_is_the_end_of_it(
     assert calls.count("pwrite") < number + threads, "each other worker ended the write it was in"
     assert not calls.count("fsync")
     assert open_files(tmp_path) == {}
-
-
-def test_a_failed_fsync_is_never_tried_again(tmp_path: Path, slots: list[Memory], calls: Calls) -> None:
-    calls.fail = lambda call, count: OSError(errno.EIO, "Input/output error") if call == "fsync" else None
-    with pytest.raises(StoreError, match="Input/output error"):
-        run(tmp_path / "shard", records_of(plain_items()), slots, durable=True)
-    assert calls.count("fsync") == calls.fired == 1
-    assert calls.made[-1][0] == "fsync", "no write follows it"
-
-
-@pytest.mark.parametrize("taken_bytes", [4096, 4100, 8191, 12_288])
-def test_a_short_write_goes_on_where_the_kernel_stopped(
-    tmp_path: Path, slots: list[Memory], calls: Calls, taken_bytes: int
-) -> None:
-    """The kernel may take less than it is given; O_DIRECT goes on from a whole block."""
-    # A direct write of an odd length is refused, so the seeded kernel takes whole blocks and reports a chosen length.
-    real = calls._real["pwrite"]
-    calls._real["pwrite"] = lambda fd, view, offset: min(taken_bytes, real(fd, view, offset))
-    items = plain_items(20)
-    check(run(tmp_path / "shard", records_of(items), slots, shape=IoShape(2, 16 * KiB)), items, 4096)
-    assert calls.count("pwrite") > len(reference(items)) // (16 * KiB) + 1
-
-
-@pytest.mark.parametrize("taken_bytes", [1000, 4095, 5000])
-def test_a_short_write_through_the_page_cache(
-    mounted: Callable[..., Path], slots: list[Memory], calls: Calls, taken_bytes: int
-) -> None:
-    items = plain_items()
-    calls.fail = lambda call, count: taken_bytes if call == "pwrite" else None
-    check(run(mounted("ramfs") / "shard", records_of(items), slots), items, 4096)
-    assert calls.fired > len(reference(items)) // (8 * KiB) + 1
-
-
-def test_a_write_that_gets_nowhere_is_a_full_disk(tmp_path: Path, slots: list[Memory], calls: Calls) -> None:
-    calls.fail = lambda call, count: 0 if call == "pwrite" and count == 3 else None
-    with pytest.raises(CapacityError):
-        run(tmp_path / "shard", records_of(plain_items(20)), slots)
-    assert calls.fired == 1
 
 
 def test_data_that_cannot_be_had(tmp_path: Path, slots: list[Memory]) -> None:
@@ -614,33 +510,3 @@ def test_a_low_priority_is_for_threads_of_its_own(
 
 def io_priority(thread: int) -> int:
     return int(ctypes.CDLL(None).syscall({251: 252, 30: 31}[priority.IOPRIO_SET[os.uname().machine]], 1, thread))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("copied", [False, True], ids=["in place", "copied"])
-def test_another_process_can_run_it(tmp_path: Path, copied: bool) -> None:
-    """The agent opens the arena by name and writes its shards as plain records, with addresses relative to it."""
-    items = items_of([(3648, 448, 100_000, 337, False), (0, 448, 30_001, 337, False), (7, 900, 0, None, False)])
-    with Memory.allocate(2 * MiB, shared=True) as memory:
-        records, image = staged_in(memory, items, at=512 * KiB)
-        for record in records:
-            record.address -= memory.address
-        job = {
-            "name": memory.name,
-            "path": tmp_path / "shard",
-            "records": records,
-            "image_at": None if copied else image.address - memory.address,
-            "image_bytes": image.size_bytes,
-        }
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.unit.flush_elsewhere"],
-            input=pickle.dumps(job),
-            capture_output=True,
-            timeout=120,
-            cwd=REPOSITORY,
-        )
-        assert done.returncode == 0, done.stderr.decode()
-        flushed, has_torch, base = pickle.loads(done.stdout)
-        check(flushed, items, 4096)
-        assert base != memory.address, "it was mapped elsewhere, so that the addresses had to be moved"
-        assert not has_torch
