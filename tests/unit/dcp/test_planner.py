@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import pickle
@@ -23,7 +22,6 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -95,11 +93,8 @@ def base() -> State:
 
 def test_a_repeated_structure_uses_the_cached_plan() -> None:
     planner = TierSavePlanner()
-    assert [is_as_stock(planner, base()) for _ in range(4)] == [True, False, False, False]
-
-
-def test_new_planner_instances_share_the_cache() -> None:
-    assert [is_as_stock(TierSavePlanner(), base()) for _ in range(3)] == [True, False, False]
+    assert [is_as_stock(planner, base()) for _ in range(3)] == [True, False, False]
+    assert not is_as_stock(TierSavePlanner(), base()), "new planner instances share the cache"
 
 
 def change(path: str, value: Any) -> Callable[[State], State]:
@@ -629,71 +624,3 @@ def test_a_failure_in_any_phase_leaves_no_stale_cache(tmp_path: Path) -> None:
     rounds = launch(f"{HERE}:saves_after_failures", 2, folder=str(tmp_path / "shared"))["rounds"]
     assert all(step["right"] == [True, True] and step["dtype"] == [True, True] for step in rounds)
     assert len(rounds) == 15
-
-
-def alone_and_together(folder: str) -> dict[str, bool]:
-    """One planner for saves of all ranks, of each rank alone, and without collectives."""
-    planner, outcome = TierSavePlanner(), {}
-    for step in range(2):
-        for mode in ("together", "alone", "without collectives"):
-            state = state_of_rank(step, torch.float32, False)
-            path = f"{folder}/{mode}-{step}"
-            options: dict[str, Any] = {"alone": {"no_dist": True}, "without collectives": {"use_collectives": False}}
-            own = f"{path}-{dist.get_rank()}" if mode == "alone" else path
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(own), planner=planner, **options.get(mode, {}))
-            dist.barrier()
-            if mode == "alone":
-                state.pop("sharded")  # a rank alone saves its shard only
-            target = blank(state)
-            dcp.load(target, storage_reader=dcp.FileSystemReader(own), no_dist=mode == "alone")
-            outcome[f"{mode} {step}"] = same(plain(target), plain(state))
-    return outcome
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_alternating_local_and_collective_saves(tmp_path: Path) -> None:
-    outcome = launch(f"{HERE}:alone_and_together", 2, folder=str(tmp_path / "shared"))
-    assert len(outcome) == 6
-    assert all(outcome.values()), outcome
-
-
-def asynchronous_saves(folder: str, executor: str) -> dict[str, bool]:
-    """One planner for saves by a thread, or pickled for each save in another process."""
-    planner, outcome = TierSavePlanner(), {}
-    group = dist.new_group(backend="gloo")
-    for step, dtype in enumerate([torch.float32, torch.float32, torch.bfloat16]):
-        path, state = f"{folder}/step-{step}", state_of_rank(step, dtype, False)
-        dcp.async_save(
-            state,
-            storage_writer=tierckpt.TierStorageWriter(path),
-            planner=planner,
-            process_group=group,
-            async_checkpointer_type=AsyncCheckpointerType(executor),
-        ).result(timeout=WAIT_SECONDS)  # type: ignore[union-attr]
-        tierckpt.wait(path, tier="shared", timeout_seconds=WAIT_SECONDS)
-        dist.barrier()
-        target = blank(state)
-        dcp.load(target, storage_reader=dcp.FileSystemReader(path))
-        outcome[path] = same(plain(target), plain(state))
-    return outcome
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("executor", ["thread", "process"])
-def test_asynchronous_saves(executor: str, tmp_path: Path) -> None:
-    outcome = launch(f"{HERE}:asynchronous_saves", 2, folder=str(tmp_path / "shared"), executor=executor)
-    assert len(outcome) == 3
-    assert all(outcome.values()), outcome
-
-
-def test_dataclass_fields_of_plans_are_all_compared() -> None:
-    """The comparisons above rely on ``==`` of DCP's classes; a field that ``==`` ignores would be missed."""
-    ours, metadata, _ = plan(TierSavePlanner(), base())
-    assert ours != dataclasses.replace(ours, items=ours.items[1:])
-    assert ours != dataclasses.replace(ours, planner_data={})
-    entry = metadata.state_dict_metadata["model.weight"]
-    assert isinstance(entry, TensorStorageMetadata)
-    other = dataclasses.replace(entry, properties=dataclasses.replace(entry.properties, dtype=torch.int8))
-    assert entry != other

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.default_planner import (
     _validate_global_plan,
     create_default_local_load_plan,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -482,14 +482,3 @@ def test_parts_with_gaps_or_overlaps_are_rejected() -> None:
         assert chunks(metadata) == before
     with pytest.raises(CheckpointError, match="no such tensor"):
         amend(metadata, [dataclasses.replace(part, fqn="note")])
-
-
-def test_parts_and_their_records_pickle() -> None:
-    plans = plan(2, lambda rank: {"t": torch.empty(10, 3)})
-    item = plans[1].items[0]
-    assert isinstance(item, PartItem)
-    again = pickle.loads(pickle.dumps(item))
-    assert again == item
-    assert again.part == item.part == Part("t", ((0, 0), (10, 3)), ((5, 0), (5, 3)))
-    assert again.index == MetadataIndex("t", torch.Size([5, 0]))
-    assert again.type == WriteItemType.TENSOR

@@ -76,12 +76,6 @@ def test_order_is_small_then_large_then_empty_items() -> None:
     assert [index for index, _ in placed] == [2, 3, 0, 5, 1, 4]
 
 
-def test_shards_do_not_exceed_the_size_limit() -> None:
-    frames = [frame(torch.uint8, (300_000,))] * 5
-    assert [len(shard) for shard in place(frames, 700_000)] == [2, 2, 1]
-    assert [len(shard) for shard in place(frames, 299_999)] == [1] * 5, "an item above the limit gets its own shard"
-
-
 def test_alignment_overhead_is_small() -> None:
     small = [frame(torch.float32, (12,))] * 20_000
     large = [frame(torch.uint8, (LARGE_BYTES,))] * 500
