@@ -149,11 +149,6 @@ def test_it_is_served_on_addresses_only(serve: Callable[..., WebServer], host: s
         serve(host=host)
 
 
-def test_a_taken_port_is_named(serve: Callable[..., WebServer]) -> None:
-    with pytest.raises(ConfigError, match=str(port := serve().port)):
-        serve(port=port)
-
-
 def test_another_route_is_handed_the_accept_header_and_any_host(serve: Callable[..., WebServer]) -> None:
     server = serve(routes={"/metrics": lambda accept: (f"x{accept}".encode(), "text/plain")})
     assert ask(server, "/metrics", Host="agent.monitoring.svc", Accept="a/b")[:2] == (200, b"xa/b")

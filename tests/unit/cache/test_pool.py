@@ -20,7 +20,7 @@ from tierckpt.cache.partial_entry import PartialEntry, remove_dir
 from tierckpt.cache.pool import CacheRow, Pool
 from tierckpt.cache.space import plan_prefetch, reserve, shrink_cache
 from tierckpt.config import Settings
-from tierckpt.errors import CapacityError, ConfigError
+from tierckpt.errors import CapacityError
 from tierckpt.quantities import human_bytes
 
 KIB = 1024
@@ -348,9 +348,3 @@ def test_an_entry_published_during_a_listing_is_counted(filled: Pool, monkeypatc
 
     monkeypatch.setattr(Pool, "incoming", published_meanwhile)
     assert [row.state for row in filled.rows("s3://bucket/half")] == ["complete"]
-
-
-def test_an_unwritable_cache_is_reported(local_root: Path) -> None:
-    local_root.write_text("a file")
-    with pytest.raises(ConfigError, match=f"local_root {local_root} cannot be used"):
-        fill(Pool(settings(local_root)), model("a"))

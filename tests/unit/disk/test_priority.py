@@ -45,38 +45,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_it_rests_while_this_process_is_busy(clock: Clock) -> None:
-    steps = CpuThrottle(0.1)
-    clock.spin(0.03)  # the training step
-    steps.throttle_after(0.01)
-    assert clock.rested == pytest.approx(0.09)
-
-
-def test_it_does_not_rest_for_its_own_work(clock: Clock) -> None:
-    steps = CpuThrottle(0.1)
-    steps.throttle_after(clock.spin(0.03))
-    assert clock.rested == 0
-
-
-def test_it_does_not_rest_on_an_idle_node(clock: Clock) -> None:
-    steps = CpuThrottle(0.1)
-    clock.now += 0.03
-    steps.throttle_after(0.01)
-    assert clock.rested == 0
-
-
-def test_without_a_limit_it_never_rests(clock: Clock) -> None:
-    steps = CpuThrottle(1.0)
-    clock.spin(0.03)
-    steps.throttle_after(10.0)
-    assert clock.rested == 0
-
-
-def test_a_rest_is_bounded(clock: Clock) -> None:
-    steps = CpuThrottle(0.001)
-    clock.spin(10.0)
-    steps.throttle_after(5.0)
-    assert clock.rested == priority.REST_SECONDS_MAX
+@pytest.mark.parametrize(
+    ("share_max", "busy_seconds", "idle_seconds", "written_seconds", "rested_seconds"),
+    [
+        (0.1, 0.03, 0.0, 0.01, 0.09),  # the training step
+        (0.1, 0.03, 0.0, 0.03, 0.0),  # its own work
+        (0.1, 0.0, 0.03, 0.01, 0.0),  # an idle node
+        (1.0, 0.03, 0.0, 10.0, 0.0),  # no limit
+        (0.001, 10.0, 0.0, 5.0, priority.REST_SECONDS_MAX),
+    ],
+)
+def test_it_rests_while_this_process_is_busy_with_other_work(
+    share_max: float,
+    busy_seconds: float,
+    idle_seconds: float,
+    written_seconds: float,
+    rested_seconds: float,
+    clock: Clock,
+) -> None:
+    steps = CpuThrottle(share_max)
+    clock.spin(busy_seconds)
+    clock.now += idle_seconds
+    steps.throttle_after(written_seconds)
+    assert clock.rested == pytest.approx(rested_seconds)
 
 
 @pytest.mark.parametrize(("user", "niced", "rests"), [(90, 0, True), (0, 90, False), (20, 70, False)])

@@ -310,12 +310,6 @@ def _is_connected_socket(descriptor: int) -> bool:
         return False
 
 
-def test_a_directory_that_others_may_enter_is_not_used(contact: AgentClient, local_root: Path) -> None:
-    private_directory(local_root).chmod(0o750)
-    with pytest.raises(PermissionDeniedError, match="0700"):
-        contact.ask({"op": "status"}, start=False)
-
-
 def test_a_directory_that_is_a_link_is_not_used(contact: AgentClient, local_root: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     local_root.mkdir()

@@ -12,7 +12,7 @@ import pytest
 from tests.certificates import Authority
 from tierckpt.errors import ConfigError
 from tierckpt.redaction import redact
-from tierckpt.stores.access import Found, certificates, drop_empty, tls_context, variable
+from tierckpt.stores.access import Found, certificates, tls_context, variable
 
 
 @pytest.fixture(autouse=True)
@@ -94,14 +94,6 @@ def test_invalid_bundles_are_rejected(
         certificates(variable("AWS_CA_BUNDLE"))
     assert name in str(caught.value)
     assert str(path) in str(caught.value)
-
-
-def test_drop_empty_keeps_nonempty_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
-    drop_empty()
-    assert "AWS_SESSION_TOKEN" not in os.environ
-    assert os.environ["AWS_ACCESS_KEY_ID"] == "a"
 
 
 def test_a_key_is_redacted_without_its_line_feed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,26 +186,18 @@ async def test_a_get_cancelled_when_granted_passes_on_its_slot(gets: Make) -> No
     assert some.under_way == [2]
 
 
-async def test_a_slow_get_among_many_is_repeated(gets: Make) -> None:
-    some = gets(4)
+@pytest.mark.parametrize("moved_bytes", [1, 0], ids=["slow", "stalled"])
+async def test_a_slow_get_among_many_is_repeated(gets: Make, moved_bytes: int) -> None:
+    some = gets(5)
     await turns()
-    await some.end(0, error=too_slow(moved_bytes=1))
+    await some.end(4)  # others make progress
+    await some.end(0, error=too_slow(moved_bytes))
     assert some.under_way == [1, 2, 3]
     assert not some.tasks[0].done()
     await some.end(1, 2)
     assert some.under_way == [3, 0]
     await some.end(0, 3)
     assert some.tasks[0].exception() is None
-
-
-async def test_a_stalled_get_among_many_is_repeated(gets: Make) -> None:
-    some = gets(4)
-    await turns()
-    await some.end(1)
-    await some.end(0, error=too_slow(moved_bytes=0))
-    assert not some.tasks[0].done()
-    await some.end(2, 3)
-    assert some.under_way == [0]
 
 
 @pytest.mark.parametrize(("count", "moved_bytes"), [(1, 1), (4, 0)], ids=["crept alone", "stood"])

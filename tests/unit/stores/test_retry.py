@@ -144,25 +144,6 @@ def failing(times: int, error: Callable[[], Exception] = failure) -> tuple[Calla
     return request, calls
 
 
-async def test_transient_errors_are_retried() -> None:
-    policy = retries()
-    request, calls = failing(3)
-    assert await run(policy, policy.breaker("s3://b"), unreachable, request) == "done"
-    assert len(calls) == 4
-    assert policy.counts["retries"] == 3
-
-
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("few", [2], indirect=True)
-async def test_the_last_error_has_the_number_of_attempts() -> None:
-    policy = retries()
-    request, calls = failing(99)
-    with pytest.raises(StoreUnavailableError) as caught:
-        await run(policy, policy.breaker("s3://b"), unreachable, request)
-    assert len(calls) == 3
-    assert caught.value.context["attempts"] == 3
-
-
 @pytest.mark.parametrize(("context", "tries"), [({}, 1), ({"crowded_seconds": 0.2}, 2)], ids=["its own", "in a crowd"])
 async def test_queueing_time_of_a_get_does_not_count(context: dict[str, float], tries: int, clock: VirtualTime) -> None:
     policy, calls = retries(store_timeout_seconds=0.1), []
@@ -195,9 +176,9 @@ async def test_nested_retries_do_not_multiply() -> None:
     policy = retries()
     breaker = policy.breaker("s3://b")
     request, calls = failing(99)
-    with pytest.raises(StoreUnavailableError):
+    with pytest.raises(StoreUnavailableError) as caught:
         await policy.again(lambda: run(policy, breaker, unreachable, request))
-    assert len(calls) == 3
+    assert len(calls) == caught.value.context["attempts"] == 3
 
 
 @pytest.mark.usefixtures("few")
@@ -220,7 +201,7 @@ async def test_an_operation_is_retried_as_a_whole() -> None:
     breaker = policy.breaker("s3://b")
     request, calls = failing(2)
     assert await policy.again(lambda: once(policy, breaker, unreachable, request)) == "done"
-    assert len(calls) == 3
+    assert (len(calls), policy.counts["retries"]) == (3, 2)
 
 
 async def test_pauses_have_full_jitter(clock: VirtualTime, monkeypatch: pytest.MonkeyPatch) -> None:

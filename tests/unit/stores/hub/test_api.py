@@ -141,11 +141,3 @@ def test_token_from_variable_or_file(name: str, tmp_path: Path, monkeypatch: pyt
         if name != "HF_TOKEN_PATH":
             assert api.hub_cache() == at.parent / "hub"
     assert api.hub_token() == TOKEN
-
-
-def test_offline_mode_raises_without_retries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert cli(["prefetch", "hf://org/model", "--to", str(tmp_path / "to")]) == 2
-    assert "HF_HUB_OFFLINE" in capsys.readouterr().err
