@@ -346,12 +346,7 @@ def test_a_throttle_ends_when_drains_cost_nothing() -> None:
 
 def test_the_exposure_bound_overrides_the_throttle() -> None:
     adaptive = sending(exposure_seconds_max=20.0)
-    records: list[SaveRecord] = []
-    for number in range(1, 8):
-        for record in records:
-            record.begun_at -= 10.0
-        order = adaptive.decide(number, records, 1, 10.0, view=RankView(drain_slowdown=0.9))
-        records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 6.0))
+    *_, order = saves(adaptive, 7, local=1.0, shared=5.0, sight=RankView(drain_slowdown=0.9))
     assert order.bytes_per_second is None or order.bytes_per_second >= 1e9 / 20
 
 

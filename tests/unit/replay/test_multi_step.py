@@ -21,6 +21,7 @@ from torch import nn
 from tests.unit.replay.test_apply import FUSED, IMPLEMENTATIONS, KINDS, backward, groups_of, matrix, model_of
 from tierckpt.errors import CapacityError, CheckpointError, ConfigError
 from tierckpt.planning.transfer_times import Traffic, best_steps, split_parts, weights_of
+from tierckpt.poll import Poll
 from tierckpt.replay import link as links
 from tierckpt.replay import multi_step
 from tierckpt.replay.link import GRADIENTS, PARTS, Link
@@ -83,14 +84,20 @@ def check(found: Any, wanted: Any, where: str = "") -> None:
         assert found == wanted, where
 
 
-def windowed(job: Job, stager: MultiStepStager, steps: int) -> tuple[Snapshot, dict[int, Any]]:
+def windowed(
+    job: Job, stager: MultiStepStager, steps: int, change: Callable[[], None] | None = None, changed_step: int = 1
+) -> tuple[Snapshot, dict[int, Any]]:
     """Open a window and train until it is done. Return its snapshot and the states after each step."""
     begun, states = job.number, {}
     pending = stager.begin(job.state)
-    for _ in range(steps + 3):
+    for number in range(1, steps + 4):
         states[job.number - begun] = copy.deepcopy(job.state())
         job.train()
+        if change is not None and number == changed_step:
+            change()
         stager.end_of_step()
+        if change is not None:
+            time.sleep(0.02)  # the copies go on beside training
     states[job.number - begun] = copy.deepcopy(job.state())
     return pending.result(SECONDS), states
 
@@ -188,10 +195,7 @@ def test_a_replay_starts_after_the_next_part_is_queued(monkeypatch: pytest.Monke
         for step in range(1, 3):
             job.train()
             stager.end_of_step()
-            ends = time.monotonic() + SECONDS
-            while events.count("replay") < step * (step + 1) // 2:
-                assert time.monotonic() < ends
-                time.sleep(0.001)
+            assert any(events.count("replay") >= step * (step + 1) // 2 for _ in Poll(SECONDS))
         job.train()
         stager.end_of_step()
         pending.result(SECONDS)
@@ -243,16 +247,7 @@ def test_what_breaks_a_window_has_the_state_copied_whole(reason: str) -> None:
     job.train()
     job.train()
     with MultiStepStager(job.optimizer, window_steps=4) as stager:
-        begun, states = job.number, {}
-        pending = stager.begin(job.state)
-        for number in range(8):
-            job.train()
-            if number == 1:
-                changes()[reason](job)
-            states[job.number - begun] = copy.deepcopy(job.state())
-            stager.end_of_step()
-            time.sleep(0.02)
-        snapshot = pending.result(SECONDS)
+        snapshot, states = windowed(job, stager, 4, functools.partial(changes()[reason], job), changed_step=2)
         assert reason in snapshot.fallback
         check(snapshot.state, states[snapshot.steps])
         after, states = windowed(job, stager, 4)
@@ -264,18 +259,13 @@ def test_a_moment_that_is_changed_without_a_trace_is_seen() -> None:
     """At the last step of the window, before the change has an effect on parameters."""
     job = Job()
     job.train()
+
+    def halve_moments() -> None:
+        for state in job.optimizer.state.values():
+            state["exp_avg"].data.mul_(0.5)
+
     with MultiStepStager(job.optimizer, window_steps=2) as stager:
-        begun, states = job.number, {}
-        pending = stager.begin(job.state)
-        for _ in range(4):
-            job.train()
-            if not states:
-                for state in job.optimizer.state.values():
-                    state["exp_avg"].data.mul_(0.5)
-            states[job.number - begun] = copy.deepcopy(job.state())
-            stager.end_of_step()
-            time.sleep(0.02)
-        snapshot = pending.result(SECONDS)
+        snapshot, states = windowed(job, stager, 2, halve_moments)
     assert "exp_avg of parameter" in snapshot.fallback and "outside the optimizer" in snapshot.fallback
     check(snapshot.state, states[snapshot.steps])
 
@@ -325,14 +315,7 @@ def test_host_memory_that_runs_out(when: int, monkeypatch: pytest.MonkeyPatch) -
     for owner, name in ((links, "host_memory"), (links.PinnedMemory, "tensors"), (multi_step, "host_memory")):
         monkeypatch.setattr(owner, name, refuses(getattr(owner, name)))
     with MultiStepStager(job.optimizer, window_steps=4) as stager:
-        begun, states = job.number, {}
-        states[0] = copy.deepcopy(job.state())
-        pending = stager.begin(job.state)
-        for _ in range(6):
-            job.train()
-            states[job.number - begun] = copy.deepcopy(job.state())
-            stager.end_of_step()
-        snapshot = pending.result(SECONDS)
+        snapshot, states = windowed(job, stager, 4)
         assert snapshot.fallback == "host memory ran out"
         check(snapshot.state, states[snapshot.steps])
 
@@ -444,10 +427,8 @@ def test_a_stager_keeps_no_copied_state_after_its_window() -> None:
             tensors = [weakref.ref(one) for one in snapshot.state["model"].values()]
             assert all(one() is not None for one in tensors)
             del snapshot
-            ends = time.monotonic() + SECONDS
-            while any(one() is not None for one in tensors):  # threads that have just finished hold some
-                assert time.monotonic() < ends
-                time.sleep(0.001)
+            # Threads that have just finished hold some.
+            assert any(all(one() is None for one in tensors) for _ in Poll(SECONDS))
         finally:
             gc.enable()
 

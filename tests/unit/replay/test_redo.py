@@ -21,8 +21,11 @@ from tierckpt.replay.tree import fill
 OTHER = Conditions("torch 0.0", "another device", "foreach")
 
 
-def window_of(job: Job, steps: int = 4) -> tuple[Snapshot, Any]:
-    """A redo log, and the state after its last step."""
+def window_of(job: Job | None = None, steps: int = 4, begun: int = 1) -> tuple[Snapshot, Any]:
+    """A redo log of a window after ``begun`` steps, and the state after its last step."""
+    job = job or Job()
+    for _ in range(begun):
+        job.train()
     with MultiStepStager(job.optimizer, window_steps=steps, defers=True) as stager:
         pending = stager.begin(job.state)
         for _ in range(steps - 1):
@@ -49,10 +52,7 @@ def folded(snapshot: Snapshot, found: Redo) -> Any:
 
 @pytest.mark.parametrize(("kind", "implementation", "begun"), matrix())
 def test_every_optimizer_comes_back_from_its_parts(kind: str, implementation: str, begun: int) -> None:
-    job = Job(KINDS[kind], **IMPLEMENTATIONS[implementation])
-    for _ in range(begun):
-        job.train()
-    snapshot, wanted = window_of(job)
+    snapshot, wanted = window_of(Job(KINDS[kind], **IMPLEMENTATIONS[implementation]), begun=begun)
     again = unpack(*stored(kept(snapshot)))
     assert again.fold() == ""
     check(folded(snapshot, again), wanted)
@@ -60,9 +60,7 @@ def test_every_optimizer_comes_back_from_its_parts(kind: str, implementation: st
 
 
 def test_parts_are_of_several_versions_until_they_are_folded() -> None:
-    job = Job()
-    job.train()
-    snapshot, wanted = window_of(job)
+    snapshot, wanted = window_of()
     found = kept(snapshot)
     assert [part.version for part in found.parts] == [0, 1, 2, 3] and found.version == found.replay_steps == 3
     with pytest.raises(AssertionError):
@@ -72,9 +70,7 @@ def test_parts_are_of_several_versions_until_they_are_folded() -> None:
 
 
 def test_a_loop_of_its_own_folds_a_window_where_it_stands() -> None:
-    job = Job()
-    job.train()
-    snapshot, wanted = window_of(job)
+    snapshot, wanted = window_of()
     whole = snapshot.fold()
     assert whole.redo is None and whole.steps == snapshot.steps and not whole.inexact
     check(whole.state, wanted)
@@ -148,9 +144,7 @@ def bugs() -> dict[str, Callable[[Tensors, Recipe], None]]:
 
 @pytest.mark.parametrize("bug", bugs())
 def test_a_window_that_is_another_than_the_one_that_was_copied_is_refused(bug: str) -> None:
-    job = Job()
-    job.train()
-    snapshot, _ = window_of(job)
+    snapshot, _ = window_of()
     tensors, recipe = stored(kept(snapshot))
     bugs()[bug](tensors, recipe)
     with pytest.raises(IntegrityError):
@@ -172,9 +166,7 @@ def flipped(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
 
 
 def test_one_bit_of_a_replay_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job()
-    job.train()
-    snapshot, _ = window_of(job)
+    snapshot, _ = window_of()
     tensors, recipe = stored(kept(snapshot))
     flipped(monkeypatch, 1)
     with pytest.raises(IntegrityError, match="has other bits than in training, with the same build"):
@@ -182,9 +174,7 @@ def test_one_bit_of_a_replay_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_device_is_said_and_taken_only_within_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job()
-    job.train()
-    snapshot, _ = window_of(job)
+    snapshot, _ = window_of()
     found = kept(snapshot)
     found.conditions = OTHER
     tensors, recipe = stored(found)
@@ -201,9 +191,7 @@ def test_another_device_is_said_and_taken_only_within_the_tolerance(monkeypatch:
 
 def test_a_rounding_of_another_implementation_is_within_the_tolerance() -> None:
     """The CPU's fused AdamW and its for-loop round differently, like two devices."""
-    job = Job(fused=True)
-    job.train()
-    snapshot, _ = window_of(job, 7)
+    snapshot, _ = window_of(Job(fused=True), 7)
     found = kept(snapshot)
     found.conditions = OTHER
     tensors, recipe = stored(found)
@@ -272,9 +260,7 @@ def test_an_edit_that_is_seen_has_the_state_copied_whole() -> None:
 
 
 def test_a_learning_rate_that_is_a_tensor() -> None:
-    job = Job(lr=torch.tensor(1e-3))
-    job.train()
-    snapshot, wanted = window_of(job)
+    snapshot, wanted = window_of(Job(lr=torch.tensor(1e-3)))
     again = unpack(*stored(kept(snapshot)))
     assert again.fold() == ""
     check(folded(snapshot, again)["model"], wanted["model"])

@@ -20,6 +20,7 @@ from tierckpt.arena.memory import Memory
 from tierckpt.disk.io_tuner import IoShape
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError, TierckptError
 from tierckpt.format.manifest import Flushed
+from tierckpt.poll import Poll
 from tierckpt.quantities import round_up
 from tierckpt.save import write_ahead as ahead_module
 from tierckpt.save.flush import flush
@@ -61,11 +62,8 @@ def file_of(ahead: WriteAhead, image: Image) -> TempFile:
     return file
 
 
-def until(what: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.001)
+def until(what: Callable[[], object]) -> None:
+    assert any(what() for _ in Poll(60.0)), "it never came to that"
 
 
 def flushed(path: Path, records: list[ShardRecord], image: Image, slots: list[Memory], **options: Any) -> Flushed:
@@ -77,6 +75,14 @@ def flushed(path: Path, records: list[ShardRecord], image: Image, slots: list[Me
 def one_large() -> list[Item]:
     """An item over many units; the first and the last contain more than data."""
     return items_of([(0, 448, 200_000, 337, False)])
+
+
+def begun_large(directory: Path, arena: Memory) -> tuple[list[Item], list[ShardRecord], Image, WriteAhead, TempFile]:
+    items = one_large()
+    records, image = staged_in(arena, items)
+    ahead = begun(directory, items, image)
+    image.ahead = file_of(ahead, image)
+    return items, records, image, ahead, image.ahead
 
 
 # --- the file -----------------------------------------------------------------------------------------------------
@@ -129,10 +135,7 @@ def test_what_is_written_ahead_is_not_written_again(
         return real(fd, view, offset)
 
     monkeypatch.setattr(os, "pwrite", spy)
-    items = one_large()
-    records, image = staged_in(arena, items)
-    ahead = begun(tmp_path, items, image)
-    image.ahead = file_of(ahead, image)
+    items, records, image, _, _ = begun_large(tmp_path, arena)
     units = list(span_of(items, image).units(UNIT))
     until(lambda: len(written) == len(units))
     assert sorted(written) == [(offset, UNIT) for offset in units]
@@ -169,10 +172,7 @@ def test_a_unit_is_nothing_but_the_data_of_one_tensor(unit_bytes: int) -> None:
 
 def test_it_has_no_name_before_a_flush_takes_it(tmp_path: Path, slots: list[Memory], arena: Memory) -> None:
     """A2."""
-    items = one_large()
-    records, image = staged_in(arena, items)
-    ahead = begun(tmp_path, items, image)
-    image.ahead = file = file_of(ahead, image)
+    _, records, image, ahead, file = begun_large(tmp_path, arena)
     until(lambda: len(file.begun) > 5)
     assert not list(tmp_path.iterdir()) and ahead.reserved_bytes == image.size_bytes
     flushed(tmp_path / "shard", records, image, slots)
@@ -180,10 +180,7 @@ def test_it_has_no_name_before_a_flush_takes_it(tmp_path: Path, slots: list[Memo
 
 
 def test_what_is_given_up_gives_its_room_and_its_descriptor_back(tmp_path: Path, arena: Memory) -> None:
-    items = one_large()
-    _, image = staged_in(arena, items)
-    ahead = begun(tmp_path, items, image)
-    file = file_of(ahead, image)
+    items, _, _, ahead, file = begun_large(tmp_path, arena)
     until(lambda: file.fd >= 0)
     fd = file.fd
     assert os.fstat(fd).st_nlink == 0 and os.fstat(fd).st_blocks * 512 >= len(items[0].data)
@@ -197,10 +194,7 @@ def test_what_is_given_up_gives_its_room_and_its_descriptor_back(tmp_path: Path,
 
 def test_a_child_has_no_hold_on_it(tmp_path: Path, arena: Memory) -> None:
     """DataLoader workers are forked at any time, and live long."""
-    items = one_large()
-    _, image = staged_in(arena, items)
-    ahead = begun(tmp_path, items, image)
-    file = file_of(ahead, image)
+    _, _, _, ahead, file = begun_large(tmp_path, arena)
     until(lambda: file.fd >= 0)
     fd = file.fd
     pid = os.fork()
@@ -216,10 +210,7 @@ def test_a_child_has_no_hold_on_it(tmp_path: Path, arena: Memory) -> None:
 
 
 def test_a_name_that_is_there_is_not_taken_over(tmp_path: Path, slots: list[Memory], arena: Memory) -> None:
-    items = one_large()
-    records, image = staged_in(arena, items)
-    ahead = begun(tmp_path, items, image)
-    image.ahead = file_of(ahead, image)
+    _, records, image, _, _ = begun_large(tmp_path, arena)
     until(lambda: image.ahead is not None and image.ahead.fd >= 0)
     (tmp_path / "shard").write_text("another's")
     with pytest.raises(TierckptError, match="shard"):
@@ -282,10 +273,7 @@ def test_an_error_before_the_flush_is_not_one_of_the_save(
     """A4: another file is written, and that one is no longer used."""
     failing = Failing(monkeypatch, code)
     failing.may_fail.set()
-    items = one_large()
-    records, image = staged_in(arena, items)
-    ahead = begun(tmp_path, items, image)
-    image.ahead = file = file_of(ahead, image)
+    items, records, image, ahead, file = begun_large(tmp_path, arena)
     until(lambda: file.error is not None and not file.writing)
     check(flushed(tmp_path / "shard", records, image, slots), items, UNIT)
     assert 1 <= failing.fired <= ahead_module.THREADS
@@ -299,10 +287,7 @@ def test_an_error_after_the_flush_has_taken_the_file_is_the_flushs_own(
 ) -> None:
     """A4, F3."""
     failing = Failing(monkeypatch, code)
-    items = one_large()
-    records, image = staged_in(arena, items)
-    ahead = begun(tmp_path, items, image)
-    image.ahead = file = file_of(ahead, image)
+    _, records, image, _, file = begun_large(tmp_path, arena)
     until(lambda: file.writing > 0)
     threading.Timer(0.05, failing.may_fail.set).start()
     with pytest.raises(StoreError if code == errno.EIO else CapacityError, match="shard"):
@@ -316,10 +301,7 @@ def test_a_write_that_hangs_is_given_up_and_its_descriptor_stays(
 ) -> None:
     """A5."""
     failing = Failing(monkeypatch, errno.EIO)
-    items = one_large()
-    records, image = staged_in(arena, items)
-    ahead = begun(tmp_path, items, image)
-    image.ahead = file = file_of(ahead, image)
+    _, records, image, _, file = begun_large(tmp_path, arena)
     until(lambda: file.writing > 0)
     with pytest.raises(OperationTimeoutError, match="write to end"):
         flushed(tmp_path / "shard", records, image, slots, timeout_seconds=0.2)
@@ -347,10 +329,7 @@ def test_where_such_files_cannot_be_had_nothing_is_lost(
     monkeypatch.setattr(os, "open", no_temporary)
     if refuses == "allocate":
         monkeypatch.setattr(ahead_module, "allocate", no_room)
-    items = one_large()
-    records, image = staged_in(arena, items)
-    ahead = begun(tmp_path, items, image)
-    image.ahead = file_of(ahead, image)
+    items, records, image, ahead, _ = begun_large(tmp_path, arena)
     until(lambda: ahead.is_stopped)
     check(flushed(tmp_path / "shard", records, image, slots), items, UNIT)
     ahead.discard()
