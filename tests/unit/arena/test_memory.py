@@ -11,7 +11,6 @@ import resource
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tierckpt.arena import capacity, pages
 from tierckpt.arena import memory as memory_module
 from tierckpt.arena.memory import HUGE_PAGE_BYTES, Kind, Memory, collapses
 from tierckpt.errors import CapacityError, ConfigError
+from tierckpt.poll import Poll
 
 MiB, GiB = 1 << 20, 1 << 30
 
@@ -94,15 +94,6 @@ def meminfo(field: str) -> int:
 def rollup(field: str) -> int:
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 # --- every kind -------------------------------------------------------------------------------------------------
@@ -233,6 +224,14 @@ def test_what_nobody_closed_is_closed_with_its_last_reference() -> None:
 
 # --- other processes --------------------------------------------------------------------------------------------
 
+HOLD = """
+    import sys, time
+    from tierckpt.arena.memory import Kind, Memory
+    memory = Memory.allocate(int(sys.argv[1]), kind=Kind.SHM)
+    memory.view[:4] = b"held"
+    print(memory.name, flush=True)
+    time.sleep(120)
+"""
 OPEN = """
     import sys
     from tierckpt.arena.memory import Memory
@@ -345,25 +344,13 @@ def test_a_forked_child_shares_shared_memory(shared: Memory) -> None:
     Memory.open(shared.name).close()
 
 
-# --- nothing leaks ----------------------------------------------------------------------------------------------
-
-HOLD = """
-    import sys, time
-    from tierckpt.arena.memory import Kind, Memory
-    memory = Memory.allocate(int(sys.argv[1]), kind=Kind.SHM)
-    memory.view[:4] = b"held"
-    print(memory.name, flush=True)
-    time.sleep(120)
-"""
+# --- no room ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def alone() -> Iterator[None]:
     with shared_memory_alone():
         yield
-
-
-# --- no room ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Kind.PRIVATE, Kind.SHM, None])
@@ -413,7 +400,7 @@ def test_memory_that_goes_while_it_is_being_filled_is_given_back(monkeypatch: py
     with pytest.raises(CapacityError):
         Memory.allocate(512 * MiB, kind=Kind.SHM)
     assert descriptors() == open_before
-    assert within(60, lambda: meminfo("Shmem") - before < 64 * MiB)
+    assert any(meminfo("Shmem") - before < 64 * MiB for _ in Poll(60.0))
     assert 4 <= len(calls) <= 5  # neither thread goes on after the error
 
 

@@ -101,21 +101,6 @@ def test_memory_that_was_given_away_cannot_be_flushed(arena: Arena) -> None:
     assert again.state is SlotState.STAGED
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drop", [False, True])
-def test_memory_in_a_flush_is_never_taken(drop: bool) -> None:
-    policy = SlotPolicy.DROP_OLDEST_UNFLUSHED if drop else SlotPolicy.WAIT
-    arena = Arena(slots_max=1, policy=policy, timeout_seconds=0.05)
-    lease = leased(arena)
-    lease.begin_flush()
-    let_go(lease)
-    with pytest.raises(OperationTimeoutError):
-        arena.lease(1)
-    lease.end_flush(written=True)
-    assert leased(arena).memory is lease.memory
-    arena.close()
-
-
 def test_a_written_checkpoint_gives_its_place_though_somebody_still_has_its_tensors(arena: Arena) -> None:
     """Its bytes are on the SSD. The oldest one is reused first, and no slot is created while there is one."""
     first, second = leased(arena), leased(arena)

@@ -80,25 +80,12 @@ def test_a_rule_that_makes_no_sense_is_refused(name: str, value: Any) -> None:
 # --- never removed ----------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_newest_one_protects_the_newest_good_one() -> None:
-    copies = [shared(1), shared(2), shared(3, DAMAGED), shared(4, DAMAGED)]
-    verdicts = Policy.of(keep_last=1).judge(copies)
-    assert removed(verdicts, Tier.SHARED) == [1, 3]
-    assert why(verdicts, 2, Tier.SHARED) == "the newest sound one"
-
-
 def test_on_one_node_of_several_a_partial_copy_is_sound_and_a_whole_one_is_kept_too() -> None:
     verdicts = Policy.of(keep_last=1).judge(
         [local(1), local(2), local(3, PARTIAL), local(4, PARTIAL), *map(shared, (1, 2, 3, 4))]
     )
     assert removed(verdicts, Tier.LOCAL) == [1, 3]
     assert why(verdicts, 2, Tier.LOCAL) == "the newest whole one"
-
-
-def test_a_local_copy_that_is_not_drained_stays() -> None:
-    verdicts = Policy.of(keep_last=1).judge([local(1), local(2, drained=False), local(3, drained=False), shared(1)])
-    assert removed(verdicts, Tier.LOCAL) == [1]
-    assert why(verdicts, 2, Tier.LOCAL) == "not on the shared tier yet"
 
 
 def test_a_local_copy_may_go_after_the_shared_tier_has_given_that_step_up() -> None:

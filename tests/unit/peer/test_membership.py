@@ -159,6 +159,7 @@ def test_who_can_be_reached_by_others_only_is_not_offered_here() -> None:
 def test_where_nobody_listens_nobody_is_sent_until_it_speaks_again(world: World) -> None:
     world.run(4)
     table, gone = world.tables["n1"], world.tables["n5"].me.address
+    table.received_request("n5")  # it asks, and is gone all the same
     table.failed(gone, refused=True)
     assert "n5" not in world.live_of("n1")
     assert gone in table.targets(random.Random(0)), "it is asked again"

@@ -96,16 +96,6 @@ def test_chunks_that_are_no_blocks_are_read_too(tmp_path: Path, buffers: BounceB
     assert pulled(ReplicatedFile(entry, 1000, [LocalCopy(path)]), [(999, 4321)], buffers) == [data[999:4321]]
 
 
-def test_a_bad_chunk_comes_from_the_next_copy_and_the_bad_one_is_set_aside(
-    tmp_path: Path, buffers: BounceBufferPool
-) -> None:
-    data, path = content(), tmp_path / "shard"
-    path.write_bytes(data[: 5 * CHUNK] + b"\0" * 8 + data[5 * CHUNK + 8 :])
-    store = RemoteCopy("s3://bucket/shard", lambda byte_range: data[byte_range.start : byte_range.stop])
-    assert is_right(pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path), store]), SPANS, buffers), data)
-    assert [found.name for found in tmp_path.iterdir()] == ["shard.bad"]
-
-
 def damaged(data: bytes, index: int) -> bytes:
     return data[: index * CHUNK] + b"\0" * 8 + data[index * CHUNK + 8 :]
 
@@ -116,6 +106,7 @@ def test_two_copies_with_damage_in_different_chunks_give_all_of_them(tmp_path: P
     other = damaged(data, 5)
     store = RemoteCopy("s3://bucket/shard", lambda byte_range: other[byte_range.start : byte_range.stop])
     assert is_right(pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path), store]), SPANS, buffers), data)
+    assert [found.name for found in tmp_path.iterdir()] == ["shard.bad"]
 
 
 def test_an_error_of_a_file_with_damage_names_the_range_that_is_bad(tmp_path: Path) -> None:
