@@ -5,17 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from tierckpt.cache.file_set import files_of_rank, version_of
-from tierckpt.checkpoint.local_commit import commit_local
-from tierckpt.format.layout import parse_uri
-from tierckpt.format.manifest import FileEntry, Manifest, digest_of, digests_of
-from tierckpt.peer.inventory import Holdings
 from tierckpt.peer.membership import Member
 from tierckpt.peer.replica_policy import (
     FreshCheckpoint,
@@ -239,31 +232,3 @@ def test_own_work_and_what_somebody_fetched_for_itself_is_never_outdated() -> No
     )
     assert outdated([own, fetched], told) == []
     assert outdated([copy_of(1, t="n1")], told, {"s3://bucket/run/step-1"}) == []
-
-
-# --- a file as a version of its own --------------------------------------------------------------------------------
-
-
-def test_a_large_file_of_a_checkpoint_is_served_as_a_version_of_its_own(tmp_path: Path) -> None:
-    """Nodes that restore share the files that they both want (restore/restore.py); small ones are not worth it."""
-    directory, chunk = tmp_path / "checkpoints" / "s3" / "bucket" / "run" / "step-1", 65536
-    data = {"large.distcp": bytes(range(256)) * 5000, "small.distcp": b"x" * 5000, ".metadata": b"m" * 10}
-    entries = [FileEntry(path, len(content), digests_of(content, chunk)) for path, content in data.items()]
-    manifest = Manifest("attempt", 1, chunk, (entries[2],), tuple(entries[:2]))
-    commit_local(directory, parse_uri("s3://bucket/run/step-1"), manifest, {".metadata": data[".metadata"]})
-    holdings = Holdings(tmp_path)
-    large, small = (version_of([files_of_rank(entry)]) for entry in entries[:2])
-    assert holdings.report(large, chunk).total == 20
-    assert holdings.report(large, chunk).new == (), "the file is not here yet"
-    for path in ("large.distcp", "small.distcp"):
-        (directory / path).write_bytes(data[path])
-    again = Holdings(tmp_path)
-    assert again.report(large, chunk).whole
-    assert again.report(small, chunk).total == 0
-    opened = again.open(large, chunk, 3)
-    assert opened is not None
-    try:
-        got = os.pread(opened.file, opened.byte_range.size_bytes, opened.byte_range.start)
-    finally:
-        os.close(opened.file)
-    assert digest_of(got) == entries[0].digests[3] == opened.digest

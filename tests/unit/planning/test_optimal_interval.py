@@ -160,16 +160,6 @@ def test_rounding_chooses_the_better_neighbour() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "blocked", "durable", "steps"),
-    [(1.0, 0.1, 0.5, 3), (1.0, 0.01, 12.0, 12), (1.0, 0.0, 0.0, 1), (0.2, 0.07, 0.0, 10)],
-)
-def test_checkfreq_keeps_one_in_flight_and_the_overhead_bounded(
-    step: float, blocked: float, durable: float, steps: int
-) -> None:
-    assert checkfreq_steps(step, blocked, durable) == steps
-
-
-@pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda: young(-1, 60), "stall of a checkpoint is -1: it must be 0 or more"),
