@@ -20,7 +20,7 @@ from .disk.local_root import use_local_root
 from .drain.background_drains import BackgroundDrains
 from .drain.drainer import Drainer
 from .peer.fetch.fetch_session import PeerJoiner
-from .peer.peer_catalog import Live, catalog_of
+from .peer.peer_catalog import Live, PeerCatalog
 from .save.replaced_attempts import ReplacedAttempts
 from .telemetry import ignore_progress
 from .types import ProgressListener
@@ -46,7 +46,7 @@ class Mover:
         # The agent has its own list, and fetches nothing from other nodes.
         self.sharing = PeerJoiner(settings) if settings.peers is not None and live is None else None
         self.node_cache = NodeCache(settings, drainer.store, listener, self.sharing)
-        self.peers = catalog_of(settings, live)
+        self.peers = PeerCatalog(settings, live) if settings.peers is not None else None
         self.selector = Selector(settings, drainer.store, drainer.directory, self.peers)
         self.pruner = Pruner(settings, drainer.journal, drainer.store, self.selector)
         self.replaced = ReplacedAttempts(drainer, self.selector)

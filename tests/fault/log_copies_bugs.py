@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.servers.nodes import newest_first
-from tierckpt.peer.peer_catalog import PeerWire
+from tierckpt.peer.peer_catalog import PeerCatalog
 from tierckpt.replication import log_copies
 from tierckpt.save import log_segments
 
@@ -19,16 +19,16 @@ def stall() -> None:
     """Stop the copy of a log after ``PIECES`` pieces of a block each; a frame has several."""
     newest_first()
     log_copies.PIECE_BYTES = 4096
-    original, left = PeerWire.segment, int(os.environ[PIECES])
+    original, left = PeerCatalog.segment, int(os.environ[PIECES])
 
-    async def segment(self: PeerWire, *arguments: Any) -> Any:
+    async def segment(self: PeerCatalog, *arguments: Any) -> Any:
         nonlocal left
         left -= 1
         if left < 0:
             await asyncio.sleep(3600)
         return await original(self, *arguments)
 
-    PeerWire.segment = segment  # type: ignore[method-assign]
+    PeerCatalog.segment = segment  # type: ignore[method-assign]
 
 
 def counted_before_it_is_whole() -> None:

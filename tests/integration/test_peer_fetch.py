@@ -24,9 +24,10 @@ from tierckpt.cache.fetch_job import NotNowError
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerError, StoreUnavailableError
 from tierckpt.format.manifest import digest_of
-from tierckpt.peer.fetch.fetch_session import ClusterView, FetchSession
+from tierckpt.peer.fetch.fetch_session import FetchSession
 from tierckpt.peer.fetch.peer_table import Tuning
 from tierckpt.peer.membership import Member
+from tierckpt.peer.peer_catalog import Live
 from tierckpt.peer.peer_client import ChunkAnswer
 from tierckpt.peer.peer_http import ChunkReport
 
@@ -146,9 +147,9 @@ class SimulatedCluster:
         if not is_fetched and chunk not in self.landed:
             self.nowhere.append(chunk)
 
-    async def view(self, is_fetching: bool) -> ClusterView:
+    async def view(self, is_fetching: bool) -> Live:
         members = tuple(Member(name, f"{name}:1") for name in ("me", *self.holders))
-        return ClusterView(members[0], members, frozenset())
+        return Live(members[0], members[1:])
 
     async def report_slow(self, member: Member, version: str) -> None:
         pass
@@ -255,7 +256,7 @@ async def test_slow_node_is_notified_and_steps_back() -> None:
 
     peers_cluster.report_slow = report_slow  # type: ignore[method-assign]
 
-    async def view(is_fetching: bool) -> ClusterView:
+    async def view(is_fetching: bool) -> Live:
         found = await SimulatedCluster.view(peers_cluster, is_fetching)
         return dataclasses.replace(found, interested=frozenset("bc"), slow_to=frozenset("bc"))
 

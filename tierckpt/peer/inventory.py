@@ -71,13 +71,16 @@ class Opened:
         os.close(self.file)
 
 
-def open_range(path: Path, at: ByteRange, digest: str) -> Opened | None:
-    """Open a complete range, after reading it into the page cache. Return None if the file was renamed."""
+def open_range(path: Path, at: ByteRange, digest: str = "") -> Opened | None:
+    """Open a range, after reading it into the page cache. Return None if the file was renamed or is too short."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = open_beneath(path.parent, path.name)
     except FileNotFoundError:
         return None
     try:
+        if os.fstat(file).st_size < at.stop:
+            os.close(file)
+            return None
         bring_in(file, at)
         return Opened(file, at, digest or digest_at(file, at))
     except BaseException:

@@ -45,6 +45,7 @@ NAMES_MAX = 100_000
 BUSY_SECONDS = 20.0
 BAN_SECONDS = 600.0
 PLACES_MAX = 64
+PEERS_MESSAGE: Json = {"op": "peers", "version": None, "directory": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,10 @@ class Live:
     """Configured nodes that have not answered this node's agent."""
     denial_reason: str = ""
     """Reason why a node does not accept this one as a member."""
+    interested: frozenset[str] = frozenset()
+    """Members that fill the version asked about."""
+    slow_to: frozenset[str] = frozenset()
+    """Members that have lately reported that this node is slow."""
 
     @property
     def me(self) -> str:
@@ -68,8 +73,15 @@ class Live:
 
 
 class PeerCatalog:
-    def __init__(self, live: Callable[[], Awaitable[Live]], wire: PeerWire, expected: int | None = None) -> None:
-        self._query_members, self.wire, self._expected = live, wire, expected
+    """Requests to peers in the name of this node. ``live`` returns them; None: asks this node's agent, which it starts
+    if necessary."""
+
+    def __init__(self, settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> None:
+        self._settings, self._expected = settings, _expected(settings.peers or "")
+        self._agent = private_client(settings) if live is None else None
+        self._query_members = live or self._ask_agent
+        self._client: PeerClient | None = None
+        self._banned: dict[str, float] = {}
         self._live = Live(None, ())
         self._next_query_at = float("-inf")
         self._has_waited = False
@@ -78,9 +90,14 @@ class PeerCatalog:
         self._silent_members: dict[Location, list[str]] = {}
 
     async def close(self) -> None:
-        await self.wire.close()
-        if isinstance(self._query_members, ByContact):
-            await asyncio.to_thread(self._query_members.close)
+        if self._client is not None:
+            await self._client.close()
+        if self._agent is not None:
+            await asyncio.to_thread(self._agent.close)
+
+    async def _ask_agent(self) -> Live:
+        assert self._agent is not None
+        return live_of(await asyncio.to_thread(self._agent.ask, PEERS_MESSAGE))
 
     async def live(self) -> Live:
         """Return the reachable members; none, with a log line, if the agent does not respond."""
@@ -129,7 +146,7 @@ class PeerCatalog:
         asked_at, known = self._committed.get(parent, (float("-inf"), {}))
         if is_fresh or time.monotonic() - asked_at > LIVE_SECONDS:
             known, others = {}, (await self.wait_for_members()).other_nodes
-            answers = await self._all(lambda member: self.wire.steps(member, parent.uri), others)
+            answers = await self._all(lambda member: self.client.steps(member, parent.uri), others)
             silent = {*others} - {member for member, _ in answers}
             self._silent_members[parent] = [f"{member.name} ({member.address})" for member in silent]
             for member, answer in answers:
@@ -181,18 +198,66 @@ class PeerCatalog:
         return None
 
     async def manifest_of(self, member: Member, location: Location) -> Manifest | None:
-        """Raises ManifestError: invalid."""
-        async with asyncio.timeout(MANIFEST_SECONDS):
-            data = await self.wire.manifest(member, location.uri)
-        return decode(data, where=f"the manifest of {member.name}") if data is not None else None
+        """Return None if ``member`` has none. Raises ManifestError: invalid."""
+        try:
+            async with asyncio.timeout(MANIFEST_SECONDS):
+                data = await self.client.manifest(member, location.uri)
+        except ObjectNotFoundError:
+            return None
+        return decode(data, where=f"the manifest of {member.name}")
 
     async def fresh(self, members: Iterable[Member]) -> Mapping[str, tuple[list[FreshCheckpoint], list[LogRow]]]:
-        replies = await self._all(self.wire.fresh, members)
+        replies = await self._all(lambda member: self.client.fresh(member), members)
         return {member.name: (fresh_of(answer), logs_of(answer)) for member, answer in replies}
 
-    async def _all(
-        self, ask: Callable[[Member], Awaitable[T]], members: Iterable[Member] | None = None
-    ) -> list[tuple[Member, T]]:
+    # --- requests to one of them ---------------------------------------------------------------------------------
+
+    @property
+    def client(self) -> PeerClient:
+        if self._client is None:
+            from .peer_client import PeerClient  # it loads TLS
+
+            self._client = PeerClient(self._settings, self.me)
+        return self._client
+
+    async def ordinals(self, member: Member, version: str, chunk_size_bytes: int) -> frozenset[int] | None:
+        """Return the chunks of a version that ``member`` has; None: all of it."""
+        found, after = set[int](), 0
+        while True:
+            report = await self.client.chunk_report(member, version, chunk_size_bytes, after=after)
+            if report.whole:
+                return None
+            found |= {ordinal for ordinal, _ in report.new}
+            if report.next <= after or report.next >= report.landed:
+                return frozenset(found)
+            after = report.next
+
+    async def segment(self, member: Member, segment_id: str, at: ByteRange) -> Buffer:
+        into = memoryview(bytearray(at.size_bytes))
+        await self.retry_while_busy(member, partial(self.client.segment, member, segment_id, at.start, into))
+        return into
+
+    async def retry_while_busy(self, member: Member, ask: Callable[[], Awaitable[object]]) -> None:
+        if time.monotonic() < self._banned.get(member.name, 0.0):
+            raise PeerError(
+                f"peer {member.name} sent wrong bytes: no data is requested from it for now", tier=Tier.PEER
+            )
+        deadline = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                await ask()
+                return
+            except PeerBusyError as error:
+                pause = float(error.context.get("retry_after_seconds", 1.0)) * random.uniform(0.5, 1.0)
+                if time.monotonic() + pause > deadline:
+                    raise
+                await asyncio.sleep(pause)
+
+    def ban(self, member: Member) -> None:
+        """Request no data from ``member`` for a while. Its lists are still requested."""
+        self._banned[member.name] = time.monotonic() + BAN_SECONDS
+
+    async def _all(self, ask: Callable[[Member], Awaitable[T]], members: Iterable[Member]) -> list[tuple[Member, T]]:
         async def one(member: Member) -> tuple[Member, T] | None:
             try:
                 async with self._gate, asyncio.timeout(ASK_SECONDS):
@@ -201,8 +266,7 @@ class PeerCatalog:
                 log.info("%s does not list its checkpoints: %s", member.name, error)
                 return None
 
-        queried = (await self.wait_for_members()).other_nodes if members is None else members
-        answers = await asyncio.gather(*(one(member) for member in queried))
+        answers = await asyncio.gather(*(one(member) for member in members))
         return [answer for answer in answers if answer is not None]
 
 
@@ -230,9 +294,7 @@ class PeerReplicas:
         if self._holders is not None:
             return self
         version, chunk = self.frozen.version, self.frozen.chunk_size_bytes
-        answers = await self.cluster._all(
-            lambda member: self.cluster.wire.ordinals(member, version, chunk), list(self.members)
-        )
+        answers = await self.cluster._all(lambda member: self.cluster.ordinals(member, version, chunk), self.members)
         me = (await self.cluster.live()).me
         holders: dict[str, list[Member]] = {}
         for index, item in enumerate(self.frozen.files):
@@ -253,18 +315,21 @@ class PeerReplicas:
     def report_damage(self, member: Member) -> None:
         """Request no data from ``member`` for a while: it sent wrong bytes."""
         log.warning("%s sent wrong bytes of %s: no data is requested from it for now", member.name, self.location.uri)
-        self.cluster.wire.ban(member)
+        self.cluster.ban(member)
 
     async def chunk(self, member: Member, entry: FileEntry, index: int) -> Buffer:
         """Fetch a verified chunk of ``entry`` from ``member``.
 
         Raises IntegrityError: wrong bytes. ObjectNotFoundError, PeerError: no bytes.
         """
-        size_bytes = min(self.frozen.chunk_size_bytes, entry.size_bytes - index * self.frozen.chunk_size_bytes)
-        ordinal = self._first[entry.key] + index
-        return await self.cluster.wire.chunk(
-            member, self.frozen.version, self.frozen.chunk_size_bytes, ordinal, size_bytes, entry.digests[index]
+        chunk_bytes = self.frozen.chunk_size_bytes
+        into = memoryview(bytearray(min(chunk_bytes, entry.size_bytes - index * chunk_bytes)))
+        ordinal, digest = self._first[entry.key] + index, entry.digests[index]
+        ask = partial(
+            self.cluster.client.chunk, member, self.frozen.version, chunk_bytes, ordinal, into, expected=digest
         )
+        await self.cluster.retry_while_busy(member, ask)
+        return into
 
 
 def _is_name(name: Any) -> bool:
@@ -273,115 +338,13 @@ def _is_name(name: Any) -> bool:
     )
 
 
-class ByContact:
-    """Asks this node's agent, which it starts if necessary."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._contact = private_client(settings)
-
-    async def __call__(self) -> Live:
-        message: Json = {"op": "peers", "version": None, "directory": None}
-        return live_of(await asyncio.to_thread(self._contact.ask, message))
-
-    def close(self) -> None:
-        self._contact.close()
-
-
 def live_of(answer: Any) -> Live:
     me = member_of(answer["me"])
     rows = (member_of(row) for row in answer["live"])
     others = tuple(member for member in rows if member.name != me.name)
-    return Live(me, others, tuple(map(str, answer.get("unreachable", ()))), str(answer.get("denied", "")))
-
-
-class PeerWire:
-    """Requests to peers in the name of this node. Returns None if a peer lacks the data. Raises TierckptError."""
-
-    def __init__(self, settings: Settings, me: Callable[[], str]) -> None:
-        self._settings, self._me = settings, me
-        self._client: PeerClient | None = None
-        self._banned: dict[str, float] = {}
-
-    def _connected_client(self) -> PeerClient:
-        if self._client is None:
-            from .peer_client import PeerClient  # it loads TLS
-
-            self._client = PeerClient(self._settings, self._me())
-        return self._client
-
-    async def manifest(self, member: Member, uri: str) -> bytes | None:
-        try:
-            return await self._connected_client().manifest(member, uri)
-        except ObjectNotFoundError:
-            return None
-
-    async def steps(self, member: Member, parent_uri: str) -> Json:
-        return await self._connected_client().steps(member, parent_uri)
-
-    async def fresh(self, member: Member) -> Json:
-        return await self._connected_client().fresh(member)
-
-    async def ordinals(self, member: Member, version: str, chunk_size_bytes: int) -> frozenset[int] | None:
-        """Return the chunks of a version that ``member`` has; None: all of it."""
-        client, found, after = self._connected_client(), set[int](), 0
-        while True:
-            report = await client.chunk_report(member, version, chunk_size_bytes, after=after)
-            if report.whole:
-                return None
-            found |= {ordinal for ordinal, _ in report.new}
-            if report.next <= after or report.next >= report.landed:
-                return frozenset(found)
-            after = report.next
-
-    async def chunk(
-        self, member: Member, version: str, chunk_size_bytes: int, ordinal: int, size_bytes: int, digest: str
-    ) -> Buffer:
-        into = memoryview(bytearray(size_bytes))
-        chunk = partial(
-            self._connected_client().chunk, member, version, chunk_size_bytes, ordinal, into, expected=digest
-        )
-        await self._retry_while_busy(member, chunk)
-        return into
-
-    async def segment(self, member: Member, segment_id: str, at: ByteRange) -> Buffer:
-        into = memoryview(bytearray(at.size_bytes))
-        await self._retry_while_busy(
-            member, partial(self._connected_client().segment, member, segment_id, at.start, into)
-        )
-        return into
-
-    async def _retry_while_busy(self, member: Member, ask: Callable[[], Awaitable[object]]) -> None:
-        if time.monotonic() < self._banned.get(member.name, 0.0):
-            raise PeerError(
-                f"peer {member.name} sent wrong bytes: no data is requested from it for now", tier=Tier.PEER
-            )
-        deadline = time.monotonic() + BUSY_SECONDS
-        while True:
-            try:
-                await ask()
-                return
-            except PeerBusyError as error:
-                pause = float(error.context.get("retry_after_seconds", 1.0)) * random.uniform(0.5, 1.0)
-                if time.monotonic() + pause > deadline:
-                    raise
-                await asyncio.sleep(pause)
-
-    def ban(self, member: Member) -> None:
-        """Request no data from ``member`` for a while. Its lists are still requested."""
-        self._banned[member.name] = time.monotonic() + BAN_SECONDS
-
-    async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-
-
-def catalog_of(settings: Settings, live: Callable[[], Awaitable[Live]] | None = None) -> PeerCatalog | None:
-    """Return the catalog of the other nodes; None without ``peers``."""
-    if settings.peers is None:
-        return None
-    wire = PeerWire(settings, lambda: catalog.me)
-    catalog = PeerCatalog(live or ByContact(settings), wire, _expected(settings.peers))
-    return catalog
+    interested, slow_to = (frozenset(map(str, answer.get(key, ()))) for key in ("interested", "slow_to"))
+    unreachable = tuple(map(str, answer.get("unreachable", ())))
+    return Live(me, others, unreachable, str(answer.get("denied", "")), interested, slow_to)
 
 
 def _expected(peers: str) -> int | None:

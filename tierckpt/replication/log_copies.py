@@ -21,15 +21,14 @@ from ..cache import space
 from ..checkpoint.retention import marked_directories
 from ..config import Settings
 from ..disk.durable import fsync_dir, make_dirs, matching, translated
-from ..disk.file_io import open_beneath, pwrite_all
+from ..disk.file_io import pwrite_all
 from ..disk.file_lock import lock_async
 from ..disk.quarantine import open_regular
 from ..errors import CapacityError, IntegrityError, TierckptError
 from ..format.layout import GRADIENTS_DIR, Location, local_dir, location_at, step_of
-from ..peer.chunk_files import bring_in, digest_at
-from ..peer.inventory import Opened
+from ..peer.inventory import Opened, open_range
 from ..peer.membership import Member
-from ..peer.peer_catalog import PeerCatalog, PeerWire
+from ..peer.peer_catalog import PeerCatalog
 from ..peer.replica_policy import BASES_MAX, LogRow
 from ..save.log_segments import Tail, paths_in, remove_before, step_of_path
 from ..types import Buffer, ByteRange, Tier
@@ -92,20 +91,7 @@ class LogIndex:
 
     def open(self, identity: str, at: ByteRange) -> Opened | None:
         path = self._paths.get(identity)
-        try:
-            file = open_beneath(path.parent, path.name) if path is not None else -1
-        except OSError:
-            return None
-        if file < 0 or os.fstat(file).st_size < at.stop:
-            if file >= 0:
-                os.close(file)
-            return None
-        try:
-            bring_in(file, at)
-            return Opened(file, at, digest_at(file, at))
-        except BaseException:
-            os.close(file)
-            raise
+        return open_range(path, at) if path is not None else None
 
     def missing_segments(self, directory: Path, row: LogRow, after: int) -> list[tuple[Tail, int]]:
         """Return the segments of ``row`` that the copy in ``directory`` lacks after step ``after``, and their sizes.
@@ -160,7 +146,7 @@ def copy_directory(local_root: Path, row: LogRow, of: str) -> Path:
 async def fetch_log(
     index: LogIndex,
     settings: Settings,
-    wire: PeerWire,
+    cluster: PeerCatalog,
     member: Member,
     row: LogRow,
     *,
@@ -187,7 +173,7 @@ async def fetch_log(
             identity = row.identity(tail.path.name)
             for at, stop in pairwise([*range(tail.size_bytes, size_bytes, PIECE_BYTES), size_bytes]):
                 await spend(stop - at)
-                data = await wire.segment(member, identity, ByteRange(at, stop))
+                data = await cluster.segment(member, identity, ByteRange(at, stop))
                 await asyncio.to_thread(index.append, tail.path, data, at)
             if (await asyncio.to_thread(index.look_at, tail.path)).size_bytes < size_bytes:
                 raise IntegrityError(
@@ -212,7 +198,7 @@ async def bring_log(settings: Settings, cluster: PeerCatalog, run: Location, ran
     failure: Exception | None = None
     for row, name in sorted(rows, key=lambda found: found[0].step, reverse=True):
         try:
-            await fetch_log(LogIndex(settings.local_root), settings, cluster.wire, members[name], row)
+            await fetch_log(LogIndex(settings.local_root), settings, cluster, members[name], row)
             return
         except (TierckptError, OSError, TimeoutError) as error:
             failure = error

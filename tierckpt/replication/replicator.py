@@ -475,7 +475,7 @@ class Replicator:
             if name in members:
                 spend = self._limiter.flow(time.time()).spend
                 taking = fetch_log(
-                    self._logs, self.settings, self._cluster.wire, members[name], row, after=after, spend=spend
+                    self._logs, self.settings, self._cluster, members[name], row, after=after, spend=spend
                 )
                 what = f"the gradient log of rank {row.rank} of {row.uri} of {name}"
                 self.progress.copied_bytes += await self._try_fetch(_log_key(name, row), what, taking) or 0

@@ -27,7 +27,7 @@ SOURCE = Member("source", "127.0.0.1:1")
 
 
 class Source:
-    """A node with a log; a ``PeerWire`` that asks it and nobody else."""
+    """A node with a log; a ``PeerCatalog`` that asks it and nobody else."""
 
     def __init__(self, root: Path) -> None:
         self.index = LogIndex(root)
@@ -70,8 +70,8 @@ class Holder:
         self.directory = local_dir(root, parse_uri(RUN)) / GRADIENTS_DIR / "copies" / "source" / "rank-0"
 
     async def fetch(self, after: int = -1) -> int:
-        wire: Any = self._source
-        return await fetch_log(self.index, self.settings, wire, SOURCE, self._source.row, after=after)
+        cluster: Any = self._source
+        return await fetch_log(self.index, self.settings, cluster, SOURCE, self._source.row, after=after)
 
     @property
     def row(self) -> LogRow:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...cache.fetch_job import NotNowError, PeerSources, ReceivedChunk, Work
@@ -27,7 +27,8 @@ from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, Tierck
 from ...ipc.agent_client import private_client
 from ...telemetry import BYTES, PEER_BANS, logger
 from ...types import Json, Tier
-from ..membership import Member, member_of
+from ..membership import Member
+from ..peer_catalog import PEERS_MESSAGE, Live, live_of
 from .peer_table import SHARED, ChunkRequest, PeerTable, Tuning
 from .scheduler import FetchScheduler
 
@@ -50,15 +51,6 @@ EXPECTED = frozenset({"owned", "no peers"})
 """These requests to the store are no fallback."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterView:
-    me: Member
-    live: tuple[Member, ...]
-    interested: frozenset[str] = frozenset()
-    slow_to: frozenset[str] = frozenset()
-    """Members that have lately reported that this node is slow."""
-
-
 class AgentConnection:
     """The agent serves the chunks in ``directory`` while the connection is open."""
 
@@ -66,14 +58,10 @@ class AgentConnection:
         self._contact = private_client(settings)
         self._version, self._directory = frozen.version, directory
 
-    async def view(self, is_fetching: bool) -> ClusterView:
-        message: Json = {"op": "peers", "version": None, "directory": None}
-        if is_fetching:
-            message |= {"version": self._version, "directory": self._directory}
-        answer = await asyncio.to_thread(self._contact.ask, message, timeout_seconds=AGENT_TIMEOUT_SECONDS)
-        live = tuple(map(member_of, answer["live"]))
-        interested, slow_to = (frozenset(map(str, answer.get(key, ()))) for key in ("interested", "slow_to"))
-        return ClusterView(member_of(answer["me"]), live, interested, slow_to)
+    async def view(self, is_fetching: bool) -> Live:
+        fill = {"version": self._version, "directory": self._directory} if is_fetching else {}
+        ask = partial(self._contact.ask, PEERS_MESSAGE | fill, timeout_seconds=AGENT_TIMEOUT_SECONDS)
+        return live_of(await asyncio.to_thread(ask))
 
     async def report(self, report: Json) -> None:
         message = {"op": "fetched", "version": self._version, "report": report}
@@ -113,7 +101,7 @@ class FetchSession:
         chunks: StoreChunks,
         filling: PartialEntry,
         agent: AgentConnection,
-        view: ClusterView,
+        view: Live,
         client: PeerClient,
         *,
         tuning: Tuning | None = None,
@@ -123,7 +111,7 @@ class FetchSession:
         self._work = list(self.frozen.chunks())
         self._firsts = self.frozen.first_ordinals
         missing = [number for number, work in enumerate(self._work) if not filling.has(*work)]
-        self.table = PeerTable(len(self._work), view.me.name, tuning=tuning, chunks_wanted=missing)
+        self.table = PeerTable(len(self._work), view.me, tuning=tuning, chunks_wanted=missing)
         self.scheduler = FetchScheduler(self.table, self.frozen.version)
         self._is_fetching = False
         self._interested_since: dict[str, float] = {}
@@ -187,11 +175,11 @@ class FetchSession:
         except (TierckptError, OSError) as error:
             log.info("%s: cannot refresh the members: %s", self.frozen.uri, error)
 
-    def _apply_view(self, view: ClusterView) -> None:
+    def _apply_view(self, view: Live) -> None:
         self._member_view = view
         now = time.monotonic()
         recent = {name for name, at in self._interested_since.items() if now - at < INTEREST_SECONDS}
-        self.scheduler.set_members(view.live, view.interested | recent, now, slow_to=view.slow_to)
+        self.scheduler.set_members(view.members, view.interested | recent, now, slow_to=view.slow_to)
         self._changed.set()
 
     async def _report(self) -> None:
