@@ -16,7 +16,7 @@ from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.config import Settings
 from tierckpt.format.layout import METADATA, attempt_metadata, local_dir, parse_uri
 from tierckpt.format.manifest import FileEntry, Manifest, digest_of, digests_of
-from tierckpt.peer.inventory import Holdings
+from tierckpt.peer.inventory import Answers, Holdings
 from tierckpt.peer.membership import Member
 from tierckpt.peer.peer_client import PeerClient
 from tierckpt.types import Json
@@ -129,8 +129,7 @@ class Node:
             self.settings,
             self.holdings,
             self.members,
-            fresh=lambda: {"runs": []},
-            hub=hub,
+            Answers(fresh=lambda: {"runs": []}, hub=hub),
             bytes_per_second=bytes_per_second,
         )
         self._clients: list[PeerClient] = []

@@ -11,7 +11,6 @@ import contextlib
 import math
 import os
 import resource
-import select
 import signal
 import socket
 import stat
@@ -37,12 +36,14 @@ from ..ipc.agent_client import (
     LOG_BYTES_MAX,
     SOCKET,
     encode,
+    has_ended,
     peer_of,
     private_directory,
     socket_path,
     take_message,
 )
 from ..mover import Mover
+from ..peer.inventory import Answers
 from ..peer.peer_catalog import Live, live_of
 from ..poll import LOCAL, Poll
 from ..process_start import END_SECONDS, end_later
@@ -92,12 +93,6 @@ class Connection:
     def close(self) -> None:
         self.socket.close()
         close_all(self.descriptors)
-
-    @property
-    def process_has_ended(self) -> bool:
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
 
 
 def _pidfd_of(sock: socket.socket, pid: int) -> int:
@@ -205,15 +200,13 @@ class Agent:
         if self.mover.peers is not None:
             own, peers = self.mover, self.mover.peers
             self.replicator = Replicator(settings, own.journal, own.limiter, peers, own.store, self._on_progress)
-            self.peers = PeerService(
-                settings,
-                directory,
-                options,
+            answers = Answers(
                 fresh=self.replicator.fresh,
-                segment=self.replicator.open_segment,
+                segment=self.replicator.logs.open,
                 hub=lambda *asked: self._hub_proxy.fetch_range(*asked) if self._hub_proxy is not None else None,
                 drains=lambda: self.page.cluster.own(),
             )
+            self.peers = PeerService(settings, directory, options, answers)
         self.page = PageSource(self.mover, self.status, self.peers)
         self._recovered_at = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -223,11 +216,11 @@ class Agent:
         for number in _ending_signals():
             loop.add_signal_handler(number, self._on_signal, number, loop)
         await self._serve_metrics()
-        looking = asyncio.create_task(self._keep_log_small())
-        sampling = asyncio.create_task(self.page.run())
+        tasks = [asyncio.create_task(self._keep_log_small()), asyncio.create_task(self.page.run())]
         if self.peers is not None:
             self.peers.start()
-        copying = asyncio.create_task(self.replicator.run()) if self.replicator is not None else None
+        if self.replicator is not None:
+            tasks.append(asyncio.create_task(self.replicator.run()))
         with self._listen() as listener:
             loop.add_reader(listener, self._accept, listener)
             log.info("agent of %s is ready (process %d)", self.settings.local_root, os.getpid())
@@ -240,18 +233,16 @@ class Agent:
                 with contextlib.suppress(FileNotFoundError):
                     (self._directory / SOCKET).unlink()
         self.handoffs.leave()
-        for task in (looking, sampling, copying):
-            if task is not None:
-                task.cancel()
-                await asyncio.wait([task])
+        for task in tasks:
+            task.cancel()
+            await asyncio.wait([task])
         if self.peers is not None:
             await self.peers.close()
         await self.page.close()
         await self.mover.close()
-        if self._metrics is not None:
-            await self._metrics.close()
-        if self._hub_proxy is not None:
-            await self._hub_proxy.close()
+        for site in (self._metrics, self._hub_proxy):
+            if site is not None:
+                await site.close()
         for connection in self._connections:
             if connection.owner.pid == os.getpid():
                 connection.close()  # a thread of the page waits for it, and this process for that thread
@@ -329,7 +320,7 @@ class Agent:
         """Scan the journal periodically: a process may die before it sends its message."""
         await self._recover()
         while not self._signalled:
-            await self._drain_what_is_ready()
+            self.mover.drains.submit_due(await self._entries())
             await self._prune_what_is_due()
             if time.monotonic() - self._recovered_at > RECOVER_SECONDS:
                 await self._recover()
@@ -366,9 +357,6 @@ class Agent:
             log.info("%s: draining it: its job ended, and nothing newer is on shared storage", entry.uri)
         return bool(released)
 
-    async def _drain_what_is_ready(self) -> None:
-        self.mover.drains.submit_due(await self._entries())
-
     async def _prune_what_is_due(self) -> None:
         if time.monotonic() < self._prune_at:
             return
@@ -391,7 +379,7 @@ class Agent:
         """Flush staged saves to the SSD, and drain within the grace period, newest first."""
         await self.mover.drains.prefer_newest()
         async for _ in Poll(self.settings.grace_seconds, LOCAL):
-            await self._drain_what_is_ready()
+            self.mover.drains.submit_due(await self._entries())
             await self._prune_what_is_due()
             is_drained = not (self.mover.drains.draining or self._prune_at or await self._unfinished_entries())
             if self.handoffs.is_empty and is_drained:
@@ -599,7 +587,7 @@ class Agent:
 
     async def _on_settle(self, connection: Connection, received: list[int]) -> None:
         """Answer when no handoff is in execution: the local tier then has every save that it can have."""
-        for ended in [watched for watched in self._watched if watched.process_has_ended]:
+        for ended in [watched for watched in self._watched if has_ended(watched.pidfd)]:
             self._ended(ended)
         await self.handoffs.finished()
 

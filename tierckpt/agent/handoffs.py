@@ -165,12 +165,9 @@ class Handoffs:
         owner.is_alive = False
         for save in list(self._saves.values()):
             if not save.has_living_owner and any(handoff.owner is owner for handoff in save.by_rank.values()):
-                self._start(save)
-
-    def _start(self, save: SaveHandoffs) -> None:
-        task = asyncio.create_task(self._finish(save), name=f"handoff {save.name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+                task = asyncio.create_task(self._finish(save), name=f"handoff {save.name}")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     def leave(self) -> None:
         for life in self._executing.values():
@@ -189,24 +186,21 @@ class Handoffs:
         del self._saves[save.name]
         self._finishing.add(save)
         try:
-            await self._finish_now(save)
+            if save.is_complete or not save.is_of_this_node:
+                await self._execute(save)
+                self.executed += 1
+            else:
+                log.warning(
+                    "a staged save is lost: only %d of its %d ranks had staged it on this node when they ended",
+                    len(save.by_rank),
+                    save.world_size,
+                )
         except Exception as error:
             log.error("a staged save cannot be written to the local tier: %s", error)
         finally:
             save.close()
             self._finishing.discard(save)
             self._on_ended()
-
-    async def _finish_now(self, save: SaveHandoffs) -> None:
-        if save.is_complete or not save.is_of_this_node:
-            await self._execute(save)
-            self.executed += 1
-            return
-        log.warning(
-            "a staged save is lost: only %d of its %d ranks had staged it on this node when they ended",
-            len(save.by_rank),
-            save.world_size,
-        )
 
     async def _execute(self, save: SaveHandoffs) -> None:
         """Flush and commit in a child process, which imports torch.

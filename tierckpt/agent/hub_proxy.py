@@ -228,13 +228,10 @@ class HubProxy:
 
     async def close(self) -> None:
         await self._http.close()
-        await asyncio.to_thread(self._close_client)
-
-    def _close_client(self) -> None:
         for owners in self._owners:
             if owners is not None:
-                self._client.run(owners.close())
-        self._client.close()
+                await self._run(owners.close())
+        await asyncio.to_thread(self._client.close)
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(self._client.start(work))
@@ -250,9 +247,8 @@ class HubProxy:
         if not path.startswith("/") or not path.isascii() or not is_safe_path("/".join(parts)):
             return _reply(404)  # would lead elsewhere on the Hub, or to another host
         is_form = parts[4:5] == ["paths-info"]
-        if request.method not in ("HEAD", "GET", "POST") or is_form != (request.method == "POST"):
-            return _reply(404)
-        if is_form and form is None:
+        is_allowed = form is not None if is_form else request.method in ("HEAD", "GET")
+        if not is_allowed:
             return _reply(404)
         try:
             if parts[0] == "api" and _is_for_readers(parts[1:]):

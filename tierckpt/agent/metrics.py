@@ -26,9 +26,7 @@ from ..checkpoint.journal import DRAIN_STATES, LOCAL_ONLY, SET_ASIDE_STATES
 from ..config import Settings
 from ..drain.active_drain import STORE
 from ..drain.rate_limiter import RateLimiter
-from ..errors import ConfigError
 from ..format.layout import parse_uri, step_of
-from ..peer.membership import is_loopback
 from ..telemetry import Labels, Metric, logger
 from ..types import Json, Tier
 from .node_document import Known, node_document
@@ -66,7 +64,7 @@ class Metrics:
         self.server: WebServer | None = None
         self.registry = CollectorRegistry()
         self._measured = {metric.name: _prometheus(metric, self.registry) for metric in telemetry.METRICS.values()}
-        self.registry.register(_State(NodeState(settings, limiter)))
+        self.registry.register(NodeState(settings, limiter))
         self._stop: Callable[[], None] | None = telemetry.listen(self._record)
 
     def _record(self, metric: Metric, value: float, labels: Labels, /) -> None:
@@ -79,17 +77,12 @@ class Metrics:
         else:
             child.observe(value)
 
-    async def serve(self, port: int, host: str = LOOPBACK) -> int:
+    async def serve(self, port: int) -> int:
         """Serve ``/metrics`` and the page until ``close``. Returns the port; 0 chooses a free one.
 
-        Raises ConfigError: ``host`` is not a loopback address, or the port is taken.
+        Raises ConfigError: the port is taken.
         """
-        if not is_loopback(host):
-            raise ConfigError(
-                f"metrics are served on a loopback address only, not on {host!r}",
-                hint="Scrape them from the node itself, with a sidecar or the node's own exporter",
-            )
-        server = WebServer(self.settings, host=host, port=port, routes={"/metrics": self.page})
+        server = WebServer(self.settings, host=LOOPBACK, port=port, routes={"/metrics": self.page})
         await server.start()
         self.server = server
         log.info("metrics on %smetrics", server.url)
@@ -118,7 +111,7 @@ def _prometheus(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge 
 # --- state -----------------------------------------------------------------------------------------------------
 
 
-class NodeState:
+class NodeState(Collector):
     """Gauge values from the node's document, blocking."""
 
     def __init__(self, settings: Settings, limiter: RateLimiter | None) -> None:
@@ -127,6 +120,17 @@ class NodeState:
         self._samples: list[Sample] = []
         self._read_at: float | None = None
         self._lock = threading.Lock()
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return [GaugeMetricFamily(name, text) for name, text in GAUGES.items()]
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        families: dict[str, GaugeMetricFamily] = {}
+        for name, labels, value in self.samples():
+            if name not in families:
+                families[name] = GaugeMetricFamily(name, GAUGES[name], labels=[*labels])
+            families[name].add_metric([*labels.values()], value)
+        return families.values()
 
     def samples(self) -> list[Sample]:
         with self._lock:
@@ -175,7 +179,9 @@ def _queue(journal: Sequence[Json]) -> Iterator[Sample]:
 def _commits(local: Sequence[Json]) -> Iterator[Sample]:
     newest: dict[Tier, Json] = {}
     for row in local:
-        for tier in _tiers_of(row):
+        if row["kind"] != "checkpoint":
+            continue
+        for tier in (Tier.LOCAL, Tier.SHARED) if row["drained"] else (Tier.LOCAL,):
             if tier not in newest or row["saved_unix_seconds"] > newest[tier]["saved_unix_seconds"]:
                 newest[tier] = row
     for tier, row in newest.items():
@@ -183,25 +189,3 @@ def _commits(local: Sequence[Json]) -> Iterator[Sample]:
         if step is not None:
             yield "tierckpt_last_commit_step", {"tier": tier}, step
         yield "tierckpt_last_commit_time_seconds", {"tier": tier}, row["saved_unix_seconds"]
-
-
-def _tiers_of(row: Json) -> tuple[Tier, ...]:
-    if row["kind"] != "checkpoint":
-        return ()
-    return (Tier.LOCAL, Tier.SHARED) if row["drained"] else (Tier.LOCAL,)
-
-
-class _State(Collector):
-    def __init__(self, state: NodeState) -> None:
-        self._state = state
-
-    def describe(self) -> Iterable[GaugeMetricFamily]:
-        return [GaugeMetricFamily(name, text) for name, text in GAUGES.items()]
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        families: dict[str, GaugeMetricFamily] = {}
-        for name, labels, value in self._state.samples():
-            if name not in families:
-                families[name] = GaugeMetricFamily(name, GAUGES[name], labels=[*labels])
-            families[name].add_metric([*labels.values()], value)
-        return families.values()

@@ -30,12 +30,11 @@ from ..planning.goodput import stalls_of
 from ..quantities import human_seconds
 from ..telemetry import logger
 from ..types import Json
-from .run_catalog import REFUSED, directory_stamp, run_rows, step_rows
+from .run_catalog import REFUSED, KnownBy, read_changed, run_rows, step_rows
 
 log = logger("agent.document")
 
-Known: TypeAlias = dict[Path, tuple[tuple[int, ...], Json | None]]
-"""By local checkpoint: its ``directory_stamp``, and the row read at that time."""
+Known: TypeAlias = KnownBy[Json]
 
 ANSWER_SECONDS = 2.0
 STEPS_MAX = 64
@@ -55,7 +54,7 @@ def node_document(settings: Settings, known: Known | None = None, *, agent: Json
     local = [*checkpoints(root, found, {} if known is None else known), *_prefetched(root, found), *_cached(settings)]
     local.sort(key=lambda item: item["uri"])
     disk = shutil.disk_usage(nearest_existing(root))
-    agent, problem = (agent, None) if agent is not None else agent_status(settings)
+    agent, problem = (agent, None) if agent is not None else ask_agent(settings, {"op": "status"})
     journal = [_entry(entry, agent or {}) for entry in entries]
     steps = step_rows(journal, local, agent or {})
     waiting = [item for item in journal if item["state"] in DRAIN_STATES]
@@ -81,11 +80,6 @@ def node_document(settings: Settings, known: Known | None = None, *, agent: Json
         "stalls": _stalls(root, steps),
         "checks": read_checks(root),
     }
-
-
-def agent_status(settings: Settings) -> tuple[Json | None, str | None]:
-    """As ``ask_agent``."""
-    return ask_agent(settings, {"op": "status"})
 
 
 def ask_agent(
@@ -139,7 +133,8 @@ TRY_SECONDS = 10.0
 
 def _drain_of(entry: JournalEntry, agent: Json) -> Json:
     """Return the state of the drain of ``entry``, from the agent's drain, its store, or the journal."""
-    drain: Json | None = next((one for one in agent.get("drains", ()) if _is_of(one, entry)), None)
+    drains = (one for one in agent.get("drains", ()) if (one["uri"], one["rank"]) == (entry.uri, entry.rank))
+    drain: Json | None = next(drains, None)
     location = entry.location
     store = f"{location.scheme}://{location.authority}"
     trouble: Json | None = next((one for one in agent.get("stores", ()) if one["store"] == store), None)
@@ -179,10 +174,6 @@ def _drain_of(entry: JournalEntry, agent: Json) -> Json:
 _REMEDY = "Check the store and the network; the drain continues when the store answers (`tierckpt doctor URI`)"
 
 
-def _is_of(drain: Json, entry: JournalEntry) -> bool:
-    return bool(drain["uri"] == entry.uri and drain["rank"] == entry.rank)
-
-
 def _stores(journal: Sequence[Json]) -> list[Json]:
     found: dict[str, Json] = {}
     for item in journal:
@@ -205,16 +196,7 @@ def _stores(journal: Sequence[Json]) -> list[Json]:
 
 def checkpoints(root: Path, directories: Sequence[Path], known: Known) -> Iterator[Json]:
     """Yield a row for each committed local checkpoint. Cached rows are used while their stamp matches."""
-    fresh: Known = {}
-    for directory in directories:
-        stamp = directory_stamp(directory)
-        before = known.get(directory)
-        if before is None or before[0] != stamp:
-            before = (stamp, _checkpoint(root, directory))
-        fresh[directory] = before
-    known.clear()
-    known.update(fresh)
-    yield from (row for _, row in fresh.values() if row is not None)
+    yield from read_changed(directories, known, lambda directory: _checkpoint(root, directory)).values()
 
 
 def _checkpoint(root: Path, directory: Path) -> Json | None:

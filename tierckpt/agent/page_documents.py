@@ -39,6 +39,7 @@ CPU_SHARE = 0.004
 RUNS_MAX = 16
 TEXT_MAX = 300
 PAUSED, IDLE = "paused", "nothing to drain"
+NO_PEERS = "This node has no peers: set peers (TIERCKPT_PEERS) for all nodes of the cluster."
 
 
 def summary(document: Json) -> Json:
@@ -137,6 +138,8 @@ class ClusterDrains:
             async with asyncio.timeout(2 * ANSWER_SECONDS):
                 await asyncio.shield(self._asking)
         me = self._peers.gossip.me if self._peers is not None and self._peers.gossip is not None else None
+        unreachable = self._peers.unreachable_nodes() if self._peers is not None else []
+        known = {place for member, _, _ in members for place in (member.address, host_and_port(member.address)[0])}
         rows = [self._row(member, state, last_seen) for member, state, last_seen in members]
         self._told = {member.name: self._told[member.name] for member, _, _ in members if member.name in self._told}
         this: Json = {
@@ -146,23 +149,10 @@ class ClusterDrains:
         }  # fmt: skip
         return {
             "at_unix_seconds": time.time(),
-            "problem": self._problem(),
+            "problem": self._peers.problem if self._peers is not None else NO_PEERS,
             "nodes": sorted([this, *rows], key=_need, reverse=True),
-            "unreachable": self._unreachable(members),
+            "unreachable": [place for place in unreachable if place not in known],
         }
-
-    def _unreachable(self, members: Iterable[tuple[Member, str, float]]) -> list[str]:
-        known = {place for member, _, _ in members for place in (member.address, host_and_port(member.address)[0])}
-        return [
-            place
-            for place in (self._peers.unreachable_nodes() if self._peers is not None else ())
-            if place not in known
-        ]
-
-    def _problem(self) -> str:
-        if self._peers is None:
-            return "This node has no peers: set peers (TIERCKPT_PEERS) for all nodes of the cluster."
-        return self._peers.problem
 
     def _row(self, member: Member, state: str, heard_seconds_ago: float) -> Json:
         reply = self._told.get(member.name, _Told())
@@ -269,6 +259,8 @@ AGENT_SECONDS = 20.0
 KEPT_MAX = 32
 MADE_AT_A_TIME = 8
 FILTER_MAX = 200
+NO_CHECKPOINTS: Json = {"checkpoints": [], "checkpoints_of_run": 0, "report": None, "retention": None}
+NO_NODES: Json = {"nodes": [], "unreachable": []}
 NO_AGENT = "No agent runs on this node (`tierckpt agent` starts one)"
 
 Query: TypeAlias = Mapping[str, str]
@@ -296,7 +288,7 @@ class PageDocuments:
             "/history.json": self._history,
             "/run.json": lambda query: self._run(query.get("uri", "")),
             "/checkpoint.json": self._checkpoint,
-            "/cluster.json": lambda query: self._cluster(),
+            "/cluster.json": lambda query: self._kept_answer(CLUSTER_SECONDS, NO_NODES, "cluster"),
         }
 
     def make(self, path: str, query: Query) -> Json:
@@ -327,6 +319,15 @@ class PageDocuments:
         answer, problem = ask_agent(self._settings, message, AGENT_SECONDS)
         return answer, "" if answer is not None else problem or NO_AGENT
 
+    def _kept_answer(self, seconds: float, nothing: Json, what: str, **request: str) -> Json:
+        """Return the agent's document, at most ``seconds`` old; without an agent ``nothing``, and the problem."""
+
+        def ask() -> Json:
+            answer, problem = self._ask(what, **request)
+            return answer or {"problem": problem, "at_unix_seconds": time.time(), **request, **nothing}
+
+        return self._once((what, *request.values()), seconds, ask)
+
     def _document(self) -> Json:
         return self._once(("node",), DOCUMENT_SECONDS, lambda: node_document(self._settings, self._known))
 
@@ -348,7 +349,7 @@ class PageDocuments:
         about = next((row for row in document["runs"] if row["run"] == uri), None)
         if about is None:
             raise NotNamedError  # D1
-        found = self._once(("run", uri), KEEP_SECONDS, lambda: self._read_run(uri))
+        found = self._kept_answer(KEEP_SECONDS, NO_CHECKPOINTS, "run", uri=uri)
         steps = step_rows(document["journal"], document["local"], document["agent"] or {})
         own = {row["uri"]: row for row in steps if row["run"] == uri}
         rows = [row | {"drain": own.pop(row["uri"], {}).get("drain")} for row in found["checkpoints"]]
@@ -361,30 +362,12 @@ class PageDocuments:
             "pins": [item for item in document["local"] if item.get("pinned") and _is_in(item, uri)],
         }
 
-    def _read_run(self, uri: str) -> Json:
-        answer, problem = self._ask("run", uri=uri)
-        nothing = {"checkpoints": [], "checkpoints_of_run": 0, "report": None, "retention": None}
-        return answer or {"uri": uri, "at_unix_seconds": time.time(), "problem": problem, **nothing}
-
     def _checkpoint(self, query: Query) -> Json:
         uri, text = query.get("uri", ""), query.get("filter", "")[:FILTER_MAX]
         run = next((row["run"] for row in self._document()["runs"] if _is_in({"uri": uri}, row["run"])), None)
         if run is None or uri not in {row["uri"] for row in self._run(run)["checkpoints"]}:
             raise NotNamedError  # D1
-        return self._once(("checkpoint", uri, text), KEEP_SECONDS, lambda: self._read_checkpoint(uri, text))
-
-    def _read_checkpoint(self, uri: str, text: str) -> Json:
-        answer, problem = self._ask("checkpoint", uri=uri, filter=text)
-        return answer or {"uri": uri, "problem": problem}
-
-    # --- cluster --------------------------------------------------------------------------------------------------
-
-    def _cluster(self) -> Json:
-        def ask() -> Json:
-            answer, problem = self._ask("cluster")
-            return answer or {"at_unix_seconds": time.time(), "problem": problem, "nodes": [], "unreachable": []}
-
-        return self._once(("cluster",), CLUSTER_SECONDS, ask)
+        return self._kept_answer(KEEP_SECONDS, {}, "checkpoint", uri=uri, filter=text)
 
 
 def _is_in(row: Json | None, run: str) -> bool:

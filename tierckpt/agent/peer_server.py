@@ -15,20 +15,19 @@ import contextlib
 import json
 import logging
 import os
+import ssl
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
 
 from ..config import Settings
-from ..peer.auth import Crowded, OtherTime, RejectedRequest, Verifier, check_listen, read_secret, server_tls
+from ..peer.auth import Crowded, OtherTime, RejectedRequest, Verifier, check_listen, read_secret, tls_context
 from ..peer.gossip import Gossip
-from ..peer.inventory import Holdings, Opened, open_range
+from ..peer.inventory import Answers, Holdings, Opened, open_range
 from ..peer.peer_http import (
     DIGEST,
     HELD,
@@ -131,7 +130,6 @@ class TokenBucket:
 class PeerServer:
     """Serves ``holdings`` on one event loop; reads files on threads of its own.
 
-    ``hub`` fetches a range of a file of a Hub, or only looks it up; it returns the file with the range, and its digest.
     ``bytes_per_second`` limits all peers together.
 
     Raises ConfigError: see ``check_listen``; or the secret or the certificates are unusable.
@@ -142,19 +140,16 @@ class PeerServer:
         settings: Settings,
         holdings: Holdings,
         members: Gossip,
+        answers: Answers | None = None,
         *,
-        fresh: Callable[[], Json | None] | None = None,
-        segment: Callable[[str, ByteRange], Opened | None] | None = None,
-        hub: Callable[[str, ByteRange, bool], Future[tuple[Path, str]] | None] | None = None,
-        drains: Callable[[], Awaitable[Json]] | None = None,
         bytes_per_second: int | None = None,
     ) -> None:
         self.holdings, self.members = holdings, members
         self._where = check_listen(settings)
         self.verifier = Verifier(read_secret(settings), members.me.name)
         self._strangers = Repeats(log, logging.WARNING, "requests from %s are rejected: %s")
-        self._tls = server_tls(settings)
-        self._fresh, self._segment, self._hub, self._drains = fresh, segment, hub, drains
+        self._tls = tls_context(settings, ssl.PROTOCOL_TLS_SERVER)
+        self._answers = answers or Answers()
         self._threads = ThreadPool(THREADS_MAX, thread_name_prefix="tierckpt-peer")
         self.http = HttpServer("the peer server", self._handle)
         self.counts = self.http.counts
@@ -232,7 +227,7 @@ class PeerServer:
         if kind == "segment":
             identity, start, size = words
             at = ByteRange(int(start), int(start) + int(size))
-            return await self._range(request, lambda: self._segment and self._segment(identity, at))
+            return await self._range(request, lambda: self._answers.segment and self._answers.segment(identity, at))
         if kind == "hub":
             start, size, uri, reads = words
             at = ByteRange(int(start), int(start) + int(size))
@@ -252,11 +247,11 @@ class PeerServer:
             return _json({})
         if kind == "status":
             return _json(await self._in_thread(self.status))
-        if kind == "fresh" and self._fresh is not None:
-            fresh = await self._in_thread(self._fresh)
+        if kind == "fresh" and self._answers.fresh is not None:
+            fresh = await self._in_thread(self._answers.fresh)
             return _json(fresh) if fresh is not None else _missing()
-        if kind == "drains" and self._drains is not None:
-            return _json(await self._drains())
+        if kind == "drains" and self._answers.drains is not None:
+            return _json(await self._answers.drains())
         if kind == "members":
             return _json(self.members.answer(_row(request.request.headers)))
         return _missing()
@@ -296,7 +291,7 @@ class PeerServer:
         return _missing()
 
     async def _from_hub(self, request: _Asked, uri: str, at: ByteRange, reads: bool) -> web.StreamResponse:
-        bringing = self._hub(uri, at, reads) if self._hub is not None else None
+        bringing = self._answers.hub(uri, at, reads) if self._answers.hub is not None else None
         if bringing is None:
             return refusal(HTTPStatus.METHOD_NOT_ALLOWED)
         future = asyncio.wrap_future(bringing)

@@ -19,8 +19,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from concurrent.futures import Future
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import itemgetter
@@ -32,14 +31,14 @@ from ..disk.durable import durable_write, read_whole
 from ..errors import ConfigError, TierckptError
 from ..peer import discovery
 from ..peer.gossip import Gossip
-from ..peer.inventory import Holdings, Opened
-from ..peer.membership import CONTESTED_MAX, Member, MemberList, MemberRecord, balanced, is_member_name
+from ..peer.inventory import Answers, Holdings
+from ..peer.membership import CONTESTED_MAX, Member, MemberList, balanced, is_member_name
 from ..peer.peer_client import PeerClient
 from ..peer.peer_http import address_of, host_and_port
 from ..peer.replica_policy import holders
 from ..planning.replica_placement import survival_probability, survives
 from ..telemetry import PEER_MEMBERS, PEER_REFUSED, logger
-from ..types import ByteRange, Json
+from ..types import Json
 from .options import AgentOptions
 
 if TYPE_CHECKING:
@@ -66,28 +65,17 @@ _VERSION = re.compile(r"[0-9a-f]{32}")
 class PeerService:
     """Serves peers and tracks members, from ``start`` to ``close``. Runs on the agent's loop.
 
-    ``directory`` stores the node's name. Other arguments: see ``PeerServer``.
+    ``directory`` stores the node's name.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        directory: Path,
-        options: AgentOptions,
-        *,
-        fresh: Callable[[], Json | None] | None = None,
-        segment: Callable[[str, ByteRange], Opened | None] | None = None,
-        hub: Callable[[str, ByteRange, bool], Future[tuple[Path, str]] | None] | None = None,
-        drains: Callable[[], Awaitable[Json]] | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, directory: Path, options: AgentOptions, answers: Answers) -> None:
         self.settings, self.options = settings, options
         self.holdings = Holdings(settings.local_root)
         self.problem = ""
         """Reason why this node does not serve or find peers."""
         self.gossip: Gossip | None = None
         self.server: PeerServer | None = None
-        self._directory, self._fresh, self._segment, self._hub = directory, fresh, segment, hub
-        self._drains = drains
+        self._directory, self._answers = directory, answers
         self._lookup: discovery.Lookup | None = None
         self._client: PeerClient | None = None
         self._fills: dict[Hashable, list[tuple[str, Path]]] = {}
@@ -130,15 +118,13 @@ class PeerService:
         try:
             await self._start()
             self.problem = ""
-        except (TierckptError, OSError, ImportError) as error:
-            await self._stop()
-            if str(error) != self.problem:
-                log.error("this node does not join the cluster: %s", error)
-            self.problem = str(error)
         except Exception as error:
             await self._stop()
-            self.problem = f"{type(error).__name__}: {error}"
-            log.exception("this node does not join the cluster")
+            is_expected = isinstance(error, TierckptError | OSError | ImportError)
+            problem = str(error) if is_expected else f"{type(error).__name__}: {error}"
+            if problem != self.problem:
+                log.error("this node does not join the cluster: %s", problem, exc_info=not is_expected)
+            self.problem = problem
         self._started.set()
         return not self.problem
 
@@ -151,16 +137,8 @@ class PeerService:
         table = MemberList(Member(name, settings.peer_listen, 0.0, settings.peer_domain))
         self._client = PeerClient(settings, name)
         self.gossip = Gossip(table, self._client.members, self._look_up)
-        self.server = PeerServer(
-            settings,
-            self.holdings,
-            self.gossip,
-            fresh=self._fresh,
-            segment=self._segment,
-            hub=self._hub,
-            drains=self._drains,
-            bytes_per_second=self.options.serve_bytes_per_second,
-        )
+        limit = self.options.serve_bytes_per_second
+        self.server = PeerServer(settings, self.holdings, self.gossip, self._answers, bytes_per_second=limit)
         await self.server.start()
         self._lookup = lookup
         await self._find_me()
@@ -247,13 +225,9 @@ class PeerService:
             "live": _fitting([member.to_json() for member in live]),
             "interested": sorted(interested),
             "slow_to": sorted(server.slow_to(version)) if version is not None else [],
-            "unreachable": self._unreachable(gossip)[:UNREACHABLE_MAX],
+            "unreachable": self.unreachable_nodes(),
             "denied": gossip.denied,
         }
-
-    def _unreachable(self, gossip: Gossip) -> list[str]:
-        places = self._lookup.places() if self._lookup is not None else {}
-        return [place for place, addresses in places.items() if not any(map(gossip.is_reachable, addresses))]
 
     def _add_fill(self, owner: Hashable, version: str, directory: Path) -> None:
         if not directory.is_absolute():
@@ -317,7 +291,9 @@ class PeerService:
         document["members_by_state"] = Counter(state for _, state in rows)
         members = [
             {
-                **_row(record, time.monotonic()),
+                **record.member.to_json(),
+                "heard_seconds_ago": max(0.0, time.monotonic() - record.heartbeat_at),
+                "failures": record.failures,
                 "state": state,
                 "served_bytes": server.served.get(record.member.name, 0),
                 "fetched_bytes": fetched["by_peer"].get(record.member.name, 0),
@@ -339,7 +315,11 @@ class PeerService:
         return [(record.member, table.state(record), max(0.0, now - record.heartbeat_at)) for record in records]
 
     def unreachable_nodes(self) -> list[str]:
-        return self._unreachable(self.gossip)[:UNREACHABLE_MAX] if self.gossip is not None else []
+        gossip, places = self.gossip, self._lookup.places() if self._lookup is not None else {}
+        if gossip is None:
+            return []
+        found = [place for place, addresses in places.items() if not any(map(gossip.is_reachable, addresses))]
+        return found[:UNREACHABLE_MAX]
 
     async def ask_drains(self, member: Member) -> Json:
         """Raises TierckptError: see ``PeerClient.chunk``."""
@@ -394,14 +374,6 @@ def _my_address(advertise: str | None, listening: str, seeds: Sequence[str]) -> 
     if host not in ("0.0.0.0", "::"):
         return listening, host
     return address_of(source, port), source
-
-
-def _row(record: MemberRecord, now: float) -> Json:
-    return {
-        **record.member.to_json(),
-        "heard_seconds_ago": max(0.0, now - record.heartbeat_at),
-        "failures": record.failures,
-    }
 
 
 def _fitting(rows: list[Json]) -> list[Json]:

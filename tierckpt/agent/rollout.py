@@ -174,7 +174,8 @@ class Rollout:
         """Return ``width`` cells: each the share on the node, and whether it is being read from the store."""
         found = []
         for at in range(width):
-            start, stop = _span(at, width, self.total)
+            start = min(at * self.total // width, max(0, self.total - 1))
+            stop = max(start + 1, (at + 1) * self.total // width)
             here = sum(node.chunks[start:stop]) / (stop - start) if node.chunks else 0.0
             is_fetching = any(start <= ordinal < stop for ordinal in node.fetching)
             found.append((1.0 if node.is_whole else here, is_fetching))
@@ -184,11 +185,6 @@ class Rollout:
         """Encode each cell as 0 (empty) to 9 (complete), or ``a`` (being read)."""
         cells = self.cells(node, min(CELLS_MAX, self.total))
         return "".join(ASKED if asked and share < 1 else str(int(share * SHARES)) for share, asked in cells)
-
-
-def _span(at: int, width: int, total: int) -> tuple[int, int]:
-    start = min(at * total // width, max(0, total - 1))
-    return start, max(start + 1, (at + 1) * total // width)
 
 
 # --- in a line -----------------------------------------------------------------------------------------------------
@@ -215,10 +211,9 @@ def line(rollout: Rollout) -> str:
 
 
 def _bytes_served(statuses: Mapping[str, Json | None]) -> dict[str, int]:
-    got: dict[str, int] = {}
+    got = Counter[str]()
     for status in statuses.values():
-        for name, size in _amounts((status or {}).get("served_bytes")).items():
-            got[name] = got.get(name, 0) + size
+        got.update(_amounts((status or {}).get("served_bytes")))
     return got
 
 

@@ -10,11 +10,11 @@ import contextlib
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from ..cache.prefetch import from_listing
 from ..checkpoint import branches, local_commit, shared_commit
@@ -141,6 +141,8 @@ def _loss(gone: Sequence[Json], kept: Json | None, is_on_peers: bool) -> str:
 
 
 T = TypeVar("T")
+KnownBy: TypeAlias = dict[Path, tuple[tuple[int, ...], T | None]]
+"""By local checkpoint: modification times, and the row read at that time."""
 
 STORE_SECONDS = 4.0
 """A person waits for the page."""
@@ -190,8 +192,8 @@ class RunCatalog:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._shared: OrderedDict[str, _Committed] = OrderedDict()
-        self._here: OrderedDict[str, dict[str, tuple[object, _StepTiers | None]]] = OrderedDict()
-        """This node's copies by run and name, with the stamp of their files."""
+        self._here: OrderedDict[str, KnownBy[_StepTiers]] = OrderedDict()
+        """This node's copies by run."""
         self._tensors: OrderedDict[tuple[str, str], list[TensorRow]] = OrderedDict()
         self._gate = asyncio.Semaphore(READ_AT_A_TIME)
 
@@ -226,19 +228,13 @@ class RunCatalog:
     # --- tiers ----------------------------------------------------------------------------------------------------
 
     def _local(self, run: Location) -> dict[str, _StepTiers]:
-        """Cached rows are used while their stamp matches."""
-        directory, known = self._mover.directory(run), self._here.get(run.uri, {})
-        fresh: dict[str, tuple[object, _StepTiers | None]] = {}
-        for path in directory.iterdir() if directory.is_dir() else ():
-            if step_of(path.name) is not None and not path.name.startswith("."):
-                stamp = directory_stamp(path)
-                before = known.get(path.name)
-                is_known = before is not None and before[0] == stamp
-                fresh[path.name] = before if is_known and before is not None else (stamp, _read_local(path))
-        self._here[run.uri] = fresh
+        directory, known = self._mover.directory(run), self._here.setdefault(run.uri, {})
+        there = directory.iterdir() if directory.is_dir() else ()
+        steps = [path for path in there if step_of(path.name) is not None and not path.name.startswith(".")]
+        found = read_changed(steps, known, _read_local)
         while len(self._here) > RUNS_KEPT:
             self._here.popitem(last=False)
-        return {name: replace(tiers) for name, (_, tiers) in fresh.items() if tiers is not None}
+        return {path.name: replace(tiers) for path, tiers in found.items()}
 
     async def _in_time(self, location: Location, work: Awaitable[T], default: T) -> tuple[T, str]:
         """Return the result of ``work`` on a store; on failure or timeout, ``default`` and the reason."""
@@ -446,9 +442,16 @@ def _retention(found: Mapping[str, _StepTiers]) -> Json | None:
     return {"local": asdict(newest.policy.local), "shared": asdict(newest.policy.shared)}
 
 
-def directory_stamp(directory: Path) -> tuple[int, ...]:
-    """Return modification times: cached rows of a checkpoint are valid while they match."""
-    return tuple(_changed_at(f"{directory}/{name}") for name in ("", MANIFEST, DRAINED, REPLICATED))
+def read_changed(directories: Iterable[Path], known: KnownBy[T], read: Callable[[Path], T | None]) -> dict[Path, T]:
+    """Return the row of each checkpoint. Those in ``known`` are used while the modification times match; updates it."""
+    fresh: KnownBy[T] = {}
+    for directory in directories:
+        stamp = tuple(_changed_at(f"{directory}/{name}") for name in ("", MANIFEST, DRAINED, REPLICATED))
+        before = known.get(directory)
+        fresh[directory] = before if before is not None and before[0] == stamp else (stamp, read(directory))
+    known.clear()
+    known.update(fresh)
+    return {directory: row for directory, (_, row) in fresh.items() if row is not None}
 
 
 def _changed_at(path: str) -> int:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 
-from ..agent.node_document import agent_status, node_document, peers_document
+from ..agent.node_document import ask_agent, node_document, peers_document
 from ..checkpoint.catalog import file_size
 from ..config import Settings
 from ..drain.active_drain import SENDING
@@ -71,7 +71,7 @@ def status(
 
 def _web(settings: Settings, listen: str | None, *, as_json: bool) -> Report:
     """Return the address of the agent's page. Without one, or with ``listen``, serve a page until Ctrl-C."""
-    agent, _ = agent_status(settings)
+    agent, _ = ask_agent(settings, {"op": "status"})
     if listen is None and agent is not None and (url := agent.get("page")):
         return Report({"url": url}, [url, _from_elsewhere(url)])
     if as_json:

@@ -20,10 +20,10 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 from ..config import Settings
 from ..disk.durable import make_dirs, read_whole
@@ -58,9 +58,8 @@ class AgentAnswer(Enum):
     YES, SILENT, FAILED = range(3)
 
 
-class Probe(Protocol):
-    def __call__(self, timeout_seconds: float, *, start: bool) -> AgentAnswer:
-        """Request an answer. If no agent runs and ``start`` is false, the answer is YES."""
+Probe: TypeAlias = Callable[[bool], AgentAnswer]
+"""Requests an answer within ``STOPPED_SECONDS``, and starts an agent if told so. If it neither runs nor starts: YES."""
 
 
 class AgentBreaker:
@@ -94,7 +93,7 @@ class AgentBreaker:
     def _await(self, probe: Probe, start: bool) -> None:
         poll = Poll(pauses=PROBE_PAUSES)
         started_at = silent_since = time.monotonic()
-        while (answer := probe(STOPPED_SECONDS, start=start)) is not AgentAnswer.YES:
+        while (answer := probe(start)) is not AgentAnswer.YES:
             if answer is not AgentAnswer.SILENT:
                 silent_since = time.monotonic()
             elif self._end_hung(time.monotonic() - silent_since):
@@ -131,7 +130,7 @@ def kill_agent(local_root: Path, *, only_stopped: bool = False) -> int | None:
         pidfd = os.pidfd_open(pid)
         try:
             is_meant = pid != os.getpid() and (not only_stopped or _is_stopped(pid)) and _has_open(pid, lock)
-            if is_meant and not _has_ended(pidfd):
+            if is_meant and not has_ended(pidfd):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 return pid
         finally:
@@ -153,7 +152,7 @@ def _is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] == "T"
 
 
-def _has_ended(pidfd: int) -> bool:
+def has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
@@ -269,17 +268,14 @@ def has_socket(local_root: Path) -> bool:
     return (agent_dir(local_root) / SOCKET).exists()
 
 
-class socket_path:
+@contextlib.contextmanager
+def socket_path(directory: Path) -> Iterator[str]:
     """A path that fits into a socket address (108 bytes, unix(7)), for any depth of the local root."""
-
-    def __init__(self, directory: Path) -> None:
-        self._fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    def __enter__(self) -> str:
-        return f"/proc/self/fd/{self._fd}/{SOCKET}"
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+    file = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{file}/{SOCKET}"
+    finally:
+        os.close(file)
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
@@ -337,11 +333,11 @@ class AgentClient:
             self._breaker.open(str(error), self._probe, start=start)
             raise NotAnsweringError(f"the agent of {self.settings.local_root} does not answer: {error}") from error
 
-    def _probe(self, timeout_seconds: float, *, start: bool) -> AgentAnswer:
+    def _probe(self, start: bool) -> AgentAnswer:
         contact = AgentClient(self.settings)
         start = start and self.settings.drain and self.settings.mover == "agent"
         try:
-            contact.ask({"op": "here"}, start=start, timeout_seconds=timeout_seconds)
+            contact.ask({"op": "here"}, start=start, timeout_seconds=STOPPED_SECONDS)
         except NoneRunsError:
             return AgentAnswer.YES
         except (OperationTimeoutError, _DeafError):
@@ -387,10 +383,9 @@ class AgentClient:
                 return self._ask(question)
             except _Gone as gone:
                 log.info("the agent of %s went away (%s), asking the next one", self.settings.local_root, gone)
-            try:
-                return self._ask(question)
-            except _Gone as gone:
-                raise AgentUnavailableError(f"the agent of {self.settings.local_root} went away: {gone}") from gone
+            return self._ask(question)
+        except _Gone as gone:
+            raise AgentUnavailableError(f"the agent of {self.settings.local_root} went away: {gone}") from gone
         finally:
             self._lock.release()
 

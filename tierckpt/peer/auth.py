@@ -99,16 +99,8 @@ def check_listen(settings: Settings) -> tuple[str, int]:
     return host, port
 
 
-def server_tls(settings: Settings) -> ssl.SSLContext | None:
-    return _tls(settings, ssl.PROTOCOL_TLS_SERVER)
-
-
-def client_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Return a context that requires the authority's certificate for the address, if any."""
-    return _tls(settings, ssl.PROTOCOL_TLS_CLIENT)
-
-
-def _tls(settings: Settings, side: int) -> ssl.SSLContext | None:
+def tls_context(settings: Settings, side: int) -> ssl.SSLContext | None:
+    """Return a context that requires the authority's certificate, of a client also for the address; None without."""
     directory = settings.peer_tls_dir
     if directory is None:
         return None

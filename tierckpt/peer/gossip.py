@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from ..errors import PermissionDeniedError
 from ..telemetry import logger
@@ -27,10 +27,8 @@ GOODBYES_MAX = 16
 GOODBYE_SECONDS = 0.5
 
 
-class MembersRequest(Protocol):
-    """Exchange the members with the agent at an address: ``{"me": row, "members": [row, ...]}``."""
-
-    def __call__(self, address: str, me: Json, /) -> Awaitable[Json]: ...
+MembersRequest: TypeAlias = Callable[[str, Json], Awaitable[Json]]
+"""Exchanges the members with the agent at an address: ``{"me": row, "members": [row, ...]}``."""
 
 
 class Gossip:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -86,6 +87,19 @@ def open_range(path: Path, at: ByteRange, digest: str = "") -> Opened | None:
     except BaseException:
         os.close(file)
         raise
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What other parts of the agent answer to peers; None: nothing.
+
+    ``hub`` fetches a range of a file of a Hub, or only looks it up; it returns the file with the range, and its digest.
+    """
+
+    fresh: Callable[[], Json | None] | None = None
+    segment: Callable[[str, ByteRange], Opened | None] | None = None
+    hub: Callable[[str, ByteRange, bool], Future[tuple[Path, str]] | None] | None = None
+    drains: Callable[[], Awaitable[Json]] | None = None
 
 
 class Holdings:

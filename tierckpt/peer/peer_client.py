@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from dataclasses import dataclass
 
 from ..cache.partial_entry import same_digest
@@ -18,7 +19,7 @@ from ..format.manifest import digest_of
 from ..stores import get_concurrency
 from ..stores.http_client import Call, Connections, HttpError, Response, TlsError, TooSlow
 from ..types import Json, Tier
-from .auth import Signer, client_tls, denied, read_secret
+from .auth import Signer, denied, read_secret, tls_context
 from .membership import Member, is_plain_address
 from .peer_http import (
     DIGEST,
@@ -57,7 +58,7 @@ class PeerClient:
     def __init__(self, settings: Settings, me: Member | str) -> None:
         """Raises ConfigError: the secret or the certificates cannot be used."""
         self.signer = Signer(read_secret(settings), me if isinstance(me, str) else me.name)
-        self.tls = client_tls(settings)
+        self.tls = tls_context(settings, ssl.PROTOCOL_TLS_CLIENT)
         self._connections = Connections("peer", CONNECTIONS_MAX, IDLE_MAX)
         self._ahead: dict[str, float] = {}
 
@@ -102,11 +103,8 @@ class PeerClient:
             PermissionDeniedError: the peer does not accept us as a member.
         """
         target = chunk_target(version, chunk_size_bytes, ordinal, after, wait_seconds)
-        answer, _ = await self._ask(member, target, into=into, patience_seconds=FIRST_BYTE_SECONDS + wait_seconds)
-        digest = await asyncio.to_thread(digest_of, into)
-        claimed = answer.headers.get(DIGEST, "")
-        if not same_digest(into, digest, expected or claimed):
-            raise _lies(member, f"chunk {ordinal} of {version} is not as {'saved' if expected else 'announced'}")
+        patience, what = FIRST_BYTE_SECONDS + wait_seconds, f"chunk {ordinal} of {version}"
+        digest, answer = await self._bytes(member, target, into, what, patience, expected=expected)
         try:
             return ChunkAnswer(digest, ChunkReport.of_header(answer.headers.get(HELD, "")))
         except WireError as error:
@@ -114,7 +112,8 @@ class PeerClient:
 
     async def segment(self, member: Member, segment_id: str, start: int, into: memoryview) -> None:
         """Receive a range of a segment of a gradient log, with frames that have digests. Raises as ``chunk``."""
-        await self._range(member, f"/v1/segment/{segment_id}/{start}/{len(into)}", into)
+        target = f"/v1/segment/{segment_id}/{start}/{len(into)}"
+        await self._bytes(member, target, into, target)
 
     async def hub_range(
         self,
@@ -130,16 +129,25 @@ class PeerClient:
 
         Raises as ``chunk``. PeerBusyError: the peer is fetching it.
         """
-        return await self._range(member, hub_target(uri, start, len(into), reads), into, patience_seconds)
+        target = hub_target(uri, start, len(into), reads)
+        digest, _ = await self._bytes(member, target, into, target, patience_seconds)
+        return digest
 
-    async def _range(
-        self, member: Member, target: str, into: memoryview, patience_seconds: float = FIRST_BYTE_SECONDS
-    ) -> str:
+    async def _bytes(
+        self,
+        member: Member,
+        target: str,
+        into: memoryview,
+        what: str,
+        patience_seconds: float = FIRST_BYTE_SECONDS,
+        *,
+        expected: str = "",
+    ) -> tuple[str, Response]:
         answer, _ = await self._ask(member, target, into=into, patience_seconds=patience_seconds)
         digest = await asyncio.to_thread(digest_of, into)
-        if not same_digest(into, digest, answer.headers.get(DIGEST, "")):
-            raise _lies(member, f"{target} is not as announced")
-        return digest
+        if not same_digest(into, digest, expected or answer.headers.get(DIGEST, "")):
+            raise _lies(member, f"{what} is not as {'saved' if expected else 'announced'}")
+        return digest, answer
 
     async def chunk_report(
         self, member: Member, version: str, chunk_size_bytes: int, *, after: int = 0, interested: bool = False
@@ -219,25 +227,22 @@ class PeerClient:
         raise AssertionError("unreachable")
 
 
+@dataclass(eq=False)
 class _PeerCall(Call):
     connect_seconds = CONNECT_SECONDS
+    _client: PeerClient
+    _member: Member | str
+    _address: str
+    _target: str
+    _into: memoryview | None
+    _most: int
+    _about_me: str
+    head_seconds: float
 
-    def __init__(
-        self,
-        client: PeerClient,
-        member: Member | str,
-        address: str,
-        target: str,
-        into: memoryview | None,
-        most: int,
-        about_me: str,
-        patience_seconds: float,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        self._client, self._member, self._address, self._target = client, member, address, target
-        self._into, self._most, self._about_me = into, most, about_me
-        self.host, self.port = host_and_port(address)
-        self.tls, self.head_seconds = client.tls, patience_seconds
+        self.host, self.port = host_and_port(self._address)
+        self.tls = self._client.tls
         self.window_seconds = get_concurrency.WINDOW_SECONDS
         self.enough_bytes = max(1, int(get_concurrency.WINDOW_SECONDS * get_concurrency.BYTES_PER_SECOND_MIN))
         self._nonce = ""

@@ -100,14 +100,7 @@ class LogRow:
         return [one for one, begins in zip_longest(self.segments, following) if begins is None or begins > step]
 
     def to_json(self) -> Json:
-        return {
-            "uri": self.uri,
-            "rank": self.rank,
-            "of": self.of,
-            "step": self.step,
-            "segments": self.segments,
-            "bases": self.bases,
-        }
+        return {name: getattr(self, name) for name in self.__slots__}
 
     def identity(self, segment: str) -> str:
         return digest_of(f"{self.uri} {self.rank} {self.of} {segment}".encode())[-32:]

@@ -34,7 +34,6 @@ from ..errors import CapacityError, ManifestError, ObjectNotFoundError, StoreErr
 from ..format import manifest as manifests
 from ..format.layout import MANIFEST, REPLICA, SHARD_SUFFIX, Location, local_dir, location_at, step_of
 from ..format.manifest import FileEntry, Manifest
-from ..peer.inventory import Opened
 from ..peer.membership import Member
 from ..peer.peer_catalog import Live, PeerCatalog, PeerReplicas
 from ..peer.replica_policy import FRESH_MAX, LOGS_MAX, FreshCheckpoint, LogRow, holders, outdated, sources
@@ -42,7 +41,7 @@ from ..read.replicated_file import PeerSource
 from ..stores.base import Store
 from ..stores.verified_read import get_whole
 from ..telemetry import REPLICAS, logger
-from ..types import ByteRange, Json, Progress, ProgressListener, Tier
+from ..types import Json, Progress, ProgressListener, Tier
 from .log_copies import LogIndex, fetch_log
 
 STEPS_TOLD = 2
@@ -191,7 +190,7 @@ class ReplicationStatus:
     without_room: int = 0
     failed: int = 0
     removed: int = 0
-    error: str = ""
+    last_error: str = ""
     newest: dict[str, Json] = field(default_factory=dict)
     """By run: the newest own step, and whether all its holders have it."""
     logs: list[Json] = field(default_factory=list)
@@ -220,7 +219,7 @@ class Replicator:
         """(URI, attempt) of own saves that all holders report."""
         self._marked: set[tuple[str, str]] = set()
         self._told: Mapping[str, list[FreshCheckpoint]] = {}
-        self._logs = LogIndex(settings.local_root)
+        self.logs = LogIndex(settings.local_root)
         self._told_logs: Mapping[str, list[LogRow]] = {}
         self._logged_at = float("-inf")
         self._taking: asyncio.Task[None] | None = None
@@ -230,31 +229,14 @@ class Replicator:
 
     def fresh(self) -> Json:
         """Return the answer to ``/v1/fresh``. Any thread."""
-        fresh, logs = self._rows()[:FRESH_MAX], self._logs.rows[:LOGS_MAX]
+        fresh, logs = self._rows()[:FRESH_MAX], self.logs.rows[:LOGS_MAX]
         return {"fresh": [row.to_json() for row in fresh], "logs": [row.to_json() for row in logs]}
-
-    def open_segment(self, identity: str, at: ByteRange) -> Opened | None:
-        return self._logs.open(identity, at)
 
     def _rows(self) -> list[FreshCheckpoint]:
         return [here.fresh(is_safe=here.key in self._safe) for here in self._tier.newest]
 
     def status(self) -> Json:
-        now = self.progress
-        return {
-            "replicas": self.settings.replicas,
-            "members": now.members,
-            "holders": list(now.holders),
-            "sources": list(now.sources),
-            "newest": now.newest,
-            "logs": now.logs,
-            "copied": now.copied,
-            "copied_bytes": now.copied_bytes,
-            "without_room": now.without_room,
-            "failed": now.failed,
-            "removed": now.removed,
-            "last_error": now.error,
-        }
+        return {"replicas": self.settings.replicas, **vars(self.progress)}
 
     async def run(self) -> None:
         """Run until cancelled. Errors are logged, and retried in the next round."""
@@ -276,7 +258,7 @@ class Replicator:
     async def round(self) -> None:
         live = await self._cluster.live()
         await asyncio.to_thread(self._tier.refresh)
-        await asyncio.to_thread(self._logs.refresh)
+        await asyncio.to_thread(self.logs.refresh)
         await self._adopt_commits(live)
         if self.settings.drain and time.monotonic() - self._settled_at > SETTLE_SECONDS:
             self._settled_at = time.monotonic()
@@ -366,7 +348,7 @@ class Replicator:
                 row = {"uri": here.location.uri, "has_all_replicas": here.key in safe}
                 self.progress.newest.setdefault(here.location.parent.uri, row)
         others = [name for name in own_holders if name != live.me]
-        logs = [self._copied(row, others, live.me) for row in self._logs.rows if others and not row.of]
+        logs = [self._copied(row, others, live.me) for row in self.logs.rows if others and not row.of]
         if logs != self.progress.logs:
             self.progress.logs, self._logged_at = logs, time.monotonic()
 
@@ -459,7 +441,7 @@ class Replicator:
         return sum(entry.size_bytes for entry in lacking)
 
     def _lacking_logs(self) -> list[tuple[str, LogRow, int]]:
-        having = {(row.of, row.log): dict(row.segments) for row in self._logs.rows}
+        having = {(row.of, row.log): dict(row.segments) for row in self.logs.rows}
         found, now = [], time.monotonic()
         for name in self.progress.sources:
             for row in self._told_logs.get(name, ()):
@@ -475,7 +457,7 @@ class Replicator:
             if name in members:
                 spend = self._limiter.flow(time.time()).spend
                 taking = fetch_log(
-                    self._logs, self.settings, self._cluster, members[name], row, after=after, spend=spend
+                    self.logs, self.settings, self._cluster, members[name], row, after=after, spend=spend
                 )
                 what = f"the gradient log of rank {row.rank} of {row.uri} of {name}"
                 self.progress.copied_bytes += await self._try_fetch(_log_key(name, row), what, taking) or 0
@@ -483,9 +465,9 @@ class Replicator:
     def _shorten_logs(self) -> None:
         """Remove frames before a checkpoint that another node has (R2)."""
         steps_by_log = {(name, row.log) for name, rows in self._told_logs.items() for row in rows if not row.of}
-        for row in self._logs.rows:
+        for row in self.logs.rows:
             if row.of and (after := self._safe_step(row.of, row.uri)) >= 0:
-                self._logs.truncate(row, after, is_told=(row.of, row.log) in steps_by_log)
+                self.logs.truncate(row, after, is_told=(row.of, row.log) in steps_by_log)
 
     def _safe_step(self, name: str, run: str) -> int:
         """Return the newest step of a run that survives the node ``name``."""
@@ -558,7 +540,7 @@ class Replicator:
 
     def _failed(self, what: str, error: BaseException, outcome: str = "failed") -> None:
         REPLICAS.emit(1, outcome=outcome)
-        self.progress.error = f"{what}: {error}"
+        self.progress.last_error = f"{what}: {error}"
         log.warning("%s: %s", what, error)
 
 

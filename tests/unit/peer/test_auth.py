@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from tierckpt.peer.auth import (
     Signer,
     Verifier,
     check_listen,
-    client_tls,
     read_secret,
-    server_tls,
+    tls_context,
 )
 from tierckpt.peer.peer_http import DIGEST, HELD, ME, PROOF
 
@@ -184,11 +184,11 @@ def test_what_is_no_address_is_refused(tmp_path: Path, listen: str) -> None:
 
 
 def test_certificates_must_be_there(tmp_path: Path) -> None:
-    for tls in (server_tls, client_tls):
+    for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
         with pytest.raises(ConfigError, match="cannot be used") as caught:
-            tls(settings_of(tmp_path, peer_tls_dir=tmp_path / "none"))
+            tls_context(settings_of(tmp_path, peer_tls_dir=tmp_path / "none"), side)
         assert "ca.crt" in caught.value.hint
-    assert server_tls(settings_of(tmp_path)) is None
+        assert tls_context(settings_of(tmp_path), side) is None
 
 
 # --- clocks ----------------------------------------------------------------------------------------------------------
