@@ -75,6 +75,8 @@ class Connection:
         self.pidfd = _pidfd_of(sock, pid)
         self.buffer = bytearray()
         self.descriptors: list[int] = []
+        self.received: list[int] = []
+        """Those of the message in execution."""
 
     def read(self) -> bool:
         """False at the end of the connection."""
@@ -161,7 +163,7 @@ SENT_AT_ONCE_BYTES_MAX = 1 << 16
 SEND_SECONDS = 10.0
 
 
-def run(settings: Settings, options: AgentOptions | None = None) -> int:
+def run(settings: Settings, options: AgentOptions) -> int:
     """Run the agent of ``settings.local_root`` until it is idle or gets a signal.
 
     Returns 0, also if an agent already runs; 3 if a signal came before everything was on the shared tier.
@@ -177,7 +179,7 @@ def run(settings: Settings, options: AgentOptions | None = None) -> int:
         _allow_descriptors()
         priority.lower_this_thread(priority.BACKGROUND_NICE)
         inline = settings.model_copy(update={"mover": "inline"})
-        return asyncio.run(Agent(inline, directory, options or AgentOptions()).run())
+        return asyncio.run(Agent(inline, directory, options).run())
 
 
 class Agent:
@@ -386,11 +388,8 @@ class Agent:
                 break
         left = await self._unfinished_entries()
         for entry in left:
-            log.warning(
-                "%s (%s) is not on the shared tier yet; the next agent continues",
-                entry.uri,
-                human_bytes(entry.size_bytes),
-            )
+            size = human_bytes(entry.size_bytes)
+            log.warning("%s (%s) is not on the shared tier yet; the next agent continues", entry.uri, size)
         for save in self.handoffs.saves:
             log.warning("%s is staged but not on the local tier", save.name)
         return 3 if left or self.handoffs.saves else 0
@@ -512,15 +511,15 @@ class Agent:
 
     def _handle(self, connection: Connection, message: Json) -> None:
         count = message.pop("descriptors", 0)
-        received, connection.descriptors = connection.descriptors[:count], connection.descriptors[count:]
+        connection.received, connection.descriptors = connection.descriptors[:count], connection.descriptors[count:]
         verb: Callable[..., Any] | None = getattr(self, f"_on_{message.pop('op', '')}", None)
         try:
-            answer = verb(connection, received, **message) if verb is not None else _unknown()
+            answer = verb(connection, **message) if verb is not None else _unknown()
         except Exception as error:
             self._answer(connection, {"error": f"{type(error).__name__}: {error}"})
             return
         finally:
-            close_all(received)  # unless the operation took them
+            close_all(connection.received)  # unless the operation took them
         if asyncio.iscoroutine(answer):
             self._spawn(self._answer_later(connection, answer))
         else:
@@ -542,10 +541,8 @@ class Agent:
         if len(data) > SENT_AT_ONCE_BYTES_MAX:
             self._spawn(self._send(connection, data))
             return
-        try:
+        with contextlib.suppress(OSError):
             connection.socket.sendall(data)
-        except OSError:
-            return
 
     async def _send(self, connection: Connection, data: bytes) -> None:
         with contextlib.suppress(OSError, TimeoutError):
@@ -554,62 +551,60 @@ class Agent:
 
     # --- operations ---------------------------------------------------------------------------------------------
 
-    def _on_submit(self, connection: Connection, received: list[int], token: str) -> None:
+    def _on_submit(self, connection: Connection, token: str) -> None:
         self.mover.drains.submit(token)
 
-    def _on_here(self, connection: Connection, received: list[int]) -> None:
+    def _on_here(self, connection: Connection) -> None:
         """Answer that an agent runs."""
 
     def _on_hand_in(
         self,
         connection: Connection,
-        received: list[int],
         save: str, rank: int, world_size: int, is_of_this_node: bool, names: list[str],
     ) -> None:  # fmt: skip
+        received = connection.received
         if len(received) != len(names) or len(set(names)) != len(names):
             raise ValueError(f"{len(received)} descriptors for the names {names}")
         descriptors = dict(zip(names, received, strict=True))
         received.clear()
         self.handoffs.hand_in(connection.owner, save, rank, world_size, is_of_this_node, descriptors)
 
-    def _on_begun(self, connection: Connection, received: list[int], save: str, rank: int) -> None:
-        if len(received) != 1:
-            raise ValueError(f"{len(received)} locks on one journal entry")
-        self.handoffs.write_started(save, rank, received.pop() if connection in self._watched else None)
+    def _on_begun(self, connection: Connection, save: str, rank: int) -> None:
+        if len(connection.received) != 1:
+            raise ValueError(f"{len(connection.received)} locks on one journal entry")
+        self.handoffs.write_started(save, rank, connection.received.pop() if connection in self._watched else None)
 
-    def _on_take_back(self, connection: Connection, received: list[int], save: str) -> None:
+    def _on_take_back(self, connection: Connection, save: str) -> None:
         self.handoffs.take_back(save)
 
-    def _on_throttle(
-        self, connection: Connection, received: list[int], bytes_per_second: int | None, seconds: float
-    ) -> None:
+    def _on_throttle(self, connection: Connection, bytes_per_second: int | None, seconds: float) -> None:
         self.mover.limiter.throttle(bytes_per_second, seconds)
 
-    async def _on_settle(self, connection: Connection, received: list[int]) -> None:
+    async def _on_settle(self, connection: Connection) -> None:
         """Answer when no handoff is in execution: the local tier then has every save that it can have."""
         for ended in [watched for watched in self._watched if has_ended(watched.pidfd)]:
             self._ended(ended)
         await self.handoffs.finished()
 
-    def _on_metrics(self, connection: Connection, received: list[int], rows: list[list[Any]]) -> int:
+    def _on_metrics(self, connection: Connection, rows: list[list[Any]]) -> int:
         return emit_rows(rows)
 
     def _on_peers(
-        self, connection: Connection, received: list[int], version: str | None = None, directory: str | None = None
+        self, connection: Connection, version: str | None = None, directory: str | None = None
     ) -> Coroutine[Any, Any, Json]:
         """Return the other nodes. With a version: also note that this process fills ``directory``."""
         return self._cluster().ask(connection, version, directory)
 
-    def _on_peers_done(self, connection: Connection, received: list[int], version: str) -> None:
+    def _on_peers_done(self, connection: Connection, version: str) -> None:
         self._cluster().end_fills(connection, version)
 
-    def _on_fetched(self, connection: Connection, received: list[int], version: str, report: Json) -> None:
+    def _on_fetched(self, connection: Connection, version: str, report: Json) -> None:
         self._cluster().report(connection, version, report)
 
-    def _on_peer_addresses(self, connection: Connection, received: list[int], addresses: list[str]) -> None:
+    def _on_peer_addresses(self, connection: Connection, addresses: list[str]) -> None:
         self._cluster().add_job_addresses(addresses)
 
-    def _on_peer_status(self, connection: Connection, received: list[int]) -> Coroutine[Any, Any, Json]:
+    def _on_peer_status(self, connection: Connection) -> Coroutine[Any, Any, Json]:
         return self._cluster().status()
 
     async def _live(self) -> Live:
@@ -622,15 +617,13 @@ class Agent:
             )
         return self.peers
 
-    def _on_stop(self, connection: Connection, received: list[int]) -> None:
+    def _on_stop(self, connection: Connection) -> None:
         self._finish_within_grace("stop")
 
-    def _on_page(
-        self, connection: Connection, received: list[int], what: str, request: Json
-    ) -> Coroutine[Any, Any, Json]:
+    def _on_page(self, connection: Connection, what: str, request: Json) -> Coroutine[Any, Any, Json]:
         return self.page.answer(what, request)
 
-    def _on_status(self, connection: Connection, received: list[int]) -> Json:
+    def _on_status(self, connection: Connection) -> Json:
         return self.status() | {"processes": len(self._connections) - 1}
 
     def status(self) -> Json:

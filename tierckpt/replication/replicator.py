@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ..cache import space
@@ -197,6 +198,19 @@ class ReplicationStatus:
     """Per gradient log: its newest step, and the newest step that all its holders have."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    what: str
+    run: Callable[[], Awaitable[int]]
+    """Returns the number of bytes."""
+    attempt: str = ""
+    """Of a checkpoint."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.what} {self.attempt}"
+
+
 class Replicator:
     """Runs on the agent's event loop until it is cancelled."""
 
@@ -222,8 +236,7 @@ class Replicator:
         self.logs = LogIndex(settings.local_root)
         self._told_logs: Mapping[str, list[LogRow]] = {}
         self._logged_at = float("-inf")
-        self._taking: asyncio.Task[None] | None = None
-        self._taking_logs: asyncio.Task[None] | None = None
+        self._fetching: dict[str, asyncio.Task[None]] = {}
         self._again_at: dict[str, float] = {}
         self._tries: Counter[str] = Counter()
 
@@ -250,10 +263,9 @@ class Replicator:
                     log.exception("a round of replication failed")
                 await asyncio.sleep(ROUND_SECONDS)
         finally:
-            taking = [task for task in (self._taking, self._taking_logs) if task is not None]
-            for task in taking:
+            for task in self._fetching.values():
                 task.cancel()
-            await asyncio.gather(*taking, return_exceptions=True)
+            await asyncio.gather(*self._fetching.values(), return_exceptions=True)
 
     async def round(self) -> None:
         live = await self._cluster.live()
@@ -266,21 +278,19 @@ class Replicator:
         if self.settings.replicas < 2 or not live.me:
             return
         await self._query_holders(live)
-        if self._taking is None or self._taking.done():
-            missing_copies = self._missing_copies(live)
-            if missing_copies:
-                self._taking = asyncio.create_task(self._take_all(missing_copies, live), name="replicas")
-        if self._taking_logs is None or self._taking_logs.done():
-            lacking = await asyncio.to_thread(self._lacking_logs)
-            if lacking:
-                self._taking_logs = asyncio.create_task(self._take_logs(lacking, live), name="logs")
+        members = {member.name: member for member in live.other_nodes}
+        for kind, find in (("replicas", self._missing_copies), ("logs", self._lacking_logs)):
+            if kind not in self._fetching or self._fetching[kind].done():
+                missing, now = await asyncio.to_thread(find, members), time.monotonic()
+                if ready := [one for one in missing if now >= self._again_at.get(one.key, 0.0)]:
+                    self._fetching[kind] = asyncio.create_task(self._fetch_all(ready), name=kind)
         await self._remove_outdated()
         await asyncio.to_thread(self._shorten_logs)
 
     @property
     def is_needed(self) -> bool:
         """True during a fetch, or while a holder lacks a fresh save of this node."""
-        if any(task is not None and not task.done() for task in (self._taking, self._taking_logs)):
+        if not all(task.done() for task in self._fetching.values()):
             return True
         is_fresh = time.monotonic() - self._logged_at < WAIT_FOR_HOLDERS_SECONDS
         if is_fresh and any(row["peers_step"] != row["step"] for row in self.progress.logs):
@@ -377,50 +387,42 @@ class Replicator:
         rows = self._told.get(name, ())
         return any(row.attempt == here.manifest.attempt and here.own <= row.held | row.own for row in rows)
 
-    def _missing_copies(self, live: Live) -> list[tuple[str, FreshCheckpoint]]:
+    def _missing_copies(self, members: Mapping[str, Member]) -> list[_Fetch]:
         """Return the missing copies of each source's newest checkpoints, newest first."""
-        having: dict[tuple[str, str], Set[str]] = {
-            (here.location.uri, here.manifest.attempt): here.own | here.held for here in self._tier.newest
-        }
-        found = []
+        having: dict[tuple[str, str], Set[str]] = {here.key: here.own | here.held for here in self._tier.newest}
+        found: list[tuple[Member, FreshCheckpoint]] = []
         for name in self.progress.sources:
             newest: dict[str, FreshCheckpoint] = {}
             for row in sorted((row for row in self._told.get(name, ()) if row.own), key=lambda row: row.age):
                 newest[row.run] = row
-            found += [(name, row) for row in newest.values() if row.own - having.get((row.uri, row.attempt), set())]
-        now = time.monotonic()
-        ready = [(name, row) for name, row in found if now >= self._again_at.get(_key(name, row), 0.0)]
-        return sorted(ready, key=lambda item: item[1].created_unix_seconds, reverse=True)
+            lacking = [row for row in newest.values() if row.own - having.get((row.uri, row.attempt), set())]
+            found += [(members[name], row) for row in lacking if name in members]
+        found.sort(key=lambda item: item[1].created_unix_seconds, reverse=True)
+        return [
+            _Fetch(f"the copy of {row.uri} of {member.name}", partial(self._fetch_copy, member, row), row.attempt)
+            for member, row in found
+        ]
 
-    async def _take_all(self, missing_copies: Sequence[tuple[str, FreshCheckpoint]], live: Live) -> None:
-        members = {member.name: member for member in live.other_nodes}
-        for name, row in missing_copies:
-            if name not in members:
-                continue
-            what = f"the copy of {row.uri} of {name}"
-            size_bytes = await self._try_fetch(_key(name, row), what, self._fetch_copy(members[name], row))
-            if size_bytes is not None:
-                self.progress.copied += size_bytes > 0
+    async def _fetch_all(self, missing: Sequence[_Fetch]) -> None:
+        """A failed one is repeated later."""
+        for one in missing:
+            try:
+                size_bytes = await one.run()
+            except CapacityError as error:
+                self.progress.without_room += 1
+                self._retry_after(one.key, NO_ROOM_SECONDS)
+                self._failed(f"no room for {one.what}", error, outcome="no_room")
+            except (TierckptError, OSError, TimeoutError) as error:
+                self.progress.failed += 1
+                self._tries[one.key] += 1
+                self._retry_after(one.key, min(ROUND_SECONDS * 2 ** self._tries[one.key], NO_ROOM_SECONDS))
+                self._failed(f"{one.what} is not whole yet", error, outcome="failed")
+            else:
+                self._tries.pop(one.key, None)
                 self.progress.copied_bytes += size_bytes
-                REPLICAS.emit(1, outcome="copied")
-
-    async def _try_fetch(self, key: str, what: str, taking: Awaitable[int]) -> int | None:
-        """Return the number of bytes fetched. None after a failure, which is retried later."""
-        try:
-            size_bytes = await taking
-        except CapacityError as error:
-            self.progress.without_room += 1
-            self._retry_after(key, NO_ROOM_SECONDS)
-            self._failed(f"no room for {what}", error, outcome="no_room")
-        except (TierckptError, OSError, TimeoutError) as error:
-            self.progress.failed += 1
-            self._tries[key] += 1
-            self._retry_after(key, min(ROUND_SECONDS * 2 ** self._tries[key], NO_ROOM_SECONDS))
-            self._failed(f"{what} is not whole yet", error, outcome="failed")
-        else:
-            self._tries.pop(key, None)
-            return size_bytes
-        return None
+                if one.attempt:
+                    self.progress.copied += size_bytes > 0
+                    REPLICAS.emit(1, outcome="copied")
 
     async def _fetch_copy(self, member: Member, row: FreshCheckpoint) -> int:
         directory = local_dir(self.settings.local_root, row.location)
@@ -440,27 +442,20 @@ class Replicator:
             await self._fetch(elsewhere, member, directory, lacking, row.created_unix_seconds)
         return sum(entry.size_bytes for entry in lacking)
 
-    def _lacking_logs(self) -> list[tuple[str, LogRow, int]]:
+    def _lacking_logs(self, members: Mapping[str, Member]) -> list[_Fetch]:
         having = {(row.of, row.log): dict(row.segments) for row in self.logs.rows}
-        found, now = [], time.monotonic()
+        found = []
         for name in self.progress.sources:
-            for row in self._told_logs.get(name, ()):
+            for row in self._told_logs.get(name, ()) if name in members else ():
                 after, here = self._safe_step(name, row.uri), having.get((name, row.log), {})
-                is_behind = any(here.get(segment, 0) < size for segment, size in row.after(after))
-                if not row.of and is_behind and now >= self._again_at.get(_log_key(name, row), 0.0):
-                    found.append((name, row, after))
+                if not row.of and any(here.get(segment, 0) < size for segment, size in row.after(after)):
+                    what = f"the gradient log of rank {row.rank} of {row.uri} of {name}"
+                    found.append(_Fetch(what, partial(self._fetch_log, members[name], row, after)))
         return found
 
-    async def _take_logs(self, lacking: Sequence[tuple[str, LogRow, int]], live: Live) -> None:
-        members = {member.name: member for member in live.other_nodes}
-        for name, row, after in lacking:
-            if name in members:
-                spend = self._limiter.flow(time.time()).spend
-                taking = fetch_log(
-                    self.logs, self.settings, self._cluster, members[name], row, after=after, spend=spend
-                )
-                what = f"the gradient log of rank {row.rank} of {row.uri} of {name}"
-                self.progress.copied_bytes += await self._try_fetch(_log_key(name, row), what, taking) or 0
+    async def _fetch_log(self, member: Member, row: LogRow, after: int) -> int:
+        spend = self._limiter.flow(time.time()).spend
+        return await fetch_log(self.logs, self.settings, self._cluster, member, row, after=after, spend=spend)
 
     def _shorten_logs(self) -> None:
         """Remove frames before a checkpoint that another node has (R2)."""
@@ -542,11 +537,3 @@ class Replicator:
         REPLICAS.emit(1, outcome=outcome)
         self.progress.last_error = f"{what}: {error}"
         log.warning("%s: %s", what, error)
-
-
-def _log_key(name: str, row: LogRow) -> str:
-    return f"{name} {row.uri} rank {row.rank}"
-
-
-def _key(name: str, row: FreshCheckpoint) -> str:
-    return f"{name} {row.uri} {row.attempt}"
