@@ -99,14 +99,11 @@ class Connection:
 
 def _pidfd_of(sock: socket.socket, pid: int) -> int:
     """Return a descriptor that becomes readable when the process ends; -1 if there is none."""
-    try:
+    with contextlib.suppress(OSError):
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        pass
-    try:
+    with contextlib.suppress(OSError):
         return os.pidfd_open(pid)
-    except OSError:
-        return -1
+    return -1
 
 
 def close_all(descriptors: list[int]) -> None:

@@ -170,18 +170,14 @@ class ClusterDrains:
         due = [member for member in members if now - self._told.setdefault(member.name, _Told()).asked_at >= period]
         due.sort(key=lambda member: self._told[member.name].asked_at)
         gate = asyncio.Semaphore(ASKED_AT_A_TIME)
+        due = due[: int(ASKED_PER_SECOND * period)]
+        await asyncio.gather(*(self._ask_one(member, self._told[member.name], gate) for member in due))
 
-        async def one(member: Member) -> None:
-            async with gate:
-                await self._ask_one(member, self._told[member.name])
-
-        await asyncio.gather(*(one(member) for member in due[: int(ASKED_PER_SECOND * period)]))
-
-    async def _ask_one(self, member: Member, reply: _Told) -> None:
+    async def _ask_one(self, member: Member, reply: _Told, gate: asyncio.Semaphore) -> None:
         assert self._peers is not None
-        reply.asked_at = time.monotonic()
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with gate, asyncio.timeout(ANSWER_SECONDS):
+                reply.asked_at = time.monotonic()
                 reply.drains = checked(await self._peers.ask_drains(member))
         except ObjectNotFoundError:
             reply.problem, reply.silent_since_unix_seconds = "its agent's version does not report drains", None

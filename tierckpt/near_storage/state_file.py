@@ -217,7 +217,12 @@ class StateFile:
         return file
 
     def tensors(self, block: StateBlock, version: int, *, all_of_them: bool = False) -> Tensors:
-        return _tensors_in(self.bytes_of(block, version), block, all_of_them=all_of_them)
+        view = self.bytes_of(block, version)
+        found: Tensors = {key: {} for key in block.keys}
+        for tensor_place in block.places:
+            if all_of_them or view[tensor_place.index]:
+                found[tensor_place.key][tensor_place.name] = view_of(view, tensor_place.offset, tensor_place)
+        return found
 
     def present(self, block: StateBlock, version: int) -> dict[str, set[str]]:
         flags = bytearray(len(block.places))
@@ -256,11 +261,6 @@ class StateFile:
     def _begin_of(self, block: StateBlock, version: int) -> int:
         return version * self.layout.size_bytes + block.offset
 
-    def _read_block(self, block: StateBlock, version: int) -> memoryview:
-        data = bytearray(block.size_bytes)
-        self._read(address_of(data), len(data), self._begin_of(block, version))
-        return memoryview(data)
-
     def _read(self, target: int, count: int, offset: int) -> None:
         path, into, problem = self.directory / STATE, memoryview((ctypes.c_char * count).from_address(target)), ""
         try:
@@ -278,8 +278,11 @@ class StateFile:
 
     def digest(self, block: StateBlock, version: int, *, is_trainers: bool = False) -> bytes:
         """``is_trainers``: read with pread (N6)."""
-        digest = xxhash.xxh3_128()
-        digest.update(self._read_block(block, version) if is_trainers else self.bytes_of(block, version))
+        digest, data = xxhash.xxh3_128(), self.bytes_of(block, version)
+        if is_trainers:
+            data = memoryview(bytearray(block.size_bytes))
+            self._read(address_of(data), len(data), self._begin_of(block, version))
+        digest.update(data)
         return digest.digest()
 
     def check(self, block: StateBlock, version: int, digest: bytes) -> None:
@@ -335,14 +338,6 @@ class StateFile:
 
     def _record_at(self, block: StateBlock, version: int) -> int:
         return (version * len(self.layout.blocks) + block.index) * RECORD_BYTES
-
-
-def _tensors_in(view: memoryview, block: StateBlock, *, all_of_them: bool = False) -> Tensors:
-    found: Tensors = {key: {} for key in block.keys}
-    for tensor_place in block.places:
-        if all_of_them or view[tensor_place.index]:
-            found[tensor_place.key][tensor_place.name] = view_of(view, tensor_place.offset, tensor_place)
-    return found
 
 
 def _unreadable(path: Path, problem: str) -> IntegrityError:

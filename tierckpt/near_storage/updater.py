@@ -325,8 +325,7 @@ class Updater:
             self._files.trim(min(live.recorded_before for live in self._blocks))
 
     def _finish(self, step: int, work: list[Future[None]]) -> None:
-        for one in work:
-            one.result(WAIT_SECONDS)
+        _wait(work)
         self._give_parameters()
         for live in self._blocks:  # before the report: the next step queues after it
             if step % self._persist_every == live.block.index % self._persist_every:
@@ -338,8 +337,7 @@ class Updater:
             for key, master in live.masters().items():
                 self._shared[key].copy_(master)
 
-        for one in [self._do(live.worker, give, live) for live in self._blocks]:
-            one.result(WAIT_SECONDS)
+        _wait(self._on_blocks(give))
 
     def _record(self, live: LiveBlock) -> None:
         """Record a block (N3) after a save that reads it."""
@@ -365,16 +363,12 @@ class Updater:
             self._record(live)
             live.reader = released
 
-        recorded = [self._do(live.worker, record, live) for live in self._blocks]
-        answer = dict[str, Any](number=number, step=self.step, pid=os.getpid())
+        self._do(self._writer, self._answer_with_versions, number, self.step, self._on_blocks(record))
 
-        def answer_with_places() -> None:
-            for one in recorded:
-                one.result(WAIT_SECONDS)
-            answer["versions"] = [live.counts for live in self._blocks]
-            self.tell(answer)
-
-        self._do(self._writer, answer_with_places)
+    def _answer_with_versions(self, number: int, step: int, recorded: list[Future[None]]) -> None:
+        _wait(recorded)
+        versions = [live.counts for live in self._blocks]
+        self.tell({"number": number, "step": step, "pid": os.getpid(), "versions": versions})
 
     def release(self, number: int, hold: int) -> None:
         """Check a held state after a save has read it, and allow its replacement.
@@ -415,15 +409,12 @@ class Updater:
         self._end()
 
     def _settle(self, number: int) -> None:
-        step = self.step
-        waiting = [self._do(live.worker, self._record, live) for live in self._blocks]
+        step, recorded = self.step, self._on_blocks(self._record)
 
         def end() -> None:
-            for one in waiting:
-                one.result(WAIT_SECONDS)
+            _wait(recorded)
             self._give_parameters()
-            versions = [live.counts for live in self._blocks]
-            self.tell({"number": number, "step": step, "versions": versions})
+            self._answer_with_versions(number, step, [])
 
         self._do(self._finisher, end)
 
@@ -444,6 +435,9 @@ class Updater:
         except OSError:  # ``serve`` detects the dead trainer
             pass
 
+    def _on_blocks(self, call: Callable[[LiveBlock], None]) -> list[Future[None]]:
+        return [self._do(live.worker, call, live) for live in self._blocks]
+
     def _do(self, pool: ThreadPool, call: Callable[..., None], *arguments: Any) -> Future[None]:
         def run() -> None:
             try:
@@ -454,6 +448,11 @@ class Updater:
                 os._exit(1)
 
         return pool.submit(run)
+
+
+def _wait(work: Sequence[Future[None]]) -> None:
+    for one in work:
+        one.result(WAIT_SECONDS)
 
 
 def _decoded(data: bytes) -> Step:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -108,7 +109,7 @@ class Holdings:
     def __init__(self, local_root: Path) -> None:
         self._root = local_root
         self._lock = threading.RLock()
-        self._named: dict[tuple[str, Path], int] = {}
+        self._named = Counter[tuple[str, Path]]()
         self._sources: dict[Path, ChunkSource] = {}
         self.by_version: dict[str, list[ChunkSource]] = {}
         self._views: dict[str, dict[int, ChunkIndex]] = {}
@@ -122,16 +123,12 @@ class Holdings:
     def add(self, version: str, directory: Path) -> None:
         """Add a directory that has ``version``, or is being filled with it. Each ``add`` needs one ``remove``."""
         with self._lock:
-            key = (version, directory.absolute())
-            self._named[key] = self._named.get(key, 0) + 1
+            self._named[version, directory.absolute()] += 1
             self._scanned_at = float("-inf")
 
     def remove(self, version: str, directory: Path) -> None:
         with self._lock:
-            key = (version, directory.absolute())
-            left = self._named.pop(key, 1) - 1
-            if left > 0:
-                self._named[key] = left
+            self._named -= Counter([(version, directory.absolute())])  # without those at zero
             self._scanned_at = float("-inf")
 
     # --- queries -------------------------------------------------------------------------------------------------

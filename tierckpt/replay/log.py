@@ -29,7 +29,7 @@ from .capture import Capture, Step
 from .checksum import Check, Guard, digest_values, digests_of, frame_digest, no_check
 from .frame import Frame, decode
 from .link import GRADIENTS, CopiedGradients, Link
-from .log_writer import Base, GroupCommit, LogWriter
+from .log_writer import Base, LogWriter
 from .optimizers import (
     check_replayable,
     layout_digest,
@@ -108,7 +108,6 @@ class GradientLog:
         every_steps: int = 1,
         every_seconds: float = 0.0,
         link: Link | None = None,
-        owner: Mapping[str, Any] | None = None,
         reserve: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
         self.optimizers = _optimizers_by_name(optimizers)
@@ -117,7 +116,7 @@ class GradientLog:
         self.directory = directory
         self.every_steps = every_steps
         self.every_seconds = every_seconds
-        self.owner = dict(owner or {})
+        self.owner: dict[str, Any] = {}
         self.reserve = reserve
         self._link = link or Link()
         self._owns_link = link is None
@@ -196,7 +195,9 @@ class GradientLog:
             self.directory,
             Base(base_step, [base] if continued is None else []),
             continued.digest if continued is not None else "",
-            group_commit=GroupCommit(self.every_steps, self.every_seconds, size_bytes),
+            every_steps=self.every_steps,
+            every_seconds=self.every_seconds,
+            step_bytes=size_bytes,
             owner=self.owner,
             reserve=self.reserve,
             overwritten_optimizers=self._waits_for_gradients,
@@ -366,22 +367,19 @@ def roll_forward(
         if expected_digest := position.fields.get("parameters"):
             digests = {name: digest_values(digests_of(target.tensors())) for name, target in targets.items()}
             if frame_digest(digests, other_digest) != expected_digest:
-                raise _digest_mismatch(position.number, position.segment.path, verified_step)
+                raise IntegrityError(
+                    "the gradient log ends at other parameters or optimizer state than training had after step "
+                    f"{position.number}: they were changed outside the optimizer (.data, a fused kernel), or the build "
+                    "or device differs",
+                    hint="Restore the checkpoint " + ("alone" if verified_step < 0 else
+                    f"again, and roll forward to step {verified_step}"),
+                    path=position.segment.path, verified_step=verified_step,
+                )  # fmt: skip
             verified_step = position.number
         newest = Recovered(position.number, newest.steps + 1, digest=position.digest, verified_step=verified_step)
     for target in targets.values():
         target.finish()
     return newest
-
-
-def _digest_mismatch(step: int, path: Path, verified_step: int) -> IntegrityError:
-    return IntegrityError(
-        f"the gradient log ends at other parameters or optimizer state than training had after step {step}: they were "
-        "changed outside the optimizer (.data, a fused kernel), or the build or device differs",
-        hint=f"Restore the checkpoint again, and roll forward to step {verified_step}" if verified_step >= 0 else
-        "Restore the checkpoint alone",
-        path=path, verified_step=verified_step,
-    )  # fmt: skip
 
 
 class _Target:

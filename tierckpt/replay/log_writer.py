@@ -41,17 +41,6 @@ class Base:
     bases: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupCommit:
-    steps: int
-    seconds: float
-    step_bytes: int
-
-    @property
-    def queued_frames_max(self) -> int:
-        return max(QUEUED_FRAMES_MIN, min(QUEUED_FRAMES_MAX, QUEUED_BYTES // max(1, self.step_bytes)))
-
-
 class LogWriter:
     """Writes one log, until it ends or fails.
 
@@ -64,7 +53,9 @@ class LogWriter:
         base: Base,
         previous: str,
         *,
-        group_commit: GroupCommit,
+        every_steps: int,
+        every_seconds: float,
+        step_bytes: int,
         owner: Mapping[str, Any],
         reserve: Callable[[int], None],
         overwritten_optimizers: set[str],
@@ -76,7 +67,8 @@ class LogWriter:
         """A checkpoint would fail too."""
         self.blocked_seconds = 0.0
         self._directory, self._base, self._previous = directory, base, previous
-        self._group_commit, self._owner = group_commit, owner
+        self._every_steps, self._every_seconds, self._owner = every_steps, every_seconds, owner
+        self._queued_frames_max = max(QUEUED_FRAMES_MIN, min(QUEUED_FRAMES_MAX, QUEUED_BYTES // max(1, step_bytes)))
         self._reserve, self._overwritten_optimizers = reserve, overwritten_optimizers
         self._obsolete_from_step: int | None = base.step
         """Segments from this step are removed before this log creates its first one."""
@@ -108,7 +100,7 @@ class LogWriter:
         """
         started_at = time.monotonic()
         with self._changed:
-            if not self._wait_until(lambda: self._queued_frames < self._group_commit.queued_frames_max):
+            if not self._wait_until(lambda: self._queued_frames < self._queued_frames_max):
                 self._abandon(f"{self._hang_message()} while {self._queued_frames} steps wait in memory: {HINT}")
             if self._is_abandoned:
                 return
@@ -118,15 +110,15 @@ class LogWriter:
             self._pending_frames += 1
             self._changed.notify_all()
             if not (
-                self._group_commit.seconds
-                or self._wait_until(lambda: self._pending_frames <= self._group_commit.steps)
+                self._every_seconds
+                or self._wait_until(lambda: self._pending_frames <= self._every_steps)
                 or self._has_warned
             ):
                 self._has_warned = True
                 log.warning(
                     "steps before %d are not durable: %s. The log continues when the disk does, and ends when %d "
                     "steps wait in memory: %s",
-                    frame.number, self._hang_message(), self._group_commit.queued_frames_max, HINT,
+                    frame.number, self._hang_message(), self._queued_frames_max, HINT,
                 )  # fmt: skip
         seconds = time.monotonic() - started_at
         self.blocked_seconds += seconds
@@ -139,17 +131,17 @@ class LogWriter:
 
     def sync(self) -> None:
         is_durable = Future[None]()
-        with self._changed:
-            self._queue.append(is_durable)
-            self._changed.notify_all()
-            if not self._wait_until(lambda: is_durable.done() or self._is_done, since=time.monotonic()):
-                self._abandon(f"{self._hang_message()}: {HINT}")
+        self._queue_and_wait(is_durable, is_durable.done)
 
     def finish(self) -> None:
         """Wait until all queued frames are durable, or the log ends."""
-        self.switch_base(None)
+        self._queue_and_wait(None, lambda: False)
+
+    def _queue_and_wait(self, entry: Future[None] | None, is_over: Callable[[], bool]) -> None:
         with self._changed:
-            if not self._wait_until(lambda: self._is_done, since=time.monotonic()):
+            self._queue.append(entry)
+            self._changed.notify_all()
+            if not self._wait_until(lambda: is_over() or self._is_done, since=time.monotonic()):
                 self._abandon(f"{self._hang_message()}: {HINT}")
 
     def end(self, reason: str, *, newest: int | None = None) -> None:
@@ -213,8 +205,8 @@ class LogWriter:
     def _next(self) -> tuple[Frame, Future[str]] | Base | Future[None] | None:
         while True:
             with self._changed:
-                has_deadline = self._unsynced and self._group_commit.seconds
-                seconds = self._unsynced_since + self._group_commit.seconds - time.monotonic() if has_deadline else None
+                has_deadline = self._unsynced and self._every_seconds
+                seconds = self._unsynced_since + self._every_seconds - time.monotonic() if has_deadline else None
                 if self._is_abandoned:
                     return None
                 if seconds is None or seconds > 0:
@@ -258,7 +250,7 @@ class LogWriter:
         with self._changed:
             self.durable_step = self._unsynced[-1]
             self._pending_frames -= len(self._unsynced)
-            if self._has_warned and self._pending_frames <= self._group_commit.steps:
+            if self._has_warned and self._pending_frames <= self._every_steps:
                 self._has_warned = False
                 log.warning("%s is writable again; steps up to %d are durable", self._directory, self.durable_step)
             self._unsynced.clear()
@@ -300,7 +292,7 @@ class LogWriter:
             self._unsynced_since = time.monotonic()
         self._unsynced.append(frame.number)
         self._written_step = frame.number
-        if not self._group_commit.seconds and len(self._unsynced) >= self._group_commit.steps:
+        if not self._every_seconds and len(self._unsynced) >= self._every_steps:
             self._commit()
 
     def _begin_segment(self) -> SegmentFile:

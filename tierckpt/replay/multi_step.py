@@ -283,7 +283,16 @@ class MultiStepStager:
         except MemoryError:
             window.failure = OUT_OF_MEMORY
         if window.failure and window.falls_back:
-            self._copy_whole_or_fail(window)
+            try:
+                self._copy_whole(window)
+            except MemoryError as error:
+                self._window = None
+                failure = CapacityError(
+                    "host memory ran out, both for the parts of a multi-step checkpoint and for a whole copy",
+                    hint='Give the job memory for one more copy of its state, or save with mode="sync"',
+                )
+                failure.__cause__ = error
+                window.result.set_exception(failure)
         elif window.failure:
             self.abandon(window.failure)
         window.blocked_seconds += time.perf_counter() - started_at
@@ -427,14 +436,14 @@ class MultiStepStager:
             devices={tensor_key: one.device.type for tensor_key, one in current_tensors.items()},
             sharded=frozenset(one.key for one in parameters if isinstance(one.tensor, DTensor)),
         )
+
+        def fingerprints_now() -> dict[Key, Fingerprint]:
+            return {tensor_key: Fingerprint.of_tensor(one) for tensor_key, one in current_tensors.items()}
+
         if self._keeps_steps:
-            redo.fingerprints = {tensor_key: Fingerprint.of_tensor(one) for tensor_key, one in current_tensors.items()}
+            redo.fingerprints = fingerprints_now()
         else:
-            window.fingerprints = self._fingerprint_pool.submit(
-                lambda: {
-                    tensor_key: Fingerprint.of_tensor(current_tensors[tensor_key]) for tensor_key in current_tensors
-                }
-            )
+            window.fingerprints = self._fingerprint_pool.submit(fingerprints_now)
 
         def finish() -> Snapshot:
             for one in window.pending_work:
@@ -476,18 +485,6 @@ class MultiStepStager:
             self._window = None
         if not window.result.done():
             window.result.set_result(snapshot)
-
-    def _copy_whole_or_fail(self, window: _OpenWindow) -> None:
-        try:
-            self._copy_whole(window)
-        except MemoryError as error:
-            self._window = None
-            failure = CapacityError(
-                "host memory ran out, both for the parts of a multi-step checkpoint and for a whole copy",
-                hint='Give the job memory for one more copy of its state, or save with mode="sync"',
-            )
-            failure.__cause__ = error
-            window.result.set_exception(failure)
 
     def _copy_whole(self, window: _OpenWindow) -> None:
         log.warning("a multi-step checkpoint is copied whole: %s", window.failure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -44,7 +44,7 @@ def detach(tree: Any, optimizer_tensors: Mapping[Any, torch.Tensor], link: Link)
             key_by_memory.update((_memory_of(one), tensor_key) for tensor_key, one in optimizer_tensors.items())
         return key_by_memory.get(_memory_of(tensor))
 
-    def walk(value: Any) -> Any:
+    def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             tensor_key = key_of(value)
             if tensor_key is not None:
@@ -54,13 +54,9 @@ def detach(tree: Any, optimizer_tensors: Mapping[Any, torch.Tensor], link: Link)
                 return wrap_shard(value, shard.to("cpu", copy=True))
             cuda_tensors.append(value)
             return _Gap(_Other(len(cuda_tensors) - 1))
-        if isinstance(value, dict):
-            return {key: walk(one) for key, one in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(walk(one) for one in value)
         return value if isinstance(value, _IMMUTABLE) else copy.deepcopy(value)
 
-    detached = walk(tree)
+    detached = _map(copied, tree)
     if not cuda_tensors:
         return detached, None
     tensor_copy = link.copy([local_shard(one.detach()) for one in cuda_tensors], PARTS)
@@ -92,13 +88,16 @@ def without_gaps(tree: Any) -> Any:
 
 
 def fill(tree: Any, copies: Mapping[Any, torch.Tensor]) -> Any:
-    if isinstance(tree, _Gap):
-        return copies.get(tree.key, tree)
+    return _map(lambda one: copies.get(one.key, one) if isinstance(one, _Gap) else one, tree)
+
+
+def _map(work: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply ``work`` to all but dicts, lists and tuples."""
     if isinstance(tree, dict):
-        return {key: fill(one, copies) for key, one in tree.items()}
+        return {key: _map(work, one) for key, one in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(fill(one, copies) for one in tree)
-    return tree
+        return type(tree)(_map(work, one) for one in tree)
+    return work(tree)
 
 
 def wrap_shard(tensor: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:

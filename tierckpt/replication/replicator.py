@@ -284,7 +284,7 @@ class Replicator:
                 missing, now = await asyncio.to_thread(find, members), time.monotonic()
                 if ready := [one for one in missing if now >= self._again_at.get(one.key, 0.0)]:
                     self._fetching[kind] = asyncio.create_task(self._fetch_all(ready), name=kind)
-        await self._remove_outdated()
+        await asyncio.to_thread(self._remove_outdated)
         await asyncio.to_thread(self._shorten_logs)
 
     @property
@@ -511,23 +511,18 @@ class Replicator:
             if shared is not None and shared.attempt == here.manifest.attempt:
                 await asyncio.to_thread(local_commit.mark_drained, here.directory, shared.attempt)
 
-    async def _remove_outdated(self) -> None:
-        journaled_uris = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
-        for old in await asyncio.to_thread(self._outdated, frozenset(journaled_uris)):
-            if await asyncio.to_thread(self._remove, old):
-                self.progress.removed += 1
-                log.info("removed the copy of %s: a newer one is on all its holders", old.location.uri)
-
-    def _outdated(self, journaled_uris: frozenset[str]) -> list[LocalCheckpoint]:
+    def _remove_outdated(self) -> None:
+        journaled_uris = {entry.uri for entry in self._journal.entries()}
         copies = self._tier.copies()
-        outdated_uris = {
-            row.uri for row in outdated([copy.fresh(is_safe=False) for copy in copies], self._told, journaled_uris)
-        }
-        return [copy for copy in copies if copy.location.uri in outdated_uris]
-
-    def _remove(self, old: LocalCheckpoint) -> bool:
-        with read_lease.removing(self.settings.local_root, old.directory) as free:
-            return bool(free) and local_commit.remove_local(old.directory, old.manifest.attempt)
+        found = outdated([copy.fresh(is_safe=False) for copy in copies], self._told, journaled_uris)
+        outdated_uris = {row.uri for row in found}
+        for old in copies:
+            if old.location.uri not in outdated_uris:
+                continue
+            with read_lease.removing(self.settings.local_root, old.directory) as free:
+                if free and local_commit.remove_local(old.directory, old.manifest.attempt):
+                    self.progress.removed += 1
+                    log.info("removed the copy of %s: a newer one is on all its holders", old.location.uri)
 
     def _retry_after(self, key: str, seconds: float) -> None:
         now = time.monotonic()
