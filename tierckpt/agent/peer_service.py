@@ -141,25 +141,18 @@ class PeerService:
         self.server = PeerServer(settings, self.holdings, self.gossip, self._answers, bytes_per_second=limit)
         await self.server.start()
         self._lookup = lookup
-        await self._find_me()
+        await self._look_up()
         log.info("serving peers as %s on %s", name, table.me.address)
 
     async def _look_up(self) -> Sequence[str]:
-        assert self._lookup is not None
-        seeds = await self._lookup.addresses()
-        await self._find_me(seeds)
-        return seeds
-
-    async def _find_me(self, seeds: Sequence[str] | None = None) -> None:
-        """Determine this node's address for the others periodically: networks may come up after agents."""
+        """Return the seeds. Determines this node's address for the others too: networks may come up after agents."""
         assert self.gossip is not None and self.server is not None and self._lookup is not None
-        table = self.gossip.table
-        if seeds is None:
-            seeds = await self._lookup.addresses()
+        table, seeds = self.gossip.table, await self._lookup.addresses()
         address, source = await asyncio.to_thread(_my_address, self.options.advertise, self.server.address, seeds)
         weight = float(self.options.network_bytes_per_second or 0)
         weight = weight or await asyncio.to_thread(discovery.network_bytes_per_second, source)
         table.me = replace(table.me, address=address, weight=weight)
+        return seeds
 
     async def close(self) -> None:
         """Leave the cluster, and stop. Bounded in time; idempotent."""

@@ -92,7 +92,9 @@ class Rollout:
         self.now = now
         for name, found in reports.items():
             self._take_held(self.node(name), found)
-        got = _bytes_served(statuses)
+        got = Counter[str]()
+        for status in statuses.values():
+            got.update(_amounts((status or {}).get("served_bytes")))
         for name, status in statuses.items():
             if status is not None:
                 self._take_status(self.node(name), status, got)
@@ -208,13 +210,6 @@ def line(rollout: Rollout) -> str:
 
 
 # --- validation of reports ------------------------------------------------------------------------------------------
-
-
-def _bytes_served(statuses: Mapping[str, Json | None]) -> dict[str, int]:
-    got = Counter[str]()
-    for status in statuses.values():
-        got.update(_amounts((status or {}).get("served_bytes")))
-    return got
 
 
 def _amounts(value: Any) -> dict[str, int]:

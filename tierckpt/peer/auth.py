@@ -119,12 +119,9 @@ def tls_context(settings: Settings, side: int) -> ssl.SSLContext | None:
     return context
 
 
-class SteadyClock:
-    def __init__(self) -> None:
-        self._begun = time.time() - boot_seconds()
-
-    def __call__(self) -> float:
-        return self._begun + boot_seconds()
+def steady_clock() -> Callable[[], float]:
+    begun = time.time() - boot_seconds()
+    return lambda: begun + boot_seconds()
 
 
 def boot_seconds() -> float:
@@ -134,7 +131,7 @@ def boot_seconds() -> float:
 class Signer:
     def __init__(self, secret: bytes | None, name: str) -> None:
         self._secret, self.name = secret, name
-        self.clock = SteadyClock()
+        self.clock = steady_clock()
 
     def sign(
         self, method: str, target: str, to: str, about_me: str = "", *, ahead_seconds: float = 0.0
@@ -163,7 +160,7 @@ class Verifier:
     """Decides whether a request is a member's, for this node, current, and no replay."""
 
     def __init__(self, secret: bytes | None, name: str, clock: Callable[[], float] | None = None) -> None:
-        self._secret, self._name, self.clock = secret, name, clock or SteadyClock()
+        self._secret, self._name, self.clock = secret, name, clock or steady_clock()
         self._nonces: dict[bytes, int] = {}
         self._older: dict[bytes, int] = {}
         self._forgotten_until = 0

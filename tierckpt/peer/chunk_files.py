@@ -173,16 +173,11 @@ class Incoming(Recorded):
         except FileNotFoundError:
             return True
         if size != self._size_bytes:
-            self._read_on()
+            file = open_beneath(self.directory, str(self._progress.relative_to(self.directory)))
+            with os.fdopen(file, "rb", buffering=0):
+                self.lines.read_on(file)
             self._size_bytes = size
         return True
-
-    def _read_on(self) -> None:
-        file = open_beneath(self.directory, str(self._progress.relative_to(self.directory)))
-        try:
-            self.lines.read_on(file)
-        finally:
-            os.close(file)
 
     def covers(self, index: int, at: ByteRange) -> bool:
         landed = self.lines.landed.get(index, {})

@@ -132,10 +132,6 @@ class PeerCatalog:
         self._has_waited = self._has_waited or found.this_node is not None
         return found
 
-    @property
-    def me(self) -> str:
-        return self._live.me
-
     # --- their checkpoints ---------------------------------------------------------------------------------------
 
     async def committed(self, parent: Location, *, is_fresh: bool = False) -> Mapping[str, Mapping[str, list[Member]]]:
@@ -217,7 +213,7 @@ class PeerCatalog:
         if self._client is None:
             from .peer_client import PeerClient  # it loads TLS
 
-            self._client = PeerClient(self._settings, self.me)
+            self._client = PeerClient(self._settings, self._live.me)
         return self._client
 
     async def ordinals(self, member: Member, version: str, chunk_size_bytes: int) -> frozenset[int] | None:

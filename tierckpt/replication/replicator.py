@@ -90,8 +90,9 @@ class LocalIndex:
         for directory in marked_directories(self._root / "checkpoints"):
             manifest = self._manifest(directory)
             named = manifest.tokens | {manifest.attempt} if manifest is not None else frozenset()
-            if lost := {token for token in local_commit.origins(directory) - named if _is_flushed(directory, token)}:
-                unnamed[directory] = lost
+            unknown = local_commit.origins(directory) - named
+            if flushed := {token for token in unknown if matching(directory, f"*-{token}{SHARD_SUFFIX}")}:
+                unnamed[directory] = flushed
             if manifest is not None:
                 runs.setdefault(directory.parent, []).append((directory, manifest))
         abandoned = abandoned_here(step for run in runs.values() for step in run)
@@ -158,10 +159,6 @@ def _read_notes(directory: Path, attempt: str) -> dict[str, str]:
     if body["attempt"] != attempt or not isinstance(body["of"], dict):
         return {}
     return {str(token): str(name) for token, name in body["of"].items()}
-
-
-def _is_flushed(directory: Path, token: str) -> bool:
-    return bool(matching(directory, f"*-{token}{SHARD_SUFFIX}"))
 
 
 def _age(step: tuple[Path, Manifest]) -> tuple[tuple[bool, int], float]:
