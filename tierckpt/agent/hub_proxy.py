@@ -21,8 +21,9 @@ import json
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
@@ -316,7 +317,7 @@ class HubProxy:
             return web.Response(status=status, headers=headers)
         buffered, response = memoryview(b""), None
         async with self._opened(file) as (entry, path, coming):
-            pieces = list(_pieces(byte_range, entry.chunk_size_bytes))
+            pieces = _pieces(byte_range, entry.chunk_size_bytes)
             for number, at in enumerate(pieces):
                 for more in pieces[number + len(coming) : number + PIECES_AHEAD]:
                     is_last = more.stop == size_bytes  # the whole file must have passed its digest (X3)
@@ -419,12 +420,10 @@ async def _form_of(request: web.BaseRequest) -> bytes | None:
         return await request.content.read()
 
 
-def _pieces(byte_range: ByteRange, size_bytes: int) -> Iterator[ByteRange]:
-    at = byte_range.start
-    while at < byte_range.stop:
-        stop = min(byte_range.stop, (at // size_bytes + 1) * size_bytes)
-        yield ByteRange(at, stop)
-        at = stop
+def _pieces(byte_range: ByteRange, size_bytes: int) -> list[ByteRange]:
+    start, stop = byte_range.start, byte_range.stop
+    inner = range((start // size_bytes + 1) * size_bytes, stop, size_bytes)
+    return [ByteRange(*piece) for piece in pairwise([start, *inner, stop])]
 
 
 def _refusal(error: TierckptError) -> web.Response:

@@ -370,12 +370,8 @@ def _my_address(advertise: str | None, listening: str, seeds: Sequence[str]) -> 
 
 
 def _fitting(rows: list[Json]) -> list[Json]:
-    size = 0
-    for count, row in enumerate(rows):
-        size += len(json.dumps(row))
-        if size > TOLD_BYTES_MAX:
-            return rows[:count]
-    return rows
+    sizes = itertools.accumulate(len(json.dumps(row)) for row in rows)
+    return [row for row, size in zip(rows, sizes, strict=True) if size <= TOLD_BYTES_MAX]
 
 
 def _check_version(version: Any) -> None:

@@ -81,17 +81,9 @@ def expand(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    items, depth = [""], 0
-    for char in text:
-        depth += (char == "[") - (char == "]")
-        if depth not in (0, 1):
-            raise _bad(text, "has brackets that do not fit")
-        if char == "," and depth == 0:
-            items.append("")
-        else:
-            items[-1] += char
-    if depth:
+    if {"[", "]"} & set(re.sub(r"\[[^][]*]", "", text)):
         raise _bad(text, "has brackets that do not fit")
+    items = re.findall(r"(?:\[[^]]*]|[^[,])+", text)  # commas in brackets separate numbers
     return [item.strip() for item in items if item.strip()]
 
 

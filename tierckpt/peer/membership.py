@@ -23,10 +23,11 @@ import random
 import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from ..checkpoint.peer_copies import Member as Member
 from ..types import Json
@@ -94,16 +95,13 @@ def is_plain_address(address: str) -> bool:
     False for a name, which may resolve to another address tomorrow, and for link-local addresses, where clouds serve
     credentials.
     """
-    host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536 and len(address) <= 64):
-        return False
     try:
-        ip = ipaddress.ip_address(host[1:-1] if host.startswith("[") and host.endswith("]") else host)
+        host, port = host_and_port(address)
+        ip = ipaddress.ip_address(host)
     except ValueError:
         return False
-    if (ip.version == 6) != host.startswith("["):
-        return False
-    return not is_forbidden(ip)
+    is_bracketed = address.startswith("[")
+    return port > 0 and len(address) <= 64 and (ip.version == 6) == is_bracketed and not is_forbidden(ip)
 
 
 _METADATA = frozenset(map(ipaddress.ip_address, ("169.254.169.254", "fd00:ec2::254", "100.100.100.200")))
@@ -314,10 +312,8 @@ class MemberList:
         return self.timing.dead_after(len(self.records)) * self.patience
 
     def states(self) -> dict[State, int]:
-        counts: dict[State, int] = {"live": 0, "suspect": 0, "dead": 0, "left": 0}
-        for record in self.records.values():
-            counts[self.state(record)] += 1
-        return counts
+        counts = Counter(map(self.state, self.records.values()))
+        return {state: counts[state] for state in get_args(State)}
 
     def is_usable(self, record: MemberRecord) -> bool:
         """True for a live member or a suspect, unless this node could not reach it itself (M2)."""

@@ -45,7 +45,7 @@ _TARGET = re.compile(r"/[\x21-\x7e]{0,1023}")
 _STATUS = re.compile(r"HTTP/1\.1 ([1-5]\d\d)(?: [\x20-\x7e]*)?")
 _LENGTH = re.compile(r"\d{1,18}")
 _LINE = re.compile(r"(\d{1,10})(?::(t?[0-9a-f]{32}))?")
-_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>\d{1,5})")
+_ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 _PATHS = {
     "members": re.compile(r"/v1/members"),
     "status": re.compile(r"/v1/status"),

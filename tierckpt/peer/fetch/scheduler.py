@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
+from itertools import zip_longest
 from statistics import median
 from typing import Final, TypeAlias
 
@@ -246,9 +247,7 @@ class FetchScheduler:
                     by_owner.setdefault(self.chunk_owners[chunk], []).append(chunk)
             for name, chunks in by_owner.items():
                 instead += reversed(self.order_of(name, chunks))
-        self._own = deque()
-        for position in range(max(len(own_chunks), len(instead))):
-            self._own += own_chunks[position : position + 1] + instead[position : position + 1]
+        self._own = deque(chunk for pair in zip_longest(own_chunks, instead) for chunk in pair if chunk is not None)
         self._planned_at, self._planned_generation = now, table.generation
 
     # --- results -------------------------------------------------------------------------------------------------
