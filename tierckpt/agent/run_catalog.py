@@ -417,13 +417,7 @@ def _report(history: Mapping[str, Lines]) -> Json | None:
     numbers = {name: value for name, value in asdict(found).items() if not isinstance(value, list | tuple)}
     return numbers | {
         "tiers": [
-            {
-                "tier": one.tier,
-                "saves": one.saves,
-                "reached": one.reached,
-                "median_seconds": one.median_seconds,
-                "maximum_seconds": one.maximum_seconds,
-            }
+            {name: getattr(one, name) for name in ("tier", "saves", "reached", "median_seconds", "maximum_seconds")}
             for one in tier_times(found.starts, commits, Seen(is_asked=False), time.time())
             if one.is_used
         ],

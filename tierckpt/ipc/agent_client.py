@@ -158,17 +158,6 @@ def has_ended(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-class Starvation:
-    def __init__(self, pid: int) -> None:
-        self._pid, self._begun, self._waits_before = pid, time.monotonic(), _waited_seconds(pid)
-
-    def is_seen(self) -> bool:
-        elapsed, now = time.monotonic() - self._begun, _waited_seconds(self._pid)
-        return any(
-            waited - self._waits_before.get(task, waited) > STARVED_SHARE * elapsed for task, waited in now.items()
-        )
-
-
 def _waited_seconds(pid: int) -> dict[str, float]:
     waited = {}
     with contextlib.suppress(OSError):
@@ -517,7 +506,8 @@ class _Listening:
         self._connection, self._deadline, self._is_patient = connection, deadline, is_patient
         self._buffer = bytearray()
         self._received = time.monotonic()
-        self._starvation: Starvation | None = None
+        self._waits_since: tuple[float, dict[str, float]] | None = None
+        """When the agent was found late, and for how long its threads had waited for a processor."""
 
     def next(self) -> Json:
         """Raises TimeoutError at the deadline, _SilentError, ConnectionError, ValueError (malformed)."""
@@ -529,7 +519,7 @@ class _Listening:
                 if not received:
                     raise ConnectionError("it closed the connection")
                 self._buffer += received
-        self._received, self._starvation = time.monotonic(), None
+        self._received, self._waits_since = time.monotonic(), None
         return message
 
     def _seconds_to_wait(self) -> float:
@@ -541,11 +531,14 @@ class _Listening:
         silent = time.monotonic() - self._received
         if silent < PATIENCE_SECONDS / 2:
             return min(remaining_seconds, PATIENCE_SECONDS / 2 - silent + 0.001)
-        self._starvation = self._starvation or Starvation(peer_of(self._connection)[0])
+        pid, _ = peer_of(self._connection)
+        since, before = self._waits_since = self._waits_since or (time.monotonic(), _waited_seconds(pid))
         if silent < PATIENCE_SECONDS:
             return min(remaining_seconds, PATIENCE_SECONDS - silent + 0.001)
-        if silent < STARVED_SECONDS and self._starvation.is_seen():
-            return min(remaining_seconds, PATIENCE_SECONDS / 2)
+        if silent < STARVED_SECONDS:
+            limit = STARVED_SHARE * (time.monotonic() - since)
+            if any(waited - before.get(task, waited) > limit for task, waited in _waited_seconds(pid).items()):
+                return min(remaining_seconds, PATIENCE_SECONDS / 2)
         raise _SilentError(f"no answer in {silent:.1f} s")
 
 

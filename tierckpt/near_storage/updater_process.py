@@ -38,31 +38,6 @@ KILL_SECONDS = 20.0
 """Maximum wait for a killed process, unless the kernel blocks it on a disk."""
 
 
-class Idleness:
-    """Distinguishes a slow process (it makes steps or uses CPU time) from a hanging one."""
-
-    def __init__(self, process: UpdaterProcess) -> None:
-        self._process = process
-        self._seen, self._since = self._read_counters()[:2], time.monotonic()
-
-    def seconds(self) -> float:
-        seen = self._read_counters()[:2]
-        if seen != self._seen:
-            self._seen, self._since = seen, time.monotonic()
-        return time.monotonic() - self._since
-
-    def reason(self) -> str:
-        what = "is stopped" if self._read_counters()[2] in ("T", "t") else "makes no progress (does its disk hang?)"
-        return f"process {self._process.pid} of the optimizer near storage {what}"
-
-    def _read_counters(self) -> tuple[int, int, str]:
-        try:
-            state, *fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return self._process.step, 0, ""
-        return self._process.step, int(fields[10]) + int(fields[11]), state
-
-
 class UpdaterProcess:
     """``descriptors``: of shared memory, which outlives the process. ``timeout_seconds``: without progress while an
     answer is pending."""
@@ -158,21 +133,35 @@ class UpdaterProcess:
         self._await(lambda: self.step >= step)
 
     def _await(self, is_done: Callable[[], bool]) -> None:
-        idle, is_said = Idleness(self), False
+        seen, since, is_said = self._progress()[:2], time.monotonic(), False
         with self.changed:
             while not is_done():
                 if self._failure is not None:
                     raise self._failure
-                seconds = idle.seconds()
+                if seen != (now := self._progress()[:2]):
+                    seen, since = now, time.monotonic()
+                seconds = time.monotonic() - since
                 if seconds >= self._timeout_seconds:
                     break
                 if seconds >= IDLE_SECONDS and not is_said:
                     is_said = True
-                    log.warning("training waits: %s", idle.reason())
+                    log.warning("training waits: %s", self._idle_reason())
                 self.changed.wait(min(LOOK_SECONDS, self._timeout_seconds))
             else:
                 return
-        raise self._timeout_error(idle.reason())
+        raise self._timeout_error(self._idle_reason())
+
+    def _progress(self) -> tuple[int, int, str]:
+        """Return its steps, CPU time and state: a slow process makes steps or uses CPU time, a hanging one does not."""
+        try:
+            state, *fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return self.step, 0, ""
+        return self.step, int(fields[10]) + int(fields[11]), state
+
+    def _idle_reason(self) -> str:
+        what = "is stopped" if self._progress()[2] in ("T", "t") else "makes no progress (does its disk hang?)"
+        return f"process {self.pid} of the optimizer near storage {what}"
 
     def _timeout_error(self, reason: str) -> OperationTimeoutError:
         self.stop()

@@ -150,16 +150,16 @@ class Holdings:
     def locate(self, version: str, chunk_size_bytes: int, ordinal: int) -> ChunkPlace | None:
         with self._lock:
             view = self._view(version, chunk_size_bytes)
-            if view is None or not 0 <= ordinal < view.total:
-                return None
             return self._place(view, self.by_version.get(version, []), ordinal)
 
     def has_seen(self, version: str, chunk_size_bytes: int, ordinal: int) -> bool:
         """True if a chunk was here at the last refresh. Never waits, neither for a disk nor for a lock."""
         view, sources = self._views.get(version, {}).get(chunk_size_bytes), self.by_version.get(version, [])
-        return view is not None and ordinal < view.total and self._place(view, sources, ordinal) is not None
+        return self._place(view, sources, ordinal) is not None
 
-    def _place(self, view: ChunkIndex, sources: list[ChunkSource], ordinal: int) -> ChunkPlace | None:
+    def _place(self, view: ChunkIndex | None, sources: list[ChunkSource], ordinal: int) -> ChunkPlace | None:
+        if view is None or not 0 <= ordinal < view.total:
+            return None
         index, chunk, at = view.chunk_at(ordinal)
         for source in sources:
             if source.covers(index, at):
@@ -225,7 +225,7 @@ class Holdings:
             for source in sources:
                 if not source.is_whole:
                     source.refresh()
-            place = self._place(view, sources, ordinal) if view is not None and ordinal < view.total else None
+            place = self._place(view, sources, ordinal)
             digest = place.source.verified(place.index, place.byte_range, place.digest) if place is not None else ""
             if view is None or place is None or not digest:
                 return None
