@@ -96,12 +96,12 @@ class PeerService:
         while True:
             while not await self._try_start():  # noqa: ASYNC110  # no event reports a free port
                 await asyncio.sleep(RETRY_SECONDS)
-            gossip = self.gossip
-            assert gossip is not None
+            gossip, server = self.gossip, self.server
+            assert gossip is not None and server is not None
             asking = asyncio.create_task(gossip.run())
             try:
                 while gossip.table.contested < CONTESTED_MAX or self._has_renamed:
-                    self._observe()
+                    self._observe(gossip, server)
                     await asyncio.sleep(LOOK_SECONDS)
             finally:
                 asking.cancel()
@@ -173,10 +173,7 @@ class PeerService:
                 with contextlib.suppress(Exception):
                     await part.close()
 
-    def _observe(self) -> None:
-        gossip, server = self.gossip, self.server
-        if gossip is None or server is None:
-            return
+    def _observe(self, gossip: Gossip, server: PeerServer) -> None:
         for state, count in gossip.table.states().items():
             PEER_MEMBERS.emit(count, state=state)
         for reason in ("refused", "malformed", "busy", "overflowed"):

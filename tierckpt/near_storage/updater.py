@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -132,17 +132,6 @@ log = logger("replay")
 WAIT_SECONDS = 600.0
 
 
-@dataclass(slots=True)
-class _Begun:
-    version: int
-    hyperparameters: Sequence[Mapping[str, Any]]
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    work: list[Future[None]] = field(default_factory=list)
-
-    def step(self, gradients: Mapping[str, torch.Tensor]) -> Step:
-        return Step(self.version, self.hyperparameters, gradients)
-
-
 class LiveBlock:
     """Only its ``worker`` uses it."""
 
@@ -235,7 +224,9 @@ class Updater:
         self._writer = ThreadPool(1, "tierckpt-checkpoint")
         self._checker = ThreadPool(1, "tierckpt-check")  # one thread: recording for the next save queues after it
         self._open(Path(order["directory"]), layout, order["last_step"])
-        self._begun: _Begun | None = None
+        self._begun: Step | None = None
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._work: list[Future[None]] = []
         self._holds: dict[int, Future[None]] = {}
 
     def _open(self, directory: Path, layout: BlockLayout, last_step: int | None) -> None:
@@ -290,28 +281,22 @@ class Updater:
         return newest
 
     def begin_step(self, payload: bytes) -> None:
-        head = _decoded(payload)
-        self._begun = _Begun(head.version, head.hyperparameters)
+        self._begun, self._gradients, self._work = _decoded(payload), {}, []
 
     def take(self, keys: Sequence[str]) -> None:
         assert self._begun is not None
-        current_step, found = self._begun, {key: self._shared[key] for key in keys}
-        current_step.gradients |= found
-        live = self._block_of[keys[0]]
-        current_step.work.append(self._do(live.worker, live.apply, current_step.step(found)))
+        found, live = {key: self._shared[key] for key in keys}, self._block_of[keys[0]]
+        self._gradients |= found
+        self._work.append(self._do(live.worker, live.apply, replace(self._begun, gradients=found)))
 
     def end_step(self) -> None:
         """Blocks without gradients are at the step too."""
         assert self._begun is not None
-        current_step, self._begun = self._begun, None
-        whole, self.step = current_step.step(current_step.gradients), current_step.version
-        current_step.work += [
-            self._do(live.worker, live.apply, whole)
-            for live in self._blocks
-            if current_step.gradients.keys().isdisjoint(live.block.keys)
-        ]
-        frame = Frame(current_step.version, {"": whole}, {"": self._digest})
-        self._do(self._logger, self._log, frame, current_step.work)
+        whole, self._begun = replace(self._begun, gradients=self._gradients), None
+        self.step = whole.version
+        without = [live for live in self._blocks if self._gradients.keys().isdisjoint(live.block.keys)]
+        self._work += [self._do(live.worker, live.apply, whole) for live in without]
+        self._do(self._logger, self._log, Frame(self.step, {"": whole}, {"": self._digest}), self._work)
 
     def _log(self, frame: Frame, work: list[Future[None]]) -> None:
         self._files.append(frame)
