@@ -74,7 +74,9 @@ def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
     if (found := exhausted(error)) is not None:
         return found
     if error.errno in _NO_ROOM:
-        free = _free_bytes(path)
+        free = 0
+        with contextlib.suppress(OSError):
+            free = space_of(path).free_bytes
         what = "the quota is used up" if error.errno == errno.EDQUOT else f"{free} bytes are free"
         return CapacityError(
             f"no room to write {path}: {what}",
@@ -83,25 +85,19 @@ def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
             tier=tier,
             free_bytes=free,
         )
-    if error.errno == errno.EPERM:
-        hint = "It may lack the call (links, modes, times), or the file is immutable: choose another place"
-        return PermissionDeniedError(
-            f"{path}: the file system does not permit this",
-            hint=SET_LOCAL_ROOT if root_of(path) is not None else hint,
-            path=path,
-            tier=tier,
-        )
     if error.errno in _DENIED:
-        is_read_only = error.errno == errno.EROFS
-        remedy = "Remount it writable" if is_read_only else "Check its owner and mode"
-        if tier is Tier.SHARED and not is_read_only:
-            remedy += " (users who share it need one group, umask 002, and `chmod g+s` on its directory)"
-        return PermissionDeniedError(
-            f"{path} is on a read-only mount" if is_read_only else f"no permission for {path}",
-            hint=SET_LOCAL_ROOT if root_of(path) is not None else f"{remedy}, or choose another place",
-            path=path,
-            tier=tier,
-        )
+        if error.errno == errno.EPERM:
+            message = f"{path}: the file system does not permit this"
+            hint = "It may lack the call (links, modes, times), or the file is immutable: choose another place"
+        elif error.errno == errno.EROFS:
+            message, hint = f"{path} is on a read-only mount", "Remount it writable, or choose another place"
+        else:
+            users = " (users who share it need one group, umask 002, and `chmod g+s` on its directory)"
+            message = f"no permission for {path}"
+            hint = f"Check its owner and mode{users if tier is Tier.SHARED else ''}, or choose another place"
+        if root_of(path) is not None:
+            hint = SET_LOCAL_ROOT
+        return PermissionDeniedError(message, hint=hint, path=path, tier=tier)
     if error.errno == errno.ENAMETOOLONG:
         return _too_long(path, "")
     if error.errno in _MISSING:
@@ -151,13 +147,6 @@ def _too_long(path: Path, why: str) -> ConfigError:
     return ConfigError(f"the name {path} is too long for its file system{why}", hint="Shorten it, or leave it out")
 
 
-def _free_bytes(path: Path) -> int:
-    try:
-        return space_of(path).free_bytes
-    except OSError:
-        return 0
-
-
 @contextlib.contextmanager
 def translated(path: Path, tier: Tier = Tier.LOCAL, *, is_above: bool = False) -> Iterator[None]:
     """Raise typed errors for OS errors; ``is_above``: name the error's path under ``path``."""
@@ -170,17 +159,24 @@ def translated(path: Path, tier: Tier = Tier.LOCAL, *, is_above: bool = False) -
         raise translate_os_error(error, where, tier) from error
 
 
+@contextlib.contextmanager
+def closing_file(file: int) -> Iterator[int]:
+    """Close the descriptor ``file`` at the end."""
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def fsync_dir(path: Path) -> None:
-    with translated(path), requests.counted():
-        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    with translated(path), requests.counted(), closing_file(os.open(path, flags)) as file:
         try:
             os.fsync(file)
         except OSError as error:
             # Some network and FUSE filesystems cannot fsync a directory.
             if error.errno not in _NO_FSYNC:
                 raise
-        finally:
-            os.close(file)
 
 
 def matching(directory: Path, pattern: str) -> list[Path]:
@@ -229,33 +225,29 @@ def _make_missing(path: Path, *, is_durable: bool) -> None:
         missing.append(path)
         path = path.parent
     for directory in reversed(missing):
-        _make_dir(directory)
+        mode = mode_of(directory)
+        try:
+            with requests.counted():
+                directory.mkdir(mode)
+        except FileExistsError:  # another process made it, or it is no directory
+            if not directory.is_dir():
+                if not set_aside(directory):
+                    raise
+                directory.mkdir(mode, exist_ok=True)
         if is_durable:
             fsync_dir(directory.parent)
 
 
-def _make_dir(directory: Path) -> None:
-    mode = mode_of(directory)
-    try:
-        with requests.counted():
-            directory.mkdir(mode)
-    except FileExistsError:  # another process made it, or it is no directory
-        if not directory.is_dir():
-            if not set_aside(directory):
-                raise
-            directory.mkdir(mode, exist_ok=True)
-
-
-def read_whole(path: Path, size_bytes_max: int, *, tier: Tier = Tier.LOCAL) -> bytes:
+def read_whole(path: Path, size_bytes_max: int) -> bytes:
     """Return the bytes of a small file.
 
     Raises ManifestError: larger than ``size_bytes_max``, checked before allocation. ObjectNotFoundError,
     PermissionDeniedError, StoreError.
     """
-    with translated(path, tier), os.fdopen(open_regular(path), "rb") as file:
+    with translated(path), os.fdopen(open_regular(path), "rb") as file:
         size_bytes = os.fstat(file.fileno()).st_size
         if size_bytes > size_bytes_max:
-            raise ManifestError(f"{path}: {size_bytes} bytes is larger than any that tierckpt writes", tier=tier)
+            raise ManifestError(f"{path}: {size_bytes} bytes is larger than any that tierckpt writes", tier=Tier.LOCAL)
         return file.read(size_bytes)
 
 
@@ -336,11 +328,8 @@ def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
     Works if inode numbers change at each stat (FUSE), unlike ``shutil.rmtree``.
     """
     try:
-        folder = os.open(path, _FOLDER)
-        try:
+        with closing_file(os.open(path, _FOLDER)) as folder:
             _empty(folder)
-        finally:
-            os.close(folder)
         path.rmdir()
     except OSError:
         if not ignore_errors:
@@ -356,11 +345,8 @@ def _empty(folder: int) -> None:
             if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.name, dir_fd=folder)
                 continue
-            below = os.open(entry.name, _FOLDER, dir_fd=folder)
-            try:
+            with closing_file(os.open(entry.name, _FOLDER, dir_fd=folder)) as below:
                 _empty(below)
-            finally:
-                os.close(below)
             os.rmdir(entry.name, dir_fd=folder)
         except FileNotFoundError:
             continue  # another process removes it, too
@@ -405,11 +391,9 @@ def durable_link(source: Path, target: Path, *, tier: Tier = Tier.LOCAL) -> bool
 
 def _match_new_file(path: Path) -> bool:
     """Give ``path`` the mode and group of a new file. False if another file is needed: an ACL, a group of others."""
-    try:
+    with contextlib.suppress(OSError):
         os.getxattr(path.parent, "system.posix_acl_default")
         return False
-    except OSError:
-        pass
     status, folder, umask = path.stat(), path.parent.stat(), current_umask()
     try:
         if folder.st_mode & stat.S_ISGID and folder.st_gid != status.st_gid:
@@ -452,13 +436,11 @@ def create_file(path: Path, mode: int = 0o666) -> int:
 def write_new(path: Path, data: Buffer, mode: int = 0o666, *, is_durable: bool = True) -> None:
     with requests.counted():
         file = create_file(path, mode)
-    try:
+    with closing_file(file):
         write_all(file, data)
         if is_durable:
             with requests.counted():
                 os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def write_all(file: int, data: Buffer) -> int:
@@ -472,16 +454,13 @@ def write_all(file: int, data: Buffer) -> int:
 
 def fsync_file(path: Path) -> None:
     for flags in (os.O_RDONLY, os.O_RDWR):
-        with requests.counted():
-            file = os.open(path, flags | os.O_CLOEXEC)
+        with requests.counted(), closing_file(os.open(path, flags | os.O_CLOEXEC)) as file:
             try:
                 os.fsync(file)
                 return
             except OSError as error:  # SMB wants the file open for writing
                 if flags != os.O_RDONLY or error.errno not in _NO_FSYNC:
                     raise
-            finally:
-                os.close(file)
 
 
 def refuse_file(directory: Path) -> None:

@@ -19,7 +19,7 @@ from ..ownership import file_mode
 from ..quantities import DISK_BLOCK_BYTES
 from ..telemetry import BYTES, logger
 from ..types import Buffer, ByteRange, Tier
-from .durable import translated
+from .durable import closing_file, translated
 from .illness import requests
 from .quarantine import open_regular
 
@@ -161,12 +161,9 @@ class DirectFile:
 
     def _leave_direct(self) -> None:
         """Reopen the file under its descriptor, which threads write to: FUSE reads flags only in ``open``."""
-        file = os.open(f"/proc/self/fd/{self.fd}", os.O_WRONLY | os.O_CLOEXEC)
-        try:
+        with closing_file(os.open(f"/proc/self/fd/{self.fd}", os.O_WRONLY | os.O_CLOEXEC)) as file:
             os.dup2(file, self.fd, inheritable=False)
             self.direct = False
-        finally:
-            os.close(file)
 
     def cut(self, size_bytes: int, *, durable: bool) -> None:
         """Cut off the last block's padding, and sync all bytes. The caller syncs the name."""

@@ -36,7 +36,7 @@ from ..poll import BRIEF, Poll
 from ..resources import start_thread
 from ..telemetry import logger
 from ..types import Tier
-from .durable import translated, write_new
+from .durable import closing_file, translated, write_new
 from .processes import host_id
 from .quarantine import open_regular
 
@@ -45,7 +45,7 @@ log = logger("disk")
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EPERM, errno.EACCES}
 
-_RECORD = struct.Struct("hhqqi4x")
+_FLOCK = struct.Struct("hhqqi4x")
 """The kernel's 64-bit ``struct flock``: type, whence, start, length, pid."""
 
 _files: set[int] = set()
@@ -141,9 +141,8 @@ def lock_record(file: int, kind: int, offset: int = 0, *, is_process: bool = Fal
     closes any descriptor of the file. Never blocks. Cost: 1 microsecond.
     """
     try:
-        fcntl.fcntl(
-            file, fcntl.F_SETLK if is_process else fcntl.F_OFD_SETLK, _RECORD.pack(kind, os.SEEK_SET, offset, 1, 0)
-        )
+        command = fcntl.F_SETLK if is_process else fcntl.F_OFD_SETLK
+        fcntl.fcntl(file, command, _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
@@ -153,9 +152,9 @@ def lock_record(file: int, kind: int, offset: int = 0, *, is_process: bool = Fal
 
 def record_holder(file: int, offset: int = 0, *, is_process: bool = False) -> int | None:
     """Return the process that locks byte ``offset``; negative if unknown. Takes no lock."""
-    request = _RECORD.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
     answer = fcntl.fcntl(file, fcntl.F_GETLK if is_process else fcntl.F_OFD_GETLK, request)
-    kind, _, _, _, pid = _RECORD.unpack(answer)
+    kind, _, _, _, pid = _FLOCK.unpack(answer)
     return int(pid) if kind != fcntl.F_UNLCK else None
 
 
@@ -197,9 +196,6 @@ SILENT_SECONDS = 20.0
 """Ten heartbeats: a process short of processor time is not dead."""
 LEASE_ATTEMPTS = 100
 NAME_BYTES_MAX = 1024
-
-_FLOCK = struct.Struct("hhqqi0q")
-"""The kernel's 64-bit ``struct flock``: type, whence, start, length, pid."""
 
 
 class Claims:
@@ -345,10 +341,8 @@ class HostLease:
             return None
         except PermissionError:
             return b"", self._path.lstat().st_mtime_ns
-        try:
+        with closing_file(file):
             return os.read(file, NAME_BYTES_MAX), os.fstat(file).st_mtime_ns
-        finally:
-            os.close(file)
 
     def _is_silent(self, written_ns: int) -> bool:
         """By this host's clock; at the first check by the file system's, which may differ."""

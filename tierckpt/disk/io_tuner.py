@@ -160,7 +160,6 @@ class ReadTuner:
         use_local_root(settings)
         self.modes = modes
         self.path = (model_read_modes if modes == MODEL_READ_MODES else read_modes)(settings.local_root)
-        self._format_1_path = self.path.with_name(self.path.name.replace("modes", "ways"))
         """Valid until the node reboots."""
         self._known: dict[str, ReadMode] = {}
         self._lock = threading.Lock()
@@ -200,10 +199,9 @@ class ReadTuner:
 
     def _recorded(self) -> dict[str, ReadMode]:
         modes = {}
-        for path, name in ((self._format_1_path, "way"), (self.path, "mode")):
-            for device, entry in recorded(path).items():
-                with contextlib.suppress(KeyError, TypeError, ValueError):
-                    modes[device] = ReadMode.parse(entry[name])
+        for device, entry in recorded(self.path).items():
+            with contextlib.suppress(KeyError, TypeError, ValueError):
+                modes[device] = ReadMode.parse(entry["mode"])
         return modes
 
     def _record(self, device: str, mode: ReadMode, rates: Mapping[ReadMode, float]) -> None:

@@ -179,10 +179,7 @@ BEST_EFFORT_LOWEST = (2 << 13) | 7
 
 def lower_this_thread(nice: int) -> None:
     """Lower the CPU and I/O priority of the calling thread, and of threads that it starts, for good. Best effort."""
-    _lower(threading.get_native_id(), nice)
-
-
-def _lower(thread: int, nice: int) -> None:
+    thread = threading.get_native_id()
     try:
         if os.getpriority(os.PRIO_PROCESS, thread) < nice:
             os.setpriority(os.PRIO_PROCESS, thread, nice)

@@ -55,21 +55,17 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int
         else:
             status = os.fstat(file)
             if stat.S_ISREG(status.st_mode):
-                if is_state:
-                    _check_owner(file, status, path)
-                return file
+                try:
+                    if is_state:
+                        check_owner(status, path)
+                    return file
+                except BaseException:
+                    os.close(file)
+                    raise
             os.close(file)
         if not set_aside(path):
             break
     raise StoreError(f"{path} is {kind_of(path)} and not a file", hint="Move it away", path=path, tier=Tier.LOCAL)
-
-
-def _check_owner(file: int, status: os.stat_result, path: Path) -> None:
-    try:
-        check_owner(status, path)
-    except BaseException:
-        os.close(file)
-        raise
 
 
 def set_aside(path: Path) -> bool:
