@@ -10,6 +10,7 @@ that Python's ``mmap`` reserves, and releases with the last view. Pages can be l
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import errno
@@ -22,9 +23,9 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+from ..disk.file_io import address_of
 from ..errors import CapacityError, ConfigError
 from ..quantities import round_up
 from ..resources import ThreadPool
@@ -203,14 +204,11 @@ class Memory:
 
     def use_small_pages(self, part: memoryview) -> None:
         """Use 4 KiB pages for the unallocated rest of ``part``, which is page-aligned."""
-        start = ctypes.addressof(ctypes.c_char.from_buffer(part))
-        if _libc.madvise(start, len(part), _MADV_NOHUGEPAGE) != 0:
-            log.debug("madvise(%d): %s", _MADV_NOHUGEPAGE, os.strerror(ctypes.get_errno()))
+        self._advise(_MADV_NOHUGEPAGE, part)
 
     def fill_in(self, part: memoryview) -> None:
         """Pages that the kernel refuses are allocated on first use."""
-        start = ctypes.addressof(ctypes.c_char.from_buffer(part))
-        if code := populate(start, len(part)):
+        if code := populate(address_of(part), len(part)):
             log.debug("madvise(%d): %s", _MADV_POPULATE_WRITE, os.strerror(code))
 
     def discard(self) -> None:
@@ -234,9 +232,7 @@ class Memory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -283,8 +279,9 @@ class Memory:
             _abandoned.append(self._map)
             raise _no_memory(self.size_bytes, self.kind, code)
 
-    def _advise(self, advice: int) -> None:
-        if _libc.madvise(self.address, self.size_bytes, advice) != 0:
+    def _advise(self, advice: int, part: memoryview | None = None) -> None:
+        start, size_bytes = (self.address, self.size_bytes) if part is None else (address_of(part), len(part))
+        if _libc.madvise(start, size_bytes, advice) != 0:
             log.debug("madvise(%d) on %s memory: %s", advice, self.kind, os.strerror(ctypes.get_errno()))
 
     def _prefault(self, *, is_new: bool) -> None:
@@ -428,7 +425,7 @@ _pinned: dict[int, int] = {}  # by address, the process that pinned it
 
 def pin(memory: Memory) -> bool:
     """Register ``memory`` with CUDA until it is closed. False without CUDA, or if it refuses (logged)."""
-    if _is_pinned(memory):
+    if _pinned.get(memory.address) == os.getpid():
         return True
     runtime = cuda_runtime()
     if runtime is None:
@@ -448,10 +445,6 @@ def _unregister(address: int) -> bool:
     return runtime is not None and _call("cudaHostUnregister", lambda: runtime.cudaHostUnregister(address))
 
 
-def _is_pinned(memory: Memory) -> bool:
-    return _pinned.get(memory.address) == os.getpid()
-
-
 def cuda_runtime() -> Any:
     """A process without torch has nothing on a GPU to copy."""
     torch = sys.modules.get("torch")
@@ -467,10 +460,8 @@ def cuda_runtime() -> Any:
 def forget_error() -> None:
     """Clear CUDA's last error: the trainer's next kernel would report it as its own."""
     torch = sys.modules["torch"]
-    try:
+    with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
-    except RuntimeError:
-        pass
 
 
 def _call(what: str, function: Any) -> bool:

@@ -204,8 +204,10 @@ class Arena:
                 # A failed save's error may keep its tensors in a cycle, and a waiting thread runs no GC.
                 collected = True
                 gc.collect()
+        bytes_max = "" if self.size_bytes_max is None else f", {self.size_bytes_max} bytes"
+        states = ", ".join(f"checkpoint {lease.number} is {lease.state}" for lease in self._leases)
         raise OperationTimeoutError(
-            f"staging is full ({self._bounds()}): {self._describe()}",
+            f"staging is full ({self.slots_max} slots{bytes_max}): {states}",
             hint="A save hangs, or staged copies are kept and not saved; or raise checkpoints_in_flight_max "
             "or staging_bytes_max",
             waited_seconds=self.timeout_seconds,
@@ -274,10 +276,9 @@ class Arena:
 
     def _fitting(self, size_bytes: int) -> Memory | None:
         fitting = [memory for memory in self._free if memory.size_bytes >= size_bytes]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda memory: memory.size_bytes)
-        self._free.remove(best)
+        best = min(fitting, key=lambda memory: memory.size_bytes, default=None)
+        if best is not None:
+            self._free.remove(best)
         return best
 
     def _allocate(self, size_bytes: int) -> Memory:
@@ -288,13 +289,6 @@ class Arena:
         self.allocations += 1
         log.info("staging slot of %d MiB (%s, huge pages: %s)", memory.size_bytes // MiB, memory.kind, memory.huge)
         return memory
-
-    def _bounds(self) -> str:
-        bytes_max = "" if self.size_bytes_max is None else f", {self.size_bytes_max} bytes"
-        return f"{self.slots_max} slots{bytes_max}"
-
-    def _describe(self) -> str:
-        return ", ".join(f"checkpoint {lease.number} is {lease.state}" for lease in self._leases)
 
 
 class BounceBufferPool:
@@ -345,22 +339,19 @@ class BounceBufferPool:
             while len(fitting) < count:
                 fitting.append(Memory.allocate(size_bytes))
         except BaseException as error:
-            if fitting and isinstance(error, CapacityError):
-                log.info("%d of %d %s buffers: %s", len(fitting), count, self._purpose, error)
-                with self._changed:
-                    self._taken -= count - len(fitting)
-                    self._changed.notify_all()
-                return fitting
+            kept = fitting if isinstance(error, CapacityError) else []
             with self._changed:
-                self._taken -= count
-                self._free += fitting
+                self._taken -= count - len(kept)
+                self._free += [] if kept else fitting
                 self._changed.notify_all()
-            raise
+            if not kept:
+                raise
+            log.info("%d of %d %s buffers: %s", len(fitting), count, self._purpose, error)
         return fitting
 
 
 shared_arenas: dict[tuple[object, ...], Arena] = {}
-_bounces: dict[tuple[str, int], BounceBufferPool] = {}
+_bounces: dict[str, BounceBufferPool] = {}
 _shared_lock = threading.Lock()
 
 
@@ -368,35 +359,26 @@ def arena_for(
     settings: Settings, *, shared: bool = False, read_elsewhere: bool = False, numa_nodes: Sequence[int] = ()
 ) -> Arena:
     """Share an arena for equal settings: writers change, their staging memory stays."""
-    key = (
-        shared,
-        read_elsewhere,
-        settings.checkpoints_in_flight_max,
-        settings.staging_bytes_max,
-        settings.staging_policy,
-        tuple(numa_nodes),
-    )
+    options: dict[str, Any] = {
+        "slots_max": settings.checkpoints_in_flight_max,
+        "size_bytes_max": settings.staging_bytes_max,
+        "policy": SlotPolicy(settings.staging_policy),
+        "shared": shared,
+        "read_elsewhere": read_elsewhere,
+        "numa_nodes": tuple(numa_nodes),
+    }
     with _shared_lock:
-        if key not in shared_arenas:
-            shared_arenas[key] = Arena(
-                slots_max=settings.checkpoints_in_flight_max,
-                size_bytes_max=settings.staging_bytes_max,
-                policy=SlotPolicy(settings.staging_policy),
-                shared=shared,
-                read_elsewhere=read_elsewhere,
-                numa_nodes=numa_nodes,
-            )
-        return shared_arenas[key]
+        return shared_arenas.setdefault(tuple(options.values()), Arena(**options))
 
 
 def write_buffers() -> BounceBufferPool:
     with _shared_lock:
-        return _bounces.setdefault(("write", WRITE_THREADS_MAX), BounceBufferPool(WRITE_THREADS_MAX))
+        return _bounces.setdefault("write", BounceBufferPool(WRITE_THREADS_MAX, "write"))
 
 
 def read_buffers() -> BounceBufferPool:
     with _shared_lock:
-        return _bounces.setdefault(("read", READ_THREADS_MAX), BounceBufferPool(READ_THREADS_MAX, "read"))
+        return _bounces.setdefault("read", BounceBufferPool(READ_THREADS_MAX, "read"))
 
 
 def leases() -> list[Lease]:
