@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from tierckpt.errors import StoreUnavailableError, TierckptError
-from tierckpt.stores.base import Browsable, Conditional, Store
+from tierckpt.stores.base import Conditional, Store
 from tierckpt.types import Buffer, ByteRange, ObjectInfo
 
 T = TypeVar("T")
@@ -188,7 +188,7 @@ class FaultyStore:
 
     async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
         fault = await self._before("list_level", prefix)
-        found = await cast(Browsable, self.inner).list_level(prefix)
+        found = await self.inner.list_level(prefix)
         self._after(fault, "list_level", prefix)
         return found
 

@@ -30,7 +30,7 @@ from ..errors import (
 )
 from ..format.layout import BRANCHES_DIR, MANIFEST, METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, adopted_dir, step_of
 from ..format.manifest import FileEntry
-from ..stores.base import Browsable, Store
+from ..stores.base import Store
 from ..stores.hub.api import repository_of
 from ..telemetry import logger
 from ..types import ObjectInfo
@@ -207,8 +207,6 @@ class Browser:
     async def _shared_level(self, location: Location, *, has_local: bool) -> tuple[list[ObjectInfo], list[str]] | None:
         root, key = root_of(location)
         store = self._store_at(root)
-        if not isinstance(store, Browsable):
-            raise ConfigError(f"{location.uri} cannot be listed", hint="Its store does not offer it", uri=location.uri)
         try:
             async with self._gate:
                 return await store.list_level(key)

@@ -15,16 +15,18 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from ..config import MiB
-from ..errors import ConfigError, IntegrityError, StoreError, TierckptError
+from ..errors import ConfigError, IntegrityError, StoreError, StoreUnavailableError, TierckptError
 from ..quantities import round_up
-from ..types import Buffer, ByteRange, ObjectInfo
+from ..types import Buffer, ByteRange, ObjectInfo, Tier
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -66,6 +68,9 @@ class Store(Protocol):
     async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
         """Return the sorted names of the directories directly under ``prefix``."""
 
+    async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+        """Return the objects and directory names directly under ``prefix``; None: no such directory."""
+
     async def delete(self, key: str) -> None:
         """Remove an object; no error if it is missing."""
 
@@ -85,12 +90,6 @@ class Conditional(Protocol):
 
     async def remove(self, key: str, *, etag: str) -> None:
         """``delete`` the version ``etag`` only. Raises PreconditionFailedError; no error for a removed object."""
-
-
-@runtime_checkable
-class Browsable(Protocol):
-    async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
-        """Return the objects and directory names directly under ``prefix``; None: no such directory."""
 
 
 @runtime_checkable
@@ -174,6 +173,26 @@ async def to_completion(work: Awaitable[T]) -> T:
         del task  # breaks a reference cycle
 
 
+def on_thread(work: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Make a coroutine function of ``work``, which blocks and only reads."""
+
+    @functools.wraps(work)
+    async def run(*args: P.args, **named: P.kwargs) -> T:
+        return await asyncio.to_thread(work, *args, **named)
+
+    return run
+
+
+def on_thread_to_end(work: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """``on_thread`` for ``work`` that a cancellation must not outrun (``to_completion``)."""
+
+    @functools.wraps(work)
+    async def run(*args: P.args, **named: P.kwargs) -> T:
+        return await to_completion(asyncio.to_thread(work, *args, **named))
+
+    return run
+
+
 async def ended(work: asyncio.Future[Any]) -> None:
     """Return at the end of ``work``, even after repeated cancellation."""
     while not work.done():
@@ -201,6 +220,11 @@ def check_size(uri: str, key: str, expected_bytes: int, got_bytes: int) -> None:
             hint="The object was not written; the source changed while it was read",
             uri=uri,
         )
+
+
+def retries_spent(what: str, reason: str, **context: object) -> StoreUnavailableError:
+    hint = "Retries are spent; try again later"
+    return StoreUnavailableError(f"{what}: {reason}", hint=hint, tier=Tier.SHARED, **context)
 
 
 def short_answer(uri: str, key: str, byte_range: ByteRange, got_bytes: int | None) -> IntegrityError:

@@ -11,9 +11,11 @@ import stat
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from ..disk.durable import (
     CANNOT_LINK,
+    closing_file,
     create_file,
     durable_link,
     durable_write,
@@ -37,7 +39,19 @@ from ..errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavaila
 from ..ownership import file_mode
 from ..poll import BRIEF, Poll
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
-from .base import check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
+from .base import (
+    check_key,
+    check_prefix,
+    check_range,
+    check_size,
+    closing,
+    on_thread,
+    on_thread_to_end,
+    short_answer,
+    to_completion,
+)
+
+T = TypeVar("T")
 
 MARK = f".{'0' * 8}.tmp"
 """Its digit count matches no random name."""
@@ -138,18 +152,19 @@ def _make_later(path: Path, before_ns: int) -> None:
 class LocalStore:
     """The first put creates the root; a missing root reads as empty."""
 
-    def __init__(self, root: Path, tier: Tier = Tier.SHARED) -> None:
+    tier = Tier.SHARED
+
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.tier = tier
         self.uri = str(root)
         self.has_put_if_absent = True
 
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)
 
-    async def head(self, key: str) -> ObjectInfo:
-        path = self._path(key)
-        status = await asyncio.to_thread(self._stat, path)
+    @on_thread
+    def head(self, key: str) -> ObjectInfo:
+        status = self._stat(self._path(key))
         return ObjectInfo(key, status.st_size, stat_version(status), status.st_mtime)
 
     def _stat(self, path: Path) -> os.stat_result:
@@ -166,50 +181,36 @@ class LocalStore:
             raise ObjectNotFoundError(f"{path} is not a file", path=path, tier=self.tier)
         return status
 
-    async def get(self, key: str) -> bytes:
+    @on_thread
+    def get(self, key: str) -> bytes:
         path = self._path(key)
-
-        def read() -> bytes:
-            self._stat(path)
-            with translated(path, self.tier):
-                return path.read_bytes()
-
-        return await asyncio.to_thread(read)
-
-    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        return await asyncio.to_thread(self._read_range, self._path(key), key, check_range(byte_range), if_match)
-
-    def _read_range(self, path: Path, key: str, byte_range: ByteRange, if_match: str | None) -> bytes:
         self._stat(path)
         with translated(path, self.tier):
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                data = pread_all(file, byte_range, path, self.tier)
-                if len(data) < byte_range.size_bytes:
-                    raise short_answer(self.uri, key, byte_range, len(data))
-                # After the read: an etag that still matches was the etag during the read.
-                if if_match is not None and stat_version(os.fstat(file)) != if_match:
-                    raise PreconditionFailedError(f"{path} changed while it was read", path=path, tier=self.tier)
-            finally:
-                os.close(file)
+            return path.read_bytes()
+
+    @on_thread
+    def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        path = self._path(key)
+        check_range(byte_range)
+        self._stat(path)
+        with translated(path, self.tier), closing_file(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as file:
+            data = pread_all(file, byte_range, path, self.tier)
+            if len(data) < byte_range.size_bytes:
+                raise short_answer(self.uri, key, byte_range, len(data))
+            # After the read: an etag that still matches was the etag during the read.
+            if if_match is not None and stat_version(os.fstat(file)) != if_match:
+                raise PreconditionFailedError(f"{path} changed while it was read", path=path, tier=self.tier)
         return data
 
-    async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        write = self._put_new if if_absent else self._put_over
-        await to_completion(asyncio.to_thread(write, self._path(key), data))
-
-    def _put_over(self, path: Path, data: Buffer) -> None:
+    @on_thread_to_end
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        path = self._path(key)
         make_dirs(path.parent, tier=self.tier)
-        self._write(path, data)
-
-    def _write(self, path: Path, data: Buffer) -> None:
-        """Replace ``path`` with a later time, even on a coarse clock: each version has its own etag."""
-        before = _modified_ns(path)
-        durable_write(path, data, tier=self.tier)
-        _make_later(path, before)
-
-    def _put_new(self, path: Path, data: Buffer) -> None:
-        make_dirs(path.parent, tier=self.tier)
+        if not if_absent:
+            before = _modified_ns(path)
+            durable_write(path, data, tier=self.tier)
+            _make_later(path, before)
+            return
         with translated(path, self.tier), temporary_next_to(path) as temporary:
             write_new(temporary, data)
             self._claim(temporary, path)
@@ -232,28 +233,22 @@ class LocalStore:
                     raise exists from None
                 temporary.replace(path)
 
-    async def replace(self, key: str, data: Buffer, *, etag: str) -> None:
+    @on_thread_to_end
+    def replace(self, key: str, data: Buffer, *, etag: str) -> None:
         path = self._path(key)
         try:
-            await to_completion(asyncio.to_thread(self._replace, path, data, etag))
+            with translated(path, self.tier), temporary_next_to(path) as temporary:
+                before = path.stat().st_mtime_ns
+                write_new(temporary, data, file_mode(path))
+                _make_later(temporary, before)
+                self._change(path, etag, lambda: replace_file(temporary, path))
         except ObjectNotFoundError:
             raise PreconditionFailedError(f"{path} no longer exists", path=path, tier=self.tier) from None
 
-    def _replace(self, path: Path, data: Buffer, etag: str) -> None:
-        with translated(path, self.tier), temporary_next_to(path) as temporary:
-            before = path.stat().st_mtime_ns
-            write_new(temporary, data, file_mode(path))
-            _make_later(temporary, before)
-            self._change(path, etag, lambda: replace_file(temporary, path))
-
-    async def remove(self, key: str, *, etag: str) -> None:
-        try:
-            await to_completion(asyncio.to_thread(self._remove, self._path(key), etag))
-        except ObjectNotFoundError:
-            pass
-
-    def _remove(self, path: Path, etag: str) -> None:
-        with translated(path, self.tier):
+    @on_thread_to_end
+    def remove(self, key: str, *, etag: str) -> None:
+        path = self._path(key)
+        with contextlib.suppress(ObjectNotFoundError), translated(path, self.tier):
             self._change(path, etag, path.unlink)
 
     def _change(self, path: Path, etag: str, change: Callable[[], object]) -> None:
@@ -273,41 +268,26 @@ class LocalStore:
         async with closing(pieces):
             await to_completion(asyncio.to_thread(make_dirs, path.parent, tier=self.tier))
             with temporary_next_to(path) as temporary:
-                await self._write_pieces(temporary, key, pieces, size_bytes)
-                await to_completion(asyncio.to_thread(self._publish, temporary, path))
+                with translated(temporary, self.tier):
+                    file = create_file(temporary)
+                with closing_file(file):
+                    written = 0
+                    async for piece in pieces:
+                        written += await self._translated(temporary, write_all, file, piece)
+                    check_size(self.uri, key, size_bytes, written)
+                    await self._translated(temporary, os.fsync, file)
+                await self._translated(path, publish, temporary, path)
 
-    async def _write_pieces(self, path: Path, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
+    @on_thread_to_end
+    def _translated(self, path: Path, call: Callable[..., T], *args: object) -> T:
         with translated(path, self.tier):
-            file = create_file(path)
-        try:
-            written = 0
-            async for piece in pieces:
-                written += await to_completion(asyncio.to_thread(self._write_piece, file, piece, path))
-            check_size(self.uri, key, size_bytes, written)
-            await to_completion(asyncio.to_thread(self._fsync, file, path))
-        finally:
-            os.close(file)
+            return call(*args)
 
-    def _write_piece(self, file: int, piece: Buffer, path: Path) -> int:
-        with translated(path, self.tier):
-            return write_all(file, piece)
-
-    def _fsync(self, file: int, path: Path) -> None:
-        with translated(path, self.tier):
-            os.fsync(file)
-
-    def _publish(self, temporary: Path, path: Path) -> None:
-        with translated(path, self.tier):
-            publish(temporary, path)
-
-    async def link(self, key: str, source: Path) -> bool:
+    @on_thread_to_end
+    def link(self, key: str, source: Path) -> bool:
         path = self._path(key)
-
-        def make() -> bool:
-            make_dirs(path.parent, tier=self.tier)
-            return durable_link(source, path, tier=self.tier)
-
-        return await to_completion(asyncio.to_thread(make))
+        make_dirs(path.parent, tier=self.tier)
+        return durable_link(source, path, tier=self.tier)
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         waiting = [check_prefix(prefix)]
@@ -367,40 +347,31 @@ class LocalStore:
         except ObjectNotFoundError:
             return []
 
-    async def list_dirs(self, prefix: str = "") -> builtins.list[str]:
-        entries = await asyncio.to_thread(self._entries, check_prefix(prefix))
-        return sorted(entry.name for entry in entries if entry.is_dir())
+    @on_thread
+    def list_dirs(self, prefix: str = "") -> builtins.list[str]:
+        return sorted(entry.name for entry in self._entries(check_prefix(prefix)) if entry.is_dir())
 
-    async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
+    @on_thread
+    def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
         directory = check_prefix(prefix)
+        if not (self.root / directory).is_dir():
+            return None
+        infos, directories = self._scan(directory, follow=True)
+        return infos, [key.rpartition("/")[2] for key in directories]
 
-        def scan() -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
-            return self._scan(directory, follow=True) if (self.root / directory).is_dir() else None
+    @on_thread_to_end
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with contextlib.suppress(ObjectNotFoundError), translated(path, self.tier):
+            path.unlink()
+            fsync_dir(path.parent)
 
-        found = await asyncio.to_thread(scan)
-        return None if found is None else (found[0], [key.rpartition("/")[2] for key in found[1]])
-
-    async def delete(self, key: str) -> None:
-        await to_completion(asyncio.to_thread(self._delete, self._path(key)))
-
-    def _delete(self, path: Path) -> None:
-        try:
-            with translated(path, self.tier):
-                path.unlink()
-                fsync_dir(path.parent)
-        except ObjectNotFoundError:
-            pass
-
-    async def delete_dir(self, prefix: str) -> None:
-        await to_completion(asyncio.to_thread(self._delete_dir, self.root / check_prefix(prefix)))
-
-    def _delete_dir(self, path: Path) -> None:
-        try:
-            with translated(path, self.tier):
-                remove_tree(path)
-                fsync_dir(path.parent)
-        except ObjectNotFoundError:
-            pass
+    @on_thread_to_end
+    def delete_dir(self, prefix: str) -> None:
+        path = self.root / check_prefix(prefix)
+        with contextlib.suppress(ObjectNotFoundError), translated(path, self.tier):
+            remove_tree(path)
+            fsync_dir(path.parent)
 
     async def close(self) -> None: ...
 

@@ -6,11 +6,11 @@ A directory is read once: a second read of a disk returns the same bytes.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar, cast
 
+from ..disk.durable import closing_file
 from ..disk.file_io import open_file, pread_all
 from ..errors import IntegrityError
 from ..format.manifest import FileEntry, has_digest
@@ -81,11 +81,8 @@ class LocalFiles:
         return await asyncio.to_thread(self._read, self._directory / key, byte_range)
 
     def _read(self, path: Path, byte_range: ByteRange) -> bytes:
-        file = open_file(path)
-        try:
+        with closing_file(open_file(path)) as file:
             return pread_all(file, byte_range, path)
-        finally:
-            os.close(file)
 
 
 async def get_whole(source: RangeSource, entry: FileEntry, chunk_size_bytes: int) -> bytes:
