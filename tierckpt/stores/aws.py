@@ -34,7 +34,7 @@ from .access import (
     tls_context,
     variable,
 )
-from .proxies import direct_opener, routed
+from .proxies import NoRedirects, direct_opener, routed
 
 CREDENTIAL_LIFETIME: Final = timedelta(minutes=15)
 """The client asks botocore again after this time."""
@@ -157,7 +157,7 @@ def region_in_error(text: str) -> str:
 def fetch_region(bucket: str, access: Access) -> str:
     url = access.options.get("endpoint", "")
     url = url if access.options["virtual_hosted_style_request"] else f"{url}/{bucket}"
-    opener = direct_opener(tls_context(access.trusted), _NoRedirects)
+    opener = direct_opener(tls_context(access.trusted), NoRedirects)
     try:
         request = routed(urllib.request.Request(url, method="HEAD"))
         with opener.open(request, timeout=REGION_TIMEOUT_SECONDS) as answer:
@@ -169,11 +169,6 @@ def fetch_region(bucket: str, access: Access) -> str:
         return ""
     region = str(headers.get("x-amz-bucket-region", "")).strip()
     return region if _REGION.fullmatch(region) else ""
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: object) -> None:
-        return None
 
 
 def remember_region(bucket: str, access: Access, region: str) -> None:

@@ -304,22 +304,18 @@ class Watermark:
 
 
 def _open(call: Call) -> socket.socket:
-    sock: socket.socket | None = None
     try:
         sock = socket.create_connection((call.host, call.port), timeout=call.connect_seconds)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return call.tls.wrap_socket(sock, server_hostname=call.host) if call.tls is not None else sock
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return call.tls.wrap_socket(sock, server_hostname=call.host) if call.tls is not None else sock
+        except OSError:
+            sock.close()
+            raise
     except ssl.SSLError as error:
-        _close(sock)
         raise TlsError(f"TLS: {error.reason or describe_error(error)}") from None
     except OSError as error:
-        _close(sock)
         raise HttpError(describe_error(error)) from None
-
-
-def _close(sock: socket.socket | None) -> None:
-    if sock is not None:
-        sock.close()
 
 
 def _is_readable(sock: socket.socket) -> bool:

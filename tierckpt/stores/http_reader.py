@@ -11,9 +11,10 @@ import ssl
 import time
 import urllib.error
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from functools import partial
-from typing import Any, Final, TypeAlias
+from functools import cached_property, partial
+from typing import Any, Final, TypeAlias, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from ..config import Settings
@@ -23,18 +24,20 @@ from ..errors import (
     PreconditionFailedError,
     StoreError,
     StoreUnavailableError,
+    TierckptError,
 )
-from ..types import ByteRange, Tier
+from ..types import Buffer, ByteRange, Tier
 from . import get_concurrency
-from .base import RangesIgnoredError, to_completion
+from .base import RangesIgnoredError, check_range, retries_spent, to_completion
 from .http_client import describe_error
-from .proxies import routed
+from .proxies import NoRedirects, routed
 from .retry import Probe, Retries
 from .signed_requests import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy, is_range
 
 ANSWER_SECONDS_MAX: Final = 30.0
 REDIRECTS_MAX: Final = 5
 
+T = TypeVar("T")
 Headers: TypeAlias = Mapping[str, str]
 IsVersion: TypeAlias = Callable[[Headers], bool]
 
@@ -71,15 +74,10 @@ class HttpReader:
             return
         crowd = self._retries.get_concurrency(host)
         window = min(get_concurrency.WINDOW_SECONDS, self._settings.store_timeout_seconds)
-        enough = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window))
-        tls = self._ranges.tls if url.startswith("https:") else None
-        name = f"{self.uri} at {host}"
 
         def receive() -> Awaitable[object]:
-            get = Get(
-                name, url, byte_range, into, None, window, enough, tls, size_bytes=size_bytes, is_version=is_version
-            )
-            return crowd.run(partial(self._ranges.connections.run, get))
+            get = Get(f"{self.uri} at {host}", url, byte_range, into, window, size_bytes, is_version)
+            return crowd.run(partial(self._ranges.run, get))
 
         await self._again(host, receive)
 
@@ -102,7 +100,9 @@ class HttpReader:
                 raise PreconditionFailedError(f"{self.uri}: an object has changed at {host}", tier=Tier.SHARED)
             if reply.status == 200 and byte_range.size_bytes < size_bytes:
                 self._ignores_ranges.add(host)
-                self._keep(url, reply)
+                if (known := self._whole.pop(url, None)) is not None:
+                    known.close()
+                self._whole[url] = reply
                 is_kept = True
                 raise _ranges_ignored(self.uri, host)
             if reply.status != 200 and not is_range(headers, byte_range):
@@ -111,12 +111,6 @@ class HttpReader:
         finally:
             if not is_kept:
                 reply.close()
-
-    def _keep(self, url: str, reply: Any) -> None:
-        known = self._whole.pop(url, None)
-        if known is not None:
-            known.close()
-        self._whole[url] = reply
 
     @contextlib.asynccontextmanager
     async def reading(
@@ -167,6 +161,50 @@ class HttpReader:
         self._ranges.close()
 
 
+class UrlStore(ABC):
+    """What the read-only stores over HTTP share: reads by URL, and recovery from failures."""
+
+    uri: str
+
+    def __init__(self, settings: Settings, retries: Retries | None) -> None:
+        self._settings, self.retries = settings, retries or Retries(settings)
+
+    @cached_property
+    def _reader(self) -> HttpReader:
+        return HttpReader(self.uri, self._settings, self.retries, self._probe)
+
+    @abstractmethod
+    async def _probe(self) -> bool:
+        """Return whether the server answers."""
+
+    @abstractmethod
+    async def get_range_into(
+        self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
+    ) -> None: ...
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        into = memoryview(bytearray(check_range(byte_range).size_bytes))
+        await self.get_range_into(key, byte_range, into, if_match=if_match)
+        return into
+
+    def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
+        return self.retries.again(work)
+
+    async def reconnect(self, damage: TierckptError) -> None:
+        if not await self.retries.take_retry():
+            raise damage
+        self._reader.renew()
+
+    async def available(self) -> bool:
+        return False
+
+    def probe_soon(self) -> None:
+        return
+
+    async def close(self) -> None:
+        self._reader.close()
+
+
 def range_header(byte_range: ByteRange) -> dict[str, str]:
     return {"Range": f"bytes={byte_range.start}-{byte_range.stop - 1}", "Accept-Encoding": "identity"}
 
@@ -203,12 +241,12 @@ def _open(uri: str, url: str, headers_for: Callable[[str], Headers]) -> Any:
 
 
 def _refused(uri: str, host: str, refusal: NotThisWay) -> StoreError:
-    describe_error = f"{uri}: {host} refuses an object: {refusal}"
+    message = f"{uri}: {host} refuses an object: {refusal}"
     if str(refusal) in ("HTTP 401", "HTTP 403"):
-        return PermissionDeniedError(describe_error, hint="Check the credentials", tier=Tier.SHARED)
+        return PermissionDeniedError(message, hint="Check the credentials", tier=Tier.SHARED)
     if str(refusal) in ("HTTP 404", "HTTP 410"):
-        return ObjectNotFoundError(describe_error, tier=Tier.SHARED)
-    return StoreError(describe_error, tier=Tier.SHARED)
+        return ObjectNotFoundError(message, tier=Tier.SHARED)
+    return StoreError(message, tier=Tier.SHARED)
 
 
 def _headers_of(reply: Any) -> dict[str, str]:
@@ -228,12 +266,7 @@ def _fill(uri: str, host: str, reply: Any, view: memoryview) -> None:
 
 
 def _unavailable(uri: str, host: str, reason: str, **context: object) -> StoreUnavailableError:
-    return StoreUnavailableError(
-        f"{uri} cannot be read from {host}: {reason}",
-        hint="Retries are spent; try again later",
-        tier=Tier.SHARED,
-        **context,
-    )
+    return retries_spent(f"{uri} cannot be read from {host}", reason, **context)
 
 
 class _Paced(io.RawIOBase):
@@ -282,9 +315,4 @@ class _Https(urllib.request.HTTPSHandler):
         return self.do_open(_TlsConnection, request)
 
 
-class _Unfollowed(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        """The caller follows redirects, and knows which hosts may get a token."""
-
-
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http, _Https, _Unfollowed)
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http, _Https, NoRedirects)

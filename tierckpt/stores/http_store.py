@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import partial
 from time import time
-from typing import Any, Final
+from typing import Final
 from urllib.parse import quote, unquote
 
 from ..config import Settings
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
 from ..format.layout import Location
-from ..types import Buffer, ByteRange, ObjectInfo, Tier
+from ..types import ByteRange, ObjectInfo, Tier
 from .base import check_key, check_range, short_answer
 from .fsspec_store import UniversalStore, errors_of, open_filesystem
-from .http_reader import HttpReader
+from .http_reader import UrlStore
 from .retry import Retries
 from .signed_requests import NotThisWay
 
@@ -48,11 +48,10 @@ class _FileVersion:
         return not (last_modified and self.last_modified) or last_modified == self.last_modified
 
 
-class HttpStore(UniversalStore):
+class HttpStore(UrlStore, UniversalStore):
     def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
-        super().__init__(*open_filesystem(location), location.uri)
-        self.retries = retries or Retries(settings)
-        self._reader = HttpReader(self.uri, settings, self.retries, self._probe)
+        UrlStore.__init__(self, settings, retries)
+        UniversalStore.__init__(self, *open_filesystem(location), location.uri)
         self._versions: dict[tuple[str, str | None], _FileVersion] = {}
 
     def _path(self, key: str) -> str:
@@ -93,11 +92,6 @@ class HttpStore(UniversalStore):
             raise PreconditionFailedError(f"{self.uri}/{key} has changed", uri=self.uri, key=key)
         return self._versions[key, found.etag]
 
-    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        into = memoryview(bytearray(check_range(byte_range).size_bytes))
-        await self.get_range_into(key, byte_range, into, if_match=if_match)
-        return into
-
     async def get_range_into(
         self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
     ) -> None:
@@ -109,15 +103,12 @@ class HttpStore(UniversalStore):
         try:
             await self._reader.receive(version.url, byte_range, into, version.size_bytes, version.matches)
         except NotThisWay as answer:
-            await self._receive_by_library(key, byte_range, into, if_match, answer)
-
-    async def _receive_by_library(
-        self, key: str, byte_range: ByteRange, into: memoryview, if_match: str | None, answer: NotThisWay
-    ) -> None:
-        data = await super().get_range(key, byte_range, if_match=if_match)
-        if len(data) != byte_range.size_bytes:
-            raise IntegrityError(f"{self.uri}: {key} is answered with {answer}", tier=Tier.SHARED, file=key)
-        into[: byte_range.size_bytes] = data
+            data = await UniversalStore.get_range(self, key, byte_range, if_match=if_match)
+            if len(data) != byte_range.size_bytes:
+                raise IntegrityError(
+                    f"{self.uri}: {key} is answered with {answer}", tier=Tier.SHARED, file=key
+                ) from None
+            into[: byte_range.size_bytes] = data
 
     @contextlib.asynccontextmanager
     async def reading(
@@ -175,22 +166,6 @@ class HttpStore(UniversalStore):
             return self._page(prefix)[1]
         except FileNotFoundError:
             return []
-
-    def again(self, work: Callable[[], Awaitable[Any]]) -> Awaitable[Any]:
-        return self.retries.again(work)
-
-    async def reconnect(self, damage: TierckptError) -> None:
-        if not await self.retries.take_retry():
-            raise damage
-        self._reader.renew()
-
-    async def available(self) -> bool:
-        return False
-
-    def probe_soon(self) -> None: ...
-
-    async def close(self) -> None:
-        self._reader.close()
 
 
 def _named(uri: str, head: Callable[[str], ObjectInfo], key: str) -> ObjectInfo:

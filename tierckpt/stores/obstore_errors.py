@@ -161,13 +161,16 @@ CLOUD_URLS = {
 AUTHORITY_VARIABLES = {"s3": "AWS_CA_BUNDLE, or SSL_CERT_FILE,", "az": "SSL_CERT_FILE", "gs": "SSL_CERT_FILE"}
 
 
-def translate(
-    error: Exception, location: Location, key: str | None, endpoint: str, was_proven: bool = False
-) -> TierckptError:
-    """``key`` None: about the bucket itself. ``was_proven``: the store has answered this process before."""
+def _about(location: Location, key: str | None, endpoint: str) -> tuple[str, dict[str, Any]]:
+    """Return the text that names the object or bucket, and the context of its errors."""
     target = location.uri if key is None else f"{location.uri}/{key}"
+    return target, {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
+
+
+def translate(error: Exception, location: Location, key: str | None, endpoint: str, was_proven: bool) -> TierckptError:
+    """``key`` None: about the bucket itself. ``was_proven``: the store has answered this process before."""
+    target, context = _about(location, key, endpoint)
     status, code = http_status(error), error_code(error)
-    context: dict[str, Any] = {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
     if code == "NoSuchUpload":  # completed or aborted by a request with a lost response: a HEAD will tell
         return StoreUnavailableError(
             f"the upload of {target} no longer exists", hint="Try again", status=404, **context
@@ -224,13 +227,13 @@ def translate(
     if is_no_xml(error) and not was_proven:
         return wrong_protocol_error(location, key, endpoint, "it sends no XML")
     reason = f"HTTP {status}" if status else _client_reason(error) or first_line(error) or type(error).__name__
-    proxy = proxy_for(endpoint or CLOUD_URLS.get(location.scheme, ""))
+    proxy = proxy_for(endpoint or CLOUD_URLS[location.scheme])
     if status is None and proxy is not None:
         hint = f"Does {proxy.name} answer from this node? NO_PROXY names hosts that need none. Try again later"
         return StoreUnavailableError(f"{target} cannot be reached by {proxy.name}: {reason}", hint=hint, **context)
-    return StoreUnavailableError(
-        f"{target} cannot be reached: {reason}", hint=f"{_where_set(location, endpoint)}Try again later", **context
-    )
+    where = f"Is {ENDPOINT_VARIABLES[location.scheme]}={endpoint} right, and does it answer from this node? "
+    hint = f"{where if endpoint else ''}Try again later"
+    return StoreUnavailableError(f"{target} cannot be reached: {reason}", hint=hint, **context)
 
 
 def wrong_endpoint(
@@ -238,14 +241,11 @@ def wrong_endpoint(
 ) -> EndpointError | None:
     """Return the error for a request without response if a retry would fail as well."""
     failure = _client_failure(error)
-    server = endpoint or CLOUD_URLS.get(location.scheme, location.scheme)
-    target = location.uri if key is None else f"{location.uri}/{key}"
-    context: dict[str, Any] = {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
+    server = endpoint or CLOUD_URLS[location.scheme]
+    target, context = _about(location, key, endpoint)
     proxy = proxy_for(server)
     if (found := _TLS.search(failure)) is not None and found[1] != "InvalidMessage":
-        message, variable = f"{target} cannot be reached", ENDPOINT_VARIABLES.get(location.scheme, "the endpoint")
-        authority = AUTHORITY_VARIABLES.get(location.scheme, "SSL_CERT_FILE")
-        return untrusted_error(message, server, found[1], found[2], authority, variable, **context)
+        return untrusted_error(f"{target} cannot be reached", location.scheme, server, found[1], found[2], **context)
     if _NO_SUCH_NAME.search(failure) and not was_proven:
         if proxy is not None:
             return EndpointError(
@@ -255,7 +255,7 @@ def wrong_endpoint(
             )
         return EndpointError(
             f"{target} cannot be reached: the name of {server} does not exist",
-            hint=f"Check {ENDPOINT_VARIABLES.get(location.scheme, 'the endpoint')}, and the DNS of this node",
+            hint=f"Check {ENDPOINT_VARIABLES[location.scheme]}, and the DNS of this node",
             **context,
         )
     if "unsupported scheme" in failure and proxy is not None:
@@ -263,9 +263,7 @@ def wrong_endpoint(
     return None
 
 
-def untrusted_error(
-    message: str, server: str, kind: str, detail: str, variables: str, variable: str, **context: Any
-) -> EndpointError:
+def untrusted_error(message: str, scheme: str, server: str, kind: str, detail: str, **context: Any) -> EndpointError:
     if kind != "InvalidCertificate":
         return EndpointError(
             f"{message}: no TLS connection to {server} ({kind}{f' {detail}' if detail else ''})",
@@ -276,34 +274,30 @@ def untrusted_error(
         reason = "has expired" if "Expired" in detail else "is not valid yet"
         hint = "Renew it on the server; check the clock of this node (`date -u`)"
     elif "NotValidForName" in detail:
-        reason, hint = "is for another name", f"Write a name that it is for in {variable}, or correct the certificate"
+        reason = "is for another name"
+        hint = f"Write a name that it is for in {ENDPOINT_VARIABLES[scheme]}, or correct the certificate"
     elif detail == "Revoked":
         reason, hint = "is revoked", "Renew it on the server"
     else:
         reason = "is signed by no authority that is trusted here"
-        hint = f"Set {variables} to a PEM file with the certificate of its authority"
+        hint = f"Set {AUTHORITY_VARIABLES[scheme]} to a PEM file with the certificate of its authority"
     return EndpointError(f"{message}: the certificate of {server} {reason} (TLS: {detail})", hint=hint, **context)
 
 
 def wrong_protocol_error(location: Location, key: str | None, endpoint: str, what: str) -> EndpointError:
-    names = {"s3": "S3", "az": "Azure Blob Storage", "gs": "Google Cloud Storage"}
-    target = location.uri if key is None else f"{location.uri}/{key}"
+    name = {"s3": "S3", "az": "Azure Blob Storage", "gs": "Google Cloud Storage"}[location.scheme]
+    target, context = _about(location, key, endpoint)
     return EndpointError(
-        f"{target} cannot be read: {endpoint} does not answer as {names.get(location.scheme, 'a store')} does: {what}",
-        hint=f"Set {ENDPOINT_VARIABLES.get(location.scheme, 'the endpoint')} to the address of the store's API "
-        "(not of its console)",
-        uri=location.uri,
-        key=key,
-        endpoint=endpoint or None,
-        tier=Tier.SHARED,
+        f"{target} cannot be read: {endpoint} does not answer as {name} does: {what}",
+        hint=f"Set {ENDPOINT_VARIABLES[location.scheme]} to the address of the store's API (not of its console)",
+        **context,
     )
 
 
 def proxy_refused(location: Location, key: str | None, endpoint: str, status: int) -> TierckptError:
-    proxy = proxy_for(endpoint or CLOUD_URLS.get(location.scheme, ""))
+    proxy = proxy_for(endpoint or CLOUD_URLS[location.scheme])
     name, variable = (proxy.name, proxy.variable) if proxy is not None else ("a proxy", "HTTPS_PROXY")
-    target = location.uri if key is None else f"{location.uri}/{key}"
-    context: dict[str, Any] = {"uri": location.uri, "key": key, "endpoint": endpoint or None, "tier": Tier.SHARED}
+    target, context = _about(location, key, endpoint)
     if status >= 500:
         return StoreUnavailableError(
             f"{target} cannot be reached by {name}: HTTP {status}", hint="Try again later", status=status, **context
@@ -320,7 +314,7 @@ def proxy_refused(location: Location, key: str | None, endpoint: str, status: in
 
 
 def tunnel_refused(location: Location, key: str | None, endpoint: str) -> TierckptError:
-    url = endpoint or CLOUD_URLS.get(location.scheme, "")
+    url = endpoint or CLOUD_URLS[location.scheme]
     proxy = proxy_for(url)
     status = None
     if proxy is not None:
@@ -370,11 +364,6 @@ def _client_reason(error: Exception) -> str:
     return "no answer in time" if "TimedOut" in failure or "Timeout" in failure else ""
 
 
-def _where_set(location: Location, endpoint: str) -> str:
-    variable = ENDPOINT_VARIABLES.get(location.scheme)
-    return f"Is {variable}={endpoint} right, and does it answer from this node? " if variable and endpoint else ""
-
-
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_PROFILE",
     "az": "AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN",
@@ -409,17 +398,15 @@ _REFUSALS |= dict.fromkeys(
 
 
 def refused(location: Location, key: str | None, endpoint: str, code: str) -> PermissionDeniedError:
-    target = location.uri if key is None else f"{location.uri}/{key}"
+    target, context = _about(location, key, endpoint)
+    where = endpoint or location.scheme
     return PermissionDeniedError(
         f"access to {target} was refused{f' ({code})' if code else ''}",
-        hint=_REFUSALS.get(code, "").format(endpoint=endpoint or location.scheme, bucket=location.authority)
-        or f"Check the credentials for {endpoint or location.scheme} "
-        f"({_CREDENTIALS.get(location.scheme, 'environment')}) and their rights on {location.authority!r}",
+        hint=_REFUSALS.get(code, "").format(endpoint=where, bucket=location.authority)
+        or f"Check the credentials for {where} ({_CREDENTIALS[location.scheme]}) and their rights on "
+        f"{location.authority!r}",
         code=code or None,
-        uri=location.uri,
-        key=key,
-        endpoint=endpoint or None,
-        tier=Tier.SHARED,
+        **context,
     )
 
 
@@ -446,9 +433,12 @@ def renewed_meanwhile(refusal: PermissionDeniedError) -> StoreUnavailableError:
 
 
 def in_another_region(location: Location, key: str | None) -> StoreUnavailableError:
-    context: dict[str, Any] = {"uri": location.uri, "key": key, "status": 409, "tier": Tier.SHARED}
+    _, context = _about(location, key, "")
     return StoreUnavailableError(
-        f"{location.uri} is in another region than the request", hint="The region is corrected: try again", **context
+        f"{location.uri} is in another region than the request",
+        hint="The region is corrected: try again",
+        status=409,
+        **context,
     )
 
 

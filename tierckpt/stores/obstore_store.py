@@ -15,7 +15,7 @@ import asyncio
 import builtins
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
@@ -238,12 +238,14 @@ class RemoteStore:
         check_key(key)
 
         async def call(client: Client) -> Any:
-            async with asyncio.timeout(self._limit_seconds(0)):
-                meta = await obstore.head_async(client, self._prefix + key)
+            meta = await self._meta(client, key)
             await self._check_language(meta["e_tag"], key)
             return meta
 
         return self._info(await self._request(key, call))
+
+    def _meta(self, client: Client, key: str) -> Awaitable[Any]:
+        return limited(obstore.head_async(client, self._prefix + key), self._limit_seconds(0))
 
     async def get(self, key: str) -> bytes:
         check_key(key)
@@ -254,7 +256,10 @@ class RemoteStore:
             return await self._odd.store.get_range(key, byte_range, if_match=if_match)
         check_key(key)
         if not check_range(byte_range).size_bytes:
-            return await self._get_nothing(key, if_match)
+            info = await self.head(key)
+            if if_match not in (None, info.etag):
+                raise PreconditionFailedError(f"{key} has changed", uri=self.uri, key=key)
+            return b""
         options: GetOptions = {"range": (byte_range.start, byte_range.stop)}
         if if_match is not None:
             options["if_match"] = if_match
@@ -303,14 +308,11 @@ class RemoteStore:
         """Each piece must arrive within a window."""
         check_key(key)
         options: GetOptions = {"if_match": if_match} if if_match is not None else {}
-        window = self._limit_seconds(MiB)
-
-        async def call(client: Client) -> Any:
-            async with asyncio.timeout(window):
-                return await obstore.get_async(client, self._prefix + key, options=options)
-
-        pieces = aiter((await self._request(key, call)).stream(min_chunk_size=MiB))
-        piece = memoryview(b"")
+        window, name = self._limit_seconds(MiB), self._prefix + key
+        answer = await self._request(
+            key, lambda client: limited(obstore.get_async(client, name, options=options), window)
+        )
+        pieces, piece = aiter(answer.stream(min_chunk_size=MiB)), memoryview(b"")
 
         async def fill(view: memoryview) -> None:
             nonlocal piece
@@ -344,11 +346,8 @@ class RemoteStore:
             raise NotThisWay(f"no URL can be signed ({type(error).__name__})", for_good=True) from None
         if is_behind_proxy(url):
             raise NotThisWay("there is a proxy", for_good=True)
-        window = self._limit_seconds(0)
-        enough = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window))
-        tls = self._bucket.ranges.tls if url.startswith("https:") else None
-        get = Get(f"{self.uri}/{key}", url, byte_range, into, if_match, window, enough, tls)
-        await self._get_concurrency.run(partial(self._bucket.ranges.connections.run, get))
+        get = Get(f"{self.uri}/{key}", url, byte_range, into, self._limit_seconds(0), if_match=if_match)
+        await self._get_concurrency.run(partial(self._bucket.ranges.run, get))
 
     async def _read(self, client: Client, key: str, options: GetOptions) -> Buffer:
         return await self._get_concurrency.run(lambda: self._watch(client, key, options))
@@ -390,31 +389,24 @@ class RemoteStore:
             tier=Tier.SHARED,
         )
 
-    async def _get_nothing(self, key: str, if_match: str | None) -> bytes:
-        info = await self.head(key)
-        if if_match is not None and info.etag != if_match:
-            raise PreconditionFailedError(f"{key} has changed", uri=self.uri, key=key)
-        return b""
-
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """With ``if_absent``, a retry after a lost response may find its own object: equality is success."""
         await self._put(key, data, "create" if if_absent else "overwrite")
 
     async def _put(self, key: str, data: Buffer, mode: Any) -> None:
+        """A retry of a conditional put, after a lost response, may find its own object: equality is success."""
         check_key(key)
         body = frozen_piece(data)  # an aborted request may hold it a moment longer
-        size_bytes, tries = memoryview(body).nbytes, 0
+        limit, tries = self._limit_seconds(memoryview(body).nbytes), 0
 
         async def call(client: Client) -> None:
             nonlocal tries
             tries += 1
-            name = self._prefix + key
-            put = obstore.put_async(client, name, body, mode=mode, use_multipart=False)
+            put = obstore.put_async(client, self._prefix + key, body, mode=mode, use_multipart=False)
             try:
-                await to_completion(limited(put, self._limit_seconds(size_bytes)))
+                await to_completion(limited(put, limit))
             except TimeoutError:
                 self.retries.counts["broken_off"] += 1
-                raise self._too_slow(key, self._limit_seconds(size_bytes)) from None
+                raise self._too_slow(key, limit) from None
 
         try:
             await self._request(key, call, writing=isinstance(mode, str))
@@ -468,12 +460,7 @@ class RemoteStore:
 
     async def _generation_of(self, key: str, etag: str) -> str | None:
         """GCS's number of the version ``etag``. Raises PreconditionFailedError."""
-
-        async def call(client: Client) -> Any:
-            async with asyncio.timeout(self._limit_seconds(0)):
-                return await obstore.head_async(client, self._prefix + key)
-
-        meta = await self._request(key, call)
+        meta = await self._request(key, lambda client: self._meta(client, key))
         if self._info(meta).etag != etag:
             raise PreconditionFailedError(f"{self.uri}/{key} has changed", uri=self.uri, key=key)
         version: str | None = meta.get("version")
@@ -552,14 +539,11 @@ class RemoteStore:
         if self.location.scheme != "az":
             return False
 
-        async def call(client: Client) -> Any:
-            return await obstore.get_async(client, self._prefix + key)
-
         try:
-            attributes = (await self._request(key, call)).attributes
+            answer = await self._request(key, lambda client: obstore.get_async(client, self._prefix + key))
         except ObjectNotFoundError:
             return False
-        return str(attributes.get(AZURE_MARKER, "")).lower() == "true"
+        return str(answer.attributes.get(AZURE_MARKER, "")).lower() == "true"
 
     async def _listed(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         """Yield each listed key once. After a failed page the listing restarts."""
@@ -604,24 +588,23 @@ class RemoteStore:
         return (infos, names) if infos or names or not directory else None
 
     async def _level(self, directory: str) -> tuple[builtins.list[ObjectInfo], builtins.list[str]]:
-        try:
-            answer = await self._list_level(directory)
-        except OddKeyError as error:
-            return await self._odd.level(directory, error)
-        names = _names(answer)
-        found = map(self._info, answer["objects"])
-        return [info for info in found if info.key and not _marks(info, directory, names)], names
-
-    async def _list_level(self, directory: str) -> Any:
-        name = self._directory(directory)
-
         async def call(client: Client) -> Any:
-            answer = await obstore.list_with_delimiter_async(client, name)
+            answer = await obstore.list_with_delimiter_async(client, self._directory(directory))
             if not (answer["objects"] or answer["common_prefixes"]):
                 await self._check_empty(client)
             return answer
 
-        return await self._request(None, call)
+        try:
+            answer = await self._request(None, call)
+        except OddKeyError as error:
+            return await self._odd.level(directory, error)
+        names = sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]} - {""})
+        infos = []
+        for info in map(self._info, answer["objects"]):
+            is_marker = not info.size_bytes and (info.key == directory or info.key.rpartition("/")[2] in names)
+            if info.key and not is_marker:
+                infos.append(info)
+        return infos, names
 
     async def delete(self, key: str) -> None:
         await self._delete_all([check_key(key)])
@@ -677,7 +660,12 @@ class RemoteStore:
         if isinstance(typed_error, ObjectNotFoundError) and (
             error_code(error) in BUCKET_MISSING or await self._bucket_is_missing(key, writing)
         ):
-            typed_error = self._missing_bucket()
+            typed_error = BucketNotFoundError(
+                f"{self._bucket.name} does not exist",
+                hint="Create it, or check the name and the endpoint",
+                uri=self.uri,
+                endpoint=self._bucket.endpoint or None,
+            )
         if not isinstance(typed_error, PermissionDeniedError | StoreUnavailableError | EndpointError):
             self._bucket.note_accepted(generation)
         return typed_error
@@ -727,14 +715,6 @@ class RemoteStore:
         self._bucket.exists = True
         return False
 
-    def _missing_bucket(self) -> BucketNotFoundError:
-        return BucketNotFoundError(
-            f"{self._bucket.name} does not exist",
-            hint="Create it, or check the name and the endpoint",
-            uri=self.uri,
-            endpoint=self._bucket.endpoint or None,
-        )
-
     def _directory(self, prefix: str = "") -> str | None:
         return (self._prefix + prefix).rstrip("/") or None
 
@@ -749,11 +729,3 @@ class RemoteStore:
             # S3 reports expiry with status 400, for a HEAD without a code.
             return refused(self.location, key, self._bucket.endpoint, "HTTP 400")
         return translate(error, self.location, key, self._bucket.endpoint, was_proven)
-
-
-def _names(answer: Any) -> list[str]:
-    return sorted({path.rstrip("/").rpartition("/")[2] for path in answer["common_prefixes"]} - {""})
-
-
-def _marks(info: ObjectInfo, directory: str, names: Sequence[str]) -> bool:
-    return not info.size_bytes and (info.key == directory or info.key.rpartition("/")[2] in names)

@@ -98,6 +98,13 @@ def routed(request: urllib.request.Request) -> urllib.request.Request:
     return request
 
 
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """The caller follows redirects, and knows which hosts may get a token."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
 @lru_cache(maxsize=8)
 def direct_opener(tls: ssl.SSLContext, *handlers: type[urllib.request.BaseHandler]) -> urllib.request.OpenerDirector:
     """Return one opener per context: openers form reference cycles."""

@@ -18,6 +18,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import Settings
@@ -51,10 +52,9 @@ class StoreBreaker:
         name: str,
         pause_seconds_max: float,
         outage_wait_seconds: float = OUTAGE_WAIT_SECONDS,
-        waiting_bytes: Mapping[str, int] | None = None,
+        waiting_bytes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self.name = name
-        self._waiting_bytes = waiting_bytes if waiting_bytes is not None else {}
+        self.name, self._waiting_bytes = name, waiting_bytes
         self._reported_at = 0.0
         self._ends_with_drain = False
         self.ended_at = -math.inf
@@ -72,16 +72,13 @@ class StoreBreaker:
 
     def succeeded(self) -> None:
         if not self._ends_with_drain:
-            self._end()
+            self.drained()
         self.is_open = False
         self._failures = 0
         self._down_since = self._failing_since_unix_seconds = 0.0
         self._pause_seconds = PROBE_PAUSE_SECONDS_MIN
 
     def drained(self) -> None:
-        self._end()
-
-    def _end(self) -> None:
         if self.is_reported:
             log.info("%s answers again after %.1f s", self.name, time.time() - self._reported_at)
             self._reported_at, self.ended_at, self._ends_with_drain = 0.0, time.monotonic(), False
@@ -302,7 +299,8 @@ class Retries:
             yield
         except StoreUnavailableError as error:
             self.counts["failures"] += 1
-            if _is_answer(error):
+            # 401, 403, 404, 409 mean "not now" of a working server
+            if error.context.get("moved_bytes") or error.context.get("status") in {401, 403, 404, 409}:
                 breaker.succeeded()
             else:
                 breaker.failed(error)
@@ -362,9 +360,3 @@ class Retries:
         self.counts["retries"] += 1
         RETRIES.emit(1, operation="request")
         return True
-
-
-def _is_answer(error: StoreUnavailableError) -> bool:
-    """True for "not now" of a working server."""
-    status = error.context.get("status")
-    return bool(error.context.get("moved_bytes")) or (isinstance(status, int) and status in {401, 403, 404, 409})

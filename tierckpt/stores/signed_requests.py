@@ -19,8 +19,9 @@ from urllib.parse import urlsplit
 from ..errors import PermissionDeniedError, PreconditionFailedError, StoreError, StoreUnavailableError
 from ..telemetry import logger
 from ..types import ByteRange, Tier
+from . import get_concurrency
 from .access import tls_context
-from .base import RangesIgnoredError
+from .base import RangesIgnoredError, retries_spent
 from .http_client import Call, Connections, HttpError, Response, TlsError, TooSlow
 from .proxies import direct_opener, proxy_for, routed
 
@@ -56,13 +57,10 @@ class Get(Call):
         url: str,
         byte_range: ByteRange,
         into: memoryview,
-        if_match: str | None,
         window_seconds: float,
-        enough_bytes: int,
-        tls: ssl.SSLContext | None = None,
-        *,
         size_bytes: int | None = None,
         is_version: Callable[[Mapping[str, str]], bool] | None = None,
+        if_match: str | None = None,
     ) -> None:
         """``uri``: for messages, as the URL holds a signature. ``size_bytes``: of the object, if 200 with all of it is
         possible."""
@@ -70,11 +68,11 @@ class Get(Call):
         parts = urlsplit(url)
         self.uri, self.byte_range, self.into, self.if_match = uri, byte_range, into, if_match
         self.size_bytes, self._is_version = size_bytes, is_version
-        self.tls = tls if parts.scheme == "https" else None
-        self.host, self.port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        self.is_tls = parts.scheme == "https"
+        self.host, self.port = parts.hostname or "", parts.port or (443 if self.is_tls else 80)
         self.connect_seconds = min(CONNECT_SECONDS, window_seconds)
         self.head_seconds = self.window_seconds = window_seconds
-        self.enough_bytes = enough_bytes
+        self.enough_bytes = max(1, int(get_concurrency.BYTES_PER_SECOND_MIN * window_seconds))
         condition = f"If-Match: {if_match}\r\n" if if_match is not None else ""
         self._head = (
             f"GET {parts.path}{'?' * bool(parts.query)}{parts.query} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
@@ -133,17 +131,10 @@ class Get(Call):
         return self.unavailable(str(error))
 
     def unavailable(self, reason: str, **context: object) -> StoreUnavailableError:
-        return StoreUnavailableError(
-            f"{self.uri} cannot be reached: {reason}",
-            hint="Retries are spent; try again later",
-            tier=Tier.SHARED,
-            **context,
-        )
+        return retries_spent(f"{self.uri} cannot be reached", reason, **context)
 
 
 class Ranges:
-    """``connections.run(Get(...))`` raises NotThisWay for unusable responses."""
-
     def __init__(self) -> None:
         self.connections = Connections("get", THREADS_MAX, IDLE_MAX)
         self._misses = 0
@@ -156,6 +147,11 @@ class Ranges:
         if self._tls is None:
             self._tls = tls_context(self._trusted)
         return self._tls
+
+    async def run(self, get: Get) -> memoryview:
+        """Raises NotThisWay: an unusable response."""
+        get.tls = self.tls if get.is_tls else None
+        return await self.connections.run(get)
 
     def trust(self, pem: str) -> None:
         """Also trust ``pem``. Resets ``is_usable``, as the server may be another."""

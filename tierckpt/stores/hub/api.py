@@ -40,10 +40,12 @@ from ...errors import (
 )
 from ...format.layout import Location
 from ...format.manifest import is_safe_path
-from ...home import cache_home, expand_user
+from ...home import cache_home
 from ...redaction import redact
 from ...telemetry import logger
 from ...types import ByteRange, Tier
+from ..access import path_of, variable
+from ..base import retries_spent
 from ..http_client import describe_error
 from ..http_reader import ANSWER_SECONDS_MAX, REDIRECTS_MAX, opener, range_header
 from ..obstore_errors import body_kind
@@ -125,12 +127,12 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        describe_error: Any = self.headers.get("x-error-message", "")
-        if not describe_error:
+        text: Any = self.headers.get("x-error-message", "")
+        if not text:
             with contextlib.suppress(ValueError, RecursionError):
                 found = json.loads(self.body)
-                describe_error = found.get("error") or found.get("message") if isinstance(found, dict) else ""
-        return redact(" ".join(describe_error.split())[:REASON_MAX]) if isinstance(describe_error, str) else ""
+                text = found.get("error") or found.get("message") if isinstance(found, dict) else ""
+        return redact(" ".join(text.split())[:REASON_MAX]) if isinstance(text, str) else ""
 
     def json(self) -> Any:
         try:
@@ -236,7 +238,7 @@ class Hub:
         raise StoreError(f"{self.host} redirects {repository.page} in a circle", tier=Tier.SHARED)
 
     async def _ask(self, url: str, headers: Mapping[str, str], form: bytes | None = None) -> Answer:
-        if _is_true(_environ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
+        if variable("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE").is_true:
             raise HubOfflineError(
                 f"{self.host} is not asked: HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set",
                 hint="`tierckpt cache ls` lists the models on this node; unset it to fetch more",
@@ -392,11 +394,10 @@ def _failure(url: str, error: BaseException) -> StoreError:
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
         return not_a_hub(url, f"it says {str(error).strip()[:60]!r}")
     if isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_NAME and host not in _proven_hosts:
-        what = f"the name of {proxy.name}" if proxy is not None else f"the name of {host}"
-        variable = proxy.variable if proxy is not None else "HF_ENDPOINT"
+        name, setting = (proxy.name, proxy.variable) if proxy is not None else (host, "HF_ENDPOINT")
         return EndpointError(
-            f"{host} cannot be reached: {what} does not exist",
-            hint=f"Check {variable}, and the DNS of this node",
+            f"{host} cannot be reached: the name of {name} does not exist",
+            hint=f"Check {setting}, and the DNS of this node",
             tier=Tier.SHARED,
         )
     reason = f"{proxy.name}: {describe_error(error)}" if proxy is not None else describe_error(error)
@@ -405,13 +406,13 @@ def _failure(url: str, error: BaseException) -> StoreError:
 
 def _refused_by_proxy(url: str, status: int) -> StoreError:
     host, proxy = check_http(url), proxy_for(url)
-    name, variable = (proxy.name, proxy.variable) if proxy is not None else ("a proxy", "HTTPS_PROXY")
+    name, setting = (proxy.name, proxy.variable) if proxy is not None else ("a proxy", "HTTPS_PROXY")
     if status >= 500:
         return unavailable(host, f"{name}: HTTP {status}", status=status)
     what = "wants a user and a password" if status == 407 else f"refuses to connect to it (HTTP {status})"
     return EndpointError(
         f"{host} cannot be reached: {name} {what}",
-        hint=f"Write them as {variable}=http://USER:PASSWORD@HOST:PORT"
+        hint=f"Write them as {setting}=http://USER:PASSWORD@HOST:PORT"
         if status == 407
         else f"Have it allow {host}, or name {host} in NO_PROXY",
         tier=Tier.SHARED,
@@ -438,17 +439,14 @@ def check_http(url: str) -> str:
 
 def _answer(reply: Any, url: str, request: Mapping[str, str]) -> Answer:
     headers = {name.lower(): value for name, value in reply.headers.items()}
-    requested_range = _RANGE.fullmatch(request.get("Range", "")) if reply.status == 200 else None
-    size_bytes_max = (
-        int(requested_range[2]) - int(requested_range[1]) + 1 if requested_range is not None else BODY_BYTES_MAX
-    )
+    requested = _RANGE.fullmatch(request.get("Range", "")) if reply.status == 200 else None
+    size_bytes_max = int(requested[2]) - int(requested[1]) + 1 if requested is not None else BODY_BYTES_MAX
     length = headers.get("content-length", "")
-    if requested_range is not None and length.isdecimal() and int(length) > size_bytes_max:
-        return Answer(reply.status, headers, b"", url, is_more=True)
-    body = b"" if 300 <= reply.status < 400 else reply.read(size_bytes_max + 1)
-    if len(body) <= size_bytes_max:
+    is_more = requested is not None and length.isdecimal() and int(length) > size_bytes_max
+    body = b"" if is_more or 300 <= reply.status < 400 else reply.read(size_bytes_max + 1)
+    if not is_more and len(body) <= size_bytes_max:
         return Answer(reply.status, headers, body, url)
-    if requested_range is not None:
+    if requested is not None:
         return Answer(reply.status, headers, b"", url, is_more=True)
     raise StoreError(f"{urlsplit(url).netloc} sends more than {BODY_BYTES_MAX} bytes", tier=Tier.SHARED)
 
@@ -463,9 +461,7 @@ def no_object(where: str, path: str) -> ObjectNotFoundError:
 
 
 def unavailable(host: str, reason: str, **context: object) -> StoreUnavailableError:
-    return StoreUnavailableError(
-        f"{host} cannot be reached: {reason}", hint="Retries are spent; try again later", tier=Tier.SHARED, **context
-    )
+    return retries_spent(f"{host} cannot be reached", reason, **context)
 
 
 def _file(item: Mapping[str, Any], repository: Repository) -> HubFile:
@@ -489,27 +485,22 @@ def _environ(*names: str) -> str:
     return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
 
 
-def _is_true(value: str) -> bool:
-    return value.upper() in ("1", "ON", "YES", "TRUE")
-
-
-def _path(value: str) -> Path:
-    return Path(expand_user(os.path.expandvars(value)))
+def _path(default: Path, *names: str) -> Path:
+    value = _environ(*names)
+    return path_of(os.path.expandvars(value)) if value else default
 
 
 def hf_home() -> Path:
-    home = _environ("HF_HOME")
-    return _path(home) if home else cache_home() / "huggingface"
+    return _path(cache_home() / "huggingface", "HF_HOME")
 
 
 def hub_cache() -> Path:
-    cache = _environ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
-    return _path(cache) if cache else hf_home() / "hub"
+    return _path(hf_home() / "hub", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
 
 
 def hub_token() -> str:
     """'' with ``HF_HUB_DISABLE_IMPLICIT_TOKEN``: no caller here passes a token explicitly."""
-    if _is_true(_environ("HF_HUB_DISABLE_IMPLICIT_TOKEN")):
+    if variable("HF_HUB_DISABLE_IMPLICIT_TOKEN").is_true:
         return ""
     if token := "".join(_environ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN").split()):
         return token
@@ -519,13 +510,11 @@ def hub_token() -> str:
 
 
 def _token_path() -> Path:
-    path = _environ("HF_TOKEN_PATH")
-    return _path(path) if path else hf_home() / "token"
+    return _path(hf_home() / "token", "HF_TOKEN_PATH")
 
 
 def _token_source() -> str:
-    if _is_true(_environ("HF_HUB_DISABLE_IMPLICIT_TOKEN")):
+    if variable("HF_HUB_DISABLE_IMPLICIT_TOKEN").is_true:
         return "HF_TOKEN, and unset HF_HUB_DISABLE_IMPLICIT_TOKEN"
-    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-    variable = next((name for name in names if _environ(name)), "")
-    return variable or (str(_token_path()) if hub_token() else "HF_TOKEN")
+    source = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if _environ(name)), "")
+    return source or (str(_token_path()) if hub_token() else "HF_TOKEN")

@@ -14,7 +14,6 @@ import builtins
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import cached_property
 from pathlib import Path
 from typing import Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -32,7 +31,7 @@ from ...errors import (
 from ...format.layout import Location
 from ...types import Buffer, ByteRange, ObjectInfo, Tier
 from ..base import RangesIgnoredError, check_key, check_prefix, check_range, short_answer
-from ..http_reader import HttpReader
+from ..http_reader import UrlStore
 from ..retry import Retries
 from ..signed_requests import NotThisWay
 from .api import HubFile, Repository, hub_of, no_object, repository_of
@@ -46,13 +45,12 @@ DIRECT: Final = "direct"
 _POINTER = b"version https://git-lfs"
 
 
-class HubStore:
+class HubStore(UrlStore):
     def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
+        super().__init__(settings, retries)
         self.uri = location.uri
         self.has_put_if_absent = False
-        self.retries = retries or Retries(settings)
         self._repository = repository_of(location)
-        self._settings = settings
         self._is_whole_only = False
         self._listed: dict[str, HubFile] = {}
         self._listed_at = 0.0
@@ -72,9 +70,8 @@ class HubStore:
             )
         return self._repository
 
-    @cached_property
-    def _reader(self) -> HttpReader:
-        return HttpReader(self.uri, self._settings, self.retries, hub_of(self.retries).probe)
+    async def _probe(self) -> bool:
+        return await hub_of(self.retries).probe()
 
     @property
     def commit(self) -> str:
@@ -110,11 +107,6 @@ class HubStore:
     async def get(self, key: str) -> bytes:
         _, file = await self._file(key, None)
         return bytes(await self.get_range(key, ByteRange(0, file.size_bytes), if_match=file.etag))
-
-    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        into = memoryview(bytearray(check_range(byte_range).size_bytes))
-        await self.get_range_into(key, byte_range, into, if_match=if_match)
-        return into
 
     async def get_range_into(
         self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
@@ -228,19 +220,9 @@ class HubStore:
                 files.append(ObjectInfo(key, file.size_bytes, file.etag))
         return (files, sorted(names)) if files or names or not prefix else None
 
-    def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
-        return self.retries.again(work)
-
     async def reconnect(self, damage: TierckptError) -> None:
-        if not await self.retries.take_retry():
-            raise damage
-        self._reader.renew()
+        await super().reconnect(damage)
         self._urls.clear()
-
-    async def available(self) -> bool:
-        return False
-
-    def probe_soon(self) -> None: ...
 
     async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         self._refuse()
@@ -261,6 +243,3 @@ class HubStore:
         raise PermissionDeniedError(
             f"{self.uri} is read only", hint="Save to s3://, az://, gs:// or a path", tier=Tier.SHARED
         )
-
-    async def close(self) -> None:
-        self._reader.close()
