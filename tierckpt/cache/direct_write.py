@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..arena.slots import BounceBufferPool
-from ..disk.durable import translated
+from ..disk.durable import closing_file, translated
 from ..disk.file_io import DirectFile, address_of, open_direct
 from ..errors import CapacityError, OperationTimeoutError
 from ..quantities import DISK_BLOCK_BYTES
@@ -31,11 +31,8 @@ def write_at(path: Path, data: Buffer, offset: int) -> None:
     with translated(path):
         done = _write_direct(path, view, offset) if offset % DISK_BLOCK_BYTES == 0 else 0
         if done < len(view):
-            file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
+            with closing_file(os.open(path, os.O_WRONLY | os.O_CLOEXEC)) as file:
                 DirectFile(file, direct=False).write(view[done:], offset + done)
-            finally:
-                os.close(file)
     BYTES.emit(len(view), tier=Tier.LOCAL, direction="written")
 
 
@@ -44,15 +41,13 @@ def _write_direct(path: Path, view: memoryview, offset: int) -> int:
     whole = len(view) // DISK_BLOCK_BYTES * DISK_BLOCK_BYTES
     if whole < DIRECT_BYTES_MIN or (file := open_direct(path, os.O_WRONLY)) is None:
         return 0
-    try:
+    with closing_file(file):
         if is_aligned(view):
             DirectFile(file).write(view[:whole], offset)
         else:
             with _buffers.take(1, whole, BUFFER_SECONDS) as [slot]:
                 slot.view[:whole] = view[:whole]
                 DirectFile(file).write(slot.view[:whole], offset)
-    finally:
-        os.close(file)
     return whole
 
 
@@ -66,19 +61,13 @@ def is_aligned(view: memoryview) -> bool:
 @contextlib.contextmanager
 def receive_memory(size_bytes: int) -> Iterator[memoryview | None]:
     """Yield aligned memory for a chunk; None if all is in use."""
-    if size_bytes < DIRECT_BYTES_MIN:
-        yield None
-        return
-    try:
-        taken = _receive_buffers.take(1, size_bytes, 0.0)
-        [memory] = taken.__enter__()
-    except (OperationTimeoutError, CapacityError):
-        yield None
-        return
-    try:
-        yield memory.view[:size_bytes]
-    finally:
-        taken.__exit__(None, None, None)
+    with contextlib.ExitStack() as stack:
+        memory: memoryview | None = None
+        if size_bytes >= DIRECT_BYTES_MIN:
+            with contextlib.suppress(OperationTimeoutError, CapacityError):
+                [buffer] = stack.enter_context(_receive_buffers.take(1, size_bytes, 0.0))
+                memory = buffer.view[:size_bytes]
+        yield memory
 
 
 def _reset_after_fork() -> None:

@@ -66,19 +66,14 @@ class CacheEntry:
         self._is_selected, self._copy_sources = is_selected, copy_sources
         self.only: FileSpec | None = None
         self.stats = FetchStats()
-        self._target = directory
-        self._fetch_slots, self.stall_seconds, self._fetches_max, self._peer_join = (
-            fetch_slots,
-            stall_seconds,
-            fetches_max,
-            peer_join,
-        )
+        self._target, self.stall_seconds = directory, stall_seconds
+        self._fetch_slots, self._fetches_max, self._peer_join = fetch_slots, fetches_max, peer_join
         self._is_whole = False
         self._partial_entry: PartialEntry | None = None
         self._lease = contextlib.ExitStack()
         self._in_flight: dict[tuple[int, int, bool], asyncio.Task[Buffer | None]] = {}
         self._receipt: Receipt | None = None
-        self.checker = self._new_checker()
+        self.checker: Checker
         self._chunks: StoreChunks
         self._fetcher: ChunkFetcher | None = None
 
@@ -99,7 +94,7 @@ class CacheEntry:
 
     @property
     def directory(self) -> Path | None:
-        return self._target if self._is_whole or self._check_whole() else None
+        return self._target if self._check_whole() else None
 
     def path(self, path: str) -> Path:
         """Return a file's path, which changes once, when the entry becomes whole."""
@@ -120,17 +115,25 @@ class CacheEntry:
             self._lease = self.pool.lease(name)
         try:
             self._partial_entry = self._join_partial(whole)
+            entry = weakref.proxy(self)
+            self.checker = Checker(
+                self.frozen,
+                lambda *chunk: entry.digest(*chunk),
+                lambda *range_: entry.read_here(*range_),
+                lambda: entry.directories(),
+            )
             if self._partial_entry is None:
                 self._chunks = StoreChunks(self.store, self.frozen)
                 remove_stale_directory(self._target)
                 if self.pool is not None:
                     self.pool.used(name)
                 return
-            self.frozen = self._partial_entry.frozen
-            reuse(self._partial_entry, self.other_versions())
-            self.checker = self._new_checker()
+            reuse(self._partial_entry, self._other_versions())
             self.stats.here_bytes = self._partial_entry.landed_bytes
-            self._begin_fetching(self._partial_entry).reserve(self.frozen.size_bytes if whole else 0)
+            writer = ChunkWriter(self._partial_entry, self.pool, self.stats)
+            self._chunks = StoreChunks(self.store, self.frozen, writer, self.stall_seconds)
+            self._fetcher = ChunkFetcher(self._chunks, writer, self._fetch_slots, self._fetches_max, self._peer_join)
+            writer.reserve(self.frozen.size_bytes if whole else 0)
         except BaseException as error:
             is_bare = self._partial_entry is None or not self._partial_entry.landed_bytes
             self._end()
@@ -138,7 +141,7 @@ class CacheEntry:
                 self.pool.evict(name)
             raise
 
-    def other_versions(self) -> list[Path]:
+    def _other_versions(self) -> list[Path]:
         if self.pool is None:
             return [self._target]
         rows = self.pool.rows(self.frozen.uri)
@@ -153,7 +156,6 @@ class CacheEntry:
             receipt = whole_receipt(self._target, self.frozen.version)
             if receipt is not None:
                 self.frozen, self._receipt, self._is_whole = receipt.frozen, receipt, True
-                self.checker = self._new_checker()
                 self.stats.here_bytes = self.frozen.size_bytes
                 return None
             try:
@@ -165,16 +167,11 @@ class CacheEntry:
                     raise
                 continue
             if not left or not partial_entry.is_published():
+                self.frozen = partial_entry.frozen
                 return partial_entry
             partial_entry.close()
             partial_entry.tidy()
         raise AssertionError("unreachable")
-
-    def _begin_fetching(self, partial_entry: PartialEntry) -> ChunkWriter:
-        writer = ChunkWriter(partial_entry, self.pool, self.stats)
-        self._chunks = StoreChunks(self.store, self.frozen, writer, self.stall_seconds)
-        self._fetcher = ChunkFetcher(self._chunks, writer, self._fetch_slots, self._fetches_max, self._peer_join)
-        return writer
 
     @property
     def peer_fetch(self) -> PeerFill | None:
@@ -196,20 +193,9 @@ class CacheEntry:
             self._partial_entry.tidy()
         self._lease.close()
 
-    def landed(self, path: str, byte_range: ByteRange | None = None) -> bool:
+    def landed(self, path: str, byte_range: ByteRange) -> bool:
         index = self.frozen.index_of(path)
-        if self._is_whole or self._partial_entry is None:
-            return True
-        needed = byte_range or ByteRange(0, self.frozen.files[index].size_bytes)
-        if self._has(index, needed):
-            return True
-        self._partial_entry.refresh()
-        return self._has(index, needed)
-
-    def _has(self, index: int, byte_range: ByteRange) -> bool:
-        return self._partial_entry is None or all(
-            self._partial_entry.has(index, chunk_range) for chunk_range in self.frozen.touched(byte_range)
-        )
+        return self._is_whole or self._partial_entry is None or self._partial_entry.has_range(index, byte_range)
 
     def read_available(self, path: str, byte_range: ByteRange, into: memoryview) -> bool:
         index = self._check(path, byte_range)
@@ -223,15 +209,6 @@ class CacheEntry:
 
     def is_good(self, path: str, byte_range: ByteRange, data: memoryview) -> bool:
         return self.checker.is_good(self._check(path, byte_range), byte_range, data)
-
-    def _new_checker(self) -> Checker:
-        entry = weakref.proxy(self)
-        return Checker(
-            self.frozen,
-            lambda *chunk: entry.digest(*chunk),
-            lambda *range_: entry.read_here(*range_),
-            lambda: entry.directories(),
-        )
 
     def digest(self, index: int, chunk: int) -> str:
         if self._partial_entry is not None and (digest := self._partial_entry.digest(index, chunk)):
@@ -281,21 +258,21 @@ class CacheEntry:
         chunk_range = self.frozen.chunk_range(index, chunk)
         part = ByteRange(max(chunk_range.start, byte_range.start), min(chunk_range.stop, byte_range.stop))
         target = into[part.start - byte_range.start : part.stop - byte_range.start]
-        data = await self._ensure_once(index, chunk)
+        data = await self._once((index, chunk, False), self._ensure)
         if data is None:
             if await asyncio.to_thread(self.read_available, self.frozen.files[index].path, part, target):
                 return
-            data = await self._once(
-                (index, chunk, True), partial(repair_chunk, self.checker, self._chunks, self.target)
-            )
+            repair = partial(repair_chunk, self.checker, self._chunks, self.target)
+            data = await self._once((index, chunk, True), repair)
             assert data is not None
         target[:] = memoryview(data)[part.start - chunk_range.start : part.stop - chunk_range.start]
 
     async def ensure(self, path: str, byte_range: ByteRange) -> None:
         """Fetch the range. Raises as ``read``, and CapacityError: no room to keep it."""
         index = self._check(path, byte_range)
+        keys = [(index, chunk, False) for chunk in self.frozen.touched(byte_range)]
         for _ in range(2):
-            await asyncio.gather(*(self._ensure_once(index, chunk) for chunk in self.frozen.touched(byte_range)))
+            await asyncio.gather(*(self._once(key, self._ensure) for key in keys))
             if self.landed(path, byte_range):
                 return
         raise CapacityError(
@@ -313,9 +290,6 @@ class CacheEntry:
             uri=self.frozen.uri,
             tier=Tier.LOCAL,
         )
-
-    async def _ensure_once(self, index: int, chunk: int) -> Buffer | None:
-        return await self._once((index, chunk, False), self._ensure)
 
     async def _once(
         self, key: tuple[int, int, bool], work: Callable[[int, int], Coroutine[Any, Any, Buffer | None]]
@@ -394,12 +368,9 @@ class CacheEntry:
                     copy = partial(copy_chunk, partial_entry, index, chunk, *copies[index, chunk])
                     if turn == "fetch" and await to_completion(asyncio.to_thread(copy)):
                         self.stats.cached_bytes += self.frozen.chunk_range(index, chunk).size_bytes
+                        what = f"prefetch {self.frozen.uri}"
                         note = f"{self.stats.cached_bytes >> 20} MiB from the node cache"
-                        listener(
-                            Progress(
-                                f"prefetch {self.frozen.uri}", partial_entry.landed_bytes, self.frozen.size_bytes, note
-                            )
-                        )
+                        listener(Progress(what, partial_entry.landed_bytes, self.frozen.size_bytes, note))
 
         for outcome in await asyncio.gather(*(work() for _ in range(COPIES_AT_A_TIME)), return_exceptions=True):
             if outcome is not None:

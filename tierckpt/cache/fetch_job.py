@@ -155,11 +155,9 @@ class ChunkFetcher:
     async def fetch(self, index: int, chunk: int, *, keep: bool, request: object | None = None) -> Buffer | None:
         """Fetch and write one chunk; with ``keep`` also return it, and need no room."""
         started_at, chunk_range = time.monotonic(), self.partial_entry.frozen.chunk_range(index, chunk)
-        wanted_bytes = (
-            chunk_range.size_bytes if self.peers is not None or isinstance(self.chunks.store, ReadsInto) else 0
-        )
+        uses_memory = self.peers is not None or isinstance(self.chunks.store, ReadsInto)
         peer: str | None = None
-        with receive_memory(wanted_bytes) as memory:
+        with receive_memory(chunk_range.size_bytes if uses_memory else 0) as memory:
             if self.peers is None:
                 data, digest = await self.chunks.read(index, chunk, memory)
             else:
@@ -174,9 +172,8 @@ class ChunkFetcher:
                     await self.peers.chunk_written(index, chunk)
             kept = bytes(data) if keep and memory is not None else data
         if (index, chunk) not in self.writer.streamed:
-            self.writer.stats.note(
-                self.partial_entry.frozen.files[index].path, chunk_range, time.monotonic() - started_at, peer
-            )
+            path = self.partial_entry.frozen.files[index].path
+            self.writer.stats.note(path, chunk_range, time.monotonic() - started_at, peer)
         return kept if keep else None
 
     async def close(self) -> None:
@@ -192,26 +189,25 @@ class FetchJob:
         self.fetcher, self.partial_entry, self.listener = fetcher, fetcher.partial_entry, listener
         self.frozen, self.stats, self._stall_seconds = self.partial_entry.frozen, fetcher.writer.stats, stall_seconds
         self.partial_entry.refresh()
-        requested = list(indexes)
+        self.wanted = list(indexes)
         todo = [
             (index, chunk)
-            for index in requested
+            for index in self.wanted
             for chunk in range(self.frozen.chunks_of(index))
             if not self.partial_entry.has(index, chunk)
         ]
-        self.total = sum(self.frozen.files[index].size_bytes for index in requested)
+        self.total = sum(self.frozen.files[index].size_bytes for index in self.wanted)
         self._lacking_bytes = Counter[int]()
         for index, chunk in todo:
             self._lacking_bytes[index] += self.frozen.chunk_range(index, chunk).size_bytes
         self._files: dict[int, FileProgress] = {}
         self._fetching: list[int] = []
         self.count = len(todo)
-        is_all = len(requested) == len(self.frozen.files)
+        is_all = len(self.wanted) == len(self.frozen.files)
         peers = fetcher.peers
         self.order: ChunkOrder = InOrder(todo) if peers is None else peers.order(todo, whole=is_all)
         self.done_bytes = self.total - self._lacking_bytes.total()
         self.failures: dict[int, TierckptError] = {}
-        self.wanted = requested
         self.fatal = False
         self._idle, self._poll = asyncio.Lock(), Poll()
         self._moved_at = time.monotonic()
@@ -322,14 +318,13 @@ class FetchJob:
         self.listener(Progress(f"prefetch {self.frozen.uri}", self.done_bytes, self.total, note, files))
 
     def _error(self) -> TierckptError:
-        errors = [self.failures[index] for index in sorted(self.failures)]
-        first = next((error for error in errors if isinstance(error, IntegrityError | CapacityError)), errors[0])
-        if len(errors) == len(self.wanted) or isinstance(first, IntegrityError | CapacityError):
-            return first
-        names = {self.frozen.files[index].path: error for index, error in sorted(self.failures.items())}
+        errors = {self.frozen.files[index].path: error for index, error in sorted(self.failures.items())}
+        fatal = [error for error in errors.values() if isinstance(error, IntegrityError | CapacityError)]
+        if fatal or len(errors) == len(self.wanted):
+            return [*fatal, *errors.values()][0]
         return PartialTransferError(
             f"{len(errors)} of {len(self.wanted)} files of {self.frozen.uri} could not be fetched",
             hint="Nothing was published; run the same command again to fetch the missing files",
             uri=self.frozen.uri,
-            failures={path: f"{type(error).__name__}: {error}" for path, error in names.items()},
+            failures={path: f"{type(error).__name__}: {error}" for path, error in errors.items()},
         )

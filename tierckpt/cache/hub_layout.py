@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ..disk.durable import (
     CANNOT_LINK,
@@ -40,31 +41,17 @@ from ..format.manifest import is_safe_path
 from ..stores.base import Store
 from ..stores.hub.api import Repository
 from ..stores.hub.store import HubStore
-from ..types import ProgressListener
-from .fetch_job import PeerJoin
 from .file_set import FileSet, FileSpec
 from .node_cache import DIGESTS_AT_A_TIME, CacheCheck
 from .partial_entry import check_content
 from .prefetch import PrefetchResult, fill_directory
 from .receipt import read_receipt
-from .reuse import CopySource
 
 
-async def fill_hub_cache(
-    store: HubStore,
-    files: Sequence[FileSpec],
-    cache: Path,
-    *,
-    chunk_size_bytes: int,
-    concurrency: int,
-    listener: ProgressListener,
-    stall_seconds: float,
-    peer_join: PeerJoin | None = None,
-    copy_sources: Sequence[CopySource] = (),
-) -> PrefetchResult:
+async def fill_hub_cache(store: HubStore, files: Sequence[FileSpec], cache: Path, **options: Any) -> PrefetchResult:
     """Fill the Hugging Face cache ``cache`` with ``files``; ``directory`` is the snapshot.
 
-    Raises as ``fill_directory``, and ConfigError: the revision cannot be a file name.
+    ``options`` are those of ``fill_directory``. Raises as that, and ConfigError: the revision cannot be a file name.
     """
     repository, commit = store.repository, store.commit
     if not is_safe_path(repository.revision):
@@ -77,17 +64,7 @@ async def fill_hub_cache(
     missing_bytes = sum(item.size_bytes for item in missing)
     result = PrefetchResult(directory=root, files=len(files), size_bytes=size_bytes)
     if missing:
-        result = await fill_directory(
-            store,
-            missing,
-            root / PRIVATE_DIR / commit,
-            chunk_size_bytes=chunk_size_bytes,
-            concurrency=concurrency,
-            listener=listener,
-            peer_join=peer_join,
-            stall_seconds=stall_seconds,
-            copy_sources=copy_sources,
-        )
+        result = await fill_directory(store, missing, root / PRIVATE_DIR / commit, **options)
         await asyncio.to_thread(_finish, root, root / PRIVATE_DIR / commit)
     snapshot = await asyncio.to_thread(_link, root, repository, commit, files)
     here_bytes = result.here_bytes + size_bytes - missing_bytes

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
@@ -80,18 +80,9 @@ class CacheCheck:
     leases: int = 0
 
     def to_json(self) -> Json:
-        return {
-            "uri": self.uri,
-            "state": self.state,
-            "directory": str(self.directory) if self.directory else None,
-            "files": self.files,
-            "size_bytes": self.size_bytes,
-            "here_bytes": self.here_bytes,
-            "missing": self.missing,
-            "bad": self.bad,
-            "pinned": self.is_pinned,
-            "leases": self.leases,
-        }
+        facts = asdict(self)
+        directory, is_pinned = facts.pop("directory"), facts.pop("is_pinned")
+        return {**facts, "directory": str(directory) if directory else None, "pinned": is_pinned}
 
 
 class NodeCache:
@@ -315,8 +306,7 @@ class NodeCache:
     async def read_again(self, check: CacheCheck) -> None:
         if check.state != "whole" or check.directory is None:
             return
-        receipt = await asyncio.to_thread(read_receipt, check.directory)
-        if receipt is None:
+        if (receipt := await asyncio.to_thread(read_receipt, check.directory)) is None:
             return
         frozen, files, read_slots = receipt.frozen, LocalFiles(check.directory), asyncio.Semaphore(DIGESTS_AT_A_TIME)
 

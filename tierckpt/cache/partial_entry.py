@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ..disk.durable import (
+    closing_file,
     fsync_dir,
     make_dirs,
     matching,
@@ -152,29 +153,21 @@ def _entry_of(incoming: Path) -> FileSet:
 
 
 def is_filled_here(incoming: Path) -> bool:
-    try:
-        file = os.open(incoming / CLAIMS, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.suppress(OSError), closing_file(os.open(incoming / CLAIMS, flags)) as file:
         return bool(locked(file, FILLS, FILLS + 1))
-    finally:
-        os.close(file)
+    return False
 
 
 def is_being_filled(incoming: Path) -> bool:
-    if is_filled_here(incoming):
-        return True
-    return HostLease(incoming / HOST, holder_name(has_locks=True)).is_held_elsewhere()
+    lease = HostLease(incoming / HOST, holder_name(has_locks=True))
+    return is_filled_here(incoming) or lease.is_held_elsewhere()
 
 
 def remove_dir(directory: Path) -> None:
     aside = directory.with_name(f".{secrets.token_hex(6)}.evicted")
-    with translated(directory):
-        try:
-            directory.rename(aside)
-        except FileNotFoundError:
-            return
+    with translated(directory), contextlib.suppress(FileNotFoundError):
+        directory.rename(aside)
         remove_tree(aside, ignore_errors=True)
 
 
@@ -277,15 +270,12 @@ class PartialEntry:
         """
         path = self.incoming / ENTRY
         for _ in range(LEASE_ATTEMPTS):
-            try:
-                known = _entry_of(self.incoming)
-                if known.version == frozen.version:
-                    return known
+            with contextlib.suppress(ObjectNotFoundError):
+                with contextlib.suppress(ManifestError):
+                    known = _entry_of(self.incoming)
+                    if known.version == frozen.version:
+                        return known
                 self._forget(path)
-            except ManifestError:
-                self._forget(path)
-            except ObjectNotFoundError:
-                pass
             temporary = path.with_name(f"entry.{secrets.token_hex(6)}")
             write_new(temporary, frozen.encode(), file_mode(path))
             try:
@@ -359,11 +349,8 @@ class PartialEntry:
         return len(self.claims.held(FETCHES, FETCHES + self.frozen.first_ordinals[-1]))
 
     def mark_shared(self, index: int, chunk: int, is_fetched: bool) -> None:
-        offset = SHARED + self.frozen.first_ordinals[index] + chunk
-        if is_fetched:
-            self.claims.take(offset)
-        else:
-            self.claims.release(offset)
+        mark = self.claims.take if is_fetched else self.claims.release
+        mark(SHARED + self.frozen.first_ordinals[index] + chunk)
 
     def refresh(self) -> None:
         """Read lines of other processes. Cost: one fstat when there are none."""
@@ -385,6 +372,14 @@ class PartialEntry:
     def has(self, index: int, chunk: int) -> bool:
         return chunk in self._lines.landed.get(index, ())
 
+    def has_range(self, index: int, byte_range: ByteRange) -> bool:
+        """Also reads new lines of other processes."""
+        chunks = self.frozen.touched(byte_range)
+        if all(self.has(index, chunk) for chunk in chunks):
+            return True
+        self.refresh()
+        return all(self.has(index, chunk) for chunk in chunks)
+
     def has_file(self, index: int) -> bool:
         return len(self._lines.landed.get(index, ())) == self.frozen.chunks_of(index)
 
@@ -394,9 +389,7 @@ class PartialEntry:
     def digest(self, index: int, chunk: int) -> str:
         return self._lines.landed.get(index, {}).get(chunk, "")
 
-    def store_chunk(
-        self, index: int, chunk: int, data: Buffer, digest: str = "", *, clone_of: Path | None = None
-    ) -> None:
+    def store_chunk(self, index: int, chunk: int, data: Buffer, digest: str = "", clone_of: Path | None = None) -> None:
         """Verify and write one chunk, then record it (G1).
 
         ``clone_of``: a file to share blocks with. Raises IntegrityError, with nothing written; CapacityError,
@@ -436,12 +429,8 @@ class PartialEntry:
         if len(blocks) == BLOCK_DIGEST_BYTES:
             return
         path = self.incoming / BLOCKS
-        with translated(path):
-            file = open_regular(path, os.O_WRONLY | os.O_CREAT, file_mode(path))
-            try:
-                os.pwrite(file, blocks, self.frozen.blocks_range(index, chunk).start)
-            finally:
-                os.close(file)
+        with translated(path), closing_file(open_regular(path, os.O_WRONLY | os.O_CREAT, file_mode(path))) as file:
+            os.pwrite(file, blocks, self.frozen.blocks_range(index, chunk).start)
 
     def append_line(self, line: str) -> None:
         record = f"\n{line}\n".encode()
@@ -474,14 +463,12 @@ class PartialEntry:
             except FileExistsError:
                 file = open_regular(path, os.O_RDWR)
                 self._check_own_name(path, item)
-            try:
+            with closing_file(file):
                 status = os.fstat(file)
                 if self.preallocate and item.size_bytes > status.st_blocks * 512:
                     allocate(file, item.size_bytes)
                 if status.st_size < item.size_bytes:
                     os.ftruncate(file, item.size_bytes)
-            finally:
-                os.close(file)
         self._prepared.add(index)
         return path
 
@@ -497,11 +484,8 @@ class PartialEntry:
             )
 
     def read(self, index: int, byte_range: ByteRange, into: memoryview) -> bool:
-        chunks = self.frozen.touched(byte_range)
-        if not all(self.has(index, chunk) for chunk in chunks):
-            self.refresh()
-            if not all(self.has(index, chunk) for chunk in chunks):
-                return False
+        if not self.has_range(index, byte_range):
+            return False
         path = self.frozen.files[index].path
         if read_file(self.incoming / path, byte_range, into):
             return True
@@ -566,7 +550,9 @@ class PartialEntry:
                 self._make_durable(index)
         if not self.has_all():
             raise StoreError(f"files of {self.incoming} were removed while it was being filled", hint="Run it again")
-        receipt = self.frozen.encode([self._digests(index) for index in range(len(self.frozen.files))])
+        landed = self._lines.landed
+        chunks = [range(self.frozen.chunks_of(index)) for index in range(len(self.frozen.files))]
+        receipt = self.frozen.encode([[landed[i][chunk] for chunk in each] for i, each in enumerate(chunks)])
         if self._is_new:
             put_receipt(self.incoming, receipt, self.incoming / FILLING)
             for folder in folders_of(self.incoming, (item.path for item in self.frozen.files)):
@@ -589,9 +575,8 @@ class PartialEntry:
             )
 
     def _move_in(self, receipt: bytes) -> None:
-        replacement = Replacement(
-            self.directory, self.incoming, self.frozen, self._is_selected, self.incoming / FILLING
-        )
+        scratch = self.incoming / FILLING
+        replacement = Replacement(self.directory, self.incoming, self.frozen, self._is_selected, scratch)
         replacement.begin()
         for left in self._lists():  # before the first move: they say that it is in ``incoming``
             left.unlink()
@@ -601,23 +586,16 @@ class PartialEntry:
         replacement.end(receipt)
         remove_tree(self.incoming, ignore_errors=True)
 
-    def _digests(self, index: int) -> list[str]:
-        digests = self._lines.landed.get(index, {})
-        return [digests[chunk] for chunk in range(self.frozen.chunks_of(index))]
-
     def _make_durable(self, index: int) -> None:
         """Check a whole file and fsync it. On failure, forget all of its chunks."""
         path = self.incoming / self.frozen.files[index].path
-        with translated(path):
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with translated(path), closing_file(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as file:
             try:
                 check_content(file, self.frozen.files[index], self.frozen.uri)
                 os.fsync(file)
             except (OSError, IntegrityError):
                 self.append_line(f"!{index}.")
                 raise
-            finally:
-                os.close(file)
         self.append_line(f"={index}.")
         self.refresh()
 
@@ -631,11 +609,8 @@ def read_file(path: Path, byte_range: ByteRange, into: memoryview) -> bool:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
-    try:
-        with translated(path):
-            return read_into(file, into[: byte_range.size_bytes], byte_range.start) == byte_range.size_bytes
-    finally:
-        os.close(file)
+    with closing_file(file), translated(path):
+        return read_into(file, into[: byte_range.size_bytes], byte_range.start) == byte_range.size_bytes
 
 
 def remove_stale_directory(directory: Path) -> None:

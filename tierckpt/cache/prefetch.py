@@ -58,16 +58,13 @@ class PrefetchResult(FetchStats):
                 "other_processes": self.others_bytes,
             },
             "chunks_fetched": self.requests,
-            "slowest_chunk": self._slowest(),
+            "slowest_chunk": {"what": self.slowest, "seconds": self.slowest_seconds, "from": self.slowest_from}
+            if self.slowest
+            else None,
             "peers": list(self.peers),
             "fallbacks": self.fallbacks,
             "pinned": self.is_pinned,
         }
-
-    def _slowest(self) -> Json | None:
-        if not self.slowest:
-            return None
-        return {"what": self.slowest, "seconds": self.slowest_seconds, "from": self.slowest_from}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +129,7 @@ async def _listed(
         infos, other_kinds = await asyncio.to_thread(store.files)
     else:
         infos = [*listed] if listed is not None else [info async for info in store.list()]
-    infos = [info for info in infos if not info.key.endswith("/")]
-    infos = [info for info in infos if not info.key.startswith(f"{PRIVATE_DIR}/")]
+    infos = [info for info in infos if not (info.key.endswith("/") or info.key.startswith(f"{PRIVATE_DIR}/"))]
     if any(f"/{PRIVATE_DIR}/" in info.key for info in infos):
         raise ConfigError(
             f"{store.uri} holds checkpoints, it is not one",
@@ -167,9 +163,9 @@ async def _listed(
 def _legal_name(key: str, used_names: Container[str]) -> str:
     parts = [part for part in key.split("/") if part not in ("", ".")]
     path = "/".join(map(_legal_part, parts))[-PATH_BYTES_MAX:].strip("/")
-    return (
-        path if path and path not in used_names else f"{path or 'object'}~{digest_of(key.encode(errors='replace'))[:8]}"
-    )
+    if path and path not in used_names:
+        return path
+    return f"{path or 'object'}~{digest_of(key.encode(errors='replace'))[:8]}"
 
 
 def _legal_part(part: str) -> str:
@@ -209,13 +205,11 @@ async def fill_directory(
         IntegrityError: something changed or is damaged in the store.
         CheckpointError: another version was published in ``directory`` meanwhile.
     """
-    frozen = FileSet(store.uri, tuple(requested), chunk_size_bytes)
-    fetch_slots = asyncio.Semaphore(concurrency)
     cached = CacheEntry(
         store,
-        frozen,
+        FileSet(store.uri, tuple(requested), chunk_size_bytes),
         directory,
-        fetch_slots=fetch_slots,
+        fetch_slots=asyncio.Semaphore(concurrency),
         stall_seconds=stall_seconds,
         fetches_max=concurrency,
         peer_join=peer_join,

@@ -118,7 +118,6 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
             what = ", ".join(sorted(plan.waits))
             log.warning("the local tier is full: a save of %s waits for %s", human_bytes(needed_bytes), what)
             is_logged = True
-    waited_seconds = round(time.monotonic() - started_at, 1)
     raise _no_room(
         "the local tier has no room for this save",
         needed_bytes,
@@ -126,7 +125,7 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
         "Drain and remove older checkpoints, or give local_root a larger disk: it needs room for two checkpoints, "
         "the newest one stays until the next is committed. Nothing was written and older checkpoints are whole",
         local_root=settings.local_root,
-        waited_seconds=waited_seconds or None,
+        waited_seconds=round(time.monotonic() - started_at, 1) or None,
         draining=len(plan.waits) or None,
         last_error=plan.drain_error or None,
     )

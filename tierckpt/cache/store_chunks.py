@@ -269,7 +269,8 @@ async def _stream_once(versions: Versions, frozen: FileSet, index: int, target: 
                         digest = await asyncio.to_thread(digest_of, view)
                         if item.digests and not same_digest(view, digest, item.digests[chunk]):
                             raise corrupt(item.path, chunk_range, Tier.SHARED, versions.store.uri)
-                        taking = asyncio.ensure_future(_take(target, chunk, view, digest, stack.pop_all().close))
+                        taking = asyncio.ensure_future(target.take(chunk, view, digest))
+                        taking.add_done_callback(partial(_close, stack.pop_all()))
             if taking is not None:
                 await taking
     finally:
@@ -277,10 +278,5 @@ async def _stream_once(versions: Versions, frozen: FileSet, index: int, target: 
             await ended(taking)
 
 
-async def _take(
-    target: FileStream | OneChunk, chunk: int, view: memoryview, digest: str, release: Callable[[], None]
-) -> None:
-    try:
-        await target.take(chunk, view, digest)
-    finally:
-        release()
+def _close(stack: contextlib.ExitStack, _: asyncio.Future[None]) -> None:
+    stack.close()
