@@ -71,9 +71,6 @@ class Memory:
     """
 
     address: int
-    size_bytes: int
-    kind: Kind
-    fd: int | None
     view: memoryview
 
     def __init__(self, size_bytes: int, kind: Kind, fd: int | None) -> None:
@@ -111,7 +108,9 @@ class Memory:
             raise ConfigError("private memory cannot be shared", hint="Leave out kind=, or use Kind.SHM")
         pages.check_nodes(numa_nodes)
         size_bytes = round_up(size_bytes, HUGE_PAGE_BYTES)
-        kinds = [kind] if kind is not None else _shared_kinds(size_bytes) if shared else [Kind.PRIVATE]
+        kinds = [kind or (Kind.SHM if shared else Kind.PRIVATE)]
+        if kind is None and shared and pages.huge_pool().usable_bytes >= size_bytes:
+            kinds = [Kind.HUGETLB, Kind.SHM]
         for candidate in kinds[:-1]:
             try:
                 return cls._allocate(size_bytes, candidate, numa_nodes)
@@ -343,22 +342,17 @@ def collapses() -> bool:
         return False
 
 
-def _shared_kinds(size_bytes: int) -> list[Kind]:
-    return [Kind.HUGETLB, Kind.SHM] if pages.huge_pool().usable_bytes >= size_bytes else [Kind.SHM]
-
-
 def _create(kind: Kind, size_bytes: int) -> int | None:
     if kind is Kind.PRIVATE:
         return None
+    fd = -1
     try:
         fd = _memory_file(kind)
-    except OSError as error:
-        raise _no_memory(size_bytes, kind, error.errno or errno.ENOMEM) from error
-    try:
         os.ftruncate(fd, size_bytes)
         fcntl.fcntl(fd, _F_ADD_SEALS, _SEAL_SIZE)  # no process can truncate it: access would be a SIGBUS
     except OSError as error:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
         raise _no_memory(size_bytes, kind, error.errno or errno.ENOMEM) from error
     return fd
 

@@ -77,9 +77,9 @@ def existing_nodes(root: Path = ROOT) -> list[int]:
     return nodes
 
 
-def check_nodes(nodes: Sequence[int], root: Path = ROOT) -> None:
+def check_nodes(nodes: Sequence[int]) -> None:
     """Raise ConfigError unless every node exists and is named once."""
-    there = existing_nodes(root)
+    there = existing_nodes()
     unknown = [node for node in nodes if node not in there]
     if unknown or len(set(nodes)) != len(nodes):
         what = f"there is no NUMA node {unknown[0]} with memory" if unknown else "a NUMA node is named twice"

@@ -119,11 +119,8 @@ def other_weights(directory: Path, frozen: FileSet) -> list[str]:
     known = {item.path for item in frozen.files}
     folders = {str(Path(path).parent) for path in known}
     found = (str(path.relative_to(directory)) for folder in folders for path in matching(directory / folder, "*"))
-    return sorted(name for name in found if name not in known and _looks_like_weights(name))
-
-
-def _looks_like_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt")) or is_index(name)
+    endings = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt")
+    return sorted(name for name in found if name not in known and (name.endswith(endings) or is_index(name)))
 
 
 def is_index(name: str) -> bool:

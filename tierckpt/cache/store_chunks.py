@@ -14,12 +14,11 @@ import contextlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import cast
 
 from ..errors import CapacityError, IntegrityError, PreconditionFailedError, StoreError, TierckptError
 from ..format.manifest import digest_of
 from ..stores.base import RangesIgnoredError, RangeSource, ReadsInto, ReadsWhole, Store, ended
-from ..stores.verified_read import again, corrupt, reread
+from ..stores.verified_read import again, corrupt, verified
 from ..telemetry import BYTES, logger
 from ..types import Buffer, ByteRange, Tier
 from .chunk_writer import ChunkWriter
@@ -45,23 +44,21 @@ class StoreChunks:
 
         Raises IntegrityError: damaged in the store, or changed since it was listed. StoreError.
         """
-        item, chunk_range, reads = self.frozen.files[index], self.frozen.chunk_range(index, chunk), 0
+        item, chunk_range = self.frozen.files[index], self.frozen.chunk_range(index, chunk)
+
+        async def read() -> tuple[Buffer, str]:
+            data = await self._versions.read(item, chunk_range, into)
+            digest = await asyncio.to_thread(digest_of, data)
+            BYTES.emit(chunk_range.size_bytes, tier=Tier.SHARED, direction="read")
+            if item.digests and not same_digest(data, digest, item.digests[chunk]):
+                raise corrupt(item.path, chunk_range, Tier.SHARED, self.store.uri)
+            return data, digest
+
         try:
-            while True:
-                try:
-                    data = await self._versions.read(item, chunk_range, into)
-                    digest = await asyncio.to_thread(digest_of, data)
-                    BYTES.emit(chunk_range.size_bytes, tier=Tier.SHARED, direction="read")
-                    if item.digests and not same_digest(data, digest, item.digests[chunk]):
-                        raise corrupt(item.path, chunk_range, Tier.SHARED, self.store.uri)
-                    break
-                except RangesIgnoredError:
-                    data, digest = await self._read_streamed(index, chunk, into)
-                    break
-                except IntegrityError as damage:
-                    reads += 1
-                    if not await reread(self.store, damage, reads):
-                        raise
+            try:
+                data, digest = await verified(self.store, read)
+            except RangesIgnoredError:
+                data, digest = await self._read_streamed(index, chunk, into)
         except PreconditionFailedError as error:
             raise IntegrityError(
                 f"{item.key} changed in the store while it was being fetched",
@@ -244,7 +241,7 @@ async def _stream(versions: Versions, frozen: FileSet, index: int, target: FileS
 
     Restarts after a transient failure. Raises IntegrityError, PreconditionFailedError, StoreError.
     """
-    await again(cast(Store, versions.store), partial(_stream_once, versions, frozen, index, target))
+    await again(versions.store, partial(_stream_once, versions, frozen, index, target))
 
 
 async def _stream_once(versions: Versions, frozen: FileSet, index: int, target: FileStream | OneChunk) -> None:

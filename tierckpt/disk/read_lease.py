@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from ..errors import TierckptError
@@ -28,14 +28,12 @@ REMOVAL_SECONDS_MAX = 60.0
 """After that a reader continues, and may find no copy."""
 
 
-@contextmanager
-def reading(local_root: Path, directory: Path) -> Iterator[None]:
+def reading(local_root: Path, directory: Path) -> AbstractContextManager[None]:
     """Protect the checkpoint that ``directory`` mirrors from removal, with any number of readers.
 
     Check in the block that it exists: it may have been removed before.
     """
-    with holding(lease_path(local_root, directory)):
-        yield
+    return holding(lease_path(local_root, directory))
 
 
 @contextmanager

@@ -165,10 +165,6 @@ class Access:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Each setting's source. No secret."""
 
-    def is_newer_than(self, other: Access) -> bool:
-        """True if refused requests of ``other`` may pass with this one."""
-        return not self.keys or self.keys != other.keys
-
 
 def host_of(url: str) -> str:
     return urlsplit(url).hostname or ""
@@ -350,7 +346,7 @@ def gcs_access(bucket: str) -> Access:
     service_account = variable("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "SERVICE_ACCOUNT")
     if anonymous.is_true or (emulator and endpoint == emulator):
         options["skip_signature"] = "true"
-        provider = _anonymous
+        provider = {"token": "anonymous", "expires_at": None}.copy
         source = f"none ({anonymous.source or emulator.source})"
     elif service_account:
         options["service_account"] = _key_file(service_account, kinds=None)
@@ -372,10 +368,6 @@ def gcs_access(bucket: str) -> Access:
         "credentials": source,
     }
     return Access(url, options, provider, trusted=trusted, sources=sources)
-
-
-def _anonymous() -> dict[str, Any]:
-    return {"token": "anonymous", "expires_at": None}
 
 
 def _default_key_file() -> Found:

@@ -293,8 +293,7 @@ def _credentials(profile: AwsProfile, uri: str, endpoint: str, region: str) -> _
             hint=_HINT,
             uri=uri,
         )
-    role, token_file = variable("AWS_ROLE_ARN"), variable("AWS_WEB_IDENTITY_TOKEN_FILE")
-    if role and token_file:
+    if variable("AWS_ROLE_ARN") and (token_file := variable("AWS_WEB_IDENTITY_TOKEN_FILE")):
         existing_file(token_file)
     try:
         from botocore.session import Session  # type: ignore[import-untyped]
@@ -353,16 +352,12 @@ def _without_botocore(profile: AwsProfile) -> _Credentials | None:
         options = {"role_arn": str(role), "web_identity_token_file": str(token_file)}
         if session_name := variable("AWS_ROLE_SESSION_NAME"):
             options["role_session_name"] = str(session_name)
-        sts = variable("AWS_ENDPOINT_URL_STS")
-        if sts:
+        if sts := variable("AWS_ENDPOINT_URL_STS"):
             options["aws_endpoint_url_sts"] = check_endpoint(sts)
         return _Credentials(token_file.source, options=options, services=("amazonaws.com", *_hosts(sts)))
     for key in _NEEDS_BOTOCORE:
         if profile.get(key):
-            raise MissingExtraError(
-                f"{key} of profile {profile.name!r} needs a package that is not installed: botocore",
-                hint="Run `pip install 'tierckpt[s3]'`",
-            )
+            raise _needs_botocore(f"{key} of profile {profile.name!r}")
     key_id, secret_key = profile.get("aws_access_key_id"), profile.get("aws_secret_access_key")
     if key_id and secret_key:
         return _plain(key_id, secret_key, profile.get("aws_session_token"), f"profile {profile.name!r}")
@@ -373,17 +368,18 @@ def _without_botocore(profile: AwsProfile) -> _Credentials | None:
     if full:
         token_file = variable("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
         if not token_file:
-            raise MissingExtraError(
-                f"{full.source} without AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE needs a package that is not installed: "
-                "botocore",
-                hint="Run `pip install 'tierckpt[s3]'`",
-            )
+            raise _needs_botocore(f"{full.source} without AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")
         options = {
             "container_credentials_full_uri": check_endpoint(full),
             "container_authorization_token_file": str(token_file),
         }
         return _Credentials(full.source, options=options, services=_hosts(full))
     return None
+
+
+def _needs_botocore(what: str) -> MissingExtraError:
+    hint = "Run `pip install 'tierckpt[s3]'`"
+    return MissingExtraError(f"{what} needs a package that is not installed: botocore", hint=hint)
 
 
 def _role_of_machine() -> _Credentials | None:

@@ -153,7 +153,7 @@ class Bucket:
                 newer = await to_completion(asyncio.to_thread(self._look_up))
             except TierckptError as error:
                 raise still_refused(refusal) from error
-            if not newer.is_newer_than(self._access):
+            if newer.keys and newer.keys == self._access.keys:  # requests would be refused again
                 if is_expiry(refusal):
                     raise still_refused(refusal) from refusal
                 return False

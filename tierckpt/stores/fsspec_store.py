@@ -84,19 +84,16 @@ def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSys
             f"no store knows the scheme {location.scheme!r}", hint=f"Known are: {', '.join(known)}", uri=location.uri
         ) from None
     drop_empty()  # s3fs, adlfs and gcsfs read the environment
+    if location.scheme in ("http", "https") and (proxy := proxy_for(location.uri)) is not None:
+        options["proxy"] = proxy.url
     try:
-        fs, root = fsspec.url_to_fs(location.uri, **_client_options(location), **options)
+        fs, root = fsspec.url_to_fs(location.uri, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"fsspec cannot open {location.uri}: {error}", uri=location.uri) from printable(error)
     except Exception as error:
         raise _translate(error, location.uri) from printable(error)
     check_read_as(location, root)
     return fs, root
-
-
-def _client_options(location: Location) -> dict[str, Any]:
-    proxy = proxy_for(location.uri) if location.scheme in ("http", "https") else None
-    return {"proxy": proxy.url} if proxy is not None else {}
 
 
 def _missing_package(scheme: str, error: ImportError) -> MissingExtraError:

@@ -136,13 +136,6 @@ def etag_reuse_seconds(etags: Iterable[str | None]) -> float:
     return min(max(0, *stale_mark, 0), TICK_NS) / 1e9
 
 
-def _modified_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return -1
-
-
 def _make_later(path: Path, before_ns: int) -> None:
     with contextlib.suppress(OSError):  # a mount without times is no vfat
         if path.stat().st_mtime_ns <= before_ns:
@@ -207,7 +200,9 @@ class LocalStore:
         path = self._path(key)
         make_dirs(path.parent, tier=self.tier)
         if not if_absent:
-            before = _modified_ns(path)
+            before = -1
+            with contextlib.suppress(OSError):
+                before = path.stat().st_mtime_ns
             durable_write(path, data, tier=self.tier)
             _make_later(path, before)
             return

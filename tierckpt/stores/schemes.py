@@ -15,7 +15,11 @@ KEY_SIZE_MAX = 1024
 
 
 def check_location(location: Location) -> Location:
-    if location.scheme in OWN_SCHEMES or location.scheme in fsspec_schemes():
+    if location.scheme in OWN_SCHEMES:
+        return location
+    from fsspec.registry import known_implementations, registry
+
+    if location.scheme in known_implementations or location.scheme in registry:
         return location
     raise ConfigError(
         f"unknown scheme {location.scheme!r} in {location.uri}",
@@ -88,9 +92,3 @@ def _check_fsspec_name(location: Location) -> None:
     except (ImportError, ValueError):
         return
     check_read_as(location, str(kind._strip_protocol(location.uri)))
-
-
-def fsspec_schemes() -> set[str]:
-    from fsspec.registry import known_implementations, registry
-
-    return {*known_implementations, *registry}

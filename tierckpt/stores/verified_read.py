@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from ..disk.durable import closing_file
 from ..disk.file_io import open_file, pread_all
@@ -25,12 +25,12 @@ T = TypeVar("T")
 READS_MAX = 3
 
 
-def again(store: Store, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
+def again(store: RangeSource, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
     """Retry ``work``, which must be idempotent, after transient failures."""
     return store.again(work) if isinstance(store, Recoverable) else work()
 
 
-async def verified(store: Store, read: Callable[[], Awaitable[T]]) -> T:
+async def verified(store: RangeSource, read: Callable[[], Awaitable[T]]) -> T:
     """Return the result of ``read``, which reads and checks; repeat it after damage, on a new connection.
 
     Raises IntegrityError: damaged in ``READS_MAX`` reads, or the retry budget is spent.
@@ -41,17 +41,10 @@ async def verified(store: Store, read: Callable[[], Awaitable[T]]) -> T:
             return await read()
         except IntegrityError as damage:
             reads += 1
-            if not await reread(store, damage, reads):
+            if reads >= READS_MAX or not isinstance(store, Recoverable):
                 raise
-
-
-async def reread(store: RangeSource, damage: IntegrityError, reads: int) -> bool:
-    """Reconnect after ``reads`` damaged responses. False if no read is left."""
-    if reads >= READS_MAX or not isinstance(store, Recoverable):
-        return False
-    log.warning("%s: a damaged answer, asking again on a new connection: %s", store.uri, damage.message)
-    await store.reconnect(damage)
-    return True
+            log.warning("%s: a damaged answer, asking again on a new connection: %s", store.uri, damage.message)
+            await store.reconnect(damage)
 
 
 async def available(store: Store) -> bool:
@@ -67,7 +60,7 @@ async def get_checked(store: RangeSource, entry: FileEntry, byte_range: ByteRang
         await check(chunk, digest, entry, byte_range, getattr(store, "tier", Tier.SHARED), store.uri)
         return chunk
 
-    return await verified(cast(Store, store), read)
+    return await verified(store, read)
 
 
 class LocalFiles:

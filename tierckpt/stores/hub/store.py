@@ -29,7 +29,7 @@ from ...errors import (
     TierckptError,
 )
 from ...format.layout import Location
-from ...types import Buffer, ByteRange, ObjectInfo, Tier
+from ...types import ByteRange, ObjectInfo, Tier
 from ..base import RangesIgnoredError, check_key, check_prefix, check_range, short_answer
 from ..http_reader import UrlStore
 from ..retry import Retries
@@ -158,9 +158,8 @@ class HubStore(UrlStore):
             async with self._locating.setdefault(file.path, asyncio.Lock()):
                 if name not in self._urls:
                     return await self._resolve(commit, file, byte_range, into)
-        if self._urls[name] != DIRECT:
-            return self._urls[name]
-        return await self._resolve(commit, file, byte_range, into)
+        url = self._urls[name]
+        return url if url != DIRECT else await self._resolve(commit, file, byte_range, into)
 
     async def _resolve(self, commit: str, file: HubFile, byte_range: ByteRange, into: memoryview) -> str | None:
         found = await hub_of(self.retries).resolve(self.repository, commit, file.path, byte_range)
@@ -224,22 +223,12 @@ class HubStore(UrlStore):
         await super().reconnect(damage)
         self._urls.clear()
 
-    async def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        self._refuse()
-
-    async def put_stream(self, key: str, pieces: AsyncIterator[Buffer], size_bytes: int) -> None:
-        self._refuse()
-
     async def link(self, key: str, source: Path) -> bool:
         return False
 
-    async def delete(self, key: str) -> None:
-        self._refuse()
-
-    async def delete_dir(self, prefix: str) -> None:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    async def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise PermissionDeniedError(
             f"{self.uri} is read only", hint="Save to s3://, az://, gs:// or a path", tier=Tier.SHARED
         )
+
+    put = put_stream = delete = delete_dir = _refuse
