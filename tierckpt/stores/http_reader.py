@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 from urllib.parse import urljoin, urlsplit
 
@@ -30,9 +30,9 @@ from ..types import Buffer, ByteRange, Tier
 from . import get_concurrency
 from .base import RangesIgnoredError, check_range, retries_spent, to_completion
 from .http_client import describe_error
-from .proxies import NoRedirects, routed
-from .retry import Probe, Retries
-from .signed_requests import MAY_PASS, Get, NotThisWay, Ranges, is_behind_proxy, is_range
+from .proxies import NoRedirects, proxy_for, routed
+from .retry import Retries
+from .signed_requests import MAY_PASS, Get, NotThisWay, Ranges, is_range
 
 ANSWER_SECONDS_MAX: Final = 30.0
 REDIRECTS_MAX: Final = 5
@@ -42,21 +42,37 @@ Headers: TypeAlias = Mapping[str, str]
 IsVersion: TypeAlias = Callable[[Headers], bool]
 
 
-class HttpReader:
-    def __init__(self, uri: str, settings: Settings, retries: Retries, probe: Probe) -> None:
-        self.uri, self._settings, self._retries, self._probe = uri, settings, retries, probe
+class UrlStore(ABC):
+    """What the read-only stores over HTTP share: reads by URL, and recovery from failures."""
+
+    def __init__(self, uri: str, settings: Settings, retries: Retries | None) -> None:
+        self.uri, self._settings, self.retries = uri, settings, retries or Retries(settings)
         self._ranges = Ranges()
         self._learning = asyncio.Lock()
         self._gives_ranges: set[str] = set()
         self._ignores_ranges: set[str] = set()
         self._whole: dict[str, Any] = {}
 
-    async def receive(
+    @abstractmethod
+    async def _probe(self) -> bool:
+        """Return whether the server answers."""
+
+    @abstractmethod
+    async def get_range_into(
+        self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
+    ) -> None: ...
+
+    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
+        into = memoryview(bytearray(check_range(byte_range).size_bytes))
+        await self.get_range_into(key, byte_range, into, if_match=if_match)
+        return into
+
+    async def _receive(
         self, url: str, byte_range: ByteRange, into: memoryview, size_bytes: int, is_version: IsVersion | None = None
     ) -> None:
         """Fill ``into`` with a range of an object of ``size_bytes``.
 
-        Raises RangesIgnoredError: use ``reading``. PreconditionFailedError: another version. NotThisWay: the URL is
+        Raises RangesIgnoredError: use ``_read_whole``. PreconditionFailedError: another version. NotThisWay: the URL is
         unsuitable or expired. StoreUnavailableError, after retries.
         """
         host = urlsplit(url).netloc
@@ -69,10 +85,10 @@ class HttpReader:
                     await self._again(host, by_itself)
                     self._gives_ranges.add(host)
                     return
-        if is_behind_proxy(url):
+        if proxy_for(url) is not None:
             await self._again(host, by_itself)
             return
-        crowd = self._retries.get_concurrency(host)
+        crowd = self.retries.get_concurrency(host)
         window = min(get_concurrency.WINDOW_SECONDS, self._settings.store_timeout_seconds)
 
         def receive() -> Awaitable[object]:
@@ -83,10 +99,10 @@ class HttpReader:
 
     async def _again(self, host: str, request: Callable[[], Awaitable[object]]) -> None:
         async def ask() -> None:
-            async with self._retries.request(self._retries.breaker(host), self._probe):
+            async with self.retries.request(self.retries.breaker(host), self._probe):
                 await request()
 
-        await self._retries.again(ask, timeout_seconds=self._settings.store_timeout_seconds)
+        await self.retries.again(ask, timeout_seconds=self._settings.store_timeout_seconds)
 
     async def _receive_or_keep(
         self, url: str, byte_range: ByteRange, into: memoryview, size_bytes: int, is_version: IsVersion | None
@@ -113,7 +129,7 @@ class HttpReader:
                 reply.close()
 
     @contextlib.asynccontextmanager
-    async def reading(
+    async def _read_whole(
         self,
         url: str,
         size_bytes: int,
@@ -124,7 +140,7 @@ class HttpReader:
     ) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
         """Yield a function that fills a view with the next bytes of a whole object.
 
-        ``headers_for``: by URL, as not all hosts get a token. ``received_at``: the URL of ``receive``, if different.
+        ``headers_for``: by URL, as not all hosts get a token. ``received_at``: the URL of ``_receive``, if different.
 
         Both raise PreconditionFailedError, ObjectNotFoundError, PermissionDeniedError, StoreError;
         StoreUnavailableError: a retry from the beginning may succeed.
@@ -132,7 +148,7 @@ class HttpReader:
         host = urlsplit(url).netloc
         reply = self._whole.pop(received_at or url, None)
         if reply is None:
-            async with self._retries.request(self._retries.breaker(host), self._probe):
+            async with self.retries.request(self.retries.breaker(host), self._probe):
                 try:
                     reply = await to_completion(asyncio.to_thread(_open, self.uri, url, headers_for))
                 except NotThisWay as refusal:
@@ -150,50 +166,13 @@ class HttpReader:
         finally:
             reply.close()
 
-    def renew(self) -> None:
-        self._ranges.connections.close()
-        for reply in self._whole.values():
-            reply.close()
-        self._whole.clear()
-
-    def close(self) -> None:
-        self.renew()
-        self._ranges.close()
-
-
-class UrlStore(ABC):
-    """What the read-only stores over HTTP share: reads by URL, and recovery from failures."""
-
-    uri: str
-
-    def __init__(self, settings: Settings, retries: Retries | None) -> None:
-        self._settings, self.retries = settings, retries or Retries(settings)
-
-    @cached_property
-    def _reader(self) -> HttpReader:
-        return HttpReader(self.uri, self._settings, self.retries, self._probe)
-
-    @abstractmethod
-    async def _probe(self) -> bool:
-        """Return whether the server answers."""
-
-    @abstractmethod
-    async def get_range_into(
-        self, key: str, byte_range: ByteRange, into: memoryview, *, if_match: str | None = None
-    ) -> None: ...
-
-    async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
-        into = memoryview(bytearray(check_range(byte_range).size_bytes))
-        await self.get_range_into(key, byte_range, into, if_match=if_match)
-        return into
-
     def again(self, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
         return self.retries.again(work)
 
     async def reconnect(self, damage: TierckptError) -> None:
         if not await self.retries.take_retry():
             raise damage
-        self._reader.renew()
+        await self.close()
 
     async def available(self) -> bool:
         return False
@@ -202,7 +181,10 @@ class UrlStore(ABC):
         return
 
     async def close(self) -> None:
-        self._reader.close()
+        self._ranges.close()
+        for reply in self._whole.values():
+            reply.close()
+        self._whole.clear()
 
 
 def range_header(byte_range: ByteRange) -> dict[str, str]:

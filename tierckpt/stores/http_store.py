@@ -50,8 +50,8 @@ class _FileVersion:
 
 class HttpStore(UrlStore, UniversalStore):
     def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
-        UrlStore.__init__(self, settings, retries)
         UniversalStore.__init__(self, *open_filesystem(location), location.uri)
+        UrlStore.__init__(self, location.uri, settings, retries)
         self._versions: dict[tuple[str, str | None], _FileVersion] = {}
 
     def _path(self, key: str) -> str:
@@ -101,7 +101,7 @@ class HttpStore(UrlStore, UniversalStore):
         if not byte_range.size_bytes:
             return
         try:
-            await self._reader.receive(version.url, byte_range, into, version.size_bytes, version.matches)
+            await self._receive(version.url, byte_range, into, version.size_bytes, version.matches)
         except NotThisWay as answer:
             data = await UniversalStore.get_range(self, key, byte_range, if_match=if_match)
             if len(data) != byte_range.size_bytes:
@@ -115,7 +115,7 @@ class HttpStore(UrlStore, UniversalStore):
         self, key: str, *, if_match: str | None = None
     ) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
         version = await self._version(key, if_match)
-        async with self._reader.reading(version.url, version.size_bytes, lambda _: {}, version.matches) as fill:
+        async with self._read_whole(version.url, version.size_bytes, lambda _: {}, version.matches) as fill:
             yield fill
 
     def _find(self, prefix: str) -> builtins.list[ObjectInfo]:

@@ -74,8 +74,9 @@ from .obstore_errors import (
     wrong_protocol_error,
 )
 from .obstore_module import Module
+from .proxies import proxy_for
 from .retry import PROBE_SECONDS_MAX, Retries
-from .signed_requests import Get, NotThisWay, delete_if, is_behind_proxy
+from .signed_requests import Get, NotThisWay, delete_if
 
 if TYPE_CHECKING:
     import obstore
@@ -344,7 +345,7 @@ class RemoteStore:
             url = await obstore.sign_async(client, "GET", self._prefix + key, SIGNED_FOR)
         except (obstore_errors.BaseError, ValueError) as error:
             raise NotThisWay(f"no URL can be signed ({type(error).__name__})", for_good=True) from None
-        if is_behind_proxy(url):
+        if proxy_for(url) is not None:
             raise NotThisWay("there is a proxy", for_good=True)
         get = Get(f"{self.uri}/{key}", url, byte_range, into, self._limit_seconds(0), if_match=if_match)
         await self._get_concurrency.run(partial(self._bucket.ranges.run, get))

@@ -52,13 +52,10 @@ def proxy_for(url: str) -> Proxy | None:
     """Raises ConfigError: not an HTTP proxy."""
     parts = urlsplit(url)
     found = _configured(parts.scheme)
-    if found is None or is_direct(parts.hostname or "", _port(parts)):
+    host, port = parts.hostname or "", _port(parts)
+    if found is None or any(_matches(entry, host, port) for entry in (*METADATA, *_excluded())):
         return None
     return _checked(*found)
-
-
-def is_direct(host: str, port: int | None) -> bool:
-    return any(_matches(entry, host, port) for entry in (*METADATA, *_excluded()))
 
 
 def client_options(endpoint: str) -> dict[str, str]:

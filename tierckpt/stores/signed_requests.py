@@ -23,7 +23,7 @@ from . import get_concurrency
 from .access import tls_context
 from .base import RangesIgnoredError, retries_spent
 from .http_client import Call, Connections, HttpError, Response, TlsError, TooSlow
-from .proxies import direct_opener, proxy_for, routed
+from .proxies import direct_opener, routed
 
 IDLE_MAX: Final = 64
 CONNECT_SECONDS: Final = 5.0
@@ -170,10 +170,6 @@ class Ranges:
 
     def close(self) -> None:
         self.connections.close()
-
-
-def is_behind_proxy(url: str) -> bool:
-    return proxy_for(url) is not None
 
 
 def delete_if(url: str, etag: str, target: str, timeout_seconds: float, tls: ssl.SSLContext) -> None:

@@ -47,8 +47,7 @@ _POINTER = b"version https://git-lfs"
 
 class HubStore(UrlStore):
     def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
-        super().__init__(settings, retries)
-        self.uri = location.uri
+        super().__init__(location.uri, settings, retries)
         self.has_put_if_absent = False
         self._repository = repository_of(location)
         self._is_whole_only = False
@@ -135,7 +134,7 @@ class HubStore(UrlStore):
             if not (url := await self._locate(commit, file, byte_range, into) or ""):
                 return
             try:
-                await self._reader.receive(url, byte_range, into, file.size_bytes)
+                await self._receive(url, byte_range, into, file.size_bytes)
                 return
             except NotThisWay as refusal:
                 reason = str(refusal)
@@ -190,7 +189,7 @@ class HubStore(UrlStore):
         hub = hub_of(self.retries)
         url = f"{hub.endpoint}{hub.path_of(self.repository, commit, file.path)}"
         known = self._urls.get((commit, file.path), "")
-        async with self._reader.reading(url, file.size_bytes, hub.authorization, received_at=known) as fill:
+        async with self._read_whole(url, file.size_bytes, hub.authorization, received_at=known) as fill:
             yield fill
 
     def _ranges_ignored(self, file: HubFile) -> RangesIgnoredError:
