@@ -59,10 +59,6 @@ class Response:
     headers: Mapping[str, str]
     length: int
 
-    @property
-    def keeps(self) -> bool:
-        return self.headers.get("connection", "").lower() != "close"
-
 
 class Call(ABC):
     """One running request. ``abort`` from another thread ends it at once."""
@@ -267,7 +263,7 @@ class Reply:
         answer = self._call.answer
         self._watermark.expect(1)
         self._call.check(answer, self._body)
-        self.is_good = answer.keeps
+        self.is_good = answer.headers.get("connection", "").lower() != "close"
         return self._body
 
     def too_slow(self, moved_bytes: int = 0) -> TooSlow:

@@ -53,7 +53,7 @@ class HubStore(UrlStore):
         self._is_whole_only = False
         self._listed: dict[str, HubFile] = {}
         self._listed_at = 0.0
-        self._commit = ""
+        self.commit = ""
         self._listing = asyncio.Lock()
         self._commits: dict[tuple[str, str], tuple[str, HubFile]] = {}
         self._urls: dict[tuple[str, str], str] = {}
@@ -72,10 +72,6 @@ class HubStore(UrlStore):
     async def _probe(self) -> bool:
         return await hub_of(self.retries).probe()
 
-    @property
-    def commit(self) -> str:
-        return self._commit
-
     async def _files(self) -> dict[str, HubFile]:
         async with self._listing:
             repository, hub = self.repository, hub_of(self.retries)
@@ -86,7 +82,7 @@ class HubStore(UrlStore):
                 found = await hub.tree(repository, commit)
                 self._listed = {file.path.removeprefix(below): file for file in found if file.path.startswith(below)}
                 self._commits |= {(key, file.etag): (commit, file) for key, file in self._listed.items()}
-                self._listed_at, self._commit = time.monotonic(), commit
+                self._listed_at, self.commit = time.monotonic(), commit
             return self._listed
 
     async def _file(self, key: str, etag: str | None) -> tuple[str, HubFile]:
@@ -97,7 +93,7 @@ class HubStore(UrlStore):
             raise ObjectNotFoundError(f"{self.uri} has no file {key}", tier=Tier.SHARED, key=key)
         if etag is not None and file.etag != etag:
             raise PreconditionFailedError(f"{key} has changed", uri=self.uri, key=key)
-        return self._commit, file
+        return self.commit, file
 
     async def head(self, key: str) -> ObjectInfo:
         _, file = await self._file(key, None)
