@@ -461,8 +461,8 @@ class PartialEntry:
                     log.warning("%s is missing: fetching it again", path)
                     self.append_line(f"!{index}.")
             except FileExistsError:
-                file = open_regular(path, os.O_RDWR)
                 self._check_own_name(path, item)
+                file = open_regular(path, os.O_RDWR)
             with closing_file(file):
                 status = os.fstat(file)
                 if self.preallocate and item.size_bytes > status.st_blocks * 512:
