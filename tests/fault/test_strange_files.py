@@ -29,6 +29,7 @@ from tierckpt.agent.agent_server import run as run_agent
 from tierckpt.agent.options import AgentOptions
 from tierckpt.cli.prune import prune
 from tierckpt.cli.status import status
+from tierckpt.cli.ui.session import Session
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.disk.priority import flushing
@@ -89,11 +90,11 @@ def _agent(node: Node) -> None:
 
 
 VERBS: dict[str, Verb] = {
-    "status": lambda node: status(as_json=True, local_root=node.root),
+    "status": lambda node: status(Session(as_json=True, local_root=node.root)),
     "latest": lambda node: latest(node.run, **node.settings),
     "restore": Node.load,
     "prefetch": Node.fetch,
-    "prune": lambda node: prune(node.run, keep_last=1, yes=True, local_root=node.root),
+    "prune": lambda node: prune(Session(local_root=node.root), node.run, keep_last=1, yes=True),
     "drain": lambda node: node.client(lambda mover: mover.drains.drain_all(patient=False)),
     "recover": lambda node: node.client(lambda mover: mover.drains.recover()),
     "evict": lambda node: node.client(lambda mover: _evict(mover, node.model)),

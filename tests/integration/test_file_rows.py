@@ -118,7 +118,7 @@ def test_every_transfer_verb_names_its_files(
         "prefetch": [step, "--to=fetched", "--local-root=elsewhere"],  # an empty local root, so that files are fetched
     }
     for verb, arguments in verbs.items():
-        monkeypatch.setattr(f"tierckpt.cli.{verb}.progress_bar", collect)
+        monkeypatch.setattr("tierckpt.cli.ui.session.progress_bar", collect)
         assert run([verb, *arguments]) == 0, capsys.readouterr().err
         ends = ".safetensors" if verb == "export" else ".distcp"
         assert any(path.endswith(ends) and done > 0 for path, done in seen.items()), (verb, seen)

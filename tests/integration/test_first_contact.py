@@ -288,7 +288,7 @@ def test_restore_export_and_verify_show_progress(
         yield lambda progress: seen.setdefault(progress.what, []).append(progress.done_bytes)
 
     for verb, more in (("restore", "--to=copy"), ("export", "--to=model"), ("verify", "--read-data")):
-        monkeypatch.setattr(f"tierckpt.cli.{verb}.progress_bar", collect)
+        monkeypatch.setattr("tierckpt.cli.ui.session.progress_bar", collect)
         monkeypatch.chdir(tmp_path)
         assert run([verb, file_uri, more]) == 0
         moves = seen.pop(f"{verb} {file_uri}/step-1")

@@ -6,33 +6,26 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from ..adoption import adopt as adopt_directory
 from ..errors import ConfigError
 from ..types import Json
-from .ui.output import Report, facts, progress_bar
-from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, closing_clients, load_settings
-
-Directory = Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Directory to adopt. Its files are closed.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at URI.")]
-Links = Annotated[bool, typer.Option("--links", help="Hard-link the files. They must not be written in place later.")]
-Ranks = Annotated[str | None, typer.Option("--ranks", metavar="R/N", help="This node is R (from 0) of N nodes.")]
-Attempt = Annotated[str | None, typer.Option("--attempt", metavar="NAME", help="Name shared by all of --ranks.")]
-WaitSeconds = Annotated[float, typer.Option("--wait", metavar="SECONDS", help="Wait at most this long for the drain.")]
+from .ui.output import Report, facts
+from .ui.session import ProgressSession, UriArgument, closing_clients
 
 
 def adopt(
-    directory: Directory,
+    session: ProgressSession,
+    directory: Annotated[Path, Argument(metavar="DIRECTORY", help="Directory to adopt. Its files are closed.")],
     uri: UriArgument,
-    overwrite: Overwrite = False,
-    links: Links = False,
-    ranks: Ranks = None,
-    attempt: Attempt = None,
-    wait: WaitSeconds = 0.0,
-    progress: ProgressOption = "auto",
-    as_json: JsonOption = False,
-    local_root: LocalRootOption = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the checkpoint at URI.")] = False,
+    links: Annotated[
+        bool, Option("--links", help="Hard-link the files. They must not be written in place later.")
+    ] = False,
+    ranks: Annotated[str | None, Option(metavar="R/N", help="This node is R (from 0) of N nodes.")] = None,
+    attempt: Annotated[str | None, Option(metavar="NAME", help="Name shared by all of --ranks.")] = None,
+    wait: Annotated[float, Option(metavar="SECONDS", help="Wait at most this long for the drain.")] = 0.0,
 ) -> Report:
     """Make a checkpoint of DIRECTORY: committed on this node on return, then drained to URI in the background.
 
@@ -40,8 +33,8 @@ def adopt(
     """
     begun = time.monotonic()
     with closing_clients():
-        settings = load_settings(local_root)
-        with progress_bar(as_json=as_json, progress=progress) as listener:
+        settings = session.settings()
+        with session.progress_bar() as listener:
             handle = adopt_directory(
                 directory,
                 uri,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from ..agent.agent_server import run
 from ..agent.options import AgentOptions
@@ -20,61 +21,44 @@ from ..poll import LOCAL, Poll
 from ..telemetry import log_to
 from ..types import Json
 from .ui.output import Report
-from .ui.session import JsonOption, LocalRootOption, load_settings, rate_of
+from .ui.session import Session, rate_of
 
 STOP_SECONDS_EXTRA = 10.0
 
-WhenIdle = Annotated[
-    bool,
-    typer.Option("--leave-when-idle", help="Exit after --idle-seconds without work, as an agent started on demand."),
-]
-Idle = Annotated[float, typer.Option("--idle-seconds", min=0.0, help="Seconds without work after which it is idle.")]
-Port = Annotated[
-    int | None,
-    typer.Option("--metrics-port", min=0, max=65535, help="Serve Prometheus metrics on this port of 127.0.0.1."),
-]
-HfProxy = Annotated[
-    int | None,
-    typer.Option(
-        "--hf-proxy",
-        metavar="PORT",
-        min=0,
-        max=65535,
-        help="Serve HF_ENDPOINT through the node cache on this port of 127.0.0.1: read-only, with this agent's token, "
-        "to every user of this node.",
-    ),
-]
-Advertise = Annotated[
-    str | None,
-    typer.Option("--advertise", metavar="HOST[:PORT]", help="Address of this node for the others. Default: detected."),
-]
-Network = Annotated[
-    str | None,
-    typer.Option(
-        "--network-bytes-per-second", metavar="RATE", help="Speed of this node's network. Default: from the kernel."
-    ),
-]
-Serve = Annotated[
-    str | None, typer.Option("--serve-bytes-per-second", metavar="RATE", help="Rate limit for all peers together.")
-]
-Stop = Annotated[bool, typer.Option("--stop", help="Stop the running agent within its grace period, and wait.")]
-
 
 def agent(
+    session: Session,
     context: typer.Context,
-    leave_when_idle: WhenIdle = False,
-    idle_seconds: Idle = IDLE_SECONDS,
-    metrics_port: Port = None,
-    hf_proxy: HfProxy = None,
-    advertise: Advertise = None,
-    network_bytes_per_second: Network = None,
-    serve_bytes_per_second: Serve = None,
-    stop: Stop = False,
-    as_json: JsonOption = False,
-    local_root: LocalRootOption = None,
+    leave_when_idle: Annotated[
+        bool, Option("--leave-when-idle", help="Exit after --idle-seconds without work, as an agent started on demand.")
+    ] = False,
+    idle_seconds: Annotated[float, Option(min=0.0, help="Seconds without work after which it is idle.")] = IDLE_SECONDS,
+    metrics_port: Annotated[
+        int | None, Option(min=0, max=65535, help="Serve Prometheus metrics on this port of 127.0.0.1.")
+    ] = None,
+    hf_proxy: Annotated[
+        int | None,
+        Option(
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Serve HF_ENDPOINT through the node cache on this port of 127.0.0.1: read-only, with this agent's "
+            "token, to every user of this node.",
+        ),
+    ] = None,
+    advertise: Annotated[
+        str | None, Option(metavar="HOST[:PORT]", help="Address of this node for the others. Default: detected.")
+    ] = None,
+    network_bytes_per_second: Annotated[
+        str | None, Option(metavar="RATE", help="Speed of this node's network. Default: from the kernel.")
+    ] = None,
+    serve_bytes_per_second: Annotated[
+        str | None, Option(metavar="RATE", help="Rate limit for all peers together.")
+    ] = None,
+    stop: Annotated[bool, Option("--stop", help="Stop the running agent within its grace period, and wait.")] = False,
 ) -> Report:
     """Run the agent of this node's local root until SIGTERM. Exit 0, or 3 if checkpoints are still to drain."""
-    settings = load_settings(local_root)
+    settings = session.settings()
     if stop:
         return _stop(settings)
     options = AgentOptions(

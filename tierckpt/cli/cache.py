@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from ..cache.pool import CacheRow, Pool
 from ..cache.prefetch import FileFilter
@@ -18,7 +19,7 @@ from ..restore.prefetch import PrefetchRequest
 from ..restore.prefetch import check as check_prefetched
 from ..types import Json
 from .ui.output import Report, facts, human_bytes, table
-from .ui.session import JsonOption, LocalRootOption, complete_uri, load_settings, location_of, open_client, size_of
+from .ui.session import Session, complete_uri, location_of, size_of, taking_options
 
 PARTIAL = 3
 
@@ -26,43 +27,26 @@ Uris = Annotated[
     list[str],
     typer.Argument(metavar="URI...", help="Models, checkpoints or single objects.", autocompletion=complete_uri),
 ]
-SomeUris = Annotated[
-    list[str] | None, typer.Argument(metavar="[URI...]", help="Empty: see --max-bytes.", autocompletion=complete_uri)
-]
-To = Annotated[Path | None, typer.Option("--to", metavar="DIR", help="A directory that `prefetch --to` filled.")]
-Include = Annotated[list[str] | None, typer.Option("--include", metavar="GLOB", help="Only matching files.")]
-Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No files that match.")]
-ReadData = Annotated[bool, typer.Option("--read-data", help="Digest every byte again.")]
-HfCache = Annotated[
-    bool,
-    typer.Option(
-        "--hf-cache", help="The Hugging Face cache (HF_HUB_CACHE, or --to): digest every file of hf://ORG/NAME."
-    ),
-]
-MaxBytes = Annotated[
-    str | None,
-    typer.Option("--max-bytes", metavar="SIZE", help="Evict the least recently used files down to this size."),
-]
-
-cache = typer.Typer(help="Show and manage the cache of this node.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@cache.command()
-def ls(as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
+def ls(session: Session) -> Report:
     """List cached files, the most recently used first: size, pins, processes that use them."""
-    return cache_report(Pool(load_settings(local_root)))
+    return cache_report(Pool(session.settings()))
 
 
-@cache.command()
 def check(
+    session: Session,
     uris: Uris,
-    to: To = None,
-    include: Include = None,
-    exclude: Exclude = None,
-    read_data: ReadData = False,
-    hf_cache: HfCache = False,
-    as_json: JsonOption = False,
-    local_root: LocalRootOption = None,
+    to: Annotated[Path | None, Option(metavar="DIR", help="A directory that `prefetch --to` filled.")] = None,
+    include: Annotated[list[str] | None, Option(metavar="GLOB", help="Only matching files.")] = None,
+    exclude: Annotated[list[str] | None, Option(metavar="GLOB", help="No files that match.")] = None,
+    read_data: Annotated[bool, Option("--read-data", help="Digest every byte again.")] = False,
+    hf_cache: Annotated[
+        bool,
+        Option(
+            "--hf-cache", help="The Hugging Face cache (HF_HUB_CACHE, or --to): digest every file of hf://ORG/NAME."
+        ),
+    ] = False,
 ) -> Report:
     """Compare the cached files with the source. Fetches nothing. Exit code 3 if any file is missing."""
     locations = [location_of(uri) for uri in uris]
@@ -71,13 +55,12 @@ def check(
     target = local_path(to, "--to") if to is not None else None
     files = FileFilter(tuple(include or ()), tuple(exclude or ()))
     requests = [PrefetchRequest(location, target, files, hf_cache=hf_cache) for location in locations]
-    return checked(requests, local_root, read_data=read_data)
+    return checked(session, requests, read_data=read_data)
 
 
-@cache.command()
-def pin(uris: Uris, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
+def pin(session: Session, uris: Uris) -> Report:
     """Keep the last used version of these URIs in the cache until it is unpinned."""
-    pool = Pool(load_settings(local_root))
+    pool = Pool(session.settings())
     found = {uri: pool.rows(location_of(uri).uri) for uri in uris}
     if missing := [uri for uri, rows in found.items() if not rows]:
         raise ObjectNotFoundError(
@@ -92,23 +75,27 @@ def pin(uris: Uris, as_json: JsonOption = False, local_root: LocalRootOption = N
     return Report({"pinned": names}, [facts({"pinned": ", ".join(names)})])
 
 
-@cache.command()
-def unpin(uris: Uris, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
+def unpin(session: Session, uris: Uris) -> Report:
     """Let the cache evict these URIs again."""
-    return unpinned([location_of(uri) for uri in uris], local_root)
+    return unpinned(session, [location_of(uri) for uri in uris])
 
 
-@cache.command()
 def evict(
-    uris: SomeUris = None, max_bytes: MaxBytes = None, as_json: JsonOption = False, local_root: LocalRootOption = None
+    session: Session,
+    uris: Annotated[
+        list[str] | None, Argument(metavar="[URI...]", help="Empty: see --max-bytes.", autocompletion=complete_uri)
+    ] = None,
+    max_bytes: Annotated[
+        str | None, Option(metavar="SIZE", help="Evict the least recently used files down to this size.")
+    ] = None,
 ) -> Report:
     """Remove these URIs from the cache, or the least recently used ones. Exit code 3 if some are pinned or in use."""
     size_bytes_max = size_of("--max-bytes", max_bytes)
     if (size_bytes_max is None) == (not uris):
         raise ConfigError("give URIs or --max-bytes", hint="`tierckpt cache ls` lists the cached files")
     if size_bytes_max is None:
-        return evicted([location_of(uri) for uri in uris or ()], local_root)
-    pool = Pool(load_settings(local_root))
+        return evicted(session, [location_of(uri) for uri in uris or ()])
+    pool = Pool(session.settings())
     before = pool.rows()
     shrink_cache(pool, sum(row.reserved_bytes for row in before) - size_bytes_max)
     left = pool.rows()
@@ -117,8 +104,13 @@ def evict(
     return _eviction([row for row in before if row.name not in names], left if is_too_much else [])
 
 
-def checked(requests: Sequence[PrefetchRequest], local_root: Path | None, *, read_data: bool) -> Report:
-    with open_client(local_root) as client:
+cache = typer.Typer(help="Show and manage the cache of this node.", no_args_is_help=True, rich_markup_mode=None)
+for _verb in (ls, check, pin, unpin, evict):
+    cache.command()(taking_options(_verb))
+
+
+def checked(session: Session, requests: Sequence[PrefetchRequest], *, read_data: bool) -> Report:
+    with session.client() as client:
 
         async def look(request: PrefetchRequest) -> Report:
             found = await check_prefetched(client.mover, request)
@@ -145,17 +137,17 @@ def checked(requests: Sequence[PrefetchRequest], local_root: Path | None, *, rea
         return join_reports([client.run(look(request)) for request in requests])
 
 
-def unpinned(locations: Sequence[Location], local_root: Path | None) -> Report:
-    with open_client(local_root) as client:
+def unpinned(session: Session, locations: Sequence[Location]) -> Report:
+    with session.client() as client:
         rows = [row for location in locations for row in client.mover.node_cache.unpin(location)]
     names = [row.uri for row in rows]
     return Report({"unpinned": names}, [facts({"unpinned": ", ".join(names) or "nothing was pinned"})])
 
 
-def evicted(locations: Sequence[Location], local_root: Path | None) -> Report:
+def evicted(session: Session, locations: Sequence[Location]) -> Report:
     went: list[CacheRow] = []
     stayed: list[CacheRow] = []
-    with open_client(local_root) as client:
+    with session.client() as client:
         for location in locations:
             evicted_rows, left = client.mover.node_cache.evict(location)
             went += evicted_rows

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from ..agent.node_document import node_document
 from ..arena import memory, pages
@@ -33,7 +33,7 @@ from ..quantities import DISK_BLOCK_BYTES
 from ..stores.base import Store
 from ..torch_internals import CHECKED_VERSIONS
 from .ui.output import Report, human_bytes, human_seconds, table
-from .ui.session import JsonOption, LocalRootOption, complete_uri, load_settings, location_of, open_client
+from .ui.session import Session, complete_uri, location_of
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 EXTRAS = {
@@ -50,15 +50,6 @@ FSYNC_SECONDS_WARN = 0.1
 FSYNC_ROUNDS = 5
 NOT_NODE_LOCAL = ("nfs", "cifs", "smb", "fuse", "lustre", "ceph", "9p", "beegfs", "gpfs")
 
-OptionalUri = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[URI]",
-        help="Also test this location: puts, reads and removes a small object.",
-        autocompletion=complete_uri,
-    ),
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -69,13 +60,23 @@ class Finding:
     detail: str
 
 
-def doctor(uri: OptionalUri = None, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
+def doctor(
+    session: Session,
+    uri: Annotated[
+        str | None,
+        Argument(
+            metavar="[URI]",
+            help="Also test this location: puts, reads and removes a small object.",
+            autocompletion=complete_uri,
+        ),
+    ] = None,
+) -> Report:
     """Check the installation, the local root, the journal and, with URI, shared storage. Exit 1 if anything fails."""
     location = location_of(uri) if uri is not None else None
-    settings = load_settings(local_root)
+    settings = session.settings()
     checks = [*_software(), *_variables(), *_local_root(settings), _journal(settings), *huge_pages()]
     if location is not None:
-        with open_client(local_root) as client:
+        with session.client() as client:
             checks += client.run(_store(client.mover, location))
     document = {
         "local_root": str(settings.local_root),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from ..checkpoint.journal import (
     DRAIN_STATES,
@@ -33,60 +33,42 @@ from ..ipc.agent_client import shared_client
 from ..mover import Mover
 from ..poll import Pauses, Poll
 from ..types import Json
-from .ui.output import Report, facts, human_bytes, progress_bar, table
-from .ui.session import JsonOption, LocalRootOption, ProgressOption, load_settings, open_client, rate_of
+from .ui.output import Report, facts, human_bytes, table
+from .ui.session import ProgressSession, rate_of
 
 NOTHING = "The journal is empty: nothing to drain."
 
-Wait = Annotated[
-    bool, typer.Option("--wait", help="Retry, and wait for other ranks and movers, until the journal is empty.")
-]
-Timeout = Annotated[
-    float | None, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Stop waiting after this long (exit 7).")
-]
-
-
-Limit = Annotated[
-    str | None,
-    typer.Option(
-        "--limit",
-        metavar="RATE",
-        help="Rate limit for each mover of this node, as 200MiB/s; 'none', or 'default' for the settings' rate. Kept "
-        "until it is changed; running drains follow within a second.",
-    ),
-]
-Concurrency = Annotated[
-    int | None, typer.Option("--concurrency", metavar="N", help="Files in flight for each mover of this node.")
-]
-Paused = Annotated[
-    bool | None,
-    typer.Option("--pause/--resume", help="Pause or resume all drains of this node. Kept until it is changed."),
-]
-
-
-Retry = Annotated[bool, typer.Option("--retry", help="First requeue drains that failed for too long.")]
-Forget = Annotated[
-    str | None,
-    typer.Option(
-        "--forget",
-        metavar="URI",
-        help="Give up the failed drains of this checkpoint (its files stay on this node) or single file  "
-        "(which is deleted).",
-    ),
-]
-
 
 def drain(
-    wait: Wait = False,
-    timeout: Timeout = None,
-    limit: Limit = None,
-    concurrency: Concurrency = None,
-    paused: Paused = None,
-    retry: Retry = False,
-    forget: Forget = None,
-    progress: ProgressOption = "auto",
-    as_json: JsonOption = False,
-    local_root: LocalRootOption = None,
+    session: ProgressSession,
+    wait: Annotated[
+        bool, Option("--wait", help="Retry, and wait for other ranks and movers, until the journal is empty.")
+    ] = False,
+    timeout: Annotated[
+        float | None, Option(metavar="SECONDS", min=0.0, help="Stop waiting after this long (exit 7).")
+    ] = None,
+    limit: Annotated[
+        str | None,
+        Option(
+            metavar="RATE",
+            help="Rate limit for each mover of this node, as 200MiB/s; 'none', or 'default' for the settings' rate. "
+            "Kept until it is changed; running drains follow within a second.",
+        ),
+    ] = None,
+    concurrency: Annotated[int | None, Option(metavar="N", help="Files in flight for each mover of this node.")] = None,
+    paused: Annotated[
+        bool | None,
+        Option("--pause/--resume", help="Pause or resume all drains of this node. Kept until it is changed."),
+    ] = None,
+    retry: Annotated[bool, Option("--retry", help="First requeue drains that failed for too long.")] = False,
+    forget: Annotated[
+        str | None,
+        Option(
+            metavar="URI",
+            help="Give up the failed drains of this checkpoint (its files stay on this node) or single file  "
+            "(which is deleted).",
+        ),
+    ] = None,
 ) -> Report:
     """Drain the pending checkpoints of earlier processes of this node. Exit 0 if all are drained.
 
@@ -95,18 +77,15 @@ def drain(
     if forget is not None:
         if wait or retry:
             raise ConfigError("--forget drains nothing", hint="Leave --wait and --retry out")
-        return _forget(Journal(load_settings(local_root).local_root), parse_uri(forget).uri)
+        return _forget(Journal(session.settings().local_root), parse_uri(forget).uri)
     if paused and wait:
         raise ConfigError("--pause and --wait contradict each other", hint="Leave one out")
     if limit is not None or concurrency is not None or paused is not None:
-        report = _change(load_settings(local_root).local_root, limit, concurrency, paused)
+        report = _change(session.settings().local_root, limit, concurrency, paused)
         if not wait:
             return report
     # drain=False: the mover starts only the drains requested here.
-    with (
-        progress_bar(as_json=as_json, progress=progress) as listener,
-        open_client(local_root, listener, drain=False) as client,
-    ):
+    with session.progress_bar() as listener, session.client(listener, drain=False) as client:
         if retry:
             client.mover.journal.put_back()
         work = client.run(_drain_within(client.mover, wait, timeout))

@@ -5,28 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from ..checkpoint.verify import record_check
 from ..errors import IntegrityError
 from ..restore.drill import drill as restore_drill
-from .ui.output import Report, facts, progress_bar, table
-from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
-
-Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="The same seed selects the same step.")]
-Scratch = Annotated[
-    Path | None,
-    typer.Option("--scratch", metavar="DIR", help="Directory to restore to, then cleaned up. Default: the local root."),
-]
+from .ui.output import Report, facts, table
+from .ui.session import ProgressSession, UriArgument, location_of
 
 
 def drill(
+    session: ProgressSession,
     uri: UriArgument,
-    seed: Seed = None,
-    scratch: Scratch = None,
-    progress: ProgressOption = "auto",
-    as_json: JsonOption = False,
-    local_root: LocalRootOption = None,
+    seed: Annotated[int | None, Option(metavar="N", help="The same seed selects the same step.")] = None,
+    scratch: Annotated[
+        Path | None, Option(metavar="DIR", help="Directory to restore to, then cleaned up. Default: the local root.")
+    ] = None,
 ) -> Report:
     """Restore a random committed step at or under URI from shared storage only, and check every byte.
 
@@ -34,10 +28,7 @@ def drill(
     committed there.
     """
     location = location_of(uri)
-    with (
-        progress_bar(as_json=as_json, progress=progress) as listener,
-        open_client(local_root, listener, drain=False) as client,
-    ):
+    with session.progress_bar() as listener, session.client(listener, drain=False) as client:
         found = client.run(
             restore_drill(client.mover, location, seed=seed, scratch=scratch.absolute() if scratch else None)
         )

@@ -6,43 +6,27 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from ..errors import ConfigError, MissingExtraError
 from ..format.uris import local_path
 from ..process_start import leave_removed_directory
 from ..types import Json
-from .ui.output import Report, facts, progress_bar
-from .ui.session import (
-    JsonOption,
-    LocalRootOption,
-    ProgressOption,
-    UriArgument,
-    closing_clients,
-    load_settings,
-    location_of,
-    size_of,
-)
-
-To = Annotated[Path, typer.Option("--to", metavar="DIR", help="New or empty directory.")]
-Dtype = Annotated[
-    str | None, typer.Option("--dtype", metavar="DTYPE", help="Convert floating-point tensors: bf16, fp16 or fp32.")
-]
-MaxShardSize = Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest file, like 5GiB.")]
-Only = Annotated[
-    str, typer.Option("--only", metavar="PREFIX", help="Export only keys below PREFIX (model: model.*), and strip it.")
-]
+from .ui.output import Report, facts
+from .ui.session import ProgressSession, UriArgument, closing_clients, location_of, size_of
 
 
 def export(
+    session: ProgressSession,
     uri: UriArgument,
-    to: To,
-    dtype: Dtype = None,
-    max_shard_size: MaxShardSize = "5GiB",
-    only: Only = "",
-    progress: ProgressOption = "auto",
-    as_json: JsonOption = False,
-    local_root: LocalRootOption = None,
+    to: Annotated[Path, Option(metavar="DIR", help="New or empty directory.")],
+    dtype: Annotated[
+        str | None, Option(metavar="DTYPE", help="Convert floating-point tensors: bf16, fp16 or fp32.")
+    ] = None,
+    max_shard_size: Annotated[str, Option(metavar="SIZE", help="Largest file, like 5GiB.")] = "5GiB",
+    only: Annotated[
+        str, Option(metavar="PREFIX", help="Export only keys below PREFIX (model: model.*), and strip it.")
+    ] = "",
 ) -> Report:
     """Write a checkpoint's tensors to DIR as safetensors. URI may be a run: then its newest usable checkpoint.
 
@@ -59,14 +43,14 @@ def export(
         raise MissingExtraError(f"export needs {error.name}", hint="pip install 'tierckpt[torch]'") from error
 
     begun = time.monotonic()
-    with progress_bar(as_json=as_json, progress=progress) as listener, closing_clients():
+    with session.progress_bar() as listener, closing_clients():
         result = export_safetensors(
             location.uri,
             target,
             dtype=dtype,
             shard_size_bytes_max=shard_size_bytes_max,
             only=only,
-            settings=load_settings(local_root),
+            settings=session.settings(),
             listener=listener,
         )
     document: Json = {**result.to_json(), "seconds": time.monotonic() - begun}

@@ -20,14 +20,14 @@ from ..mover import Mover
 from ..save import log_segments
 from ..types import Json
 from .ui.output import Report, day, facts, human_bytes, table
-from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.session import Session, UriArgument, location_of
 
 
-def info(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
+def info(session: Session, uri: UriArgument) -> Report:
     """Show one checkpoint: save, tiers, files and sizes, and the later steps in this node's gradient logs.
     Also shows the logs of a run, and the files of a plain directory of model files."""
     location = location_of(uri)
-    with open_client(local_root) as client:
+    with session.client() as client:
         return client.run(_inspect(client.mover, location))
 
 

@@ -9,17 +9,17 @@ from ..errors import CheckpointNotFoundError, PartialTransferError
 from ..format.layout import Location
 from ..mover import Mover
 from .ui.output import Report, table
-from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.session import Session, UriArgument, location_of
 
 
-def ls(uri: UriArgument, as_json: JsonOption = False, local_root: LocalRootOption = None) -> Report:
+def ls(session: Session, uri: UriArgument) -> Report:
     """List the checkpoints at or directly under URI, by step. Uncommitted and abandoned ones are marked.
 
     For a bucket, or a directory above runs, list its runs: the newest step of each, its age and size, and whether it
     was adopted. Exit 3 if there are more directories than are searched.
     """
     location = location_of(uri)
-    with open_client(local_root) as client:
+    with session.client() as client:
         rows, runs, is_complete = client.run(_list_run(client.mover, location))
     columns = "name >step local shared >files >size=size_bytes:bytes >age=age_seconds:seconds note"
     view = [table(columns, rows)]

@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ..agent.rollout import Rollout, RolloutWatch, line
 from ..cache.pool import Pool
 from ..cache.prefetch import FileFilter
-from ..config import Settings
 from ..errors import ConfigError, ObjectNotFoundError, PartialTransferError, TierckptError
 from ..format.layout import Location
 from ..format.uris import local_path
@@ -30,17 +29,8 @@ from ..restore.prefetch import check as check_prefetched
 from ..restore.prefetch import plan as plan_prefetch
 from ..types import Json
 from .cache import cache_report, checked, evicted, join_reports, unpinned
-from .ui.output import Report, facts, human_bytes, printable, progress_bar
-from .ui.session import (
-    JsonOption,
-    LocalRootOption,
-    ProgressOption,
-    complete_uri,
-    load_settings,
-    location_of,
-    open_client,
-    size_of,
-)
+from .ui.output import Report, facts, human_bytes, printable
+from .ui.session import ProgressSession, Session, complete_uri, location_of, size_of
 
 PENDING_SECONDS = 1800.0
 
@@ -65,64 +55,43 @@ EXCLUDED = (
 )
 """A flag, those that exclude it, and the error."""
 
-Uris = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="URI...", help="Models, checkpoints or single objects.", autocompletion=complete_uri),
-]
-To = Annotated[
-    Path | None, typer.Option("--to", metavar="DIR", help="Directory to fill (one URI). Default: this node's cache.")
-]
-Include = Annotated[
-    list[str] | None, typer.Option("--include", metavar="GLOB", help="Only matching files; may be repeated.")
-]
-Exclude = Annotated[
-    list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No matching files; may be repeated.")
-]
-Pin = Annotated[bool, typer.Option("--pin", help="Keep it in the cache until it is unpinned.")]
-Unpin = Annotated[bool, typer.Option("--unpin", hidden=True, help="`tierckpt cache unpin`.")]
-CheckOption = Annotated[bool, typer.Option("--check", hidden=True, help="`tierckpt cache check`.")]
-ReadData = Annotated[bool, typer.Option("--read-data", hidden=True, help="`tierckpt cache check --read-data`.")]
-Evict = Annotated[bool, typer.Option("--evict", hidden=True, help="`tierckpt cache evict`.")]
-MaxBytes = Annotated[
-    str | None,
-    typer.Option(
-        "--max-bytes", metavar="SIZE", help="Size limit of the cache, including these files; with --to, of these files."
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show which files would be fetched and evicted.")]
-Wait = Annotated[bool, typer.Option("--wait", help="Wait until each URI exists and is committed.")]
-HfCache = Annotated[
-    bool,
-    typer.Option(
-        "--hf-cache",
-        help="Of hf://ORG/NAME: fill the Hugging Face cache (HF_HUB_CACHE, or --to), where from_pretrained finds it.",
-    ),
-]
-Watch = Annotated[
-    bool, typer.Option("--watch", help="Show the progress of all nodes (peers) until all are done. No URI: only show.")
-]
-Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0, help="With --wait: limit of the wait.")]
-
 
 def prefetch(
-    uris: Uris = None,
-    to: To = None,
-    hf_cache: HfCache = False,
-    include: Include = None,
-    exclude: Exclude = None,
-    pin: Pin = False,
-    unpin: Unpin = False,
-    check: CheckOption = False,
-    read_data: ReadData = False,
-    evict: Evict = False,
-    dry_run: DryRun = False,
-    max_bytes: MaxBytes = None,
-    wait: Wait = False,
-    timeout: Timeout = PENDING_SECONDS,
-    watch: Watch = False,
-    progress: ProgressOption = "auto",
-    as_json: JsonOption = False,
-    local_root: LocalRootOption = None,
+    session: ProgressSession,
+    uris: Annotated[
+        list[str] | None,
+        Argument(metavar="URI...", help="Models, checkpoints or single objects.", autocompletion=complete_uri),
+    ] = None,
+    to: Annotated[
+        Path | None, Option(metavar="DIR", help="Directory to fill (one URI). Default: this node's cache.")
+    ] = None,
+    hf_cache: Annotated[
+        bool,
+        Option(
+            "--hf-cache",
+            help="Of hf://ORG/NAME: fill the Hugging Face cache (HF_HUB_CACHE, or --to), where from_pretrained "
+            "finds it.",
+        ),
+    ] = False,
+    include: Annotated[list[str] | None, Option(metavar="GLOB", help="Only matching files; may be repeated.")] = None,
+    exclude: Annotated[list[str] | None, Option(metavar="GLOB", help="No matching files; may be repeated.")] = None,
+    pin: Annotated[bool, Option("--pin", help="Keep it in the cache until it is unpinned.")] = False,
+    unpin: Annotated[bool, Option("--unpin", hidden=True, help="`tierckpt cache unpin`.")] = False,
+    check: Annotated[bool, Option("--check", hidden=True, help="`tierckpt cache check`.")] = False,
+    read_data: Annotated[bool, Option("--read-data", hidden=True, help="`tierckpt cache check --read-data`.")] = False,
+    evict: Annotated[bool, Option("--evict", hidden=True, help="`tierckpt cache evict`.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Show which files would be fetched and evicted.")] = False,
+    max_bytes: Annotated[
+        str | None,
+        Option(metavar="SIZE", help="Size limit of the cache, including these files; with --to, of these files."),
+    ] = None,
+    wait: Annotated[bool, Option("--wait", help="Wait until each URI exists and is committed.")] = False,
+    timeout: Annotated[
+        float, Option(metavar="SECONDS", min=0, help="With --wait: limit of the wait.")
+    ] = PENDING_SECONDS,
+    watch: Annotated[
+        bool, Option("--watch", help="Show the progress of all nodes (peers) until all are done. No URI: only show.")
+    ] = False,
 ) -> Report:
     """Fetch models, checkpoints or any files to this node, completely or not at all.
 
@@ -139,7 +108,7 @@ def prefetch(
     if not locations and not watch and (hf_cache or not check):
         raise ConfigError("no URI is given", hint="`tierckpt cache ls` lists the cached files")
     if not locations and watch:
-        return _watch_rollout(None, load_settings(local_root), as_json=as_json)
+        return _watch_rollout(session, None)
     size_bytes_max = size_of("--max-bytes", max_bytes)
     is_cached = to is None and not hf_cache
     limits: dict[str, Any] = {"cache_bytes_max": size_bytes_max} if size_bytes_max is not None and is_cached else {}
@@ -153,16 +122,15 @@ def prefetch(
         wait_seconds=timeout if wait else None,
     )
     requests = [call(location) for location in locations]
-    if watch and load_settings(local_root).peers is not None:
-        return _watched(requests[0], local_root, limits, as_json=as_json)
+    if watch and session.settings().peers is not None:
+        return _watched(session, requests[0], limits)
     if not locations:
-        return cache_report(Pool(load_settings(local_root)))
+        return cache_report(Pool(session.settings()))
     if evict or unpin:
-        return evicted(locations, local_root) if evict else unpinned(locations, local_root)
+        return evicted(session, locations) if evict else unpinned(session, locations)
     if check:
-        return checked(requests, local_root, read_data=read_data)
-    listening = progress_bar(as_json=as_json, progress=progress)
-    with listening as listener, open_client(local_root, listener, **limits) as client:
+        return checked(session, requests, read_data=read_data)
+    with session.progress_bar() as listener, session.client(listener, **limits) as client:
         if not dry_run:
             reports: list[Report] = []
             errors: dict[str, TierckptError] = {}
@@ -245,10 +213,10 @@ async def _plan(mover: Mover, request: PrefetchRequest) -> Report:
     return Report(document, view, 0 if fits else 1)
 
 
-def _watched(request: PrefetchRequest, local_root: Path | None, limits: Mapping[str, Any], *, as_json: bool) -> Report:
-    with open_client(local_root, **limits) as client:
+def _watched(session: Session, request: PrefetchRequest, limits: Mapping[str, Any]) -> Report:
+    with session.client(**limits) as client:
         fetching = client.start(_fetch(client.mover, request))
-        seen = _watch_rollout(request.location, load_settings(local_root), as_json=as_json, fetching=fetching)
+        seen = _watch_rollout(session, request.location, fetching)
         fetched = fetching.result()
     return Report({**seen.document, "fetched": fetched.document}, [*seen.view, *fetched.view], fetched.exit_code)
 
@@ -261,30 +229,27 @@ BEGIN_SECONDS = 60.0
 SETTLED_TICKS = 2
 
 
-def _watch_rollout(
-    location: Location | None, settings: Settings, *, as_json: bool, fetching: Future[Report] | None = None
-) -> Report:
+def _watch_rollout(session: Session, location: Location | None, fetching: Future[Report] | None = None) -> Report:
     """Watch one version fill all nodes, until it is complete on all of them, or Ctrl-C.
 
     Raises ConfigError without ``peers``, ObjectNotFoundError if no node fills it within a minute.
     """
+    settings = session.settings()
     if settings.peers is None:
         raise ConfigError("peers is not set, so this is the only node", hint="Set peers (TIERCKPT_PEERS)")
     uri = location.uri if location is not None else None
     seen = RolloutWatch(uri, settings)
     with contextlib.suppress(*(() if fetching is not None else (KeyboardInterrupt,))):
-        asyncio.run(_watch_nodes(seen, _RolloutLine(is_quiet=as_json), fetching, shown_on=1 if as_json else 2))
+        asyncio.run(_watch_nodes(seen, _RolloutLine(is_quiet=session.as_json), fetching))
     if seen.rollout is None:
         return Report({"uri": uri, "done": False, "nodes": []}, ["No node was filling anything."])
     return Report(seen.rollout.to_json(), [line(seen.rollout)])
 
 
-async def _watch_nodes(
-    seen: RolloutWatch, out: _RolloutLine, fetching: Future[Report] | None, *, shown_on: int
-) -> None:
+async def _watch_nodes(seen: RolloutWatch, out: _RolloutLine, fetching: Future[Report] | None) -> None:
     begun, settled = time.monotonic(), 0
     try:
-        while settled < SETTLED_TICKS and (fetching is not None or has_reader(shown_on)):
+        while settled < SETTLED_TICKS and (fetching is not None or has_reader(1 if out.is_quiet else 2)):
             await seen.poll()
             if fetching is not None and fetching.done():
                 if fetching.exception() is not None:
@@ -307,11 +272,11 @@ class _RolloutLine:
     """Rewrites one line on a terminal, else prints a new one now and then; none with ``--json``."""
 
     def __init__(self, *, is_quiet: bool) -> None:
-        self._is_quiet, self._is_live = is_quiet, sys.stderr.isatty()
+        self.is_quiet, self._is_live = is_quiet, sys.stderr.isatty()
         self._said_at, self._width = float("-inf"), 0
 
     def show(self, rollout: Rollout | None, members: int) -> None:
-        if self._is_quiet or (not self._is_live and time.monotonic() - self._said_at < LINE_SECONDS):
+        if self.is_quiet or (not self._is_live and time.monotonic() - self._said_at < LINE_SECONDS):
             return
         self._said_at = time.monotonic()
         text = line(rollout) if rollout is not None else f"none of {members} nodes is filling anything yet"

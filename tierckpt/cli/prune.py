@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from typing import Annotated
 
-import typer
 from rich.console import RenderableType
+from typer import Option
 
 from ..checkpoint import local_commit, shared_commit
 from ..checkpoint.prune import FAILED, REMOVED, WOULD_GO, Outcome, PruneResult
@@ -16,7 +16,7 @@ from ..format.layout import Location
 from ..mover import Mover
 from ..types import Json, Tier
 from .ui.output import Report, human_bytes, table
-from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.session import Session, UriArgument, location_of
 
 
 class Tiers(enum.StrEnum):
@@ -25,28 +25,18 @@ class Tiers(enum.StrEnum):
     BOTH = "both"
 
 
-KeepLast = Annotated[
-    int | None, typer.Option("--keep-last", metavar="K", min=1, help="Keep the K newest checkpoints of each tier.")
-]
-KeepEvery = Annotated[
-    int | None, typer.Option("--keep-every", metavar="N", min=1, help="Also keep every step divisible by N.")
-]
-Abandoned = Annotated[
-    bool, typer.Option("--abandoned", help="Remove steps that were abandoned when the job went back to an older one.")
-]
-TierOption = Annotated[Tiers, typer.Option("--tier", help="Tier to prune: local, shared or both.")]
-Yes = Annotated[bool, typer.Option("--yes", help="Remove. Without it, only show.")]
-
-
 def prune(
+    session: Session,
     uri: UriArgument,
-    keep_last: KeepLast = None,
-    keep_every: KeepEvery = None,
-    abandoned: Abandoned = False,
-    tier: TierOption = Tiers.BOTH,
-    yes: Yes = False,
-    as_json: JsonOption = False,
-    local_root: LocalRootOption = None,
+    keep_last: Annotated[
+        int | None, Option(metavar="K", min=1, help="Keep the K newest checkpoints of each tier.")
+    ] = None,
+    keep_every: Annotated[int | None, Option(metavar="N", min=1, help="Also keep every step divisible by N.")] = None,
+    abandoned: Annotated[
+        bool, Option("--abandoned", help="Remove steps that were abandoned when the job went back to an older one.")
+    ] = False,
+    tier: Annotated[Tiers, Option(help="Tier to prune: local, shared or both.")] = Tiers.BOTH,
+    yes: Annotated[bool, Option("--yes", help="Remove. Without it, only show.")] = False,
 ) -> Report:
     """Show which checkpoints directly under URI retention would remove, and why it keeps the others.
 
@@ -62,7 +52,7 @@ def prune(
         shared=rule if tier is not Tiers.LOCAL else Rule(),
         abandoned=frozenset(one for one in Tier if abandoned and tier in (Tiers.BOTH, one.value)),
     )
-    with open_client(local_root) as client:
+    with session.client() as client:
         result = client.run(client.mover.pruner.prune(location, policy, dry_run=not yes))
         if not result.outcomes and not result.leftovers:
             raise client.run(_nothing_here(client.mover, location))

@@ -19,7 +19,7 @@ from ..planning.goodput import Goodput, Seen, TierTimes, What, analyse, commits_
 from ..types import Json
 from .size import PlotOption
 from .ui.output import Report, day, facts, human_seconds, short, table
-from .ui.session import JsonOption, LocalRootOption, UriArgument, location_of, open_client
+from .ui.session import Session, UriArgument, location_of
 
 WIDTH = 80
 STARTS_SHOWN = 12
@@ -37,9 +37,7 @@ LOOKS: Mapping[What, tuple[str, str, str]] = {
 }
 
 
-def report(
-    uri: UriArgument, plot: PlotOption = None, as_json: JsonOption = False, local_root: LocalRootOption = None
-) -> Report:
+def report(session: Session, uri: UriArgument, plot: PlotOption = None) -> Report:
     """Show how a run spent its time: ETTR, goodput, work lost by failures.
 
     Measured by the Checkpointer in the run's processes. ETTR is kept training divided by the time since the first
@@ -47,7 +45,7 @@ def report(
     saves were durable, and the saves that are not durable yet.
     """
     location = location_of(uri)
-    with open_client(local_root) as client:
+    with session.client() as client:
         history = client.run(read_history(client.mover.directory(location), client.mover.store(location)))
         commits, seen = _commits(location, history, client)
     return _report(location, history, commits, seen, plot)

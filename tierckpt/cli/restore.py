@@ -6,24 +6,19 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from ..format.uris import local_path
 from ..restore.restore import restore as restore_newest
-from .ui.output import Report, facts, progress_bar
-from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
-
-To = Annotated[Path, typer.Option("--to", metavar="DIR", help="Directory to fill.")]
-Latest = Annotated[bool, typer.Option("--latest", help="Of a run: the newest usable checkpoint. The default.")]
+from .ui.output import Report, facts
+from .ui.session import ProgressSession, UriArgument, location_of
 
 
 def restore(
+    session: ProgressSession,
     uri: UriArgument,
-    to: To,
-    latest: Latest = False,
-    progress: ProgressOption = "auto",
-    as_json: JsonOption = False,
-    local_root: LocalRootOption = None,
+    to: Annotated[Path, Option(metavar="DIR", help="Directory to fill.")],
+    latest: Annotated[bool, Option("--latest", help="Of a run: the newest usable checkpoint. The default.")] = False,
 ) -> Report:
     """Write a committed checkpoint to DIR, from this node's good copies, else from shared storage.
 
@@ -31,7 +26,7 @@ def restore(
     """
     location, target = location_of(uri), local_path(to, "--to")
     begun = time.monotonic()
-    with progress_bar(as_json=as_json, progress=progress) as listener, open_client(local_root, listener) as client:
+    with session.progress_bar() as listener, session.client(listener) as client:
         result = client.run(restore_newest(client.mover, location, target))
     summary = {
         "checkpoint": "{location.uri}",

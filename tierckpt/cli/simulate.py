@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 from ..errors import ConfigError
 from ..planning import Sizing
@@ -20,57 +20,38 @@ from ..planning.scenario import Cluster, Configuration, FailureKind, configurati
 from ..types import Json
 from .size import PlotOption, modes_view
 from .ui.output import Report, facts, human_seconds, progress_bar, table
-from .ui.planning_options import PlanningOptions, taking_options
+from .ui.planning_options import PlanningOptions
 from .ui.session import JsonOption
 
 if TYPE_CHECKING:
     from ..planning.simulator import SimulationResult
 
-Days = Annotated[float, typer.Option("--days", help="Simulated days.")]
-Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same run.")]
-Jobs = Annotated[int, typer.Option("--jobs", help="Number of such jobs on one shared storage.")]
-DomainNodes = Annotated[int, typer.Option("--domain-nodes", help="Nodes of a rack, which fail together.")]
-Spares = Annotated[int | None, typer.Option("--spares", help="Spare nodes. Default: always enough.")]
-Repair = Annotated[str, typer.Option("--repair", help="Time until a lost node is a spare again.")]
-OutageEvery = Annotated[str | None, typer.Option("--outage-every", help="Mean time between outages of the storage.")]
-Outage = Annotated[str, typer.Option("--outage", help="Duration of each outage.")]
-Rpo = Annotated[str | None, typer.Option("--rpo", help="Maximum age of the newest shared checkpoint, like 30min.")]
-Only = Annotated[list[str] | None, typer.Option("--only", help="Only configurations whose name contains this.")]
-Modes = Annotated[
-    bool, typer.Option("--modes", help="Compare async, lazy, multi-step and gradient log instead, by interval.")
-]
 
 logger = logging.getLogger(__name__)
 
 HORIZON_MTBFS = 5
 """One of 150 such runs has no failure."""
-PARTS = {
-    "kept": "kept",
-    "lost": "lost",
-    "stalled": "stalled",
-    "restarting": "restarting",
-    "loading": "loading",
-    "waiting": "waiting_for_nodes",
-}
+PARTS = ("kept", "lost", "stalled", "restarting", "loading", "waiting")
 MODE_POINTS = 4
 MODE_SAVES_MAX = 20_000
 """One simulated point takes about a second."""
 
 
-@taking_options
 def simulate(
     options: PlanningOptions,
-    days: Days = 30.0,
-    seed: Seed = 0,
-    jobs: Jobs = 1,
-    domain_nodes: DomainNodes = 16,
-    spares: Spares = None,
-    repair: Repair = "4h",
-    outage_every: OutageEvery = None,
-    outage: Outage = "10min",
-    rpo: Rpo = None,
-    only: Only = None,
-    modes: Modes = False,
+    days: Annotated[float, Option(help="Simulated days.")] = 30.0,
+    seed: Annotated[int, Option(help="The same seed gives the same run.")] = 0,
+    jobs: Annotated[int, Option(help="Number of such jobs on one shared storage.")] = 1,
+    domain_nodes: Annotated[int, Option(help="Nodes of a rack, which fail together.")] = 16,
+    spares: Annotated[int | None, Option(help="Spare nodes. Default: always enough.")] = None,
+    repair: Annotated[str, Option(help="Time until a lost node is a spare again.")] = "4h",
+    outage_every: Annotated[str | None, Option(help="Mean time between outages of the storage.")] = None,
+    outage: Annotated[str, Option(help="Duration of each outage.")] = "10min",
+    rpo: Annotated[str | None, Option(help="Maximum age of the newest shared checkpoint, like 30min.")] = None,
+    only: Annotated[list[str] | None, Option(help="Only configurations whose name contains this.")] = None,
+    modes: Annotated[
+        bool, Option("--modes", help="Compare async, lazy, multi-step and gradient log instead, by interval.")
+    ] = False,
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> Report:
@@ -142,7 +123,9 @@ def simulate(
         "tiers=name >ETTR=ettr:share >by_formula=expected_ettr:share >interval=interval_seconds:short >every >failures "
         "restores_from=from >exposure_at_most=exposure_seconds_max:short >to_shared=shared_bytes:decimal"
     )
-    spent = "tiers=name " + " ".join(f">{title}={part}_share:share" for part, title in PARTS.items())
+    spent = "tiers=name " + " ".join(
+        f">{part.replace('waiting', 'waiting_for_nodes')}={part}_share:share" for part in PARTS
+    )
     return Report(document, [facts(summary), table(compared, rows), table(spent, rows)])
 
 

@@ -14,7 +14,7 @@ from ..planning.sizer import TierRow
 from ..planning.transfer_times import local_aggregate_rate
 from ..types import Json
 from .ui.output import Report, decimal, facts, human_seconds, short, table
-from .ui.planning_options import PlanningOptions, human_count, taking_options
+from .ui.planning_options import PlanningOptions, human_count
 from .ui.session import JsonOption
 
 PlotOption = Annotated[
@@ -22,7 +22,6 @@ PlotOption = Annotated[
 ]
 
 
-@taking_options
 def size(options: PlanningOptions, plot: PlotOption = None, as_json: JsonOption = False) -> Report:
     """Compute bytes, bandwidths, restore times, intervals and ETTR of a training job. Accesses no cluster.
 

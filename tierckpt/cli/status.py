@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
+from typer import Option
 
 from ..agent.node_document import ask_agent, node_document, peers_document
 from ..checkpoint.catalog import file_size
@@ -25,7 +26,7 @@ from ..format.layout import GRADIENTS_DIR, location_at, step_of
 from ..save import log_segments
 from ..types import Json
 from .ui.output import Report, console, facts, human_bytes, human_seconds, safe, table
-from .ui.session import JsonOption, LocalRootOption, load_settings
+from .ui.session import Session
 
 SHOWN = 3
 SET_ASIDE_LINE = (
@@ -35,33 +36,27 @@ SET_ASIDE_LINE = (
 GROUPED_MIN = 4
 """Fewer cached objects of one location get a line each."""
 
-Watch = Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")]
-Interval = Annotated[float, typer.Option("--interval", metavar="SECONDS", min=0.1, help="Between two refreshes.")]
-Web = Annotated[bool, typer.Option("--web", help="Show a web page: the agent's (--metrics-port), else until Ctrl-C.")]
-Listen = Annotated[
-    str | None,
-    typer.Option("--listen", metavar="HOST[:PORT]", help="With --web: address to serve. Beyond loopback with a token."),
-]
-Peers = Annotated[bool, typer.Option("--peers", help="Show the other nodes, and the traffic with them.")]
-
 
 def status(
-    watch: Watch = False,
-    interval: Interval = 1.0,
-    peers: Peers = False,
-    web: Web = False,
-    listen: Listen = None,
-    as_json: JsonOption = False,
-    local_root: LocalRootOption = None,
+    session: Session,
+    watch: Annotated[bool, Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    interval: Annotated[float, Option(metavar="SECONDS", min=0.1, help="Between two refreshes.")] = 1.0,
+    peers: Annotated[bool, Option("--peers", help="Show the other nodes, and the traffic with them.")] = False,
+    web: Annotated[
+        bool, Option("--web", help="Show a web page: the agent's (--metrics-port), else until Ctrl-C.")
+    ] = False,
+    listen: Annotated[
+        str | None, Option(metavar="HOST[:PORT]", help="With --web: address to serve. Beyond loopback with a token.")
+    ] = None,
 ) -> Report:
     """Show the journal (checkpoints not yet on shared storage, and why), the local tier, the agent, and free space."""
-    settings = load_settings(local_root)
-    if watch and as_json:
+    settings = session.settings()
+    if watch and session.as_json:
         raise ConfigError("--watch draws for people, --json is for programs", hint="Leave one out")
     if listen is not None and not web:
         raise ConfigError("--listen is the address of the page", hint="Give --web too")
     if web:
-        return _web(settings, listen, as_json=as_json)
+        return _web(settings, listen, as_json=session.as_json)
     read, view = (peers_document, _peers_view) if peers else (_document, _view)
     if watch:
         _redraw(lambda: view(read(settings)), interval)

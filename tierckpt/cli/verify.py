@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from ..checkpoint import local_commit, shared_commit
 from ..checkpoint.catalog import Checkpoint
@@ -16,19 +16,18 @@ from ..errors import CheckpointError, CheckpointNotFoundError, IntegrityError, M
 from ..format.layout import MANIFEST, Location
 from ..mover import Mover
 from ..types import Json, Tier
-from .ui.output import Report, facts, progress_bar, table
-from .ui.session import JsonOption, LocalRootOption, ProgressOption, UriArgument, location_of, open_client
+from .ui.output import Report, facts, table
+from .ui.session import ProgressSession, UriArgument, location_of
 
-ReadData = Annotated[bool, typer.Option("--read-data", help="Read and check every byte; else presence and sizes.")]
 Problem = tuple[Tier, str]
 
 
 def verify(
+    session: ProgressSession,
     uri: UriArgument,
-    read_data: ReadData = False,
-    progress: ProgressOption = "auto",
-    as_json: JsonOption = False,
-    local_root: LocalRootOption = None,
+    read_data: Annotated[
+        bool, Option("--read-data", help="Read and check every byte; else presence and sizes.")
+    ] = False,
 ) -> Report:
     """Check every file on each tier that has a copy. Exit 5 if any copy is damaged.
 
@@ -38,7 +37,7 @@ def verify(
     of its own ranks.
     """
     wanted = location_of(uri)
-    with progress_bar(as_json=as_json, progress=progress) as listener, open_client(local_root, listener) as client:
+    with session.progress_bar() as listener, session.client(listener) as client:
         location = client.run(_checkpoint_at(client.mover, wanted))
         checkpoint, report, damaged = client.run(_verify(client.mover, location, read_data))
         absent = _absent(checkpoint, report)

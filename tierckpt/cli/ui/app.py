@@ -40,6 +40,7 @@ from .. import (
     verify,
 )
 from .output import Output, Report
+from .session import taking_options
 
 SHOWING = frozenset({None, "ls", "info", "status", "size", "simulate", "report"})
 """They fail if they cannot show a result. None: ``--help``."""
@@ -70,7 +71,7 @@ for _verb in (
     simulate.simulate,
     report.report,
 ):
-    app.command()(_verb)
+    app.command()(taking_options(_verb))
 app.add_typer(cache.cache, name="cache")
 
 

@@ -2,97 +2,68 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
-import typer
+from typer import Option
 
-from ...config import Settings
 from ...errors import ConfigError, MissingExtraError
 from ...format.uris import scheme_of
 from ...planning import Bandwidths, Mesh, Model, Site, Sizing, TrainingState, from_config, from_number, size, state_of
 from ...planning.checked_numbers import parse_bytes, parse_rate, parse_seconds, positive, whole
-from .output import Report
-from .session import closing_clients, load_settings, location_of, open_client
+from .session import Session, closing_clients, location_of
 
 CONFIG_BYTES_MAX = 16 << 20
 GPU_STATE_BYTES = 40e9
 """Activations use the rest of 80 GB."""
 
-_MODEL, _JOB, _SITE = "The model", "The job", "The site: give your own numbers, the defaults are assumptions"
-
-
-def _option(name: str, text: str, panel: str, **more: Any) -> Any:
-    return typer.Option(*name.split(), help=text, rich_help_panel=panel, **more)
-
 
 @dataclass(frozen=True)
 class PlanningOptions:
-    """Values stay text until ``sizing`` parses them, so that errors name the option."""
+    """The model, the job and the site. Values stay text until ``sizing`` parses them: errors name the option."""
 
-    params: Annotated[str | None, _option("--params", "Parameters: 175e9, 70b.", _MODEL)] = None
-    expert_params: Annotated[str | None, _option("--expert-params", "Of them, in routed experts.", _MODEL)] = None
-    config: Annotated[
-        str | None, _option("--config", "A Hugging Face config.json: file, directory or URI.", _MODEL)
-    ] = None
-    checkpoint: Annotated[
-        str | None, _option("--checkpoint", "URI of a checkpoint: measured instead of assumed.", _MODEL)
-    ] = None
-    optimizer: Annotated[str, _option("--optimizer", "adam, adamw, amsgrad, adam8bit, sgd, ...", _MODEL)] = "adam"
-    weights: Annotated[str, _option("--weights", "Their dtype: bf16, fp16, fp32, fp8.", _MODEL)] = "bf16"
-    master: Annotated[
-        bool | None, _option("--master/--no-master", "fp32 copy of the weights. Default: if they are smaller.", _MODEL)
-    ] = None
+    params: Annotated[str | None, Option(help="Parameters: 175e9, 70b.")] = None
+    expert_params: Annotated[str | None, Option(help="Of them, in routed experts.")] = None
+    config: Annotated[str | None, Option(help="A Hugging Face config.json: file, directory or URI.")] = None
+    checkpoint: Annotated[str | None, Option(help="URI of a checkpoint: measured instead of assumed.")] = None
+    optimizer: Annotated[str, Option(help="adam, adamw, amsgrad, adam8bit, sgd, ...")] = "adam"
+    weights: Annotated[str, Option(help="Their dtype: bf16, fp16, fp32, fp8.")] = "bf16"
+    master: Annotated[bool | None, Option(help="fp32 copy of the weights. Default: if they are smaller.")] = None
 
-    tp: Annotated[int, _option("--tp", "Tensor-parallel degree.", _JOB)] = 1
-    pp: Annotated[int, _option("--pp", "Pipeline-parallel degree.", _JOB)] = 1
-    dp: Annotated[
-        int | None, _option("--dp", "Data-parallel degree. Default: --gpus divided by the other degrees.", _JOB)
-    ] = None
-    ep: Annotated[int, _option("--ep", "Expert-parallel degree; divides dp x cp.", _JOB)] = 1
-    cp: Annotated[int, _option("--cp", "Context-parallel degree.", _JOB)] = 1
+    tp: Annotated[int, Option(help="Tensor-parallel degree.")] = 1
+    pp: Annotated[int, Option(help="Pipeline-parallel degree.")] = 1
+    dp: Annotated[int | None, Option(help="Data-parallel degree. Default: --gpus divided by the other degrees.")] = None
+    ep: Annotated[int, Option(help="Expert-parallel degree; divides dp x cp.")] = 1
+    cp: Annotated[int, Option(help="Context-parallel degree.")] = 1
     stage: Annotated[
-        int | None,
-        _option("--stage", "Sharding: 0 none, 1, 2 ZeRO, 3 FSDP. Default: 3 with --gpus and no degree, else 0.", _JOB),
+        int | None, Option(help="Sharding: 0 none, 1, 2 ZeRO, 3 FSDP. Default: 3 with --gpus and no degree, else 0.")
     ] = None
-    gpus: Annotated[int | None, _option("--gpus", "All GPUs. Default model: the largest they hold.", _JOB)] = None
-    gpus_per_node: Annotated[int, _option("--gpus-per-node", "GPUs of one node.", _JOB)] = 8
-    step: Annotated[str, _option("--step", "Time of one training step.", _JOB)] = "10s"
-    split: Annotated[
-        bool, _option("--split/--no-split", "Replicated bytes are shared out among all that hold them.", _JOB)
-    ] = True
-    stall: Annotated[
-        list[str] | None, _option("--stall", "A stall budget for a blocking save; may be repeated.", _JOB)
-    ] = None
+    gpus: Annotated[int | None, Option(help="All GPUs. Default model: the largest they hold.")] = None
+    gpus_per_node: Annotated[int, Option(help="GPUs of one node.")] = 8
+    step: Annotated[str, Option(help="Time of one training step.")] = "10s"
+    split: Annotated[bool, Option(help="Replicated bytes are shared out among all that hold them.")] = True
+    stall: Annotated[list[str] | None, Option(help="A stall budget for a blocking save; may be repeated.")] = None
 
-    shared: Annotated[str, _option("--shared", "Write bandwidth of shared storage, for the job.", _SITE)] = "100GB/s"
-    shared_read: Annotated[str | None, _option("--shared-read", "Its read bandwidth. Default: as --shared.", _SITE)] = (
-        None
-    )
-    local_write: Annotated[str, _option("--local-write", "Write bandwidth of one node's SSDs.", _SITE)] = "10GB/s"
-    local_read: Annotated[str, _option("--local-read", "Read bandwidth of one node's SSDs.", _SITE)] = "40GB/s"
-    nic: Annotated[str, _option("--nic", "Network bandwidth of one node (200Gb/s is bits).", _SITE)] = "25GB/s"
-    pcie: Annotated[str, _option("--pcie", "Between one GPU and its host.", _SITE)] = "25GB/s"
-    ssd: Annotated[str, _option("--ssd", "SSD capacity of one node.", _SITE)] = "30TB"
-    dwpd: Annotated[float, _option("--dwpd", "Drive writes per day the SSDs are rated for.", _SITE)] = 1.0
-    keep_local: Annotated[int, _option("--keep-local", "Checkpoints kept on the SSDs.", _SITE)] = 2
-    in_flight: Annotated[int, _option("--in-flight", "Checkpoints staged and not yet flushed.", _SITE)] = 1
-    replicas: Annotated[int, _option("--replicas", "Nodes that hold each shard, its own included.", _SITE)] = 2
-    mtbf: Annotated[
-        str | None, _option("--mtbf", "Of the job, like 3h. Default: from --failure-rate and its nodes.", _SITE)
-    ] = None
-    failure_rate: Annotated[float, _option("--failure-rate", "Failures in 1000 node-days.", _SITE)] = 6.5
-    node_loss: Annotated[float, _option("--node-loss", "Share of failures that take a node's SSDs.", _SITE)] = 0.5
-    domain_loss: Annotated[float, _option("--domain-loss", "Share that takes a whole rack.", _SITE)] = 0.02
-    restart: Annotated[str, _option("--restart", "Detect, schedule, initialise: all but loading.", _SITE)] = "5min"
-    drain_slowdown: Annotated[
-        float, _option("--drain-slowdown", "How much slower training is while a drain runs.", _SITE)
-    ] = 0.01
-    load_nodes: Annotated[int | None, _option("--load-nodes", "Nodes that load the model. Default: all.", _SITE)] = None
+    shared: Annotated[str, Option(help="Write bandwidth of shared storage, for the job.")] = "100GB/s"
+    shared_read: Annotated[str | None, Option(help="Its read bandwidth. Default: as --shared.")] = None
+    local_write: Annotated[str, Option(help="Write bandwidth of one node's SSDs.")] = "10GB/s"
+    local_read: Annotated[str, Option(help="Read bandwidth of one node's SSDs.")] = "40GB/s"
+    nic: Annotated[str, Option(help="Network bandwidth of one node (200Gb/s is bits).")] = "25GB/s"
+    pcie: Annotated[str, Option(help="Between one GPU and its host.")] = "25GB/s"
+    ssd: Annotated[str, Option(help="SSD capacity of one node.")] = "30TB"
+    dwpd: Annotated[float, Option(help="Drive writes per day the SSDs are rated for.")] = 1.0
+    keep_local: Annotated[int, Option(help="Checkpoints kept on the SSDs.")] = 2
+    in_flight: Annotated[int, Option(help="Checkpoints staged and not yet flushed.")] = 1
+    replicas: Annotated[int, Option(help="Nodes that hold each shard, its own included.")] = 2
+    mtbf: Annotated[str | None, Option(help="Of the job, like 3h. Default: from --failure-rate and its nodes.")] = None
+    failure_rate: Annotated[float, Option(help="Failures in 1000 node-days.")] = 6.5
+    node_loss: Annotated[float, Option(help="Share of failures that take a node's SSDs.")] = 0.5
+    domain_loss: Annotated[float, Option(help="Share that takes a whole rack.")] = 0.02
+    restart: Annotated[str, Option(help="Detect, schedule, initialise: all but loading.")] = "5min"
+    drain_slowdown: Annotated[float, Option(help="How much slower training is while a drain runs.")] = 0.01
+    load_nodes: Annotated[int | None, Option(help="Nodes that load the model. Default: all.")] = None
 
     def sizing(self) -> Sizing:
         """Raise ConfigError that names the option."""
@@ -161,7 +132,7 @@ class PlanningOptions:
                 hint="--params 175e9, --config DIR/config.json or --checkpoint s3://bucket/run; or only --gpus 64",
             )
         if self.checkpoint is not None:
-            return _measured(self.checkpoint, load_settings(None))
+            return _measured(self.checkpoint)
         state = state_of(self.optimizer, self.weights, master=self.master)
         if self.params is not None:
             return from_number(self.params, self.expert_params), state
@@ -176,27 +147,6 @@ def _largest_model(mesh: Mesh, state: TrainingState) -> Model:
     return from_number(f"{probe.parameters * GPU_STATE_BYTES / held_bytes:.1e}")
 
 
-def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
-    hints = get_type_hints(verb, include_extras=True)
-    own = list(inspect.signature(verb).parameters.values())[1:]
-    kinds = get_type_hints(PlanningOptions, include_extras=True)
-    shared = [
-        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=kinds[one.name])
-        for one in fields(PlanningOptions)
-    ]
-
-    def command(**values: Any) -> Report:
-        options = PlanningOptions(**{one.name: values.pop(one.name) for one in fields(PlanningOptions)})
-        return verb(options, **values)
-
-    command.__name__, command.__doc__ = verb.__name__, verb.__doc__
-    command.__annotations__ = {one.name: one.annotation for one in shared} | {one.name: hints[one.name] for one in own}
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        shared + [one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[one.name]) for one in own]
-    )
-    return command
-
-
 def human_count(number: float) -> str:
     """Format four digits, as in ``--params``: 70 B."""
     for unit in ("", " k", " M", " B"):
@@ -206,13 +156,13 @@ def human_count(number: float) -> str:
     return f"{number:,.4g} T"
 
 
-def _measured(uri: str, settings: Settings) -> tuple[Model, TrainingState]:
+def _measured(uri: str) -> tuple[Model, TrainingState]:
     try:
         from ...dcp.component_sizes import component_sizes_of
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"--checkpoint needs {error.name}", hint="pip install 'tierckpt[torch]'") from error
     with closing_clients():
-        return component_sizes_of(uri, settings)
+        return component_sizes_of(uri, Session().settings())
 
 
 def _read_config(where: str) -> dict[str, Any]:
@@ -240,5 +190,5 @@ def _fetch(uri: str) -> bytes:
     location = location_of(uri)
     is_file = location.name.endswith(".json")
     name, parent = (location.name, location.parent) if is_file else ("config.json", location)
-    with open_client(None) as client:
+    with Session().client() as client:
         return bytes(client.run(client.mover.store(parent).get(name)))

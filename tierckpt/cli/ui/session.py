@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
-import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
+from typer import Argument, Option
 
 from ...client import Client, close_all
 from ...config import Settings
@@ -20,9 +22,7 @@ from ...format.layout import Location, parse_uri
 from ...stores.schemes import check_location
 from ...telemetry import ignore_progress
 from ...types import ProgressListener
-from .output import Progressing
-
-SETTLE_SECONDS = 10.0
+from .output import Progressing, Report, progress_bar
 
 
 def complete_uri(incomplete: str) -> list[str]:
@@ -46,25 +46,64 @@ def _entries(path: str) -> list[str]:
 
 UriArgument = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="URI",
         help="s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path.",
         autocompletion=complete_uri,
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document; errors as JSON on stderr.")]
-ProgressOption = Annotated[
-    Progressing,
-    typer.Option("--progress", help="json: one object per line on stderr; none. Default: a bar on a terminal."),
-]
-LocalRootOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--local-root",
-        metavar="PATH",
-        help="Local tier and journal. Default: TIERCKPT_LOCAL_ROOT, else a cache directory.",
-    ),
-]
+JsonOption = Annotated[bool, Option("--json", help="Print one JSON document; errors as JSON on stderr.")]
+
+
+@dataclass(frozen=True)
+class Session:
+    as_json: JsonOption = False
+    local_root: Annotated[
+        Path | None,
+        Option(metavar="PATH", help="Local tier and journal. Default: TIERCKPT_LOCAL_ROOT, else a cache directory."),
+    ] = None
+
+    def settings(self, **overrides: Any) -> Settings:
+        return load_settings(self.local_root, **overrides)
+
+    def client(self, listener: ProgressListener = ignore_progress, **overrides: Any) -> closing[Client]:
+        return closing(Client(self.settings(**overrides), listener))
+
+
+@dataclass(frozen=True)
+class ProgressSession(Session):
+    progress: Annotated[
+        Progressing, Option(help="json: one object per line on stderr; none. Default: a bar on a terminal.")
+    ] = "auto"
+
+    def progress_bar(self) -> AbstractContextManager[ProgressListener]:
+        return progress_bar(as_json=self.as_json, progress=self.progress)
+
+
+def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
+    """Return ``verb`` for typer: each parameter that is a dataclass of options becomes an option for each field."""
+    hints = get_type_hints(verb, include_extras=True)
+    parameters = inspect.signature(verb).parameters.values()
+    groups = {one.name: hints[one.name] for one in parameters if is_dataclass(hints[one.name])}
+    options = [(one.name, one.default, hints[one.name]) for one in parameters if one.name not in groups]
+    for kind in groups.values():
+        kinds = get_type_hints(kind, include_extras=True)
+        options += [(one.name, one.default, kinds[one.name]) for one in fields(kind)]
+
+    def command(**values: Any) -> Report:
+        for name, kind in groups.items():
+            values[name] = kind(**{one.name: values.pop(one.name) for one in fields(kind)})
+        return verb(**values)
+
+    command.__name__, command.__doc__ = verb.__name__, verb.__doc__
+    command.__annotations__ = {name: kind for name, _, kind in options}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, default, kind in options
+        ]
+    )
+    return command
 
 
 def load_settings(local_root: Path | None, **overrides: Any) -> Settings:
@@ -93,12 +132,6 @@ def size_of(option: str, text: str | None) -> int | None:
 
 def location_of(uri: str) -> Location:
     return check_location(parse_uri(uri))
-
-
-def open_client(
-    local_root: Path | None, listener: ProgressListener = ignore_progress, **overrides: Any
-) -> closing[Client]:
-    return closing(Client(load_settings(local_root, **overrides), listener))
 
 
 @contextmanager
