@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import platform
@@ -74,7 +75,8 @@ def doctor(
     """Check the installation, the local root, the journal and, with URI, shared storage. Exit 1 if anything fails."""
     location = location_of(uri) if uri is not None else None
     settings = session.settings()
-    checks = [*_software(), *_variables(), *_local_root(settings), _journal(settings), *huge_pages()]
+    unknown = (Finding("environment", WARN, problem) for problem in unknown_variables().values())
+    checks = [*_software(), *unknown, *_local_root(settings), _journal(settings), *huge_pages()]
     if location is not None:
         with session.client() as client:
             checks += client.run(_store(client.mover, location))
@@ -113,10 +115,6 @@ def _installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _variables() -> Iterator[Finding]:
-    yield from (Finding("environment", WARN, problem) for problem in unknown_variables().values())
 
 
 def _local_root(settings: Settings) -> Iterator[Finding]:
@@ -228,82 +226,68 @@ async def _store(mover: Mover, location: Location) -> list[Finding]:
     except TierckptError as error:
         return [Finding("store", FAIL, str(error))]
     made = nearest_existing(Path(location.path)) if location.scheme == "file" else None
-    probe = _StoreProbe(store)
+    key, data = f".tierckpt-doctor-{secrets.token_hex(6)}", secrets.token_bytes(1024)
+    steps: dict[str, Callable[[Store, str, bytes], Awaitable[str]]] = {
+        "store reachable": _reach,
+        "store put": _put,
+        "store get": _get,
+        "store put-if-absent": _put_again,
+        "store delete": _delete,
+    }
+    sources = "; ".join(f"{name} {value}" for name, value in getattr(store, "sources", {}).items())
+    checks = [Finding("store configuration", OK, sources)] if sources else []
     try:
-        checks = await probe.run()
-        return [Finding("store configuration", OK, said), *checks] if (said := _configuration(store)) else checks
-    finally:
-        await probe.clean()
-        if made is not None:
-            await asyncio.to_thread(_remove_empty, Path(location.path), made)
-
-
-def _configuration(store: Store) -> str:
-    return "; ".join(f"{name} {value}" for name, value in getattr(store, "sources", {}).items())
-
-
-class _StoreProbe:
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._key = f".tierckpt-doctor-{secrets.token_hex(6)}"
-        self._data = secrets.token_bytes(1024)
-
-    async def run(self) -> list[Finding]:
-        steps: dict[str, Callable[[], Awaitable[str]]] = {
-            "store reachable": self._reach,
-            "store put": self._put,
-            "store get": self._get,
-            "store put-if-absent": self._put_again,
-            "store delete": self._delete,
-        }
-        checks = []
         for name, step in steps.items():
             try:
-                checks.append(Finding(name, OK, await step()))
+                checks.append(Finding(name, OK, await step(store, key, data)))
             except TierckptError as error:
                 checks.append(Finding(name, FAIL, str(error)))
                 break
         return checks
+    finally:
+        with contextlib.suppress(TierckptError):  # already reported
+            await store.delete(key)
+        if made is not None:
+            await asyncio.to_thread(_remove_empty, Path(location.path), made)
 
-    async def clean(self) -> None:
-        try:
-            await self._store.delete(self._key)
-        except TierckptError:
-            pass  # already reported
 
-    async def _reach(self) -> str:
-        try:
-            await self._store.head(self._key)
-        except ObjectNotFoundError as error:
-            if type(error) is not ObjectNotFoundError:
-                raise  # the bucket itself is missing
-        return f"{self._store.uri} answers, the credentials are good"
+async def _reach(store: Store, key: str, data: bytes) -> str:
+    try:
+        await store.head(key)
+    except ObjectNotFoundError as error:
+        if type(error) is not ObjectNotFoundError:
+            raise  # the bucket itself is missing
+    return f"{store.uri} answers, the credentials are good"
 
-    async def _put(self) -> str:
-        begun = time.monotonic()
-        await self._store.put(self._key, self._data, if_absent=True)
-        return f"{(time.monotonic() - begun) * 1000:.0f} ms"
 
-    async def _get(self) -> str:
-        begun = time.monotonic()
-        if await self._store.get(self._key) != self._data:
-            raise IntegrityError("the store returned other bytes than were written")
-        return f"{(time.monotonic() - begun) * 1000:.0f} ms, same bytes"
+async def _put(store: Store, key: str, data: bytes) -> str:
+    begun = time.monotonic()
+    await store.put(key, data, if_absent=True)
+    return f"{(time.monotonic() - begun) * 1000:.0f} ms"
 
-    async def _put_again(self) -> str:
-        try:
-            await self._store.put(self._key, b"second", if_absent=True)
-        except PreconditionFailedError:
-            return "supported" if self._store.has_put_if_absent else "checked, then put: two racing saves may both win"
-        raise StoreError("a second put-if-absent overwrote the first: racing saves would overwrite each other")
 
-    async def _delete(self) -> str:
-        await self._store.delete(self._key)
-        try:
-            await self._store.head(self._key)
-        except ObjectNotFoundError:
-            return "gone"
-        raise StoreError("the deleted object is still there")
+async def _get(store: Store, key: str, data: bytes) -> str:
+    begun = time.monotonic()
+    if await store.get(key) != data:
+        raise IntegrityError("the store returned other bytes than were written")
+    return f"{(time.monotonic() - begun) * 1000:.0f} ms, same bytes"
+
+
+async def _put_again(store: Store, key: str, data: bytes) -> str:
+    try:
+        await store.put(key, b"second", if_absent=True)
+    except PreconditionFailedError:
+        return "supported" if store.has_put_if_absent else "checked, then put: two racing saves may both win"
+    raise StoreError("a second put-if-absent overwrote the first: racing saves would overwrite each other")
+
+
+async def _delete(store: Store, key: str, data: bytes) -> str:
+    await store.delete(key)
+    try:
+        await store.head(key)
+    except ObjectNotFoundError:
+        return "gone"
+    raise StoreError("the deleted object is still there")
 
 
 def _remove_empty(path: Path, stop: Path) -> None:

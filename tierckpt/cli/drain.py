@@ -89,7 +89,7 @@ def drain(
         if retry:
             client.mover.journal.put_back()
         work = client.run(_drain_within(client.mover, wait, timeout))
-    rows = work.rows()
+    rows = [work.row(entry) for entry in work.seen.values()]
     document: Json = {"entries": rows, "drained": work.drained, "left": len(work.left)}
     columns = "uri >rank outcome >size=size_bytes:bytes error"
     return Report(document, [table(columns, rows) if rows else NOTHING], work.exit_code())
@@ -139,12 +139,12 @@ class _Work:
     def drained(self) -> int:
         return len(self.seen) - len(self.left)
 
-    def rows(self) -> list[Json]:
-        return [self._row(entry) for entry in self.seen.values()]
-
-    def _row(self, entry: JournalEntry) -> Json:
+    def row(self, entry: JournalEntry) -> Json:
         now = self.left.get(entry.token)
-        outcome = self.outcomes.get(entry.token, "committed") if now is None else _outcome_of(now)
+        if now is None:
+            outcome = self.outcomes.get(entry.token, "committed")
+        else:
+            outcome = SET_ASIDE if now.state in SET_ASIDE_STATES else "failed" if now.error else "held"
         return {
             "uri": entry.uri,
             "rank": entry.rank,
@@ -167,12 +167,6 @@ class _Work:
         if not self.errors:
             return OperationTimeoutError.exit_code  # other processes hold them: retry later
         return next((error for error in self.errors if not error.retryable), self.errors[0]).exit_code
-
-
-def _outcome_of(left: JournalEntry) -> str:
-    if left.state in SET_ASIDE_STATES:
-        return SET_ASIDE
-    return "failed" if left.error else "held"
 
 
 async def _drain_within(mover: Mover, wait: bool, timeout_seconds: float | None) -> _Work:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from rich.console import RenderableType
 from typer import Option
@@ -19,12 +18,6 @@ from .ui.output import Report, human_bytes, table
 from .ui.session import Session, UriArgument, location_of
 
 
-class Tiers(enum.StrEnum):
-    LOCAL = "local"
-    SHARED = "shared"
-    BOTH = "both"
-
-
 def prune(
     session: Session,
     uri: UriArgument,
@@ -35,7 +28,7 @@ def prune(
     abandoned: Annotated[
         bool, Option("--abandoned", help="Remove steps that were abandoned when the job went back to an older one.")
     ] = False,
-    tier: Annotated[Tiers, Option(help="Tier to prune: local, shared or both.")] = Tiers.BOTH,
+    tier: Annotated[Literal["local", "shared", "both"], Option(help="Tier to prune.")] = "both",
     yes: Annotated[bool, Option("--yes", help="Remove. Without it, only show.")] = False,
 ) -> Report:
     """Show which checkpoints directly under URI retention would remove, and why it keeps the others.
@@ -48,9 +41,9 @@ def prune(
     location = location_of(uri)
     rule = Rule(keep_last, keep_every)
     policy = Policy(
-        local=rule if tier is not Tiers.SHARED else Rule(),
-        shared=rule if tier is not Tiers.LOCAL else Rule(),
-        abandoned=frozenset(one for one in Tier if abandoned and tier in (Tiers.BOTH, one.value)),
+        local=rule if tier != "shared" else Rule(),
+        shared=rule if tier != "local" else Rule(),
+        abandoned=frozenset(one for one in Tier if abandoned and tier in ("both", one.value)),
     )
     with session.client() as client:
         result = client.run(client.mover.pruner.prune(location, policy, dry_run=not yes))

@@ -18,6 +18,7 @@ from ..format.layout import Location, step_name, step_of
 from ..planning.goodput import Goodput, Seen, TierTimes, What, analyse, commits_of, read_start, tier_times
 from ..types import Json
 from .size import PlotOption
+from .ui import plots
 from .ui.output import Report, day, facts, human_seconds, short, table
 from .ui.session import Session, UriArgument, location_of
 
@@ -48,7 +49,20 @@ def report(session: Session, uri: UriArgument, plot: PlotOption = None) -> Repor
     with session.client() as client:
         history = client.run(read_history(client.mover.directory(location), client.mover.store(location)))
         commits, seen = _commits(location, history, client)
-    return _report(location, history, commits, seen, plot)
+    starts = [start for lines in history.values() if (start := read_start(lines)) is not None]
+    try:
+        found = analyse(starts, commits)
+    except ConfigError as error:
+        raise CheckpointNotFoundError(
+            f"{location.uri} has no records of training",
+            hint="`tierckpt.Checkpointer` writes them; give the run, not one of its checkpoints",
+        ) from error
+    if plot is not None:
+        plots.plot_goodput(plot, found)
+    tiers = tier_times(found.starts, commits, seen, time.time())
+    document: Json = {"uri": location.uri, **_document(found, tiers)} | ({"plot": str(plot)} if plot else {})
+    view = [facts(_summary(location, found)), _timeline(found), _spent(found), *_tiers(tiers), _failures(found)]
+    return Report(document, view)
 
 
 def _commits(location: Location, history: dict[str, Lines], client: Client) -> tuple[Lines, Seen]:
@@ -70,25 +84,6 @@ def _commits(location: Location, history: dict[str, Lines], client: Client) -> t
         max(recorded, default="") in here, frozenset(step for step in steps if step is not None), there is not None
     )
     return [*commits, *(there or [])], seen
-
-
-def _report(location: Location, history: dict[str, Lines], commits: Lines, seen: Seen, plot: object) -> Report:
-    starts = [start for lines in history.values() if (start := read_start(lines)) is not None]
-    try:
-        found = analyse(starts, commits)
-    except ConfigError as error:
-        raise CheckpointNotFoundError(
-            f"{location.uri} has no records of training",
-            hint="`tierckpt.Checkpointer` writes them; give the run, not one of its checkpoints",
-        ) from error
-    if plot is not None:
-        from .ui.plots import plot_goodput
-
-        plot_goodput(plot, found)  # type: ignore[arg-type]
-    tiers = tier_times(found.starts, commits, seen, time.time())
-    document: Json = {"uri": location.uri, **_document(found, tiers)} | ({"plot": str(plot)} if plot else {})
-    view = [facts(_summary(location, found)), _timeline(found), _spent(found), *_tiers(tiers), _failures(found)]
-    return Report(document, view)
 
 
 def _document(found: Goodput, tiers: Sequence[TierTimes]) -> Json:

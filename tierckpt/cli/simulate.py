@@ -19,6 +19,7 @@ from ..planning.ettr import DAY_SECONDS
 from ..planning.scenario import Cluster, Configuration, FailureKind, configuration_of, configurations_of, failures_of
 from ..types import Json
 from .size import PlotOption, modes_view
+from .ui import plots
 from .ui.output import Report, facts, human_seconds, progress_bar, table
 from .ui.planning_options import PlanningOptions
 from .ui.session import JsonOption
@@ -92,9 +93,7 @@ def simulate(
     seconds = time.process_time() - begun
     _warn_of_no_failure(runs, days, sizing.mtbf_seconds)
     if plot is not None:
-        from .ui.plots import plot_runs
-
-        plot_runs(plot, runs)
+        plots.plot_runs(plot, runs)
     document: Json = {
         "nodes": cluster.nodes,
         "jobs": jobs,
@@ -163,9 +162,7 @@ def _compare_modes(sizing: Sizing, days: float, seed: int, plot: Path | None, *,
         ]
     _warn_of_no_failure(runs, days, sizing.mtbf_seconds)
     if plot is not None:
-        from .ui.plots import plot_modes
-
-        plot_modes(plot, sizing, runs)
+        plots.plot_modes(plot, sizing, runs)
     document: Json = {
         "mtbf_seconds": sizing.mtbf_seconds,
         "seed": seed,

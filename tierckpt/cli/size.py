@@ -13,6 +13,7 @@ from ..planning import Sizing
 from ..planning.sizer import TierRow
 from ..planning.transfer_times import local_aggregate_rate
 from ..types import Json
+from .ui import plots
 from .ui.output import Report, decimal, facts, human_seconds, short, table
 from .ui.planning_options import PlanningOptions, human_count
 from .ui.session import JsonOption
@@ -31,9 +32,7 @@ def size(options: PlanningOptions, plot: PlotOption = None, as_json: JsonOption 
     """
     sizing = options.sizing()
     if plot is not None:
-        from .ui.plots import plot_sizing
-
-        plot_sizing(plot, sizing)
+        plots.plot_sizing(plot, sizing)
     return Report(document_of(sizing) | ({"plot": str(plot)} if plot else {}), view_of(sizing))
 
 

@@ -53,25 +53,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _verb in (
-    ls.ls,
-    info.info,
-    verify.verify,
-    drain.drain,
-    prefetch.prefetch,
-    restore.restore,
-    adopt.adopt,
-    drill.drill,
-    status.status,
-    agent.agent,
-    prune.prune,
-    doctor.doctor,
-    export.export,
-    size.size,
-    simulate.simulate,
-    report.report,
-):
-    app.command()(taking_options(_verb))
+_FILES = (ls, info, verify, drain, prefetch, restore, adopt, drill, status, agent, prune, doctor, export)
+for _file in (*_FILES, size, simulate, report):  # each has the function of its name
+    app.command()(taking_options(getattr(_file, _file.__name__.rpartition(".")[2])))
 app.add_typer(cache.cache, name="cache")
 
 

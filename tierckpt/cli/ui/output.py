@@ -24,6 +24,7 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TaskProgressColumn,
     TextColumn,
@@ -53,18 +54,11 @@ WIDTH_NARROW, WIDTH_WIDE = 80, 100
 """Narrower bars do not show the remaining time."""
 Progressing = Literal["auto", "json", "none"]
 
-_STYLES = {
-    "ok": "green",
-    "committed": "green",
-    "good": "green",
-    "warn": "yellow",
-    "uncommitted": "yellow",
-    "held": "yellow",
-    "waiting": "yellow",
-    "fail": "bold red",
-    "failed": "bold red",
-    "lost": "bold red",
-}
+_STYLES = (
+    dict.fromkeys(("ok", "committed", "good"), "green")
+    | dict.fromkeys(("warn", "uncommitted", "held", "waiting"), "yellow")
+    | dict.fromkeys(("fail", "failed", "lost"), "bold red")
+)
 
 
 @dataclass(frozen=True)
@@ -233,18 +227,13 @@ def progress_bar(
     is_wide = target.width >= WIDTH_WIDE
     spare = max(0, target.width - (WIDTH_WIDE if is_wide else WIDTH_NARROW)) // 2
     name_width = NAME_WIDTH + spare
-    columns = (
-        TextColumn("{task.description}", markup=False, table_column=_one_line(name_width + len(INDENT))),
-        BarColumn(),
-        TaskProgressColumn(),
-        *(
-            (DownloadColumn(binary_units=True, table_column=_one_line()), TransferSpeedColumn(_one_line()))
-            if of == "bytes"
-            else ()
-        ),
-        *((TimeRemainingColumn(table_column=_one_line()),) if is_wide else ()),
-        TextColumn("{task.fields[note]}", markup=False, table_column=_one_line(NOTE_WIDTH + spare)),
-    )
+    name = TextColumn("{task.description}", markup=False, table_column=_one_line(name_width + len(INDENT)))
+    columns: list[ProgressColumn] = [name, BarColumn(), TaskProgressColumn()]
+    if of == "bytes":
+        columns += [DownloadColumn(binary_units=True, table_column=_one_line()), TransferSpeedColumn(_one_line())]
+    if is_wide:
+        columns.append(TimeRemainingColumn(table_column=_one_line()))
+    columns.append(TextColumn("{task.fields[note]}", markup=False, table_column=_one_line(NOTE_WIDTH + spare)))
     with _Rows(*columns, console=target, transient=True) as rows:
         yield _Bars(rows, name_width)
 

@@ -58,9 +58,8 @@ STRETCHES = {
 def plot_sizing(path: Path, sizing: Sizing) -> Figure:
     """Raise MissingExtraError without matplotlib, ConfigError if the suffix is not of a picture."""
     with _figure(path, 2, 3, 2) as figure:
-        _draw_ettr(figure.axes[0], sizing)
-        _draw_restores(figure.axes[1], sizing)
-        _draw_stalls(figure.axes[2], sizing)
+        for axis, draw in zip(figure.axes, (_draw_ettr, _draw_restores, _draw_stalls), strict=True):
+            draw(axis, sizing)
     return figure
 
 
@@ -87,11 +86,13 @@ def plot_runs(path: Path, runs: Sequence[SimulationResult]) -> Figure:
             range(len(runs)), [f"{run.name}\n{share:.{digits}f} % kept" for run, share in zip(runs, kept, strict=True)]
         )
         axis.invert_yaxis()
-        axis.set_xlim(begin, 100)
         axis.ticklabel_format(axis="x", useOffset=False)
-        axis.set_xlabel("share of the wall-clock time, %" + (f" (axis from {begin:.{digits}f})" if begin else ""))
         days, failures = runs[0].wall_seconds / 86400, max(sum(run.failures.values()) for run in runs)
-        axis.set_title(f"Where the wall-clock time went: days simulated {days:g}, failures {failures}")
+        axis.set(
+            xlim=(begin, 100),
+            xlabel="share of the wall-clock time, %" + (f" (axis from {begin:.{digits}f})" if begin else ""),
+            title=f"Where the wall-clock time went: days simulated {days:g}, failures {failures}",
+        )
     return figure
 
 
@@ -125,11 +126,9 @@ def plot_modes(path: Path, sizing: Sizing, runs: Sequence[SimulationResult]) -> 
             "Time lost to one failure by save interval": "lost, seconds",
             "Useful training time by save interval": "ETTR, % of the wall-clock time",
         }
-        for axis, (title, label) in zip(figure.axes, titles.items(), strict=True):
-            axis.set_xscale("log")
-            axis.set_xlabel("interval, steps (of a log: between its bases; dots: simulated)")
-            axis.set_ylabel(label)
-            axis.set_title(title)
+        across = "interval, steps (of a log: between its bases; dots: simulated)"
+        for axis, (title, up) in zip(figure.axes, titles.items(), strict=True):
+            axis.set(xscale="log", xlabel=across, ylabel=up, title=title)
         figure.axes[1].set_yscale("log")
         for axis in figure.axes:
             _plain_ticks(axis)
@@ -159,12 +158,14 @@ def plot_goodput(path: Path, found: Goodput) -> Figure:
                 marker = "." if len(steps) < 50 else None
                 axis.plot(times, steps, marker=marker, color="#1f4e79", linewidth=1.2, label=reached)
                 reached = "_"
-        axis.set_xlim(0, found.wall_seconds / unit)
-        axis.set_xlabel(f"time since the first start, {name}")
-        axis.set_ylabel("training step")
         axis.locator_params(axis="y", integer=True)
         counts = f"failures {len(found.failures)}, steps kept {found.kept_steps}"
-        axis.set_title(f"Training step over time: ETTR {found.ettr:.1%}, {counts}")
+        axis.set(
+            xlim=(0, found.wall_seconds / unit),
+            xlabel=f"time since the first start, {name}",
+            ylabel="training step",
+            title=f"Training step over time: ETTR {found.ettr:.1%}, {counts}",
+        )
     return figure
 
 
@@ -181,21 +182,22 @@ def _draw_ettr(axis: Axes, sizing: Sizing) -> None:
         colour = COLOURS[place]
         axis.plot([one / 60 for one, _ in curve], [share for _, share in curve], color=colour, label=row.name)
         _add_dots(axis, [chosen / 60], [100 * row.ettr], colour, place)
-    axis.set_xscale("log")
-    axis.set_xlim(min(shown) / 60, max(shown) / 60)
-    axis.set_ylim(bottom, min(100.0, top + (top - bottom) / 8))
-    axis.set_xlabel("interval, minutes (dots: chosen)")
-    axis.set_ylabel("ETTR, % of the wall-clock time")
-    axis.set_title("Useful training time by save interval")
+    axis.set(
+        xscale="log",
+        xlim=(min(shown) / 60, max(shown) / 60),
+        ylim=(bottom, min(100.0, top + (top - bottom) / 8)),
+        xlabel="interval, minutes (dots: chosen)",
+        ylabel="ETTR, % of the wall-clock time",
+        title="Useful training time by save interval",
+    )
     _plain_ticks(axis)
 
 
 def _ettr_at(row: TierRow, interval_seconds: float) -> float:
-    schedule = row.schedule
-    every = [1]
-    shared = row.interval_seconds(len(row.levels) - 1) or interval_seconds
-    if schedule is not None and len(row.levels) > 1:
-        every = [1] * (len(row.levels) - 1) + [max(1, round(shared / interval_seconds))]
+    every = [1] * len(row.levels)
+    if row.schedule is not None and len(every) > 1:
+        shared = row.interval_seconds(len(every) - 1) or interval_seconds
+        every[-1] = max(1, round(shared / interval_seconds))
     return ettr.nested(row.levels, interval_seconds, every)
 
 
@@ -214,12 +216,9 @@ def _draw_restores(axis: Axes, sizing: Sizing) -> None:
         seconds = [one.restores[index].seconds for one in sizes]
         axis.plot(gpus, seconds, ".-", color=colour, label=sizing.restores[index].name)
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
+    axis.set(yscale="log", xlabel="GPUs", ylabel="restore, seconds", title="Restore time by number of GPUs")
     ticks = gpus if gpus[-1] < 1_000_000 else gpus[::2]
     axis.set_xticks(ticks, [f"{one:,}" for one in ticks], minor=False)
-    axis.set_xlabel("GPUs")
-    axis.set_ylabel("restore, seconds")
-    axis.set_title("Restore time by number of GPUs")
     _plain_ticks(axis, "y")
 
 
@@ -232,21 +231,20 @@ def _draw_stalls(axis: Axes, sizing: Sizing) -> None:
     shared = sizing.site.rates.shared_write
     together = sizing.writing_nodes * sizing.site.rates.local_write
     slowest, fastest = min(shared, together) / 10, max(shared, together) * 10
-    axis.plot(
-        [one / 1e9 for one in (slowest, fastest)],
-        [sizing.checkpoint_bytes / one for one in (slowest, fastest)],
-        color=COLOURS[0],
-        label="blocking save",
-    )
+    rates = (slowest, fastest)
+    stalls = [sizing.checkpoint_bytes / one for one in rates]
+    axis.plot([one / 1e9 for one in rates], stalls, color=COLOURS[0], label="blocking save")
     axis.axhline(sizing.stage_seconds, color=COLOURS[3], label="staged save")
     axis.axvline(shared / 1e9, color=COLOURS[1], label="shared storage")
     axis.axvline(together / 1e9, color=COLOURS[2], label="all local SSDs")
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlim(slowest / 1e9, fastest / 1e9)
-    axis.set_xlabel("write bandwidth, GB/s")
-    axis.set_ylabel("stall, seconds")
-    axis.set_title("Stall of one checkpoint by write bandwidth")
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlim=(slowest / 1e9, fastest / 1e9),
+        xlabel="write bandwidth, GB/s",
+        ylabel="stall, seconds",
+        title="Stall of one checkpoint by write bandwidth",
+    )
     _plain_ticks(axis)
 
 
