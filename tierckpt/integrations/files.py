@@ -115,11 +115,9 @@ class _WrittenFile(RangeFile):
 
     def read_into(self, start: int, into: memoryview) -> None:
         stop, chunk = start + len(into), self._chunk_size_bytes
-        for index in range(start // chunk, -(-stop // chunk)):
-            first, last = max(start, index * chunk), min(stop, (index + 1) * chunk)
-            into[first - start : last - start] = memoryview(self._chunk(index))[
-                first - index * chunk : last - index * chunk
-            ]
+        for base in range(start - start % chunk, stop, chunk):
+            first, last = max(start, base), min(stop, base + chunk)
+            into[first - start : last - start] = memoryview(self._chunk(base // chunk))[first - base : last - base]
 
     def _chunk(self, index: int) -> Buffer:
         known, data = self._latest

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from glob import has_magic
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fsspec import AbstractFileSystem
 from fsspec.compression import compr
@@ -89,9 +89,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return get_client(self.settings).mover
 
     def _find(self, path: str) -> Thing:
-        location = self._location(path)
-        entry: Thing = self._run(self._mover.browser.find(location))
-        return entry
+        return cast(Thing, self._run(self._mover.browser.find(self._location(path))))
 
     def _info(self, name: str, entry: Thing) -> dict[str, Any]:
         if entry.is_dir:
@@ -307,9 +305,8 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             left = self._undrained(path)
             if not left:
                 return
-            for entry in left:
-                if entry.state in SET_ASIDE_STATES:
-                    raise set_aside_error(entry)
+            if failed := next((entry for entry in left if entry.state in SET_ASIDE_STATES), None):
+                raise set_aside_error(failed)
             for token in {entry.token for entry in left} - started_tokens:  # also of ended processes
                 get_client(self.settings).drain_in_background(token)
                 started_tokens.add(token)
@@ -347,21 +344,23 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def _is_behind(self, location: Location, if_absent: bool) -> bool:
         return self.write_back and self.settings.drain and not if_absent and write_back.can_write_back(location)
 
+    def _directory(self, path: str) -> Path | None:
+        """Return None in an object store, which has no directories."""
+        location = self._location(path)
+        return Path(location.path) if location.scheme == "file" else None
+
     @short_traceback
     def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        location = self._location(path)
-        if location.scheme == "file":
-            Path(location.path).mkdir(parents=create_parents)
+        if (directory := self._directory(path)) is not None:
+            directory.mkdir(parents=create_parents)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        location = self._location(path)
-        if location.scheme == "file":
-            Path(location.path).mkdir(parents=True, exist_ok=exist_ok)
+        if (directory := self._directory(path)) is not None:
+            directory.mkdir(parents=True, exist_ok=exist_ok)
 
     def rmdir(self, path: str) -> None:
-        location = self._location(path)
-        if location.scheme == "file":
-            Path(location.path).rmdir()
+        if (directory := self._directory(path)) is not None:
+            directory.rmdir()
 
     @short_traceback
     def mv(self, path1: str, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
@@ -397,8 +396,7 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
             is_behind = any(entry.files for entry in self._undrained(run_path))
             moved_in = run_path
         if thing.written is not None or is_behind:
-            after = self._location(moved_in) if moved_in else None
-            self._remove_behind(location, after)
+            self._remove_behind(location, self._location(moved_in) if moved_in else None)
             return
         root, key = root_of(location)
         self._run(self._mover.store(root).delete(key))
@@ -409,10 +407,10 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
     def rm_behind(self, path: str) -> None:
         """Remove a file once it, and the files that this node closed next to it, are on the store (W6)."""
         location = self._location(path)
-        if not write_back.can_write_back(location):
+        if write_back.can_write_back(location):
+            self._remove_behind(location, location)
+        else:
             self.rm_file(path)
-            return
-        self._remove_behind(location, location)
 
     def _remove_behind(self, location: Location, after: Location | None = None) -> None:
         get_client(self.settings).drain_in_background(write_back.remove(self.settings, location, after))

@@ -55,8 +55,8 @@ class RankView:
 
     @classmethod
     def of_all(cls, views: Sequence[RankView]) -> RankView:
-        slow = [one.drain_slowdown for one in views if one.drain_slowdown is not None]
-        return cls(min(one.free_checkpoints for one in views), max(slow) if slow else None)
+        slow = (one.drain_slowdown for one in views if one.drain_slowdown is not None)
+        return cls(min(one.free_checkpoints for one in views), max(slow, default=None))
 
 
 class DrainDecider:
@@ -69,10 +69,6 @@ class DrainDecider:
         self._observed: set[tuple[str, int]] = set()
         self._throttle: float | None = None
         self._slowdown = 0.0
-
-    @property
-    def decides(self) -> bool:
-        return self.is_adaptive
 
     def measure(self, records: Sequence[SaveRecord], drain_slowdown: float | None) -> RankView:
         size_bytes = _usual_bytes(records)
@@ -162,20 +158,9 @@ class DrainDecider:
         numbers["step_slowdown"] = round(self._slowdown, 4)
         if order.bytes_per_second is not None:
             numbers["drain_bytes_per_second"] = round(order.bytes_per_second)
-        log.info(
-            "step %d %s: %s (%s)",
-            step,
-            what,
-            why,
-            ", ".join(f"{name} {value:g}" for name, value in numbers.items()),
-            extra={
-                "step": step,
-                "is_sent": order.is_sent,
-                "is_direct_put": order.is_direct_put,
-                "rpo": decision.rpo,
-                **numbers,
-            },
-        )
+        shown = ", ".join(f"{name} {value:g}" for name, value in numbers.items())
+        directive = {"step": step, "is_sent": order.is_sent, "is_direct_put": order.is_direct_put, "rpo": decision.rpo}
+        log.info("step %d %s: %s (%s)", step, what, why, shown, extra={**directive, **numbers})
 
     def _version(self, number: int, one: SaveRecord, stands_here: bool) -> Version:
         return Version(
@@ -199,12 +184,8 @@ class DrainDecider:
         if shared is not None and one.is_sent and ("shared", number) not in self._observed:
             self._observed.add(("shared", number))
             seconds = max(shared - (0.0 if one.is_direct_put else local or 0.0), 1e-3)
-            is_held_back = (
-                self._throttle is not None
-                and not one.is_direct_put
-                and one.size_bytes / seconds > THROTTLED_SHARE * self._throttle
-            )
-            if not is_held_back:
+            throttle = math.inf if self._throttle is None or one.is_direct_put else self._throttle
+            if one.size_bytes / seconds <= THROTTLED_SHARE * throttle:
                 self._state = drain_policy.observe(self._state, rules, "shared", one.size_bytes, seconds)
         if len(self._observed) > 4 * VERSIONS_MAX:
             self._observed = {views for views in self._observed if views[1] > number - VERSIONS_MAX}

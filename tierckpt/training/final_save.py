@@ -53,8 +53,8 @@ def cost_of(records: Sequence[SaveRecord], unfinished: int) -> Cost:
     if not known:
         return Cost()
     local = max(record.local_commit_seconds or 0.0 for record in known) * (1 + unfinished)
-    drains = [seconds for record in known if (seconds := record.drain_seconds) is not None]
-    return Cost(known[-1].size_bytes, local, max(drains) if drains else None)
+    drains = (seconds for record in known if (seconds := record.drain_seconds) is not None)
+    return Cost(known[-1].size_bytes, local, max(drains, default=None))
 
 
 class FinalSave:
@@ -73,7 +73,6 @@ class FinalSave:
         self._reason = ""
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        self.requested = threading.Event()
         self.decided = threading.Event()
 
     def request(self, deadline: float, reason: str) -> None:
@@ -83,16 +82,15 @@ class FinalSave:
         self.decided.clear()
         self._deadline, self._reason = deadline, reason
         self._is_requested = True
-        self.requested.set()
 
     @property
     def is_done(self) -> bool:
-        return self.requested.is_set() and self.decided.is_set()
+        return self.decided.is_set()
 
     def wait(self, deadline: float, step_seconds: float | None) -> None:
         """Wait until ``deadline`` for the decision, unless the loop stalls."""
         patience = max(PATIENCE_SECONDS, PATIENCE_STEPS * (step_seconds or 0.0))
-        if self.requested.is_set() and not self.decided.wait(max(0.0, min(deadline - time.monotonic(), patience))):
+        if self._is_requested and not self.decided.wait(max(0.0, min(deadline - time.monotonic(), patience))):
             log.warning("no step ended within %.3g s: exiting with the saves made so far", patience)
 
     def end_step(self, step: int) -> bool:
@@ -175,14 +173,10 @@ def _decide(store: RankStore, current: int) -> None:
     announced = store.peek([f"{current}/at/{rank}" for rank in range(store.world_size)])
     if announced is None:
         return
-    step = max(one[0] for one in announced)
-    cost = Cost(
-        max(one[2] for one in announced),
-        _largest([one[3] for one in announced]),
-        _largest([one[4] for one in announced]),
-    )
-    fits, why = fits_deadline(step, cost, min(one[1] for one in announced))
-    store.put(f"{current}/decision", {"step": step, "fits": fits, "why": why})
+    steps, seconds, sizes, *measured = zip(*announced, strict=True)
+    local, shared = (max((one for one in some if one is not None), default=None) for some in measured)
+    fits, why = fits_deadline(max(steps), Cost(max(sizes), local, shared), min(seconds))
+    store.put(f"{current}/decision", {"step": max(steps), "fits": fits, "why": why})
 
 
 def fits_deadline(step: int, cost: Cost, seconds: float) -> tuple[bool, str]:
@@ -201,11 +195,6 @@ def fits_deadline(step: int, cost: Cost, seconds: float) -> tuple[bool, str]:
         f"step {step} is saved: {takes}, and {seconds:.3g} s are left; shared storage ({cost.shared_seconds:.3g} s "
         f"more) {reach}"
     )
-
-
-def _largest(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
 
 
 class LastStep:

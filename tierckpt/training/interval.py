@@ -88,15 +88,11 @@ class IntervalController:
         self.step_seconds: float | None = None
         """The duration of an undisturbed step."""
         self._drain_decider = sending
-        self._since = 0
         self._seen = 0
         self._mark: float | None = None
-        self._blocked_seconds = 0.0
-        self._kinds: dict[Phase, _Kind] = {}
         self._forget_window()
 
-    def stepped(self, phase: Phase, now: float | None = None) -> None:
-        now = time.monotonic() if now is None else now
+    def stepped(self, phase: Phase, now: float) -> None:
         self._since += 1
         self._seen += 1
         if self._mark is not None and self._seen > WARM_UP_STEPS:
@@ -108,21 +104,21 @@ class IntervalController:
         self._blocked_seconds += blocked_seconds
 
     def _forget_window(self) -> None:
-        self._kinds = {"plain": _Kind(), "draining": _Kind(), "flushing": _Kind()}
+        self._kinds: dict[Phase, _Kind] = {"plain": _Kind(), "draining": _Kind(), "flushing": _Kind()}
         self._blocked_seconds = 0.0
         self._since = 0
 
     def _window(self) -> MeasuredSpan:
-        plain, draining, flushing = (self._kinds[kind].steps() for kind in ("plain", "draining", "flushing"))
+        plain, draining, flushing = (kind.steps() for kind in self._kinds.values())
         return MeasuredSpan(plain, draining, flushing, self._blocked_seconds)
 
     @property
     def keeps_some(self) -> bool:
-        return self._drain_decider.drains and (self.interval == "auto" or self._drain_decider.decides)
+        return self._drain_decider.drains and (self.interval == "auto" or self._drain_decider.is_adaptive)
 
     @property
     def is_adaptive(self) -> bool:
-        return self._drain_decider.decides
+        return self._drain_decider.is_adaptive
 
     def is_due(self, step: int) -> bool:
         if self.interval is None:
@@ -136,7 +132,7 @@ class IntervalController:
 
         Collective, unless the interval is fixed and all saves are drained.
         """
-        if self.interval != "auto" and not self._drain_decider.decides:
+        if self.interval != "auto" and not self._drain_decider.is_adaptive:
             self._forget_window()
             return SaveDirective()
         window = self._window()

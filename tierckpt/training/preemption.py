@@ -71,17 +71,13 @@ class Notices:
                 seconds = poll()
                 self._has_failed = False
             except (OSError, ValueError) as error:
-                self._say_once(error)
-                seconds = None
+                if not self._has_failed:
+                    log.warning("%s does not report preemptions at the moment: %s", self._address, error)
+                self._has_failed, seconds = True, None
             if seconds is not None:
                 self._callback(seconds, f"a notice of {self._cloud}, {seconds:.0f} s ahead")
                 return
             self._closed.wait(POLL_SECONDS)
-
-    def _say_once(self, error: Exception) -> None:
-        if not self._has_failed:
-            log.warning("%s does not report preemptions at the moment: %s", self._address, error)
-        self._has_failed = True
 
     def _poll_aws(self) -> float | None:
         token = self._ask("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}, "PUT")

@@ -50,7 +50,16 @@ log = logger("checkpointer")
 NAMES_SHOWN = 20
 
 
-class Restored(int):
+class _Skips:
+    missing_keys: Sequence[str] = ()
+    unexpected_keys: Sequence[str] = ()
+
+    @property
+    def skipped_keys(self) -> list[str]:
+        return [*self.missing_keys, *self.unexpected_keys]
+
+
+class Restored(_Skips, int):
     """The restored step, with ``strict=False``.
 
     Attributes:
@@ -58,23 +67,9 @@ class Restored(int):
         unexpected_keys: keys of the checkpoint that the state lacks.
     """
 
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
-    @property
-    def skipped_keys(self) -> list[str]:
-        return self.missing_keys + self.unexpected_keys
-
-
-class LoadedModel(dict[str, Any]):
+class LoadedModel(_Skips, dict[str, Any]):
     """A state dict, with the keys that ``strict=False`` skipped."""
-
-    missing_keys: Sequence[str] = ()
-    unexpected_keys: Sequence[str] = ()
-
-    @property
-    def skipped_keys(self) -> list[str]:
-        return [*self.missing_keys, *self.unexpected_keys]
 
 
 @dataclass
@@ -186,7 +181,6 @@ def restore_newest(
             )
             log.warning("restored %s, because %s", newest, message)
         return newest, save
-    raise changing_run_error(location)
 
 
 def newest_base(client: Client, location: Location) -> tuple[int, Branch | None, str, int] | None:
@@ -271,12 +265,10 @@ def _agreed_once(client: Client, location: Location, step_max: int | None, windo
                 raise _no_common_step(location, newest)
             return None
         newest = newest or _describe_views(views)
-        if any(view.attempt is None for view in views):
-            raise _no_common_step(location, newest)
-        steps = {view.step for view in views if view.step is not None}
         if len({(view.step, view.attempt) for view in views}) == 1:
             return found.location.uri if found is not None else None
-        if len(steps) == 0:
+        steps = {view.step for view in views if view.step is not None}
+        if not steps or any(view.attempt is None for view in views):
             raise _no_common_step(location, newest)
         # Different saves under one step must not mix.
         limit = min(steps) if len(steps) > 1 else min(steps) - 1

@@ -180,12 +180,9 @@ class RunLog:
             return
         self._has_begun = True
         if self._mark is None:
-            before = time.monotonic() - self._begun_at
-            if loading_seconds:
-                self._totals["starting"] = max(0.0, time.time() - self._process_at - loading_seconds)
-            else:
-                self._totals["starting"] = max(0.0, time.time() - self._process_at - before)
-                self._mark = self._begun_at
+            since_start = loading_seconds or time.monotonic() - self._begun_at
+            self._totals["starting"] = max(0.0, time.time() - self._process_at - since_start)
+            self._mark = None if loading_seconds else self._begun_at
         self._write(
             "start",
             process_at=round(self._process_at, 3),
@@ -229,7 +226,7 @@ class RunLog:
 
         A kill tears no write of one page. The reader skips a line torn by a power cut.
         """
-        if self._is_on and self._thread is not None:
+        if self._is_on:
             self._tail = self._text("step")[:-1].ljust(len(self._tail) - 1) + "\n"
             self._warn()
 
@@ -305,9 +302,8 @@ class RunLog:
             self._sent_at = time.monotonic()
             data = "".join([*self._lines, self._tail]).encode()
         try:
-            self._sending = get_client(self._settings).start(
-                _put(get_client(self._settings).mover, self._location, self._key, data)
-            )
+            client = get_client(self._settings)
+            self._sending = client.start(_put(client.mover, self._location, self._key, data))
         except Exception as error:  # L1
             log.debug("the records of %s stay on this node: %s", self._location.uri, error)
 
@@ -339,13 +335,10 @@ async def _put(mover: Mover, location: Location, key: str, data: bytes) -> None:
 
 
 def process_started_at() -> float:
-    """Return Unix seconds, from field 22 of stat (proc(5)), in ticks since boot."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return time.time() - age_seconds
-    except (OSError, ValueError, IndexError):
-        return time.time()
+    """Return Unix seconds."""
+    ticks = start_ticks(os.getpid())
+    boot_at = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return boot_at + ticks / os.sysconf("SC_CLK_TCK") if ticks else time.time()
 
 
 RECORDS_READ_MAX = 4

@@ -13,6 +13,7 @@ from ...errors import ConfigError, MissingExtraError
 from ...format.uris import scheme_of
 from ...planning import Bandwidths, Mesh, Model, Site, Sizing, TrainingState, from_config, from_number, size, state_of
 from ...planning.checked_numbers import parse_bytes, parse_rate, parse_seconds, positive, whole
+from ...planning.sizer import STALL_BUDGETS_SECONDS
 from .session import Session, closing_clients, location_of
 
 CONFIG_BYTES_MAX = 16 << 20
@@ -90,6 +91,7 @@ class PlanningOptions:
         return Mesh(self.tp, self.pp, dp, self.ep, self.cp, stage, self.gpus_per_node)
 
     def _site(self) -> Site:
+        stalls = tuple(parse_seconds(one, "--stall") for one in self.stall or ())
         return Site(
             rates=Bandwidths(
                 shared_write=parse_rate(self.shared, "--shared"),
@@ -113,11 +115,7 @@ class PlanningOptions:
             replicas=self.replicas,
             split=self.split,
             load_nodes=self.load_nodes,
-            **(
-                {"stall_budgets_seconds": tuple(parse_seconds(one, "--stall") for one in self.stall)}
-                if self.stall
-                else {}
-            ),
+            stall_budgets_seconds=stalls or STALL_BUDGETS_SECONDS,
         )
 
     def _sources(self) -> list[str]:

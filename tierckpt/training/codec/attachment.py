@@ -102,7 +102,7 @@ class Attachments:
         if other := min(tensor_keys ^ self._places, default=None):
             raise _mismatch(".".join(other))
         value = {
-            "values": {name: _value(one) for name, one in _others(state)},
+            "values": _values(state),
             "groups": {name: _groups(one) for name, one in optimizers_in(state).items()},
             "tensors": tensors,
             "extra": {name: dict(_extra_of(one)) for name, one in _modules(state)},
@@ -177,12 +177,10 @@ def _decode(attachment: bytes, state: Mapping[str, Any]) -> dict[str, Any]:
             raise bad("a tensor of a step is larger than its bytes")
         name = f"{_BELOW}.{number}"
         stored[name] = TensorStorageMetadata(TensorProperties(dtype=kind), torch.Size(size), [])
-        raw = (
-            torch.frombuffer(bytearray(view[position : position + size_bytes]), dtype=torch.uint8)
-            if size_bytes
-            else None
-        )
-        data[name] = raw.view(kind).view(shape) if raw is not None else torch.empty(shape, dtype=kind, device="cpu")
+        data[name] = torch.empty(shape, dtype=kind, device="cpu")
+        if size_bytes:
+            raw = bytearray(view[position : position + size_bytes])
+            data[name] = torch.frombuffer(raw, dtype=torch.uint8).view(kind).view(shape)
         position += size_bytes
     decoder = Decoder(json.dumps(fields["node"]), Metadata(dict(stored)), lambda: _live(state))
     for name, tensor in decoder.tensors.items():
@@ -198,16 +196,12 @@ def _live(state: Mapping[str, Any]) -> dict[str, Any]:
     for name, key, tensor in _tensors_of(state):
         tensors.setdefault(name, {})[key] = tensor
     groups = {name: [dict(group) for group in one.param_groups] for name, one in optimizers_in(state).items()}
-    return {"values": {name: _value(one) for name, one in _others(state)}, "groups": groups, "tensors": tensors}
+    return {"values": _values(state), "groups": groups, "tensors": tensors}
 
 
 def inner(module: torch.nn.Module) -> torch.nn.Module:
     """Unwrap DDP."""
     return inner(module.module) if isinstance(module, DistributedDataParallel) else module
-
-
-def _value(value: Any) -> Any:
-    return value.state_dict() if isinstance(value, Stateful) else value
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -229,9 +223,10 @@ def _modules(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
     yield from ((name, inner(value)) for name, value in state.items() if isinstance(value, torch.nn.Module))
 
 
-def _others(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _values(state: Mapping[str, Any]) -> dict[str, Any]:
     kinds = (torch.nn.Module, torch.optim.Optimizer)
-    yield from ((name, value) for name, value in state.items() if not isinstance(value, kinds))
+    others = {name: one for name, one in state.items() if not isinstance(one, kinds)}
+    return {name: one.state_dict() if isinstance(one, Stateful) else one for name, one in others.items()}
 
 
 def _tensors_of(state: Mapping[str, Any]) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -280,8 +280,8 @@ class OptimizerTarget:
         holder = _holder(optimizer)
         self.is_plain = _loads_as_torch(holder) and not isinstance(optimizer, NearStorageOptimizer)
         below = dict(stored.below(name))
-        self._decoder = Decoder(text, stored.metadata, self._live_values) if text is not None else None
-        self._whole = self._decoder is not None and not self._decoder.has_paths
+        self._decoder = Decoder(text, stored.metadata, self._live_values)
+        self._whole = not self._decoder.has_paths
         if self._whole:
             self._below: dict[Path, str] = {}
             return
@@ -344,7 +344,7 @@ class OptimizerTarget:
 
     def _compare(self, candidates: Any, lists: Sequence[Sequence[Any]]) -> None:
         groups = self._optimizer.param_groups
-        has_every_name = self._decoder is not None or any(type(name) is int for group in lists for name in group)
+        has_every_name = self._decoder.has_text or any(type(name) is int for group in lists for name in group)
         if len(groups) != len(lists):
             more = self.unexpected if len(lists) > len(groups) else self.missing
             more += [f"{GROUPS}.{number}" for number in range(*sorted((len(lists), len(groups))))]
@@ -373,7 +373,7 @@ class OptimizerTarget:
             found: one for one in self._parameters if (found := self._saved_name.get(id(one))) is not None
         }
         made = {key: self._destination(path, by_name) for path, key in self._below.items()}
-        return made | (self._decoder.tensors if self._decoder is not None else {})
+        return made | self._decoder.tensors
 
     def _live_values(self) -> dict[Path, Any]:
         names = ParameterNames({**self._modules}).of(self._optimizer)
@@ -408,13 +408,12 @@ class OptimizerTarget:
         return self._new.like(found, None)
 
     def _decoded(self) -> dict[Path, Any]:
-        return dict(self._decoder.value) if self._decoder is not None and not self._whole else {}
+        return {} if self._whole else dict(self._decoder.value)
 
     def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
         optimizer, holder = self._optimizer, _holder(self._optimizer)
-        if self._decoder is not None:
-            self._decoder.finish()
-        if self._whole and self._decoder is not None:
+        self._decoder.finish()
+        if self._whole:
             optimizer.load_state_dict(self._decoder.value)
             return
         values = {path: loaded[key] for path, key in self._below.items()} | self._decoded()

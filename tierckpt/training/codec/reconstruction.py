@@ -50,7 +50,7 @@ from .structure import (
 
 
 class Decoder:
-    """Decodes one entry of a state.
+    """Decodes one entry of a state. ``text`` None: it has none.
 
     ``value`` is complete once ``tensors`` are loaded in place and ``finish`` was called.
 
@@ -59,6 +59,8 @@ class Decoder:
 
     def __init__(self, text: Any, metadata: Metadata, live: Callable[[], Any]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.has_text = text is not None
+        text = text if self.has_text else '{"paths":[]}'
         self.has_paths = str(text).startswith('{"paths":')
         """The text is of a module or optimizer: ``value`` has single values by path."""
         self._metadata = metadata
@@ -132,24 +134,12 @@ class Decoder:
                 raise bad("too many of its keys share a hash")
         return key
 
-    def _tuple(self, body: Any, live: Any, depth: int) -> Any:
-        return tuple(self._list(body, live, depth))
-
     def _deque(self, body: Any, live: Any, depth: int) -> Any:
         maxlen, items = body
         return deque(self._list(items, live, depth), maxlen)
 
     def _set(self, body: Any, live: Any, depth: int) -> Any:
         return {self._key(item, depth) for item in body}
-
-    def _frozenset(self, body: Any, live: Any, depth: int) -> Any:
-        return frozenset(self._set(body, live, depth))
-
-    def _ordered(self, body: Any, live: Any, depth: int) -> Any:
-        return self._with_dict(OrderedDict(), body, live, depth)
-
-    def _counter(self, body: Any, live: Any, depth: int) -> Any:
-        return self._with_dict(Counter(), body, live, depth)
 
     def _with_dict(self, made: Any, body: Any, live: Any, depth: int) -> Any:
         node, *more = body
@@ -162,12 +152,6 @@ class Decoder:
     def _defaultdict(self, body: Any, live: Any, depth: int) -> Any:
         factory, node = body
         return defaultdict(None if factory is None else FACTORIES[factory], self._dict(node, live, depth))
-
-    def _namespace(self, body: Any, live: Any, depth: int) -> Any:
-        return self._filled(argparse.Namespace(), body, live, depth)
-
-    def _simple_namespace(self, body: Any, live: Any, depth: int) -> Any:
-        return self._filled(types.SimpleNamespace(), body, live, depth)
 
     def _filled(self, made: Any, body: Any, live: Any, depth: int) -> Any:
         live_items = vars(live) if type(live) is type(made) else None
@@ -353,16 +337,9 @@ def _zone_of(body: Any) -> datetime.tzinfo | None:
     return datetime.timezone(offset, *map(_text_of, name))
 
 
-def _time_of(body: Any) -> dict[str, Any]:
+def _time_of(body: Any) -> datetime.time:
     hour, minute, second, microsecond, fold, zone = body
-    return {
-        "hour": hour,
-        "minute": minute,
-        "second": second,
-        "microsecond": microsecond,
-        "fold": fold,
-        "tzinfo": _zone_of(zone),
-    }
+    return datetime.time(hour, minute, second, microsecond, _zone_of(zone), fold=fold)
 
 
 def _text_of(node: Any) -> str:
@@ -391,8 +368,8 @@ _LEAF_MAKERS: dict[str, Callable[[Any], Any]] = {
     "UUID": lambda body: UUID(hex=body),
     "timedelta": lambda body: datetime.timedelta(*body),
     "date": lambda body: datetime.date(*body),
-    "time": lambda body: datetime.time(**_time_of(body)),
-    "datetime": lambda body: datetime.datetime(*body[:3], **_time_of(body[3:])),
+    "time": _time_of,
+    "datetime": lambda body: datetime.datetime.combine(datetime.date(*body[:3]), _time_of(body[3:])),
     "timezone": _zone_of,
     "BytesIO": _stream,
     "Size": torch.Size,
@@ -406,15 +383,15 @@ _MAKERS: dict[str, Callable[[Decoder, Any, Any, int], Any]] = {
     "dict": Decoder._mapping,
     "map": Decoder._map,
     "paths": Decoder._map,
-    "tuple": Decoder._tuple,
+    "tuple": lambda self, *node: tuple(self._list(*node)),
     "deque": Decoder._deque,
     "set": Decoder._set,
-    "frozenset": Decoder._frozenset,
-    "OrderedDict": Decoder._ordered,
-    "Counter": Decoder._counter,
+    "frozenset": lambda self, *node: frozenset(self._set(*node)),
+    "OrderedDict": lambda self, *node: self._with_dict(OrderedDict(), *node),
+    "Counter": lambda self, *node: self._with_dict(Counter(), *node),
     "defaultdict": Decoder._defaultdict,
-    "Namespace": Decoder._namespace,
-    "SimpleNamespace": Decoder._simple_namespace,
+    "Namespace": lambda self, *node: self._filled(argparse.Namespace(), *node),
+    "SimpleNamespace": lambda self, *node: self._filled(types.SimpleNamespace(), *node),
     "Generator": Decoder._generator,
     "enum": Decoder._enum,
     "flags": Decoder._flags,

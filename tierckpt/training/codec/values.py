@@ -106,11 +106,8 @@ class ModuleTarget:
         self._is_flat = is_flat(module)
         self._names = ModuleKeys(module)
         self._live = state_of(module)[0]
-        self._decoder: Decoder | None = None
+        self._decoder = Decoder(text, stored.metadata, self._live_values)
         below = stored.below(name)
-        if text is not None:
-            live: dict[Any, Any] = {**self._live, **{(key,): one for key, one in self._live.items()}}
-            self._decoder = Decoder(text, stored.metadata, lambda: live)
         replaced = {str(path[0]) for path in self._decoded() if path}
         self._below = {path: key for path, key in below.items() if str(path[0]) not in replaced}
         self._items = {path: stored.items[key] for path, key in self._below.items()}
@@ -118,11 +115,14 @@ class ModuleTarget:
         self.is_plain = not own and not self._is_flat
         self._compare(tuple(f"{self._names.saved(path)}." if path else "" for path in own))
 
+    def _live_values(self) -> dict[Any, Any]:
+        return {**self._live, **{(key,): one for key, one in self._live.items()}}
+
     def _decoded(self) -> dict[Path, Any]:
-        value = self._decoder.value if self._decoder is not None else {}
+        value = self._decoder.value
         if not isinstance(value, Mapping):
             return {}
-        if self._decoder is not None and not self._decoder.has_paths:
+        if not self._decoder.has_paths:
             versions = getattr(value, "_metadata", None)
             return {(key,): one for key, one in value.items()} | ({VERSIONS: dict(versions)} if versions else {})
         return dict(value)
@@ -130,7 +130,7 @@ class ModuleTarget:
     def destinations(self) -> dict[str, Any]:
         new = NewTensors()
         made = {key: self._destination(path, self._items[path], new) for path, key in self._below.items()}
-        return made | (self._decoder.tensors if self._decoder is not None else {})
+        return made | self._decoder.tensors
 
     def _destination(self, path: Path, found: Any, new: NewTensors) -> Any:
         if not isinstance(found, TensorStorageMetadata):
@@ -174,8 +174,7 @@ class ModuleTarget:
         return self.is_meta and not torch.__future__.get_swap_module_params_on_conversion()
 
     def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
-        if self._decoder is not None:
-            self._decoder.finish()
+        self._decoder.finish()
         values = nested({path: loaded[key] for path, key in self._below.items()})
         own = self._decoded()
         versions = own.pop(VERSIONS, None)
@@ -188,7 +187,7 @@ class ModuleTarget:
             _copy([(self._live[key], value) for key, value in values.items()])
         else:
             state: Any = OrderedDict((self._names.live(key), value) for key, value in values.items())
-            if self._decoder is not None:
+            if self._decoder.has_text:
                 state._metadata = self._all_versions(versions or {})
             self._module.load_state_dict(
                 state, **({} if strict else {"strict": False}), **({"assign": True} if self.is_meta else {})
@@ -253,10 +252,8 @@ class ValueTarget:
         self.problems: list[str] = []
         self._below: dict[Path, str] = {}
         self._items = stored.items
-        self._decoder: Decoder | None = None
-        if text is not None:
-            self._decoder = Decoder(text, stored.metadata, self._live)
-        if self._decoder is None or self._decoder.has_paths:
+        self._decoder = Decoder(text, stored.metadata, self._live)
+        if self._decoder.has_paths:
             own = stored.below(name)
             if isinstance(self._value, PerRank):
                 own = {path: key for path, key in own.items() if path and path[0] == rank_key()}
@@ -266,7 +263,7 @@ class ValueTarget:
         if self.is_plain:
             self._compare()
         is_optimizers = isinstance(self._value, dict) and self._value.keys() >= {"state", "param_groups"}
-        if is_optimizers and self._decoder is not None and self._decoder.has_paths:
+        if is_optimizers and text is not None and self._decoder.has_paths:
             self.problems.append(
                 f"{name} is the state dict of an optimizer, which the checkpoint has by parameter names: "
                 f'pass the optimizer itself, {{"{name}": optimizer}}, next to its module'
@@ -285,7 +282,7 @@ class ValueTarget:
         """Check a state dict: a tensor that replaces another one would not reach the module."""
         if not (isinstance(self._value, OrderedDict) and hasattr(self._value, "_metadata")):
             return
-        found = self._decoder.value if self._decoder is not None and not self._decoder.has_paths else self._sizes()
+        found = self._sizes() if self._decoder.has_paths else self._decoder.value
         if not isinstance(found, Mapping):
             self.problems.append(f"{self._name} is a module's state dict here, but another value in the checkpoint")
             return
@@ -304,29 +301,25 @@ class ValueTarget:
                 for path, key in self._below.items() for one in [self._items[key]] if path}  # fmt: skip
 
     def destinations(self) -> dict[str, Any]:
-        found: dict[str, Any] = dict(self._decoder.tensors) if self._decoder is not None else {}
+        found: dict[str, Any] = dict(self._decoder.tensors)
         for key in self._below.values():
             one = self._items[key]
             found[key] = empty_like(one, None) if isinstance(one, TensorStorageMetadata) else ""
         return found
 
     def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
-        if self.missing and not self._below and self._decoder is None:
+        if self.missing and not self._below and not self._decoder.has_text:
             return
-        if self._decoder is not None:
-            self._decoder.finish()
-        if self._decoder is not None and not self._decoder.has_paths:
-            found = self._decoder.value
-        else:
+        self._decoder.finish()
+        found = self._decoder.value
+        if self._decoder.has_paths:
             leaves = {path: loaded[key] for path, key in self._below.items()}
-            odd = {} if self._decoder is None else {path: one for path, one in self._decoder.value.items() if path}
+            odd = {path: one for path, one in found.items() if path}
             found = leaves[()] if () in leaves else nested(leaves | odd)
-        if isinstance(self._value, PerRank) and not found:
-            found = {}
-        if not self.is_plain:
-            self._value.load_state_dict(found)
-        else:
+        if self.is_plain:
             self._state[self._name] = fill(self._value, found)
+        else:
+            self._value.load_state_dict({} if isinstance(self._value, PerRank) and not found else found)
 
 
 def _is_of_other_ranks(stored: Stored, name: str) -> bool:

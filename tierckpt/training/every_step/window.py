@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -105,12 +105,8 @@ class MultiStepSave(Future[None]):
             self._write(self)
 
 
-class Write(Protocol):
-    """Saves ``state``, or ``collected``, which the save then owns."""
-
-    def __call__(
-        self, record: SaveRecord, state: State, collected: dict[str, Any] | None, *, is_asked: bool
-    ) -> Future[None]: ...
+Write: TypeAlias = Callable[..., Future[None]]
+"""Saves ``state``, or ``collected``, which the save then owns: ``(record, state, collected, *, is_asked)``."""
 
 
 @dataclass
@@ -287,7 +283,8 @@ class SaveWindow:
         self._now_at(window, step, state)
         if window.is_sealed and not window.failure:
             try:
-                window.tree, rest = detach(collected, self._tensors(), self._stagers[0].link)
+                live = _by_place(stager.tensors() for stager in self._stagers)
+                window.tree, rest = detach(collected, live, self._stagers[0].link)
                 window.rest += [rest.done] if rest is not None else []
             except MemoryError:
                 window.failure = OUT_OF_MEMORY
@@ -299,14 +296,6 @@ class SaveWindow:
             self._step_log.based(record.base, step, state)
             self._settle(window)
 
-    def _tensors(self) -> dict[tuple[int, str, str], torch.Tensor]:
-        return {
-            (number, key, name): tensor
-            for number, stager in enumerate(self._stagers)
-            for key, named in stager.tensors().items()
-            for name, tensor in named.items()
-        }
-
     def _settle(self, window: _Window) -> None:
         outcomes = all_gather(_outcome(window))
         reason = next((one for one in outcomes if one not in (DONE, PENDING)), "")
@@ -317,12 +306,7 @@ class SaveWindow:
 
     def _write_parts(self, window: _Window) -> None:
         snapshots = [copied.result() for copied in window.copies]
-        copies = {
-            (number, key, name): tensor
-            for number, snapshot in enumerate(snapshots)
-            for key, named in (snapshot.state or {}).items()
-            for name, tensor in named.items()
-        }
+        copies = _by_place(snapshot.state or {} for snapshot in snapshots)
         redos = {number: one.redo for number, one in enumerate(snapshots) if one.redo is not None}
         record = window.handle.record
         record.window_steps = window.steps
@@ -375,6 +359,15 @@ class SaveWindow:
             handle.set_exception(error) if error is not None else handle.set_result(None)
 
         future.add_done_callback(follow)
+
+
+def _by_place(states: Iterable[Mapping[str, Mapping[str, torch.Tensor]]]) -> dict[tuple[int, str, str], torch.Tensor]:
+    return {
+        (number, key, name): tensor
+        for number, state in enumerate(states)
+        for key, named in state.items()
+        for name, tensor in named.items()
+    }
 
 
 def _outcome(window: _Window) -> str:
