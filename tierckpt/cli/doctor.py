@@ -234,8 +234,7 @@ async def _store(mover: Mover, location: Location) -> list[Finding]:
         "store put-if-absent": _put_again,
         "store delete": _delete,
     }
-    sources = "; ".join(f"{name} {value}" for name, value in getattr(store, "sources", {}).items())
-    checks = [Finding("store configuration", OK, sources)] if sources else []
+    checks = []
     try:
         for name, step in steps.items():
             try:
@@ -243,7 +242,8 @@ async def _store(mover: Mover, location: Location) -> list[Finding]:
             except TierckptError as error:
                 checks.append(Finding(name, FAIL, str(error)))
                 break
-        return checks
+        sources = "; ".join(f"{name} {value}" for name, value in getattr(store, "sources", {}).items())
+        return [Finding("store configuration", OK, sources), *checks] if sources else checks
     finally:
         with contextlib.suppress(TierckptError):  # already reported
             await store.delete(key)

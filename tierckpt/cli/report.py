@@ -17,7 +17,7 @@ from ..errors import CheckpointNotFoundError, ConfigError
 from ..format.layout import Location, step_name, step_of
 from ..planning.goodput import Goodput, Seen, TierTimes, What, analyse, commits_of, read_start, tier_times
 from ..types import Json
-from .size import PlotOption
+from .size import PlotOption, plotted
 from .ui import plots
 from .ui.output import Report, day, facts, human_seconds, short, table
 from .ui.session import Session, UriArgument, location_of
@@ -57,10 +57,8 @@ def report(session: Session, uri: UriArgument, plot: PlotOption = None) -> Repor
             f"{location.uri} has no records of training",
             hint="`tierckpt.Checkpointer` writes them; give the run, not one of its checkpoints",
         ) from error
-    if plot is not None:
-        plots.plot_goodput(plot, found)
     tiers = tier_times(found.starts, commits, seen, time.time())
-    document: Json = {"uri": location.uri, **_document(found, tiers)} | ({"plot": str(plot)} if plot else {})
+    document: Json = {"uri": location.uri, **_document(found, tiers), **plotted(plot, plots.plot_goodput, found)}
     view = [facts(_summary(location, found)), _timeline(found), _spent(found), *_tiers(tiers), _failures(found)]
     return Report(document, view)
 

@@ -18,7 +18,7 @@ from ..planning.checked_numbers import parse_seconds, positive, whole
 from ..planning.ettr import DAY_SECONDS
 from ..planning.scenario import Cluster, Configuration, FailureKind, configuration_of, configurations_of, failures_of
 from ..types import Json
-from .size import PlotOption, modes_view
+from .size import PlotOption, modes_view, plotted
 from .ui import plots
 from .ui.output import Report, facts, human_seconds, progress_bar, table
 from .ui.planning_options import PlanningOptions
@@ -92,8 +92,6 @@ def simulate(
         runs = [run(cluster, one, days=days, seed=seed, listener=listener) for one in chosen]
     seconds = time.process_time() - begun
     _warn_of_no_failure(runs, days, sizing.mtbf_seconds)
-    if plot is not None:
-        plots.plot_runs(plot, runs)
     document: Json = {
         "nodes": cluster.nodes,
         "jobs": jobs,
@@ -103,7 +101,8 @@ def simulate(
         "cpu_seconds": seconds,
         "runs": [asdict(one) for one in runs],
         "gets_nowhere": hopeless,
-    } | ({"plot": str(plot)} if plot else {})
+        **plotted(plot, plots.plot_runs, runs),
+    }
     summary = {
         "simulated": f"{cluster.nodes} nodes, {jobs} job{'s' if jobs > 1 else ''}, {days:g} days, seed {seed}",
         "failures": f"one in {human_seconds(sizing.mtbf_seconds)} of each job",
@@ -111,12 +110,12 @@ def simulate(
     }
     if hopeless:
         summary["no progress"] = f"{', '.join(hopeless)}: the next failure comes before a restart is done"
-    names = [(run, ", ".join(f"{tier} {count}" for tier, count in sorted(run.restores.items()))) for run in runs]
     rows = [
         asdict(run)
-        | {"failures": sum(run.failures.values()), "from": restores or None}
+        | {"failures": sum(run.failures.values())}
+        | {"from": ", ".join(f"{tier} {count}" for tier, count in sorted(run.restores.items())) or None}
         | {f"{part}_share": getattr(run, f"{part}_seconds") / run.wall_seconds for part in PARTS}
-        for run, restores in names
+        for run in runs
     ]
     compared = (
         "tiers=name >ETTR=ettr:share >by_formula=expected_ettr:share >interval=interval_seconds:short >every >failures "
@@ -150,25 +149,18 @@ def _compare_modes(sizing: Sizing, days: float, seed: int, plot: Path | None, *,
     failures = FailureKind("process", DAY_SECONDS / sizing.mtbf_seconds / sizing.mesh.nodes, wipes=False)
     cluster = Cluster(sizing.mesh.nodes, sizing.site.rates, (failures,))
     with progress_bar(as_json=as_json, of="time") as listener:
-        runs = [
-            run(
-                cluster,
-                one,
-                days=min(days, MODE_SAVES_MAX * one.interval_seconds / DAY_SECONDS),
-                seed=seed,
-                listener=listener,
-            )
-            for one in _points(sizing)
-        ]
+        runs = []
+        for one in _points(sizing):
+            some = min(days, MODE_SAVES_MAX * one.interval_seconds / DAY_SECONDS)
+            runs.append(run(cluster, one, days=some, seed=seed, listener=listener))
     _warn_of_no_failure(runs, days, sizing.mtbf_seconds)
-    if plot is not None:
-        plots.plot_modes(plot, sizing, runs)
     document: Json = {
         "mtbf_seconds": sizing.mtbf_seconds,
         "seed": seed,
         "modes": [asdict(one) for one in sizing.modes],
         "runs": [asdict(one) for one in runs],
-    } | ({"plot": str(plot)} if plot else {})
+        **plotted(plot, plots.plot_modes, sizing, runs),
+    }
     rows = [
         (
             one.name,

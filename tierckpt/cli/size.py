@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,9 +32,15 @@ def size(options: PlanningOptions, plot: PlotOption = None, as_json: JsonOption 
     tierckpt size --params 175e9 --optimizer adam --tp 8 --pp 16 --dp 8
     """
     sizing = options.sizing()
-    if plot is not None:
-        plots.plot_sizing(plot, sizing)
-    return Report(document_of(sizing) | ({"plot": str(plot)} if plot else {}), view_of(sizing))
+    return Report(document_of(sizing) | plotted(plot, plots.plot_sizing, sizing), view_of(sizing))
+
+
+def plotted(plot: Path | None, draw: Callable[..., object], *what: object) -> Json:
+    """Draw to ``plot``, and return the part of the document that names it."""
+    if plot is None:
+        return {}
+    draw(plot, *what)
+    return {"plot": str(plot)}
 
 
 def document_of(sizing: Sizing) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Annotated
 
 from typer import Option
@@ -36,16 +37,15 @@ def verify(
     A file missing on this node or its peers is no damage if another tier has a good copy: every node keeps the shards
     of its own ranks.
     """
-    wanted = location_of(uri)
+    location = location_of(uri)
     with session.progress_bar() as listener, session.client(listener) as client:
-        location = client.run(_checkpoint_at(client.mover, wanted))
         checkpoint, report, damaged = client.run(_verify(client.mover, location, read_data))
         absent = _absent(checkpoint, report)
     problems = {**damaged, **{key: text for key, text in report.problems.items() if key not in absent}}
     rows = [_row(checkpoint, report, tier, path, text) for (tier, path), text in problems.items()]
     document: Json = {
         **report.to_json(),
-        "uri": location.uri,
+        "uri": checkpoint.location.uri,
         "tiers": sorted(str(tier) for tier in checkpoint.tiers),
         "good": not rows,
         "problems": rows,
@@ -67,21 +67,16 @@ def verify(
     return Report(document, view, IntegrityError.exit_code if rows else 0)
 
 
-async def _checkpoint_at(mover: Mover, location: Location) -> Location:
-    if await _damaged_manifests(mover, location):
-        return location
-    try:
-        rows = await describe_run(mover.selector, location)
-    except CheckpointNotFoundError:
-        return location
-    committed = [row for row in rows if {row.local, row.shared} & {"committed", "stock"}]
-    return (committed or rows)[-1].location
-
-
 async def _verify(
     mover: Mover, location: Location, read_data: bool
 ) -> tuple[Checkpoint, VerifyReport, dict[Problem, str]]:
     damaged = await _damaged_manifests(mover, location)
+    if not damaged:
+        with contextlib.suppress(CheckpointNotFoundError):
+            rows = await describe_run(mover.selector, location)
+            committed = [row for row in rows if {row.local, row.shared} & {"committed", "stock"}]
+            location = (committed or rows)[-1].location
+            damaged = await _damaged_manifests(mover, location)
     checkpoint, report = await verify_checkpoint(mover.selector, location, read_data=read_data, listener=mover.listener)
     if checkpoint.manifest is None:
         raise CheckpointError(

@@ -311,18 +311,12 @@ class CompressingWriter(io.BufferedIOBase):
             self._compressor.close()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is not None:
-            self.discard()
-        else:
-            self.close()
+        (self.close if kind is None else self.discard)()
 
 
 class TextWriter(io.TextIOWrapper):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is not None:
-            self.buffer.discard()  # type: ignore[attr-defined]
-        else:
-            self.close()
+        (self.close if kind is None else self.buffer.discard)()  # type: ignore[attr-defined]
 
 
 async def pieces_of(stream: io.BufferedIOBase) -> AsyncIterator[Buffer]:

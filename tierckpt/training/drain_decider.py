@@ -6,6 +6,7 @@ and broadcasts the directive. With ``exposure_seconds_max`` the policy decides (
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -41,9 +42,7 @@ class SaveDirective:
     throttle_seconds: float = 0.0
 
     def throttle_of_node(self) -> int | None:
-        if self.bytes_per_second is None:
-            return None
-        return max(1, int(self.bytes_per_second * _share_of_node()))
+        return None if self.bytes_per_second is None else max(1, int(self.bytes_per_second * _share_of_node()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +70,12 @@ class DrainDecider:
         self._slowdown = 0.0
 
     def measure(self, records: Sequence[SaveRecord], drain_slowdown: float | None) -> RankView:
-        size_bytes = _usual_bytes(records)
-        if not self.is_adaptive or not size_bytes:
-            return RankView(drain_slowdown=drain_slowdown)
-        try:
-            room = self._disk_worker.run(lambda: room_bytes(self._settings))
-        except CheckpointSkippedError:  # planning raises it next, on all ranks
-            return RankView(drain_slowdown=drain_slowdown)
-        return RankView(room / (size_bytes * _share_of_node()), drain_slowdown)
+        free_checkpoints = math.inf
+        if self.is_adaptive and (size_bytes := _usual_bytes(records)):
+            with contextlib.suppress(CheckpointSkippedError):  # planning raises it next, on all ranks
+                room = self._disk_worker.run(lambda: room_bytes(self._settings))
+                free_checkpoints = room / (size_bytes * _share_of_node())
+        return RankView(free_checkpoints, drain_slowdown)
 
     def decide(
         self,
@@ -107,10 +104,9 @@ class DrainDecider:
             self._observe(number, one)
         self._learn_slowdown(view.drain_slowdown)
         size_bytes = float(_usual_bytes(records))
-        try:
+        on_ssd = {number for number, _ in usable}
+        with contextlib.suppress(CheckpointSkippedError):
             on_ssd = self._disk_worker.run(lambda: {number for number, one in usable if self._is_on_ssd(one)})
-        except CheckpointSkippedError:
-            on_ssd = {number for number, _ in usable}
         versions = [self._version(number, one, number in on_ssd) for number, one in usable]
         arrived = max((version.number for version in versions if version.on_shared), default=0)
         under_way = [n for n, one in usable if one.is_sent and one.shared_commit_seconds is None and n > arrived]

@@ -225,6 +225,4 @@ class IntervalController:
 def _recent(times: Sequence[tuple[float | None, float]]) -> float | None:
     known = [seconds for seconds, _ in times if seconds is not None][-RECORDS_MAX:]
     pending = [age for seconds, age in times[-RECORDS_MAX:] if seconds is None]
-    if not known:
-        return None if not pending else max(pending)
-    return max([statistics.median(known), *pending])
+    return max([statistics.median(known), *pending] if known else pending, default=None)

@@ -39,6 +39,7 @@ from ..stores.schemes import check_location
 from ..telemetry import logger
 from ..tracebacks import short_traceback
 from .codec import job_state as states
+from .codec.reconstruction import NO_TEXT
 from .codec.stored import STRUCTURE, Stored
 from .codec.values import ModuleTarget
 from .codec.values import state_of as module_state
@@ -370,7 +371,7 @@ def _load_model(
         if module is None:
             return {name: _placeholder(metadata, name, device) for name in names}, None
         stored, called = Stored(metadata), states.structure_name(prefix)
-        text = reader.read_objects(metadata, [called])[called] if called in stored.items else None
+        text = reader.read_objects(metadata, [called])[called] if called in stored.items else NO_TEXT
         found = ModuleTarget(module, stored, prefix, text)
         if found.problems:
             raise states.mismatch(found.problems)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from ..checkpoint import branches
 from ..checkpoint.branches import Branch
 from ..checkpoint.catalog import SHARED_TIMEOUT_SECONDS
@@ -15,9 +13,8 @@ from ..client import get_client
 from ..config import Settings
 from ..errors import CheckpointError, IntegrityError, StoreError
 from ..format.layout import WINDOWS_DIR, Location, local_dir, parse_uri, step_of
-from ..rank_store import portable
 from ..telemetry import logger
-from .rank_exchange import all_gather, is_distributed
+from .rank_exchange import broadcast
 
 log = logger("branches")
 
@@ -78,21 +75,14 @@ class RunBranch:
         ``is_asked_for``: the next save abandons newer checkpoints. Raises on all ranks if rank 0 cannot read the run.
         """
         self._restored += 1
-        own_branch: Branch | BaseException | None = None
-        if not is_distributed() or dist.get_rank() == 0:
+
+        def find() -> Branch:
             client, name = get_client(self._settings), f"{self._job}-{self._restored}"
-            work = branch_of_restored(
-                client.mover.selector, self.location, parse_uri(uri), name, is_asked_for=is_asked_for
-            )
-            try:
-                own_branch = client.run(work)
-            except Exception as error:
-                own_branch = portable(error)
-        decided: Branch | BaseException = all_gather(own_branch)[0]
-        if isinstance(decided, BaseException):
-            raise decided
-        self.now = decided
-        return decided
+            selector, restored = client.mover.selector, parse_uri(uri)
+            return client.run(branch_of_restored(selector, self.location, restored, name, is_asked_for=is_asked_for))
+
+        self.now = broadcast(find)
+        return self.now
 
     def read_local(self) -> None:
         """Read this node's branch, for a process that has restored nothing."""

@@ -14,6 +14,7 @@ from ...torch_internals import flatten_state_dict
 from ..rank_exchange import is_distributed
 from . import optimizers, values
 from .rank_state import PerRank, rank_key
+from .reconstruction import NO_TEXT
 from .stored import STRUCTURE, Path, Stored, not_plain
 from .structure import NOTHING, Encoder, text_of
 from .values import ValueTarget
@@ -178,7 +179,7 @@ class RestorePlan:
         self, name: str, state: dict[str, Any], stored: Stored, objects: Mapping[str, Any],
         names: optimizers.ParameterNames,
     ) -> Target:  # fmt: skip
-        value, text = state[name], objects.get(name)
+        value, text = state[name], objects.get(name, NO_TEXT)
         if isinstance(value, torch.nn.Module):
             return values.ModuleTarget(value, stored, name, text)
         if isinstance(value, torch.optim.Optimizer):

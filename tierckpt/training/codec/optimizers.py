@@ -265,7 +265,7 @@ class OptimizerTarget:
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames, stored: Stored, name: str,
-        objects: Mapping[str, Any], text: Any = None,
+        objects: Mapping[str, Any], text: Any,
     ) -> None:  # fmt: skip
         self._optimizer, self._stored, self._name, self._modules = optimizer, stored, name, names.modules
         self._parameters = parameters_of(optimizer)

@@ -48,9 +48,12 @@ from .structure import (
     slots_of,
 )
 
+NO_TEXT = '{"paths": []}'
+"""For an entry without text. An encoder writes no space."""
+
 
 class Decoder:
-    """Decodes one entry of a state. ``text`` None: it has none.
+    """Decodes one entry of a state.
 
     ``value`` is complete once ``tensors`` are loaded in place and ``finish`` was called.
 
@@ -59,8 +62,7 @@ class Decoder:
 
     def __init__(self, text: Any, metadata: Metadata, live: Callable[[], Any]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self.has_text = text is not None
-        text = text if self.has_text else '{"paths":[]}'
+        self.has_text = text != NO_TEXT
         self.has_paths = str(text).startswith('{"paths":')
         """The text is of a module or optimizer: ``value`` has single values by path."""
         self._metadata = metadata

@@ -101,7 +101,7 @@ class ModuleTarget:
         is_plain: loading only copies tensors and cannot fail.
     """
 
-    def __init__(self, module: torch.nn.Module, stored: Stored, name: str, text: Any = None) -> None:
+    def __init__(self, module: torch.nn.Module, stored: Stored, name: str, text: Any) -> None:
         self._module, self._name = module, name
         self._is_flat = is_flat(module)
         self._names = ModuleKeys(module)
@@ -245,7 +245,7 @@ class ValueTarget:
     works.
     """
 
-    def __init__(self, state: dict[str, Any], stored: Stored, name: str, text: Any = None) -> None:
+    def __init__(self, state: dict[str, Any], stored: Stored, name: str, text: Any) -> None:
         self._state, self._name, self._value = state, name, state[name]
         self.is_plain = not isinstance(self._value, Stateful)
         self.unexpected: list[str] = []
@@ -259,11 +259,11 @@ class ValueTarget:
                 own = {path: key for path, key in own.items() if path and path[0] == rank_key()}
             self._below = own
         is_of_other_ranks = isinstance(self._value, PerRank) and _is_of_other_ranks(stored, name)
-        self.missing = [] if self._below or text is not None or is_of_other_ranks else [name]
+        self.missing = [] if self._below or self._decoder.has_text or is_of_other_ranks else [name]
         if self.is_plain:
             self._compare()
         is_optimizers = isinstance(self._value, dict) and self._value.keys() >= {"state", "param_groups"}
-        if is_optimizers and text is not None and self._decoder.has_paths:
+        if is_optimizers and self._decoder.has_text and self._decoder.has_paths:
             self.problems.append(
                 f"{name} is the state dict of an optimizer, which the checkpoint has by parameter names: "
                 f'pass the optimizer itself, {{"{name}": optimizer}}, next to its module'

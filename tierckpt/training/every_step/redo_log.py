@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import empty as empty_dtensor
 
 from ...checkpoint import retention
 from ...checkpoint.branches import NOTE
@@ -36,6 +35,7 @@ from ...torch_internals import flatten_state_dict, set_element
 from ...types import Json
 from ..codec import job_state as states
 from ..codec.rank_state import rank_key
+from ..codec.reconstruction import empty_like
 from ..rank_exchange import is_distributed, same_outcome
 from ..saves import Notes, SaveRecord
 
@@ -202,15 +202,8 @@ def _target(metadata: Metadata, recipe: Json, state: Mapping[str, Any], path: st
             continue
         if not isinstance(found, TensorStorageMetadata):
             target[name] = ""
-        elif isinstance(live_tensor := live.get(name), DTensor):
-            target[name] = empty_dtensor(
-                found.size,
-                dtype=found.properties.dtype,
-                device_mesh=live_tensor.device_mesh,
-                placements=live_tensor.placements,
-            )
-        else:
-            target[name] = torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
+        else:  # on the host, unless it is sharded
+            target[name] = empty_like(found, one if isinstance(one := live.get(name), DTensor) else None)
     if missing := own_names - target.keys():
         raise _bad(path, f"{len(missing)} of its tensors are missing")
     return target
