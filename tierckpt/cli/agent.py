@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -86,12 +85,8 @@ def _stop(settings: Settings) -> Report:
             contact.ask({"op": "stop"}, start=False)
         except AgentUnavailableError:
             return Report({"stopped": False}, ["No agent runs for this local root."])
-    if all(_is_running(settings.local_root) for _ in Poll(settings.grace_seconds + STOP_SECONDS_EXTRA, LOCAL)):
-        raise OperationTimeoutError(f"the agent (process {pid}) has not ended", hint="Its log may say why")
-    return Report({"stopped": True, "pid": pid}, [f"The agent (process {pid}) has ended."])
-
-
-def _is_running(local_root: Path) -> bool:
-    """Test the lock: a pid would mean nothing in another container."""
-    with try_lock(agent_dir(local_root) / LOCK) as is_free:
-        return not is_free
+    for _ in Poll(settings.grace_seconds + STOP_SECONDS_EXTRA, LOCAL):
+        with try_lock(agent_dir(settings.local_root) / LOCK) as is_free:  # a pid means nothing in another container
+            if is_free:
+                return Report({"stopped": True, "pid": pid}, [f"The agent (process {pid}) has ended."])
+    raise OperationTimeoutError(f"the agent (process {pid}) has not ended", hint="Its log may say why")

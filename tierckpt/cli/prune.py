@@ -49,7 +49,10 @@ def prune(
         result = client.run(client.mover.pruner.prune(location, policy, dry_run=not yes))
         if not result.outcomes and not result.leftovers:
             raise client.run(_nothing_here(client.mover, location))
-    return Report(_document(location, result, yes), _view(result, yes, bool(policy)), _exit_code(result))
+    code = result.errors[0].exit_code if result.errors else 0
+    if result.errors and result.only(REMOVED):
+        code = PartialTransferError.exit_code
+    return Report(_document(location, result, yes), _view(result, yes, bool(policy)), code)
 
 
 async def _nothing_here(mover: Mover, location: Location) -> TierckptError:
@@ -64,13 +67,6 @@ async def _nothing_here(mover: Mover, location: Location) -> TierckptError:
         f"no checkpoint of tierckpt under {location.uri}: nothing to remove",
         hint="Give the run with step-1, step-2, ... (`tierckpt ls` finds it); check the endpoint and local_root",
     )
-
-
-def _exit_code(result: PruneResult) -> int:
-    """Return 3 if some copies could not be removed, the error's own code if none was."""
-    if not result.errors:
-        return 0
-    return PartialTransferError.exit_code if result.only(REMOVED) else result.errors[0].exit_code
 
 
 def _document(location: Location, result: PruneResult, yes: bool) -> Json:

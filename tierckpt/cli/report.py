@@ -59,7 +59,9 @@ def report(session: Session, uri: UriArgument, plot: PlotOption = None) -> Repor
         ) from error
     tiers = tier_times(found.starts, commits, seen, time.time())
     document: Json = {"uri": location.uri, **_document(found, tiers), **plotted(plot, plots.plot_goodput, found)}
-    view = [facts(_summary(location, found)), _timeline(found), _spent(found), *_tiers(tiers), _failures(found)]
+    spent = [(LOOKS[what][2], took, took / found.wall_seconds) for what, took in found.spent.items() if took > 0]
+    shares = table("where_the_time_went >time:short >share:share", spent)
+    view = [facts(_summary(location, found)), _timeline(found), shares, *_tiers(tiers), _failures(found)]
     return Report(document, view)
 
 
@@ -209,11 +211,6 @@ def _timeline(found: Goodput) -> Text:
         line.append(f"{mark if mark != ' ' else '(blank)'} ", style)
         line.append(f"{name}   ")
     return line
-
-
-def _spent(found: Goodput) -> RenderableType:
-    rows = [(LOOKS[what][2], took, took / found.wall_seconds) for what, took in found.spent.items() if took > 0]
-    return table("where_the_time_went >time:short >share:share", rows)
 
 
 def _failures(found: Goodput) -> RenderableType:

@@ -446,13 +446,10 @@ class TierFileSystem(AbstractFileSystem):  # type: ignore[misc]
                 log.warning("%s stays on the store until the files written next to it have been drained", location.uri)
                 continue
             if location.scheme == "file":  # a running transfer would make the directory again
-                self._let_arrive(name)
+                for _ in Poll(ARRIVE_SECONDS, LOCAL):
+                    if not any(entry.files for entry in self._undrained(name)):
+                        break
             self._run(self._mover.store(root).delete_dir(key))
-
-    def _let_arrive(self, path: str) -> None:
-        for _ in Poll(ARRIVE_SECONDS, LOCAL):
-            if not any(entry.files for entry in self._undrained(path)):
-                return
 
 
 def _directories(names: Iterable[str], above: str) -> set[str]:

@@ -161,7 +161,9 @@ class IntervalController:
         every = 1
         if self.interval == "auto" and len(profiles) == len(measured):
             every = self._adapt(profiles, share)
-        order = self._drain_decider.decide(step, records, every, self._interval_seconds(), is_asked=is_asked, view=view)
+        steps = self.pace.steps if self.pace is not None else self.interval if isinstance(self.interval, int) else 1
+        seconds = steps * (self.step_seconds or 0.0)
+        order = self._drain_decider.decide(step, records, every, seconds, is_asked=is_asked, view=view)
         return self.pace, order
 
     def _adapt(self, profiles: list[JobProfile], share: float) -> int:
@@ -172,10 +174,6 @@ class IntervalController:
             self._explain(pace, profile, share)
         self.pace = pace
         return pace.every
-
-    def _interval_seconds(self) -> float:
-        steps = self.pace.steps if self.pace is not None else self.interval if isinstance(self.interval, int) else 1
-        return steps * (self.step_seconds or 0.0)
 
     def _explain(self, pace: Pace, profile: JobProfile, share: float) -> None:
         known = {"local": self.goal.local_mtbf_seconds, "shared": self.goal.shared_mtbf_seconds}

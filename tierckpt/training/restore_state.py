@@ -87,19 +87,18 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], options: Rest
 
     Raises an error of any rank on all.
     """
-    base = ""
 
-    def make_plan() -> states.RestorePlan:
-        nonlocal base
+    def make_plan() -> tuple[states.RestorePlan, str]:
         metadata = reader.read_metadata()
         base = str(reader.notes().get(BASE_NOTE, "")) or getattr(metadata.storage_meta, "save_id", None) or ""
         stored = Stored(metadata)
         names = states.structures(state, stored, options.only)
         texts = reader.read_objects(metadata, list(names.values()))
-        return states.RestorePlan(state, stored, {name: texts[key] for name, key in names.items()}, options.only)
+        objects = {name: texts[key] for name, key in names.items()}
+        return states.RestorePlan(state, stored, objects, options.only), base or reader.path
 
     with unwrapped():
-        plan = same_outcome(make_plan)
+        plan, base = same_outcome(make_plan)
         options.missing_keys, options.unexpected_keys = plan.missing, _unexpected_on_all_ranks(plan.unexpected)
         same_outcome(lambda: _check_keys(options))
         target = same_outcome(plan.destinations)
@@ -108,7 +107,7 @@ def restore_into(reader: TierStorageReader, state: dict[str, Any], options: Rest
         same_outcome(lambda: plan.put_back(target, strict=options.strict, own_code=False))
     if plan.skipped and options.only is None:
         log.info("%s also has %s, which the state does not have", reader.path, ", ".join(plan.skipped))
-    return base or reader.path
+    return base
 
 
 def _unexpected_on_all_ranks(unexpected: list[str]) -> list[str]:
@@ -265,7 +264,8 @@ def _agreed_once(client: Client, location: Location, step_max: int | None, windo
             if newest:
                 raise _no_common_step(location, newest)
             return None
-        newest = newest or _describe_views(views)
+        seen = ("none" if view.attempt is None else f"step {view.step}" for view in views)
+        newest = newest or "; ".join(f"rank {rank} sees {what}" for rank, what in enumerate(seen))
         if len({(view.step, view.attempt) for view in views}) == 1:
             return found.location.uri if found is not None else None
         steps = {view.step for view in views if view.step is not None}
@@ -296,13 +296,6 @@ def _agree(own_view: _Sight) -> list[_Sight]:
             view.error.context.setdefault("rank", rank)
         raise view.error
     return views
-
-
-def _describe_views(views: Sequence[_Sight]) -> str:
-    return "; ".join(
-        f"rank {rank} sees {'none' if view.attempt is None else 'step ' + str(view.step)}"
-        for rank, view in enumerate(views)
-    )
 
 
 def _no_common_step(location: Location, views: str) -> CheckpointNotFoundError:

@@ -406,18 +406,11 @@ def plan_save(
     try:
         plan = ranks.reduce_scatter("plan", local_step, global_step)
     except CheckpointException as error:
-        running.note_reported(_checkpoints_of(error))
+        contexts = [getattr(cause, "context", {}) for cause, _ in error.failures.values()]
+        running.note_reported({str(context.get("checkpoint")) for context in contexts})
         session.report_outcome(error)
         raise
     return planner.finish_plan(plan), planner, metadata
-
-
-def _checkpoints_of(error: CheckpointException) -> set[str]:
-    return {
-        checkpoint
-        for cause, _ in error.failures.values()
-        if isinstance(checkpoint := getattr(cause, "context", {}).get("checkpoint"), str)
-    }
 
 
 def describe_wait(

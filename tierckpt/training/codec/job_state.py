@@ -67,9 +67,10 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
             inexact = not_plain(tree)
             saved[name], text = _split(name, tree, [*inexact, *([(values.VERSIONS, versions)] if versions else [])])
         elif isinstance(value, torch.optim.Optimizer) and (found := optimizers.state_of(value, names)):
-            saved[name], text = _split(name, found.tree, found.inexact)
-            if found.lists:
-                texts.setdefault(rank_key(), {})[name] = found.lists
+            tree, lists, inexact = found
+            saved[name], text = _split(name, tree, inexact)
+            if lists:
+                texts.setdefault(rank_key(), {})[name] = lists
         else:
             saved[name], text = _encoded(name, value, saved, texts)
         if text:
@@ -84,20 +85,14 @@ def _encoded(name: str, value: Any, saved: Mapping[str, Any], texts: dict[str, d
     encoder = Encoder(below)
     node, flat = encoder.encode(value, (name,))
     near = {other: saved[other] for other in saved if name.startswith(f"{other}.") or other.startswith(f"{name}.")}
-    if not _is_unambiguous(near | {name: flat}):
+    try:
+        flatten_state_dict(near | {name: flat})
+    except ValueError:
         encoder, flat = Encoder(below, is_ambiguous=True), NOTHING
         node, _ = encoder.encode(value, (name,))
     if encoder.numbered:
         texts.setdefault(NUMBERED, {})[number] = encoder.numbered
     return {} if flat is NOTHING else flat, text_of(node)
-
-
-def _is_unambiguous(flat: dict[str, Any]) -> bool:
-    try:
-        flatten_state_dict(flat)
-    except ValueError:
-        return False
-    return True
 
 
 def _split(name: str, tree: dict[str, Any], inexact: list[tuple[Path, Any]]) -> tuple[dict[str, Any], str]:

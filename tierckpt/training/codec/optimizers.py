@@ -13,7 +13,7 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from itertools import chain, count
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -125,19 +125,15 @@ def _holder(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
 
 
-class Saved(NamedTuple):
-    """``lists``: this rank's parameter names as JSON, if other ranks may have others. ``inexact``: values that DCP
-    would not restore exactly."""
-
-    tree: dict[str, Any]
-    lists: str
-    inexact: list[tuple[Path, Any]]
+Saved: TypeAlias = tuple[dict[str, Any], str, list[tuple[Path, Any]]]
+"""The tree; this rank's parameter names as JSON, if other ranks may have others; values that DCP would not restore
+exactly."""
 
 
 def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved | None:
     if (owner := names.flat_owner(optimizer)) is not None:
         tree = _flat_state(owner, optimizer)
-        return Saved(tree, "", _unsupported_values(tree))
+        return tree, "", _unsupported_values(tree)
     holder = _holder(optimizer)
     with optimizer.mapped() if isinstance(optimizer, NearStorageOptimizer) else contextlib.nullcontext():
         saved = holder.state_dict()
@@ -167,7 +163,7 @@ def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved |
                 if isinstance(one, DTensor) and one.shape != shapes.get(name) and is_plain(one)]  # fmt: skip
     for name in {path[1] for path, _ in inexact if path[0] == STATE}:
         tree[STATE][name] = dict(tree[STATE][name])  # odd values are removed from it
-    return Saved(tree, "" if names.are_on_all_ranks(optimizer) else json.dumps(lists), inexact)
+    return tree, "" if names.are_on_all_ranks(optimizer) else json.dumps(lists), inexact
 
 
 def _is_of_torch(saved: Any, optimizer: torch.optim.Optimizer) -> bool:

@@ -222,7 +222,11 @@ class Encoder:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if (leaf := _LEAVES.get(kind)) is not None:
-            node = self._leaf(value, *leaf, path)
+            tag, encode = leaf
+            try:
+                node = {tag: encode(value)}
+            except ValueError as error:
+                raise _refused(path, value, str(error)) from None
             self._split_values += kind is torch.memory_format
             return node, NOTHING if kind is torch.memory_format else value
         if id(value) in self._open or len(self._open) >= DEPTH_MAX:
@@ -233,12 +237,6 @@ class Encoder:
             return self._container(value, kind, path)
         finally:
             self._open.discard(id(value))
-
-    def _leaf(self, value: Any, tag: str, encode: Callable[[Any], Any], path: PathOf) -> Any:
-        try:
-            return {tag: encode(value)}
-        except ValueError as error:
-            raise _refused(path, value, str(error)) from None
 
     def _container(self, value: Any, kind: Any, path: PathOf) -> tuple[Any, Any]:
         before = self._split_values

@@ -258,7 +258,9 @@ class ValueTarget:
             if isinstance(self._value, PerRank):
                 own = {path: key for path, key in own.items() if path and path[0] == rank_key()}
             self._below = own
-        is_of_other_ranks = isinstance(self._value, PerRank) and _is_of_other_ranks(stored, name)
+        is_of_other_ranks = isinstance(self._value, PerRank) and (
+            bool(stored.below(name)) or any(path[1:] == (name,) for path in stored.below(STRUCTURE))
+        )
         self.missing = [] if self._below or self._decoder.has_text or is_of_other_ranks else [name]
         if self.is_plain:
             self._compare()
@@ -320,10 +322,6 @@ class ValueTarget:
             self._state[self._name] = fill(self._value, found)
         else:
             self._value.load_state_dict({} if isinstance(self._value, PerRank) and not found else found)
-
-
-def _is_of_other_ranks(stored: Stored, name: str) -> bool:
-    return bool(stored.below(name)) or any(path[1:] == (name,) for path in stored.below(STRUCTURE))
 
 
 @torch.no_grad()
