@@ -19,10 +19,8 @@ def adopt(
     session: ProgressSession,
     directory: Annotated[Path, Argument(metavar="DIRECTORY", help="Directory to adopt. Its files are closed.")],
     uri: UriArgument,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace the checkpoint at URI.")] = False,
-    links: Annotated[
-        bool, Option("--links", help="Hard-link the files. They must not be written in place later.")
-    ] = False,
+    overwrite: Annotated[bool, Option(help="Replace the checkpoint at URI.")] = False,
+    links: Annotated[bool, Option(help="Hard-link the files. They must not be written in place later.")] = False,
     ranks: Annotated[str | None, Option(metavar="R/N", help="This node is R (from 0) of N nodes.")] = None,
     attempt: Annotated[str | None, Option(metavar="NAME", help="Name shared by all of --ranks.")] = None,
     wait: Annotated[float, Option(metavar="SECONDS", help="Wait at most this long for the drain.")] = 0.0,

@@ -29,7 +29,7 @@ def agent(
     session: Session,
     context: typer.Context,
     leave_when_idle: Annotated[
-        bool, Option("--leave-when-idle", help="Exit after --idle-seconds without work, as an agent started on demand.")
+        bool, Option(help="Exit after --idle-seconds without work, as an agent started on demand.")
     ] = False,
     idle_seconds: Annotated[float, Option(min=0.0, help="Seconds without work after which it is idle.")] = IDLE_SECONDS,
     metrics_port: Annotated[
@@ -54,7 +54,7 @@ def agent(
     serve_bytes_per_second: Annotated[
         str | None, Option(metavar="RATE", help="Rate limit for all peers together.")
     ] = None,
-    stop: Annotated[bool, Option("--stop", help="Stop the running agent within its grace period, and wait.")] = False,
+    stop: Annotated[bool, Option(help="Stop the running agent within its grace period, and wait.")] = False,
 ) -> Report:
     """Run the agent of this node's local root until SIGTERM. Exit 0, or 3 if checkpoints are still to drain."""
     settings = session.settings()

@@ -40,12 +40,9 @@ def check(
     to: Annotated[Path | None, Option(metavar="DIR", help="A directory that `prefetch --to` filled.")] = None,
     include: Annotated[list[str] | None, Option(metavar="GLOB", help="Only matching files.")] = None,
     exclude: Annotated[list[str] | None, Option(metavar="GLOB", help="No files that match.")] = None,
-    read_data: Annotated[bool, Option("--read-data", help="Digest every byte again.")] = False,
+    read_data: Annotated[bool, Option(help="Digest every byte again.")] = False,
     hf_cache: Annotated[
-        bool,
-        Option(
-            "--hf-cache", help="The Hugging Face cache (HF_HUB_CACHE, or --to): digest every file of hf://ORG/NAME."
-        ),
+        bool, Option(help="The Hugging Face cache (HF_HUB_CACHE, or --to): digest every file of hf://ORG/NAME.")
     ] = False,
 ) -> Report:
     """Compare the cached files with the source. Fetches nothing. Exit code 3 if any file is missing."""

@@ -42,7 +42,7 @@ NOTHING = "The journal is empty: nothing to drain."
 def drain(
     session: ProgressSession,
     wait: Annotated[
-        bool, Option("--wait", help="Retry, and wait for other ranks and movers, until the journal is empty.")
+        bool, Option(help="Retry, and wait for other ranks and movers, until the journal is empty.")
     ] = False,
     timeout: Annotated[
         float | None, Option(metavar="SECONDS", min=0.0, help="Stop waiting after this long (exit 7).")
@@ -60,7 +60,7 @@ def drain(
         bool | None,
         Option("--pause/--resume", help="Pause or resume all drains of this node. Kept until it is changed."),
     ] = None,
-    retry: Annotated[bool, Option("--retry", help="First requeue drains that failed for too long.")] = False,
+    retry: Annotated[bool, Option(help="First requeue drains that failed for too long.")] = False,
     forget: Annotated[
         str | None,
         Option(

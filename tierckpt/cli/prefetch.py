@@ -68,29 +68,28 @@ def prefetch(
     hf_cache: Annotated[
         bool,
         Option(
-            "--hf-cache",
             help="Of hf://ORG/NAME: fill the Hugging Face cache (HF_HUB_CACHE, or --to), where from_pretrained "
-            "finds it.",
+            "finds it."
         ),
     ] = False,
     include: Annotated[list[str] | None, Option(metavar="GLOB", help="Only matching files; may be repeated.")] = None,
     exclude: Annotated[list[str] | None, Option(metavar="GLOB", help="No matching files; may be repeated.")] = None,
-    pin: Annotated[bool, Option("--pin", help="Keep it in the cache until it is unpinned.")] = False,
-    unpin: Annotated[bool, Option("--unpin", hidden=True, help="`tierckpt cache unpin`.")] = False,
-    check: Annotated[bool, Option("--check", hidden=True, help="`tierckpt cache check`.")] = False,
-    read_data: Annotated[bool, Option("--read-data", hidden=True, help="`tierckpt cache check --read-data`.")] = False,
-    evict: Annotated[bool, Option("--evict", hidden=True, help="`tierckpt cache evict`.")] = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Show which files would be fetched and evicted.")] = False,
+    pin: Annotated[bool, Option(help="Keep it in the cache until it is unpinned.")] = False,
+    unpin: Annotated[bool, Option(hidden=True, help="`tierckpt cache unpin`.")] = False,
+    check: Annotated[bool, Option(hidden=True, help="`tierckpt cache check`.")] = False,
+    read_data: Annotated[bool, Option(hidden=True, help="`tierckpt cache check --read-data`.")] = False,
+    evict: Annotated[bool, Option(hidden=True, help="`tierckpt cache evict`.")] = False,
+    dry_run: Annotated[bool, Option(help="Show which files would be fetched and evicted.")] = False,
     max_bytes: Annotated[
         str | None,
         Option(metavar="SIZE", help="Size limit of the cache, including these files; with --to, of these files."),
     ] = None,
-    wait: Annotated[bool, Option("--wait", help="Wait until each URI exists and is committed.")] = False,
+    wait: Annotated[bool, Option(help="Wait until each URI exists and is committed.")] = False,
     timeout: Annotated[
         float, Option(metavar="SECONDS", min=0, help="With --wait: limit of the wait.")
     ] = PENDING_SECONDS,
     watch: Annotated[
-        bool, Option("--watch", help="Show the progress of all nodes (peers) until all are done. No URI: only show.")
+        bool, Option(help="Show the progress of all nodes (peers) until all are done. No URI: only show.")
     ] = False,
 ) -> Report:
     """Fetch models, checkpoints or any files to this node, completely or not at all.

@@ -26,10 +26,10 @@ def prune(
     ] = None,
     keep_every: Annotated[int | None, Option(metavar="N", min=1, help="Also keep every step divisible by N.")] = None,
     abandoned: Annotated[
-        bool, Option("--abandoned", help="Remove steps that were abandoned when the job went back to an older one.")
+        bool, Option(help="Remove steps that were abandoned when the job went back to an older one.")
     ] = False,
-    tier: Annotated[Literal["local", "shared", "both"], Option(help="Tier to prune.")] = "both",
-    yes: Annotated[bool, Option("--yes", help="Remove. Without it, only show.")] = False,
+    tier: Annotated[Literal["local", "shared", "both"], Option(help="Tier to prune: local, shared or both.")] = "both",
+    yes: Annotated[bool, Option(help="Remove. Without it, only show.")] = False,
 ) -> Report:
     """Show which checkpoints directly under URI retention would remove, and why it keeps the others.
 

@@ -18,7 +18,7 @@ def restore(
     session: ProgressSession,
     uri: UriArgument,
     to: Annotated[Path, Option(metavar="DIR", help="Directory to fill.")],
-    latest: Annotated[bool, Option("--latest", help="Of a run: the newest usable checkpoint. The default.")] = False,
+    latest: Annotated[bool, Option(help="Of a run: the newest usable checkpoint. The default.")] = False,
 ) -> Report:
     """Write a committed checkpoint to DIR, from this node's good copies, else from shared storage.
 

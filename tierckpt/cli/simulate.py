@@ -51,7 +51,7 @@ def simulate(
     rpo: Annotated[str | None, Option(help="Maximum age of the newest shared checkpoint, like 30min.")] = None,
     only: Annotated[list[str] | None, Option(help="Only configurations whose name contains this.")] = None,
     modes: Annotated[
-        bool, Option("--modes", help="Compare async, lazy, multi-step and gradient log instead, by interval.")
+        bool, Option(help="Compare async, lazy, multi-step and gradient log instead, by interval.")
     ] = False,
     plot: PlotOption = None,
     as_json: JsonOption = False,

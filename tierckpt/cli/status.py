@@ -39,12 +39,10 @@ GROUPED_MIN = 4
 
 def status(
     session: Session,
-    watch: Annotated[bool, Option("--watch", help="Refresh until Ctrl-C.")] = False,
+    watch: Annotated[bool, Option(help="Refresh until Ctrl-C.")] = False,
     interval: Annotated[float, Option(metavar="SECONDS", min=0.1, help="Between two refreshes.")] = 1.0,
-    peers: Annotated[bool, Option("--peers", help="Show the other nodes, and the traffic with them.")] = False,
-    web: Annotated[
-        bool, Option("--web", help="Show a web page: the agent's (--metrics-port), else until Ctrl-C.")
-    ] = False,
+    peers: Annotated[bool, Option(help="Show the other nodes, and the traffic with them.")] = False,
+    web: Annotated[bool, Option(help="Show a web page: the agent's (--metrics-port), else until Ctrl-C.")] = False,
     listen: Annotated[
         str | None, Option(metavar="HOST[:PORT]", help="With --web: address to serve. Beyond loopback with a token.")
     ] = None,

@@ -26,9 +26,7 @@ Problem = tuple[Tier, str]
 def verify(
     session: ProgressSession,
     uri: UriArgument,
-    read_data: Annotated[
-        bool, Option("--read-data", help="Read and check every byte; else presence and sizes.")
-    ] = False,
+    read_data: Annotated[bool, Option(help="Read and check every byte; else presence and sizes.")] = False,
 ) -> Report:
     """Check every file on each tier that has a copy. Exit 5 if any copy is damaged.
 

@@ -89,6 +89,9 @@ def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
     for kind in groups.values():
         kinds = get_type_hints(kind, include_extras=True)
         options += [(one.name, one.default, kinds[one.name]) for one in fields(kind)]
+    for name, default, kind in options:
+        if default is False and (option := kind.__metadata__[0]).default is ...:
+            option.param_decls = (f"--{name.replace('_', '-')}",)  # typer would add --no-NAME
 
     def command(**values: Any) -> Report:
         for name, kind in groups.items():
