@@ -257,9 +257,8 @@ class RunningSaves:
     def note_reported(self, uris: Collection[str]) -> None:
         self._reported |= self.uris & set(uris)
 
-    def wait(self, seconds: float, *, last: bool = False) -> None:
-        waited = list(self._saves)[-1:] if last else list(self._saves)
-        futures.wait([future for _, future in waited], seconds)
+    def wait(self, seconds: float) -> None:
+        futures.wait([future for _, future in list(self._saves)], seconds)
 
     def refuses(self, uri: str) -> CheckpointSkippedError | None:
         """Wait until a save to ``uri`` may begin. Returns the reason if it is skipped. Collective.
@@ -268,7 +267,7 @@ class RunningSaves:
         """
         # Report a save that fails at once (a full disk) now.
         if not requests.is_ill:
-            self.wait(PROMPT_SECONDS, last=True)
+            futures.wait([future for _, future in list(self._saves)[-1:]], PROMPT_SECONDS)
         policy = self._settings.staging_policy
         deadline = time.monotonic() + self._timeout_seconds + EXTRA_SECONDS
         # Planning must know the checkpoint that this save replaces.

@@ -48,12 +48,10 @@ class Attachments:
     """
 
     def __init__(self, state: Mapping[str, Any], untraced: set[TensorKey]) -> None:
-        self._seen: dict[TensorKey, Any] = {}
+        self._seen: dict[TensorKey, Any] = {(name, key): _mark(tensor) for name, key, tensor in _tensors_of(state)}
         self._untraced = untraced
         self._marks: dict[TensorKey, int] = {}
-        for name, key, tensor in _tensors_of(state):
-            self._seen[name, key] = _mark(tensor)
-        self._places = self._seen.keys() | set[TensorKey]()
+        self._places = frozenset(self._seen)
 
     def rebase(self, state: Mapping[str, Any]) -> None:
         """Make the current state the base: a checkpoint has it."""
