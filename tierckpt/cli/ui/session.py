@@ -64,7 +64,12 @@ class Session:
     ] = None
 
     def settings(self, **overrides: Any) -> Settings:
-        return load_settings(self.local_root, **overrides)
+        """Raise ConfigError; PermissionDeniedError: an unsafe local root."""
+        if self.local_root is not None:
+            overrides["local_root"] = self.local_root
+        settings = Settings.load(**overrides)
+        use_local_root(settings)
+        return settings
 
     def client(self, listener: ProgressListener = ignore_progress, **overrides: Any) -> closing[Client]:
         return closing(Client(self.settings(**overrides), listener))
@@ -81,7 +86,10 @@ class ProgressSession(Session):
 
 
 def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
-    """Return ``verb`` for typer: each parameter that is a dataclass of options becomes an option for each field."""
+    """Return ``verb`` for typer: each parameter that is a dataclass of options becomes an option for each field.
+
+    A flag without a name has that of its parameter.
+    """
     hints = get_type_hints(verb, include_extras=True)
     parameters = inspect.signature(verb).parameters.values()
     groups = {one.name: hints[one.name] for one in parameters if is_dataclass(hints[one.name])}
@@ -91,7 +99,7 @@ def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
         options += [(one.name, one.default, kinds[one.name]) for one in fields(kind)]
     for name, default, kind in options:
         if default is False and (option := kind.__metadata__[0]).default is ...:
-            option.param_decls = (f"--{name.replace('_', '-')}",)  # typer would add --no-NAME
+            option.param_decls = (f"--{name.replace('_', '-')}",)  # else typer adds --no-NAME
 
     def command(**values: Any) -> Report:
         for name, kind in groups.items():
@@ -107,15 +115,6 @@ def taking_options(verb: Callable[..., Report]) -> Callable[..., Report]:
         ]
     )
     return command
-
-
-def load_settings(local_root: Path | None, **overrides: Any) -> Settings:
-    """Raise ConfigError; PermissionDeniedError: an unsafe local root."""
-    if local_root is not None:
-        overrides["local_root"] = local_root
-    settings = Settings.load(**overrides)
-    use_local_root(settings)
-    return settings
 
 
 def rate_of(option: str, text: str | None, hint: str = "Write it like 200MiB/s") -> int | None:

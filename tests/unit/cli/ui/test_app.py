@@ -144,7 +144,7 @@ def test_a_lost_socket_of_a_verb_is_not_taken_for_a_lost_reader(
     def broken(*_: object, **__: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("tierckpt.cli.ui.session.load_settings", broken)
+    monkeypatch.setattr("tierckpt.cli.ui.session.Session.settings", broken)
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # typer puts another there
     monkeypatch.setattr(sys, "stderr", sys.stderr)
     assert run(["status"]) == 1

@@ -214,7 +214,7 @@ def test_an_error_that_is_no_error_of_ours_is_called_a_bug(
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr("tierckpt.cli.ui.session.load_settings", broken)
+    monkeypatch.setattr("tierckpt.cli.ui.session.Session.settings", broken)
     assert run(["status", "--json"]) == 1
     error = json.loads(capsys.readouterr().err)
     assert "bug" in error["message"]
