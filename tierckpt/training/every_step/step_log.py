@@ -95,22 +95,6 @@ def agreed_step(chains: Sequence[Sequence[Span]]) -> int | None:
     return newest
 
 
-class _Room:
-    """Keeps room on the local tier for the next checkpoint (P7)."""
-
-    def __init__(self, settings: Settings, directory: Path) -> None:
-        self.checkpoint_bytes = 0
-        self._settings, self._directory = settings, directory
-
-    def reserve(self, size_bytes: int) -> None:
-        needed = size_bytes + self.checkpoint_bytes
-        if room_bytes(self._settings) < needed and not has_room(self._settings, needed, self._directory):
-            raise CapacityError(
-                f"the local tier has no room for a frame of {human_bytes(size_bytes)} and the next checkpoint",
-                hint="Save more often, or use a larger disk for local_root",
-            )
-
-
 class StepLog:
     """Logs the steps of one rank, and applies them on a restore. Without ``gradient_log`` does nothing.
 
@@ -128,7 +112,7 @@ class StepLog:
         self._run, self._rank = location, rank
         self._directory = local_dir(settings.local_root, location) / GRADIENTS_DIR / f"rank-{rank}"
         self._bases: deque[int] = deque(maxlen=BASES_KEPT)
-        self._room = _Room(settings, self._directory)
+        self._checkpoint_bytes = 0
         self._log: GradientLog | None = None
         self._untraced: set[TensorKey] = set()
         self._attachments = Attachments({}, self._untraced)
@@ -201,7 +185,7 @@ class StepLog:
         """Remove segments after the commit of ``step`` (``size_bytes`` on all nodes). Any thread."""
         if not self.is_on:
             return
-        self._room.checkpoint_bytes = int(size_bytes * self._share)
+        self._checkpoint_bytes = int(size_bytes * self._share)
         self._bases.append(step)
         try:
             log_segments.remove_before(self._directory, self._bases[0])
@@ -332,11 +316,20 @@ class StepLog:
             self._end_log()
             self._log = GradientLog(
                 optimizers, self._directory, every_steps=self._every_steps, every_seconds=self._every_seconds,
-                link=self.link, reserve=self._room.reserve,
+                link=self.link, reserve=self._reserve,
             )  # fmt: skip
         self._log.owner = dict(self._owner)
         self._attachments = Attachments(state, self._untraced)
         return self._log
+
+    def _reserve(self, size_bytes: int) -> None:
+        """Keep room on the local tier for the next checkpoint (P7)."""
+        needed = size_bytes + self._checkpoint_bytes
+        if room_bytes(self._settings) < needed and not has_room(self._settings, needed, self._directory):
+            raise CapacityError(
+                f"the local tier has no room for a frame of {human_bytes(size_bytes)} and the next checkpoint",
+                hint="Save more often, or use a larger disk for local_root",
+            )
 
     def _longest_chain(self, base: str, step: int, optimizers: Mapping[str, torch.optim.Optimizer]) -> _Chain:
         """Return this rank's log, or a copy on any node that reaches further."""
