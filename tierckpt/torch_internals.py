@@ -30,30 +30,6 @@ if TYPE_CHECKING:
     StorageInfo = filesystem._StorageInfo
     StorageReaderTransforms = filesystem._StorageReaderTransforms
     StorageWriterTransforms = filesystem._StorageWriterTransforms
-    default_to_fused_or_foreach: Any
-    DisableTorchFunctionSubclass: Any
-    DistWrapper: Any
-    eval_frame: Any
-    flatten_dense_tensors: Any
-    flatten_state_dict: Any
-    foreach_copy: Any
-    get_default_store: Any
-    local_tensor_of: Any
-    make_wrapper_subclass: Any
-    new_shared_storage: Any
-    PyTorchFileReader: Any
-    set_element: Any
-    spec_of: Any
-    storage_address_of: Any
-    storage_use_count: Any
-    throw_on_mutable_data_ptr: Any
-    tree_flatten: Any
-    tree_leaves: Any
-    tree_map_only: Any
-    tree_unflatten: Any
-    unflatten_dense_tensors: Any
-    version_of: Any
-    write_item: Any
 
 CHECKED_VERSIONS = ("2.10", "2.11", "2.13", "2.14", "2.15")
 """`make matrix` tests each of them."""
