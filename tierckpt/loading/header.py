@@ -45,30 +45,33 @@ _AGAIN = "It was cut short: fetch it again"
 _DAMAGED = "Compare its digest with the source's, and fetch it again if they differ"
 _TEXT = frozenset(b"\t\n\r" + bytes(range(32, 127)))
 
-DTYPE_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2": 8,
-    "F8_E5M2FNUZ": 8,
-    "F8_E8M0": 8,
-    "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
-    "U16": 16,
-    "I16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "U32": 32,
-    "I32": 32,
-    "F32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
-    "C64": 64,
+_DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
+    "BOOL": (8, torch.bool),
+    "U8": (8, torch.uint8),
+    "I8": (8, torch.int8),
+    "F8_E4M3": (8, torch.float8_e4m3fn),
+    "F8_E4M3FNUZ": (8, torch.float8_e4m3fnuz),
+    "F8_E5M2": (8, torch.float8_e5m2),
+    "F8_E5M2FNUZ": (8, torch.float8_e5m2fnuz),
+    "F8_E8M0": (8, torch.float8_e8m0fnu),
+    "F4": (4, torch.float4_e2m1fn_x2),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    "U16": (16, torch.uint16),
+    "I16": (16, torch.int16),
+    "F16": (16, torch.float16),
+    "BF16": (16, torch.bfloat16),
+    "U32": (32, torch.uint32),
+    "I32": (32, torch.int32),
+    "F32": (32, torch.float32),
+    "U64": (64, torch.uint64),
+    "I64": (64, torch.int64),
+    "F64": (64, torch.float64),
+    "C64": (64, torch.complex64),
 }
+"""Bits of an element, and torch's dtype, if it has one."""
+DTYPE_BITS = {name: bits for name, (bits, _) in _DTYPES.items()}
+_NAMES = {dtype: name for name, (_, dtype) in _DTYPES.items() if dtype is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,34 +301,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F4": torch.float4_e2m1fn_x2,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
 def of_entry(entry: TensorEntry) -> tuple[torch.dtype, tuple[int, ...]]:
     """Raise StateMismatchError: torch has no such tensor."""
-    dtype = _DTYPES.get(entry.dtype)
+    dtype = _DTYPES[entry.dtype][1] if entry.dtype in _DTYPES else None
     if dtype is None or (dtype is torch.float4_e2m1fn_x2 and (not entry.shape or entry.shape[-1] % 2)):
         raise StateMismatchError(
             f"torch has no tensor of {entry.dtype} and shape {entry.shape}",
