@@ -20,12 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..disk.durable import durable_write, make_dirs, matching, read_whole
-from ..errors import BucketNotFoundError, ManifestError, ObjectNotFoundError, PreconditionFailedError, StoreError
+from ..errors import ManifestError, ObjectNotFoundError, PreconditionFailedError, StoreError
 from ..format import manifest as manifests
 from ..format.layout import BRANCHES_DIR, WINDOWS_DIR, Location, step_of
 from ..format.manifest import Manifest
 from ..stores.base import Store
+from ..stores.verified_read import if_present
 from ..telemetry import logger
+from ..types import Buffer
 
 log = logger("branches")
 
@@ -116,6 +118,12 @@ def replaces_abandoned(manifest: Manifest, branch: Branch | None, name: str) -> 
     return not own_branch.holds(branch, step_of(name))
 
 
+def may_replace(manifest: Manifest, committed: Manifest, name: str) -> bool:
+    """Return whether ``manifest`` may take the place of the checkpoint ``committed`` under ``name``."""
+    is_named = committed.attempt in {manifest.attempt, *manifest.replaces}
+    return is_named or replaces_abandoned(manifest, branch_of(committed, name), name)
+
+
 def next_order(*known: Branch | None) -> int:
     return max([time.time_ns() // 1_000_000, *(one.order + 1 for one in known if one is not None)])
 
@@ -177,13 +185,8 @@ async def note_shared(store: Store, manifest: Manifest) -> None:
 async def read_shared(store: Store) -> Branch | None:
     """Cost: one LIST, and a GET if there is a note."""
     for key in sorted([info.key async for info in store.list(BRANCHES_DIR)], reverse=True):
-        try:
-            data = await store.get(key)
-        except BucketNotFoundError:
-            raise
-        except ObjectNotFoundError:
-            continue
-        if (branch := _decoded(data, f"{store.uri}/{key}")) is not None:
+        data = await if_present(store.get(key))
+        if data is not None and (branch := _decoded(data, f"{store.uri}/{key}")) is not None:
             return branch
     return None
 
@@ -196,7 +199,7 @@ def _name(branch: Branch) -> str:
     return f"{branch.order:016d}-{branch.id}.json"
 
 
-def _decoded(data: bytes, where: str) -> Branch | None:
+def _decoded(data: Buffer, where: str) -> Branch | None:
     try:
         return parse(manifests.unseal(data, _FIELDS, where=where)[NOTE])
     except (ManifestError, StoreError) as error:

@@ -196,11 +196,7 @@ def _read_metadata(directory: Path, entry: FileEntry, manifest: Manifest) -> byt
 def _publish(directory: Path, location: Location, manifest: Manifest, metadata: Mapping[str, bytes]) -> None:
     had_manifest = (directory / MANIFEST).exists()
     current = _read_or_set_aside(directory)
-    if (
-        current is not None
-        and current.attempt not in {manifest.attempt, *manifest.replaces}
-        and not branches.replaces_abandoned(manifest, branches.branch_of(current, location.name), location.name)
-    ):
+    if current is not None and not branches.may_replace(manifest, current, location.name):
         raise already_committed(location, current.attempt, Tier.LOCAL)
     _replace(directory, current, manifest, metadata)
     for attempt in manifest.replaces if had_manifest and current is None else ():
@@ -339,9 +335,8 @@ def record_commit(directory: Path, manifest: Manifest, metadata: Mapping[str, by
             return
         if (
             current is None
-            or current.attempt in manifest.replaces
             or is_drained(directory, current.attempt)
-            or branches.replaces_abandoned(manifest, branches.branch_of(current, directory.name), directory.name)
+            or branches.may_replace(manifest, current, directory.name)
         ):
             write_attempt_metadata(directory, manifest, metadata)
             _replace(directory, current, manifest, metadata)

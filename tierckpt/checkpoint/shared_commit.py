@@ -14,7 +14,6 @@ from collections.abc import Iterable
 
 from ..errors import (
     AlreadyCommittedError,
-    BucketNotFoundError,
     ManifestError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -36,7 +35,7 @@ from ..format.layout import (
 )
 from ..format.manifest import FileEntry, Manifest, stale_files, stale_metadata
 from ..stores.base import Conditional, Store
-from ..stores.verified_read import check_bytes, verified
+from ..stores.verified_read import check_bytes, if_present, verified
 from ..telemetry import logger
 from ..types import Json, Tier
 from . import branches
@@ -49,15 +48,14 @@ CLAIM_NEWER = frozenset({"uri", branches.NOTE})
 
 
 async def read_shared_manifest(store: Store) -> Manifest | None:
-    async def read() -> Manifest:
-        return manifests.decode(await store.get(MANIFEST), where=f"{store.uri}/{MANIFEST}")
+    return await if_present(read_manifest_at(store, MANIFEST))
 
-    try:
-        return await verified(store, read)
-    except BucketNotFoundError:
-        raise
-    except ObjectNotFoundError:
-        return None
+
+async def read_manifest_at(store: Store, key: str) -> Manifest:
+    async def read() -> Manifest:
+        return manifests.decode(await store.get(key), where=f"{store.uri}/{key}")
+
+    return await verified(store, read)
 
 
 async def replaced_by_claim(store: Store) -> frozenset[str]:
@@ -81,19 +79,15 @@ async def read_claim(store: Store) -> str | None:
 async def current_attempts(store: Store) -> set[str]:
     """Return the owners of this id, which a new save may replace: the claim's holder and the committed attempt."""
     found: set[str] = set()
-    for read in (read_claim, _standing_attempt):
+    for read in (read_claim, read_shared_manifest):
         try:
-            attempt = await read(store)
+            owner = await read(store)
         except ManifestError as error:
             log.warning("%s; a save that begins now will not replace it", error)
             continue
-        found |= {attempt} if attempt else set()
+        if owner is not None:
+            found.add(owner.attempt if isinstance(owner, Manifest) else owner)
     return found
-
-
-async def _standing_attempt(store: Store) -> str | None:
-    manifest = await read_shared_manifest(store)
-    return manifest.attempt if manifest is not None else None
 
 
 async def _read_claim(store: Store) -> Json | None:
@@ -121,11 +115,7 @@ async def _read_claim(store: Store) -> Json | None:
         return claim
 
     try:
-        return await verified(store, read)
-    except BucketNotFoundError:
-        raise
-    except ObjectNotFoundError:
-        return None
+        return await if_present(verified(store, read))
     except ManifestError:
         if from_elsewhere is None:
             raise
@@ -141,11 +131,7 @@ async def commit_shared(store: Store, location: Location, manifest: Manifest) ->
     await put_claim(store, location, manifest)
     current, etag = await _read_versioned(store)
     committed_at = None
-    if (
-        current is not None
-        and current.attempt not in {manifest.attempt, *manifest.replaces}
-        and not branches.replaces_abandoned(manifest, branches.branch_of(current, location.name), location.name)
-    ):
+    if current is not None and not branches.may_replace(manifest, current, location.name):
         # Its claim was lost to an overtaken removal, or on a store without conditional puts.
         raise already_committed(location, current.attempt, Tier.SHARED)
     if current is None or current.attempt != manifest.attempt:
@@ -233,23 +219,13 @@ async def remove(store: Store, key: str, etag: str | None) -> bool:
 
 
 async def _check_version(store: Store, key: str, etag: str | None) -> None:
-    try:
-        now = (await store.head(key)).etag
-    except BucketNotFoundError:
-        raise
-    except ObjectNotFoundError:
-        now = None
-    if now != etag:
+    if await etag_of(store, key) != etag:
         raise PreconditionFailedError(f"{store.uri}/{key} has changed", uri=store.uri, key=key)
 
 
 async def etag_of(store: Store, key: str) -> str | None:
-    try:
-        return (await store.head(key)).etag
-    except BucketNotFoundError:
-        raise
-    except ObjectNotFoundError:
-        return None
+    found = await if_present(store.head(key))
+    return found.etag if found is not None else None
 
 
 async def _remove_replaced(store: Store, manifest: Manifest) -> None:

@@ -54,7 +54,7 @@ from ..redaction import redact
 from ..stores import open_store, retry, verified_read
 from ..stores.base import Store
 from ..stores.retry import Retries, StoreBreaker
-from ..stores.verified_read import again, available, verified
+from ..stores.verified_read import again, available
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, FilesInFlight, logger
 from ..types import FileProgress, Progress, ProgressListener, Tier
 from . import write_back
@@ -479,7 +479,7 @@ class Drainer:
         # A stale listing can delay a commit, but decides nothing: listed names are read.
         async for info in store.list(PENDING_DIR):
             try:
-                candidate = await _read_manifest(store, info.key)
+                candidate = await shared_commit.read_manifest_at(store, info.key)
             except ObjectNotFoundError:
                 continue
             if entry.token in candidate.tokens:
@@ -512,7 +512,7 @@ class Drainer:
         fragments = []
         for rank in range(own.world_size):
             try:
-                fragments.append(await _read_manifest(store, part(f"{own.attempt}-{rank}")))
+                fragments.append(await shared_commit.read_manifest_at(store, part(f"{own.attempt}-{rank}")))
             except ObjectNotFoundError:
                 return None
         return manifests.merge(fragments)
@@ -567,13 +567,6 @@ class Drainer:
 def _is_transient(error: TierckptError) -> bool:
     """Whether ``error`` may end by itself: an outage, expired credentials or certificate."""
     return error.retryable or isinstance(error, PermissionDeniedError | CapacityError | EndpointError)
-
-
-async def _read_manifest(store: Store, key: str) -> Manifest:
-    async def read() -> Manifest:
-        return manifests.decode(await store.get(key), where=f"{store.uri}/{key}")
-
-    return await verified(store, read)
 
 
 def _is_committed_elsewhere(directory: Path, entry: JournalEntry, manifest: Manifest) -> bool:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ..disk.durable import closing_file
 from ..disk.file_io import open_file, pread_all
-from ..errors import IntegrityError
+from ..errors import BucketNotFoundError, IntegrityError, ObjectNotFoundError
 from ..format.manifest import FileEntry, has_digest
 from ..telemetry import BYTES, logger
 from ..types import Buffer, ByteRange, Tier
@@ -28,6 +28,16 @@ READS_MAX = 3
 def again(store: RangeSource, work: Callable[[], Awaitable[T]]) -> Awaitable[T]:
     """Retry ``work``, which must be idempotent, after transient failures."""
     return store.again(work) if isinstance(store, Recoverable) else work()
+
+
+async def if_present(request: Awaitable[T]) -> T | None:
+    """Return None for an object that is missing. Raises BucketNotFoundError, which says nothing about an object."""
+    try:
+        return await request
+    except BucketNotFoundError:
+        raise
+    except ObjectNotFoundError:
+        return None
 
 
 async def verified(store: RangeSource, read: Callable[[], Awaitable[T]]) -> T:
