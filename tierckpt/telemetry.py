@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, TextIO, TypeAlias
 
 from .process_start import MESSAGE_SECONDS, is_writable
 from .redaction import redact, redact_all
-from .types import FileProgress, Progress
+from .types import FileProgress, Progress, ProgressListener
 
 # --- metrics ---------------------------------------------------------------------------------------------------
 
@@ -338,20 +338,25 @@ def level_of(level: LogLevel) -> int:
 # --- progress --------------------------------------------------------------------------------------------------
 
 
-class FilesInFlight:
-    def __init__(self) -> None:
-        self._files = list[FileProgress]()
+class ProgressCounter:
+    """Counts the bytes of an operation, and calls ``listener`` at each change."""
 
-    def now(self) -> tuple[FileProgress, ...]:
-        return tuple(self._files)
+    def __init__(self, listener: ProgressListener, what: str, total_bytes: int) -> None:
+        self._listener, self._what, self._total_bytes = listener, what, total_bytes
+        self.done_bytes, self._files = 0, list[FileProgress]()
+
+    def add(self, count: int) -> None:
+        self.done_bytes += count
+        self._listener(Progress(self._what, self.done_bytes, self._total_bytes, files=tuple(self._files)))
 
     @contextlib.contextmanager
-    def moving(self, path: str, size_bytes: int, on_bytes: Callable[[int], None]) -> Iterator[Callable[[int], None]]:
+    def moving(self, path: str, size_bytes: int) -> Iterator[Callable[[int], None]]:
+        """Yield a function that counts the bytes of one file."""
         file = FileProgress(path, 0, size_bytes)
 
         def on_file(count: int) -> None:
             file.done_bytes += count
-            on_bytes(count)
+            self.add(count)
 
         self._files.append(file)
         try:

@@ -318,10 +318,7 @@ async def is_still_committed(checkpoint: Checkpoint) -> bool:
     """Return False if a removal or another save was faster than the lease."""
     if checkpoint.manifest is None:
         return True
-    try:
-        local = await asyncio.to_thread(local_commit.read_local_manifest, checkpoint.directory)
-    except ManifestError:
-        local = None
+    local = await asyncio.to_thread(local_commit.read_sound_manifest, checkpoint.directory)
     if local is not None and local.attempt == checkpoint.manifest.attempt:
         return True
     try:

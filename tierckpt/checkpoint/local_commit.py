@@ -143,6 +143,13 @@ def read_local_manifest(directory: Path) -> Manifest | None:
         return None
 
 
+def read_sound_manifest(directory: Path) -> Manifest | None:
+    """As ``read_local_manifest``. A damaged manifest counts as none: a running save may be replacing it."""
+    with suppress(ManifestError):
+        return read_local_manifest(directory)
+    return None
+
+
 def _read_manifest(path: Path) -> Manifest:
     return manifests.decode(read_whole(path, manifests.MANIFEST_BYTES_MAX), where=str(path))
 

@@ -36,11 +36,12 @@ from pathlib import Path
 from ..disk import read_lease
 from ..disk.durable import matching
 from ..disk.processes import set_aside_name
-from ..errors import BucketNotFoundError, ConfigError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
+from ..errors import ConfigError, ManifestError, StoreError, TierckptError
 from ..format import layout
 from ..format.layout import CLAIM, DRAINED, MANIFEST, PARTS_DIR, PRIVATE_DIR, Location, local_dir, pending, step_of
 from ..format.manifest import Manifest, decode, stale_files
 from ..stores.base import Store
+from ..stores.verified_read import if_present
 from ..telemetry import logger
 from ..types import Tier
 from . import branches, local_commit, shared_commit
@@ -458,11 +459,8 @@ async def unfinished_removals(store: Store) -> list[Manifest]:
     found = []
     async for info in store.list(layout.REMOVED_DIR):
         try:
-            found.append(decode(await store.get(info.key), where=f"{store.uri}/{info.key}"))
-        except BucketNotFoundError:
-            raise
-        except ObjectNotFoundError:
-            continue
+            if (data := await if_present(store.get(info.key))) is not None:
+                found.append(decode(data, where=f"{store.uri}/{info.key}"))
         except ManifestError as error:
             log.warning("%s; keeping the files that it names", error)
     return found

@@ -16,8 +16,8 @@ from ..format.layout import CLAIM, DRAINED, MANIFEST, Location, checks_file
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import RangeSource, Store
 from ..stores.verified_read import LocalFiles, check_file
-from ..telemetry import FilesInFlight, ignore_progress, logger
-from ..types import Json, Progress, ProgressListener, Tier
+from ..telemetry import ProgressCounter, ignore_progress, logger
+from ..types import Json, ProgressListener, Tier
 from . import local_commit, shared_commit
 from .catalog import Checkpoint
 from .peer_copies import PeerCopies
@@ -88,21 +88,13 @@ async def verify(
     gate = asyncio.Semaphore(selector.settings.concurrency)
     total = checkpoint.manifest.size_bytes * len(checkpoint.tiers)
     chunk_size = checkpoint.manifest.chunk_size_bytes
-
-    done = 0
-
-    def told(count: int) -> None:
-        nonlocal done
-        done += count
-        listener(Progress(f"verify {checkpoint.location.uri}", done, total, files=files.now()))
-
-    files = FilesInFlight()
-    told(0)
+    progress = ProgressCounter(listener, f"verify {checkpoint.location.uri}", total)
+    progress.add(0)
 
     async def one(tier: Tier, entry: FileEntry) -> None:
         async with gate:
             try:
-                with files.moving(entry.path, entry.size_bytes, told) as on_file:
+                with progress.moving(entry.path, entry.size_bytes) as on_file:
                     on_bytes = on_file if read_data else None
                     if tier is Tier.PEER and checkpoint.elsewhere is not None:
                         await _verify_on_peers(checkpoint.elsewhere, entry, chunk_size, on_bytes)
@@ -115,7 +107,7 @@ async def verify(
         report.checked_files += 1
         report.checked_bytes += entry.size_bytes
         if not read_data:
-            told(entry.size_bytes)
+            progress.add(entry.size_bytes)
 
     # Stock PyTorch reads the metadata under its own name, tierckpt the attempt's copy: both count.
     stock = tuple(replace(entry, source="") for entry in checkpoint.manifest.metadata if entry.source)

@@ -352,10 +352,8 @@ class BackgroundDrains:
         may_fail = True  # only the outcome of an attempt after this call is raised
         async for _ in Poll(timeout_seconds, LOCAL if tier is Tier.LOCAL else SHARED):
             entries = await asyncio.to_thread(self._pending_entries, location)
-            try:
-                local = await asyncio.to_thread(local_commit.read_local_manifest, self._drainer.directory(location))
-            except ManifestError:
-                local = None  # a running save replaces it
+            directory = self._drainer.directory(location)
+            local = await asyncio.to_thread(local_commit.read_sound_manifest, directory)
             if tier is Tier.LOCAL:
                 if local is not None and all(is_commit_of(local, entry) for entry in entries):
                     return

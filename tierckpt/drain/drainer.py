@@ -55,8 +55,8 @@ from ..stores import open_store, retry, verified_read
 from ..stores.base import Store
 from ..stores.retry import Retries, StoreBreaker
 from ..stores.verified_read import again, available
-from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, FilesInFlight, logger
-from ..types import FileProgress, Progress, ProgressListener, Tier
+from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, ProgressCounter, logger
+from ..types import Progress, ProgressListener, Tier
 from . import write_back
 from .active_drain import COMMITTING, OTHER_RANKS, SILENT_SECONDS, STORE, ActiveDrain
 from .file_transfer import error_to_report, send
@@ -247,17 +247,16 @@ class Drainer:
         """Note that a run must be pruned, if its checkpoint (None: the local one) has a rule."""
         if entry.state != READY:
             return
-        with contextlib.suppress(ManifestError):
-            found = manifest or local_commit.read_local_manifest(self.directory(entry.location))
-            if found is not None and Policy.from_manifest(found):
-                prune.note_due(
-                    self.settings.local_root, branches.run_of(entry.location), entry.token, is_shared=is_shared
-                )
+        found = manifest or local_commit.read_sound_manifest(self.directory(entry.location))
+        if found is not None and Policy.from_manifest(found):
+            prune.note_due(self.settings.local_root, branches.run_of(entry.location), entry.token, is_shared=is_shared)
 
     async def _note_failure(self, entry: JournalEntry, error: TierckptError, patient: bool) -> None:
         """Note ``error`` in the journal; set aside an entry that fails for too long. The files stay."""
         # A server may repeat our credentials in its answer.
-        text, is_passing = redact(f"{type(error).__name__}: {error}"), _is_transient(error)
+        text = redact(f"{type(error).__name__}: {error}")
+        # An outage, expired credentials or an expired certificate may end by themselves.
+        is_passing = error.retryable or isinstance(error, PermissionDeniedError | CapacityError | EndpointError)
         limit = PASSING_SECONDS if is_passing else self.settings.commit_timeout_seconds
         entry_noted = await asyncio.to_thread(
             self.journal.fail, entry.token, text, patience_seconds=limit if patient else math.inf, is_passing=is_passing
@@ -355,18 +354,11 @@ class Drainer:
         flow = self.limiter.flow(entry.created_unix_seconds)
         if (active := self.active.get(entry.token)) is not None:
             active.flow = flow
-        done = 0
-
-        def on_bytes(count: int) -> None:
-            nonlocal done
-            done += count
-            self.note_progress(entry, done, files.now())
-
-        files = FilesInFlight()
+        progress = self.progress_of(entry)
 
         async def move(file: manifests.FileEntry) -> None:
             async with flow.slot():
-                with files.moving(file.path, file.size_bytes, on_bytes) as on_file:
+                with progress.moving(file.path, file.size_bytes) as on_file:
                     path = directory / file.key
                     await again(store, partial(send, store, path, file, entry.chunk_size_bytes, on_file, flow))
 
@@ -376,19 +368,21 @@ class Drainer:
                     group.create_task(move(file))
         except BaseExceptionGroup as errors:
             raise error_to_report(errors) from None
-        if entry.manifest is not None and entry.manifest.tokens <= {entry.token} and not entry.is_fragment:
-            return
-        if entry.is_fragment:
-            await store.put(part(entry.token), entry.manifest.encode())  # type: ignore[union-attr]
-            return
-        if entry.manifest is not None:
+        if entry.manifest is None:
+            await store.put(part(entry.token), b"{}")
+        elif entry.is_fragment:
+            await store.put(part(entry.token), entry.manifest.encode())
+        elif not entry.manifest.tokens <= {entry.token}:
             await store.put(pending(entry.manifest.attempt), entry.manifest.encode())
-        await store.put(part(entry.token), b"{}")
+            await store.put(part(entry.token), b"{}")
 
-    def note_progress(self, entry: JournalEntry, done_bytes: int, files: tuple[FileProgress, ...] = ()) -> None:
-        if (active := self.active.get(entry.token)) is not None:
-            active.add_progress(done_bytes)
-        self.listener(Progress(f"drain {entry.uri}", done_bytes, entry.size_bytes, files=files))
+    def progress_of(self, entry: JournalEntry) -> ProgressCounter:
+        def note(progress: Progress) -> None:
+            if (active := self.active.get(entry.token)) is not None:
+                active.add_progress(progress.done_bytes)
+            self.listener(progress)
+
+        return ProgressCounter(note, f"drain {entry.uri}", entry.size_bytes)
 
     async def try_commit(self, entry: JournalEntry) -> str | None:
         """Commit if all parts are there. Return ``committed``, ``superseded``, or None if a part is missing.
@@ -455,18 +449,14 @@ class Drainer:
         """
         if entry.manifest is not None and not entry.is_fragment:
             return False
-        if not await asyncio.to_thread(self._was_seen_committed, entry):
+        directory = self.directory(entry.location)
+        local = await asyncio.to_thread(local_commit.read_sound_manifest, directory)
+        if local is None or not is_commit_of(local, entry):
+            return False
+        if not await asyncio.to_thread(local_commit.is_drained, directory, local.attempt):
             return False
         await self.store(entry.location).delete(part(entry.token))
         return True
-
-    def _was_seen_committed(self, entry: JournalEntry) -> bool:
-        directory = self.directory(entry.location)
-        try:
-            local = local_commit.read_local_manifest(directory)
-        except ManifestError:
-            return False
-        return local is not None and is_commit_of(local, entry) and local_commit.is_drained(directory, local.attempt)
 
     async def _manifest(self, entry: JournalEntry, store: Store) -> Manifest | None:
         if entry.is_fragment:
@@ -541,10 +531,7 @@ class Drainer:
         if committed_at is not None or (entry.manifest is not None and not entry.is_fragment):
             root = self.settings.local_root
             await run_records.note_shared(root, entry.location, manifest, store, run, committed_at)
-        try:
-            local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
-        except ManifestError:
-            local = None
+        local = await asyncio.to_thread(local_commit.read_sound_manifest, directory)
         if local is None or local.attempt != manifest.attempt:
             await self.adopt(store, directory, manifest)
         await asyncio.to_thread(local_commit.mark_drained, directory, manifest.attempt)
@@ -562,11 +549,6 @@ class Drainer:
             metadata[item.path] = await store.get(item.key)
             verified_read.check_bytes(metadata[item.path], item, manifest.chunk_size_bytes, store.uri)
         await asyncio.to_thread(local_commit.record_commit, directory, manifest, metadata)
-
-
-def _is_transient(error: TierckptError) -> bool:
-    """Whether ``error`` may end by itself: an outage, expired credentials or certificate."""
-    return error.retryable or isinstance(error, PermissionDeniedError | CapacityError | EndpointError)
 
 
 def _is_committed_elsewhere(directory: Path, entry: JournalEntry, manifest: Manifest) -> bool:

@@ -149,13 +149,7 @@ async def drain(drainer: Drainer, entry: JournalEntry, patient: bool) -> str:
             await _await_shards(drainer, entry, path, wait_seconds)
             flow, (file,) = drainer.limiter.flow(entry.created_unix_seconds), entry.files
             drainer.active[entry.token].flow = flow
-            done = 0
-
-            def on_bytes(count: int) -> None:
-                nonlocal done
-                done += count
-                drainer.note_progress(entry, done)
-
+            on_bytes = drainer.progress_of(entry).add
             async with flow.slot():
                 await flow.spend(0)  # a paused drain has not begun
                 with try_lock(_lock_of(path), remove=True) as idle:

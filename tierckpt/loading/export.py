@@ -49,8 +49,8 @@ from ..format.uris import local_path
 from ..quantities import DISK_BLOCK_BYTES, human_bytes, round_up
 from ..read.parallel_read import batches
 from ..resources import ThreadPool
-from ..telemetry import FilesInFlight, ignore_progress, logger
-from ..types import Json, Progress, ProgressListener
+from ..telemetry import ProgressCounter, ignore_progress, logger
+from ..types import Json, ProgressListener
 from .header import name_of, shape_in_file
 
 WINDOW_BYTES = 128 * MiB
@@ -325,21 +325,14 @@ def _export(
     _check_dtypes(items)
     shards = [in_file_order(shard) for shard in _cut(items, shard_size_bytes_max)]
     size_bytes = sum(item.size_bytes for item in items)
-    done_bytes = 0
-
-    def on_bytes(count: int) -> None:
-        nonlocal done_bytes
-        done_bytes += count
-        listener(Progress(f"export {reader.path}", done_bytes, size_bytes, files=files.now()))
-
-    files = FilesInFlight()
-    on_bytes(0)
+    progress = ProgressCounter(listener, f"export {reader.path}", size_bytes)
+    progress.add(0)
     reader.set_up_storage_reader(metadata, True)
     with _appearing(target, size_bytes) as directory, _release_windows(reader):
         names = _names(len(shards))
         for name, shard in zip(names, shards, strict=True):
             written_bytes = sum(item.size_bytes for item in shard)
-            with translated(directory / name), files.moving(name, written_bytes, on_bytes) as on_file_bytes:
+            with translated(directory / name), progress.moving(name, written_bytes) as on_file_bytes:
                 write_file(directory / name, shard, reader, on_file_bytes)
         if len(names) > 1:
             durable_write(directory / INDEX, _index(names, shards, size_bytes))

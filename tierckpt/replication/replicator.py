@@ -41,8 +41,8 @@ from ..peer.replica_policy import FRESH_MAX, LOGS_MAX, FreshCheckpoint, LogRow, 
 from ..read.replicated_file import PeerSource
 from ..stores.base import Store
 from ..stores.verified_read import get_whole
-from ..telemetry import REPLICAS, logger
-from ..types import Json, Progress, ProgressListener, Tier
+from ..telemetry import REPLICAS, ProgressCounter, logger
+from ..types import Json, ProgressListener, Tier
 from .log_copies import LogIndex, fetch_log
 
 STEPS_TOLD = 2
@@ -482,17 +482,12 @@ class Replicator:
     ) -> None:
         flow = self._limiter.flow(created_at)
         source = PeerSource(elsewhere, [member], flow.spend)
-        total, done = sum(entry.size_bytes for entry in lacking), 0
-
-        def on_bytes(count: int) -> None:
-            nonlocal done
-            done += count
-            self._listener(Progress(f"replica {elsewhere.location.uri} of {member.name}", done, total))
-
+        what = f"replica {elsewhere.location.uri} of {member.name}"
+        progress = ProgressCounter(self._listener, what, sum(entry.size_bytes for entry in lacking))
         for entry in lacking:
             async with flow.slot():
                 chunk = elsewhere.frozen.chunk_size_bytes
-                await fetch(source, entry, directory / entry.key, chunk, on_bytes, CONCURRENCY)
+                await fetch(source, entry, directory / entry.key, chunk, progress.add, CONCURRENCY)
 
     async def _record_drained(self) -> None:
         """Record which copies the shared tier has: a save may evict these."""

@@ -29,8 +29,8 @@ from ..quantities import human_bytes
 from ..stores import verified_read
 from ..stores.base import Store
 from ..stores.verified_read import LocalFiles, check_file
-from ..telemetry import FilesInFlight, logger
-from ..types import Json, Progress
+from ..telemetry import ProgressCounter, logger
+from ..types import Json
 
 log = logger("drill")
 
@@ -129,16 +129,17 @@ async def _compare(mover: Mover, report: DrillReport, manifest: Manifest, parent
                         group.create_task(job.inspect_stock_copy(entry))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+    report.restored_bytes = job.progress.done_bytes
     report.seconds = time.monotonic() - begun
 
 
 class _Drill:
     def __init__(self, mover: Mover, report: DrillReport, manifest: Manifest, scratch: Path) -> None:
         self.report, self.manifest, self.scratch = report, manifest, scratch
-        self.store, self.listener = mover.store(report.location), mover.listener
+        self.store = mover.store(report.location)
         self.concurrency = mover.settings.concurrency
         self.gate = asyncio.Semaphore(self.concurrency)
-        self.files = FilesInFlight()
+        self.progress = ProgressCounter(mover.listener, f"drill {report.location.uri}", report.size_bytes)
 
     async def restore(self, entry: FileEntry) -> None:
         path = self.scratch / entry.path
@@ -147,7 +148,7 @@ class _Drill:
             found_bytes = (await self.store.head(entry.key)).size_bytes
             if found_bytes != entry.size_bytes:  # a fetch by ranges would miss bytes added at the end
                 raise IntegrityError(f"it has {found_bytes} bytes, the manifest says {entry.size_bytes}")
-            with self.files.moving(entry.path, entry.size_bytes, self._advance) as on_file:
+            with self.progress.moving(entry.path, entry.size_bytes) as on_file:
                 await fetch(self.store, entry, path, chunk_size, on_file, self.concurrency)
             await check_file(LocalFiles(self.scratch), replace(entry, source=""), chunk_size)
 
@@ -164,11 +165,6 @@ class _Drill:
             except (IntegrityError, ObjectNotFoundError) as error:
                 log.warning("the drill found damage: %s", error.message, extra={"file": path})
                 self.report.problems[path] = error.message
-
-    def _advance(self, count: int) -> None:
-        self.report.restored_bytes += count
-        what, done_bytes = f"drill {self.report.location.uri}", self.report.restored_bytes
-        self.listener(Progress(what, done_bytes, self.report.size_bytes, files=self.files.now()))
 
 
 @contextmanager

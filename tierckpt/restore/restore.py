@@ -26,7 +26,7 @@ from ..peer.fetch.fetch_session import SMALL_BYTES, PeerJoiner
 from ..read.replicated_file import NearestSource
 from ..stores.base import RangeSource, Store, to_completion
 from ..stores.verified_read import LocalFiles, check, get_checked, get_whole
-from ..telemetry import logger
+from ..telemetry import ProgressCounter, logger
 from ..types import Buffer, ByteRange, Json, Progress, Tier
 
 
@@ -34,15 +34,10 @@ async def fetch_missing(mover: Mover, checkpoint: Checkpoint, entries: Iterable[
     """Fetch the missing ``entries`` to the local tier, verified. A file that cannot be kept is skipped."""
     if checkpoint.manifest is None:
         return
-    done = 0
     missing = [entry for entry in entries if checkpoint.local_path(entry) is None]
     total = sum(entry.size_bytes for entry in missing)
     gate = asyncio.Semaphore(mover.settings.concurrency)
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        mover.listener(Progress(f"restore {checkpoint.location.uri}", done, total))
+    on_bytes = ProgressCounter(mover.listener, f"restore {checkpoint.location.uri}", total).add
 
     async def one(entry: FileEntry) -> None:
         async with gate:
