@@ -49,12 +49,12 @@ DRAIN_STATES = (READY, FILE)
 SET_ASIDE_STATES = (SET_ASIDE, FILE_SET_ASIDE)
 ENTRY_BYTES_MAX = 2 * manifests.MANIFEST_BYTES_MAX
 """Room for a manifest and, on the coordinator, the entries of its own files once more."""
-FAILING_SINCE = "failing_since_unix_seconds"
-AFTER, BRANCH = "after_uri", "branch"
 _FILE_TOKEN = re.compile(r"file-[0-9a-f]+-([0-9]{20})-[0-9a-f]{8}")
 FIELDS = frozenset(
     ("token", "uri", "rank", "state", "created_unix_seconds", "chunk_size_bytes", "files", "manifest", "error")
 )
+NEWER_FIELDS = frozenset(("failing_since_unix_seconds", "after_uri", "branch"))
+"""Written only with a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +106,8 @@ class Journal:
         return entry
 
     def open(self, token: str, location: Location, rank: int, chunk_size_bytes: int, branch: str = "") -> JournalEntry:
-        now = time.time()
-        return self.write(
-            JournalEntry(
-                token, location.uri, rank, created_unix_seconds=now, chunk_size_bytes=chunk_size_bytes, branch=branch
-            )
-        )
+        opened = JournalEntry(token, location.uri, rank, WRITING, time.time(), chunk_size_bytes, branch=branch)
+        return self.write(opened)
 
     def read(self, token: str) -> JournalEntry | None:
         """Raises ManifestError if the entry is damaged (J4)."""
@@ -267,24 +263,10 @@ def _order_of(token: str) -> int:
 
 
 def encode(entry: JournalEntry) -> bytes:
-    body: dict[str, Any] = {
-        "token": entry.token,
-        "uri": entry.uri,
-        "rank": entry.rank,
-        "state": entry.state,
-        "created_unix_seconds": entry.created_unix_seconds,
-        "chunk_size_bytes": entry.chunk_size_bytes,
-        "files": [manifests.encode_entry(item) for item in entry.files],
-        "manifest": entry.manifest.encode().decode() if entry.manifest else None,
-        "error": entry.error,
-    }
-    if entry.failing_since_unix_seconds:
-        body[FAILING_SINCE] = entry.failing_since_unix_seconds
-    if entry.after_uri:
-        body[AFTER] = entry.after_uri
-    if entry.branch:
-        body[BRANCH] = entry.branch
-    return manifests.seal(body)
+    body: dict[str, Any] = {name: getattr(entry, name) for name in FIELDS}
+    body["files"] = [manifests.encode_entry(item) for item in entry.files]
+    body["manifest"] = entry.manifest.encode().decode() if entry.manifest else None
+    return manifests.seal(body | {name: value for name in NEWER_FIELDS if (value := getattr(entry, name))})
 
 
 def read_entry(path: Path) -> JournalEntry:
@@ -296,26 +278,14 @@ def read_entry(path: Path) -> JournalEntry:
 
 def decode(data: bytes, *, where: str) -> JournalEntry:
     """Decode and validate (J4). Raises ManifestError."""
-    newer = frozenset({FAILING_SINCE, AFTER, BRANCH})
-    body = manifests.unseal(data, FIELDS, where=where, newer=newer, size_bytes_max=ENTRY_BYTES_MAX)
+    body = manifests.unseal(data, FIELDS, where=where, newer=NEWER_FIELDS, size_bytes_max=ENTRY_BYTES_MAX)
     problem = _problem(body)
     if problem:
         raise ManifestError(f"{where}: {problem} is not possible", hint="The entry is damaged; it is not acted upon")
-    chunk, manifest = body["chunk_size_bytes"], body["manifest"]
-    return JournalEntry(
-        token=body["token"],
-        uri=body["uri"],
-        rank=body["rank"],
-        state=body["state"],
-        created_unix_seconds=body["created_unix_seconds"],
-        chunk_size_bytes=chunk,
-        files=manifests.decode_entries(body["files"], chunk, where=where),
-        manifest=None if manifest is None else manifests.decode(manifest.encode(), where=where),
-        error=body["error"],
-        failing_since_unix_seconds=body.get(FAILING_SINCE, 0.0),
-        after_uri=body.get(AFTER, ""),
-        branch=body.get(BRANCH, ""),
-    )
+    body["files"] = manifests.decode_entries(body["files"], body["chunk_size_bytes"], where=where)
+    if body["manifest"] is not None:
+        body["manifest"] = manifests.decode(body["manifest"].encode(), where=where)
+    return JournalEntry(**body)
 
 
 def _problem(body: Json) -> str:
@@ -329,9 +299,9 @@ def _problem(body: Json) -> str:
         and 4096 <= body["chunk_size_bytes"] <= manifests.SIZE_BYTES_MAX,
         "manifest": body["manifest"] is None or (isinstance(body["manifest"], str) and body["manifest"].isascii()),
         "error": isinstance(body["error"], str),
-        FAILING_SINCE: manifests.is_unix_seconds(body.get(FAILING_SINCE, 0.0)),
-        AFTER: AFTER not in body or is_uri(body[AFTER]),
-        BRANCH: isinstance(body.get(BRANCH, ""), str),
+        "failing_since_unix_seconds": manifests.is_unix_seconds(body.get("failing_since_unix_seconds", 0.0)),
+        "after_uri": "after_uri" not in body or is_uri(body["after_uri"]),
+        "branch": isinstance(body.get("branch", ""), str),
     }
     return next((name for name, is_good in checks.items() if not is_good), "")
 
