@@ -186,16 +186,16 @@ def test_failing_write_ahead_continues_or_raises(
     """A4: the save continues with another file, or raises if the flush had already taken the failed one."""
     monkeypatch.setattr(write_ahead, "BYTES_MIN", 64 * KiB)
     monkeypatch.setattr(write_ahead, "WRITE_BYTES", 64 * KiB)
-    take = write_ahead.WriteAhead.take
+    take = write_ahead.TempFile.take
 
-    def take_late(self: write_ahead.WriteAhead, file: write_ahead.TempFile, path: Path) -> int | None:
+    def take_late(self: write_ahead.TempFile, path: Path) -> int | None:
         """Wait for a write before the file gets its name, also on a loaded machine."""
         for _ in Poll(60.0, LOCAL):
-            if self.is_stopped or disk.count("pwrite elsewhere"):
+            if self.owner.is_stopped or disk.count("pwrite elsewhere"):
                 break
-        return take(self, file, path)
+        return take(self, path)
 
-    monkeypatch.setattr(write_ahead.WriteAhead, "take", take_late)
+    monkeypatch.setattr(write_ahead.TempFile, "take", take_late)
     save(f"{file_uri}/step-1", state_of(1), "async")
     disk.fail("pwrite elsewhere", number, code)
     try:

@@ -45,19 +45,19 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = 0
         self.taken = 0
-        start, take = write_ahead.WriteAhead.start, write_ahead.WriteAhead.take
+        start, take = write_ahead.WriteAhead.start, write_ahead.TempFile.take
 
         def starts(owner: Any) -> None:
             start(owner)
             self.begun += 1
 
-        def takes(owner: Any, file: Any, path: Path) -> Any:
-            fd = take(owner, file, path)
+        def takes(file: Any, path: Path) -> Any:
+            fd = take(file, path)
             self.taken += fd is not None
             return fd
 
         monkeypatch.setattr(write_ahead.WriteAhead, "start", starts)
-        monkeypatch.setattr(write_ahead.WriteAhead, "take", takes)
+        monkeypatch.setattr(write_ahead.TempFile, "take", takes)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ MANIFEST_BYTES_MAX = 1 << 30
 RECORD_BYTES_MAX = 1 << 20
 NAME_BYTES_MAX = 255
 
-Bad = Callable[[str], NoReturn]
+Bad = Callable[..., NoReturn]
 
 _DIGEST = re.compile(r"^t?[0-9a-f]{32}\Z")
 _TOKEN = re.compile(r"^(?!\.{1,2}\Z)[A-Za-z0-9_.-]{1,80}\Z")  # a token is the name of a file: not "." or ".."
@@ -118,13 +118,7 @@ def has_digest(data: Buffer, digest: str) -> bool:
     """True if ``digest`` is of ``data``, also in the form of the first release."""
     if digest.startswith("t") or len(data) <= DIGEST_BLOCK_BYTES:
         return digest_of(data) == digest
-    return _plain_digest(data) == digest
-
-
-def _plain_digest(data: Buffer) -> str:
-    digest = xxh3_128()
-    digest.update(data)
-    return digest.hexdigest()
+    return block_digest(data).hex() == digest
 
 
 def chunk_count(size_bytes: int, chunk_size_bytes: int) -> int:
@@ -238,12 +232,7 @@ def merge(fragments: Sequence[Manifest]) -> Manifest:
 
 def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
     """Decode and validate by M1 and M3. Raises ManifestError."""
-
-    def bad(
-        reason: str, hint: str = "The manifest is damaged or was not written by tierckpt; try another tier"
-    ) -> NoReturn:
-        raise ManifestError(f"{where}: {reason}", hint=hint)
-
+    bad = _refusal(where, "The manifest is damaged or was not written by tierckpt; try another tier")
     body = _parse(data, MANIFEST_BYTES_MAX, bad)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         bad("not a tierckpt manifest")
@@ -257,19 +246,11 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
         )
     check_seal(body, data, bad)
 
-    chunk = body.get("chunk_size_bytes")
-    if not is_int(chunk) or not 4096 <= chunk <= SIZE_BYTES_MAX:
-        bad(f"chunk_size_bytes is {chunk!r:.80}")
-    world = body.get("world_size")
-    if not is_int(world) or not 1 <= world <= RANKS_MAX:
-        bad(f"world_size is {world!r:.80}")
-    attempt, replaces, created = body.get("attempt"), body.get("replaces"), body.get("created_unix_seconds")
-    if not is_token(attempt):
-        bad(f"attempt is {attempt!r:.80}")
-    if not is_tokens(replaces):
-        bad(f"replaces is {replaces!r:.80}")
-    if not is_unix_seconds(created):
-        bad(f"created_unix_seconds is {created!r:.80}")
+    body.setdefault("notes", {})
+    for name, is_good in _CHECKS.items():
+        if not is_good(body.get(name)):
+            bad(f"{name} is {body.get(name)!r:.80}")
+    chunk = body["chunk_size_bytes"]
     metadata = _decode_entries(body.get("metadata"), chunk, bad)
     files = _decode_entries(body.get("files"), chunk, bad)
     paths = [entry.path for entry in metadata + files] + [entry.source for entry in metadata + files if entry.source]
@@ -279,15 +260,13 @@ def decode(data: Buffer, *, where: str = "manifest") -> Manifest:
         bad("no metadata file")  # an adopted directory has none
     if digest != _algorithm(metadata + files):
         bad(f"it has other digests than {digest!r}")
-    notes = body.get("notes", {})
-    if not (isinstance(notes, dict) and all(isinstance(value, str | int) for value in notes.values())):
-        bad(f"notes is {notes!r:.80}")
-    return Manifest(attempt, world, chunk, metadata, files, tuple(replaces), float(created), notes)
+    replaces, created = tuple(body["replaces"]), float(body["created_unix_seconds"])
+    return Manifest(body["attempt"], body["world_size"], chunk, metadata, files, replaces, created, body["notes"])
 
 
 def seal(body: dict[str, Any]) -> bytes:
     """Encode canonically, with a ``self_digest`` of everything else (M2, M3)."""
-    return canonical({**body, "self_digest": _plain_digest(canonical(body))})
+    return canonical({**body, "self_digest": block_digest(canonical(body)).hex()})
 
 
 def unseal(
@@ -302,15 +281,21 @@ def unseal(
 
     Raises ManifestError: damaged, without a digest, or other fields.
     """
-
-    def bad(reason: str) -> NoReturn:
-        raise ManifestError(f"{where}: {reason}", hint="The record is damaged and is ignored")
-
+    bad = _refusal(where, "The record is damaged and is ignored")
     body = _parse(data, size_bytes_max, bad)
     if not isinstance(body, dict) or body.keys() - newer != fields | {"self_digest"}:
         bad("not a record of these fields")
     check_seal(body, data, bad)
     return body
+
+
+def _refusal(where: str, hint: str = "") -> Bad:
+    """Return a function that raises ManifestError with the reason, and another hint if it is given."""
+
+    def bad(reason: str, hint: str = hint) -> NoReturn:
+        raise ManifestError(f"{where}: {reason}", hint=hint)
+
+    return bad
 
 
 def _parse(data: Buffer, size_bytes_max: int, bad: Bad) -> Any:
@@ -329,17 +314,14 @@ def check_seal(body: dict[str, Any], data: Buffer, bad: Bad) -> None:
         rest = canonical(body)
     except (ValueError, RecursionError) as error:
         bad(f"not encodable ({error})")
-    if claimed != _plain_digest(rest):
+    if claimed != block_digest(rest).hex():
         bad("its own digest does not match")
     if data != canonical({**body, "self_digest": claimed}):
         bad("its own digest matches and its bytes are not canonical: something was added to it")
 
 
 def decode_entries(items: Any, chunk_size_bytes: int, *, where: str) -> tuple[FileEntry, ...]:
-    def bad(reason: str) -> NoReturn:
-        raise ManifestError(f"{where}: {reason}")
-
-    return _decode_entries(items, chunk_size_bytes, bad)
+    return _decode_entries(items, chunk_size_bytes, _refusal(where))
 
 
 def _decode_entries(items: Any, chunk: int, bad: Bad) -> tuple[FileEntry, ...]:
@@ -425,6 +407,20 @@ def is_unix_seconds(value: Any) -> TypeGuard[float]:
 
 def is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_notes(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(note, str | int) for note in value.values())
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "chunk_size_bytes": lambda value: is_int(value) and 4096 <= value <= SIZE_BYTES_MAX,
+    "world_size": lambda value: is_int(value) and 1 <= value <= RANKS_MAX,
+    "attempt": is_token,
+    "replaces": is_tokens,
+    "created_unix_seconds": is_unix_seconds,
+    "notes": _are_notes,
+}
 
 
 def stale_files(old: Manifest, new: Manifest) -> list[FileEntry]:

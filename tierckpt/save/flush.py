@@ -130,17 +130,13 @@ class ShardFile(DirectFile):
 
     def open(self) -> None:
         with translated(self.shard.path):
-            if not self._take():
-                self.open_file()
+            fd = self.ahead.take(self.shard.path) if self.ahead is not None else None
+            if fd is None:
+                self.ahead = None
+                self.create(self.shard.path)
+            else:
+                self.fd = fd
             allocate(self.fd, round_up(self.shard.size_bytes))
-
-    def _take(self) -> bool:
-        fd = self.ahead.take(self.shard.path) if self.ahead is not None else None
-        if fd is None:
-            self.ahead = None
-            return False
-        self.fd = fd
-        return True
 
     def has(self, place: _Place) -> bool:
         """Return whether write-ahead has this segment: one record's data in the image (A3)."""
@@ -154,9 +150,6 @@ class ShardFile(DirectFile):
     def flushed(self) -> Flushed:
         blocks = [self.blocks[index] for index in sorted(self.blocks)]
         return Flushed(self.shard.path, self.shard.size_bytes, tuple(map(digest_of_blocks, blocks)), b"".join(blocks))
-
-    def open_file(self) -> None:
-        self.create(self.shard.path)
 
     def finish(self, durable: bool) -> None:
         self.cut(self.shard.size_bytes, durable=durable)
@@ -192,14 +185,9 @@ class FlushJob:
         # whole segments: each call reacquires the GIL.
         whole_blocks = not chunk_size_bytes % DIGEST_BLOCK_BYTES
         self.hot_bytes = HOT_BYTES if foreground and whole_blocks else 0
-        self._queue = deque(self._segments())
+        self._queue = deque((file, index * self.segment_bytes) for file in self.files for index in range(file.segments))
         self._free = list(slots)
         self._writing = threading.BoundedSemaphore(shape.writes_max)
-
-    def _segments(self) -> Iterator[tuple[ShardFile, int]]:
-        for file in self.files:
-            for index in range(file.segments):
-                yield file, index * self.segment_bytes
 
     def open(self, nice: int) -> list[threading.Thread]:
         for file in self.files:

@@ -43,6 +43,7 @@ from xxhash import xxh3_128
 from ..disk.durable import fsync_dir, is_same_file, link_or_copy, make_dirs, matching, translated
 from ..disk.file_io import DirectFile, address_of, open_file, pread_all
 from ..errors import IntegrityError, TierckptError
+from ..format.manifest import block_digest
 from ..quantities import round_up
 from ..types import ByteRange
 
@@ -68,7 +69,7 @@ def pack(magic: bytes, fields: dict[str, Any]) -> tuple[bytes, str]:
 
 def pack_frame(fields: Mapping[str, Any], data: Sequence[memoryview]) -> tuple[bytes, str]:
     described = [
-        (len(one), [digest_of_piece(one[at : at + CHUNK_BYTES]) for at in range(0, len(one), CHUNK_BYTES)])
+        (len(one), [block_digest(one[at : at + CHUNK_BYTES]).hex() for at in range(0, len(one), CHUNK_BYTES)])
         for one in data
     ]
     return pack(FRAME, {**fields, "data": described})
@@ -267,18 +268,12 @@ def verified_pieces(read: Read, fields: Mapping[str, Any], at: int, *, where: st
             piece = read(at, piece_bytes)
             if len(piece) < piece_bytes:
                 raise damaged(where, "it is cut short")
-            if digest_of_piece(piece) != digest:
+            if block_digest(piece).hex() != digest:
                 raise damaged(where, f"its data ({number}) does not match its digest")
             at += piece_bytes
             yield piece
         if at != end:
             raise damaged(where, f"its data ({number}) does not have the recorded size")
-
-
-def digest_of_piece(data: bytes | memoryview) -> str:
-    digest = xxh3_128()
-    digest.update(data)
-    return digest.hexdigest()
 
 
 def adopt(copy: Path, directory: Path) -> None:

@@ -76,15 +76,45 @@ class TempFile:
 
         None without a usable file (A4). Raises FileExistsError.
         """
-        return self.owner.take(self, path)
+        with self.owner.changed:
+            # Opening takes milliseconds: faster than creating another file.
+            self.owner.changed.wait_for(lambda: self.fd >= 0 or self.owner.has_ended, OPEN_SECONDS)
+            try:
+                if self.fd >= 0 and self.error is None and not self.owner.is_discarded:
+                    # With a directory fd, Python calls linkat and follows the link.
+                    os.link(f"/proc/self/fd/{self.fd}", path, src_dir_fd=self.fd)
+                    self.is_taken = True
+                    return self.fd
+            except FileExistsError:
+                raise
+            except OSError as error:
+                log.info("%s: cannot use the data written ahead: %s", path.parent, error)
+            self.is_ended = True
+            return None
 
     def covers(self, start: int, end: int) -> bool:
         """Whether ``[start, end)`` is written or being written here. If not, the caller owns all of it."""
-        return self.owner.covers(self, start, end)
+        units = range(start - start % self.owner.unit_bytes, end, self.owner.unit_bytes)
+        with self.owner.changed:
+            if self.begun.issuperset(units):
+                return True
+            self.begun.update(units)
+            return False
 
     def end(self, timeout_seconds: float) -> bool:
         """Start no more writes, and wait for pending ones. Return False on timeout."""
-        return self.owner.end(self, timeout_seconds)
+        with self.owner.changed:
+            self.is_ended = True
+            return self.owner.changed.wait_for(lambda: not self.writing, timeout_seconds)
+
+    def is_wanted(self, offset: int) -> bool:
+        """Return False if the flush was first, or after an error (A4)."""
+        return not self.is_ended and self.error is None and offset not in self.begun
+
+    def close(self) -> None:
+        if self.fd >= 0 and not self.is_taken:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class WriteAhead:
@@ -103,9 +133,13 @@ class WriteAhead:
         self._memory = memory
         self._files = [TempFile(self, span) for span in spans]
         self._queue = deque((file, offset) for file in self._files for offset in file.span.units(unit_bytes))
-        self.is_stopped = self._is_discarded = False
+        self.is_stopped = self.is_discarded = False
         self._working = 0
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_stopped or not self._working
 
     @property
     def planned_bytes(self) -> int:
@@ -113,13 +147,13 @@ class WriteAhead:
 
     @property
     def reserved_bytes(self) -> int:
-        with self._changed:
+        with self.changed:
             return sum(file.span.size_bytes for file in self._files if file.fd >= 0 and not file.is_taken)
 
     def start(self) -> None:
         _started.add(self)
         for number in range(THREADS):
-            with self._changed:
+            with self.changed:
                 self._working += 1
             thread = threading.Thread(target=self._run, args=(number == 0,), name="tierckpt-ahead", daemon=True)
             try:
@@ -131,48 +165,16 @@ class WriteAhead:
 
     def discard(self) -> None:
         """Drop the files that no flush has taken, without waiting."""
-        with self._changed:
-            self.is_stopped = self._is_discarded = True
-            self._changed.notify_all()
+        with self.changed:
+            self.is_stopped = self.is_discarded = True
+            self.changed.notify_all()
             if not self._working:
                 self.close()
 
     def file(self, address: int, size_bytes: int) -> TempFile | None:
         """Return the file at ``address``, if it has this size (A3)."""
-        for file in self._files:
-            if file.span.address == address and file.span.size_bytes == size_bytes:
-                return file
-        return None
-
-    def take(self, file: TempFile, path: Path) -> int | None:
-        with self._changed:
-            # Opening takes milliseconds: faster than creating another file.
-            self._changed.wait_for(lambda: file.fd >= 0 or self.is_stopped or not self._working, OPEN_SECONDS)
-            try:
-                if file.fd >= 0 and file.error is None and not self._is_discarded:
-                    # With a directory fd, Python calls linkat and follows the link.
-                    os.link(f"/proc/self/fd/{file.fd}", path, src_dir_fd=file.fd)
-                    file.is_taken = True
-                    return file.fd
-            except FileExistsError:
-                raise
-            except OSError as error:
-                log.info("%s: cannot use the data written ahead: %s", path.parent, error)
-            file.is_ended = True
-            return None
-
-    def covers(self, file: TempFile, start: int, end: int) -> bool:
-        units = range(start - start % self.unit_bytes, end, self.unit_bytes)
-        with self._changed:
-            if file.begun.issuperset(units):
-                return True
-            file.begun.update(units)
-            return False
-
-    def end(self, file: TempFile, timeout_seconds: float) -> bool:
-        with self._changed:
-            file.is_ended = True
-            return self._changed.wait_for(lambda: not file.writing, timeout_seconds)
+        place = address, size_bytes
+        return next((file for file in self._files if (file.span.address, file.span.size_bytes) == place), None)
 
     def _run(self, is_first: bool) -> None:
         try:
@@ -198,14 +200,14 @@ class WriteAhead:
             except BaseException:
                 os.close(fd)
                 raise
-            with self._changed:
+            with self.changed:
                 file.fd = fd
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     def _next(self) -> tuple[TempFile, int] | None:
-        with self._changed:
+        with self.changed:
             while True:
-                while self._queue and not self._is_wanted(*self._queue[0]):
+                while self._queue and not self._queue[0][0].is_wanted(self._queue[0][1]):
                     self._queue.popleft()
                 if self.is_stopped or not self._queue:
                     return None
@@ -215,12 +217,8 @@ class WriteAhead:
                     file.begun.add(offset)
                     file.writing += 1
                     return file, offset
-                if not self._changed.wait(OPEN_SECONDS):
+                if not self.changed.wait(OPEN_SECONDS):
                     self.is_stopped = True
-
-    def _is_wanted(self, file: TempFile, offset: int) -> bool:
-        """Return False if the flush was first, or after an error of the file (A4)."""
-        return not file.is_ended and file.error is None and offset not in file.begun
 
     def _write(self, file: TempFile, offset: int) -> None:
         start = file.span.address + offset - self._memory.address
@@ -229,28 +227,26 @@ class WriteAhead:
         except BaseException as error:
             file.error = error
         finally:
-            with self._changed:
+            with self.changed:
                 file.writing -= 1
-                self._changed.notify_all()
+                self.changed.notify_all()
 
     def _stop(self, error: BaseException) -> None:
         log.info("%s: write-ahead stopped: %s", self._directory, error)
-        with self._changed:
+        with self.changed:
             self.is_stopped = True
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _end_thread(self) -> None:
-        with self._changed:
+        with self.changed:
             self._working -= 1
-            self._changed.notify_all()
-            if self._is_discarded and not self._working:
+            self.changed.notify_all()
+            if self.is_discarded and not self._working:
                 self.close()
 
     def close(self) -> None:
         for file in self._files:
-            if file.fd >= 0 and not file.is_taken:
-                os.close(file.fd)
-                file.fd = -1
+            file.close()
 
 
 class StagedTensors(Protocol):
