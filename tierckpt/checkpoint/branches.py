@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from ..disk.durable import durable_write, make_dirs, matching, read_whole
 from ..errors import ManifestError, ObjectNotFoundError, PreconditionFailedError, StoreError
@@ -30,6 +31,8 @@ from ..telemetry import logger
 from ..types import Buffer
 
 log = logger("branches")
+
+Place = TypeVar("Place", Location, Path)
 
 NOTE = "branch"
 _FIELDS = frozenset({NOTE})
@@ -80,9 +83,9 @@ def order_of(manifest: Manifest) -> int:
     return branch.order if branch is not None else 0
 
 
-def current_branch(seen: Iterable[tuple[Branch, int | None]]) -> Branch | None:
-    """Return the branch that a job of this run continues, None if no checkpoint is abandoned. A note has step None."""
-    known = list(seen)
+def current_branch(seen: Iterable[tuple[Branch, int | None]], *notes: Branch | None) -> Branch | None:
+    """Return the branch that a job of this run continues, None if no checkpoint is abandoned."""
+    known = [*seen, *((note, None) for note in notes if note is not None)]
     current = max((one for one, _ in known if one.base is not None), key=_order, default=None)
     while current is not None:
         # Saved by processes that started later without having seen it.
@@ -99,13 +102,10 @@ def abandoned_here(checkpoints: Iterable[tuple[Path, Manifest]]) -> set[Path]:
     runs: dict[Path, list[tuple[Path, Branch, int | None]]] = {}
     for directory, manifest in checkpoints:
         one = directory, branch_of(manifest, directory.name), step_of(directory.name)
-        runs.setdefault(_run_of(directory), []).append(one)
+        runs.setdefault(run_of(directory), []).append(one)
     found = set[Path]()
     for run, known in runs.items():
-        branch_noted = read_local(run)
-        branch = current_branch(
-            [*((one, step) for _, one, step in known), *([(branch_noted, None)] if branch_noted is not None else [])]
-        )
+        branch = current_branch(((one, step) for _, one, step in known), read_local(run))
         found |= {directory for directory, one, step in known if branch is not None and not branch.holds(one, step)}
     return found
 
@@ -142,8 +142,8 @@ def _order(branch: Branch) -> tuple[int, str]:
     return branch.order, branch.id
 
 
-def run_of(location: Location) -> Location:
-    return location.parent.parent if location.parent.name == WINDOWS_DIR else location.parent
+def run_of(checkpoint: Place) -> Place:
+    return checkpoint.parent.parent if checkpoint.parent.name == WINDOWS_DIR else checkpoint.parent
 
 
 def note_local(directory: Path, manifest: Manifest) -> None:
@@ -151,7 +151,7 @@ def note_local(directory: Path, manifest: Manifest) -> None:
     branch = parse(manifest.notes.get(NOTE))
     if branch is None or branch.base is None:
         return
-    path = _run_of(directory) / BRANCHES_DIR / _name(branch)
+    path = run_of(directory) / BRANCHES_DIR / _name(branch)
     if not path.exists():
         make_dirs(path.parent)
         durable_write(path, manifests.seal({NOTE: branch.encode()}))
@@ -189,10 +189,6 @@ async def read_shared(store: Store) -> Branch | None:
         if data is not None and (branch := _decoded(data, f"{store.uri}/{key}")) is not None:
             return branch
     return None
-
-
-def _run_of(directory: Path) -> Path:
-    return directory.parent.parent if directory.parent.name == WINDOWS_DIR else directory.parent
 
 
 def _name(branch: Branch) -> str:

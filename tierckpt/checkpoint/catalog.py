@@ -170,11 +170,6 @@ class Checkpoint:
     def order(self) -> int:
         return self.branch.order
 
-    async def look(self) -> None:
-        lacking = await asyncio.to_thread(self.missing_locally) if self.elsewhere is not None else []
-        if lacking and self.elsewhere is not None:
-            await self.elsewhere.query_files()
-
     def missing_locally(self) -> list[FileEntry]:
         return [entry for entry in self.manifest.entries if self.local_path(entry) is None] if self.manifest else []
 
@@ -204,7 +199,8 @@ async def find(location: Location, directory: Path, store: Store, cluster: PeerL
     is_here = local is not None and not await asyncio.to_thread(here.missing_locally)
     shared, shared_error = await _attempt(lambda: _read_shared(store, SHARED_TIMEOUT_SECONDS if is_here else None))
     unseen = shared_error if isinstance(shared_error, StoreError) else None
-    manifest = _newer(local, shared, await asyncio.to_thread(_is_drained, directory, local))
+    drained = local is not None and await asyncio.to_thread(local_commit.is_drained, directory, local.attempt)
+    manifest = _newer(local, shared, drained)
     found = await cluster.replicas_at(location, (local, shared)) if cluster is not None else {}
 
     def checkpoint(manifest: Manifest) -> Checkpoint:
@@ -258,7 +254,7 @@ async def _newest_complete(
         attempts[base.attempt] = base
     chosen = [checkpoint(manifest) for manifest in attempts.values()]
     for one in chosen:
-        await one.look()
+        await missing_near_files(one)
     if len(chosen) == 1:
         return chosen[0]
     replaced = {attempt for manifest in attempts.values() for attempt in manifest.replaces}
@@ -280,10 +276,6 @@ async def _attempt(read: Callable[[], Any]) -> tuple[Manifest | None, TierckptEr
         return await read(), None
     except (ManifestError, StoreError) as error:
         return None, error
-
-
-def _is_drained(directory: Path, local: Manifest | None) -> bool:
-    return local is not None and local_commit.is_drained(directory, local.attempt)
 
 
 def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Manifest | None:
@@ -393,15 +385,18 @@ async def describe(location: Location, directory: Path, store: Store) -> Checkpo
         local = None
     shared = await shared_commit.read_shared_manifest(store)
     manifest = shared or local
+    has_local_shards = local is None and await asyncio.to_thread(has_shards, directory)
     if manifest is None:
         if await is_stock(store):
-            return await _stock_row(location, store)
-        if not await _looks_like_checkpoint(directory, store):
+            sizes = [info.size_bytes async for info in store.list()]
+            branch = branches.branch_of(None, location.name)
+            return CheckpointRow(location, step_of(location.name), "-", STOCK, len(sizes), sum(sizes), branch)
+        if not has_local_shards and not await store.list_dirs(PRIVATE_DIR):
             return None
     return CheckpointRow(
         location,
         step_of(location.name),
-        "committed" if local else ("uncommitted" if await asyncio.to_thread(has_shards, directory) else "-"),
+        "committed" if local else "uncommitted" if has_local_shards else "-",
         "committed" if shared else ("-" if local else "uncommitted"),
         len(manifest.entries) if manifest else 0,
         manifest.size_bytes if manifest else 0,
@@ -411,20 +406,8 @@ async def describe(location: Location, directory: Path, store: Store) -> Checkpo
     )
 
 
-async def _stock_row(location: Location, store: Store) -> CheckpointRow:
-    sizes = [info.size_bytes async for info in store.list()]
-    branch = branches.branch_of(None, location.name)
-    return CheckpointRow(location, step_of(location.name), "-", STOCK, len(sizes), sum(sizes), branch)
-
-
 def has_shards(directory: Path) -> bool:
     return bool(matching(directory, f"*{SHARD_SUFFIX}"))
-
-
-async def _looks_like_checkpoint(directory: Path, store: Store) -> bool:
-    if await asyncio.to_thread(has_shards, directory):
-        return True
-    return bool(await store.list_dirs(PRIVATE_DIR))
 
 
 async def _is_known_complete(checkpoint: Checkpoint) -> bool:

@@ -89,9 +89,9 @@ class _RunEntry:
         return self.location.name
 
     @property
-    def branches(self) -> list[tuple[Tier, Branch]]:
+    def copies(self) -> list[tuple[Tier, Manifest]]:
         copies = ((Tier.LOCAL, self.local), (Tier.SHARED, self.shared))
-        return [(tier, branch_of(manifest, self.name)) for tier, manifest in copies if manifest is not None]
+        return [(tier, manifest) for tier, manifest in copies if manifest is not None]
 
 
 _Run: TypeAlias = tuple[list[_RunEntry], list[_RunEntry]]
@@ -190,8 +190,8 @@ class Pruner:
     ) -> PruneResult:
         """``beside``: copies that count and are kept."""
         if branch is None:
-            known = [(found, step_of(one.name)) for one in seen for _, found in one.branches]
-            branch = current_branch([*known, *([(noted, None)] if noted is not None else [])])
+            known = ((branch_of(found, one.name), step_of(one.name)) for one in seen for _, found in one.copies)
+            branch = current_branch(known, noted)
         copies = await self.copies_of(seen, branch)
         result = PruneResult([], {one.name: one.other for one in seen if one.other})
         locations = {one.name: one.location for one in seen}
@@ -206,11 +206,13 @@ class Pruner:
 
     async def _read_location(self, location: Location) -> _RunEntry:
         seen = _RunEntry(location)
-        if _is_link(location):
+        if location.scheme == "file" and await asyncio.to_thread(Path(location.path).is_symlink):
             seen.other = "a link"
             return seen
         async with self._gate:
-            seen.local = await self._read(lambda: asyncio.to_thread(self._read_local, location))
+            directory = local_dir(self._root, location)
+            if not await asyncio.to_thread(directory.is_symlink):
+                seen.local = await self._read(lambda: asyncio.to_thread(local_commit.read_local_manifest, directory))
             try:
                 await self._look_at_shared(seen)
             except StoreError as error:
@@ -230,7 +232,8 @@ class Pruner:
             seen.other = "saved by stock PyTorch"
             return
         seen.begun = await retention.unfinished_removals(store)
-        if _has_mark(seen.location):
+        mark = Path(seen.location.path, PRIVATE_DIR)
+        if seen.location.scheme == "file" and await asyncio.to_thread(mark.is_dir):
             seen.is_empty = not [info async for info in store.list()]
 
     async def _read(self, read: Callable[[], Awaitable[Manifest | None]]) -> Manifest | None:
@@ -240,10 +243,6 @@ class Pruner:
         except ManifestError as error:
             log.warning("retention leaves it alone: %s", error)
             return None
-
-    def _read_local(self, location: Location) -> Manifest | None:
-        directory = local_dir(self._root, location)
-        return None if directory.is_symlink() else local_commit.read_local_manifest(directory)
 
     async def _is_marked(self, location: Location) -> bool:
         if await asyncio.to_thread((local_dir(self._root, location) / PRIVATE_DIR).is_dir):
@@ -255,7 +254,8 @@ class Pruner:
 
     async def copies_of(self, seen: Sequence[_RunEntry], branch: Branch | None) -> list[CheckpointCopy]:
         journaled_uris = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
-        linked = await asyncio.to_thread(_link_targets, [one.location for one in seen if one.other == "a link"])
+        links = [one.location for one in seen if one.other == "a link"]  # ``best -> step-100`` keeps step 100
+        linked = await asyncio.to_thread(lambda: {Path(link.path).resolve(): link.name for link in links})
         base = _base_of_log(seen, branch)
         copies = []
         for one in seen:
@@ -264,24 +264,25 @@ class Pruner:
                 one.other = one.other or ("no step number in its name" if one.local or one.shared else "")
                 continue
             obstacle = self._obstacle_of(one.location, journaled_uris, linked) or (HAS_LOG if step == base else "")
-            for tier, manifest in ((Tier.LOCAL, one.local), (Tier.SHARED, one.shared)):
-                if manifest is not None:
-                    drained = tier is Tier.LOCAL and self._is_drained(one, manifest)
-                    size_bytes, attempt = manifest.size_bytes, manifest.attempt
-                    directory = local_dir(self._root, one.location)
-                    peers = tier is Tier.LOCAL and not drained and local_commit.is_replicated(directory, attempt)
-                    is_abandoned = branch is not None and not branch.holds(branch_of(manifest, one.name), step)
-                    copies.append(
-                        CheckpointCopy(
-                            one.name, step, tier, None, drained, obstacle, attempt, size_bytes, peers, is_abandoned
-                        )
+            directory = local_dir(self._root, one.location)
+            for tier, manifest in one.copies:
+                attempt, is_local = manifest.attempt, tier is Tier.LOCAL
+                is_shared = one.shared is not None and one.shared.attempt == attempt
+                is_drained = is_local and (is_shared or local_commit.is_evictable(directory, attempt))
+                copies.append(
+                    CheckpointCopy(
+                        one.name,
+                        step,
+                        tier,
+                        is_drained=is_drained,
+                        held=obstacle,
+                        attempt=attempt,
+                        size_bytes=manifest.size_bytes,
+                        is_replicated=is_local and not is_drained and local_commit.is_replicated(directory, attempt),
+                        is_abandoned=branch is not None and not branch.holds(branch_of(manifest, one.name), step),
                     )
+                )
         return await self._with_health(copies, {one.name: one for one in seen})
-
-    def _is_drained(self, seen: _RunEntry, manifest: Manifest) -> bool:
-        if seen.shared is not None and seen.shared.attempt == manifest.attempt:
-            return True
-        return local_commit.is_evictable(local_dir(self._root, seen.location), manifest.attempt)
 
     def _obstacle_of(self, location: Location, journaled_uris: set[str], linked: dict[Path, str]) -> str:
         if location.uri in journaled_uris:
@@ -400,7 +401,7 @@ def _age_seconds(path: Path) -> float:
 
 
 def _rule_of_newest(seen: Sequence[_RunEntry]) -> tuple[Policy, list[int]]:
-    manifests = [(one, manifest) for one in seen for manifest in (one.local, one.shared) if manifest is not None]
+    manifests = [(one, manifest) for one in seen for _, manifest in one.copies]
     start = max((order_of(manifest) for _, manifest in manifests), default=0)
     if not start:
         return Policy(), []
@@ -455,20 +456,7 @@ def _base_of_log(seen: Sequence[_RunEntry], branch: Branch | None) -> int | None
     return max(steps, default=None)
 
 
-def _is_link(location: Location) -> bool:
-    return location.scheme == "file" and Path(location.path).is_symlink()
-
-
-def _has_mark(location: Location) -> bool:
-    return location.scheme == "file" and Path(location.path, PRIVATE_DIR).is_dir()
-
-
 def _is_leftover(directory: Path) -> bool:
     if (directory / layout.REMOVED_DIR).is_dir():
         return True
     return not any(name != "lock" for _, _, names in os.walk(directory) for name in names)
-
-
-def _link_targets(links: Sequence[Location]) -> dict[Path, str]:
-    """A link ``best -> step-100`` keeps step 100."""
-    return {Path(link.path).resolve(): link.name for link in links}

@@ -146,8 +146,7 @@ class _Ages:
     def __init__(self, local_root: Path, run: Location, entries: Iterable[JournalEntry]) -> None:
         self._directory = local_dir(local_root, run)
         known = [(_branch(one), step_of(one.location.name)) for one in entries if one.location.parent == run]
-        noted = branches.read_local(self._directory)
-        self._branch = branches.current_branch([*known, *([(noted, None)] if noted is not None else [])])
+        self._branch = branches.current_branch(known, branches.read_local(self._directory))
 
     def of(self, entry: JournalEntry) -> tuple[bool, bool, int]:
         return self._age(entry.location.name, _branch(entry))

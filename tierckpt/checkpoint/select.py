@@ -87,13 +87,6 @@ class Newest:
     unseen: StoreError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Near:
-    is_own: bool = False
-    """The newest is this node's own (N3)."""
-    chosen: Checkpoint | None = None
-
-
 class Selector:
     """Selects on all tiers. Runs on one event loop; no call uses a cache."""
 
@@ -149,18 +142,18 @@ class Selector:
         async def own(error: StoreError) -> Newest | None:
             if (explicit := await self._whole_near(location, error)) is not None:
                 return Newest(explicit, error)
-            near = await self._near(location, step_max, windows)
+            near, is_own = await self._newest_near(location, step_max, windows)
             wait.advice = _advice(near)
-            if not (may_be_own and near.is_own and near.chosen is not None):
+            if not (may_be_own and is_own and near is not None):
                 return None
             log.warning(
                 "%s: continuing from %s, which this node saved and has not drained; shared storage could not be "
                 "searched for a newer step: %s",
                 location.uri,
-                near.chosen.location.name,
+                near.location.name,
                 error.message,
             )
-            return Newest(near.chosen, error)
+            return Newest(near, error)
 
         async def look() -> Newest:
             newest = await self._find_newest(location, step_max, windows)
@@ -244,7 +237,7 @@ class Selector:
             for name in (await self._peers.committed(location)).get(BRANCHES_DIR, ()):
                 copies = (await self._peers.replicas_at(location.child(name))).values()
                 found += [branches.branch_of(copy.manifest, name) for copy in copies]
-        return branches.current_branch((one, None) for one in found if one is not None)
+        return branches.current_branch((), *found)
 
     async def _first_usable(
         self, location: Location, names: Sequence[str], branch: Branch | None
@@ -282,8 +275,7 @@ class Selector:
     async def branch(self, location: Location, known: Iterable[tuple[Branch, int | None]] = ()) -> Branch | None:
         """Return the branch that a job at ``location`` continues; None if no step is abandoned."""
         names, is_near = await self.all_names(location)
-        branch = await self.noted_branch(location, names, is_near=is_near)
-        return branches.current_branch([*known, *([(branch, None)] if branch is not None else [])])
+        return branches.current_branch(known, await self.noted_branch(location, names, is_near=is_near))
 
     async def all_names(
         self, location: Location, timeout_seconds: float | None = None, *, level: int = logging.WARNING
@@ -354,7 +346,10 @@ class Selector:
             return local
         return local + list(await self._peers.committed(location, is_fresh=is_again))
 
-    async def _near(self, location: Location, step_max: int | None, windows: bool) -> _Near:
+    async def _newest_near(
+        self, location: Location, step_max: int | None, windows: bool
+    ) -> tuple[Checkpoint | None, bool]:
+        """Return the newest whole checkpoint of near tiers, and whether the newest there is this node's own (N3)."""
         is_newest, is_own = True, False
         names = set(await self._names_near(location))
         if windows:
@@ -370,8 +365,8 @@ class Selector:
                 if is_newest:
                     is_newest, is_own = False, is_whole and await asyncio.to_thread(self._is_own, checkpoint)
                 if is_whole and (step_max is None or (checkpoint.step is not None and checkpoint.step <= step_max)):
-                    return _Near(is_own, checkpoint)
-        return _Near(is_own)
+                    return checkpoint, is_own
+        return None, is_own
 
     async def committed_near(self, location: Location) -> list[Checkpoint]:
         """Newest first."""
@@ -513,8 +508,7 @@ class _Wait:
         )
 
 
-def _advice(near: _Near) -> str:
-    offered = near.chosen
+def _advice(offered: Checkpoint | None) -> str:
     if offered is None:
         return ""
     how = (

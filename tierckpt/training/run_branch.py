@@ -49,7 +49,7 @@ async def branch_of_restored(
     own = base[0][0] if base else Branch(restored.name)
     step, newer = step_of(restored.name), [one for some in found for one in some]
     branch = await selector.noted_branch(run, names, is_near=is_near)
-    current = branches.current_branch([(own, step), *newer, *([(branch, None)] if branch is not None else [])])
+    current = branches.current_branch([(own, step), *newer], branch)
     seen = [one for one, _ in newer]
     if is_asked_for and step is not None:
         has_newer = any(current is None or current.holds(*one) for one in newer)
