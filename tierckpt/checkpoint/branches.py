@@ -79,8 +79,7 @@ def branch_of(manifest: Manifest | None, name: str) -> Branch:
 
 
 def order_of(manifest: Manifest) -> int:
-    branch = parse(manifest.notes.get(NOTE))
-    return branch.order if branch is not None else 0
+    return branch_of(manifest, "").order
 
 
 def current_branch(seen: Iterable[tuple[Branch, int | None]], *notes: Branch | None) -> Branch | None:

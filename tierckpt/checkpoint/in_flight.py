@@ -27,7 +27,6 @@ class Begun:
         self.local_root = local_root
         self.uri: str | None = None
         self.error: BaseException | None = None
-        self.is_over = False
         self._thread: threading.Thread | None = None
         self._began_in: threading.Thread | None = None
         self._writer: weakref.ref[object] | None = None
@@ -44,10 +43,10 @@ class Begun:
         ``wait`` in the thread that saved does not raise the error: its caller already has it.
         """
         with _lock:
-            if self.is_over:
+            if self not in _open:
                 return
-            self.error, self.is_over = error, True
-            _open.discard(self)
+            _open.remove(self)
+            self.error = error
             if error is not None and self.uri is not None:
                 _failed.pop((self.local_root, self.uri), None)
                 _failed[self.local_root, self.uri] = self
@@ -63,8 +62,8 @@ class Begun:
         DCP does not report a failure of its own (a dead peer, the user's planner): its thread waits for other work.
         """
         self.check()
-        if self.is_over or self._began_in is None:  # None: staged, not begun
-            return not self.is_over
+        if self not in _open or self._began_in is None:  # None: staged, not begun
+            return self in _open
         frame = sys._current_frames().get(self._began_in.ident or 0)
         is_busy = frame is not None and frame.f_code is not thread._worker.__code__
         return is_busy and self._began_in is not threading.current_thread()
@@ -88,8 +87,7 @@ class Begun:
 
 
 _lock = threading.RLock()
-_open: set[Begun] = set()
-_staged: list[Begun] = []
+_open: list[Begun] = []
 _failed: dict[tuple[Path, str], Begun] = {}
 _running: set[Future[Any]] = set()
 
@@ -113,22 +111,17 @@ def finish(timeout_seconds: float) -> None:
 
 
 def staged(local_root: Path, ready: Future[Any]) -> None:
-    begun = Begun(local_root, ready)
     with _lock:
-        _staged[:] = [one for one in _staged if not one.is_over]
-        _staged.append(begun)
-        _open.add(begun)
+        _open.append(Begun(local_root, ready))
 
 
 def begin(local_root: Path, uri: str, writer: object, *, is_of_thread: bool) -> Begun:
     """The save ends with ``ended``, with ``writer`` and, if ``is_of_thread``, with the calling thread."""
     with _lock:
-        own_save = next((one for one in _staged if one.local_root == local_root and not one.is_over), None)
+        own_save = next((one for one in _open if one.local_root == local_root and one.uri is None), None)
         if own_save is None:
             own_save = Begun(local_root)
-            _open.add(own_save)
-        else:
-            _staged.remove(own_save)
+            _open.append(own_save)
         own_save._began_in = threading.current_thread()
         own_save._thread = own_save._began_in if is_of_thread else None
         own_save.uri = uri
@@ -162,7 +155,6 @@ def _forget_after_fork() -> None:
     global _lock
     _lock = threading.RLock()
     _open.clear()
-    _staged.clear()
     _failed.clear()
     _running.clear()
 

@@ -99,9 +99,10 @@ class Browser:
         root, key = root_of(location)
         if not is_private(location) and key:
             if is_checkpoint_file(location.name):
-                is_ours, entry = await self._file_of_checkpoint(location)
-                if entry is not None:
-                    return entry
+                is_ours, checkpoint = await self._checkpoint(location.parent)
+                for entry in _files(checkpoint):
+                    if entry.location == location:
+                        return entry
                 if is_ours:
                     raise _not_found_error(location)
             try:
@@ -127,14 +128,6 @@ class Browser:
                 ]
             above = above.parent
         return []
-
-    async def _file_of_checkpoint(self, location: Location) -> tuple[bool, Thing | None]:
-        """Return whether tierckpt saves in its directory, and the file if a commit names it."""
-        is_ours, checkpoint = await self._checkpoint(location.parent)
-        for entry in _files(checkpoint):
-            if entry.location == location:
-                return True, entry
-        return is_ours, None
 
     async def _checkpoint(self, location: Location) -> tuple[bool, Checkpoint | None]:
         """Return whether tierckpt saves at ``location``, and the commit there.
@@ -189,7 +182,7 @@ class Browser:
         directory = self._directory_of(location)
         local = await asyncio.to_thread(_with_commits, directory)
         has_commit = await asyncio.to_thread((directory / MANIFEST).exists)
-        found = await self._shared_level(location, has_local=bool(local) or has_commit)
+        found = await self._shared_level(location)
         infos, names = found or ([], [])
         files, hidden = await self._visible(location, infos, has_private=PRIVATE_DIR in names or has_commit)
         steps = [name for name in names if step_of(name) is not None and name not in local and not name.startswith(".")]
@@ -204,19 +197,14 @@ class Browser:
             raise _not_found_error(location)
         return sorted(entries, key=lambda entry: entry.location.name)
 
-    async def _shared_level(self, location: Location, *, has_local: bool) -> tuple[list[ObjectInfo], list[str]] | None:
+    async def _shared_level(self, location: Location) -> tuple[list[ObjectInfo], list[str]] | None:
         root, key = root_of(location)
         store = self._store_at(root)
         try:
             async with self._gate:
                 return await store.list_level(key)
         except (StoreUnavailableError, EndpointError, ObjectNotFoundError) as error:
-            is_away = isinstance(error, StoreUnavailableError | EndpointError)
-            if not has_local or (
-                is_away and not await asyncio.to_thread(_is_sufficient_alone, self._directory_of(location))
-            ):
-                raise
-            log.warning("%s: listing the local tier only (%s)", location.uri, error)
+            await self._list_locally(location, error)
             return None
 
     async def _visible(
@@ -285,11 +273,16 @@ class Browser:
             async for info in self._store_at(root).list(key):
                 directories.setdefault(info.key[skip:].rpartition("/")[0], []).append(info)
         except (StoreUnavailableError, EndpointError, ObjectNotFoundError) as error:
-            directory, is_away = self._directory_of(location), isinstance(error, StoreUnavailableError | EndpointError)
-            if not await asyncio.to_thread(_is_sufficient_alone if is_away else _has_commit, directory):
-                raise
-            log.warning("%s: listing the local tier only (%s)", location.uri, error)
+            await self._list_locally(location, error)
         return directories
+
+    async def _list_locally(self, location: Location, error: StoreError) -> None:
+        """Raise ``error`` if the local tier may not be shown alone."""
+        is_away = isinstance(error, StoreUnavailableError | EndpointError)
+        is_sufficient = _is_sufficient_alone if is_away else _has_commit
+        if not await asyncio.to_thread(is_sufficient, self._directory_of(location)):
+            raise error
+        log.warning("%s: listing the local tier only (%s)", location.uri, error)
 
     async def check_change(self, location: Location) -> None:
         """Raise ConfigError if a commit refers to the file or directory."""

@@ -77,12 +77,9 @@ def promote_newest(local_root: Path, journal: Journal, run: Location | None = No
     """Schedule the newest local-only checkpoint of ``run`` (None: of every run), if shared storage has no newer."""
     promoted: list[JournalEntry] = []
     entries = journal.entries()
-    for parent, kept in _by_run(one for one in entries if one.state == LOCAL_ONLY).items():
-        if run is not None and parent != run:
-            continue
-        ages = _Ages(local_root, parent, entries)
+    for kept, ages in _local_only(local_root, entries, run):
         newest = max(map(ages.of, kept))
-        sent = [ages.of(one) for one in entries if one.state == READY and one.location.parent == parent]
+        sent = [ages.of(one) for one in entries if one.state == READY and one.location.parent == ages.run]
         if max([*sent, ages.newest_drained()]) > newest:
             continue
         for entry in (one for one in kept if ages.of(one) == newest):
@@ -99,13 +96,10 @@ def drop_superseded(
 
     ``committed``: a save known to be on shared storage without a trace on this SSD.
     """
-    all_entries = journal.entries()
-    for parent, entries in _by_run(one for one in all_entries if one.state == LOCAL_ONLY).items():
-        if run is not None and parent != run:
-            continue
-        ages = _Ages(local_root, parent, [*all_entries, *([committed] if committed is not None else [])])
-        drained = max([ages.newest_drained(), *([ages.of(committed)] if committed is not None else [])])
-        for entry in entries:
+    drained_entries = [committed] if committed is not None else []
+    for kept, ages in _local_only(local_root, [*journal.entries(), *drained_entries], run):
+        drained = max([ages.newest_drained(), *map(ages.of, drained_entries)])
+        for entry in kept:
             if ages.of(entry) < drained:
                 _supersede(local_root, journal, entry)
 
@@ -133,18 +127,23 @@ def _is_behind(one: JournalEntry, newest: JournalEntry, ages: _Ages) -> bool:
     return is_ours and one.location.parent == newest.location.parent and ages.of(one) <= ages.of(newest)
 
 
-def _by_run(entries: Iterable[JournalEntry]) -> dict[Location, list[JournalEntry]]:
+def _local_only(
+    local_root: Path, entries: Sequence[JournalEntry], run: Location | None
+) -> Iterator[tuple[list[JournalEntry], _Ages]]:
+    """Yield the local-only entries of ``run`` (None: of every run), and the ages of all its checkpoints."""
     runs: dict[Location, list[JournalEntry]] = {}
     for entry in entries:
-        runs.setdefault(entry.location.parent, []).append(entry)
-    return runs
+        if entry.state == LOCAL_ONLY and run in (None, entry.location.parent):
+            runs.setdefault(entry.location.parent, []).append(entry)
+    for parent, kept in runs.items():
+        yield kept, _Ages(local_root, parent, entries)
 
 
 class _Ages:
     """The order of the checkpoints of one run (K0): larger is newer."""
 
     def __init__(self, local_root: Path, run: Location, entries: Iterable[JournalEntry]) -> None:
-        self._directory = local_dir(local_root, run)
+        self.run, self._directory = run, local_dir(local_root, run)
         known = [(_branch(one), step_of(one.location.name)) for one in entries if one.location.parent == run]
         self._branch = branches.current_branch(known, branches.read_local(self._directory))
 

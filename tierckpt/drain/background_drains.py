@@ -365,7 +365,9 @@ class BackgroundDrains:
                     return
                 idle_rounds = idle_rounds + 1 if local is not None and not entries else 0
                 if idle_rounds > 2:
-                    await asyncio.to_thread(self._raise_set_aside, location)
+                    for entry in await asyncio.to_thread(self.journal.entries):
+                        if entry.uri == location.uri and entry.state in SET_ASIDE_STATES:
+                            raise set_aside_error(entry)
                     raise CommitAbandonedError(
                         f"{location.uri} is committed on the local tier only and no process drains it",
                         hint="It was saved with drain=False, or its interval keeps it here (`tierckpt drain` sends the "
@@ -393,11 +395,6 @@ class BackgroundDrains:
                         continue  # its saver is dead: recover() removes it
             found.append(entry)
         return found
-
-    def _raise_set_aside(self, location: Location) -> None:
-        for entry in self.journal.entries():
-            if entry.uri == location.uri and entry.state in SET_ASIDE_STATES:
-                raise set_aside_error(entry)
 
     async def _is_committed(self, location: Location, local: Manifest | None, timeout_seconds: float) -> bool:
         """Whether the shared tier has our local attempt, or any attempt if this node has none."""
