@@ -39,10 +39,6 @@ class CachedView:
         return self._cached.only
 
     @property
-    def chunk_size_bytes(self) -> int:
-        return self._cached.chunk_size_bytes
-
-    @property
     def directory(self) -> Path | None:
         return self._cached.directory
 

@@ -20,7 +20,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
@@ -46,6 +46,7 @@ _INDEX = re.compile(
     rf"(?P<base>{_BASE})(?:\.(?P<a>{_VARIANT}))?\.safetensors(?:\.(?P<b>{_VARIANT}))?\.index(?:\.(?P<c>{_VARIANT}))?\.json"
 )
 _OTHER_INDEX = re.compile(r"(?P<base>.*)\.safetensors\.index\.json")
+_CHOOSE = "Choose one, such as load_safetensors(..., {})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ class _Set:
         return Weights(tuple(self.shards[count, number] for number in range(1, count + 1)))
 
 
-def is_weights(name: str) -> bool:
-    return name.endswith(SUFFIX) or _INDEX.fullmatch(name) is not None or _OTHER_INDEX.fullmatch(name) is not None
+def _is_index(name: str) -> bool:
+    return _INDEX.fullmatch(name) is not None or _OTHER_INDEX.fullmatch(name) is not None
 
 
 def choose(where: str, names: Sequence[str], *, variant: str = "", index: str = "") -> Weights:
@@ -100,9 +101,8 @@ def choose(where: str, names: Sequence[str], *, variant: str = "", index: str = 
     sets, other_files, other_indexes = _sets(names)
     if index:
         if index not in names:
-            raise CheckpointNotFoundError(
-                f"{where} has no {index}", hint=f"Its indexes: {_list(_indexes(names))}", file=index
-            )
+            hint = f"Its indexes: {_list([name for name in names if _is_index(name)])}"
+            raise CheckpointNotFoundError(f"{where} has no {index}", hint=hint, file=index)
         return Weights(index=index)
     if variant:
         found = [one for base in _FIRST + _LAST for one in sets if (one.base, one.variant) == (base, variant)]
@@ -119,22 +119,20 @@ def choose(where: str, names: Sequence[str], *, variant: str = "", index: str = 
             if one.base == base:
                 return one.chosen(where)
     if len(other_indexes) > 1:
-        raise _several(where, other_indexes, f'index="{other_indexes[0]}"')
+        raise _several(where, other_indexes, _CHOOSE.format(f'index="{other_indexes[0]}"'))
     if other_indexes:
         return Weights(index=other_indexes[0])
     if other_files:
         return Weights(tuple(other_files))
     if len(plain) > 1:
         files = [one.names[0] for one in plain]
-        raise IntegrityError(
-            f"{where} holds several sets of weights: {_list(files)}",
-            hint="Give the file to load" if all(one.single for one in plain) else "Give the file, or index=, to load",
-            file=", ".join(files),
-        )
+        are_single = all(one.single for one in plain)
+        raise _several(where, files, "Give the file to load" if are_single else "Give the file, or index=, to load")
     if plain:
         return plain[0].chosen(where)
     if len(sets) > 1:
-        raise _several(where, [one.names[0] for one in sets], f'variant="{sets[0].variant}"')
+        files = [one.names[0] for one in sets]
+        raise _several(where, files, _CHOOSE.format(f'variant="{sets[0].variant}"'))
     if sets:
         return sets[0].chosen(where)
     raise CheckpointNotFoundError(
@@ -142,12 +140,8 @@ def choose(where: str, names: Sequence[str], *, variant: str = "", index: str = 
     )
 
 
-def _several(where: str, files: Sequence[str], call: str) -> IntegrityError:
-    return IntegrityError(
-        f"{where} holds several sets of weights: {_list(files)}",
-        hint=f"Choose one, such as load_safetensors(..., {call})",
-        file=", ".join(files),
-    )
+def _several(where: str, files: Sequence[str], hint: str) -> IntegrityError:
+    return IntegrityError(f"{where} holds several sets of weights: {_list(files)}", hint=hint, file=", ".join(files))
 
 
 def _sets(names: Sequence[str]) -> tuple[list[_Set], list[str], list[str]]:
@@ -169,10 +163,6 @@ def _sets(names: Sequence[str]) -> tuple[list[_Set], list[str], list[str]]:
         else:
             one.single = name
     return list(sets.values()), other_files, other_indexes
-
-
-def _indexes(names: Sequence[str]) -> list[str]:
-    return [name for name in names if _INDEX.fullmatch(name) or _OTHER_INDEX.fullmatch(name)]
 
 
 def _list(names: Sequence[str]) -> str:
@@ -290,12 +280,12 @@ def open_model(directory: ModelDirectory, name: str = "", *, variant: str = "", 
     try:
         weights = choose(directory.where, names, variant=variant, index=index)
     except CheckpointNotFoundError as error:
-        below = [] if any(map(is_weights, names)) else directory.folders_with(SUFFIX)
+        has_weights = any(one.endswith(SUFFIX) or _is_index(one) for one in names)
+        below = [] if has_weights else directory.folders_with(SUFFIX)
         if not below:
             raise
         raise CheckpointNotFoundError(
-            f"{error.message}; there are some in {', '.join(below)}",
-            hint=f'Choose one, such as load_safetensors(..., subfolder="{below[0]}")',
+            f"{error.message}; there are some in {', '.join(below)}", hint=_CHOOSE.format(f'subfolder="{below[0]}"')
         ) from None
     tensors = (
         _indexed(directory, weights.index) if weights.index else _merged(directory, _opened(directory, weights.files))
@@ -307,7 +297,7 @@ def open_model(directory: ModelDirectory, name: str = "", *, variant: str = "", 
             "%s: loading %s; not loaded: %s",
             directory.where,
             weights.index or ", ".join(weights.files[:SHOWN]),
-            ", ".join(skipped[:SHOWN]) + (f" and {len(skipped) - SHOWN} more" if len(skipped) > SHOWN else ""),
+            _some(skipped),
         )
     return ModelTensors(directory.where, directory, tensors)
 
@@ -389,15 +379,15 @@ def _indexed(directory: ModelDirectory, index: str) -> dict[str, tuple[ModelFile
         file = named if named in found and named is not None else found[0]
         tensors[tensor] = file, file.entries[tensor]
     if other_files:
-        log.warning("%s/%s does not name the file of %s", directory.where, index, _some(other_files))
+        log.warning("%s/%s does not name the file of %s", directory.where, index, _some([*map(repr, other_files)]))
     # Many indexes name a head that is tied to another tensor, and is in no file.
     if absent := [tensor for tensor in weight_map if tensor not in holders]:
-        log.warning("%s/%s names %s, which no file holds", directory.where, index, _some(absent))
+        log.warning("%s/%s names %s, which no file holds", directory.where, index, _some([*map(repr, absent)]))
     return tensors
 
 
-def _some(names: Collection[str]) -> str:
-    first = ", ".join(map(repr, list(names)[:SHOWN]))
+def _some(names: Sequence[str]) -> str:
+    first = ", ".join(names[:SHOWN])
     return f"{first} and {len(names) - SHOWN} more" if len(names) > SHOWN else first
 
 
@@ -406,7 +396,8 @@ def _weight_map(directory: ModelDirectory, index: str) -> dict[str, str]:
     size_bytes = info.size_bytes if info is not None else 0
     if size_bytes > HEADER_BYTES_MAX:
         raise IntegrityError(f"{where} has {size_bytes} bytes, which no index has", file=index)
-    text = _read_small_file(directory, index, size_bytes)
+    with contextlib.closing(directory.open(index)) as copy:
+        text = bytes(copy.read(ByteRange(0, size_bytes)))
     try:
         weight_map = json.loads(text)["weight_map"]
         names = set(weight_map.values())
@@ -415,11 +406,6 @@ def _weight_map(directory: ModelDirectory, index: str) -> dict[str, str]:
     if not all(is_safe_path(name) for name in names):
         raise IntegrityError(f"{where} names files outside its directory", file=index)
     return cast(dict[str, str], weight_map)
-
-
-def _read_small_file(directory: ModelDirectory, name: str, size_bytes: int) -> bytes:
-    with contextlib.closing(directory.open(name)) as copy:
-        return bytes(copy.read(ByteRange(0, size_bytes)))
 
 
 def in_file_order(model: ModelTensors) -> Iterator[tuple[str, ModelFile, TensorEntry]]:

@@ -108,7 +108,12 @@ def open_directory(directory: Path, settings: Settings, modes: tuple[ReadMode, .
     for root in (resolved, *resolved.parents):
         with contextlib.suppress(OSError, StoreError):
             if is_half_replaced(root):
-                raise _half_replaced(root)
+                raise IntegrityError(
+                    f"{root} holds files of two versions: a prefetch replaces them just now, or was interrupted",
+                    hint="Load it after the prefetch has ended; if none runs, run the same `tierckpt prefetch` again",
+                    entry=root,
+                    tier=Tier.LOCAL,
+                )
             if not (root / RECEIPT).exists():
                 continue
             if (receipt := read_receipt(root)) is not None:
@@ -116,15 +121,6 @@ def open_directory(directory: Path, settings: Settings, modes: tuple[ReadMode, .
             log.warning("%s is damaged: what %s holds cannot be checked", root / RECEIPT, directory)
             break
     return Directory(directory, tuner)
-
-
-def _half_replaced(root: Path) -> IntegrityError:
-    return IntegrityError(
-        f"{root} holds files of two versions: a prefetch replaces them just now, or was interrupted",
-        hint="Load it after the prefetch has ended; if none runs, run the same `tierckpt prefetch` again",
-        entry=root,
-        tier=Tier.LOCAL,
-    )
 
 
 class _CheckedCopy(LocalCopy):

@@ -391,7 +391,9 @@ class WantedTensors:
         modes: tuple[ReadMode, ...] = MODEL_READ_MODES,
         choice: WeightChoice = USUAL,
     ) -> None:
-        self.device = _device(device)
+        self.device = check_device(device)
+        if self.device.type == "cuda" and self.device.index is None:  # other threads have another current device
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self._is_all = names is None and not prefix
         self._model = find_model(uri_or_dir, settings, modes, choice)
         try:
@@ -425,7 +427,8 @@ class WantedTensors:
                 window = next(ordered, None)
                 reading = begin(window)
                 while window is not None and reading is not None:
-                    ready = deque((request.name, tensor) for request, tensor in _paired(window, reading.result()))
+                    tensors = reading.result()
+                    ready = deque((request.name, tensors.pop(request.name)) for request in window)
                     present, window = window, next(ordered, None)
                     fits = window is not None and _size_bytes(present) + _size_bytes(window) <= bytes_in_flight_max
                     reading = begin(window) if fits else None
@@ -439,19 +442,8 @@ class WantedTensors:
         self._model.directory.close()
 
 
-def _paired(window: list[TensorRequest], tensors: dict[str, Tensor]) -> Iterator[tuple[TensorRequest, Tensor]]:
-    return ((request, tensors.pop(request.name)) for request in window)
-
-
 def _size_bytes(window: list[TensorRequest]) -> int:
     return sum(request.size_bytes for request in window)
-
-
-def _device(device: str | torch.device) -> torch.device:
-    found = check_device(device)
-    if found.type == "cuda" and found.index is None:  # other threads have another current device
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
 
 
 def _select(model: ModelTensors, names: Names | None, prefix: str) -> list[str]:
