@@ -182,17 +182,11 @@ class Settings(BaseSettings):
     """Seconds that a restore, or a search for the newest checkpoint, waits for a store that does not answer, before it
     raises ``StoreUnavailableError``."""
 
-    @field_validator("local_root", "peer_secret_file", "peer_tls_dir")
-    @classmethod
-    def _absolute(cls, value: Path | None) -> Path | None:
-        """The agent has another working directory."""
-        return None if value is None else local_path(value, "it")
-
     @field_validator("local_root", "peer_secret_file", "peer_tls_dir", mode="before")
     @classmethod
-    def _not_empty(cls, value: Any) -> Any:
-        """``Path`` takes an empty string for the working directory."""
-        return local_path(value, "it") if isinstance(value, str) else value
+    def _absolute(cls, value: Any) -> Any:
+        """The agent has another working directory. ``Path`` takes an empty string for the working directory."""
+        return None if value is None else local_path(value, "it")
 
     @field_validator("chunk_size_bytes")
     @classmethod

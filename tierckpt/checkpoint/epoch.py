@@ -67,10 +67,7 @@ def enter(local_root: Path, run: Location, *, trains: bool) -> None:
                 return
             if lock_record(found.file, fcntl.F_WRLCK, ALIVE, is_process=True):
                 _begin(found, run)
-                if trains:
-                    lock_record(found.file, fcntl.F_RDLCK, ALIVE, is_process=True)
-                else:
-                    lock_record(found.file, fcntl.F_UNLCK, ALIVE, is_process=True)
+                lock_record(found.file, fcntl.F_RDLCK if trains else fcntl.F_UNLCK, ALIVE, is_process=True)
             elif trains:
                 _wait_for(found.file, ALIVE, fcntl.F_RDLCK, PATIENCE_SECONDS)  # another rank is beginning it
             found.is_joined = trains

@@ -72,6 +72,7 @@ DENIED_SECONDS = 5.0
 """Nodes receive a new secret at different moments; a longer refusal is permanent."""
 FIRST_REPORT_SECONDS = 2.0
 REPORT_SECONDS = 10.0
+HOW_LONG = "Ctrl-C stops; store_wait_seconds (TIERCKPT_STORE_WAIT_SECONDS) says how long to wait"
 PAUSES = Pauses(0.2, 1.0)
 
 
@@ -105,12 +106,12 @@ class SilentPeers:
             if now >= tell_at:
                 tell_at = now + REPORT_SECONDS
                 log.warning(
-                    "waiting for %s to say which checkpoints of %s they have, %.0f of %.0f s. Ctrl-C stops; "
-                    "store_wait_seconds (TIERCKPT_STORE_WAIT_SECONDS) says how long to wait",
+                    "waiting for %s to say which checkpoints of %s they have, %.0f of %.0f s. %s",
                     ", ".join(silent),
                     run.uri,
                     now - begun,
                     self._seconds,
+                    HOW_LONG,
                 )
         if denial is not None:
             raise denial

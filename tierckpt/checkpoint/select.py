@@ -38,13 +38,14 @@ from ..errors import (
 )
 from ..format.layout import BRANCHES_DIR, PRIVATE_DIR, REPLICA, WINDOWS_DIR, Location, adopted_dir, step_of
 from ..format.manifest import Manifest
+from ..poll import announced
 from ..stores.base import Recoverable, Store
 from ..telemetry import log_failure, logger
 from ..types import Json, Tier
 from . import branches, catalog, local_commit
 from .branches import Branch
 from .catalog import LISTINGS_MAX, Checkpoint, changing_run_error, retry_listing
-from .peer_copies import PeerLookup, SilentPeers
+from .peer_copies import FIRST_REPORT_SECONDS, HOW_LONG, PeerLookup, SilentPeers
 
 log = logger("select")
 
@@ -57,8 +58,6 @@ SEARCH_SECONDS_MIN = 10.0
 PAUSE_SECONDS = 1.0
 PEER_REMOVAL_SECONDS = 0.5
 """Time that a peer may list a checkpoint that it has removed."""
-FIRST_REPORT_SECONDS = 2.0
-REPORT_SECONDS = 10.0
 
 SEARCHED_DIRECTORIES_MAX, AT_ONCE = 256, 16
 
@@ -413,52 +412,43 @@ class _Wait:
         self._seconds = settings.store_wait_seconds
         self._begun = time.monotonic()
         self._end = self._begun + self._seconds
-        self._tell_at = self._begun + FIRST_REPORT_SECONDS
-        self._has_told = False
+        self._problem = "no answer yet"
         self._denied_at: float | None = None
         self.advice = ""
         """The user's options with the checkpoints of this node."""
 
     async def until_seen(
-        self, look: Callable[[], Awaitable[T]], instead: Callable[[StoreError], Awaitable[T | None]] | None = None
+        self, look: Callable[[], Awaitable[T]], instead: Callable[[StoreError], Awaitable[T | None]]
     ) -> T:
         """Call ``look`` until the store answers; after the first failure, take the result of ``instead``, if any."""
-        while True:
-            try:
-                return await self._answer(look())
-            except BucketNotFoundError:
-                raise
-            except (StoreUnavailableError, PermissionDeniedError, EndpointError) as error:
-                other = await instead(error) if instead is not None else None
-                if other is not None:
-                    return other
-                if self._is_over(error):
-                    raise self._unanswered_error(error) from error
-                self._report(error.message)
-            await self._pause()
+        with announced(log, self._describe, FIRST_REPORT_SECONDS):
+            while True:
+                try:
+                    return await self._answer(look())
+                except BucketNotFoundError:
+                    raise
+                except (StoreUnavailableError, PermissionDeniedError, EndpointError) as error:
+                    other = await instead(error)
+                    if other is not None:
+                        return other
+                    if self._is_over(error):
+                        raise self._unanswered_error(error) from error
+                    self._problem = error.message
+                await asyncio.sleep(max(0.0, min(PAUSE_SECONDS, self._end - time.monotonic())))
+                if isinstance(self._store, Recoverable):
+                    self._store.probe_soon()
 
     async def _answer(self, work: Awaitable[T]) -> T:
         """Hanging work is abandoned, even if it cannot be cancelled."""
         task = asyncio.ensure_future(work)
         end = max(self._end, time.monotonic() + SEARCH_SECONDS_MIN)
         try:
-            while True:
-                now = time.monotonic()
-                await asyncio.wait({task}, timeout=max(0.0, min(self._tell_at, end) - now))
-                if task.done():
-                    return task.result()
-                if time.monotonic() >= end:
-                    raise StoreUnavailableError(f"{self._location.uri} has not answered for {end - self._begun:.0f} s")
-                if time.monotonic() >= self._tell_at:
-                    self._report("no answer yet")
+            if not (await asyncio.wait({task}, timeout=end - time.monotonic()))[0]:
+                raise StoreUnavailableError(f"{self._location.uri} has not answered for {end - self._begun:.0f} s")
+            return task.result()
         finally:
             task.cancel()
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-    async def _pause(self) -> None:
-        await asyncio.sleep(max(0.0, min(PAUSE_SECONDS, self._end - time.monotonic())))
-        if isinstance(self._store, Recoverable):
-            self._store.probe_soon()
 
     def _is_over(self, error: StoreError) -> bool:
         now = time.monotonic()
@@ -472,20 +462,11 @@ class _Wait:
             self._denied_at = None
         return now >= self._end
 
-    def _report(self, problem: str) -> None:
-        now = time.monotonic()
-        if self._has_told and now < self._tell_at:
-            return
-        self._has_told, self._tell_at = True, now + REPORT_SECONDS
-        log.warning(
-            "waiting for %s%s to say which checkpoints it has, %.0f of %.0f s (%s). Ctrl-C stops; "
-            "store_wait_seconds (TIERCKPT_STORE_WAIT_SECONDS) says how long to wait",
-            self._location.uri,
-            f" at {_endpoint(self._location)}" if _endpoint(self._location) else "",
-            now - self._begun,
-            self._seconds,
-            problem,
-        )
+    def _describe(self) -> str:
+        endpoint, seconds = _endpoint(self._location), time.monotonic() - self._begun
+        where = f"{self._location.uri} at {endpoint}" if endpoint else self._location.uri
+        text = f"waiting for {where} to say which checkpoints it has"
+        return f"{text}, {seconds:.0f} of {self._seconds:.0f} s ({self._problem}). {HOW_LONG}"
 
     def _unanswered_error(self, error: StoreError) -> StoreError:
         if isinstance(error, EndpointError):

@@ -230,32 +230,24 @@ def _azure_account() -> str:
 
 
 def _check(text: str, location: Location) -> None:
-    scheme, authority, parts = location.scheme, location.authority, location.path.split("/")
-    if (scheme in {"s3", "az", "gs"} and not authority) or authority in {".", "..", "_"}:
-        raise ConfigError(f"{text!r} names no bucket, container or host", hint=f"Write {scheme}://BUCKET/KEY", uri=text)
-    if scheme in {"s3", "az", "gs"} and (found := _NOT_OF_A_BUCKET.search(authority)):
-        raise ConfigError(
-            f"{text!r}: no bucket or container has {found[0]!r} in its name",
-            hint=f"Write {scheme}://BUCKET/KEY: '#', '?' and '%' have no meaning of their own",
-            uri=text,
-        )
+    scheme, authority, path = location.scheme, location.authority, location.path
+    is_bucket = scheme in {"s3", "az", "gs"}
+    if (is_bucket and not authority) or authority in {".", "..", "_"}:
+        raise _refused(text, " names no bucket, container or host", f"{scheme}://BUCKET/KEY")
+    if is_bucket and (found := _NOT_OF_A_BUCKET.search(authority)):
+        problem = f": no bucket or container has {found[0]!r} in its name"
+        raise _refused(text, problem, f"{scheme}://BUCKET/KEY: '#', '?' and '%' have no meaning of their own")
     invalid_parts = {".", ".."} if scheme in {"http", "https"} else {"", ".", ".."}
-    if location.path and invalid_parts & {*parts}:
-        kept = "/".join(part for part in parts if part not in {"", ".", ".."})
-        raise ConfigError(
-            f"{text!r} has an empty part, '.' or '..' in its key",
-            hint=f"Write {Location(scheme, authority, kept).uri}",
-            uri=text,
-        )
-    if scheme == "az" and "\\" in location.path:
-        raise ConfigError(
-            f"{text!r} has a backslash in its key, and Azure makes a slash of it",
-            hint=f"Write {Location(scheme, authority, location.path.replace(chr(92), '/')).uri}",
-            uri=text,
-        )
-    if (version := _VERSION.get(scheme)) and version in location.path:
-        raise ConfigError(
-            f"{text!r} names a version of an object, and objects are read as they are now",
-            hint=f"Write {Location(scheme, authority, location.path.partition(version)[0]).uri}",
-            uri=text,
-        )
+    if path and invalid_parts & {*path.split("/")}:
+        kept = "/".join(part for part in path.split("/") if part not in {"", ".", ".."})
+        raise _refused(text, " has an empty part, '.' or '..' in its key", Location(scheme, authority, kept).uri)
+    if scheme == "az" and "\\" in path:
+        slashes = Location(scheme, authority, path.replace("\\", "/")).uri
+        raise _refused(text, " has a backslash in its key, and Azure makes a slash of it", slashes)
+    if (version := _VERSION.get(scheme)) and version in path:
+        problem = " names a version of an object, and objects are read as they are now"
+        raise _refused(text, problem, Location(scheme, authority, path.partition(version)[0]).uri)
+
+
+def _refused(text: str, problem: str, instead: str) -> ConfigError:
+    return ConfigError(f"{text!r}{problem}", hint=f"Write {instead}", uri=text)
