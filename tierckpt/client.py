@@ -293,7 +293,7 @@ def latest(uri: str | os.PathLike[str], *, settings: Settings | None = None, **o
     location = check_location(parse_uri(uri))
     client = get_client(Settings.load(settings, **overrides))
     client.enter(location if step_of(location.name) is None else location.parent, trains=False)
-    checkpoint = client.run(client.mover.selector.newest(location)).checkpoint
+    checkpoint = client.run(client.mover.selector.newest(location))
     return checkpoint.location.uri if checkpoint is not None else None
 
 

@@ -202,7 +202,7 @@ def test_newest_complete_save_of_one_name_wins(nodes: Nodes, uri: str, caplog: p
     nodes[2].start()
     nodes.meet(3)
     client = get_client(nodes[0].settings)
-    found = client.run(client.mover.selector.newest(parse_uri(step))).checkpoint
+    found = client.run(client.mover.selector.newest(parse_uri(step)))
     assert found is not None
     assert found.manifest == read_local_manifest(nodes[0].directory(step))
 

@@ -78,14 +78,6 @@ class RunDirectory:
         return {"uri": self.location.uri, "steps": self.steps, "newest": self.newest.to_json()}
 
 
-@dataclass(frozen=True, slots=True)
-class Newest:
-    """``unseen``: the error of the shared tier, if the step is this node's own (N3)."""
-
-    checkpoint: Checkpoint | None
-    unseen: StoreError | None = None
-
-
 class Selector:
     """Selects on all tiers. Runs on one event loop; no call uses a cache."""
 
@@ -128,19 +120,20 @@ class Selector:
 
     async def newest(
         self, location: Location, step_max: int | None = None, *, may_be_own: bool = True, windows: bool = False
-    ) -> Newest:
+    ) -> Checkpoint | None:
         """Return the newest usable checkpoint at or under ``location``: committed, every file with a copy of its size.
 
         Skipped ones are logged. Waits ``store_wait_seconds`` for the shared tier. ``may_be_own``: take this node's own
-        newest step at once without it (N3). ``windows``: consider newer redo logs.
+        newest step at once without it (N3); ``unseen`` of the result is then its error. ``windows``: consider newer
+        redo logs.
 
         Raises StoreUnavailableError, PermissionDeniedError: no answer (N1), or a peer refuses this node's secret (N4).
         """
         wait = _Wait(self.settings, self.store_at(location), location)
 
-        async def own(error: StoreError) -> Newest | None:
+        async def own(error: StoreError) -> Checkpoint | None:
             if (explicit := await self._whole_near(location, error)) is not None:
-                return Newest(explicit, error)
+                return explicit
             near, is_own = await self._newest_near(location, step_max, windows)
             wait.advice = _advice(near)
             if not (may_be_own and is_own and near is not None):
@@ -152,22 +145,21 @@ class Selector:
                 near.location.name,
                 error.message,
             )
-            return Newest(near, error)
+            return replace(near, unseen=error)
 
-        async def look() -> Newest:
+        async def look() -> Checkpoint | None:
             newest = await self._find_newest(location, step_max, windows)
             if newest is None or newest.unseen is None:
                 self.reached.add(store_key(location))
-            return Newest(newest, newest.unseen if newest is not None else None)
+            return newest
 
         silent = await self._silent_peers.wait(location)
         newest = await wait.until_seen(look, own)
         if silent:
-            found = newest.checkpoint
             log.warning(
                 "%s: the newest checkpoint found is %s; a newer one may be on %s, which did not answer",
                 location.uri,
-                found.location.name if found is not None else "none",
+                newest.location.name if newest is not None else "none",
                 ", ".join(silent),
             )
         return newest

@@ -81,7 +81,7 @@ class Directories:
         seen: list[str] = []
 
         def find() -> str:
-            checkpoint = client.run(client.mover.selector.newest(self.location)).checkpoint
+            checkpoint = client.run(client.mover.selector.newest(self.location))
             seen.append(checkpoint.location.uri if checkpoint is not None else "")
             return seen[-1]
 

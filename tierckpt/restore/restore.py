@@ -168,7 +168,7 @@ async def restore(mover: Mover, location: Location, directory: Path) -> RestoreR
     await asyncio.to_thread(refuse_file, directory)
     walk = WalkBack(location)
     while True:
-        checkpoint = (await mover.selector.newest(location, walk.step_max)).checkpoint
+        checkpoint = await mover.selector.newest(location, walk.step_max)
         if checkpoint is None:
             walk.end()
             checkpoint = await mover.selector.find(location)

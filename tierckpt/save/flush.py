@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from ctypes import memmove
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32
@@ -33,6 +34,7 @@ from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..resources import start_thread
 from .shard_plan import Shard, ShardRecord
 
+TIMEOUT_SECONDS = 1800.0
 _ZEROS = bytes(64 * 1024)
 HOT_BYTES = 2 * DIGEST_BLOCK_BYTES
 """A quarter of the smallest second-level cache of current servers."""
@@ -52,7 +54,7 @@ def flush(
     nice: int = 0,
     pace: CpuThrottle | None = None,
     cached: bool = False,
-    timeout_seconds: float = 1800.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> list[Flushed]:
     """Write ``shards``, each to a new file. Return size and chunk digests, in order.
 
@@ -70,7 +72,7 @@ def flush(
     deadline = time.monotonic() + timeout_seconds
     pace = pace or CpuThrottle()
     foreground = not nice and pace.share >= 1.0
-    job = FlushJob(shards, slots, shape, chunk_size_bytes, durable, base, pace, deadline, cached, foreground)
+    job = FlushJob(shards, slots, shape, chunk_size_bytes, deadline, pace, durable, base, cached, foreground)
     try:
         threads = job.open(nice)
         try:
@@ -94,14 +96,11 @@ def flush(
 class Stream:
     """A shard as a stream of bytes, to be sent. ``slot`` must hold a chunk."""
 
-    def __init__(self, shard: Shard, slot: Memory, chunk_size_bytes: int, timeout_seconds: float = 1800.0) -> None:
+    def __init__(self, shard: Shard, slot: Memory, chunk_size_bytes: int) -> None:
         for record in shard.records:
             record.clear_crcs()
-        deadline = time.monotonic() + timeout_seconds
-        one_by_one = IoShape(1, chunk_size_bytes)
-        self._job = FlushJob(
-            [shard], [slot], one_by_one, chunk_size_bytes, False, 0, CpuThrottle(), deadline, True, True
-        )
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        self._job = FlushJob([shard], [slot], IoShape(1, chunk_size_bytes), chunk_size_bytes, deadline)
         self._slot = slot
 
     def pieces(self) -> Iterator[memoryview]:
@@ -155,46 +154,40 @@ class ShardFile(DirectFile):
         self.cut(self.shard.size_bytes, durable=durable)
 
 
+@dataclass(eq=False)
 class FlushJob:
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        slots: Sequence[Memory],
-        shape: IoShape,
-        chunk_size_bytes: int,
-        durable: bool,
-        base: int,
-        pace: CpuThrottle,
-        deadline: float,
-        cached: bool,
-        foreground: bool,
-    ) -> None:
-        self.chunk_size_bytes = chunk_size_bytes
-        self.segment_bytes = segment_bytes(chunk_size_bytes, shape.size_bytes)
-        self.files = [ShardFile(shard, self.segment_bytes, direct=not cached) for shard in shards]
-        self.threads = shape.threads
-        self.durable = durable
-        self.base = base
-        self.deadline = deadline
+    shards: Sequence[Shard]
+    slots: Sequence[Memory]
+    shape: IoShape
+    chunk_size_bytes: int
+    deadline: float
+    pace: CpuThrottle = field(default_factory=CpuThrottle)
+    durable: bool = False
+    base: int = 0
+    cached: bool = True
+    foreground: bool = True
+
+    def __post_init__(self) -> None:
+        self.segment_bytes = segment_bytes(self.chunk_size_bytes, self.shape.size_bytes)
+        self.files = [ShardFile(shard, self.segment_bytes, direct=not self.cached) for shard in self.shards]
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
         self.working = 0
         self.threads_started: list[threading.Thread] = []
-        self.pace = pace
         # In the foreground, pieces that fit the core's cache take an eighth less processor time. In the background,
         # whole segments: each call reacquires the GIL.
-        whole_blocks = not chunk_size_bytes % DIGEST_BLOCK_BYTES
-        self.hot_bytes = HOT_BYTES if foreground and whole_blocks else 0
+        whole_blocks = not self.chunk_size_bytes % DIGEST_BLOCK_BYTES
+        self.hot_bytes = HOT_BYTES if self.foreground and whole_blocks else 0
         self._queue = deque((file, index * self.segment_bytes) for file in self.files for index in range(file.segments))
-        self._free = list(slots)
-        self._writing = threading.BoundedSemaphore(shape.writes_max)
+        self._free = list(self.slots)
+        self._writing = threading.BoundedSemaphore(self.shape.writes_max)
 
     def open(self, nice: int) -> list[threading.Thread]:
         for file in self.files:
             file.open()
             if not file.segments:
                 self._finish(file)
-        count = min(self.threads, max(1, sum(file.segments for file in self.files)))
+        count = min(self.shape.threads, max(1, sum(file.segments for file in self.files)))
         return [
             threading.Thread(target=self._run, args=(nice,), name="tierckpt-flush", daemon=True)
             for _ in range(count if nice else count - 1)

@@ -279,12 +279,12 @@ def _find_newest(
     client: Client, location: Location, step_max: int | None, windows: bool, *, may_be_own: bool = True
 ) -> tuple[_Sight, Checkpoint | None]:
     try:
-        newest = client.run(client.mover.selector.newest(location, step_max, may_be_own=may_be_own, windows=windows))
+        found = client.run(client.mover.selector.newest(location, step_max, may_be_own=may_be_own, windows=windows))
     except Exception as error:
         return _Sight(error=portable(error)), None
-    found = newest.checkpoint
-    attempt, step = (found.attempt, found.step) if found is not None else (None, None)
-    return _Sight(step, attempt, newest.unseen is not None), found
+    if found is None:
+        return _Sight(), None
+    return _Sight(found.step, found.attempt, found.unseen is not None), found
 
 
 def _agree(own_view: _Sight) -> list[_Sight]:

@@ -145,7 +145,7 @@ def _check_reading(world: World, found: State) -> list[str]:
     for name, tier in found:
         checker.stock_label(world.place(name, tier), may_lack=False)
     newest = max({name for name, _ in found}, key=lambda name: step_of(name) or 0)
-    latest = job.wait(job.mover.selector.newest(world.run)).checkpoint
+    latest = job.wait(job.mover.selector.newest(world.run))
     if latest is None or latest.location.name != newest:
         raise Violation(f"latest is {latest and latest.location.name}, but {newest} is committed")
     rows = job.wait(describe_run(job.mover.selector, world.run))

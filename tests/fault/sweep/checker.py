@@ -129,7 +129,7 @@ def _check_latest(world: World, found: State) -> None:
     """Check that ``latest`` is the newest commit of any tier and restores a committed save."""
     job = Job(world)
     newest = max(name for name, tier in found if tier != TARGET)
-    checkpoint = job.wait(job.mover.selector.newest(world.run)).checkpoint
+    checkpoint = job.wait(job.mover.selector.newest(world.run))
     if checkpoint is None or checkpoint.location.name != newest:
         raise Violation(f"latest is {checkpoint and checkpoint.location.name}, but {newest} is committed")
     scratch = world.root.parent / "scratch"
