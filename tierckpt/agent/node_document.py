@@ -23,7 +23,7 @@ from ..checkpoint.verify import read_checks
 from ..config import Settings
 from ..drain.active_drain import COMMITTING, QUEUED, SENDING, STORE
 from ..drain.rate_limiter import UNCHANGED, read_control
-from ..errors import ConfigError, ManifestError, StoreError, TierckptError
+from ..errors import ConfigError, TierckptError
 from ..format.layout import MANIFEST, local_dir, location_at, parse_uri
 from ..ipc.agent_client import AgentClient, AgentUnavailableError, NoneRunsError, has_socket
 from ..planning.goodput import stalls_of
@@ -200,11 +200,7 @@ def checkpoints(root: Path, directories: Sequence[Path], known: Known) -> Iterat
 
 
 def _checkpoint(root: Path, directory: Path) -> Json | None:
-    try:
-        manifest = local_commit.read_local_manifest(directory)
-    except (ManifestError, StoreError) as error:
-        log.warning("%s", error)
-        return None
+    manifest = local_commit.read_usable_manifest(directory)
     location = location_at(root, directory)
     if manifest is None or location is None:
         return None

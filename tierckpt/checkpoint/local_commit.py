@@ -150,6 +150,15 @@ def read_sound_manifest(directory: Path) -> Manifest | None:
     return None
 
 
+def read_usable_manifest(directory: Path) -> Manifest | None:
+    """As ``read_local_manifest``. A damaged or unreadable manifest is logged, and counts as none."""
+    try:
+        return read_local_manifest(directory)
+    except (ManifestError, StoreError) as error:
+        log.warning("%s", error)
+        return None
+
+
 def _read_manifest(path: Path) -> Manifest:
     return manifests.decode(read_whole(path, manifests.MANIFEST_BYTES_MAX), where=str(path))
 

@@ -36,7 +36,7 @@ from pathlib import Path
 from ..disk import read_lease
 from ..disk.durable import matching
 from ..disk.processes import set_aside_name
-from ..errors import ConfigError, ManifestError, StoreError, TierckptError
+from ..errors import ConfigError, ManifestError, TierckptError
 from ..format import layout
 from ..format.layout import CLAIM, DRAINED, MANIFEST, PARTS_DIR, PRIVATE_DIR, Location, local_dir, pending, step_of
 from ..format.manifest import Manifest, decode, stale_files
@@ -369,14 +369,8 @@ async def shared_health(store: Store, manifest: Manifest) -> Health:
 
 
 def local_checkpoints(local_root: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Damaged manifests are logged and skipped."""
     for directory in marked_directories(Path(local_root, "checkpoints")):
-        try:
-            manifest = local_commit.read_local_manifest(directory)
-        except (ManifestError, StoreError) as error:
-            log.warning("%s", error)
-            continue
-        if manifest is not None:
+        if (manifest := local_commit.read_usable_manifest(directory)) is not None:
             yield directory, manifest
 
 

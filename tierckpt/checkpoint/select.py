@@ -362,11 +362,7 @@ class Selector:
     async def committed_near(self, location: Location) -> list[Checkpoint]:
         """Newest first."""
         directory, store = self.directory_of(location), self.store_at(location)
-        try:
-            local = await asyncio.to_thread(local_commit.read_local_manifest, directory)
-        except (ManifestError, StoreError) as error:
-            log.warning("%s", error)
-            local = None
+        local = await asyncio.to_thread(local_commit.read_usable_manifest, directory)
         found = await self._peers.replicas_at(location, (local,)) if self._peers is not None else {}
         attempts: dict[str, Manifest] = {attempt: elsewhere.manifest for attempt, elsewhere in found.items()}
         attempts |= {local.attempt: local} if local is not None else {}

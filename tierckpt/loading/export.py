@@ -322,13 +322,15 @@ def _export(
 ) -> ExportResult:
     metadata = reader.read_metadata()
     items = _select(metadata, only, dtype, reader.path)
-    _check_dtypes(items)
     shards = [in_file_order(shard) for shard in _cut(items, shard_size_bytes_max)]
     size_bytes = sum(item.size_bytes for item in items)
     progress = ProgressCounter(listener, f"export {reader.path}", size_bytes)
     progress.add(0)
     reader.set_up_storage_reader(metadata, True)
-    with _appearing(target, size_bytes) as directory, _release_windows(reader):
+    settings = reader.settings
+    # The reader releases the checkpoint after each window.
+    lease = read_lease.reading(settings.local_root, local_dir(settings.local_root, reader.location))
+    with _appearing(target, size_bytes) as directory, lease:
         names = _names(len(shards))
         for name, shard in zip(names, shards, strict=True):
             written_bytes = sum(item.size_bytes for item in shard)
@@ -359,25 +361,14 @@ def _select(metadata: Metadata, only: str, dtype: torch.dtype | None, where: str
         known = sorted({key.partition(".")[0] for key in metadata.state_dict_metadata})
         below = f" below {only!r}" if only else ""
         raise ConfigError(f"{where} holds no tensors{below}", hint=f"At its top are: {', '.join(known)}", uri=where)
-    return [
-        Item(
-            key,
-            key.removeprefix(prefix),
-            entry,
-            dtype if dtype is not None and entry.properties.dtype.is_floating_point else entry.properties.dtype,
-        )
-        for key, entry in found.items()
-    ]
-
-
-def _check_dtypes(items: list[Item]) -> None:
-    for item in items:
-        if name_of(item.written) is None:
-            raise StateMismatchError(
-                f"safetensors cannot hold {item.key} of {item.written}",
-                hint="Export a part with --only",
-                tensor=item.key,
-            )
+    items = []
+    for key, entry in found.items():
+        written = dtype if dtype is not None and entry.properties.dtype.is_floating_point else entry.properties.dtype
+        if name_of(written) is None:
+            hint = "Export a part with --only"
+            raise StateMismatchError(f"safetensors cannot hold {key} of {written}", hint=hint, tensor=key)
+        items.append(Item(key, key.removeprefix(prefix), entry, written))
+    return items
 
 
 def _cut(items: list[Item], shard_size_bytes_max: int) -> list[list[Item]]:
@@ -401,14 +392,6 @@ def _names(count: int) -> list[str]:
 def _index(names: list[str], shards: list[list[Item]], size_bytes: int) -> bytes:
     weight_map = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard}
     return json.dumps({"metadata": {"total_size": size_bytes}, "weight_map": weight_map}, indent=2).encode()
-
-
-@contextlib.contextmanager
-def _release_windows(reader: TierStorageReader) -> Iterator[None]:
-    """The reader releases the checkpoint after each window."""
-    settings = reader.settings
-    with read_lease.reading(settings.local_root, local_dir(settings.local_root, reader.location)):
-        yield
 
 
 def _check_target(target: Path) -> None:

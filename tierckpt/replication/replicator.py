@@ -121,11 +121,7 @@ class LocalIndex:
         stamp, known = (status.st_ino, status.st_mtime_ns, status.st_size), self._manifests.get(directory)
         if known is not None and known[0] == stamp:
             return known[1]
-        try:
-            manifest = local_commit.read_local_manifest(directory)
-        except (ManifestError, StoreError) as error:
-            log.warning("%s", error)
-            return None
+        manifest = local_commit.read_usable_manifest(directory)
         if manifest is not None:
             self._manifests[directory] = (stamp, manifest)
         return manifest

@@ -18,7 +18,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..disk.durable import create_file, fsync_dir, fsync_file, make_dirs, translated
@@ -132,17 +132,14 @@ def check_quiet(directory: Path, files: Mapping[str, SourceFile]) -> None:
 
 
 def check_same(directory: Path, before: Mapping[str, SourceFile], links: bool) -> None:
+    # A new hard link changes the ctime.
     was, now = (
-        {path: _compared_fields(file, links) for path, file in files.items()} for files in (before, scan(directory))
+        {path: replace(file, changed_ns=0) if links else file for path, file in files.items()}
+        for files in (before, scan(directory))
     )
     for path in sorted(was.keys() | now.keys()):
         if was.get(path) != now.get(path):
             raise _still_written(directory, path)
-
-
-def _compared_fields(file: SourceFile, links: bool) -> tuple[object, ...]:
-    """Return the fields to compare, without ctime if ``links``: a new hard link changes it."""
-    return (file.size_bytes, file.modified_ns, None if links else file.changed_ns)
 
 
 def _still_written(directory: Path, path: str) -> CheckpointError:
