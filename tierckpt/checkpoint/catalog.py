@@ -39,6 +39,7 @@ from ..format.layout import (
 )
 from ..format.manifest import FileEntry, Manifest
 from ..stores.base import Store
+from ..stores.verified_read import stored_bytes
 from ..telemetry import logger
 from ..types import Json, Tier
 from . import branches, local_commit, shared_commit
@@ -294,15 +295,8 @@ def _newer(local: Manifest | None, shared: Manifest | None, drained: bool) -> Ma
 
 async def is_stock(store: Store) -> bool:
     for name in (METADATA, rank_metadata(0)):
-        try:
-            await store.head(name)
-        except ObjectNotFoundError:
-            continue
-        try:
-            await store.head(CLAIM)
-        except ObjectNotFoundError:
-            return True
-        return False
+        if await stored_bytes(store, name) >= 0:
+            return await stored_bytes(store, CLAIM) < 0
     return False
 
 

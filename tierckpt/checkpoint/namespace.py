@@ -32,6 +32,7 @@ from ..format.layout import BRANCHES_DIR, MANIFEST, METADATA, PRIVATE_DIR, SHARD
 from ..format.manifest import FileEntry
 from ..stores.base import Store
 from ..stores.hub.api import repository_of
+from ..stores.verified_read import stored_bytes
 from ..telemetry import logger
 from ..types import ObjectInfo
 from . import local_commit, select
@@ -222,12 +223,8 @@ class Browser:
         if await asyncio.to_thread((self._directory_of(location) / MANIFEST).exists):
             return True
         root, key = root_of(location)
-        try:
-            async with self._gate:
-                await self._store_at(root).head(f"{key}/{MANIFEST}")
-        except ObjectNotFoundError:
-            return False
-        return True
+        async with self._gate:
+            return await stored_bytes(self._store_at(root), f"{key}/{MANIFEST}") >= 0
 
     async def _is_visible(self, location: Location) -> bool:
         if await self._has_manifest(location):

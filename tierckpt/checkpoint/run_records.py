@@ -22,6 +22,7 @@ from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptErr
 from ..format.layout import COMMITS_SUFFIX, HISTORY_DIR, MANIFEST, Location, local_dir, step_of
 from ..format.manifest import Manifest
 from ..stores.base import Store
+from ..stores.verified_read import stored_bytes
 from ..telemetry import log_failure, logger
 from ..types import Json, Tier
 from . import branches, shared_commit
@@ -217,11 +218,7 @@ async def _send_ended(run: Store, directory: Path) -> None:
         lines = parse_lines(data.partition(b"\n")[0])
         if not lines or not await asyncio.to_thread(has_ended_here, lines[0]):
             continue
-        try:
-            is_sent = (await run.head(key)).size_bytes >= len(data)
-        except ObjectNotFoundError:
-            is_sent = False
-        if not is_sent:
+        if await stored_bytes(run, key) < len(data):
             await run.put(key, data)
 
 

@@ -35,7 +35,7 @@ from ..format.layout import (
 )
 from ..format.manifest import FileEntry, Manifest, stale_files, stale_metadata
 from ..stores.base import Conditional, Store
-from ..stores.verified_read import check_bytes, if_present, verified
+from ..stores.verified_read import check_bytes, if_present, stored_bytes, verified
 from ..telemetry import logger
 from ..types import Json, Tier
 from . import branches
@@ -313,10 +313,7 @@ def already_committed(location: Location, winner: str, tier: Tier) -> AlreadyCom
 
 
 async def has_file(store: Store, file: FileEntry) -> bool:
-    try:
-        return (await store.head(file.key)).size_bytes == file.size_bytes
-    except ObjectNotFoundError:
-        return False
+    return await stored_bytes(store, file.key) == file.size_bytes
 
 
 async def discard(store: Store, names: Iterable[str]) -> None:

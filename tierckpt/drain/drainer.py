@@ -54,7 +54,7 @@ from ..redaction import redact
 from ..stores import open_store, retry, verified_read
 from ..stores.base import Store
 from ..stores.retry import Retries, StoreBreaker
-from ..stores.verified_read import again, available
+from ..stores.verified_read import again, available, stored_bytes
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, ProgressCounter, logger
 from ..types import Progress, ProgressListener, Tier
 from . import write_back
@@ -429,18 +429,16 @@ class Drainer:
         return "committed"
 
     async def _handle_missing_part(self, entry: JournalEntry, store: Store) -> str | None:
-        try:
-            await store.head(part(entry.token))
-        except ObjectNotFoundError:
-            # The manifest was put before the part was removed, so this read cannot miss it.
-            current = await shared_commit.read_shared_manifest(store)
-            if current is None:
-                return None
-            if not is_commit_of(current, entry):
-                return "superseded"
-            await self._after_commit(entry, current)
-            return "committed"
-        return None
+        if await stored_bytes(store, part(entry.token)) >= 0:
+            return None
+        # The manifest was put before the part was removed, so this read cannot miss it.
+        current = await shared_commit.read_shared_manifest(store)
+        if current is None:
+            return None
+        if not is_commit_of(current, entry):
+            return "superseded"
+        await self._after_commit(entry, current)
+        return "committed"
 
     async def _was_cleaned_up(self, entry: JournalEntry) -> bool:
         """Return whether another mover of this node committed, and no cleanup is left.
@@ -511,9 +509,7 @@ class Drainer:
         if entry.is_fragment:
             return True
         for token in manifest.tokens - {entry.token}:
-            try:
-                await store.head(part(token))
-            except ObjectNotFoundError:
+            if await stored_bytes(store, part(token)) < 0:
                 return False
         return True
 

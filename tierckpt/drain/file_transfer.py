@@ -7,7 +7,6 @@ would write to the next file with that descriptor.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import glob
 import os
 import secrets
@@ -20,12 +19,12 @@ from ..disk.durable import make_dirs, matching, publish, translated
 from ..disk.file_io import allocate, open_file, pread_all, pwrite_all
 from ..disk.file_lock import lock_async
 from ..disk.processes import stem_of
-from ..errors import IntegrityError, ObjectNotFoundError, TierckptError
+from ..errors import IntegrityError, TierckptError
 from ..format.manifest import FileEntry
 from ..ownership import file_mode
 from ..stores import verified_read
 from ..stores.base import Store, to_completion
-from ..stores.verified_read import get_checked
+from ..stores.verified_read import get_checked, stored_bytes
 from ..telemetry import BYTES, FILE_SECONDS, FILES
 from ..types import Buffer, ByteRange, Tier
 from .rate_limiter import DrainFlow
@@ -79,9 +78,8 @@ async def send(
 
 
 async def _is_stored(store: Store, path: Path, entry: FileEntry) -> bool:
-    with contextlib.suppress(ObjectNotFoundError):
-        if (await store.head(entry.key)).size_bytes == entry.size_bytes:
-            return True
+    if await stored_bytes(store, entry.key) == entry.size_bytes:
+        return True
     if await store.link(entry.key, path):
         BYTES.emit(entry.size_bytes, tier=Tier.SHARED, direction="linked")
         return True

@@ -40,7 +40,7 @@ from ..errors import CommitAbandonedError, ObjectNotFoundError, TierckptError
 from ..format.layout import METADATA, Location, written_file
 from ..format.manifest import FileEntry, is_safe_path
 from ..poll import LOCAL, SHARED, Poll
-from ..stores.verified_read import again
+from ..stores.verified_read import again, stored_bytes
 from .file_transfer import send
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def remove(settings: Settings, location: Location, after: Location | None = None
     """Record the removal of ``location``, to be drained after all under ``after`` (W5, W6). Returns its token."""
     journal = Journal(settings.local_root)
     token, earlier = journal.next_file_token(location.uri)
-    entry = _entry(token, location, int(settings.chunk_size_bytes), ())
-    entry = replace(entry, after_uri=after.uri if after is not None else "")
+    entry = _entry(token, location, int(settings.chunk_size_bytes), (), after.uri if after is not None else "")
     journal.write(entry)
     if not _is_waiting_for_file(entry):
         _cancel(journal, earlier)
@@ -108,8 +107,10 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
 
 
-def _entry(token: str, location: Location, chunk_size_bytes: int, files: tuple[FileEntry, ...]) -> JournalEntry:
-    return JournalEntry(token, location.uri, 0, FILE, time.time(), chunk_size_bytes, files)
+def _entry(
+    token: str, location: Location, chunk_size_bytes: int, files: tuple[FileEntry, ...], after_uri: str = ""
+) -> JournalEntry:
+    return JournalEntry(token, location.uri, 0, FILE, time.time(), chunk_size_bytes, files, after_uri=after_uri)
 
 
 async def drain(drainer: Drainer, entry: JournalEntry, patient: bool) -> str:
@@ -208,8 +209,7 @@ async def _await_shards(drainer: Drainer, entry: JournalEntry, path: Path, wait_
     missing = {f"{key.removesuffix(METADATA)}{name.decode()}" for name in named}
     async for _ in Poll(wait_seconds, SHARED):
         for shard in sorted(missing):
-            with suppress(ObjectNotFoundError):
-                await drainer.store(at).head(shard)
+            if await stored_bytes(drainer.store(at), shard) >= 0:
                 missing.discard(shard)
         if not missing:
             return

@@ -40,6 +40,14 @@ async def if_present(request: Awaitable[T]) -> T | None:
         return None
 
 
+async def stored_bytes(store: Store, key: str) -> int:
+    """Return the size of an object, -1 without it. Cost: one HEAD."""
+    try:
+        return (await store.head(key)).size_bytes
+    except ObjectNotFoundError:
+        return -1
+
+
 async def verified(store: RangeSource, read: Callable[[], Awaitable[T]]) -> T:
     """Return the result of ``read``, which reads and checks; repeat it after damage, on a new connection.
 
