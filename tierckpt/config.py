@@ -57,10 +57,6 @@ def _source_of(field: tuple[int | str, ...], overrides: Mapping[str, Any]) -> st
     return f" (in {Path(FILE_NAME).absolute()})" if name in read_settings_file() else ""
 
 
-def _default_local_root() -> Path:
-    return cache_home() / "tierckpt"
-
-
 class Settings(BaseSettings):
     """All settings. Each is also an environment variable (``TIERCKPT_LOCAL_ROOT``) and a keyword of every verb.
 
@@ -78,7 +74,7 @@ class Settings(BaseSettings):
         env_prefix="TIERCKPT_", env_ignore_empty=True, extra="forbid", frozen=True, ser_json_inf_nan="constants"
     )
 
-    local_root: Path = Field(default_factory=_default_local_root)
+    local_root: Path = Field(default_factory=lambda: cache_home() / "tierckpt")
     """Directory on node-local SSD for the local tier and the journal. Must belong to this user: a directory that
     another user owns, can write to, or has linked to is refused."""
 
@@ -248,7 +244,10 @@ class Settings(BaseSettings):
     def load(cls, settings: Settings | None = None, **overrides: Any) -> Settings:
         """Return ``settings`` with ``overrides`` applied, or fresh ones. Raises ConfigError with all problems."""
         if settings is None:
-            _warn_of_unknown_variables()
+            for name, problem in unknown_variables().items():
+                if name not in reported:
+                    reported.add(name)
+                    log.warning("%s", problem)
         try:
             if settings is None:
                 return cls(**overrides)
@@ -282,13 +281,6 @@ def unknown_variables() -> dict[str, str]:
             advice = f"did you mean {near[0]}?" if near else "docs/guide/settings.md lists the settings"
             found[name] = f"{name} is not a setting and is ignored ({advice})"
     return found
-
-
-def _warn_of_unknown_variables() -> None:
-    for name, problem in unknown_variables().items():
-        if name not in reported:
-            reported.add(name)
-            log.warning("%s", problem)
 
 
 def _problem(item: Any, names: Collection[str]) -> str:

@@ -118,22 +118,18 @@ class Pruner:
         dry_run: bool = False,
         branch: Branch | None = None,
         own: Sequence[int] = (),
+        seen: _Run | None = None,
     ) -> PruneResult:
         """Remove the checkpoints directly under ``run`` that ``policy`` does not keep.
 
         Redo logs count among themselves and against newer checkpoints. A copy that cannot be removed does not stop the
         others. ``branch`` None: the one that a job of this run continues. ``own``: steps that this process has saved,
-        the latest last.
+        the latest last. ``seen``: the checkpoints of ``run``, if they were just read.
 
         Raises StoreError: the shared tier does not answer; nothing was removed.
         Cost: one or two GETs for each name, one listing of the newest; one request for each removed file.
         """
-        return await self._prune(run, await self._look_at_run(run), policy, dry_run, branch, own)
-
-    async def _prune(
-        self, run: Location, seen: _Run, policy: Policy, dry_run: bool, branch: Branch | None, own: Sequence[int]
-    ) -> PruneResult:
-        steps, windows = seen
+        steps, windows = seen or await self._look_at_run(run)
         noted = await self._run_selector.branch(run) if branch is None else None
         result = await self._judge(steps, policy, dry_run, branch, noted, own)
         if windows:
@@ -159,7 +155,7 @@ class Pruner:
                     policy = replace(policy, shared=Rule())
                 is_due = False
                 if policy:
-                    result = await self._prune(run, seen, policy, False, None, own)
+                    result = await self.prune(run, policy, own=own, seen=seen)
                     is_due = any(error.retryable for error in result.errors)
             except TierckptError as error:
                 is_due = error.retryable

@@ -375,7 +375,9 @@ class Selector:
                 frozenset({Tier.LOCAL if local is not None and manifest.attempt == local.attempt else Tier.PEER}),
                 found.get(manifest.attempt),
             )
-            for manifest in sorted(attempts.values(), key=_age_of_attempt, reverse=True)
+            for manifest in sorted(
+                attempts.values(), key=lambda one: (branches.order_of(one), one.created_unix_seconds), reverse=True
+            )
         ]
 
     def _is_own(self, checkpoint: Checkpoint) -> bool:
@@ -500,10 +502,6 @@ def age_of(name: str) -> tuple[bool, int]:
     """Sort key: by step; names without a step are oldest."""
     step = step_of(name)
     return step is not None, step or 0
-
-
-def _age_of_attempt(manifest: Manifest) -> tuple[int, float]:
-    return branches.order_of(manifest), manifest.created_unix_seconds
 
 
 def newest_of(names: Iterable[str]) -> list[str]:

@@ -192,9 +192,6 @@ class BackgroundDrains:
         await self._drainer.send_files(entry)
         return True
 
-    async def is_named(self, entry: JournalEntry) -> bool:
-        return await self._drainer.is_named(entry)
-
     @property
     def draining(self) -> Collection[str]:
         return self._drains.keys()

@@ -96,7 +96,7 @@ class ResultExchange:
     def await_commit(self, entry: JournalEntry) -> bool:
         """Whether a committed or pending manifest on the shared tier names the files in time."""
         polls = Poll(self.wait_seconds, SHARED)
-        return any(self.client.run(self.client.mover.drains.is_named(entry)) for _ in polls)
+        return any(self.client.run(self.client.mover.drainer.is_named(entry)) for _ in polls)
 
     def remove(self, ranks: Iterable[int]) -> None:
         """Never fails: a leftover does no harm."""
