@@ -89,7 +89,7 @@ async def _is_stored(store: Store, path: Path, entry: FileEntry) -> bool:
 async def _checked_chunks(
     path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, flow: DrainFlow | None
 ) -> AsyncIterator[Buffer]:
-    in_thread = flow.in_background if flow is not None else asyncio.to_thread
+    in_thread = flow.limiter.in_background if flow is not None else asyncio.to_thread
     file = await asyncio.to_thread(open_file, path)
     try:
         for byte_range, digest in entry.chunks(chunk_size_bytes):

@@ -29,6 +29,7 @@ from ..disk.file_lock import lock
 from ..disk.priority import FlushMark, FlushYield, lower_this_thread
 from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..format.layout import control_file
+from ..format.manifest import is_int
 from ..resources import ThreadPool
 from ..telemetry import logger
 from ..types import Json
@@ -100,15 +101,14 @@ class DrainFlow:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        async with self.limiter.slot(self):
-            self.sending, self.granted_at = self.sending + 1, time.monotonic()
-            try:
-                yield
-            finally:
-                self.sending -= 1
-
-    async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
-        return await self.limiter.in_background(work, *arguments)
+        """Hold one of the ``concurrency`` slots (G4); first come, first served among equals."""
+        await self.limiter.take_slot(self)
+        self.sending, self.granted_at = self.sending + 1, time.monotonic()
+        try:
+            yield
+        finally:
+            self.sending -= 1
+            self.limiter.free_slot(self)
 
 
 @dataclass(slots=True, eq=False)
@@ -279,10 +279,7 @@ class RateLimiter:
         self._credited_at = now
         self._credit_bytes = min(self._credit_bytes + earned, capacity_bytes)
 
-    @asynccontextmanager
-    async def slot(self, flow: DrainFlow | None = None) -> AsyncIterator[None]:
-        """Hold one of the ``concurrency`` slots (G4); first come, first served among equals."""
-        flow = flow or DrainFlow(self)
+    async def take_slot(self, flow: DrainFlow) -> None:
         self.refresh()
         waiter = _Waiter(asyncio.get_running_loop().create_future(), flow)
         self._queue.append(waiter)
@@ -293,14 +290,10 @@ class RateLimiter:
             if waiter in self._queue:
                 self._queue.remove(waiter)
             elif not waiter.place.cancelled():
-                self._remove_flow(flow)  # granted and cancelled at once: pass it on
+                self.free_slot(flow)  # granted and cancelled at once: pass it on
             raise
-        try:
-            yield
-        finally:
-            self._remove_flow(flow)
 
-    def _remove_flow(self, flow: DrainFlow) -> None:
+    def free_slot(self, flow: DrainFlow) -> None:
         self.running[flow.created_at] -= 1
         self.running += Counter()  # drops zeros
         self._admit()
@@ -349,13 +342,13 @@ def _lower_priority(nice: int) -> None:
 def _checked_rate(value: object) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_int(value) or value < 1:
         raise ConfigError(f"bytes_per_second is {value!r}", hint="Give a whole number above 0, or None for no limit")
     return int(value)
 
 
 def _checked_concurrency(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= CONCURRENCY_MAX:
+    if not is_int(value) or not 1 <= value <= CONCURRENCY_MAX:
         raise ConfigError(f"concurrency is {value!r}", hint=f"A whole number from 1 to {CONCURRENCY_MAX}")
     return value
 

@@ -43,7 +43,7 @@ async def _pieces(stream: Stream, flow: DrainFlow) -> AsyncIterator[Buffer]:
     def copied() -> bytes:
         return bytes(next(pieces, b""))
 
-    while piece := await to_completion(flow.in_background(copied)):
+    while piece := await to_completion(flow.limiter.in_background(copied)):
         await flow.spend(len(piece))
         yield piece
         BYTES.emit(len(piece), tier=Tier.SHARED, direction="written")

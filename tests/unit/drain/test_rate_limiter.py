@@ -144,7 +144,7 @@ async def test_more_and_fewer_files_at_a_time_while_they_run() -> None:
 
     async def file() -> None:
         nonlocal running, most
-        async with limiter.slot():
+        async with limiter.flow(0.0).slot():
             running += 1
             most = max(most, running)
             await go.wait()
@@ -161,7 +161,7 @@ async def test_more_and_fewer_files_at_a_time_while_they_run() -> None:
     go.set()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (running, most) == (0, 5)
-    async with limiter.slot():
+    async with limiter.flow(0.0).slot():
         assert limiter.running.total() == 1
 
 
@@ -212,15 +212,15 @@ async def test_in_a_hurry_the_newest_waits_for_no_place_and_the_others_wait_for_
 
 async def test_a_place_given_and_cancelled_in_one_moment_is_not_lost() -> None:
     limiter = RateLimiter(None, 1)
-    holder = limiter.slot()
+    holder = limiter.flow(0.0).slot()
     await holder.__aenter__()
-    waiting = asyncio.create_task(limiter.slot().__aenter__())
+    waiting = asyncio.create_task(limiter.flow(0.0).slot().__aenter__())
     await settle()
     await holder.__aexit__(None, None, None)  # gives the place to the waiting task ...
     waiting.cancel()  # ... which has left
     await asyncio.gather(waiting, return_exceptions=True)
     async with asyncio.timeout(60):
-        async with limiter.slot():
+        async with limiter.flow(0.0).slot():
             pass
 
 
