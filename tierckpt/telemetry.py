@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal, Protocol, TextIO, TypeAlias
+from typing import Any, Literal, TextIO, TypeAlias
 
 from .process_start import MESSAGE_SECONDS, is_writable
 from .redaction import redact, redact_all
@@ -35,8 +35,7 @@ SECONDS = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.
 METRICS: dict[str, Metric] = {}
 
 
-class MetricListener(Protocol):
-    def __call__(self, metric: Metric, value: float, labels: Labels, /) -> None: ...
+MetricListener: TypeAlias = Callable[["Metric", float, Labels], None]
 
 
 @dataclass(frozen=True, eq=False)

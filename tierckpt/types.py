@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -54,8 +55,5 @@ class Progress:
     files: tuple[FileProgress, ...] = ()
 
 
-class ProgressListener(Protocol):
-    def __call__(self, progress: Progress, /) -> None: ...
-
-
+ProgressListener: TypeAlias = Callable[[Progress], None]
 Json: TypeAlias = dict[str, Any]

@@ -190,7 +190,7 @@ class TierStager:
             lease = self._lease(layout.size_bytes)
             base = self._arena_tensor(lease, layout)
             pairs = repeated.copy_small(known, found, base)
-            ahead = write_ahead.prepare(self.settings, lease, layout)
+            ahead = write_ahead.prepare(self.settings, lease, layout.key, layout.size_bytes, layout.spans)
             staged.copied = self._copy(Copies([to for to, _ in pairs], [source for _, source in pairs], ahead))
             staged.placed = Placed(repeated, base, lease)
         return staged
@@ -259,7 +259,9 @@ class TierStager:
             return walk.rebuild(targets), Copies(targets, walk.leaves)
         lease = self._lease(layout.size_bytes)
         targets = layout.views(self._arena_tensor(lease, layout))
-        ahead = write_ahead.prepare(self.settings, lease, layout) if at_once else None
+        ahead = (
+            write_ahead.prepare(self.settings, lease, layout.key, layout.size_bytes, layout.spans) if at_once else None
+        )
         return walk.rebuild(targets), Copies(targets, walk.leaves, ahead)
 
     def _arena_tensor(self, lease: Lease, layout: StagingLayout) -> torch.Tensor:

@@ -23,7 +23,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from ..arena.memory import Memory
 from ..arena.slots import Lease
@@ -249,37 +248,28 @@ class WriteAhead:
             file.close()
 
 
-class StagedTensors(Protocol):
-    @property
-    def key(self) -> int:
-        """Identifies the layout."""
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    def spans(self, address: int) -> list[Span]:
-        """Return the files to write, with the staging memory at ``address``."""
-
-
-def prepare(settings: Settings, lease: Lease, layout: StagedTensors) -> WriteAhead | None:
+def prepare(
+    settings: Settings, lease: Lease, layout: int, size_bytes: int, spans: Callable[[int], Sequence[Span]]
+) -> WriteAhead | None:
     """Return a ``WriteAhead`` for data to be staged in ``lease``, to be started after the copy.
+
+    ``layout`` identifies it; ``spans`` returns its files, with the staging memory at an address.
 
     None unless this process wrote its last save of this layout in its staged form, and the disk has room without
     eviction.
     """
-    size_bytes = layout.size_bytes
     if size_bytes < BYTES_MIN or not lease.memory.huge:
         return None
     with _lock:
-        last = last_of.pop(layout.key, None)
-        last_of[layout.key] = lease
+        last = last_of.pop(layout, None)
+        last_of[layout] = lease
         while len(last_of) > LAYOUTS_KNOWN_MAX:
             last_of.popitem(last=False)
     if last is None or not last.in_place:
         return None
     unit = segment_bytes(settings.chunk_size_bytes, WRITE_BYTES)
-    spans = layout.spans(lease.memory.address)
-    ahead = WriteAhead(settings.local_root, lease.memory, spans, unit, lambda: space.room_bytes(settings) >= size_bytes)
+    files = spans(lease.memory.address)
+    ahead = WriteAhead(settings.local_root, lease.memory, files, unit, lambda: space.room_bytes(settings) >= size_bytes)
     if ahead.planned_bytes < BYTES_MIN:
         return None
     lease.ahead = ahead
