@@ -638,7 +638,7 @@ class Agent:
             ],
             "bytes_per_second": self.page.history.bytes_per_second,
             "drains": self.mover.drains.active,
-            "stores": self.mover.drains.failing_stores,
+            "stores": self.mover.drainer.retries.outages,
             "drain_bytes_per_second": self.mover.limiter.rate,
             "errors": list(self.mover.drains.errors),
             "replicas": self.replicator.status() if self.replicator is not None else None,

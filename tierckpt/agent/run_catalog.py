@@ -243,7 +243,7 @@ class RunCatalog:
             async with asyncio.timeout(STORE_SECONDS):
                 return await work, ""
         except (TimeoutError, StoreUnavailableError) as error:
-            known = next((row["cause"] for row in self._mover.drains.failing_stores if row["store"] == store), "")
+            known = next((row["cause"] for row in self._mover.drainer.retries.outages if row["store"] == store), "")
             silent = f"{location.uri} has not answered for {STORE_SECONDS:g} s"
             return default, redact(known or (error.message if isinstance(error, TierckptError) else silent))
         except TierckptError as error:

@@ -167,10 +167,6 @@ class Checkpoint:
     def branch(self) -> Branch:
         return branches.branch_of(self.manifest, self.location.name)
 
-    @property
-    def order(self) -> int:
-        return self.branch.order
-
     def missing_locally(self) -> list[FileEntry]:
         return [entry for entry in self.manifest.entries if self.local_path(entry) is None] if self.manifest else []
 
@@ -259,7 +255,7 @@ async def _newest_complete(
     if len(chosen) == 1:
         return chosen[0]
     replaced = {attempt for manifest in attempts.values() for attempt in manifest.replaces}
-    chosen.sort(key=lambda one: (one.attempt not in replaced, one.order, one.created_unix_seconds), reverse=True)
+    chosen.sort(key=lambda one: (one.attempt not in replaced, one.branch.order, one.created_unix_seconds), reverse=True)
     for one in chosen:
         if await _is_known_complete(one):
             log.warning(

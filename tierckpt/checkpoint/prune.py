@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -162,8 +163,9 @@ class Pruner:
                 level = logging.DEBUG if is_due or is_reported(run) else logging.WARNING
                 log.log(level, "%s is not pruned: %s", run.uri, error)
             for path, _ in notes:
-                if not is_due or _age_seconds(path) > DUE_SECONDS_MAX:
-                    path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    if not is_due or time.time() - path.stat().st_mtime > DUE_SECONDS_MAX:
+                        path.unlink()
         return await asyncio.to_thread(has_due, self._root)
 
     async def _look_at_run(self, run: Location, *, level: int = logging.WARNING) -> _Run:
@@ -387,13 +389,6 @@ def _due_runs(local_root: Path) -> dict[Location, list[tuple[Path, bool]]]:
             log.warning("%s", error)
             path.unlink(missing_ok=True)
     return found
-
-
-def _age_seconds(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def _rule_of_newest(seen: Sequence[_RunEntry]) -> tuple[Policy, list[int]]:

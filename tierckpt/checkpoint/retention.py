@@ -152,13 +152,9 @@ class _Ages:
 
     def newest_drained(self) -> tuple[bool, bool, int]:
         names = [step.name for step in matching(self._directory, "*") if (step / DRAINED).exists()]
-        return max((self._age(name, self._branch_at(name)) for name in names), default=(False, *age_of("")))
-
-    def _branch_at(self, name: str) -> Branch:
-        try:
-            return branches.branch_of(local_commit.read_local_manifest(self._directory / name), name)
-        except ManifestError:
-            return Branch(name)
+        manifests = {name: local_commit.read_sound_manifest(self._directory / name) for name in names}
+        ages = (self._age(name, branches.branch_of(manifest, name)) for name, manifest in manifests.items())
+        return max(ages, default=(False, *age_of("")))
 
     def _age(self, name: str, branch: Branch) -> tuple[bool, bool, int]:
         return (self._branch is None or self._branch.holds(branch, step_of(name)), *age_of(name))

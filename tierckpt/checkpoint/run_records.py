@@ -107,19 +107,15 @@ def local_records(directory: Path) -> dict[str, bytes]:
     return found
 
 
-def newest_lines(directory: Path) -> Lines:
-    """Blocking; reads at most ``TAIL_BYTES``."""
-    return _last_lines(directory, "*.jsonl")
-
-
 def newest_drained(directory: Path) -> dict[str, Any] | None:
     """Return the line of the newest drained checkpoint, evicted or not. Blocking; reads at most ``TAIL_BYTES``."""
-    lines = [line for line in _last_lines(directory, f"*{COMMITS_SUFFIX}") if line.get("what") == Tier.SHARED]
+    lines = [line for line in newest_lines(directory, f"*{COMMITS_SUFFIX}") if line.get("what") == Tier.SHARED]
     good = [line for line in lines if isinstance(line.get("step"), int) and isinstance(line.get("created_at"), float)]
     return max(good, key=lambda line: float(line["created_at"]), default=None)
 
 
-def _last_lines(directory: Path, pattern: str) -> Lines:
+def newest_lines(directory: Path, pattern: str = "*.jsonl") -> Lines:
+    """Blocking; reads at most ``TAIL_BYTES``."""
     for path in matching(directory / HISTORY_DIR, pattern)[:-2:-1]:
         try:
             status = path.stat()

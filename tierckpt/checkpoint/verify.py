@@ -167,7 +167,11 @@ async def _verify_file(
         size_bytes = await asyncio.to_thread(_size_of, checkpoint.directory / entry.key)
     else:
         size_bytes = (await checkpoint.store.head(entry.key)).size_bytes
-    _expect_size(size_bytes, entry, f"{source.uri}/{entry.key}")
+    where = f"{source.uri}/{entry.key}"
+    if size_bytes < 0:
+        raise ObjectNotFoundError(f"{where} is missing", file=entry.path)
+    if size_bytes != entry.size_bytes:
+        raise StoreError(f"{where} has {size_bytes} bytes, the manifest says {entry.size_bytes}", file=entry.path)
     if on_bytes is not None:
         await check_file(source, entry, chunk_size_bytes, on_bytes)
 
@@ -190,10 +194,3 @@ def _size_of(path: Path) -> int:
             return path.stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return -1
-
-
-def _expect_size(size_bytes: int, entry: FileEntry, where: str) -> None:
-    if size_bytes < 0:
-        raise ObjectNotFoundError(f"{where} is missing", file=entry.path)
-    if size_bytes != entry.size_bytes:
-        raise StoreError(f"{where} has {size_bytes} bytes, the manifest says {entry.size_bytes}", file=entry.path)

@@ -201,10 +201,6 @@ class BackgroundDrains:
         return [drain.to_json() for drain in self._drainer.active.values()]
 
     @property
-    def failing_stores(self) -> list[Json]:
-        return self._drainer.retries.outages
-
-    @property
     def is_idle(self) -> bool:
         return not (self._drains or self._retries)
 
