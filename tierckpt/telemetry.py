@@ -298,15 +298,13 @@ class _TextFormatter(logging.Formatter):
         return redact(super().format(record))
 
 
-def log_to(
-    stream: TextIO, log_format: LogFormat, level: LogLevel, name: str = "tierckpt", *, is_sparing: bool = False
-) -> Callable[[], None]:
-    """Write redacted events of logger ``name`` to ``stream``. Returns a stop function.
+def log_to(stream: TextIO, log_format: LogFormat, level: LogLevel, *, is_sparing: bool = False) -> Callable[[], None]:
+    """Write redacted events of the package to ``stream``. Returns a stop function.
 
     Events that already go to ``stream`` are not written twice. ``is_sparing``: at most ``EVENTS_PER_MINUTE`` per
     program line.
     """
-    target = logging.getLogger(name)
+    target = logging.getLogger("tierckpt")
     handlers = [each for each in target.handlers if isinstance(each, logging.StreamHandler) and each.stream is stream]
     handler = logging.StreamHandler(stream)
     handler.setLevel(min([level_of(level), *(each.level for each in handlers)]))

@@ -50,7 +50,6 @@ def flush(
     shape: IoShape,
     chunk_size_bytes: int,
     durable: bool = True,
-    base: int = 0,
     nice: int = 0,
     pace: CpuThrottle | None = None,
     cached: bool = False,
@@ -60,7 +59,6 @@ def flush(
 
     Args:
         slots: memory for a segment each, used for data outside an image.
-        base: addresses count from it.
         nice: of new threads; 0: the caller's thread is a worker.
         cached: write through the page cache, so that later readers find the shards in memory.
 
@@ -72,7 +70,7 @@ def flush(
     deadline = time.monotonic() + timeout_seconds
     pace = pace or CpuThrottle()
     foreground = not nice and pace.share >= 1.0
-    job = FlushJob(shards, slots, shape, chunk_size_bytes, deadline, pace, durable, base, cached, foreground)
+    job = FlushJob(shards, slots, shape, chunk_size_bytes, deadline, pace, durable, cached, foreground)
     try:
         threads = job.open(nice)
         try:
@@ -163,7 +161,6 @@ class FlushJob:
     deadline: float
     pace: CpuThrottle = field(default_factory=CpuThrottle)
     durable: bool = False
-    base: int = 0
     cached: bool = True
     foreground: bool = True
 
@@ -315,11 +312,9 @@ class FlushJob:
         image, padded = file.shard.image, round_up(end)
         if image is None or padded > image.size_bytes:
             return None
-        moved = self.base - image.address
         for record in records:
-            if record.size_bytes and (
-                record.fetch is not None or record.address + moved != record.offset + record.head_bytes
-            ):
+            placed_at = record.offset + record.head_bytes
+            if record.size_bytes and (record.fetch is not None or record.address - image.address != placed_at):
                 return None
         position = image.address + start - image.memory.address
         return _Place(image.memory.view[position : position + padded - start], image.address + start, start, padded)
@@ -329,7 +324,6 @@ class FlushJob:
         cursor = place.start
         tails = []
         view, start, shift, last = place.view, place.start, place.address - place.start, place.end
-        moved = self.base - shift
         for record in records:
             offset, frame = record.offset, record.frame
             gap, end = offset - cursor, offset + record.total_bytes
@@ -337,7 +331,7 @@ class FlushJob:
                 data = offset + record.head_bytes
                 tail = data + record.size_bytes
                 view[cursor - start : data - start] = _ZEROS[:gap] + record.head if gap else record.head
-                if record.fetch is not None or record.address + moved != data:
+                if record.fetch is not None or record.address - shift != data:
                     self._copy_data(record, shift + data, 0, record.size_bytes)
                 view[tail - start : end - start] = frame.tail_with(crc32(view[data - start : tail - start]))
                 cursor = end
@@ -374,7 +368,7 @@ class FlushJob:
         if record.fetch is not None:
             record.fetch(target, start, count)
             return
-        source = self.base + record.address + start
+        source = record.address + start
         if source != target:
             (copy_small if count < SMALL_BYTES else memmove)(target, source, count)
 
