@@ -148,7 +148,7 @@ class RateLimiter:
         self._hurried = False
         self.running: Counter[float] = Counter()
         self._queue: list[_Waiter] = []
-        self._control = control_file(local_root) if local_root is not None else None
+        self._local_root = local_root
         self._control_seen: tuple[int, int, int] | None = None
         self._look_at = 0.0
         self._stepping = FlushYield(FlushMark(local_root)) if local_root is not None else None
@@ -205,15 +205,15 @@ class RateLimiter:
     def refresh(self) -> None:
         """Apply a changed control file. Cost: one stat, at most once a second."""
         now = self._clock()
-        if self._control is None or now < self._look_at:
+        if self._local_root is None or now < self._look_at:
             return
         self._look_at = now + CONTROL_CHECK_SECONDS
-        stamp = stamp_of(self._control)
+        stamp = stamp_of(control_file(self._local_root))
         if stamp == self._control_seen:
             return
         self._control_seen = stamp
         try:
-            control = _read_control(self._control)
+            control = read_control(self._local_root)
             rate, files = self._default
             self.update(
                 bytes_per_second=rate if control.bytes_per_second is UNCHANGED else control.bytes_per_second,
@@ -355,7 +355,24 @@ def _checked_concurrency(value: object) -> int:
 
 def read_control(local_root: Path) -> Control:
     """Raises ConfigError if the file is damaged."""
-    return _read_control(control_file(local_root))
+    path = control_file(local_root)
+    try:
+        body = json.loads(read_whole(path, CONTROL_BYTES_MAX))
+    except FileNotFoundError:
+        return Control()
+    except PermissionDeniedError:
+        raise
+    except (TierckptError, ValueError) as error:
+        raise _not_a_control_file(path, str(error)) from None
+    fields = {"bytes_per_second", "concurrency", "paused"}
+    if not isinstance(body, dict) or body.keys() - fields or not isinstance(body.get("paused", False), bool):
+        raise _not_a_control_file(path, "it has unknown or missing fields")
+    files = body.get("concurrency")
+    try:
+        rate = _checked_rate(body["bytes_per_second"]) if "bytes_per_second" in body else UNCHANGED
+        return Control(rate, None if files is None else _checked_concurrency(files), body.get("paused", False))
+    except ConfigError as error:
+        raise _not_a_control_file(path, error.message) from None
 
 
 def change_control(
@@ -377,7 +394,7 @@ def change_control(
     make_dirs(path.parent)
     with lock(path.with_suffix(".lock"), CONTROL_LOCK_SECONDS, str(path)):
         try:
-            current = _read_control(path)
+            current = read_control(local_root)
         except ConfigError:
             current = Control()  # repairs a damaged file
         rate = current.bytes_per_second if bytes_per_second is UNCHANGED else bytes_per_second
@@ -388,26 +405,6 @@ def change_control(
         )
         durable_write(path, json.dumps(control.to_json()).encode())
     return control
-
-
-def _read_control(path: Path) -> Control:
-    try:
-        body = json.loads(read_whole(path, CONTROL_BYTES_MAX))
-    except FileNotFoundError:
-        return Control()
-    except PermissionDeniedError:
-        raise
-    except (TierckptError, ValueError) as error:
-        raise _not_a_control_file(path, str(error)) from None
-    fields = {"bytes_per_second", "concurrency", "paused"}
-    if not isinstance(body, dict) or body.keys() - fields or not isinstance(body.get("paused", False), bool):
-        raise _not_a_control_file(path, "it has unknown or missing fields")
-    files = body.get("concurrency")
-    try:
-        rate = _checked_rate(body["bytes_per_second"]) if "bytes_per_second" in body else UNCHANGED
-        return Control(rate, None if files is None else _checked_concurrency(files), body.get("paused", False))
-    except ConfigError as error:
-        raise _not_a_control_file(path, error.message) from None
 
 
 def _not_a_control_file(path: Path, why: str) -> ConfigError:
