@@ -132,6 +132,19 @@ class Sparse(nn.Module):
         return self.embedding((x[:, 0].abs() * 3).long() % 9)
 
 
+class Branches(nn.Module):
+    """Trains its left branch for four steps, then its right one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return (self.left if self.steps < 5 else self.right)(self.first(x))
+
+
 class Renaming(nn.Module):
     """Loads checkpoints that use the old name of its layer."""
 

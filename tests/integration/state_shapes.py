@@ -17,6 +17,7 @@ from tests.integration.state_modules import Sparse
 from tests.integration.state_objects import job, loss_of, mlp
 
 ADAMW = functools.partial(optim.AdamW, lr=0.1)
+PLAIN_SGD = functools.partial(optim.SGD, lr=0.1)
 
 # --- every optimizer of torch.optim, with its options -----------------------------------------------------------------
 
@@ -38,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "SparseAdam": optim.SparseAdam,
 }
 VARIANTS: dict[str, Callable[[Any], optim.Optimizer]] = {
-    "SGD without momentum": functools.partial(optim.SGD, lr=0.1),
+    "SGD without momentum": PLAIN_SGD,
     "SGD nesterov, fused": functools.partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True),
     "AdamW amsgrad": functools.partial(ADAMW, amsgrad=True),
     "AdamW maximize": functools.partial(ADAMW, maximize=True),
@@ -90,16 +91,29 @@ def optimizer_shapes() -> list[Shape]:
         for name, make in OPTIMIZERS.items()
         if name in ("AdamW", "LBFGS", "SGD", "SparseAdam", "NAdam")
     ]
+    narrow = functools.partial(mlp, dtype=torch.bfloat16)
     low_precision = [
-        Shape(
-            f"{name} of bfloat16 parameters",
-            optimized(make, functools.partial(mlp, dtype=torch.bfloat16)),
-            expect="same or exact",
-        )
+        Shape(f"{name} of bfloat16 parameters", optimized(make, narrow), expect="exact")
         for name, make in OPTIMIZERS.items()
-        if name in ("AdamW", "NAdam", "ASGD", "Rprop")
+        if name not in ("LBFGS", "Muon", "SparseAdam")
     ]
-    return shapes + trained + low_precision
+    nadam, wide = functools.partial(optim.NAdam, foreach=False), functools.partial(mlp, dtype=torch.float64)
+    return [
+        *shapes,
+        *trained,
+        *low_precision,
+        Shape("NAdam of bfloat16 parameters into a cast one", optimized(nadam, narrow), change=cast, expect="exact"),
+        Shape("NAdam of float64 parameters", optimized(nadam, wide), expect="exact"),
+    ]
+
+
+def cast(one: Job) -> None:
+    """Cast the state of each parameter to its dtype, as ``load_state_dict`` does."""
+    one.step(9)
+    optimizer = one.state["optimizer"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    assert optimizer.state_dict()["state"][0]["mu_product"].dtype is torch.bfloat16
 
 
 # --- parameter groups -------------------------------------------------------------------------------------------------
@@ -246,6 +260,8 @@ GROUPS = [
     Shape("names of parameters in the groups", named),
     Shape("names of parameters in the saved groups", named, optimized(ADAMW)),
     Shape("names of parameters in the restored groups", optimized(ADAMW), named),
+    Shape("momentum of one group", grouped(group(0, momentum=0.9), group(1), make=PLAIN_SGD)),
+    Shape("momentum from the save on", grouped(group(0, 1), make=PLAIN_SGD), before=set_options(momentum=0.9)),
     Shape("a state under a string", grouped(group(0, 1)), before=set_global_state),
     Shape("Adam into AdamW", optimized(optim.Adam), optimized(optim.AdamW)),
     Shape("AdamW into amsgrad", optimized(ADAMW), optimized(VARIANTS["AdamW amsgrad"])),
@@ -396,7 +412,7 @@ def _odd(name: str, seed: int) -> Any:
 
 
 def object_shapes() -> list[Shape]:
-    shapes = [Shape(f"scheduler {name}", scheduled(make)) for name, make in SCHEDULERS.items()]
+    shapes = [Shape(f"scheduler {name}", scheduled(make), train=6, after=8) for name, make in SCHEDULERS.items()]
     shapes += [
         Shape(f"loader with {name}", with_objects(loader=functools.partial(_odd, name)), after=0, expect=expect)
         for name, _ in objects.odd_values(1)

@@ -154,6 +154,13 @@ def module_shapes() -> list[Shape]:
             module(many(modules.Tied, False)),
             expect="error",
         ),
+        Shape("a branch that trains later", module(modules.Branches), after=4),
+        Shape(
+            "a branch that trains later, into a job that has trained it",
+            module(modules.Branches),
+            change=lambda one: [one.step(number) for number in range(9, 15)],
+            after=4,
+        ),
         Shape("buffers of rare dtypes", module(many(modules.Buffers, RARE))),
         Shape("a conjugated buffer", module(many(modules.Buffers, ["conjugated"]))),
         Shape("a negated buffer", module(many(modules.Buffers, ["negated"]))),

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import functools
 import importlib
-import inspect
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.compat.worker import launch
 from tests.exact import check_same
-from tests.states import drawn
-from tests.unit.replay.test_apply import IMPLEMENTATIONS, KINDS
+from tests.fault.scenario_tools import of_each_rank
+from tests.integration.state_objects import Loader, job, loss_of
 from tierckpt import Checkpointer, PerRank, RngState, load_model
 from tierckpt.errors import StateMismatchError
 
@@ -39,229 +37,6 @@ def restore(uri: str, state: dict[str, Any], **options: Any) -> dict[str, Any]:
     with Checkpointer(uri) as checkpointer:
         assert checkpointer.restore(state, **options) is not None
     return state
-
-
-# --- schedulers -------------------------------------------------------------------------------------------------------
-
-
-class Decay:
-    """A user's callable with state, as ``LambdaLR`` saves it."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, float] = {}
-
-    def __call__(self, step: int) -> float:
-        self.seen[step] = 0.9**step
-        return self.seen[step]
-
-
-def warmup(step: int, *, steps: int) -> float:
-    """A function for ``functools.partial``, as Hugging Face's default schedules use."""
-    return min(1.0, (step + 1) / steps)
-
-
-def chained(optimizer: Any) -> Any:
-    parts = [lr_scheduler.StepLR(optimizer, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)]
-    return lr_scheduler.ChainedScheduler(parts, optimizer=optimizer)
-
-
-def sequential(optimizer: Any) -> Any:
-    parts = [lr_scheduler.LinearLR(optimizer, total_iters=3), lr_scheduler.MultiStepLR(optimizer, [2, 4, 4], 0.5)]
-    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
-
-
-SCHEDULERS: dict[str, Any] = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, functools.partial(warmup, steps=20)),
-    "LambdaLR of a lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.95**step),
-    "LambdaLR of an object": lambda o: lr_scheduler.LambdaLR(o, Decay()),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, functools.partial(warmup, steps=20)),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [3, 7, 7, 9], 0.5),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=8),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=8),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "SequentialLR": sequential,
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 12, 2.0),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 9),
-    "ChainedScheduler": chained,
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, 3, mode="exp_range", gamma=0.9, cycle_momentum=False),
-    "CyclicLR of a function": lambda o: lr_scheduler.CyclicLR(
-        o, 0.001, 0.1, 3, scale_fn=functools.partial(max, 0.5), cycle_momentum=False
-    ),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3, 2),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),
-    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05, anneal_epochs=7),
-}
-
-
-def test_table_has_every_torch_scheduler() -> None:
-    there_are = {
-        name
-        for name, kind in inspect.getmembers(lr_scheduler, inspect.isclass)
-        if issubclass(kind, lr_scheduler.LRScheduler) and kind is not lr_scheduler.LRScheduler and name[0] != "_"
-    }
-    assert there_are - SCHEDULERS.keys() == set()
-
-
-def job(name: str) -> dict[str, Any]:
-    torch.manual_seed(1)
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return {"model": model, "optimizer": optimizer, "scheduler": SCHEDULERS[name](optimizer)}
-
-
-def go(state: dict[str, Any], steps: range) -> list[str]:
-    rates = []
-    for step in steps:
-        state["optimizer"].step()
-        scheduler = state["scheduler"]
-        scheduler.step(*([1.0 + step % 3] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
-        rates.append(float(state["optimizer"].param_groups[0]["lr"]).hex())
-    return rates
-
-
-def test_resumed_schedulers_match_an_uninterrupted_run(file_uri: str) -> None:
-    saved = {name: job(name) for name in SCHEDULERS}
-    rates = {name: go(state, range(6)) for name, state in saved.items()}
-    with Checkpointer(file_uri) as checkpointer:
-        checkpointer.save(6, {f"{name}/{key}": part for name, state in saved.items() for key, part in state.items()})
-    states = {name: copy.deepcopy(state["scheduler"].state_dict()) for name, state in saved.items()}
-    rates = {name: go(state, range(6, 14)) for name, state in saved.items()}
-    resumed = {name: job(name) for name in SCHEDULERS}
-    restore(file_uri, {f"{name}/{key}": part for name, state in resumed.items() for key, part in state.items()})
-    for name, state in resumed.items():
-        if name != "CyclicLR of a function":  # its state dict holds a bound method
-            check_same(states[name], state["scheduler"].state_dict())
-        assert go(state, range(6, 14)) == rates[name], name
-
-
-# --- optimizer state of each parameter --------------------------------------------------------------------------------
-
-
-class Fitted:
-    """A model of a given dtype with its optimizer."""
-
-    def __init__(self, kind: str, implementation: str, dtype: torch.dtype) -> None:
-        torch.manual_seed(1)
-        self.model = torch.nn.Linear(5, 3, dtype=dtype)
-        self.optimizer = KINDS[kind](self.model.parameters(), **IMPLEMENTATIONS[implementation])
-
-    def train(self, steps: range) -> None:
-        for step in steps:
-            inputs = drawn(torch.Generator().manual_seed(step), 4, 5).to(self.model.weight.dtype)
-            self.optimizer.zero_grad()
-            self.model(inputs).float().square().mean().backward()
-            self.optimizer.step()
-
-    def values(self) -> Any:
-        return [self.model.state_dict(), self.optimizer.state_dict()["state"]]
-
-
-def test_optimizer_state_keeps_a_dtype_that_torch_would_cast(file_uri: str) -> None:
-    """NAdam's ``mu_product`` is always float32, and load_state_dict casts it to the parameter's dtype."""
-    cases = [(kind, "foreach", torch.bfloat16) for kind in KINDS]
-    cases += [("AdamW", "fused", torch.bfloat16), ("NAdam", "for-loop", torch.float64)]
-    jobs = {case: Fitted(*case) for case in cases}
-    for job in jobs.values():
-        job.train(range(3))
-    resumed = {case: Fitted(*case) for case in cases}
-    resumed["NAdam", "foreach", torch.bfloat16].train(range(1))
-    cast = resumed["NAdam", "foreach", torch.bfloat16].optimizer
-    cast.load_state_dict(cast.state_dict())  # casts the value that the restore must replace
-    assert cast.state_dict()["state"][0]["mu_product"].dtype is torch.bfloat16
-
-    def state(of: dict[Any, Fitted]) -> dict[str, Any]:
-        names = {case: " ".join(map(str, case)).replace(".", " ") for case in cases}
-        return {f"{name} {key}": value for case, name in names.items() for key, value in vars(of[case]).items()}
-
-    save(file_uri, state(jobs), 3)
-    restore(file_uri, state(resumed))
-    for steps in (range(0), range(3, 6)):
-        for case in cases:
-            jobs[case].train(steps)
-            resumed[case].train(steps)
-            check_same(jobs[case].values(), resumed[case].values(), str(case))
-
-
-class Branches(torch.nn.Module):
-    """A model some of whose parameters have neither gradient nor optimizer state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.first, self.left, self.right = (torch.nn.Linear(4, 4) for _ in range(3))
-
-    def train_with(self, optimizer: torch.optim.Optimizer, step: int, branch: str) -> None:
-        optimizer.zero_grad()
-        inputs = drawn(torch.Generator().manual_seed(step), 3, 4)
-        getattr(self, branch)(self.first(inputs)).square().mean().backward()
-        optimizer.step()
-
-
-class Branched:
-    """A loop that trains other branches of the model over time."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.model = name, Branches()
-        momentum = {"params": [*self.model.first.parameters()], "momentum": 0.9}
-        rest = {"params": [*self.model.left.parameters(), *self.model.right.parameters()]}
-        kind = torch.optim.AdamW if name in ("never stepped", "turns", "frozen") else torch.optim.SGD
-        both = [momentum, rest] if name == "momentum of one group" else self.model.parameters()
-        self.optimizer: torch.optim.Optimizer = kind(both, lr=0.1)
-
-    def train(self, steps: range) -> None:
-        for step in steps:
-            self.model.first.requires_grad_(self.name != "frozen" or step not in (3, 4, 5))
-            if self.name == "momentum later" and step == 3:
-                self.optimizer.param_groups[0]["momentum"] = 0.9
-            branch = "right" if self.name == "turns" and step > 4 else "left"
-            self.model.train_with(self.optimizer, step, branch)
-
-
-def test_parameters_regain_their_optimizer_state_or_none(file_uri: str) -> None:
-    names = ("never stepped", "turns", "frozen", "momentum later", "momentum of one group")
-    saved, resumed = ([Branched(name) for name in names] for _ in range(2))
-    resumed.append(Branched("turns"))
-    resumed[-1].train(range(5, 7))  # creates state that the checkpoint lacks
-    resumed.append(Branched("frozen"))
-    resumed[-1].model.left(torch.ones(1, 4)).sum().backward()  # gradients without optimizer state
-
-    def state(jobs: list[Branched]) -> dict[str, Any]:
-        return {f"{job.name} {key}": getattr(job, key) for job in jobs for key in ("model", "optimizer")}
-
-    for job in saved:
-        job.train(range(1, 5))
-    with Checkpointer(file_uri) as checkpointer:
-        checkpointer.save(4, state(saved))
-        for jobs in (resumed[:5], resumed[5:]):
-            assert checkpointer.restore(state(jobs)) == 4
-        for steps in (range(0), range(5, 9)):
-            for job in resumed:
-                one = saved[names.index(job.name)]
-                if job in resumed[:5]:
-                    one.train(steps)
-                job.train(steps)
-                check_same(*(dict(each.optimizer.state_dict()["state"]) for each in (one, job)), job.name)
-                check_same(*(each.model.state_dict() for each in (one, job)), job.name)
-        other = Branches()
-        alone: dict[str, Any] = {"first model": other, "first": torch.optim.AdamW(other.left.parameters())}
-        other.train_with(alone["first"], 1, "left")
-        checkpointer.save(5, alone)
-        alone["first"] = torch.optim.AdamW(other.right.parameters())
-        with pytest.raises(StateMismatchError, match=r"first\.state\.right.* is not in the checkpoint"):
-            checkpointer.restore(alone, 5)
-
-
-def test_model_of_another_precision(file_uri: str) -> None:
-    saved, resumed = Fitted("NAdam", "foreach", torch.float32), Fitted("NAdam", "foreach", torch.bfloat16)
-    saved.train(range(3))
-    save(file_uri, vars(saved))
-    restore(file_uri, vars(resumed))
-    dtypes = {name: one.dtype for name, one in resumed.optimizer.state[resumed.model.weight].items()}
-    wanted = {"step": torch.float32, "mu_product": torch.float32, "exp_avg": torch.bfloat16}
-    assert dtypes == wanted | {"exp_avg_sq": torch.bfloat16}
-    resumed.train(range(3, 4))
 
 
 # --- the objects of a training job ------------------------------------------------------------------------------------
@@ -282,19 +57,6 @@ class Metric(torch.nn.Module):
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         self.predictions, self.total = state_dict["predictions"], state_dict["total"]
         return torch.nn.modules.module._IncompatibleKeys([], [])
-
-
-class Loader:
-    """A data loader like StatefulDataLoader: worker snapshots by number, None, iterator states."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 SNAPSHOT = {
@@ -366,13 +128,19 @@ def test_objects_of_a_training_job_are_restored(s3_uri: str, local_root: Path) -
     assert type(resumed["optimizer"].param_groups[0]["lr"]) is np.float64
 
 
-def test_only_some_entries(file_uri: str) -> None:
-    save(file_uri, everything(1))
-    resumed = everything(2)
-    before = values_of(resumed)
-    restore(file_uri, resumed, only=["args", "seen"])
-    check_same(resumed["seen"], everything(1)["seen"])
-    assert resumed["step"] == before["step"]
+def test_model_of_another_precision(file_uri: str) -> None:
+    """``load_state_dict`` of torch would cast ``mu_product`` too, which NAdam keeps in float32."""
+    jobs = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = torch.nn.Linear(5, 3, dtype=dtype)
+        jobs.append(job(model=model, optimizer=torch.optim.NAdam(model.parameters()), loss=loss_of(model, 5)))
+    jobs[0].step(0)
+    save(file_uri, jobs[0].state)
+    restore(file_uri, jobs[1].state)
+    dtypes = {name: one.dtype for name, one in jobs[1].state["optimizer"].state[jobs[1].state["model"].weight].items()}
+    wanted = {"step": torch.float32, "mu_product": torch.float32, "exp_avg": torch.bfloat16}
+    assert dtypes == wanted | {"exp_avg_sq": torch.bfloat16}
+    jobs[1].step(1)
 
 
 def test_stock_dcp_reads_the_tensors_and_the_model(file_uri: str) -> None:
@@ -407,16 +175,6 @@ def test_unchanged_structure_is_planned_once(file_uri: str, monkeypatch: pytest.
     assert (state["step"], state["notes"]["loss"], state["notes"][3]) == (2, 2 / 3, (1,))
 
 
-def test_unrestorable_value_fails_the_save(file_uri: str) -> None:
-    state: dict[str, Any] = {"model": torch.nn.Linear(2, 2), "hook": {"inner": [lambda: 0]}}
-    with Checkpointer(file_uri) as checkpointer:
-        with pytest.raises(StateMismatchError, match=r"'hook\.inner\.0' is the function .*lambda"):
-            checkpointer.save(1, state)
-        state["hook"] = {}
-        checkpointer.save(2, state).result()
-        assert checkpointer.latest_step() == 2
-
-
 def test_a_checkpoint_without_structures_still_loads(file_uri: str) -> None:
     """``tests/data`` has one saved by 0.2."""
     shutil.copytree(DATA / "run_without_structure", file_uri)
@@ -427,7 +185,7 @@ def test_a_checkpoint_without_structures_still_loads(file_uri: str) -> None:
         "optimizer": optimizer,
         "scheduler": lr_scheduler.StepLR(optimizer, 3, 0.5),
         "rng": RngState(),
-        "loader": PerRank(Loader()),
+        "loader": PerRank(Loader(None)),
         "epoch": 0,
         "notes": None,
         "pair": None,
@@ -525,7 +283,6 @@ def one_rank_cannot(uri: str) -> list[str]:
     """Rank 1 has an unsaveable value: all ranks raise, and the next save succeeds."""
     import torch.distributed as dist
 
-    errors: list[Any] = [None] * dist.get_world_size()
     state: dict[str, Any] = {"values": {"a": torch.ones(2), "hook": (lambda: 0) if dist.get_rank() == 1 else 1}}
     with Checkpointer(uri, timeout_seconds=60) as checkpointer:
         try:
@@ -533,7 +290,7 @@ def one_rank_cannot(uri: str) -> list[str]:
             message = "saved"
         except StateMismatchError as error:
             message = str(error)
-        dist.all_gather_object(errors, message)
+        errors = of_each_rank(message)
         state["values"]["hook"] = 2
         checkpointer.save(2, state).result()
         assert checkpointer.restore(state) == 2
