@@ -13,6 +13,7 @@ import torch
 
 import tierckpt
 from tests.compat.worker import launch
+from tests.fault.scenario_tools import of_each_rank
 from tierckpt import Checkpointer
 from tierckpt.arena.slots import arena_for
 from tierckpt.errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
@@ -108,8 +109,11 @@ def test_later_of_two_saves_of_one_id_wins(file_uri: str, gate: Gate) -> None:
     assert restored(file_uri) == 2.0
 
 
-def test_failed_save_is_raised_by_the_next(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_is_raised_by_the_next_and_keeps_the_older_step(
+    file_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpointer = Checkpointer(file_uri)
+    checkpointer.save(0, state(5.0)).result(timeout=60)
 
     def full(*_: Any, **__: Any) -> None:
         raise CapacityError("no room (seeded)")
@@ -121,6 +125,7 @@ def test_failed_save_is_raised_by_the_next(file_uri: str, monkeypatch: pytest.Mo
         with pytest.raises(CapacityError, match="seeded") as caught:
             checkpointer.save(2, state(2.0))
     assert caught.value.context["checkpoint"] == f"{file_uri}/step-1"
+    assert restored(file_uri) == 5.0
     checkpointer.save(3, state(3.0))  # raised once only
     checkpointer.close()
     assert restored(file_uri) == 3.0
@@ -169,8 +174,6 @@ def test_lazy_staging_saves_the_state_before_the_step(file_uri: str, monkeypatch
 
 def staged_bytes(uri: str, rows: int) -> list[dict[str, int]]:
     """On every rank: save replicated tensors twice and return the bytes staged and written."""
-    import torch.distributed as dist
-
     replica = {"w": torch.arange(rows * 1024, dtype=torch.float32).reshape(rows, 1024), "step": 1}
     checkpointer = Checkpointer(uri)
     for step in (1, 2):
@@ -178,12 +181,11 @@ def staged_bytes(uri: str, rows: int) -> list[dict[str, int]]:
         checkpointer.wait("local")
     own = {"staged": arena_for(checkpointer.settings).size_bytes, "written": checkpointer.stats[-1].size_bytes}
     checkpointer.close()
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
+    by_rank = of_each_rank(own)
     target = {"w": torch.zeros(rows, 1024), "step": 0}
     Checkpointer(uri).restore(target)
     assert torch.equal(target["w"], replica["w"])
-    return gathered
+    return by_rank
 
 
 @pytest.mark.slow
