@@ -9,11 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tierckpt
+from tests.exact import check_same
 from tests.fault.scenario_tools import of_each_rank
 from tests.fault.training_jobs import Deferring, Job
-from tests.integration.multi_step_ranks import model_of, same
+from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.optimizers import local_shard
 from tierckpt.training.every_step import window
 
@@ -21,9 +24,20 @@ INTERVAL, WINDOW, STEPS = 8, 4, 21
 FAULTY_STEP = 10
 
 
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(12, 12) for _ in range(6)))
+    if kind == "fsdp":
+        for layer in model:
+            fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+        return model
+    return DistributedDataParallel(model, gradient_as_bucket_view=kind == "bucket views")
+
+
 class RankJob(Job):
     def __init__(self, kind: str, rank: int, seed: int) -> None:
         self.model, self.rank, self.step = model_of(kind), rank, 0
+        self.keeps_gradients = kind == "bucket views"
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.mul_(1 + 0.1 * seed)
@@ -32,7 +46,7 @@ class RankJob(Job):
 
     def train(self) -> None:
         self.step += 1
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         inputs = torch.randn(3, 12) + self.rank
         self.model(inputs).square().mean().backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
@@ -65,6 +79,8 @@ class RankJob(Job):
 
 def save(directory: str, kind: str, fault: str = "") -> list[list[str]]:
     job = begun(kind, 1)
+    with MultiStepStager(job.optimizer, WINDOW) as stager:
+        assert stager.gradient_bytes() == sum(local_shard(one).nbytes for one in job.model.parameters())
     kept = {}
     every_step = tierckpt.EveryStep(window_steps=WINDOW)
     with tierckpt.Checkpointer(Path(directory) / "run", every_step=every_step, interval=INTERVAL) as checkpointer:
@@ -92,7 +108,7 @@ def restore(directory: str, kind: str) -> list[list[str]]:
         for path in sorted(Path(directory).glob(f"*-{job.rank}.pt")):
             step = int(path.name.partition("-")[0])
             assert checkpointer.restore(job.state, step) == step
-            assert same(job.values(), torch.load(path, weights_only=False)), f"not the state after step {step}"
+            check_same(job.values(), torch.load(path, weights_only=False), f"step {step}")
             lines.append(f"restored {step}")
     return of_each_rank(lines)
 

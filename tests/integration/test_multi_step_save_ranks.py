@@ -19,12 +19,14 @@ def run(what: str, directory: Path, **arguments: Any) -> list[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp", "ddp", "bucket views"])
 def test_what_two_ranks_have_saved_is_restored_in_fresh_processes(kind: str, tmp_path: Path) -> None:
     saved = run("save", tmp_path, kind=kind)
-    assert saved == [["saved 11 4 ", "saved 19 4 ", "saved 21 0 "]] * 2
+    if kind != "bucket views":  # where gradients lie in buffers that are used again, one window is copied whole
+        assert saved == [["saved 11 4 ", "saved 19 4 ", "saved 21 0 "]] * 2
+    assert sum(not line.endswith(" ") for line in saved[0]) <= 1, saved
     restored = run("restore", tmp_path, kind=kind)
-    assert restored == [["restored 11", "restored 19", "restored 21"]] * 2
+    assert restored == [[" ".join(["restored", line.split()[1]]) for line in of_rank] for of_rank in saved]
 
 
 @pytest.mark.slow
