@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,9 @@ import pytest
 import torch
 
 import tierckpt
+from tests.command_line import CommandLine
 from tests.states import load, same, save
 from tierckpt.checkpoint.journal import Journal
-from tierckpt.cli.ui.app import run
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.disk import priority
@@ -86,17 +84,6 @@ def shared(request: pytest.FixtureRequest) -> str:
     return f"{request.getfixturevalue(f'{request.param}_uri')}/step-1"
 
 
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    """Run a command line in this process during a drain; it changes only the control file."""
-
-    def run_it(*arguments: str) -> dict[str, Any]:
-        assert run([*arguments, "--json"]) == 0
-        return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
-
-    return run_it
-
-
 @pytest.mark.slow
 def test_drain_keeps_its_rate_limit(shared: str, local_root: Path) -> None:
     state = saved_and_not_drained(shared, local_root)
@@ -107,15 +94,13 @@ def test_drain_keeps_its_rate_limit(shared: str, local_root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_command_changes_the_rate_of_a_running_drain(
-    shared: str, local_root: Path, command: Callable[..., dict[str, Any]]
-) -> None:
+def test_command_changes_the_rate_of_a_running_drain(shared: str, local_root: Path, cli: CommandLine) -> None:
     saved_and_not_drained(shared, local_root)
     drain = Drain(drain_bytes_per_second="256KiB")
     while drain.done_bytes < MIB:
         time.sleep(0.02)
     begun, left = time.monotonic(), STATE_BYTES - drain.done_bytes
-    document = command("drain", "--limit", "1GiB/s", "--concurrency", "2")
+    document = cli.answer("drain", "--limit", "1GiB/s", "--concurrency", "2")
     assert (document["bytes_per_second"], document["concurrency"], document["paused"]) == (1 << 30, 2, False)
     drain.finish()
     assert time.monotonic() - begun < 0.8 * left / (256 << 10), "44 s at the original rate"
@@ -123,23 +108,21 @@ def test_command_changes_the_rate_of_a_running_drain(
 
 
 @pytest.mark.slow
-def test_pause_and_resume_apply_to_every_mover_of_the_node(
-    file_uri: str, local_root: Path, command: Callable[..., dict[str, Any]]
-) -> None:
+def test_pause_and_resume_apply_to_every_mover_of_the_node(file_uri: str, local_root: Path, cli: CommandLine) -> None:
     uri = f"{file_uri}/step-1"
     state = saved_and_not_drained(uri, local_root)
     drain = Drain(drain_bytes_per_second="3MiB")
     while drain.done_bytes < MIB:
         time.sleep(0.02)
-    assert command("drain", "--pause")["paused"] is True
+    assert cli.answer("drain", "--pause")["paused"] is True
     stood_at = -1
     while stood_at != drain.done_bytes:  # each mover checks once a second
         stood_at = drain.done_bytes
         time.sleep(1.5)
     assert stood_at < STATE_BYTES
-    assert command("status")["budget"]["paused"] is True
-    assert command("drain", "--resume", "--limit", "none")["paused"] is False
-    assert command("status")["budget"] == {
+    assert cli.answer("status")["budget"]["paused"] is True
+    assert cli.answer("drain", "--resume", "--limit", "none")["paused"] is False
+    assert cli.answer("status")["budget"] == {
         "bytes_per_second": None,
         "concurrency": Settings.load().concurrency,
         "paused": False,
@@ -149,12 +132,12 @@ def test_pause_and_resume_apply_to_every_mover_of_the_node(
     assert same(load(uri, state, local_root=local_root / "elsewhere"), state)
 
 
-def test_status_reports_a_damaged_control_file(local_root: Path, command: Callable[..., dict[str, Any]]) -> None:
+def test_status_reports_a_damaged_control_file(local_root: Path, cli: CommandLine) -> None:
     local_root.mkdir(parents=True, exist_ok=True)
     (local_root / "control.json").write_text("{")
-    assert "is not a control file" in command("status")["budget"]["problem"]
-    command("drain", "--resume")
-    assert command("status")["budget"]["problem"] is None
+    assert "is not a control file" in cli.answer("status")["budget"]["problem"]
+    cli.answer("drain", "--resume")
+    assert cli.answer("status")["budget"]["problem"] is None
 
 
 @pytest.mark.slow
@@ -201,17 +184,7 @@ def test_hard_links_are_made_while_drains_are_paused(
     "arguments",
     [("--limit", "fast"), ("--limit", "0"), ("--concurrency", "0"), ("--pause", "--wait"), ("--limit", "-5MiB")],
 )
-def test_invalid_drain_options_are_refused(
-    arguments: tuple[str, ...], local_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["drain", *arguments, "--json"]) == 2
-    assert json.loads(capsys.readouterr().err)["error"] == "ConfigError"
+def test_invalid_drain_options_are_refused(arguments: tuple[str, ...], local_root: Path, cli: CommandLine) -> None:
+    done = cli("drain", *arguments)
+    assert (done.code, done.error["error"]) == (2, "ConfigError")
     assert not (local_root / "control.json").exists()
-
-
-def test_mover_starts_with_its_settings() -> None:
-    client = Client(Settings.load(drain_bytes_per_second="3MiB", concurrency=9))
-    try:
-        assert (client.mover.limiter.bytes_per_second, client.mover.limiter.concurrency) == (3 * MIB, 9)
-    finally:
-        client.close()

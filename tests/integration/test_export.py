@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import tierckpt
+from tests.command_line import python
 from tests.compat.worker import launch
+from tests.files import flip, tmpfs
 from tests.states import same, save, small_state
 from tierckpt.client import close_all
 from tierckpt.disk.processes import pid_namespace
@@ -176,13 +175,6 @@ def nothing_left(target: Path) -> bool:
     return not target.exists() and not list(target.parent.glob(f".{target.name}*"))
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.unlink()
-    path.write_bytes(data)
-
-
 def test_damage_in_the_last_shard_leaves_no_export(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     uri = f"{file_uri}/step-1"
     save(uri, {f"w{index}": torch.randn(100, 100) for index in range(4)}, shard_size_bytes_max="45KB")
@@ -237,8 +229,7 @@ export.export_safetensors(sys.argv[1], sys.argv[2], shard_size_bytes_max=1000)
 def test_kill_between_two_files_publishes_no_directory(file_uri: str, tmp_path: Path) -> None:
     state = {"a": torch.randn(500), "b": torch.randn(500)}
     save(f"{file_uri}/step-1", state)
-    done = subprocess.run([sys.executable, "-c", KILLED, f"{file_uri}/step-1", str(tmp_path / "out")], timeout=60)
-    assert done.returncode == -9
+    assert python(KILLED, f"{file_uri}/step-1", tmp_path / "out").returncode == -9
     assert list(tmp_path.glob(".out.exporting.*.tmp/model-00001-of-00002.safetensors"))
     assert not (tmp_path / "out").exists()
     export_safetensors(f"{file_uri}/step-1", tmp_path / "out", shard_size_bytes_max=1000)
@@ -270,16 +261,12 @@ def test_two_exports_to_one_directory_do_not_mix(
 
 def test_a_mount_point_is_refused(file_uri: str, tmp_path: Path) -> None:
     save(f"{file_uri}/step-1", {"w": torch.ones(3)})
-    (tmp_path / "mount").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path / "mount"], check=True)
-    try:
+    with tmpfs(tmp_path / "mount", "size=1m") as mount:
         with pytest.raises(ConfigError, match="mount point"):
-            export_safetensors(f"{file_uri}/step-1", tmp_path / "mount")
+            export_safetensors(f"{file_uri}/step-1", mount)
         with pytest.raises(CapacityError, match="free"):
-            export_safetensors(f"{file_uri}/step-1", tmp_path / "mount/below")
-        assert list((tmp_path / "mount").iterdir()) == []
-    finally:
-        subprocess.run(["umount", "-l", tmp_path / "mount"], check=True)
+            export_safetensors(f"{file_uri}/step-1", mount / "below")
+        assert list(mount.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -301,102 +288,19 @@ def test_unsupported_dtype_error_names_it(file_uri: str, tmp_path: Path) -> None
     assert nothing_left(tmp_path / "out")
 
 
-# --- load_safetensors -------------------------------------------------------------------------------------------
+# --- load_safetensors: see tests/unit/loading for layouts and damage ---------------------------------------------
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A model in two files with an index."""
-    directory, tensors = tmp_path / "model", {f"w{index}": torch.randn(8, 8) for index in range(4)}
-    tensors["w3"] = tensors["w3"].bfloat16()
-    directory.mkdir()
-    weight_map = {name: f"model-0000{1 + index // 2}-of-00002.safetensors" for index, name in enumerate(tensors)}
-    for file in set(weight_map.values()):
-        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, directory / file)
-    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    (directory / "config.json").write_text("{}")
-    return directory, tensors
-
-
-def test_load_a_directory_with_an_index_without_one_and_a_file(
-    model: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, tensors = model
-    assert same(tierckpt.load_safetensors(directory), tensors)
-    monkeypatch.chdir(directory.parent)
-    assert same(tierckpt.load_safetensors("model"), tensors)
-    (directory / "model.safetensors.index.json").unlink()
-    assert same(tierckpt.load_safetensors(str(directory)), tensors)
-    one = tierckpt.load_safetensors(directory / "model-00002-of-00002.safetensors")
-    assert same(one, {name: tensors[name] for name in ("w2", "w3")})
-
-
-def test_files_that_the_index_does_not_name_are_left_alone(model: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    directory, tensors = model
-    save_file({"w0": torch.zeros(1), "extra": torch.zeros(1)}, directory / "consolidated.safetensors")
-    assert same(tierckpt.load_safetensors(directory), tensors)
-
-
-def test_the_device_is_honoured(model: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    directory, tensors = model
-    loaded = tierckpt.load_safetensors(directory, device=torch.device("cpu"))
-    assert {tensor.device.type for tensor in loaded.values()} == {"cpu"}
-    assert same(loaded, tensors)
-
-
-SECOND = "model-00002-of-00002.safetensors"
-INDEX = "model.safetensors.index.json"
-
-
-def _index_with(directory: Path, **changes: str) -> None:
-    index = json.loads((directory / INDEX).read_text())
-    index["weight_map"] |= changes
-    (directory / INDEX).write_text(json.dumps(index))
-
-
-def _cut_short(directory: Path) -> None:
-    (directory / SECOND).write_bytes((directory / SECOND).read_bytes()[:-1])
-
-
-def _two_indexes(directory: Path) -> None:
-    for name in "ab":
-        shutil.copy(directory / INDEX, directory / f"{name}.safetensors.index.json")
-    (directory / INDEX).unlink()
-    (directory / SECOND).rename(directory / "b.safetensors")
-    (directory / SECOND.replace("00002-of", "00001-of")).rename(directory / "a.safetensors")
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "missing shard": (lambda directory: (directory / SECOND).unlink(), SECOND),
-    "short shard": (_cut_short, SECOND),
-    "empty shard": (lambda directory: (directory / SECOND).write_bytes(b""), SECOND),
-    "path outside": (lambda directory: _index_with(directory, w0="../elsewhere.safetensors"), "outside"),
-    "index is not JSON": (lambda directory: (directory / INDEX).write_text("{"), INDEX),
-    "index is a list": (lambda directory: (directory / INDEX).write_text("[]"), INDEX),
-    "two indexes of other names": (lambda directory: _two_indexes(directory), "several sets"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named(damage: str, model: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    directory, _ = model
-    (directory.parent / "elsewhere.safetensors").write_bytes(b"secret")
-    inflict, named = DAMAGE[damage]
-    inflict(directory)
-    with pytest.raises(IntegrityError, match=named) as caught:
-        tierckpt.load_safetensors(directory)
+def test_load_of_a_relative_path_and_of_a_bad_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "model/model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert same(tierckpt.load_safetensors("model"), {"w": torch.ones(3)})
+    Path("model/model.safetensors").rename("model/model-00001-of-00001.safetensors")
+    Path("model/model.safetensors.index.json").write_text("[]")
+    with pytest.raises(IntegrityError, match=r"model\.safetensors\.index\.json") as caught:
+        tierckpt.load_safetensors("model")
     assert caught.value.exit_code == 5
-
-
-def test_one_name_in_two_files_is_refused(model: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    directory, _ = model
-    _two_indexes(directory)
-    for name in "ab":
-        (directory / f"{name}.safetensors.index.json").unlink()
-    save_file({"w0": torch.zeros(1)}, directory / "other.safetensors")
-    with pytest.raises(IntegrityError, match="w0"):
-        tierckpt.load_safetensors(directory)
 
 
 def test_load_without_files_raises_not_found(tmp_path: Path, file_uri: str, s3_uri: str) -> None:

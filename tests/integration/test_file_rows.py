@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.servers.hub import FakeHub, Repository
+from tests.servers.hub import FakeHub, Repository, fake_hub
 from tests.services import ENVIRONMENT, REPOSITORY, free_port
 from tierckpt import TierStorageWriter
 from tierckpt.cli.ui.app import run
@@ -32,14 +32,10 @@ UP = re.compile(r"(?:\x1b\[1A\x1b\[2K)+")
 
 @contextlib.contextmanager
 def hub_of(files: dict[str, bytes]) -> Iterator[FakeHub]:
-    hub = FakeHub()
-    repository = Repository()
-    repository.commit(files)
-    hub.repositories["org/model"] = repository
-    try:
+    with fake_hub() as hub:
+        hub.repositories["org/model"] = Repository()
+        hub.repositories["org/model"].commit(files)
         yield hub
-    finally:
-        hub.close()
 
 
 def on_terminal(arguments: list[str], environment: Mapping[str, str], tmp_path: Path, columns: int = 100) -> str:
@@ -98,10 +94,12 @@ def test_every_transfer_verb_names_its_files(
         dcp.save({"weights": torch.ones(100_000)}, storage_writer=TierStorageWriter(step, chunk_size_bytes=65536))
         close_all()
     seen: dict[str, int] = {}
+    totals: list[int] = []
 
     @contextlib.contextmanager
     def collect(**_: object) -> Iterator[Any]:
         def listen(progress: Any) -> None:
+            totals.append(progress.done_bytes)
             for file in progress.files:
                 assert 0 <= file.done_bytes <= file.total_bytes
                 seen[file.path] = max(seen.get(file.path, 0), file.done_bytes)
@@ -122,4 +120,6 @@ def test_every_transfer_verb_names_its_files(
         assert run([verb, *arguments]) == 0, capsys.readouterr().err
         ends = ".safetensors" if verb == "export" else ".distcp"
         assert any(path.endswith(ends) and done > 0 for path, done in seen.items()), (verb, seen)
+        assert len(set(totals)) > 1 and totals == sorted(totals), (verb, totals)
         seen.clear()
+        totals.clear()
