@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
+from tests.command_line import python
+from tests.files import tmpfs
+from tests.reads import told
 from tests.states import same, save
 from tierckpt.errors import CapacityError
 from tierckpt.loading import export
-from tierckpt.loading import export as exports
 from tierckpt.loading.export import Item, blocks, export_safetensors
 from tierckpt.read.parallel_read import batches
-from tierckpt.telemetry import BYTES, Metric, listen
 
 MIB = 1 << 20
 WINDOW = 4 * MIB
@@ -31,15 +29,15 @@ MEMORY_BOUND = 3 * WINDOW + 16 * MIB + 20 * MIB
 MEASURED = """
 import json, sys
 from tierckpt.disk.io_tuner import ReadMode, ReadTuner
-from tierckpt.loading import export as exports
+from tierckpt.loading import export
 from tierckpt.loading.export import export_safetensors
 
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key + ":"))
 
-write_file = exports.write_file
+write_file = export.write_file
 ReadTuner.mode = lambda *_: ReadMode(direct=True, threads=2)
-exports.write_file = lambda *arguments: write_file(*arguments, window_bytes=int(sys.argv[4]))
+export.write_file = lambda *arguments: write_file(*arguments, window_bytes=int(sys.argv[4]))
 export_safetensors(sys.argv[1], sys.argv[2] + "-small", only="small")
 open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
@@ -62,13 +60,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def measured(checkpoint: str, to: Path, window_bytes: int, dtype: str = "") -> dict[str, int]:
     environment = {"TIERCKPT_LOCAL_ROOT": str(Path(checkpoint).parent / "local"), "TIERCKPT_MOVER": "inline"}
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, checkpoint, str(to), dtype, str(window_bytes)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **environment},
-    )
+    done = python(MEASURED, checkpoint, to, dtype, window_bytes, env={**os.environ, **environment})
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout)
     return found
@@ -107,7 +99,7 @@ def test_window_size_does_not_change_the_file(window_bytes: int, tmp_path: Path,
     export_safetensors(f"{file_uri}/step-1", tmp_path / "expected")
     write_file = export.write_file
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exports, "write_file", lambda *arguments: write_file(*arguments, window_bytes=window_bytes))
+        patch.setattr(export, "write_file", lambda *arguments: write_file(*arguments, window_bytes=window_bytes))
         export_safetensors(f"{file_uri}/step-1", tmp_path / "out")
     assert same(load_file(tmp_path / "out/model.safetensors"), state)
     left, right = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("expected", "out"))
@@ -137,34 +129,20 @@ def test_blocks_cover_the_tensor_once_in_order(shape: tuple[int, ...], size_byte
 
 def test_full_disk_leaves_no_export(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tmpfs smaller than the export, whose free space is reported too large."""
-    mount = tmp_path / "mount"
-    mount.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", mount], check=True)
-    try:
-        monkeypatch.setattr(exports, "check_room", lambda *_: None)
-        monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(Path(checkpoint).parent / "local"))
+    monkeypatch.setattr(export, "check_room", lambda *_: None)
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(Path(checkpoint).parent / "local"))
+    with tmpfs(tmp_path / "mount", "size=12m") as mount:
         with pytest.raises(CapacityError):
             export_safetensors(checkpoint, mount / "out", only="model")
         assert [path.name for path in mount.iterdir() if not path.name.endswith(".lock")] == []
-    finally:
-        subprocess.run(["umount", "-l", mount], check=True)
 
 
 def test_row_larger_than_a_window_is_read_once(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[float] = []
-
-    def count(metric: Metric, value: float, labels: Any) -> None:
-        if metric is BYTES and labels["direction"] == "read":
-            read.append(value)
-
     write_file = export.write_file
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(Path(checkpoint).parent / "local"))
-    monkeypatch.setattr(exports, "write_file", lambda *arguments: write_file(*arguments, window_bytes=WINDOW))
-    stop = listen(count)
-    try:
+    monkeypatch.setattr(export, "write_file", lambda *arguments: write_file(*arguments, window_bytes=WINDOW))
+    with told() as read:
         result = export_safetensors(checkpoint, tmp_path / "out", only="model")
-    finally:
-        stop()
-    assert sum(read) <= 1.3 * result.size_bytes
+    assert read.total() <= 1.3 * result.size_bytes
