@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -10,22 +11,20 @@ import random
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import tierckpt
-from tests.services import REPOSITORY, S3Server
+from tests.command_line import python
+from tests.servers.origin import Origin
+from tests.services import REPOSITORY
 from tests.states import same, small_state, zeros_like
 from tierckpt.client import close_all
 from tierckpt.errors import ConfigError, IntegrityError, ObjectNotFoundError, TierckptError
@@ -423,66 +422,13 @@ gopen_schemes["tierckpt"] = lambda url, mode="rb", bufsize=8192: fsspec.open(url
 samples = webdataset.WebDataset(url + "/shard-0.tar", shardshuffle=False).decode()
 print(",".join(sample["txt"] for sample in samples))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=REPOSITORY,
-        env={**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = python(program, env={**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"})
     assert done.stdout.split("\n")[:2] == [str(sum(range(50))), ",".join(f"sample {number}" for number in range(5))], (
         done.stderr[-3000:]
     )
 
 
 # --- one fetch per node ----------------------------------------------------------------------------------------------
-
-BODY = random.Random(9).randbytes(4 * MiB + 321)
-
-
-class Counting(BaseHTTPRequestHandler):
-    """One object of an S3 server; counts the bytes requested."""
-
-    protocol_version = "HTTP/1.1"
-    ranges: list[tuple[int, int]] = []
-    lock = threading.Lock()
-
-    def do_HEAD(self) -> None:
-        self._answer(200, len(BODY), {})
-
-    def do_GET(self) -> None:
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        start, stop = (int(found[1]), int(found[2]) + 1) if found else (0, len(BODY))
-        with self.lock:
-            self.ranges.append((start, stop))
-        self._answer(206, stop - start, {"Content-Range": f"bytes {start}-{stop - 1}/{len(BODY)}"})
-        self.wfile.write(BODY[start:stop])
-
-    def _answer(self, status: int, size: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        known = {"Content-Length": str(size), "ETag": '"one"', "Last-Modified": "Wed, 01 Jan 2025 00:00:00 GMT"}
-        for name, value in {**known, **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None: ...
-
-
-@contextmanager
-def counting_server() -> Iterator[str]:
-    Counting.ranges = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Counting)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(60)
-
 
 READER = """
 import hashlib, random, sys, fsspec
@@ -498,31 +444,25 @@ print(hashlib.sha256(data).hexdigest())
 """
 
 
-def test_two_processes_fetch_uncached_bytes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    import hashlib
-
-    with counting_server() as endpoint:
-        server = S3Server(endpoint, "x", "x")
-        env = {**os.environ, **server.environment()}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", READER, str(seed)], cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, text=True
-            )
-            for seed in (1, 2)
-        ]
+def test_two_processes_fetch_uncached_bytes_once(tmp_path: Path) -> None:
+    body = random.Random(9).randbytes(4 * MiB + 321)
+    (tmp_path / "store/bucket").mkdir(parents=True)
+    (tmp_path / "store/bucket/data").write_bytes(body)
+    with Origin.running(tmp_path / "store") as origin:
+        command = [sys.executable, "-c", READER]
+        options: dict[str, Any] = {"env": {**os.environ, **origin.environment()}, "stdout": subprocess.PIPE}
+        processes = [subprocess.Popen([*command, seed], cwd=REPOSITORY, text=True, **options) for seed in ("1", "2")]
         outputs = [process.communicate(timeout=120)[0] for process in processes]
-    assert [output.strip() for output in outputs] == [hashlib.sha256(BODY).hexdigest()] * 2
-    fetched = sorted(Counting.ranges)
-    assert sum(stop - start for start, stop in fetched) == len(BODY), fetched
-    assert len(fetched) == -(-len(BODY) // (256 << 10))
+        counts = origin.counts()
+    assert [output.strip() for output in outputs] == [hashlib.sha256(body).hexdigest()] * 2
+    assert (counts["sent_bytes"], counts["requests"]) == (len(body), -(-len(body) // (256 << 10))), counts
 
 
 def test_reading_files_does_not_import_torch() -> None:
     """Reading data must not import torch."""
     program = "import sys, fsspec; fsspec.filesystem('tierckpt'); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = python(program)
     assert done.stdout.strip() == "False", done.stderr
-    assert torch.__version__
 
 
 def test_unpickled_file_continues_at_its_position(fs: Any, place: Path) -> None:

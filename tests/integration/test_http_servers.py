@@ -6,6 +6,7 @@ import contextlib
 import email.utils
 import io
 import random
+import shlex
 import shutil
 import socket
 import subprocess
@@ -13,8 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -24,6 +24,8 @@ import botocore.config
 import pytest
 
 import tierckpt
+from tests.files import contents
+from tests.services import HttpServer, S3Server
 from tierckpt.cache.store_chunks import FileStream
 from tierckpt.errors import IntegrityError, PartialTransferError, TierckptError
 from tierckpt.loading.cached_view import open_cached
@@ -33,26 +35,31 @@ KIB = 1024
 CHUNK = 64 * KIB
 
 
-@dataclass
-class Server:
+class Server(HttpServer):
     """A server and its behaviour."""
 
-    files: dict[str, bytes]
-    ranges: str = "given"  # or "ignored", "chunked" (200, of no length), "refused" (501)
-    etags: str = "strong"  # or "weak", "disagreeing", "none"
-    head: str = "given"  # or "refused", "without length"
-    page: Callable[[str, list[str]], str] | None = None
-    changed: float = 1_700_000_000.0
-    conditions: str = "given"  # or "refused" (501), "never met" (412)
-    listed: str = ""
-    """Of S3: an etag that listings say, and answers do not."""
-    redirects: bool = False
-    resets: int = 0
-    """Answers that break off in the middle, of those with a body of more than a chunk."""
-    drips: bool = False
-    sent: Counter[str] = field(default_factory=Counter)
-    asked: Counter[str] = field(default_factory=Counter)
-    uri: str = ""
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.ranges = "given"  # or "ignored", "chunked" (200, of no length), "refused" (501)
+        self.etags = "strong"  # or "weak", "disagreeing", "none"
+        self.head = "given"  # or "refused", "without length"
+        self.page: Callable[[str, list[str]], str] | None = index_page
+        self.changed = 1_700_000_000.0
+        self.conditions = "given"  # or "refused" (501), "never met" (412)
+        self.listed = ""
+        """Of S3: an etag that listings say, and answers do not."""
+        self.redirects = False
+        self.resets = 0
+        """Answers that break off in the middle, of those with a body of more than a chunk."""
+        self.drips = False
+        self.sent: Counter[str] = Counter()
+        self.asked: Counter[str] = Counter()
+        super().__init__()
+        self.uri = f"{self.endpoint}/m"
+
+    def behave(self, behaviour: dict[str, object]) -> None:
+        for name, value in behaviour.items():
+            setattr(self, name, value)
 
     def etag(self, name: str) -> str | None:
         known = f'"{hash(self.files[name]) & 0xFFFFFFFF:x}"'
@@ -60,95 +67,86 @@ class Server:
             return f'"{sum(self.asked.values()):x}"'
         return {"strong": known, "weak": f"W/{known}", "none": None}[self.etags]
 
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: FileServer
-
-    def log_message(self, *_: object) -> None: ...
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
         with contextlib.suppress(OSError):
-            self._answer(self.server.told)
+            self._answer(request)
 
-    def _answer(self, told: Server) -> None:
-        path = unquote(urlsplit(self.path).path)
-        told.asked[f"{self.command} {path}"] += 1
-        if told.redirects and not path.startswith("/moved/"):
-            return self._say(302, b"", Location=f"/moved{quote(path)}")
+    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+        path = unquote(urlsplit(request.path).path)
+        self.asked[f"{request.command} {path}"] += 1
+        if self.redirects and not path.startswith("/moved/"):
+            return self._say(request, 302, b"", Location=f"/moved{quote(path)}")
         name = path.removeprefix("/moved").removeprefix("/m/").removeprefix("m/")
-        if name in told.files:
-            return self._file(told, name)
-        if "list-type=2" in self.path:
-            return self._say(200, listing(told).encode(), Content_Type="application/xml")
-        below = {key.removeprefix(name) for key in told.files if key.startswith(name)}
-        if not path.endswith("/") or told.page is None or not below:
-            return self._say(404, b"<Error><Code>NoSuchKey</Code></Error>", Content_Type="application/xml")
+        if name in self.files:
+            return self._file(request, name)
+        if "list-type=2" in request.path:
+            return self._say(request, 200, listing(self).encode(), Content_Type="application/xml")
+        below = {key.removeprefix(name) for key in self.files if key.startswith(name)}
+        if not path.endswith("/") or self.page is None or not below:
+            return self._say(request, 404, b"<Error><Code>NoSuchKey</Code></Error>", Content_Type="application/xml")
         shown = sorted({key.partition("/")[0] + "/" * ("/" in key) for key in below})
-        return self._say(200, told.page(path, shown).encode(), Content_Type="text/html")
+        return self._say(request, 200, self.page(path, shown).encode(), Content_Type="text/html")
 
-    def _file(self, told: Server, name: str) -> None:
-        data, wanted = told.files[name], self.headers.get("Range")
-        etag = told.etag(name)
-        facts = {"Last_Modified": email.utils.formatdate(told.changed, usegmt=True), **({"ETag": etag} if etag else {})}
-        if self.command == "HEAD" and told.head == "refused":
-            return self._say(405, b"")
-        if self.command == "HEAD" and told.head == "without length":
-            return self._say(200, b"", is_chunked=True, **facts)
-        if self.command == "GET" and told.head == "without length" and told.ranges == "ignored":
-            return self._say(200, data, is_chunked=True, **facts)
-        condition = self.headers.get("If-Match")
-        if condition is not None and told.conditions != "given":
-            return self._say(501 if told.conditions == "refused" else 412, b"")
+    def _file(self, request: BaseHTTPRequestHandler, name: str) -> None:
+        data, wanted, is_head = self.files[name], request.headers.get("Range"), request.command == "HEAD"
+        etag = self.etag(name)
+        facts = {"Last_Modified": email.utils.formatdate(self.changed, usegmt=True), **({"ETag": etag} if etag else {})}
+        if is_head and self.head == "refused":
+            return self._say(request, 405, b"")
+        if self.head == "without length" and (is_head or self.ranges == "ignored"):
+            return self._say(request, 200, data, is_chunked=True, **facts)
+        condition = request.headers.get("If-Match")
+        if condition is not None and self.conditions != "given":
+            return self._say(request, 501 if self.conditions == "refused" else 412, b"")
         if condition not in (None, etag):
-            return self._say(412, b"")
-        if wanted is None or told.ranges in ("ignored", "chunked"):
-            is_chunked = told.ranges == "chunked" and self.command == "GET"
-            return self._say(200, data, is_chunked=is_chunked, name=name, **facts)
-        if told.ranges == "refused":
-            return self._say(501, b"no ranges here")
+            return self._say(request, 412, b"")
+        if wanted is None or self.ranges in ("ignored", "chunked"):
+            is_chunked = self.ranges == "chunked" and not is_head
+            return self._say(request, 200, data, is_chunked=is_chunked, name=name, **facts)
+        if self.ranges == "refused":
+            return self._say(request, 501, b"no ranges here")
         start, stop = (int(part) for part in wanted.removeprefix("bytes=").split("-"))
         if start >= len(data):
-            return self._say(416, b"", Content_Range=f"bytes */{len(data)}")
+            return self._say(request, 416, b"", Content_Range=f"bytes */{len(data)}")
         part = data[start : stop + 1]
         facts["Content_Range"] = f"bytes {start}-{start + len(part) - 1}/{len(data)}"
-        return self._say(206, part, name=name, **facts)
+        return self._say(request, 206, part, name=name, **facts)
 
-    def _say(self, status: int, body: bytes, is_chunked: bool = False, name: str = "", **headers: str) -> None:
-        self.send_response(status)
+    def _say(
+        self,
+        request: BaseHTTPRequestHandler,
+        status: int,
+        body: bytes,
+        is_chunked: bool = False,
+        name: str = "",
+        **headers: str,
+    ) -> None:
+        request.send_response(status)
+        headers |= {"Transfer_Encoding": "chunked"} if is_chunked else {"Content_Length": str(len(body))}
         for header, value in headers.items():
-            self.send_header(header.replace("_", "-"), value)
-        is_head = self.command == "HEAD"
-        if is_chunked:
-            self.send_header("Transfer-Encoding", "chunked")
-        else:
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        told = self.server.told
-        if is_head:
+            request.send_header(header.replace("_", "-"), value)
+        request.end_headers()
+        if request.command == "HEAD":
             return
-        if told.resets and len(body) > CHUNK:
-            told.resets -= 1
-            self.wfile.write(body[: len(body) // 2] if not is_chunked else b"10\r\nhalf")
-            self.connection.shutdown(socket.SHUT_RDWR)
-            self.close_connection = True
+        if self.resets and len(body) > CHUNK:
+            self.resets -= 1
+            request.wfile.write(body[: len(body) // 2] if not is_chunked else b"10\r\nhalf")
+            request.connection.shutdown(socket.SHUT_RDWR)
+            request.close_connection = True
             return
-        if told.drips and len(body) > CHUNK:
+        if self.drips and len(body) > CHUNK:
             for at in range(len(body)):
-                self.wfile.write(body[at : at + 1])
+                request.wfile.write(body[at : at + 1])
                 time.sleep(0.05)
         if is_chunked:
             for at in range(0, len(body), 10_000):
                 piece = body[at : at + 10_000]
-                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-            self.wfile.write(b"0\r\n\r\n")
+                request.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            request.wfile.write(b"0\r\n\r\n")
         else:
-            self.wfile.write(body)
+            request.wfile.write(body)
         if name:
-            told.sent[name] += len(body)
+            self.sent[name] += len(body)
 
 
 def listing(told: Server) -> str:
@@ -159,13 +157,6 @@ def listing(told: Server) -> str:
         for name, data in told.files.items()
     )
     return f'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated>{objects}</ListBucketResult>'
-
-
-class FileServer(ThreadingHTTPServer):
-    told: Server
-    daemon_threads = True
-
-    def handle_error(self, *_: object) -> None: ...
 
 
 def index_page(path: str, names: list[str]) -> str:
@@ -182,45 +173,25 @@ def served() -> Iterator[Server]:
         "weights.bin": random.Random(1).randbytes(10 * CHUNK + 17),
         "more/part 1%.bin": random.Random(2).randbytes(3 * CHUNK),
     }
-    told = Server(files, page=index_page)
-    server = FileServer(("127.0.0.1", 0), Handler)
-    server.told = told
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    told.uri = f"http://127.0.0.1:{server.server_port}/m"
-    yield told
-    server.shutdown()
-    server.server_close()
+    server = Server(files)
+    yield server
+    server.close()
 
 
 def fetch(told: Server, to: Path, **options: object) -> dict[str, bytes]:
     tierckpt.prefetch(told.uri, to=to, chunk_size_bytes=CHUNK, store_timeout_seconds=10, **options)
-    return {
-        str(path.relative_to(to)): path.read_bytes()
-        for path in to.rglob("*")
-        if path.is_file() and ".tierckpt" not in path.parts
-    }
+    return contents(to)
 
 
 def by_curl(told: Server, to: Path) -> dict[str, bytes]:
     """Fetch with ``curl``, which retries broken connections."""
     if shutil.which("curl") is None:
         pytest.skip("no curl here")
+    command = shlex.split("curl --fail --silent --location --retry 9 --retry-all-errors --retry-delay 0 --create-dirs")
     for name in told.files:
-        target = to / name
-        command = [
-            "curl",
-            "--fail",
-            "--silent",
-            "--location",
-            "--retry",
-            "9",
-            "--retry-all-errors",
-            "--retry-delay",
-            "0",
-        ]
         url = f"{told.uri}/{quote(name)}"
-        subprocess.run([*command, "--create-dirs", "--output", str(target), url], check=True, timeout=60)
-    return {name: (to / name).read_bytes() for name in told.files}
+        subprocess.run([*command, "--output", str(to / name), url], check=True, timeout=60)
+    return contents(to)
 
 
 def by_boto3(told: Server) -> dict[str, bytes]:
@@ -253,26 +224,23 @@ BEHAVIOURS = [
 ]
 
 
+def ids(behaviour: dict[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in behaviour.items())
+
+
 @pytest.mark.parametrize(
-    "behaviour",
-    [pytest.param(one, marks=pytest.mark.slow) if "resets" in one else one for one in BEHAVIOURS],
-    ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()),
+    "behaviour", [pytest.param(one, marks=pytest.mark.slow) if "resets" in one else one for one in BEHAVIOURS], ids=ids
 )
-def test_curl_fetches_the_same_files(behaviour: dict[str, object], served: Server, tmp_path: Path) -> None:
-    """Each behaviour is one that another client accepts."""
-    for name, value in behaviour.items():
-        setattr(served, name, value)
-    assert by_curl(served, tmp_path / "to") == served.files
-
-
-@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
-def test_each_file_is_sent_once(behaviour: dict[str, object], served: Server, tmp_path: Path) -> None:
-    for name, value in behaviour.items():
-        setattr(served, name, value)
+def test_each_file_is_sent_once_by_a_server_that_curl_accepts(
+    behaviour: dict[str, object], served: Server, tmp_path: Path
+) -> None:
+    served.behave(behaviour)
     assert fetch(served, tmp_path / "to") == served.files
     for name, data in served.files.items():
         assert served.sent[name] <= len(data) * (1 if served.head == "given" else 2) + CHUNK
     assert served.sent["weights.bin"] >= len(served.files["weights.bin"])
+    served.behave(behaviour)
+    assert by_curl(served, tmp_path / "curl") == served.files
 
 
 def test_server_without_ranges_gets_one_request_per_file(served: Server, tmp_path: Path) -> None:
@@ -307,20 +275,26 @@ def test_chunk_is_read_past_a_full_cache(served: Server, tmp_path: Path) -> None
         assert not view.landed("weights.bin", 5 * CHUNK + 7, 6 * CHUNK + 9)
 
 
+def change_weights(monkeypatch: pytest.MonkeyPatch, server: Server, path: str, requests: int) -> None:
+    """After so many requests for ``path`` each file is another one."""
+    real = server.etag
+
+    def etag(name: str) -> str | None:
+        if server.asked[f"GET {path}"] <= requests:
+            return real(name)
+        server.changed += 1000
+        server.listed = '"another"'
+        return '"another"'
+
+    monkeypatch.setattr(server, "etag", etag)
+
+
 @pytest.mark.parametrize("ranges", ["given", "ignored"])
 def test_file_changed_during_a_fetch_is_an_error(
     ranges: str, served: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served.ranges, begun = ranges, int(ranges == "given")
-    real = Server.etag
-
-    def etag(told: Server, name: str) -> str | None:
-        if sum(count for what, count in told.asked.items() if what == "GET /m/weights.bin") > begun:
-            told.changed += 1000
-            return '"another"'
-        return real(told, name)
-
-    monkeypatch.setattr(Server, "etag", etag)
+    change_weights(monkeypatch, served, "/m/weights.bin", begun)
     with pytest.raises(IntegrityError, match="changed in the store"):
         fetch(served, tmp_path / "to")
 
@@ -382,12 +356,7 @@ def test_broken_stream_keeps_complete_chunks(served: Server, tmp_path: Path, mon
 @pytest.fixture
 def bucket(served: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     """Serve the same files as objects of ``s3://m/m``."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": served.uri.removesuffix("/m"),
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_REGION": "us-east-1",
-    }.items():
+    for name, value in S3Server(served.endpoint, "testing", "testing").environment().items():
         monkeypatch.setenv(name, value)
     served.page, served.uri = None, "s3://m/m"
     return served
@@ -406,17 +375,13 @@ BUCKETS = [
 ]
 
 
-@pytest.mark.parametrize("behaviour", BUCKETS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
-def test_boto3_fetches_the_same_objects(behaviour: dict[str, object], bucket: Server) -> None:
-    for name, value in behaviour.items():
-        setattr(bucket, name, value)
+@pytest.mark.parametrize("behaviour", BUCKETS, ids=ids)
+def test_each_object_of_a_bucket_is_fetched_as_by_boto3(
+    behaviour: dict[str, object], bucket: Server, tmp_path: Path
+) -> None:
+    bucket.behave(behaviour)
     assert by_boto3(bucket) == bucket.files
-
-
-@pytest.mark.parametrize("behaviour", BUCKETS, ids=lambda one: ", ".join(f"{k} {v}" for k, v in one.items()))
-def test_each_object_of_a_bucket_is_fetched(behaviour: dict[str, object], bucket: Server, tmp_path: Path) -> None:
-    for name, value in behaviour.items():
-        setattr(bucket, name, value)
+    bucket.behave(behaviour)
     assert fetch(bucket, tmp_path / "to") == bucket.files
 
 
@@ -426,14 +391,6 @@ def test_an_object_that_changes_is_an_error(
     conditions: str, requests: int, bucket: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.conditions = conditions
-    real = Server.etag
-
-    def etag(told: Server, name: str) -> str | None:
-        if sum(count for what, count in told.asked.items() if what == "GET /m/m/weights.bin") > requests:
-            told.listed = '"another"'
-            return '"another"'
-        return real(told, name)
-
-    monkeypatch.setattr(Server, "etag", etag)
+    change_weights(monkeypatch, bucket, "/m/m/weights.bin", requests)
     with pytest.raises(IntegrityError, match="changed in the store"):
         fetch(bucket, tmp_path / "to")

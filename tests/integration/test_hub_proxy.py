@@ -21,10 +21,13 @@ import pytest
 
 import tierckpt
 from tests import loop_thread
+from tests.command_line import python
+from tests.files import contents
+from tests.integration.test_hugging_face import KIB, MIB, REPO, hub
 from tests.peer_node import Node, serving, settings_of
 from tests.servers.cluster import Cluster, Model
 from tests.servers.fleet import Fleet
-from tests.servers.hub import TOKEN, FakeHub, Repository, fake_hub, oid
+from tests.servers.hub import TOKEN, FakeHub, Repository, oid
 from tests.servers.origin import Origin
 from tests.services import free_port
 from tierckpt.agent import hub_proxy
@@ -37,19 +40,8 @@ from tierckpt.peer.fetch import scheduler
 from tierckpt.peer.membership import Member
 from tierckpt.peer.peer_catalog import Live
 
-KIB, MIB = 1 << 10, 1 << 20
-REPO = "org/model-1.5B"
+__all__ = ["hub"]  # a fixture
 DOWNLOAD = "from huggingface_hub.cli.hf import main; main()"
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    with fake_hub() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        monkeypatch.setenv("HF_HOME", str(tmp_path / "agent-hf"))
-        for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
-            monkeypatch.delenv(name, raising=False)
-        yield hub
 
 
 @pytest.fixture
@@ -82,8 +74,7 @@ def downloading(endpoint: str, into: Path, *more: str) -> subprocess.Popen[str]:
 def assert_downloaded(download: subprocess.Popen[str], into: Path, files: dict[str, bytes]) -> None:
     output = download.communicate(timeout=150)[0]
     assert download.returncode == 0, output
-    paths = [path for path in into.rglob("*") if path.is_file() and ".cache" not in path.parts]
-    assert {str(path.relative_to(into)): path.read_bytes() for path in paths} == files
+    assert contents(into) == files
 
 
 def ask(endpoint: str, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -112,8 +103,7 @@ def test_prefetch_from_a_mirror(hub: FakeHub, endpoint: str, tmp_path: Path) -> 
     command = [sys.executable, "-m", "tierckpt", "prefetch", f"hf://{REPO}", "--to", str(tmp_path / "here")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    paths = [path for path in (tmp_path / "here").rglob("*") if path.is_file() and ".tierckpt" not in path.parts]
-    assert {str(path.relative_to(tmp_path / "here")): path.read_bytes() for path in paths} == files
+    assert contents(tmp_path / "here") == files
     assert hub.sent.total() == sum(map(len, files.values()))
 
 
@@ -491,9 +481,7 @@ def run_client(endpoint: str, home: Path, what: str, token: str = "None", **envi
     pytest.importorskip("huggingface_hub")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TIERCKPT_"))}
     clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", CLIENT, REPO, token, what], env=clean, capture_output=True, text=True, timeout=150
-    )
+    done = python(CLIENT, REPO, token, what, env=clean)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -14,18 +14,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 import fsspec
 import pytest
 
 import tierckpt
+from tests.command_line import CommandLine, Done
+from tests.files import contents, flip
 from tests.fuse_mount import mounted
 from tests.servers.hub import TOKEN, FakeHub, Repository, fake_hub, oid
-from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.errors import (
@@ -78,12 +80,7 @@ def fetch(tmp_path: Path, uri: str = f"hf://{REPO}", **settings: Any) -> Path:
 
 
 def holds(directory: Path, files: dict[str, bytes]) -> bool:
-    found = {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file() and ".tierckpt" not in path.parts
-    }
-    return found == files
+    return contents(directory) == files
 
 
 @pytest.mark.parametrize("ignores_ranges", [True, False])
@@ -103,13 +100,13 @@ def test_a_mirror_or_cdn_sends_each_file_once(
 # --- downloads -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("revision", ["", "@refs/pr/1", "@refs%2Fpr%2F1", "@a%231%2520b"])
+@pytest.mark.parametrize("revision", ["main", "v1.0", "refs/pr/1", "refs%2Fpr%2F1", "feature%2Fx", "a%231%2520b"])
 def test_names_and_revisions_are_url_encoded(revision: str, hub: FakeHub, tmp_path: Path) -> None:
     names = ("a#1", "a?x=2", "a%20b", "a[1]", "a@b", "%2F", "é", "d@x/y#z?")
-    files = published(hub, {f"{size}/{name}": name.encode() * size for name in names for size in (1, 500)})
-    repository = hub.repositories[REPO]
-    repository.revisions |= dict.fromkeys(("refs/pr/1", "a#1%20b"), repository.revisions["main"])
-    assert holds(fetch(tmp_path, f"hf://{REPO}{revision}"), files)
+    published(hub, {"config.json": b"{}"})
+    files = {f"{size}/{name}": name.encode() * size for name in names for size in (1, 500)}
+    hub.repositories[REPO].commit(files, unquote(revision))
+    assert holds(fetch(tmp_path, f"hf://{REPO}@{revision}"), files)
 
 
 def test_model_of_64_files_needs_few_calls(hub: FakeHub, tmp_path: Path) -> None:
@@ -143,14 +140,6 @@ def test_hf_uri_uses_the_node_cache(hub: FakeHub, tmp_path: Path) -> None:
     assert holds(tierckpt.prefetch(f"hf://{REPO}@main"), files)  # another URI, so a separate entry
     assert holds(tierckpt.prefetch(f"hf://{REPO}"), files)
     assert hub.sent.total() == 2 * before
-
-
-@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/1", "feature%2Fx"])
-def test_revision_in_the_uri(revision: str, hub: FakeHub, tmp_path: Path) -> None:
-    published(hub)
-    other = model(seed=9)
-    hub.repositories[REPO].commit(other, revision.replace("%2F", "/"))
-    assert holds(fetch(tmp_path, f"hf://{REPO}@{revision}"), other)
 
 
 def test_commit_is_not_resolved_and_a_subdirectory_may_be_named(hub: FakeHub, tmp_path: Path) -> None:
@@ -201,9 +190,10 @@ def test_token_is_sent_only_to_the_hub(
     with pytest.raises(PermissionDeniedError, match="gated") as error:
         fetch(tmp_path)
     assert error.value.exit_code == 6 and f"{hub.endpoint}/{REPO}" in str(error.value)
+    assert "without HF_TOKEN" in str(error.value)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/token").write_text("hf_" + "x" * 30)
-    with pytest.raises(PermissionDeniedError, match="this token") as error:
+    with pytest.raises(PermissionDeniedError, match="this token may not") as error:
         fetch(tmp_path)
     assert "x" * 30 not in str(error.value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -274,14 +264,6 @@ def test_rate_limit_is_retried_after_its_delay(header: dict[str, str], hub: Fake
     begun = time.monotonic()
     assert holds(fetch(tmp_path), files)
     assert time.monotonic() - begun >= 1
-
-
-def test_error_names_the_server_that_refused(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    published(hub, gated=True)
-    for token, what in (("", "without HF_TOKEN"), ("hf_another", "this token may not")):
-        monkeypatch.setenv("HF_TOKEN", token)
-        with pytest.raises(PermissionDeniedError, match=what):
-            fetch(tmp_path)
 
 
 def test_rate_limit_beyond_the_deadline_raises(hub: FakeHub, tmp_path: Path) -> None:
@@ -573,99 +555,82 @@ def test_snapshot_is_published_with_all_links(hub: FakeHub, tmp_path: Path, monk
     assert {path.name for path in root.iterdir()} == {"blobs", "snapshots"}
 
 
-def test_hf_cache_accepts_only_repositories(hub: FakeHub, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="hf://"):
-        tierckpt.prefetch(tmp_path / "model", hf_cache=True)
+def checked(cache: Path, cli: CommandLine, *more: str) -> Done:
+    return cli("prefetch", f"hf://{REPO}", "--hf-cache", "--check", "--to", cache, *more)
 
 
-def checked(cache: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict[str, Any]]:
-    capsys.readouterr()
-    code = run(["prefetch", f"hf://{REPO}", "--hf-cache", "--check", "--to", str(cache), "--json", *more])
-    return code, json.loads(capsys.readouterr().out)
-
-
-def test_hf_cache_check_digests_every_file(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hf_cache_check_digests_every_file(hub: FakeHub, tmp_path: Path, cli: CommandLine) -> None:
     files, cache = published(hub), tmp_path / "cache"
-    code, found = checked(cache, capsys)
-    assert (code, found["state"], found["missing"].keys()) == (3, "absent", files.keys())
+    done = checked(cache, cli)
+    assert (done.code, done.document["state"], done.document["missing"].keys()) == (3, "absent", files.keys())
     snapshot = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
     sent = hub.sent.total()
-    code, found = checked(cache, capsys)
-    assert (code, found["state"], found["directory"]) == (0, "whole", str(snapshot))
-    assert found["here_bytes"] == found["size_bytes"] == sum(map(len, files.values()))
-    assert checked(cache, capsys, "--include", "*.json")[1]["files"] == 1
-    assert run(["cache", "check", f"hf://{REPO}", "--hf-cache", "--to", str(cache)]) == 0
+    done = checked(cache, cli)
+    assert (done.code, done.document["state"], done.document["directory"]) == (0, "whole", str(snapshot))
+    assert done.document["here_bytes"] == done.document["size_bytes"] == sum(map(len, files.values()))
+    assert checked(cache, cli, "--include", "*.json").document["files"] == 1
+    cli.answer("cache", "check", f"hf://{REPO}", "--hf-cache", "--to", cache)
     assert hub.sent.total() == sent, "a check must not fetch"
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.resolve().write_bytes(data)
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def lose_blob(path: Path) -> None:
-    path.resolve().unlink()
-
-
-def lose_link(path: Path) -> None:
-    path.unlink()
+HARMS: dict[str, tuple[Callable[[Path], object], int]] = {
+    "flipped": (lambda path: flip(path.resolve()), 5),
+    "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), 5),
+    "no link": (Path.unlink, 3),
+    "no blob": (lambda path: path.resolve().unlink(), 3),
+}
 
 
 @pytest.mark.parametrize("name", ["model-00001.safetensors", "config.json", "sub/vocab.txt"])
-@pytest.mark.parametrize(("harm", "code"), [(flip, 5), (truncate, 5), (lose_link, 3), (lose_blob, 3)])
+@pytest.mark.parametrize("harm", HARMS)
 def test_hf_cache_check_names_the_damaged_file(
-    name: str, harm: Any, code: int, hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, harm: str, hub: FakeHub, tmp_path: Path, cli: CommandLine
 ) -> None:
     files, cache = published(hub), tmp_path / "cache"
+    inflict, code = HARMS[harm]
     snapshot = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
     blob = (snapshot / name).resolve()
-    harm(snapshot / name)
-    found = checked(cache, capsys)
-    wrong, lacks = found[1]["bad"], found[1]["missing"]
-    assert (found[0], found[1]["state"], [*wrong, *lacks]) == (code, "partial", [name])
-    assert found[1]["here_bytes"] == sum(map(len, files.values())) - len(files[name])
+    inflict(snapshot / name)
+    found = checked(cache, cli)
+    wrong, lacks = found.document["bad"], found.document["missing"]
+    assert (found.code, found.document["state"], [*wrong, *lacks]) == (code, "partial", [name])
+    assert found.document["here_bytes"] == sum(map(len, files.values())) - len(files[name])
     if code == 5:
         assert str(blob) in wrong[name]
     else:
-        assert lacks[name] == (len(files[name]) if harm is lose_blob else 0)
-    assert run(["prefetch", f"hf://{REPO}", "--hf-cache", "--check", "--to", str(cache)]) == code
-    shown = capsys.readouterr().out
-    assert name in shown and ("remove the damaged ones" in shown) == (code == 5)
+        assert lacks[name] == (len(files[name]) if harm == "no blob" else 0)
+    shown = cli.text("prefetch", f"hf://{REPO}", "--hf-cache", "--check", "--to", cache)
+    assert shown.code == code
+    assert name in shown.out and ("remove the damaged ones" in shown.out) == (code == 5)
     if code == 5:
         blob.unlink()
     tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
-    assert checked(cache, capsys)[0] == 0
+    assert checked(cache, cli).code == 0
 
 
-def test_hf_cache_check_of_older_snapshots(hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hf_cache_check_of_older_snapshots(hub: FakeHub, tmp_path: Path, cli: CommandLine) -> None:
     files, cache = published(hub), tmp_path / "cache"
     old = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
     hub.repositories[REPO].commit(files | {"config.json": b'{"newer": true}'})
-    code, found = checked(cache, capsys)
-    assert (code, found["state"], found["directory"]) == (3, "outdated", None)
-    assert found["missing"]["model-00000.safetensors"] == 0, "its blob exists"
+    done = checked(cache, cli)
+    assert (done.code, done.document["state"], done.document["directory"]) == (3, "outdated", None)
+    assert done.document["missing"]["model-00000.safetensors"] == 0, "its blob exists"
     new = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
     ref = new.parent.parent / "refs/main"
-    assert checked(cache, capsys)[0] == 0
+    assert checked(cache, cli).code == 0
     ref.write_text(old.name)
-    code, found = checked(cache, capsys)
-    assert (code, found["missing"]) == (3, {"refs/main": 0}), "offline, the branch name loads the older snapshot"
+    done = checked(cache, cli)
+    assert (done.code, done.document["missing"]) == (3, {"refs/main": 0}), "offline, the branch names the older one"
     ref.unlink()
-    assert checked(cache, capsys)[0] == 3
+    assert checked(cache, cli).code == 3
 
 
-def test_hf_cache_check_needs_a_repository(hub: FakeHub, tmp_path: Path) -> None:
+def test_hf_cache_accepts_only_repositories(hub: FakeHub, tmp_path: Path, cli: CommandLine) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert run(["prefetch", str(tmp_path), "--hf-cache", "--check"]) == 2
-    assert run(["prefetch", "--hf-cache", "--check"]) == 2
-    assert run(["prefetch", f"hf://{REPO}", "--hf-cache", "--evict"]) == 2
+    with pytest.raises(ConfigError, match="hf://"):
+        tierckpt.prefetch(tmp_path, hf_cache=True)
+    for more in ((tmp_path, "--check"), ("--check",), (f"hf://{REPO}", "--evict")):
+        assert cli("prefetch", "--hf-cache", *more).code == 2
 
 
 # --- kill -9 -------------------------------------------------------------------------------------------------------
