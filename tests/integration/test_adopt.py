@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import pickle
 import shutil
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.command_line import CommandLine, python
 from tests.compat.worker import launch
+from tests.files import contents as tree
 from tierckpt import adoption
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.cli.ui.app import run as run_cli
@@ -55,11 +55,6 @@ def written(tmp_path: Path) -> Path:
     (directory / "scheduler.pt").write_bytes(b"")
     (directory / "latest").symlink_to("model.safetensors")
     return directory
-
-
-def tree(directory: Path) -> dict[str, bytes]:
-    names = (path for path in directory.rglob("*") if path.is_file() and ".tierckpt" not in path.parts)
-    return {str(path.relative_to(directory)): path.read_bytes() for path in names}
 
 
 def restored(run: Path | str, to: Path) -> dict[str, bytes]:
@@ -119,7 +114,7 @@ def test_fsspec_shows_adopted_files_as_written(drains: bool, written: Path, s3_u
         assert fs.cat_file(f"{top}/{path}") == data
 
 
-def test_adopted_stock_dcp_checkpoint_loads_with_dcp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adopted_stock_dcp_checkpoint_loads_with_dcp(tmp_path: Path, cli: CommandLine) -> None:
     state = {"weight": torch.randn(1000), "step": 7}
     dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     tierckpt.adopt(tmp_path / "stock", tmp_path / "run" / "step-7").wait(timeout_seconds=SECONDS)
@@ -131,24 +126,26 @@ def test_adopted_stock_dcp_checkpoint_loads_with_dcp(tmp_path: Path, capsys: pyt
         dcp.load(loaded, storage_reader=tierckpt.TierStorageReader(tmp_path / "run" / "step-7"), no_dist=True)
         assert torch.equal(loaded["weight"], state["weight"])
         assert loaded["step"] == 7
-    capsys.readouterr()
-    assert run_cli(["info", str(tmp_path / "run" / "step-7"), "--json"]) == 0
-    (folder,) = json.loads(capsys.readouterr().out)["adopted_in"]
+    (folder,) = cli("info", tmp_path / "run" / "step-7").document["adopted_in"]
     loaded = {"weight": torch.zeros(1000), "step": 0}
     dcp.load(loaded, storage_reader=dcp.FileSystemReader(folder.removeprefix("file://")), no_dist=True)
     assert torch.equal(loaded["weight"], state["weight"])
 
 
-def test_another_process_drains_after_a_kill_right_after_adopting(written: Path, tmp_path: Path) -> None:
-    before, uri = tree(written), str(tmp_path / "run" / "step-5")
+def kill_while_adopting(where: str, written: Path, uri: str) -> None:
+    """Adopt in a process that is killed when it calls a function of tierckpt."""
     code = (
-        "import os, signal, shutil, sys, tierckpt\n"
-        "from tierckpt.client import Client\n"
-        "Client.drain_in_background = lambda self, token: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, pkgutil, signal, sys, tierckpt\n"
+        "owner, _, name = sys.argv[3].rpartition('.')\n"
+        "setattr(pkgutil.resolve_name(f'tierckpt.{owner}'), name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))\n"
         "tierckpt.adopt(sys.argv[1], sys.argv[2])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(written), uri], timeout=SECONDS, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert python(code, written, uri, where).returncode == -signal.SIGKILL
+
+
+def test_another_process_drains_after_a_kill_right_after_adopting(written: Path, tmp_path: Path) -> None:
+    before, uri = tree(written), str(tmp_path / "run" / "step-5")
+    kill_while_adopting("client.Client.drain_in_background", written, uri)
     shutil.rmtree(written)
     assert run_cli(["drain", "--wait", "--json"]) == 0
     shutil.rmtree(tmp_path / "local")
@@ -158,15 +155,7 @@ def test_another_process_drains_after_a_kill_right_after_adopting(written: Path,
 @pytest.mark.parametrize("where", ["save.adopted_directory.make_durable", "checkpoint.local_commit.commit_local"])
 def test_kill_before_the_commit_leaves_no_files_and_permits_a_retry(where: str, written: Path, tmp_path: Path) -> None:
     uri = str(tmp_path / "run" / "step-5")
-    module, _, name = where.rpartition(".")
-    code = (
-        "import importlib, os, signal, sys, tierckpt\n"
-        f"module = importlib.import_module('tierckpt.{module}')\n"
-        f"module.{name} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "tierckpt.adopt(sys.argv[1], sys.argv[2])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(written), uri], timeout=SECONDS, check=False)
-    assert done.returncode == -signal.SIGKILL
+    kill_while_adopting(where, written, uri)
     get_client(Settings()).recover()
     assert tierckpt.latest(tmp_path / "run") is None
     run_cli(["drain", "--wait", "--json"])
@@ -194,11 +183,14 @@ def test_argument_other_than_text_or_path_is_refused(given: Any, written: Path, 
             tierckpt.adopt(*arguments)
 
 
-@pytest.mark.parametrize("target", ["/etc/hostname", "../elsewhere", "nothing", "."])
-def test_link_outside_dangling_or_circular_is_refused(target: str, written: Path) -> None:
+@pytest.mark.parametrize("target", ["/etc/hostname", "../elsewhere", "nothing", ".", "a pipe"])
+def test_pipe_and_link_outside_dangling_or_circular_are_refused(target: str, written: Path) -> None:
     (written.parent / "elsewhere").write_text("not of the checkpoint")
-    (written / "link").symlink_to(target)
-    with pytest.raises(ConfigError, match="link"):
+    if target == "a pipe":
+        os.mkfifo(written / "pipe")
+    else:
+        (written / "link").symlink_to(target)
+    with pytest.raises(ConfigError, match="pipe" if target == "a pipe" else "link"):
         tierckpt.adopt(written, written.parents[1] / "run" / "step-5")
 
 
@@ -230,70 +222,69 @@ def test_names_invalid_for_journal_or_store_are_refused_first(written: Path, s3_
     assert tree(fetched) == tree(written)
 
 
-def test_a_pipe_is_refused(written: Path) -> None:
-    os.mkfifo(written / "pipe")
-    with pytest.raises(ConfigError, match="pipe"):
-        tierckpt.adopt(written, written.parents[1] / "run" / "step-5")
-
-
 def test_directory_with_a_file_open_for_writing_is_refused(written: Path, tmp_path: Path) -> None:
     with (written / "scheduler.pt").open("ab"), pytest.raises(CheckpointError, match="still being written"):
         tierckpt.adopt(written, tmp_path / "run" / "step-5")
     tierckpt.adopt(written, tmp_path / "run" / "step-5")
 
 
-@pytest.mark.parametrize("change", ["in place", "new file", "gone", "renamed over"])
-def test_directory_that_changes_between_two_scans_is_refused(
-    change: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def write_in_place(model: Path) -> None:
+    with model.open("r+b") as file:
+        file.write(b"later")
+
+
+def rename_over(model: Path) -> None:
+    shutil.copy2(model, model.parents[1] / "new")
+    (model.parents[1] / "new").replace(model)
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "in place": write_in_place,
+    "new file": lambda model: model.with_name("new").touch(),
+    "gone": lambda model: model.unlink(missing_ok=True),
+    "renamed over": rename_over,
+}
+
+
+@pytest.mark.parametrize(
+    ("step", "change"),
+    [*(("make_durable", change) for change in CHANGES), *((step, "gone") for step in ("check_quiet", "import_files"))],
+)
+def test_directory_that_changes_during_adoption_is_refused(
+    step: str, change: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_durable = directories.make_durable
-
-    def changed(*arguments: object) -> object:
-        model = written / "model.safetensors"
-        if change == "in place":
-            with model.open("r+b") as file:
-                file.write(b"later")
-        elif change == "new file":
-            (written / "new").touch()
-        elif change == "gone":
-            model.unlink()
-        else:
-            shutil.copy2(model, written.parent / "new")
-            (written.parent / "new").replace(model)
-        return make_durable(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(directories, "make_durable", changed)
-    with pytest.raises((CheckpointError, ConfigError)):
-        tierckpt.adopt(written, tmp_path / "run" / "step-5")
-    assert tierckpt.latest(tmp_path / "run") is None
-    assert not list((tmp_path / "local").rglob("files-*"))
-    assert not Journal(tmp_path / "local").entries()
-
-
-@pytest.mark.parametrize("step", ["scan", "check_quiet", "import_files"])
-def test_file_removed_during_adoption_is_a_changing_directory(
-    step: str, written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, at = getattr(directories, step), written / "model.safetensors"
+    real = getattr(directories, step)
 
     def called(*given: object, **named: object) -> object:
-        at.unlink()
+        CHANGES[change](written / "model.safetensors")
         return real(*given, **named)
 
-    if step == "scan":
-        (written / "latest").unlink()
-        stat = Path.stat
+    monkeypatch.setattr(directories, step, called)
+    with pytest.raises((CheckpointError, ConfigError), match="" if step == "make_durable" else "still being written"):
+        tierckpt.adopt(written, tmp_path / "run" / "step-5")
+    check_nothing_is_left(tmp_path)
 
-        def stat_of(path: Path, **named: bool) -> os.stat_result:
-            if path == at:
-                at.unlink(missing_ok=True)
-            return stat(path, **named)
 
-        monkeypatch.setattr(Path, "stat", stat_of)
-    else:
-        monkeypatch.setattr(directories, step, called)
+def test_file_removed_during_the_scan_is_a_changing_directory(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, stat = written / "model.safetensors", Path.stat
+    (written / "latest").unlink()
+
+    def stat_of(path: Path, **named: bool) -> os.stat_result:
+        if path == at:
+            at.unlink(missing_ok=True)
+        return stat(path, **named)
+
+    monkeypatch.setattr(Path, "stat", stat_of)
     with pytest.raises(CheckpointError, match="still being written"):
         tierckpt.adopt(written, tmp_path / "run" / "step-5")
+    check_nothing_is_left(tmp_path)
+
+
+def check_nothing_is_left(tmp_path: Path) -> None:
+    assert tierckpt.latest(tmp_path / "run") is None
+    assert not list((tmp_path / "local").rglob("files-*"))
     assert not Journal(tmp_path / "local").entries()
 
 
@@ -454,14 +445,13 @@ def test_missing_rank_or_files_raise_instead_of_hanging(tmp_path: Path) -> None:
 # --- the verb --------------------------------------------------------------------------------------------------
 
 
-def test_adopt_verb_prints_the_location(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["adopt", str(written), str(tmp_path / "run" / "step-5"), "--wait", "60", "--json"]
-    assert run_cli(arguments) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_adopt_verb_prints_the_location(written: Path, tmp_path: Path, cli: CommandLine) -> None:
+    arguments = ("adopt", written, tmp_path / "run" / "step-5", "--wait", 60)
+    document = cli(*arguments).document
     assert (document["files"], document["tier"]) == (4, "shared")
-    assert run_cli(arguments) == 1
-    assert "Checkpoint already exists" in json.loads(capsys.readouterr().err)["message"]
-    assert run_cli([*arguments, "--overwrite", "--ranks", "x"]) == 2
+    again = cli(*arguments)
+    assert again.code == 1 and "Checkpoint already exists" in again.error["message"]
+    assert cli(*arguments, "--overwrite", "--ranks", "x").code == 2
 
 
 def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
