@@ -40,13 +40,6 @@ def save(uri: str, steps: tuple[int, ...], seed: int = 0, **options: object) -> 
             checkpointer.save(step, small_state(seed + step)).result(60)
 
 
-def restored(uri: str) -> tuple[int | None, bool]:
-    state = zeros_like(small_state())
-    with Checkpointer(uri) as checkpointer:
-        step = checkpointer.restore(state)
-    return step, any(same(state, small_state(seed + (step or 0))) for seed in (0, 10))
-
-
 @pytest.mark.parametrize(
     ("name", "damage", "drain"),
     [
@@ -99,7 +92,9 @@ def test_damage_to_any_small_file_of_the_local_root(file_uri: str, local_root: P
         DAMAGES["garbage"](local_root / name)
         save(file_uri, (2, 3), 10, keep_last=2)
         close_all()
-        assert restored(file_uri) == (3, True), name
+        state = zeros_like(small_state())
+        with Checkpointer(file_uri) as checkpointer:
+            assert checkpointer.restore(state) == 3 and same(state, small_state(13)), name
         close_all()
 
 

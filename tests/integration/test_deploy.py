@@ -172,10 +172,6 @@ def pods() -> Iterator[tuple[str, dict[str, Any]]]:
                 yield path.name, document["spec"]["template"]["spec"]
 
 
-def settings_in(container: dict[str, Any]) -> dict[str, str]:
-    return {one["name"]: one.get("value", "") for one in container.get("env", [])}
-
-
 def test_containers_run_as_a_user_and_write_only_to_mounts() -> None:
     """Except the container that gives a hostPath directory, owned by root, to the user."""
     for name, pod in pods():
@@ -187,7 +183,7 @@ def test_containers_run_as_a_user_and_write_only_to_mounts() -> None:
                 assert context["runAsUser"] == 0
                 continue
             assert context["runAsNonRoot"] and context["runAsUser"] and context["readOnlyRootFilesystem"], name
-            root = Path(settings_in(container)["TIERCKPT_LOCAL_ROOT"])
+            (root,) = (Path(one["value"]) for one in container["env"] if one["name"] == "TIERCKPT_LOCAL_ROOT")
             mounts = [Path(one["mountPath"]) for one in container["volumeMounts"]]
             assert any(mount in root.parents for mount in mounts), f"{name}: the local root must be below a mount point"
         created = {words[-1] for one in pod.get("initContainers", []) if (words := one["command"])[0] == "install"}

@@ -213,22 +213,17 @@ def problems(expressions: list[str], known: dict[str, set[str]]) -> list[str]:
     return found
 
 
-def dashboard_expressions() -> list[str]:
-    board = json.loads((REPOSITORY / "deploy/grafana/tierckpt.json").read_text())
-    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    return [*expressions, *(item["query"]["query"] for item in board["templating"]["list"] if item["type"] == "query")]
-
-
-def alert_expressions() -> list[str]:
-    rules = yaml.safe_load((REPOSITORY / "deploy/prometheus/tierckpt-alerts.yaml").read_text())
-    return [rule["expr"] for group in rules["groups"] for rule in group["rules"]]
-
-
 def test_dashboard_and_alerts_use_existing_metrics(page: Page) -> None:
     for metric in (ERRORS, QUARANTINES, RETRIES):
         metric.emit(0, **dict.fromkeys(metric.labels, "x"))
     known = exposed(page)
-    expressions = dashboard_expressions() + alert_expressions()
+    board = json.loads((REPOSITORY / "deploy/grafana/tierckpt.json").read_text())
+    rules = yaml.safe_load((REPOSITORY / "deploy/prometheus/tierckpt-alerts.yaml").read_text())
+    expressions = [
+        *(target["expr"] for panel in board["panels"] for target in panel["targets"]),
+        *(item["query"]["query"] for item in board["templating"]["list"] if item["type"] == "query"),
+        *(rule["expr"] for group in rules["groups"] for rule in group["rules"]),
+    ]
     assert len(expressions) > 25
     assert problems(expressions, known) == []
     assert problems(["rate(tierckpt_lags_total[5m])", 'tierckpt_lag_seconds{teir="x"}'], known) == [

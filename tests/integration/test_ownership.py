@@ -60,53 +60,46 @@ def make(path: Path, mode: int = 0o755) -> Path:
     return path
 
 
+BY_ANOTHER = f"belongs to user {ATTACKER}"
+WRITABLE = "can be written by other users"
+
+
 @VICTIMS
-@pytest.mark.parametrize("mode", [0o700, 0o755, 0o777, 0o1777])
-def test_local_root_created_by_another_user_is_refused(machine: Path, victim: int, mode: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        *((mode, BY_ANOTHER) for mode in (0o700, 0o755, 0o777, 0o1777)),
+        *((mode, WRITABLE) for mode in (0o777, 0o1777, 0o770, 0o775, 0o702)),
+    ],
+)
+def test_local_root_created_by_another_user_or_writable_by_others_is_refused(
+    machine: Path, victim: int, mode: int, said: str
+) -> None:
     root = machine / "root"
-    assert not as_user(ATTACKER, lambda: make(root, mode))
+    assert not as_user(ATTACKER if said == BY_ANOTHER else victim, lambda: make(root, mode))
     error = as_user(victim, use(root))
     assert error.startswith("PermissionDeniedError: local_root")
-    assert f"belongs to user {ATTACKER}" in error and "TIERCKPT_LOCAL_ROOT" in error
-
-
-@VICTIMS
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o775, 0o702])
-def test_local_root_writable_by_others_is_refused(machine: Path, victim: int, mode: int) -> None:
-    root = machine / "root"
-    assert not as_user(victim, lambda: make(root, mode))
-    assert "can be written by other users" in as_user(victim, use(root))
+    assert said in error and "TIERCKPT_LOCAL_ROOT" in error
 
 
 @VICTIMS
 @pytest.mark.parametrize("below", ["cache", "checkpoints", "cache/.state/x"])
-def test_directory_below_the_local_root_created_by_another_user_is_refused(
-    machine: Path, victim: int, below: str
+@pytest.mark.parametrize("said", [BY_ANOTHER, WRITABLE])
+def test_directory_below_the_local_root_created_or_writable_by_another_user_is_refused(
+    machine: Path, victim: int, below: str, said: str
 ) -> None:
     root = machine / "root"
     assert not as_user(victim, lambda: make(root, 0o777))
+    creator = ATTACKER if said == BY_ANOTHER else victim
     for parent in reversed([Path(below), *Path(below).parents][:-1]):
-        assert not as_user(ATTACKER, lambda parent=parent: make(root / parent, 0o777))  # type: ignore[misc]
+        assert not as_user(creator, lambda parent=parent: make(root / parent, 0o777))  # type: ignore[misc]
     assert not as_user(victim, lambda: root.chmod(0o700))
 
     def work() -> None:
         use(root)()
         ownership.check(root / below)
 
-    assert f"belongs to user {ATTACKER}" in as_user(victim, work)
-
-
-@VICTIMS
-def test_directory_below_the_local_root_writable_by_others_is_refused(machine: Path, victim: int) -> None:
-    root = machine / "root"
-
-    def work() -> None:
-        make(root, 0o700)
-        make(root / "checkpoints" / "s3", 0o777)
-        use(root)()
-        ownership.check(root / "checkpoints" / "s3" / "bucket")
-
-    assert "can be written by other users" in as_user(victim, work)
+    assert said in as_user(victim, work)
 
 
 @VICTIMS
@@ -120,7 +113,7 @@ def test_file_planted_while_the_root_was_writable_is_refused(machine: Path, vict
         use(root)()
         read_whole(root / "journal" / "planted.json", 100)
 
-    assert f"belongs to user {ATTACKER}" in as_user(victim, work)
+    assert BY_ANOTHER in as_user(victim, work)
 
 
 @VICTIMS
@@ -164,7 +157,7 @@ def test_root_replaced_while_running_is_refused(machine: Path) -> None:
         root.chmod(0o777)  # as another user's directory, in the worst case with the inode of the checked one
         ownership.check(root)
 
-    assert "can be written by other users" in as_user(VICTIM, work)
+    assert WRITABLE in as_user(VICTIM, work)
 
 
 @VICTIMS
