@@ -67,6 +67,20 @@ class Job:
             "rng": torch.get_rng_state(),
         }
 
+    def step(self, checkpointer: Checkpointer, times: int = 1) -> None:
+        for _ in range(times):
+            self.train()
+            checkpointer.step(self.number, self.state)
+
+    def begin(self, checkpointer: Checkpointer) -> Any:
+        """Take the first step, and begin a save."""
+        self.train()
+        return checkpointer.save(1, self.state)
+
+
+def windowed(uri: str, window_steps: Any = "auto", **options: Any) -> Checkpointer:
+    return Checkpointer(uri, every_step=EveryStep(window_steps=window_steps), **options)
+
 
 def check_restored(uri: str, step: int, wanted: Any, **options: Any) -> None:
     job = Job()
@@ -79,10 +93,8 @@ def check_restored(uri: str, step: int, wanted: Any, **options: Any) -> None:
 
 def train(uri: str, steps: int, window_steps: Any = "auto", **options: Any) -> tuple[Job, list[SaveRecord]]:
     job = Job()
-    with Checkpointer(uri, every_step=EveryStep(window_steps=window_steps), **options) as checkpointer:
-        for _ in range(steps):
-            job.train()
-            checkpointer.step(job.number, job.state)
+    with windowed(uri, window_steps, **options) as checkpointer:
+        job.step(checkpointer, steps)
     return job, checkpointer.stats
 
 
@@ -101,14 +113,12 @@ def test_checkpoint_holds_the_last_step_of_its_window(window_steps: int, file_ur
 
 def test_future_names_the_step_and_completes_at_its_commit(file_uri: str) -> None:
     job = Job()
-    with Checkpointer(file_uri, every_step=EveryStep(window_steps=3)) as checkpointer:
-        job.train()
-        saved = checkpointer.save(1, job.state)
+    with windowed(file_uri, 3) as checkpointer:
+        saved = job.begin(checkpointer)
         assert isinstance(saved, MultiStepSave) and saved.record.step == 3
         assert not saved.cancel(), "cancelled although other ranks copy too"
         while not saved.done():
-            job.train()
-            checkpointer.step(job.number, job.state)
+            job.step(checkpointer)
         saved.result(SECONDS)
         assert checkpointer.stats == [saved.record] and saved.record.local_commit_seconds is not None
     check_restored(file_uri, 3, job.kept[3])
@@ -117,12 +127,9 @@ def test_future_names_the_step_and_completes_at_its_commit(file_uri: str) -> Non
 @pytest.mark.parametrize("end", ["close", "wait", "the with block", "restore", "result"])
 def test_ending_a_window_early_saves_the_current_state(end: str, file_uri: str) -> None:
     job = Job()
-    with Checkpointer(file_uri, every_step=EveryStep(window_steps=7)) as checkpointer:
-        job.train()
-        saved = checkpointer.save(1, job.state)
-        for _ in range(3):
-            job.train()
-            checkpointer.step(job.number, job.state)
+    with windowed(file_uri, 7) as checkpointer:
+        saved = job.begin(checkpointer)
+        job.step(checkpointer, 3)
         if end == "restore":
             assert checkpointer.restore(job.state) == 4
         elif end == "result":
@@ -137,9 +144,8 @@ def test_ending_a_window_early_saves_the_current_state(end: str, file_uri: str) 
 
 def test_window_ended_within_a_step_saves_nothing(file_uri: str) -> None:
     job = Job()
-    with Checkpointer(file_uri, every_step=EveryStep(window_steps=7)) as checkpointer:
-        job.train()
-        saved = checkpointer.save(1, job.state)
+    with windowed(file_uri, 7) as checkpointer:
+        saved = job.begin(checkpointer)
         job.train()
         with pytest.raises(CheckpointError, match="within the step after 1"):
             checkpointer.wait("local")
@@ -152,9 +158,8 @@ def test_window_ended_within_a_step_saves_nothing(file_uri: str) -> None:
 def test_loop_that_ends_with_its_window_saves_it(memory: str, file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step follows, and the loop does not call ``wait``."""
     job = Job()
-    checkpointer = Checkpointer(file_uri, every_step=EveryStep(window_steps=3))
-    job.train()
-    saved = checkpointer.save(1, job.state)
+    checkpointer = windowed(file_uri, 3)
+    saved = job.begin(checkpointer)
     for _ in range(2):
         job.train()
         if job.number == 3 and memory == "runs out":
@@ -172,9 +177,8 @@ def test_loop_that_ends_with_its_window_saves_it(memory: str, file_uri: str, mon
 
 def test_abandoned_window_is_copied_at_once_and_recorded(file_uri: str) -> None:
     job = Job()
-    with Checkpointer(file_uri, every_step=EveryStep(window_steps=4)) as checkpointer:
-        job.train()
-        checkpointer.save(1, job.state)
+    with windowed(file_uri, 4) as checkpointer:
+        job.begin(checkpointer)
         for number in range(5):
             job.train()
             if number == 1:
@@ -189,9 +193,8 @@ def test_steps_that_bypass_hooks_copy_the_whole_state(file_uri: str) -> None:
     """An optimizer fused into backward: the saved one never steps, others update its parameters."""
     job = Job()
     fused = {p: torch.optim.SGD([p], lr=0.1) for p in job.model.parameters()}
-    with Checkpointer(file_uri, every_step=EveryStep(window_steps=3)) as checkpointer:
-        job.train()
-        checkpointer.save(1, job.state)
+    with windowed(file_uri, 3) as checkpointer:
+        job.begin(checkpointer)
         for parameter, optimizer in fused.items():
             parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
         for _ in range(3):
@@ -206,7 +209,7 @@ def test_steps_that_bypass_hooks_copy_the_whole_state(file_uri: str) -> None:
 
 def test_several_steps_of_an_optimizer_between_two_calls(file_uri: str) -> None:
     job = Job()
-    with Checkpointer(file_uri, every_step=EveryStep(window_steps=3), interval=4) as checkpointer:
+    with windowed(file_uri, 3, interval=4) as checkpointer:
         for call in range(1, 9):
             job.train()
             job.train()
@@ -228,7 +231,7 @@ def test_auto_windows_fit_the_interval_without_overlap(file_uri: str) -> None:
 
 def test_preempted_job_saves_its_current_step(file_uri: str) -> None:
     job = Job()
-    with Checkpointer(file_uri, every_step=EveryStep(window_steps="auto"), interval=7) as checkpointer:
+    with windowed(file_uri, interval=7) as checkpointer:
         while not checkpointer.preempted:
             job.train()
             if job.number == 9:
@@ -241,12 +244,8 @@ def test_preempted_job_saves_its_current_step(file_uri: str) -> None:
 
 def test_failing_loop_abandons_the_window(file_uri: str) -> None:
     job = Job()
-    with (
-        pytest.raises(ZeroDivisionError),
-        Checkpointer(file_uri, every_step=EveryStep(window_steps="auto")) as checkpointer,
-    ):
-        job.train()
-        saved = checkpointer.save(1, job.state)
+    with pytest.raises(ZeroDivisionError), windowed(file_uri) as checkpointer:
+        saved = job.begin(checkpointer)
         raise ZeroDivisionError
     with pytest.raises(CheckpointError, match="closed before the window ended"):
         saved.result(SECONDS)
@@ -257,7 +256,7 @@ def test_failing_loop_abandons_the_window(file_uri: str) -> None:
 def test_window_has_the_requested_number_of_steps(file_uri: str) -> None:
     model = nn.Linear(2, 2)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    with Checkpointer(file_uri, every_step=EveryStep(window_steps=40)) as checkpointer:
+    with windowed(file_uri, 40) as checkpointer:
         checkpointer.save(1, state)
         for step in range(2, 41):
             model(torch.ones(1, 2)).sum().backward()
@@ -269,12 +268,8 @@ def test_window_has_the_requested_number_of_steps(file_uri: str) -> None:
 def test_two_windows_at_once_are_refused(file_uri: str) -> None:
     """A loop that never calls step gets this error too."""
     job = Job()
-    with (
-        pytest.raises(CheckpointError, match="within the step after 1"),
-        Checkpointer(file_uri, every_step=EveryStep(window_steps=4)) as checkpointer,
-    ):
-        job.train()
-        checkpointer.save(1, job.state)
+    with pytest.raises(CheckpointError, match="within the step after 1"), windowed(file_uri, 4) as checkpointer:
+        job.begin(checkpointer)
         job.train()
         with pytest.raises(CheckpointError, match=r"second one cannot begin.*Call step\(\) after every step"):
             checkpointer.save(2, job.state)
@@ -314,10 +309,7 @@ def states_that_cannot_be_followed() -> dict[str, tuple[dict[str, Any], str]]:
 @pytest.mark.parametrize("name", states_that_cannot_be_followed())
 def test_untrackable_state_is_refused(name: str, file_uri: str) -> None:
     state, words = states_that_cannot_be_followed()[name]
-    with (
-        Checkpointer(file_uri, every_step=EveryStep(window_steps="auto")) as checkpointer,
-        pytest.raises(ConfigError, match=words),
-    ):
+    with windowed(file_uri) as checkpointer, pytest.raises(ConfigError, match=words):
         checkpointer.save(1, state)
 
 
