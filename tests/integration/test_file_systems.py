@@ -118,27 +118,15 @@ VERBS: dict[str, Callable[[Path, Path], None]] = {
 }  # fmt: skip
 
 
-def has_locks(control: dict[str, Any]) -> bool:
-    return "flock" not in control.get("no", ())
-
-
 def run(verb: str, place: Path, plain: Path, control: dict[str, Any]) -> None:
     """Run ``verb``, which must succeed. A local root without flock is refused with a clear error."""
     plain.mkdir()
-    if verb != "local tier" or has_locks(control):
+    if verb != "local tier" or "flock" not in control.get("no", ()):
         VERBS[verb](place, plain)
         return
     with pytest.raises(StoreError, match="has no file locks") as caught:
         VERBS[verb](place, plain)
     assert "TIERCKPT_LOCAL_ROOT" in caught.value.hint and str(place) in caught.value.message
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("lack", ["everything", "changing inodes", "zeros"])
-def test_verbs_on_file_systems_with_missing_features(lack: str, verb: str, tmp_path: Path) -> None:
-    with on_fuse(tmp_path, **LACKS[lack]) as mount:
-        run(verb, mount.path, tmp_path / "plain", LACKS[lack])
 
 
 def test_local_tier_with_locks_only(tmp_path: Path) -> None:
@@ -220,53 +208,34 @@ def test_each_verb_on_kernel_file_systems(kind: str, verb: str, tmp_path: Path) 
 
 # --- failures midway --------------------------------------------------------------------------------------------------
 
-FULL = [(errno.ENOSPC, "no room"), (errno.EDQUOT, "quota"), (errno.EFBIG, "larger than a file can be")]
+FULL = {errno.ENOSPC: "no room", errno.EDQUOT: "quota", errno.EFBIG: "larger than a file can be"}
+FAILURES: list[Any] = [
+    *(({"room": 400_000, "full": number}, CapacityError, said) for number, said in FULL.items()),
+    ({"read_only": True}, PermissionDeniedError, "read-only mount"),
+]
 
 
-@pytest.mark.parametrize(("number", "said"), FULL)
-def test_local_tier_that_fills_up_fails_one_save(
-    number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("control", "kind", "said"), FAILURES)
+def test_failing_local_tier_fails_one_save(
+    control: dict[str, Any], kind: type[TierckptError], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with on_fuse(tmp_path, no=["fallocate"]) as mount:
         monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(mount.path / "root"))
         uri = f"file://{tmp_path}/shared/run"
         with tierckpt.Checkpointer(uri) as checkpointer:
             checkpointer.save(1, state(1.0)).result(SECONDS)
-            mount.set(room=400_000, full=number)
-            with pytest.raises(CapacityError) as caught:
+            tierckpt.wait(f"{uri}/step-1", tier="shared", timeout_seconds=SECONDS)
+            mount.set(**control)
+            with pytest.raises(kind) as caught:
                 checkpointer.save(2, state(2.0))
                 checkpointer.wait("local", SECONDS)
             check_message(caught.value, said, mount.path / "root")
-            mount.set(room=None)
+            mount.set(room=None, read_only=False)
             checkpointer.save(3, state(3.0)).result(SECONDS)
         check_kept(uri, 3)
 
 
-def test_a_local_tier_that_becomes_read_only_fails_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with on_fuse(tmp_path) as mount:
-        monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(mount.path / "root"))
-        uri = f"file://{tmp_path}/shared/run"
-        with tierckpt.Checkpointer(uri) as checkpointer:
-            checkpointer.save(1, state(1.0)).result(SECONDS)
-            tierckpt.wait(f"{uri}/step-1", tier="shared", timeout_seconds=SECONDS)
-            mount.set(read_only=True)
-            with pytest.raises(PermissionDeniedError) as caught:
-                checkpointer.save(2, state(2.0))
-                checkpointer.wait("local", SECONDS)
-            check_message(caught.value, "read-only mount", mount.path / "root")
-            mount.set(read_only=False)
-            checkpointer.save(3, state(3.0)).result(SECONDS)
-        check_kept(uri, 3)
-
-
-@pytest.mark.parametrize(
-    ("control", "kind", "said"),
-    [
-        ({"room": 400_000, "full": errno.ENOSPC}, CapacityError, "no room"),
-        ({"room": 400_000, "full": errno.EDQUOT}, CapacityError, "quota"),
-        ({"read_only": True}, PermissionDeniedError, "read-only mount"),
-    ],
-)
+@pytest.mark.parametrize(("control", "kind", "said"), [one for one in FAILURES if "larger" not in one[2]])
 def test_failing_shared_tier_keeps_the_checkpoint_for_a_later_drain(
     control: dict[str, Any], kind: type[TierckptError], said: str, tmp_path: Path
 ) -> None:
