@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.command_line import Done, python
 from tests.compat.worker import launch
+from tests.files import flip, tmpfs
 from tests.servers.fleet import Fleet
 from tests.services import S3Server, free_port
 from tests.states import load, raises_ours, same, save, small_state
@@ -37,23 +38,6 @@ from tierckpt.stores import retry
 KIB = 1024
 SMALL_SHARDS = {"shard_size_bytes_max": "64KiB", "chunk_size_bytes": "16KiB"}
 COMMAND = (sys.executable, "-m", "tierckpt.cli")
-
-
-@dataclass(frozen=True)
-class Done:
-    """A completed command line."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> dict[str, Any]:
-        return json.loads(self.out)  # type: ignore[no-any-return]
-
-    @property
-    def error(self) -> dict[str, Any]:
-        return json.loads(self.err)  # type: ignore[no-any-return]
 
 
 def tierckpt_(*arguments: object, **environment: str) -> Done:
@@ -89,6 +73,13 @@ def saved(uri: str, seed: int = 1, **options: Any) -> dict[str, Any]:
     return state
 
 
+@pytest.fixture
+def uri(file_uri: str) -> str:
+    """A checkpoint on both tiers."""
+    saved(f"{file_uri}/step-1")
+    return f"{file_uri}/step-1"
+
+
 def lose_the_node() -> None:
     close_all()
     shutil.rmtree(os.environ["TIERCKPT_LOCAL_ROOT"], ignore_errors=True)
@@ -98,36 +89,24 @@ def local_shards(uri: str) -> list[Path]:
     return sorted(local_dir(Path(os.environ["TIERCKPT_LOCAL_ROOT"]), parse_uri(uri)).glob("*.distcp"))
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.unlink()  # break the hard link, so that only this tier's copy is damaged
-    path.write_bytes(data)
+BY_STOCK_PYTORCH = """
+import sys
+sys.modules["tierckpt"] = None
+import torch, torch.distributed.checkpoint as dcp
+state = torch.load(sys.argv[2], weights_only=False)
+for tensor in state["model"].values(): tensor.zero_()
+state["step"], state["note"] = None, {"text": None, "list": [None, None, None]}
+dcp.load(state, storage_reader=dcp.FileSystemReader(sys.argv[1]), no_dist=True)
+torch.save(state, sys.argv[3])
+"""
 
 
 def read_by_stock_pytorch(directory: Path, state: dict[str, Any], scratch: Path) -> dict[str, Any]:
     """Load ``directory`` with FileSystemReader in a process that cannot import tierckpt. Returns the state."""
-    like, out, script = scratch / "like.pt", scratch / "loaded.pt", scratch / "stock.py"
+    like, out = scratch / "like.pt", scratch / "loaded.pt"
     torch.save(state, like)
-    script.write_text(
-        "import sys\n"
-        "sys.modules['tierckpt'] = None\n"
-        "import torch, torch.distributed.checkpoint as dcp\n"
-        "state = torch.load(sys.argv[2], weights_only=False)\n"
-        "for tensor in state['model'].values(): tensor.zero_()\n"
-        "state['step'], state['note'] = None, {'text': None, 'list': [None, None, None]}\n"
-        "dcp.load(state, storage_reader=dcp.FileSystemReader(sys.argv[1]), no_dist=True)\n"
-        "torch.save(state, sys.argv[3])\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run(
-        [sys.executable, str(script), str(directory), str(like), str(out)],
-        cwd=scratch,
-        env=environment,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    done = python(BY_STOCK_PYTORCH, directory, like, out)
+    assert done.returncode == 0, done.stderr
     return torch.load(out, weights_only=False)  # type: ignore[no-any-return]
 
 
@@ -197,9 +176,7 @@ def test_the_main_path_of_every_verb(shared_uri: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_text_output(file_uri: str, tmp_path: Path) -> None:
-    saved(f"{file_uri}/step-1")
-    uri = f"{file_uri}/step-1"
+def test_text_output(uri: str, file_uri: str, tmp_path: Path) -> None:
     for arguments, expected in [
         (("ls", file_uri), "committed"),
         (("info", uri), ".metadata"),
@@ -215,14 +192,6 @@ def test_text_output(file_uri: str, tmp_path: Path) -> None:
         done = for_people(*arguments)
         assert (done.code, done.err) == (0, ""), arguments
         assert expected in done.out
-
-
-@pytest.mark.slow
-def test_local_root_option(file_uri: str, tmp_path: Path) -> None:
-    saved(f"{file_uri}/step-1", local_root=tmp_path / "elsewhere")
-    assert tierckpt_("status").document["local"] == []
-    status = tierckpt_("status", "--local-root", tmp_path / "elsewhere").document
-    assert [item["uri"] for item in status["local"]] == [f"{file_uri}/step-1"]
 
 
 WITHOUT_TORCH = """
@@ -257,9 +226,7 @@ def test_everything_but_export_runs_without_torch(s3_uri: str, tmp_path: Path) -
         ["restore", s3_uri, "--to", str(tmp_path / "restored")],
         ["export", uri, "--to", str(tmp_path / "exported")],
     ]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(verbs)], capture_output=True, text=True, timeout=120
-    )
+    done = python(WITHOUT_TORCH, json.dumps(verbs))
     assert done.stdout.splitlines()[-1:] == ["[0, 0, 0, 0, 0, 0, 0, 0, 2]"], done.stderr
     assert "pip install 'tierckpt[torch]'" in done.stderr
     assert same(read_by_stock_pytorch(tmp_path / "fetched", state, tmp_path), state)
@@ -342,9 +309,7 @@ def test_bad_settings_are_exit_2(file_uri: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["local", "shared"])
-def test_flipped_bit_is_found_by_full_verify_and_is_exit_5(tier: str, file_uri: str) -> None:
-    uri = f"{file_uri}/step-1"
-    saved(uri)
+def test_flipped_bit_is_found_by_full_verify_and_is_exit_5(tier: str, uri: str) -> None:
     shard = local_shards(uri)[0]
     flip(shard if tier == "local" else Path(uri, shard.name))
     assert tierckpt_("verify", uri).code == 0  # sizes match
@@ -358,9 +323,7 @@ def test_flipped_bit_is_found_by_full_verify_and_is_exit_5(tier: str, file_uri: 
     assert shard.name in for_people("verify", uri, "--read-data").out
 
 
-def test_a_short_shard_is_found_without_reading(file_uri: str) -> None:
-    uri = f"{file_uri}/step-1"
-    saved(uri)
+def test_a_short_shard_is_found_without_reading(uri: str) -> None:
     shard = Path(uri, local_shards(uri)[0].name)
     data = shard.read_bytes()
     shard.unlink()
@@ -369,9 +332,7 @@ def test_a_short_shard_is_found_without_reading(file_uri: str) -> None:
     assert (done.code, done.document["problems"][0]["tier"]) == (5, "shared")
 
 
-def test_file_without_a_good_copy_is_lost(file_uri: str) -> None:
-    uri = f"{file_uri}/step-1"
-    saved(uri)
+def test_file_without_a_good_copy_is_lost_and_not_restored(uri: str, tmp_path: Path) -> None:
     shard = local_shards(uri)[0]
     for path in (shard, Path(uri, shard.name)):
         flip(path)
@@ -379,12 +340,14 @@ def test_file_without_a_good_copy_is_lost(file_uri: str) -> None:
     assert (done.code, done.document["lost"]) == (5, [shard.name])
     assert [problem["good_copy_on"] for problem in done.document["problems"]] == [[], []]
     assert "lost" in for_people("verify", uri, "--read-data").out
+    done = tierckpt_("restore", uri, "--to", tmp_path / "out")
+    assert (done.code, done.out) == (5, "")
+    assert shard.name in done.error["message"]
+    assert not (tmp_path / "out").exists()
 
 
-def test_shards_on_other_nodes_are_not_damage(file_uri: str) -> None:
+def test_shards_on_other_nodes_are_not_damage(uri: str) -> None:
     """Each node keeps its own ranks' shards and the whole manifest."""
-    uri = f"{file_uri}/step-1"
-    saved(uri)
     shard = local_shards(uri)[0]
     shard.unlink()
     done = tierckpt_("verify", uri, "--read-data")
@@ -396,9 +359,7 @@ def test_shards_on_other_nodes_are_not_damage(file_uri: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["local", "shared"])
-def test_damaged_manifest_is_exit_5_although_the_other_tier_is_good(tier: str, file_uri: str) -> None:
-    uri = f"{file_uri}/step-1"
-    saved(uri)
+def test_damaged_manifest_is_exit_5_although_the_other_tier_is_good(tier: str, uri: str) -> None:
     place = local_shards(uri)[0].parent if tier == "local" else Path(uri)
     flip(place / ".tierckpt/manifest.json")
     done = tierckpt_("verify", uri)
@@ -472,24 +433,11 @@ def test_restore_does_not_read_shared_storage_for_local_files(s3_uri: str, moto:
     assert same(read_by_stock_pytorch(tmp_path / "out", state, tmp_path), state)
 
 
-def test_restore_without_a_good_copy_is_exit_5_and_publishes_nothing(file_uri: str, tmp_path: Path) -> None:
-    uri = f"{file_uri}/step-1"
-    saved(uri)
-    shard = local_shards(uri)[0]
-    for path in (shard, Path(uri, shard.name)):
-        flip(path)
-    done = tierckpt_("restore", uri, "--to", tmp_path / "out")
-    assert (done.code, done.out) == (5, "")
-    assert shard.name in done.error["message"]
-    assert not (tmp_path / "out").exists()
-
-
-def test_restore_onto_its_own_source_is_refused(file_uri: str) -> None:
-    saved(f"{file_uri}/step-1")
-    before = {path: path.read_bytes() for path in Path(file_uri).rglob("*") if path.is_file()}
-    for target in (f"{file_uri}/step-1", local_shards(f"{file_uri}/step-1")[0].parent):
-        assert tierckpt_("restore", f"{file_uri}/step-1", "--to", target).code == 2
-    assert before == {path: path.read_bytes() for path in Path(file_uri).rglob("*") if path.is_file()}
+def test_restore_onto_its_own_source_is_refused(uri: str) -> None:
+    before = {path: path.read_bytes() for path in Path(uri).rglob("*") if path.is_file()}
+    for target in (uri, local_shards(uri)[0].parent):
+        assert tierckpt_("restore", uri, "--to", target).code == 2
+    assert before == {path: path.read_bytes() for path in Path(uri).rglob("*") if path.is_file()}
 
 
 # --- drain ------------------------------------------------------------------------------------------------------
@@ -616,14 +564,9 @@ def test_doctor_finds_an_unusable_local_root(tmp_path: Path) -> None:
 
 
 def test_doctor_warns_of_memory_and_leaves_no_files(tmp_path: Path) -> None:
-    directory = tmp_path / "memory"
-    directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", directory], check=True)
-    try:
+    with tmpfs(tmp_path / "memory", "mode=700") as directory:
         done = tierckpt_("doctor", tmp_path / "new/place", "--local-root", directory)
         assert list(directory.iterdir()) == []
-    finally:
-        subprocess.run(["umount", "-l", directory], check=True)
     checks = {check["name"]: check for check in done.document["checks"]}
     assert done.code == 0
     assert checks["file system"]["status"] == "warn"
@@ -632,8 +575,7 @@ def test_doctor_warns_of_memory_and_leaves_no_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_closed_output_pipe_causes_no_traceback(file_uri: str) -> None:
-    saved(f"{file_uri}/step-1")
+def test_closed_output_pipe_causes_no_traceback(uri: str, file_uri: str) -> None:
     process = subprocess.Popen([*COMMAND, "ls", file_uri], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import boto3
 import pytest
 import torch
 import typer
@@ -20,6 +20,7 @@ import yaml
 from safetensors.torch import save_file as save_safetensors
 
 import tierckpt
+from tests.command_line import python
 from tests.servers.hub import Repository, fake_hub
 from tests.services import S3Server
 from tierckpt import telemetry
@@ -71,24 +72,15 @@ def test_every_python_block_runs(moto: S3Server, tmp_path: Path) -> None:
     assert len(written) > 15
     here = re.compile(r"/tmp/tierckpt-demo|/nvme(?=/)|/mnt/nfs")
     runnable = {name: here.sub(str(tmp_path), block) for name, block in written.items()}
-    store = boto3.client("s3", endpoint_url=moto.environment()["AWS_ENDPOINT_URL"], region_name="us-east-1",
-                         aws_access_key_id="testing", aws_secret_access_key="testing")  # fmt: skip
     for bucket in ("bucket", "models"):
-        store.create_bucket(Bucket=bucket)
+        moto.client().create_bucket(Bucket=bucket)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "LOCAL_RANK": "0"}
     environment = os.environ | moto.environment() | alone | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf")}
     with fake_hub() as hub:
         hub.repositories["org/name"] = Repository()
         hub.repositories["org/name"].commit({"config.json": b"{}"})
-        done = subprocess.run(
-            [sys.executable, "-c", PREPARE + RUN],
-            input=json.dumps(runnable),
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=environment | {"HF_ENDPOINT": hub.endpoint},
-            timeout=500,
-        )
+        environment |= {"HF_ENDPOINT": hub.endpoint}
+        done = python(PREPARE + RUN, input=json.dumps(runnable), cwd=tmp_path, env=environment, timeout=500)
     assert "WRONG" in done.stdout, done.stderr
     wrong = json.loads(done.stdout.rpartition("WRONG")[2])
     assert not wrong, "\n".join(f"{name}\n{text}" for name, text in wrong.items())
@@ -106,6 +98,11 @@ def test_front_page_has_ten_lines_of_code_and_links_every_guide_page() -> None:
     assert len(paragraphs) == 1 and paragraphs[0] in readme and install in FRONT.read_text() and install in readme
 
 
+def options_of(*commands: Any) -> set[str]:
+    parameters = [parameter for command in commands for parameter in command.params]
+    return {option for one in parameters for option in (*one.opts, *one.secondary_opts)}
+
+
 def command_lines(page: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield every ``tierckpt VERB ...`` of a page: lines of shell blocks, and text in backticks."""
     lines = [(name, line) for name, block in blocks(page, "", "sh", "bash") for line in block.splitlines()]
@@ -118,10 +115,11 @@ def command_lines(page: Path) -> Iterator[tuple[str, list[str]]]:
             yield name, words[:end]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_line_is_valid(page: Path) -> None:
+def test_every_command_line_is_valid() -> None:
+    lines = [line for page in PAGES for line in command_lines(page)]
+    assert len(lines) > 60
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for where, words in command_lines(page):
+    for where, words in lines:
         if not words or words[0].startswith("-") or words[0] in ("on", "is"):
             continue
         assert words[0] in commands, (where, words)
@@ -132,15 +130,17 @@ def test_every_command_line_is_valid(page: Path) -> None:
                 break
         else:
             assert not hasattr(command, "commands") or len(words) == 1, (where, words)
-        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        unknown = [word for word in words[1:] if word.startswith("--") and word.partition("=")[0] not in options]
-        assert [word for word in unknown if word != "--help"] == [], (where, words)
+        named = {word.partition("=")[0] for word in words[1:] if word.startswith("--")}
+        assert named <= options_of(command) | {"--help"}, (where, words)
 
 
-def test_cli_page_lists_every_verb() -> None:
+def test_cli_page_lists_every_verb_and_only_existing_options() -> None:
     page = (ROOT / "docs/guide/command-line.md").read_text()
     verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     assert [verb for verb in verbs if f"| `tierckpt {verb}" not in page] == []
+    for verb, row in re.findall(r"^\| `tierckpt (\w+)(.*)", page, re.MULTILINE):
+        known = options_of(verbs[verb], *getattr(verbs[verb], "commands", {}).values())
+        assert {*re.findall(r"--[a-z][a-z-]+", row)} <= known, verb
 
 
 def forms(page: Path) -> Iterator[list[str]]:
@@ -194,49 +194,13 @@ def test_every_form_on_the_cli_page_runs_as_typed(
     assert ran >= 25
 
 
-def test_cli_page_names_only_existing_options() -> None:
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for verb, row in re.findall(
-        r"^\| `tierckpt (\w+)(.*)", (ROOT / "docs/guide/command-line.md").read_text(), re.MULTILINE
-    ):
-        command = commands[verb]
-        several = (command, *getattr(command, "commands", {}).values())
-        known = {
-            option
-            for one in several
-            for parameter in one.params
-            for option in (*parameter.opts, *parameter.secondary_opts)
-        }
-        assert {*re.findall(r"--[a-z][a-z-]+", row)} <= known, verb
-
-
-def test_pages_contain_command_lines() -> None:
-    assert sum(1 for page in PAGES for _ in command_lines(page)) > 60
-
-
-def test_links_between_pages_resolve() -> None:
-    for page in [*PAGES, ROOT / "docs/glossary.md", *(ROOT / "docs/internals").glob("*.md"), ROOT / "CONTRIBUTING.md"]:
-        for target in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), (page.name, target)
-
-
 def test_metrics_page_lists_exactly_the_metrics() -> None:
     page = (ROOT / "docs/guide/monitoring.md").read_text()
     there = re.findall(r"^\| `(tierckpt_\w+)` \|", page, re.MULTILINE)
     assert sorted(there) == sorted([*GAUGES, *(metric.name for metric in telemetry.METRICS.values())])
 
 
-def test_alerts_and_scrape_configuration_use_existing_metrics() -> None:
-    alerts = yaml.safe_load((ROOT / "deploy/prometheus/tierckpt-alerts.yaml").read_text())
-    named = {
-        name
-        for group in alerts["groups"]
-        for rule in group["rules"]
-        for name in re.findall(r"\btierckpt_\w+", rule["expr"])
-    }
-    known = {*GAUGES, *(metric.name for metric in telemetry.METRICS.values())}
-    histograms = {f"{name}{suffix}" for name in known for suffix in ("_bucket", "_count", "_sum")}
-    assert named <= known | histograms
+def test_scrape_configuration_fits_the_alerts_and_the_settings() -> None:
     page = ROOT / "docs/guide/monitoring.md"
     configurations = [yaml.safe_load(block) for _, block in blocks(page, "yaml")]
     (scrape,) = (one["scrape_configs"][0] for one in configurations if "scrape_configs" in one)
@@ -290,15 +254,11 @@ with Checkpointer("s3://bucket-of-sizes/run", keep_last={"local": 1, "shared": 2
 @pytest.mark.server
 def test_memory_and_disk_match_the_documented_formula(moto: S3Server, tmp_path: Path) -> None:
     """2 S in memory; N (2 + undrained) on the SSD, with one checkpoint undrained here."""
-    store = boto3.client("s3", endpoint_url=moto.environment()["AWS_ENDPOINT_URL"], region_name="us-east-1",
-                         aws_access_key_id="testing", aws_secret_access_key="testing")  # fmt: skip
-    store.create_bucket(Bucket="bucket-of-sizes")
+    moto.client().create_bucket(Bucket="bucket-of-sizes")
     root = tmp_path / "ssd"
     environment = os.environ | moto.environment() | {"TIERCKPT_LOCAL_ROOT": str(root), "PYTHONPATH": str(ROOT)}
     environment |= {"TIERCKPT_STAGING_MEMORY": "private"}
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(root)], capture_output=True, text=True, env=environment, timeout=300
-    )
+    done = python(MEASURE, root, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     memory_bytes, disk_bytes, size_bytes = map(int, done.stdout.split())
     assert 128 << 20 <= size_bytes < 129 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 import tierckpt
+from tests.command_line import CommandLine
 from tests.servers.faultproxy import FaultProxy, Kind, Plan
 from tests.services import S3Server
 from tierckpt.checkpoint.select import SEARCHED_DIRECTORIES_MAX
-from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.errors import PermissionDeniedError
@@ -30,12 +29,6 @@ def put(uri: str, *names: str) -> None:
         client.run(client.mover.store(place.parent).put(place.name, b"x"))
 
 
-def ls(uri: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    capsys.readouterr()
-    code = run(["ls", uri, "--json"])
-    return code, json.loads(capsys.readouterr().out)
-
-
 def named(document: dict[str, Any]) -> dict[str, tuple[int, str]]:
     """Map each run below the place to its number of steps and newest step."""
     return {
@@ -44,45 +37,44 @@ def named(document: dict[str, Any]) -> dict[str, tuple[int, str]]:
     }
 
 
-def test_the_runs_of_a_bucket_are_listed(shared_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runs_of_a_bucket_are_listed(shared_uri: str, cli: CommandLine) -> None:
     bucket = shared_uri.rpartition("/")[0]
     steps = [f"lab/run-a/step-{step}/{METADATA}" for step in (2, 10, 9)]
     others = ("run-7/checkpoint-5", "lab/deep/er/final", "lab/deep/er/best")
     put(bucket, *steps, *(f"{name}/{METADATA}" for name in others))
     put(bucket, "lab/run-a/logs/1/events", "data/part-1/a.bin", "data/part-2/b.bin", "notes.txt", "gpt-2/model.bin")
-    code, document = ls(bucket, capsys)
+    done = cli("ls", bucket)
+    code, document = done.code, done.document
     runs = {"lab/run-a": (3, "step-10"), "run-7": (1, "checkpoint-5"), "lab/deep/er": (2, "final")}
     assert (code, named(document), document["runs_complete"], document["checkpoints"]) == (0, runs, True, [])
     assert {item["newest"]["shared"] for item in document["runs"]} == {"stock"}
-    assert named(ls(f"{bucket}/lab", capsys)[1]) == {"run-a": (3, "step-10"), "deep/er": (2, "final")}
-    assert run(["ls", bucket]) == 0
-    assert "lab/run-a" in capsys.readouterr().out
+    assert named(cli("ls", f"{bucket}/lab").document) == {"run-a": (3, "step-10"), "deep/er": (2, "final")}
+    assert "lab/run-a" in cli.text("ls", bucket).out
 
 
-def test_checkpoint_among_runs_hides_no_run(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_among_runs_hides_no_run(file_uri: str, cli: CommandLine) -> None:
     put(file_uri, f"step-3/{METADATA}", f"step-4/{METADATA}", f"eval/step-1/{METADATA}", "logs/1/events")
-    code, document = ls(file_uri, capsys)
+    done = cli("ls", file_uri)
+    code, document = done.code, done.document
     assert code == 0 and [row["name"] for row in document["checkpoints"]] == ["step-3", "step-4"]
     assert named(document) == {"eval": (1, "step-1")}
     put(file_uri, *(f"logs/{number}/events" for number in range(SEARCHED_DIRECTORIES_MAX)))
-    code, document = ls(file_uri, capsys)  # for a run only its checkpoints are guaranteed
+    done = cli("ls", file_uri)
+    code, document = done.code, done.document  # for a run only its checkpoints are guaranteed
     assert (code, document["runs_complete"]) == (0, False)
 
 
-def test_a_run_that_is_only_on_this_node_is_listed(
-    file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_is_only_on_this_node_is_listed(file_uri: str, local_root: Path, cli: CommandLine) -> None:
     directory = local_dir(local_root, parse_uri(f"{file_uri}/lab/run/step-1"))
     directory.mkdir(parents=True)
     (directory / "__0_0-x.distcp").touch()
-    code, document = ls(file_uri, capsys)
+    done = cli("ls", file_uri)
+    code, document = done.code, done.document
     assert (code, named(document)) == (0, {"lab/run": (1, "step-1")})
     assert document["runs"][0]["newest"]["local"] == "uncommitted"
 
 
-def test_scan_of_a_large_tree_is_bounded(
-    file_uri: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scan_of_a_large_tree_is_bounded(file_uri: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     put(file_uri, f"a/run/step-1/{METADATA}")
     for number in range(2 * SEARCHED_DIRECTORIES_MAX):
         Path(file_uri, f"data/{number // 8}/{number:04d}").mkdir(parents=True)
@@ -98,17 +90,16 @@ def test_scan_of_a_large_tree_is_bounded(
 
     for verb in ("head", "get", "list_dirs"):
         monkeypatch.setattr(LocalStore, verb, counted(getattr(LocalStore, verb)))
-    code, document = ls(file_uri, capsys)
+    done = cli("ls", file_uri)
+    code, document = done.code, done.document
     assert (code, document["runs_complete"], named(document)) == (3, False, {"a/run": (1, "step-1")})
     assert SEARCHED_DIRECTORIES_MAX < requests <= 6 * SEARCHED_DIRECTORIES_MAX
     requests = 0
-    assert run(["ls", f"{file_uri}/data"]) == 4
-    assert "Name one of them" in capsys.readouterr().err and requests <= 12 * SEARCHED_DIRECTORIES_MAX
+    done = cli("ls", f"{file_uri}/data")
+    assert done.code == 4 and "Name one of them" in done.err and requests <= 12 * SEARCHED_DIRECTORIES_MAX
 
 
-def test_unreadable_directories_are_skipped(
-    file_uri: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_directories_are_skipped(file_uri: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     put(file_uri, f"run/step-1/{METADATA}", "lost+found/x")
     list_dirs = LocalStore.list_dirs
 
@@ -118,15 +109,16 @@ def test_unreadable_directories_are_skipped(
         return await list_dirs(store, prefix)
 
     monkeypatch.setattr(LocalStore, "list_dirs", refusing)
-    code, document = ls(file_uri, capsys)
+    done = cli("ls", file_uri)
+    code, document = done.code, done.document
     assert (code, named(document)) == (0, {"run": (1, "step-1")})
     assert "lost+found is passed over" in document["warnings"][0]
 
 
-def test_empty_place_is_reported(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_place_is_reported(file_uri: str, cli: CommandLine) -> None:
     put(file_uri, "data/a.bin")
-    assert run(["ls", file_uri]) == 4
-    assert "no checkpoint at or under" in capsys.readouterr().err
+    done = cli("ls", file_uri)
+    assert done.code == 4 and "no checkpoint at or under" in done.err
 
 
 def adopted(directory: Path, uri: str, size_bytes: int) -> None:
@@ -135,9 +127,7 @@ def adopted(directory: Path, uri: str, size_bytes: int) -> None:
     tierckpt.adopt(directory, uri).wait()
 
 
-def test_the_newest_step_of_a_run_has_age_size_and_origin(
-    shared_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_newest_step_of_a_run_has_age_size_and_origin(shared_uri: str, tmp_path: Path, cli: CommandLine) -> None:
     bucket, begun = shared_uri.rpartition("/")[0], time.time()
     for step in (1, 2):
         adopted(tmp_path / "theirs", f"{bucket}/lab/adopted/step-{step}", 1000 * step)
@@ -145,7 +135,8 @@ def test_the_newest_step_of_a_run_has_age_size_and_origin(
     with tierckpt.Checkpointer(f"{bucket}/lab/ours") as checkpointer:
         checkpointer.save(7, {"weights": torch.ones(1000)})
     put(bucket, f"lab/stock/step-3/{METADATA}", "lab/stock/step-3/__0_0.distcp")
-    code, document = ls(bucket, capsys)
+    done = cli("ls", bucket)
+    code, document = done.code, done.document
     runs = {"lab/adopted": (2, "step-2"), "models": (1, "llama"), "lab/ours": (1, "step-7"), "lab/stock": (1, "step-3")}
     assert (code, named(document), document["runs_complete"]) == (0, runs, True)
     rows = {item["uri"].removeprefix(f"{document['uri'].rstrip('/')}/"): item["newest"] for item in document["runs"]}
@@ -156,18 +147,18 @@ def test_the_newest_step_of_a_run_has_age_size_and_origin(
     for name in ("lab/adopted", "models", "lab/ours"):
         assert begun - 1 <= rows[name]["created_unix_seconds"] <= time.time() + 1
         assert 0 <= rows[name]["age_seconds"] <= time.time() - begun + 1
-    assert run(["ls", bucket]) == 0
-    lines = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line.split()}
+    rows_of_text = [line.split() for line in cli.text("ls", bucket).out.splitlines() if line.split()]
+    lines = {row[0]: row for row in rows_of_text}
     assert lines["run"] == ["run", "steps", "newest", "age", "size", "local", "shared", "note"]
     assert lines["models"][1:3] == ["1", "llama"] and lines["models"][-1] == "adopted"
     assert lines["lab/stock"][1:] == ["1", "step-3", "-", "2", "B", "-", "stock"]
-    _, document = ls(f"{bucket}/lab/adopted", capsys)
+    document = cli("ls", f"{bucket}/lab/adopted").document
     assert [(row["name"], row["adopted"]) for row in document["checkpoints"]] == [("step-1", True), ("step-2", True)]
 
 
 @pytest.mark.slow
 def test_bucket_listing_cost_depends_on_directories(
-    s3_uri: str, moto: S3Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    s3_uri: str, moto: S3Server, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket, client = s3_uri.rpartition("/")[0], moto.client()
     name = bucket.removeprefix("s3://")
@@ -179,8 +170,9 @@ def test_bucket_listing_cost_depends_on_directories(
     plan = proxy.plans[name] = Plan(Kind.RESET)  # counts without faults
     with proxy.running() as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        code, document = ls(bucket, capsys)
+        done = cli("ls", bucket)
         close_all()
+    code, document = done.code, done.document
     assert (code, {steps for steps, _ in named(document).values()}, len(document["runs"])) == (0, {40}, 5)
     assert plan.requests <= 23 + 5 * len(document["runs"]), plan.after  # for 600 objects in 200 steps
     listings = [path for verb, path in plan.after if "list-type=2" in path and "delimiter" not in path]
