@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,13 +13,44 @@ from torch import nn
 from tests.integration.state_objects import Int8State
 
 
+def _stream(history: list[float]) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(history, stream)
+    stream.seek(0)
+    return stream
+
+
+EXTRA_STATES: dict[str, tuple[Callable[[list[float]], Any], Callable[[Any], list[float]]]] = {
+    "uint8 tensor": (
+        lambda history: torch.frombuffer(bytearray(pickle.dumps(history)), dtype=torch.uint8).clone(),
+        lambda state: pickle.loads(bytes(state.tolist())),
+    ),
+    "BytesIO": (_stream, lambda state: torch.load(io.BytesIO(state.getvalue()))),
+    "dict": (
+        lambda history: {"amax": torch.tensor(history), "count": len(history), 3: ("a", None)},
+        lambda state: state["amax"].tolist() if (state["count"], state[3]) == (len(state["amax"]), ("a", None)) else [],
+    ),
+    "None at first": (
+        lambda history: {"amax": torch.tensor(history)} if history else None,
+        lambda state: state["amax"].tolist() if state else [],
+    ),
+    "tensor at first": (
+        lambda history: list(history) if history else torch.zeros(1),
+        lambda state: state if isinstance(state, list) else [],
+    ),
+    "list": (lambda history: [torch.tensor(one) for one in history], lambda state: [one.item() for one in state]),
+    "bytes": (pickle.dumps, pickle.loads),
+}
+"""What becomes of a history of numbers in an extra state, and back."""
+
+
 class Extra(nn.Module):
     """Keeps a growing history, as fp8 recipes do, and returns it as extra state in one of several forms."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4))
-        self.form = form
+        self.to_state, self.from_state = EXTRA_STATES[form]
         self.history: list[float] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -27,83 +58,53 @@ class Extra(nn.Module):
         return x * self.weight
 
     def get_extra_state(self) -> Any:
-        if self.form == "uint8 tensor":
-            return torch.frombuffer(bytearray(pickle.dumps(self.history)), dtype=torch.uint8).clone()
-        if self.form == "BytesIO":
-            stream = io.BytesIO()
-            torch.save(self.history, stream)
-            stream.seek(0)
-            return stream
-        if self.form == "dict":
-            return {"amax": torch.tensor(self.history), "count": len(self.history), 3: ("a", None)}
-        if self.form == "None at first":
-            return {"amax": torch.tensor(self.history)} if self.history else None
-        if self.form == "tensor at first":
-            return list(self.history) if self.history else torch.zeros(1)
-        if self.form == "list":
-            return [torch.tensor(one) for one in self.history]
-        return pickle.dumps(self.history)
+        return self.to_state(self.history)
 
     def set_extra_state(self, state: Any) -> None:
-        if self.form == "uint8 tensor":
-            self.history = pickle.loads(bytes(state.tolist()))
-        elif self.form == "BytesIO":
-            state.seek(0)
-            self.history = torch.load(state)
-        elif self.form == "dict":
-            self.history = state["amax"].tolist()
-            assert state["count"] == len(self.history) and state[3] == ("a", None)
-        elif self.form == "None at first":
-            self.history = state["amax"].tolist() if state else []
-        elif self.form == "tensor at first":
-            self.history = state if isinstance(state, list) else []
-        elif self.form == "list":
-            self.history = [one.item() for one in state]
-        else:
-            self.history = pickle.loads(state)
+        self.history = self.from_state(state)
+
+
+BUFFERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "float8": lambda _: torch.randn(5).to(torch.float8_e4m3fn),
+    "float8_e5m2": lambda _: torch.randn(5).to(torch.float8_e5m2),
+    "bool": lambda _: torch.rand(7) > 0.5,
+    "int8": lambda _: torch.randint(-9, 9, (3,), dtype=torch.int8),
+    "uint16": lambda _: torch.randint(0, 60000, (3,), dtype=torch.int32).to(torch.uint16),
+    "int64": lambda _: torch.randint(0, 1 << 40, (2, 2)),
+    "complex64": lambda _: torch.randn(3, dtype=torch.complex64),
+    "float16": lambda _: torch.randn(3).half(),
+    "scalar": lambda _: torch.randn(()),
+    "nan": lambda _: torch.full((3,), float("nan")) * torch.randn(3).sign(),
+    "empty": lambda _: torch.empty(0, 3),
+    "whole": lambda base: base,
+    "rows": lambda base: base[1:3],
+    "column": lambda base: base[:, 2],
+    "float8_e8m0": lambda _: torch.rand(5).to(torch.float8_e8m0fnu),
+    "bfloat16": lambda _: torch.randn(3).bfloat16(),
+    "uint32": lambda _: torch.randint(0, 1 << 20, (3,)).to(torch.uint32),
+    "uint64": lambda _: torch.randint(0, 1 << 40, (3,)).to(torch.uint64),
+    "complex128": lambda _: torch.randn(3, dtype=torch.complex128),
+    "complex32": lambda _: torch.randn(3, 2).half().view(torch.complex32).squeeze(-1),
+    "conjugated": lambda _: torch.randn(3, dtype=torch.complex64).conj(),
+    "negated": lambda _: torch.randn(3, dtype=torch.complex64).conj().imag,
+    "subclass": lambda _: Int8State.of(torch.randn(3, 5)),
+    "sparse": lambda _: torch.eye(3).mul(torch.rand(1)).to_sparse(),
+    "quantized": lambda _: torch.quantize_per_tensor(torch.randn(3), float(torch.rand(1)) + 0.1, 3, torch.qint8),
+    "transposed": lambda _: torch.randn(3, 4).t(),
+    "expanded": lambda _: torch.randn(1).expand(4),
+}
+"""Buffers of each kind; three of them share the storage of one tensor."""
 
 
 class Buffers(nn.Module):
-    """A linear layer and buffers of many dtypes; one of them is not persistent, and two share storage."""
+    """A linear layer and some of ``BUFFERS``."""
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
+    def __init__(self, names: Iterable[str], persistent: bool = True) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         base = torch.randn(4, 6)
-        kinds = {
-            "float8": torch.randn(5).to(torch.float8_e4m3fn),
-            "float8_e5m2": torch.randn(5).to(torch.float8_e5m2),
-            "bool": torch.rand(7) > 0.5,
-            "int8": torch.randint(-9, 9, (3,), dtype=torch.int8),
-            "uint16": torch.randint(0, 60000, (3,), dtype=torch.int32).to(torch.uint16),
-            "int64": torch.randint(0, 1 << 40, (2, 2)),
-            "complex64": torch.randn(3, dtype=torch.complex64),
-            "float16": torch.randn(3).half(),
-            "scalar": torch.randn(()),
-            "nan": torch.full((3,), float("nan")) * torch.randn(3).sign(),
-            "empty": torch.empty(0, 3),
-            "whole": base,
-            "rows": base[1:3],
-            "column": base[:, 2],
-            "float8_e8m0": torch.rand(5).to(torch.float8_e8m0fnu),
-            "bfloat16": torch.randn(3).bfloat16(),
-            "uint32": torch.randint(0, 1 << 20, (3,)).to(torch.uint32),
-            "uint64": torch.randint(0, 1 << 40, (3,)).to(torch.uint64),
-            "complex128": torch.randn(3, dtype=torch.complex128),
-            "complex32": torch.randn(3, 2).half().view(torch.complex32).squeeze(-1),
-            "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
-            "negated": torch.randn(3, dtype=torch.complex64).conj().imag,
-            "subclass": Int8State.of(torch.randn(3, 5)),
-            "sparse": torch.eye(3).mul(torch.rand(1)).to_sparse(),
-            "quantized": torch.quantize_per_tensor(torch.randn(3), float(torch.rand(1)) + 0.1, 3, torch.qint8),
-            "transposed": torch.randn(3, 4).t(),
-            "expanded": torch.randn(1).expand(4),
-        }
         for name in names:
-            if name == "not persistent":
-                self.register_buffer("passing", torch.randn(3), persistent=False)
-            else:
-                self.register_buffer(f"of_{name}", kinds[name])
+            self.register_buffer(f"of_{name}", BUFFERS[name](base), persistent=persistent)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)

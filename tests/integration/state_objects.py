@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -232,17 +233,9 @@ class Wrapper(torch.optim.Optimizer):
         self.optimizer = optimizer
         self.accelerate_step_called = False
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> Any:
-        return self.optimizer.defaults
+    state: Any = property(operator.attrgetter("optimizer.state"))
+    param_groups: Any = property(operator.attrgetter("optimizer.param_groups"))
+    defaults: Any = property(operator.attrgetter("optimizer.defaults"))
 
     def state_dict(self) -> Any:
         return self.optimizer.state_dict()

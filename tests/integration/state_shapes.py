@@ -145,10 +145,6 @@ def drop_option(name: str) -> Callable[[Job], None]:
     return drop
 
 
-def set_global_state(one: Job) -> None:
-    one.state["optimizer"].state["shared"] = {"count": 3, "mean": torch.ones(2)}
-
-
 def add_group(one: Job) -> None:
     extra = nn.Linear(4, 4)
     one.state["model"].append(extra)
@@ -262,7 +258,11 @@ GROUPS = [
     Shape("names of parameters in the restored groups", optimized(ADAMW), named),
     Shape("momentum of one group", grouped(group(0, momentum=0.9), group(1), make=PLAIN_SGD)),
     Shape("momentum from the save on", grouped(group(0, 1), make=PLAIN_SGD), before=set_options(momentum=0.9)),
-    Shape("a state under a string", grouped(group(0, 1)), before=set_global_state),
+    Shape(
+        "a state under a string",
+        grouped(group(0, 1)),
+        before=lambda one: one.state["optimizer"].state.update(shared={"count": 3, "mean": torch.ones(2)}),
+    ),
     Shape("Adam into AdamW", optimized(optim.Adam), optimized(optim.AdamW)),
     Shape("AdamW into amsgrad", optimized(ADAMW), optimized(VARIANTS["AdamW amsgrad"])),
     Shape("amsgrad into AdamW", optimized(VARIANTS["AdamW amsgrad"]), optimized(ADAMW)),

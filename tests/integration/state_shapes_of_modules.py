@@ -28,30 +28,23 @@ def module(make: Callable[[], nn.Module], optimizer: Any = ADAMW, **more: Any) -
     return build
 
 
+def bare(make: Callable[[], nn.Module]) -> Callable[[int], Job]:
+    """A job without an optimizer."""
+    return module(make, None)
+
+
 def sequential(*parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(*(part() for part in parts))
 
 
 LINEAR = functools.partial(nn.Linear, 4, 4)
 NORM = functools.partial(nn.BatchNorm1d, 4)
-EXTRA = ("uint8 tensor", "BytesIO", "dict", "None at first", "tensor at first", "list", "bytes")
-BUFFERS = (
-    "float8",
-    "float8_e5m2",
-    "bool",
-    "int8",
-    "uint16",
-    "int64",
-    "complex64",
-    "float16",
-    "scalar",
-    "nan",
-    "empty",
-    "transposed",
-)
-
-
-RARE = ("float8_e8m0", "bfloat16", "uint32", "uint64", "complex128", "complex32")
+BUFFERS = dict.fromkeys(modules.BUFFERS, "same") | {
+    "expanded": "error",
+    "sparse": "same or refused",
+    "quantized": "same or refused",
+}
+"""What is expected of a buffer of each kind."""
 
 
 def quantized_linear() -> nn.Module:
@@ -106,7 +99,7 @@ def _add(prefix: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda saved: saved | {"model": {f"{prefix}{key}": value for key, value in saved["model"].items()}}
 
 
-TWO = sequential(LINEAR, LINEAR)
+TWO, THREE = sequential(LINEAR, LINEAR), sequential(LINEAR, LINEAR, LINEAR)
 CONV = sequential(
     functools.partial(nn.Unflatten, 1, (1, 2, 2)),
     functools.partial(nn.Conv2d, 1, 3, 2),
@@ -120,40 +113,23 @@ def channels_last() -> nn.Module:
 
 
 def module_shapes() -> list[Shape]:
-    shapes = [
-        Shape(f"extra state: {form}", module(sequential(LINEAR, functools.partial(modules.Extra, form))))
-        for form in EXTRA
-    ]
-    shapes += [Shape(f"a buffer: {name}", module(functools.partial(modules.Buffers, [name]))) for name in BUFFERS]
     many = functools.partial
     return [
-        *shapes,
+        *(
+            Shape(f"extra state: {form}", module(sequential(LINEAR, many(modules.Extra, form))))
+            for form in modules.EXTRA_STATES
+        ),
+        *(
+            Shape(f"a buffer: {name}", module(many(modules.Buffers, [name])), expect=expect)
+            for name, expect in BUFFERS.items()
+        ),
         Shape("buffers that share storage", module(many(modules.Buffers, ["whole", "rows", "column"]))),
-        Shape("a buffer that is expanded", module(many(modules.Buffers, ["expanded"])), expect="error"),
-        Shape("a buffer that is not persistent", module(many(modules.Buffers, ["not persistent"])), after=0),
+        Shape("a buffer that is not persistent", module(many(modules.Buffers, ["bool"], False)), after=0),
         Shape("BatchNorm", module(sequential(LINEAR, NORM, LINEAR))),
         Shape("BatchNorm in eval mode", module(sequential(LINEAR, NORM)), change=lambda one: one.state["model"].eval()),
-        Shape(
-            "BatchNorm without statistics into one with",
-            module(many(NORM, track_running_stats=False)),
-            module(NORM),
-            expect="error",
-        ),
-        Shape(
-            "BatchNorm with statistics into one without",
-            module(NORM),
-            module(many(NORM, track_running_stats=False)),
-            expect="error",
-        ),
         Shape("tied weights", module(modules.Tied)),
-        Shape("tied weights into untied ones", module(modules.Tied, None), module(many(modules.Tied, False), None)),
-        Shape("untied weights into tied ones", module(many(modules.Tied, False), None), module(modules.Tied, None)),
-        Shape(
-            "tied weights into untied ones, optimizer",
-            module(modules.Tied),
-            module(many(modules.Tied, False)),
-            expect="error",
-        ),
+        Shape("tied weights into untied ones", bare(modules.Tied), bare(many(modules.Tied, False))),
+        Shape("untied weights into tied ones", bare(many(modules.Tied, False)), bare(modules.Tied)),
         Shape("a branch that trains later", module(modules.Branches), after=4),
         Shape(
             "a branch that trains later, into a job that has trained it",
@@ -161,13 +137,7 @@ def module_shapes() -> list[Shape]:
             change=lambda one: [one.step(number) for number in range(9, 15)],
             after=4,
         ),
-        Shape("buffers of rare dtypes", module(many(modules.Buffers, RARE))),
-        Shape("a conjugated buffer", module(many(modules.Buffers, ["conjugated"]))),
-        Shape("a negated buffer", module(many(modules.Buffers, ["negated"]))),
-        Shape("a buffer of a tensor subclass", module(many(modules.Buffers, ["subclass"]))),
-        Shape("a sparse buffer", module(many(modules.Buffers, ["sparse"])), expect="same or refused"),
-        Shape("a quantized buffer", module(many(modules.Buffers, ["quantized"])), expect="same or refused"),
-        Shape("dynamic quantization", module(quantized_linear, None), train=0, after=0, expect="same or refused"),
+        Shape("dynamic quantization", bare(quantized_linear), train=0, after=0, expect="same or refused"),
         Shape("a nested state dict of a module", module(modules.Nested)),
         Shape("an LSTM", module(modules.Recurrent)),
         Shape("pruned weights", module(sequential(lambda: prune.random_unstructured(LINEAR(), "weight", 0.5), LINEAR))),
@@ -181,25 +151,15 @@ def module_shapes() -> list[Shape]:
         Shape("orthogonal", module(sequential(lambda: parametrizations.orthogonal(LINEAR()), LINEAR))),
         Shape("state dict hooks", module(modules.Mixed)),
         Shape("hooks of the optimizer", hooked(optimized(ADAMW))),
-        Shape(
-            "a module that renames its keys, no optimizer",
-            module(modules.OldName, None),
-            module(modules.Renaming, None),
-        ),
+        Shape("a module that renames its keys, no optimizer", bare(modules.OldName), bare(modules.Renaming)),
         Shape("a module that renames its keys", module(modules.OldName), module(modules.Renaming)),
         Shape("a module that looks at its version", module(sequential(LINEAR, modules.Versioned))),
         Shape("a buffer that the module resizes", module(sequential(LINEAR, modules.Queue))),
         Shape("a module that saves a part of itself", module(modules.Adapter)),
         Shape("lazy modules", module(many(nn.LazyLinear, 4), OPTIMIZERS["SGD"])),
         Shape("a lazy module from a plain one", module(LINEAR), module(many(nn.LazyLinear, 4))),
-        Shape("lazy modules, no optimizer", module(sequential(LINEAR, many(nn.LazyLinear, 4)), None)),
-        Shape(
-            "a lazy module that was never called",
-            module(many(nn.LazyLinear, 4), None),
-            train=0,
-            after=0,
-            expect="same or refused",
-        ),
+        Shape("lazy modules, no optimizer", bare(sequential(LINEAR, many(nn.LazyLinear, 4)))),
+        Shape("a lazy module never called", bare(many(nn.LazyLinear, 4)), train=0, after=0, expect="same or refused"),
         Shape("torch.compile", module(compiled(TWO))),
         Shape("torch.compile into a plain module", module(compiled(TWO)), module(TWO), translate=_strip("_orig_mod.")),
         Shape("a plain module into torch.compile", module(TWO), module(compiled(TWO)), translate=_add("_orig_mod.")),
@@ -231,14 +191,14 @@ def module_shapes() -> list[Shape]:
         Shape("parameters without elements", module(many(modules.OneParameter, 0, 3))),
         Shape("0-dim parameters", module(many(modules.OneParameter))),
         Shape("float64 parameters", module(many(modules.OneParameter, 2, dtype=torch.float64))),
-        Shape("parameters without gradients", module(lambda: TWO().requires_grad_(False), None), after=0),
+        Shape("parameters without gradients", bare(lambda: TWO().requires_grad_(False)), after=0),
         Shape(
             "gradients that are there",
             module(TWO),
             change=lambda one: [setattr(p, "grad", torch.ones_like(p)) for p in one.state["model"].parameters()],
             after=0,
         ),
-        Shape("a module without parameters", module(nn.Identity, None), train=0, after=0),
+        Shape("a module without parameters", bare(nn.Identity), train=0, after=0),
     ]
 
 
@@ -249,6 +209,10 @@ def _dtype(dtype: torch.dtype) -> Callable[[int], Job]:
     return optimized(ADAMW, functools.partial(mlp, dtype=dtype))
 
 
+def prefixed() -> nn.Module:
+    return nn.ModuleDict({"a": LINEAR(), "a_b": LINEAR()})
+
+
 BIG, SMALL = optimized(ADAMW, functools.partial(mlp, layers=4)), optimized(ADAMW)
 OTHER_MODELS = [
     Shape("float32 into bfloat16", SMALL, _dtype(torch.bfloat16)),
@@ -257,64 +221,43 @@ OTHER_MODELS = [
     Shape("float64 into float16", _dtype(torch.float64), _dtype(torch.float16), after=0),
     Shape(
         "an int buffer into a float one",
-        module(lambda: _counter(torch.int64), None),
-        module(lambda: _counter(torch.float32), None),
+        bare(lambda: _counter(torch.int64)),
+        bare(lambda: _counter(torch.float32)),
         after=0,
-    ),
-    Shape("more layers than the checkpoint", SMALL, BIG, expect="error"),
-    Shape("fewer layers than the checkpoint", BIG, SMALL, expect="error"),
-    Shape(
-        "more layers, no optimizer", module(TWO, None), module(sequential(LINEAR, LINEAR, LINEAR), None), expect="error"
-    ),
-    Shape(
-        "fewer layers, no optimizer",
-        module(sequential(LINEAR, LINEAR, LINEAR), None),
-        module(TWO, None),
-        expect="error",
-    ),
-    Shape(
-        "a wider model",
-        SMALL,
-        module(sequential(functools.partial(nn.Linear, 4, 8), functools.partial(nn.Linear, 8, 4))),
-        expect="error",
-    ),
-    Shape(
-        "a layer of another shape and equal size",
-        module(functools.partial(nn.Linear, 4, 2)),
-        module(functools.partial(nn.Linear, 2, 4), None),
-        expect="error",
-    ),
-    Shape("without biases", module(TWO, None), module(functools.partial(mlp, 1, bias=False), None), expect="error"),
-    Shape(
-        "a convolution where a linear layer was", module(sequential(nn.Flatten, LINEAR)), module(CONV), expect="error"
-    ),
-    Shape(
-        "a 0-dim parameter into one of one element",
-        module(modules.OneParameter, None),
-        module(functools.partial(modules.OneParameter, 1), None),
-        expect="error",
     ),
     Shape(
         "one element into a 0-dim parameter",
-        module(functools.partial(modules.OneParameter, 1), None),
-        module(modules.OneParameter, None),
+        bare(functools.partial(modules.OneParameter, 1)),
+        bare(modules.OneParameter),
     ),
-    Shape(
-        "without extra state", module(LINEAR, None), module(lambda: modules.with_extra(LINEAR()), None), expect="error"
-    ),
-    Shape(
-        "extra state that the model has not",
-        module(lambda: modules.with_extra(LINEAR()), None),
-        module(LINEAR, None),
-        expect="error",
-    ),
-    Shape(
-        "a name that is a prefix of another",
-        module(lambda: nn.ModuleDict({"a": LINEAR(), "a_b": LINEAR()}), None),
-        train=0,
-        after=0,
-    ),
+    Shape("a name that is a prefix of another", bare(prefixed), train=0, after=0),
 ]
+
+NO_STATISTICS = functools.partial(NORM, track_running_stats=False)
+WIDE = sequential(functools.partial(nn.Linear, 4, 8), functools.partial(nn.Linear, 8, 4))
+MISMATCHES: dict[str, tuple[Callable[[int], Job], Callable[[int], Job]]] = {
+    "BatchNorm without statistics into one with": (module(NO_STATISTICS), module(NORM)),
+    "BatchNorm with statistics into one without": (module(NORM), module(NO_STATISTICS)),
+    "tied weights into untied ones, optimizer": (module(modules.Tied), module(functools.partial(modules.Tied, False))),
+    "more layers than the checkpoint": (SMALL, BIG),
+    "fewer layers than the checkpoint": (BIG, SMALL),
+    "more layers, no optimizer": (bare(TWO), bare(THREE)),
+    "fewer layers, no optimizer": (bare(THREE), bare(TWO)),
+    "a wider model": (SMALL, module(WIDE)),
+    "a layer of another shape and equal size": (
+        module(functools.partial(nn.Linear, 4, 2)),
+        bare(functools.partial(nn.Linear, 2, 4)),
+    ),
+    "without biases": (bare(TWO), bare(functools.partial(mlp, 1, bias=False))),
+    "a convolution where a linear layer was": (module(sequential(nn.Flatten, LINEAR)), module(CONV)),
+    "a 0-dim parameter into one of one element": (
+        bare(modules.OneParameter),
+        bare(functools.partial(modules.OneParameter, 1)),
+    ),
+    "without extra state": (bare(LINEAR), bare(lambda: modules.with_extra(LINEAR()))),
+    "extra state that the model has not": (bare(lambda: modules.with_extra(LINEAR())), bare(LINEAR)),
+}
+"""A saved job, and another one into which it cannot be loaded."""
 
 
 def _counter(dtype: torch.dtype) -> nn.Module:
@@ -323,4 +266,8 @@ def _counter(dtype: torch.dtype) -> nn.Module:
     return found
 
 
-SHAPES = [*module_shapes(), *OTHER_MODELS]
+SHAPES = [
+    *module_shapes(),
+    *OTHER_MODELS,
+    *(Shape(name, saved, other, expect="error") for name, (saved, other) in MISMATCHES.items()),
+]
