@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import subprocess
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 import tierckpt
+from tests.held_drains import hold_drains
 from tests.services import needs, unavailable
 from tests.states import load, save
 from tierckpt.cache import space
@@ -25,7 +25,6 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.disk import read_lease
-from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import CapacityError
 from tierckpt.format.layout import local_dir, parse_uri
 
@@ -64,10 +63,11 @@ def state_of(step: int) -> dict[str, Any]:
     return {"w": torch.full((STEP_BYTES // 4 - 2000,), float(step))}
 
 
-def save_step(uri: str, step: int, root: Path, *, drained: bool = True, **options: Any) -> None:
-    save(f"{uri}/step-{step}", state_of(step), local_root=root, **options)
-    if drained:
-        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60, local_root=root, **options)
+def save_steps(uri: str, root: Path, *steps: int, drained: bool = True, **options: Any) -> None:
+    for step in steps:
+        save(f"{uri}/step-{step}", state_of(step), local_root=root, **options)
+        if drained:
+            tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60, local_root=root, **options)
 
 
 def on_local(uri: str, root: Path) -> list[int]:
@@ -93,7 +93,7 @@ def used_share(disk: Path) -> float:
 @pytest.mark.slow
 def test_above_the_high_water_mark_the_oldest_drained_are_evicted(disk: Path, uri: str) -> None:
     for step in range(1, 9):
-        save_step(uri, step, disk, local_high_water=0.7)
+        save_steps(uri, disk, step, local_high_water=0.7)
         assert used_share(disk) <= 0.71
     assert on_local(uri, disk) == [6, 7, 8]  # three fit in 28 MiB
     close_all()
@@ -105,7 +105,7 @@ def test_above_the_high_water_mark_the_oldest_drained_are_evicted(disk: Path, ur
 def test_byte_limit_counts_checkpoints_only(disk: Path, uri: str) -> None:
     (disk / "datasets").write_bytes(bytes(8 * MiB))
     for step in range(1, 6):
-        save_step(uri, step, disk, local_bytes_max="18MiB", local_high_water=1.0)
+        save_steps(uri, disk, step, local_bytes_max="18MiB", local_high_water=1.0)
         total_bytes = sum(path.stat().st_size for path in (disk / "checkpoints").rglob("*.distcp"))
         assert total_bytes <= 18 * MiB
     assert on_local(uri, disk) == [4, 5]
@@ -116,29 +116,26 @@ def test_oldest_step_is_evicted_first_after_a_clock_change(
     disk: Path, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node's clock is set back by a year between two saves."""
-    save_step(uri, 1, disk)
+    save_steps(uri, disk, 1)
     set_back = SimpleNamespace(time=lambda: time.time() - 3e7, monotonic=time.monotonic)
     monkeypatch.setattr("tierckpt.dcp.save_session.time", set_back)
-    for step in (2, 3):
-        save_step(uri, step, disk)
-    save_step(uri, 4, disk, local_high_water=0.75)
+    save_steps(uri, disk, 2, 3)
+    save_steps(uri, disk, 4, local_high_water=0.75)
     assert on_local(uri, disk) == [2, 3, 4]
 
 
 @pytest.mark.slow
 def test_checkpoints_being_read_and_the_newest_stay(disk: Path, uri: str) -> None:
-    for step in (1, 2, 3):
-        save_step(uri, step, disk)
+    save_steps(uri, disk, 1, 2, 3)
     with read_lease.reading(disk, local_dir(disk, parse_uri(f"{uri}/step-1"))):
-        save_step(uri, 4, disk, local_high_water=0.75)
+        save_steps(uri, disk, 4, local_high_water=0.75)
     assert on_local(uri, disk) == [1, 3, 4]
 
 
 def test_undrained_checkpoints_are_not_evicted(disk: Path, uri: str) -> None:
-    for step in (1, 2, 3, 4):
-        save_step(uri, step, disk, drained=False, drain=False, local_high_water=1.0)
+    save_steps(uri, disk, 1, 2, 3, 4, drained=False, drain=False, local_high_water=1.0)
     with pytest.raises(CapacityError) as caught:
-        save_step(uri, 5, disk, drained=False, drain=False, local_high_water=1.0)
+        save_steps(uri, disk, 5, drained=False, drain=False, local_high_water=1.0)
     assert caught.value.context["needed_bytes"] >= STEP_BYTES - 100_000
     assert caught.value.context["free_bytes"] < STEP_BYTES
     assert on_local(uri, disk) == [1, 2, 3, 4]
@@ -147,19 +144,18 @@ def test_undrained_checkpoints_are_not_evicted(disk: Path, uri: str) -> None:
 
 
 def test_newest_checkpoint_is_not_evicted_for_the_next(disk: Path, uri: str) -> None:
-    save_step(uri, 1, disk)
+    save_steps(uri, disk, 1)
     with pytest.raises(CapacityError, match="two checkpoints"):
-        save_step(uri, 2, disk, local_bytes_max="12MiB")
+        save_steps(uri, disk, 2, local_bytes_max="12MiB")
     assert on_local(uri, disk) == [1]
 
 
 @pytest.mark.slow
 def test_hard_linked_copies_are_not_evicted(disk: Path) -> None:
     uri, root = str(disk / "shared"), disk / "local"
-    for step in (1, 2, 3, 4):
-        save_step(uri, step, root, local_high_water=1.0)
+    save_steps(uri, root, 1, 2, 3, 4, local_high_water=1.0)
     with pytest.raises(CapacityError):
-        save_step(uri, 5, root, local_high_water=1.0)
+        save_steps(uri, root, 5, local_high_water=1.0)
     assert on_local(uri, root) == [1, 2, 3, 4]
 
 
@@ -168,7 +164,7 @@ def test_disk_filled_by_others_above_the_mark_is_still_used(
 ) -> None:
     (disk / "datasets").write_bytes(bytes(16 * MiB))
     with caplog.at_level(logging.WARNING, "tierckpt"):
-        save_step(uri, 1, disk, local_high_water=0.3)
+        save_steps(uri, disk, 1, local_high_water=0.3)
     assert on_local(uri, disk) == [1]
     assert any("high-water" in record.getMessage() for record in caplog.records)
 
@@ -178,20 +174,7 @@ def test_disk_filled_by_others_above_the_mark_is_still_used(
 
 @pytest.fixture
 def held_drains(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Drains wait for this event."""
-    go, real = threading.Event(), Drainer.send_files
-
-    async def late(self: Drainer, *arguments: Any) -> Any:
-        while not go.is_set():  # noqa: ASYNC110  # set by another thread
-            await asyncio.sleep(0.02)
-        return await real(self, *arguments)
-
-    async def cannot(*_: Any) -> bool:
-        return False
-
-    monkeypatch.setattr(Drainer, "send_files", late)
-    monkeypatch.setattr("tierckpt.drain.background_drains.BackgroundDrains.send_linked", cannot)
-    return go
+    return hold_drains(monkeypatch)
 
 
 @pytest.mark.slow
@@ -201,12 +184,11 @@ def test_save_waits_for_a_drain_to_free_space(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     options = {"local_high_water": 0.75, "exit_timeout_seconds": 0}
-    for step in (1, 2, 3):
-        save_step(uri, step, disk, drained=False, **options)
+    save_steps(uri, disk, 1, 2, 3, drained=False, **options)
     say = space.log.warning
     monkeypatch.setattr(space.log, "warning", lambda *what: (say(*what), held_drains.set()))
     with caplog.at_level(logging.WARNING, "tierckpt"):
-        save_step(uri, 4, disk, drained=False, **options)
+        save_steps(uri, disk, 4, drained=False, **options)
     assert held_drains.is_set()
     waits = [record.getMessage() for record in caplog.records if "waits for" in record.getMessage()]
     assert len(waits) == 1
@@ -226,11 +208,10 @@ def test_save_without_space_is_refused_by_policy(
     """With ``error`` the save fails at once, within the test's deadline."""
     monkeypatch.setattr(space, "ROOM_SECONDS", seconds)
     options: dict[str, Any] = {"local_high_water": 0.75, "exit_timeout_seconds": 0, "local_full_policy": policy}
-    for step in (1, 2, 3):
-        save_step(uri, step, disk, drained=False, **options)
+    save_steps(uri, disk, 1, 2, 3, drained=False, **options)
     begun = time.monotonic()
     with pytest.raises(CapacityError) as caught:
-        save_step(uri, 4, disk, drained=False, **options)
+        save_steps(uri, disk, 4, drained=False, **options)
     assert policy == "error" or time.monotonic() - begun >= seconds
     assert caught.value.context["draining"] == 2  # the newest stays in any case
     assert caught.value.context["needed_bytes"] >= STEP_BYTES - 100_000
@@ -238,14 +219,13 @@ def test_save_without_space_is_refused_by_policy(
     for step in (1, 2, 3):
         tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60, local_root=disk, **options)
         assert intact(uri, step, disk)
-    save_step(uri, 4, disk, **options)  # now there is space
+    save_steps(uri, disk, 4, **options)  # now there is space
 
 
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
 def test_save_larger_than_the_disk_fails_at_once(disk: Path, uri: str, held_drains: threading.Event) -> None:
     options: dict[str, Any] = {"exit_timeout_seconds": 0}
-    for step in (1, 2):
-        save_step(uri, step, disk, drained=False, **options)
+    save_steps(uri, disk, 1, 2, drained=False, **options)
     with pytest.raises(CapacityError):
         save(f"{uri}/step-3", {"w": torch.zeros(12 * MiB)}, local_root=disk, **options)  # 48 MiB
     held_drains.set()
@@ -256,8 +236,7 @@ def test_save_larger_than_the_disk_fails_at_once(disk: Path, uri: str, held_drai
 @pytest.mark.parametrize("disk", ["ext4"], indirect=True)
 def test_save_does_not_wait_for_a_failed_drain(disk: Path, uri: str) -> None:
     options: dict[str, Any] = {"local_bytes_max": "18MiB"}
-    for step in (1, 2):
-        save_step(uri, step, disk, drained=False, drain=False, **options)
+    save_steps(uri, disk, 1, 2, drained=False, drain=False, **options)
     journal = Journal(disk)
     entry = journal.open("token", parse_uri(f"{uri}/step-1"), 0, 4096)
     journal.write(replace(entry, state="ready", error="PermissionDeniedError: no permission"))

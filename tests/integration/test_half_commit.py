@@ -24,9 +24,8 @@ from tierckpt.errors import StoreError
 from tierckpt.format.layout import MANIFEST, local_dir, parse_uri
 
 
-@pytest.fixture
-def fail_commit_and_undo(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Fail the directory's fsync after the rename, and the undo, once."""
+def fail_commit(monkeypatch: pytest.MonkeyPatch, *, undo: bool) -> list[str]:
+    """Fail the directory's fsync after the rename, once, and with ``undo`` what undoes the commit, too."""
     fired: list[str] = []
 
     def durable_write(path: Path, data: bytes) -> None:
@@ -40,33 +39,24 @@ def fail_commit_and_undo(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise StoreError("nor can it be undone (injected)")
 
     monkeypatch.setattr(local_commit, "durable_write", durable_write)
-    monkeypatch.setattr(local_commit, "undo_commit", take_back)
+    if undo:
+        monkeypatch.setattr(local_commit, "undo_commit", take_back)
     return fired
-
-
-def put_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    describe = functools.partial(SaveDescription, route="direct put")
-    monkeypatch.setattr(writer, "SaveDescription", describe)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["by the SSD", "direct put"])
 @pytest.mark.parametrize("before", [False, True], ids=["new", "replaces another"])
 def test_commit_that_cannot_be_undone_is_complete_and_drains(
-    way: str,
-    before: bool,
-    s3_uri: str,
-    local_root: Path,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+    way: str, before: bool, s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"{s3_uri}/step-1"
     if before:
         save(uri, small_state(1))
         tierckpt.wait(uri, timeout_seconds=60)
     if way == "direct put":
-        put_directly(monkeypatch)
-    fired = request.getfixturevalue("fail_commit_and_undo")
+        monkeypatch.setattr(writer, "SaveDescription", functools.partial(SaveDescription, route="direct put"))
+    fired = fail_commit(monkeypatch, undo=True)
     with pytest.raises(StoreError, match="no fsync"):
         save(uri, small_state(2))
     assert fired == ["commit", "take back"]
@@ -83,15 +73,7 @@ def test_commit_that_cannot_be_undone_is_complete_and_drains(
 
 def test_undone_commit_leaves_nothing(file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a single error leaves nothing of the save, and the same save then succeeds."""
-    fired: list[str] = []
-
-    def durable_write(path: Path, data: bytes) -> None:
-        durable.durable_write(path, data)
-        if path.name == Path(MANIFEST).name and not fired:
-            fired.append("commit")
-            raise StoreError("no fsync (injected)")
-
-    monkeypatch.setattr(local_commit, "durable_write", durable_write)
+    fail_commit(monkeypatch, undo=False)
     uri = f"{file_uri}/step-1"
     with pytest.raises(StoreError, match="no fsync"):
         save(uri, small_state(2))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import shutil
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,12 @@ import torch
 import torch.distributed as dist
 
 import tierckpt
+from tests.command_line import CommandLine
 from tests.compat.worker import launch
+from tests.fault.scenario_tools import of_each_rank
+from tests.held_drains import hold_drains
 from tierckpt import AutoInterval, Checkpointer, EveryStep
 from tierckpt.checkpoint.journal import LOCAL_ONLY, Journal
-from tierckpt.cli.ui.app import run as cli
 from tierckpt.format.layout import SUPERSEDED, local_dir, parse_uri, step_of
 from tierckpt.training.interval import PROFILE_STEPS
 
@@ -135,32 +135,11 @@ def test_all_ranks_save_the_last_step(file_uri: str) -> None:
     assert state["w"].unique().tolist() == [6.0]
 
 
-def slow_storage(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Block uploads to shared storage until the returned event is set."""
-    import asyncio
-
-    from tierckpt.drain.drainer import Drainer
-
-    real, is_there = Drainer.send_files, threading.Event()
-
-    async def late(self: Drainer, entry: Any) -> None:
-        while not is_there.is_set():  # noqa: ASYNC110  # set by another thread
-            await asyncio.sleep(0.02)
-        await real(self, entry)
-
-    async def never(*_: Any) -> bool:
-        return False
-
-    monkeypatch.setattr(Drainer, "send_files", late)
-    monkeypatch.setattr("tierckpt.drain.background_drains.BackgroundDrains.send_linked", never)
-    return is_there
-
-
 @pytest.mark.slow
 def test_two_levels_send_every_nth_and_the_last_checkpoint(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_there = slow_storage(monkeypatch)
+    is_there = hold_drains(monkeypatch)
     with Checkpointer(file_uri, interval=AutoInterval(overhead_max=0.9)) as checkpointer:
         last = train_until_saved(checkpointer, 6) + 1
         train(checkpointer, 1, first=last)
@@ -183,7 +162,7 @@ def test_two_levels_send_every_nth_and_the_last_checkpoint(
 def test_skipped_checkpoint_is_restorable_until_evicted(
     file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_storage(monkeypatch)  # the first upload never completes
+    hold_drains(monkeypatch)  # the first upload never completes
     checkpointer = Checkpointer(file_uri, interval=1, exposure_seconds_max=math.inf, exit_timeout_seconds=0)
     train(checkpointer, 6)
     checkpointer.wait("local")
@@ -201,16 +180,15 @@ def test_skipped_checkpoint_is_restorable_until_evicted(
 
 
 def test_tierckpt_drain_sends_the_newest_checkpoint_of_a_dead_job(
-    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     with monkeypatch.context() as slow:
-        slow_storage(slow)
+        hold_drains(slow)
         checkpointer = Checkpointer(file_uri, interval=1, exposure_seconds_max=math.inf, exit_timeout_seconds=0)
         train(checkpointer, 4)
         checkpointer.wait("local")
         tierckpt.client.close_all()  # as at process exit
-    assert cli(["drain", "--wait", "--json"]) == 0
-    outcomes = {row["uri"]: row["outcome"] for row in json.loads(capsys.readouterr().out)["entries"]}
+    outcomes = {row["uri"]: row["outcome"] for row in cli.answer("drain", "--wait")["entries"]}
     assert outcomes[f"{file_uri}/step-4"] == "committed"
     shutil.rmtree(local_root)
     state = {"w": torch.zeros(1000)}
@@ -233,8 +211,7 @@ def decide_together(uri: str, interval: Any, **options: Any) -> dict[str, Any]:
                 break
         pace = checkpointer._interval.pace  # private: the chosen interval
         chosen = [(record.step, record.is_sent) for record in checkpointer.stats], (pace.steps, pace.every)
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, chosen)
+    outcomes = of_each_rank(chosen)
     return {"same": all(one == outcomes[0] for one in outcomes), "saves": len(chosen[0]), "pace": chosen[1]}
 
 
@@ -253,9 +230,7 @@ def decide_apart_and_compare(uri: str) -> list[Any]:
     pacer.step_seconds = 0.1
     record = tierckpt.training.SaveRecord(1, "", 10, 0.1, 0.2)
     pacer.before_save(2, [record])
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, pacer.pace.steps if pacer.pace else None)
-    return outcomes
+    return of_each_rank(pacer.pace.steps if pacer.pace else None)
 
 
 @pytest.mark.slow
@@ -269,23 +244,7 @@ def test_all_ranks_decide_the_same(file_uri: str) -> None:
 
 def save_and_lose_two_nodes(uri: str, roots: str) -> dict[str, Any]:
     """Make six saves on two nodes while shared storage accepts nothing, then lose both nodes."""
-    import asyncio
-    import threading
-
-    from tierckpt.drain.background_drains import BackgroundDrains
-    from tierckpt.drain.drainer import Drainer
-
-    real, is_up = Drainer.send_files, threading.Event()
-
-    async def late(self: Drainer, entry: Any) -> None:
-        await asyncio.to_thread(is_up.wait, 60)
-        await real(self, entry)
-
-    async def never(*_: Any) -> bool:
-        return False
-
-    Drainer.send_files = late  # type: ignore[method-assign]
-    BackgroundDrains.send_linked = never  # type: ignore[assignment, method-assign]
+    is_up = hold_drains(pytest.MonkeyPatch())
     rank = dist.get_rank()
     root = Path(roots, f"node-{rank}")
     name = f"own-{rank}"
@@ -304,8 +263,7 @@ def save_and_lose_two_nodes(uri: str, roots: str) -> dict[str, Any]:
     state = {name: torch.zeros(5000), "both": torch.zeros(10)}
     outcome["restored"] = Checkpointer(uri, local_root=root).restore(state)
     outcome["value"] = state[name].unique().tolist()
-    outcomes: list[Any] = [None] * 2
-    dist.all_gather_object(outcomes, outcome)
+    outcomes = of_each_rank(outcome)
     return {key: [one[key] for one in outcomes] for key in outcome}
 
 
