@@ -16,6 +16,7 @@ from tests.compat.worker import launch
 from tests.fault.scenario_tools import of_each_rank
 from tierckpt import Checkpointer
 from tierckpt.arena.slots import arena_for
+from tierckpt.dcp import staging
 from tierckpt.errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
 from tierckpt.save import flush
 
@@ -142,8 +143,6 @@ def test_state_may_change_while_it_is_written(file_uri: str, gate: Gate) -> None
 
 def test_lazy_staging_saves_the_state_before_the_step(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are held until the optimizer step, which must wait for them; buffers must not need to wait."""
-    from tierckpt.dcp import staging
-
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
