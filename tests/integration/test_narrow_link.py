@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
-from tests.services import HttpServer
+from tests.services import HttpServer, S3Server
 from tierckpt.config import Settings
 from tierckpt.errors import StoreUnavailableError
 from tierckpt.format.layout import parse_uri
@@ -79,10 +79,8 @@ class Narrow(HttpServer):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Narrow]:
     narrow = Narrow()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", narrow.endpoint)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    for name, value in S3Server(narrow.endpoint, "testing", "testing").environment().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(get_concurrency, "WINDOW_SECONDS", 2.0)
     monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", MIN_RATE)
     monkeypatch.setattr(retry, "RETRIES_MAX", 1)

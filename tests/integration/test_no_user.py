@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -61,11 +62,12 @@ def run(shared_tmp: Path, tmp_path: Path) -> Path:
     return shared_tmp / "run"
 
 
-def run_as_user(command: list[str], **variables: str) -> tuple[int, str]:
-    env = {name: value for name, value in os.environ.items() if name not in UNSET}
-    done = subprocess.run(
-        [*AS_USER, sys.executable, *command], env={**env, **variables}, cwd="/", capture_output=True, text=True
-    )
+def run_as_user(command: list[str], within: Sequence[str] = (), **variables: str) -> tuple[int, str]:
+    """Run Python as the user. ``within``: a command that runs it in other namespaces; TMPDIR is of this one."""
+    unset = (*UNSET, "TMPDIR") if within else UNSET
+    env = {name: value for name, value in os.environ.items() if name not in unset} | variables
+    command = [*within, *AS_USER, sys.executable, *command]
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True)
     return done.returncode, done.stderr
 
 
@@ -110,11 +112,9 @@ def test_container_with_a_read_only_root(run: Path) -> None:
     script = 'mount -t tmpfs -o mode=1777 tmpfs "$0" && mount -o remount,ro,bind / && exec "$@"'
     sealed = ["unshare", "--mount", "sh", "-c", script, str(volume)]
     for line in ("prefetch {run}/step-1", "drill {run}", "agent --leave-when-idle --idle-seconds 0.1"):
-        command = [*sealed, *AS_USER, sys.executable, "-m", "tierckpt", *line.format(run=run).split()]
-        env = {name: value for name, value in os.environ.items() if name not in (*UNSET, "TMPDIR")}
-        env["TIERCKPT_LOCAL_ROOT"] = str(volume / "node")
-        done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        command = ["-m", "tierckpt", *line.format(run=run).split()]
+        code, output = run_as_user(command, sealed, TIERCKPT_LOCAL_ROOT=str(volume / "node"))
+        assert code == 0, output
 
 
 @pytest.mark.parametrize("below", ["", "below"])
