@@ -7,7 +7,6 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,40 +34,27 @@ END = r"^{bucket}(/run)? (answers|is accepted by its store) again after [\d.]+ s
 DETAILS = r"\(since [\d:]{8}, (next attempt in [\d.]+ s|requests are under way), ([\d.]+ [KM]iB wait|nothing waits) for"
 
 
-class Records(logging.Handler):
-    """Collects the records of tierckpt in this process."""
+class Records:
+    """The records of tierckpt in this process."""
 
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.all: list[logging.LogRecord] = []
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self._caplog, self.clear = caplog, caplog.clear
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.all.append(record)
+    @property
+    def all(self) -> list[logging.LogRecord]:
+        return [one for one in self._caplog.records if one.name.startswith("tierckpt")]
 
     def of(self, pattern: str, level: int = logging.INFO) -> list[logging.LogRecord]:
         return [one for one in self.all if one.levelno >= level and re.search(pattern, one.getMessage())]
 
     def lines(self, level: int = logging.WARNING) -> list[str]:
-        return [f"{one.levelname} {one.name}: {one.getMessage()}" for one in self.all if one.levelno >= level]
-
-
-@contextmanager
-def collected() -> Iterator[Records]:
-    logger, records = logging.getLogger("tierckpt"), Records()
-    before = logger.level
-    logger.addHandler(records)
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield records
-    finally:
-        logger.removeHandler(records)
-        logger.setLevel(before)
+        return [f"{one.levelname} {one.name}: {one.getMessage()}" for one in self.of("", level)]
 
 
 @pytest.fixture
-def records() -> Iterator[Records]:
-    with collected() as found:
-        yield found
+def records(caplog: pytest.LogCaptureFixture) -> Iterator[Records]:
+    caplog.set_level(logging.DEBUG, "tierckpt")
+    yield Records(caplog)
     close_all()
 
 
@@ -91,7 +77,7 @@ def outage(
         checkpointer = tierckpt.Checkpointer(uri, store_timeout_seconds=14, exit_timeout_seconds=20, **options)
         save(checkpointer, 1)
         checkpointer.wait(timeout_seconds=WAIT_SECONDS)
-        del records.all[:]
+        records.clear()
         fault(proxy, bucket.removeprefix("s3://"))
         begun = time.time()
         save(checkpointer, 2)
