@@ -9,12 +9,10 @@ TIERCKPT_TEST_REQUIRE_SERVERS=1                               a server that is n
 from __future__ import annotations
 
 import base64
-import ctypes
 import fcntl
 import os
 import secrets
 import shutil
-import signal
 import socket
 import ssl
 import subprocess
@@ -24,7 +22,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,7 +31,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-REPOSITORY = Path(__file__).parent.parent
+from tests.servers.fleet import REPOSITORY, die_with_parent
+
 PORTS = range(20_000, 32_000)
 START_TIMEOUT_SECONDS = 60.0
 REMOVED_SECONDS = 60.0
@@ -98,7 +97,9 @@ def shared_memory_alone() -> Iterator[None]:
 
 
 class HttpServer:
-    """A server in this process, on a port of its own. ``answer`` handles GET and HEAD."""
+    """A server in this process, on a port of its own. ``answer`` handles the requests of ``verbs``."""
+
+    verbs: tuple[str, ...] = ("GET", "HEAD")
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         server = self
@@ -112,8 +113,8 @@ class HttpServer:
             def do_GET(self) -> None:
                 server.answer(self)
 
-            do_HEAD = do_GET
-
+        for verb in self.verbs:
+            setattr(Handler, f"do_{verb}", Handler.do_GET)
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         if tls is not None:
@@ -123,6 +124,17 @@ class HttpServer:
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         raise NotImplementedError
+
+    @staticmethod
+    def say(
+        request: BaseHTTPRequestHandler, status: int, body: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        request.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            request.send_header(name, value)
+        request.end_headers()
+        if request.command != "HEAD":
+            request.wfile.write(body)
 
     def close(self) -> None:
         self._server.shutdown()
@@ -298,12 +310,6 @@ def _running(command: list[str], url: str, environment: dict[str, str]) -> Itera
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(60)
-
-
-def die_with_parent() -> None:
-    """Ask Linux to end this server when the test process goes, even by SIGKILL."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _wait_for_answer(url: str, process: subprocess.Popen[bytes]) -> None:

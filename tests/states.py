@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +63,12 @@ def save(uri: str, state: dict[str, Any], **options: Any) -> None:
         dcp.save(state, storage_writer=tierckpt.TierStorageWriter(uri, **options), no_dist=True)
 
 
+def save_drained(uri: str, state: dict[str, Any], **options: Any) -> None:
+    """Save, and wait until the checkpoint is on shared storage."""
+    save(uri, state, **options)
+    tierckpt.wait(uri, timeout_seconds=60)
+
+
 def load(uri: str, like: dict[str, Any], **options: Any) -> dict[str, Any]:
     target = zeros_like(like)
     with raises_ours():
@@ -79,3 +86,13 @@ class raises_ours:
             for cause, _ in error.failures.values():
                 if isinstance(cause, TierckptError):
                     raise cause
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    """Flip one bit of a file in place, under all its names; by default in its middle."""
+    with path.open("r+b") as file:
+        at = path.stat().st_size // 2 if at is None else at
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))

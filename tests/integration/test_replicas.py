@@ -21,7 +21,7 @@ from tests.compat.worker import launch
 from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
 from tests.services import HttpServer
-from tests.states import load, same, save, small_state, zeros_like
+from tests.states import flip, load, same, save, small_state, zeros_like
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.retention import Policy, Rule
 from tierckpt.cli.ui.app import run as cli
@@ -44,12 +44,7 @@ class EmptyBucket(HttpServer):
         is_listing = "list-type=2" in request.path
         body = b'<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>'
         body = body if is_listing else b'<?xml version="1.0"?><Error><Code>NoSuchKey</Code></Error>'
-        request.send_response(200 if is_listing else 404)
-        request.send_header("Content-Type", "application/xml")
-        request.send_header("Content-Length", str(len(body)))
-        request.end_headers()
-        if request.command == "GET":
-            request.wfile.write(body)
+        self.say(request, 200 if is_listing else 404, body, {"Content-Type": "application/xml"})
 
 
 @pytest.fixture(scope="module")
@@ -170,10 +165,8 @@ def test_damaged_peer_copy_is_never_returned(fleet: Fleet, tmp_path: Path) -> No
         good = shards(nodes[0])
         nodes[0].lose()
         (damaged,) = (nodes[1].root / "checkpoints").rglob("*.distcp")
-        data = bytearray(damaged.read_bytes())
-        data[len(data) // 2] ^= 1
         nodes[1].kill()
-        damaged.write_bytes(data)
+        flip(damaged)
         nodes[1].start()
         nodes[0].start()
         nodes.meet(2)

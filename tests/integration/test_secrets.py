@@ -11,15 +11,14 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 import pytest
 
-from tests.services import S3Server
+from tests.services import HttpServer, S3Server
 
 CANARIES = {
     "AWS_ACCESS_KEY_ID": "AKIACANARY0000000001",
@@ -136,44 +135,36 @@ def leaks(texts: dict[str, str]) -> list[str]:
     return sorted(set(found))
 
 
-class Echo(BaseHTTPRequestHandler):
+class Echo(HttpServer):
     """Refuses every request and repeats its credentials in the answer."""
 
+    verbs = ("GET", "HEAD", "PUT", "POST", "DELETE")
     requests = 0
 
-    def do_GET(self) -> None:
-        type(self).requests += 1
-        echoed = "".join(f"<{name}>{value}</{name}>" for name, value in self.headers.items())
-        token = self.headers.get("x-amz-security-token", "")
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        self.requests += 1
+        request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        echoed = "".join(f"<{name}>{value}</{name}>" for name, value in request.headers.items())
+        token = request.headers.get("x-amz-security-token", "")
         body = (
             f"<?xml version='1.0'?><Error><Code>InvalidArgument</Code>"
-            f"<Message>{token} is not {self.path}</Message><Token-0>{token}</Token-0>{echoed}"
-            f"<Resource>{self.path}</Resource></Error>"
+            f"<Message>{token} is not {request.path}</Message><Token-0>{token}</Token-0>{echoed}"
+            f"<Resource>{request.path}</Resource></Error>"
         ).encode()
-        self.send_response(400)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.say(request, 400, body)
 
-    def do_PUT(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.do_GET()
-
-    do_HEAD = do_POST = do_DELETE = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
+    def cloud(self, scheme: str) -> dict[str, str]:
+        if scheme == "s3":
+            return {"AWS_ENDPOINT_URL": self.endpoint}
+        account = {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_TOKEN": ""}
+        return {**account, "AZURE_STORAGE_ENDPOINT": self.endpoint}
 
 
 @pytest.fixture
-def echo() -> Iterator[str]:
-    Echo.requests = 0
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+def echo() -> Iterator[Echo]:
+    server = Echo()
+    yield server
+    server.close()
 
 
 def settings(tmp_path: Path) -> dict[str, str]:
@@ -212,20 +203,20 @@ def test_no_secret_in_output_at_debug(tmp_path: Path, moto: S3Server) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["s3", "az"])
-def test_credentials_repeated_by_a_server_are_redacted(scheme: str, tmp_path: Path, echo: str) -> None:
-    runs = Runs(tmp_path, {**settings(tmp_path), **cloud(scheme, echo)})
+def test_credentials_repeated_by_a_server_are_redacted(scheme: str, tmp_path: Path, echo: Echo) -> None:
+    runs = Runs(tmp_path, {**settings(tmp_path), **echo.cloud(scheme)})
     runs.python("save", SAVE_BADLY, f"{scheme}://bucket/run")
     runs.verbs(f"{scheme}://bucket/run")
-    assert Echo.requests > 10
+    assert echo.requests > 10
     assert "## verify 1" in runs.said["verbs stdout"]  # the verb did fail
     assert "InvalidArgument" in runs.said["verbs stderr"]
     assert leaks(runs.everything()) == []
 
 
 @pytest.mark.slow
-def test_control_without_redaction_the_credentials_leak(tmp_path: Path, echo: str) -> None:
+def test_control_without_redaction_the_credentials_leak(tmp_path: Path, echo: Echo) -> None:
     """The previous test can fail."""
-    runs = Runs(tmp_path, {**settings(tmp_path), **cloud("s3", echo)})
+    runs = Runs(tmp_path, {**settings(tmp_path), **echo.cloud("s3")})
     blind = "import tierckpt.redaction as r; r._pattern, r._SHAPES = lambda values: None, ()"
     runs.verbs("s3://bucket/run", before=blind)
     assert any("canarySessionToken" in leak for leak in leaks(runs.everything()))
@@ -274,9 +265,3 @@ def test_uri_with_a_credential_is_refused_without_repeating_it(tmp_path: Path) -
     refused = ["## ls 2", "## prefetch 2", "## drill 2"]
     assert sorted(runs.said["verbs stdout"].splitlines()) == sorted(refused * 2 * len(uris))
     assert leaks(runs.everything()) == []
-
-
-def cloud(scheme: str, endpoint: str) -> dict[str, str]:
-    if scheme == "s3":
-        return {"AWS_ENDPOINT_URL": endpoint}
-    return {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_ENDPOINT": endpoint, "AZURE_STORAGE_TOKEN": ""}

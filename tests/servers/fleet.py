@@ -273,6 +273,7 @@ def _redirect(out: str, err: str) -> None:
 
 
 def die_with_parent() -> None:
+    """Ask Linux to end this process when its parent goes, even by SIGKILL."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

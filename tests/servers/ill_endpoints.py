@@ -33,13 +33,7 @@ class Says(HttpServer):
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         self.requests[f"{request.command} {request.path}"] += 1
-        request.send_response(self.status)
-        for name, value in self.headers.items():
-            request.send_header(name, value)
-        request.send_header("Content-Length", str(len(self.body)))
-        request.end_headers()
-        if request.command != "HEAD":
-            request.wfile.write(self.body)
+        self.say(request, self.status, self.body, self.headers)
 
 
 class Greets:
