@@ -84,10 +84,13 @@ class Browser:
             if await self.value(expression):
                 return
 
-    async def screenshot(self) -> bytes:
-        """A PNG of the whole page."""
+    async def screenshot(self, name: str) -> bytes:
+        """A PNG of the whole page, which is also saved in the directory SCREENSHOTS, if that is set."""
         answer = await self._say("Page.captureScreenshot", captureBeyondViewport=True)
-        return base64.b64decode(answer["data"])
+        picture = base64.b64decode(answer["data"])
+        if folder := os.environ.get("SCREENSHOTS"):
+            await asyncio.to_thread(Path(folder, name).write_bytes, picture)
+        return picture
 
     async def _port(self) -> str:
         async for _ in self._tries("a port"):

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import tierckpt
-from tests.integration.test_store_trouble import forbidden, overloaded, reset, silent, until
+from tests.agents import until
+from tests.integration.test_store_trouble import forbidden, overloaded, reset, silent
 from tests.servers.faultproxy import FaultProxy
 from tests.services import S3Server
 from tierckpt.client import close_all
@@ -81,7 +82,7 @@ def outage(
         fault(proxy, bucket.removeprefix("s3://"))
         begun = time.time()
         save(checkpointer, 2)
-        until(lambda: bool(records.of(text.format(bucket=bucket), level)), WAIT_SECONDS, "the record")
+        until(lambda: records.of(text.format(bucket=bucket), level), "the record", WAIT_SECONDS)
         assert records.of(text.format(bucket=bucket), level)[0].created - begun <= DETECTION_SECONDS
         save(checkpointer, 3)
         if fault is not silent:
@@ -90,7 +91,7 @@ def outage(
         proxy.answer = None
         save(checkpointer, 4)
         checkpointer.wait(timeout_seconds=WAIT_SECONDS)
-        until(lambda: bool(records.of(END.format(bucket=bucket))), WAIT_SECONDS, "its end")
+        until(lambda: records.of(END.format(bucket=bucket)), "its end", WAIT_SECONDS)
         checkpointer.close()
 
 

@@ -1,10 +1,11 @@
-"""``tierckpt status --web``: documents of a node about real runs, and the page in a browser."""
+"""``tierckpt status --web``: documents of a node about real runs and of a cluster, and the page in a browser."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,9 +21,11 @@ import pytest
 import torch
 
 import tierckpt
+from tests.agents import agent_with_page, until
 from tests.browser import CHROMIUM, MISSING, PATIENCE_SECONDS, Browser
+from tests.integration.test_peers_agent import Node, agree, fleet, nodes
 from tests.services import S3Server
-from tests.states import save
+from tests.states import save, save_drained
 from tierckpt.agent.history import FIELDS, History
 from tierckpt.agent.node_document import node_document
 from tierckpt.checkpoint import local_commit
@@ -35,8 +38,8 @@ from tierckpt.config import Settings
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.format.layout import HISTORY_DIR, checks_file, local_dir, parse_uri
 from tierckpt.planning.goodput import stalls_of
-from tierckpt.poll import Poll
 
+__all__ = ["fleet", "nodes"]  # fixtures
 HINT = '<img src=x onerror="document.title=1">'
 
 
@@ -69,8 +72,7 @@ def waiting(uri: str, local_root: Path, error: str = "") -> JournalEntry:
 
 
 def test_steps_are_listed_by_tier_newest_first(file_uri: str, local_root: Path) -> None:
-    save(f"{file_uri}/step-1", {"w": torch.ones(64)})
-    tierckpt.wait(f"{file_uri}/step-1", timeout_seconds=60)
+    save_drained(f"{file_uri}/step-1", {"w": torch.ones(64)})
     entry = waiting(f"{file_uri}/step-2", local_root)
     document = node_document(Settings.load())
     rows = document["steps"]
@@ -145,8 +147,7 @@ def test_stall_of_saves_with_missing_records_is_shared() -> None:
 
 def test_last_verify_and_drill_are_recorded(file_uri: str, local_root: Path) -> None:
     assert node_document(Settings.load())["checks"] == {"verify": None, "drill": None}
-    save(f"{file_uri}/step-3", {"w": torch.ones(64)})
-    tierckpt.wait(f"{file_uri}/step-3", timeout_seconds=60)
+    save_drained(f"{file_uri}/step-3", {"w": torch.ones(64)})
     close_all()
     assert run(["verify", f"{file_uri}/step-3", "--json"]) == 0
     assert run(["drill", file_uri, "--json"]) == 0
@@ -174,8 +175,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 def test_progress_is_one_json_object_per_line(
     file_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(f"{file_uri}/step-1", {"w": torch.ones(1 << 16)})
-    tierckpt.wait(f"{file_uri}/step-1", timeout_seconds=60)
+    save_drained(f"{file_uri}/step-1", {"w": torch.ones(1 << 16)})
     close_all()
     capsys.readouterr()
     target = tmp_path / "restored"
@@ -203,27 +203,17 @@ def test_progress_is_one_json_object_per_line(
 @pytest.fixture
 def agent(local_root: Path) -> Iterator[str]:
     """The URL of a real agent's page."""
-    command = [sys.executable, "-m", "tierckpt", "agent", "--metrics-port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        url = next(line.split()[-1] for line in process.stderr if "metrics on" in line)
-        yield url.removesuffix("metrics")
-    finally:
-        process.terminate()
-        process.wait(PATIENCE_SECONDS)
+    with agent_with_page() as url:
+        yield url
 
 
 def test_agent_page_url_and_metrics(agent: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in range(100):  # the page may start before the agent answers
-        code = run(["status", "--web", "--json"])
-        out = capsys.readouterr().out
-        if code == 0:
-            break
-        time.sleep(0.1)
-    assert json.loads(out)["url"] == agent
-    with urllib.request.urlopen(f"{agent}status.json", timeout=PATIENCE_SECONDS) as answer:
-        document = json.load(answer)
+    def status() -> Any:
+        capsys.readouterr()
+        return run(["status", "--web", "--json"]) == 0 and json.loads(capsys.readouterr().out)
+
+    assert until(status, "the agent")["url"] == agent  # the page may start before the agent answers
+    document = get(agent, "status.json")
     assert run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out).keys() == (document.keys() - {"peers", "rollout"}) | {"gradient_logs"}
     with urllib.request.urlopen(f"{agent}metrics", timeout=PATIENCE_SECONDS) as answer:
@@ -237,14 +227,6 @@ def get(url: str, path: str, **query: str) -> Any:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code
-
-
-def until(holds: Callable[[], Any], what: str) -> Any:
-    """Wait until ``holds`` returns a true value and return it."""
-    for _ in Poll(PATIENCE_SECONDS):
-        if found := holds():
-            return found
-    raise AssertionError(f"not in {PATIENCE_SECONDS} s: {what}")
 
 
 def test_run_page_matches_info_and_report(
@@ -308,8 +290,7 @@ def test_abandoned_steps_and_pins_are_marked(moto: S3Server, s3_uri: str, agent:
 
 def test_large_lists_are_truncated_with_a_count(agent: str, file_uri: str) -> None:
     uri = parse_uri(f"{file_uri}/step-1").uri
-    save(uri, {f"layer.{n:04}": torch.ones(1) for n in range(300)})
-    tierckpt.wait(uri, timeout_seconds=60)
+    save_drained(uri, {f"layer.{n:04}": torch.ones(1) for n in range(300)})
     close_all()
     opened = get(agent, "checkpoint.json", uri=uri)
     assert (len(opened["tensors"]), opened["tensors_found"]) == (200, 300)
@@ -400,7 +381,6 @@ def test_without_an_agent_the_command_serves_the_page(local_root: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 async def test_browser_shows_a_run_in_progress(agent: str, file_uri: str, local_root: Path, tmp_path: Path) -> None:
-    """Saves a screenshot to the directory SCREENSHOTS, if set."""
     training(f"{file_uri}/run", range(1, 4), keep_last=8)
     record_check(local_root, "drill", {"uri": f"{file_uri}/run/step-3", "good": True})
     async with Browser() as browser:
@@ -419,11 +399,8 @@ async def test_browser_shows_a_run_in_progress(agent: str, file_uri: str, local_
         to_drain = await browser.value("document.querySelector('#lag').textContent")
         assert "paused" in to_drain and "1 set aside" in to_drain
         assert "all is on shared storage" not in to_drain
-        picture = await browser.screenshot()
-        assert picture.startswith(b"\x89PNG")
+        assert (await browser.screenshot("page.png")).startswith(b"\x89PNG")
         assert browser.errors == []
-    if folder := os.environ.get("SCREENSHOTS"):
-        await asyncio.to_thread(Path(folder, "page.png").write_bytes, picture)
 
 
 HOSTILE = "run-<img src=x onerror=document.title=1>&\"'" + "very-long-" * 18
@@ -436,7 +413,7 @@ HOSTILE = "run-<img src=x onerror=document.title=1>&\"'" + "very-long-" * 18
 async def test_browser_run_page_keeps_charts_on_reload(
     agent: str, file_uri: str, local_root: Path, width: int, theme: str
 ) -> None:
-    """Hostile names stay text, also in the page's URL. Saves screenshots to the directory SCREENSHOTS, if set."""
+    """Hostile names stay text, also in the page's URL."""
     run_uri = parse_uri(f"{file_uri}/{HOSTILE}").uri
     await asyncio.to_thread(training, run_uri, range(1, 4))
     async with Browser(width=width) as browser:
@@ -463,9 +440,116 @@ async def test_browser_run_page_keeps_charts_on_reload(
         assert await browser.value("document.documentElement.scrollWidth") <= width
         assert await browser.value("document.querySelectorAll('img').length") == 0
         assert await browser.value("document.title") != "1"
-        picture = await browser.screenshot()
+        await browser.screenshot(f"run-{width}-{theme}.png")
         await browser.open(f"{agent}#/run/{quote('/etc', safe='')}")
         await browser.until("document.querySelector('#run').textContent.includes('knows no such run')")
         assert [error for error in browser.errors if "404" not in error] == []
-    if folder := os.environ.get("SCREENSHOTS"):
-        await asyncio.to_thread(Path(folder, f"run-{width}-{theme}.png").write_bytes, picture)
+
+
+# --- the cluster page -------------------------------------------------------------------------------------------------
+
+DETECTION_SECONDS = 10.0
+
+
+@pytest.fixture
+def three(nodes: Callable[..., list[Node]]) -> list[Node]:
+    """Three agents with pages."""
+    found = [node.start_with_page() for node in nodes(3)]
+    until(lambda: agree(found), "three connected agents")
+    return found
+
+
+def cluster(node: Node) -> dict[str, Any]:
+    """Return the nodes on its page, by address."""
+    return {row["address"]: row for row in json.loads(node.get("cluster.json"))["nodes"]}
+
+
+def waiting_step(root: Path, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the node at ``root`` that its agent may not drain."""
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(root))
+    change_control(root, paused=True)
+    save(uri, {"w": torch.ones(1 << 16)})
+    close_all()
+
+
+@pytest.mark.slow
+def test_cluster_page_shows_drains_and_a_silent_node(
+    three: list[Node], s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer, _, stopped = three
+    first, second, third = (node.address for node in three)
+    waiting_step(three[1].root, f"{s3_uri}/run/step-7", monkeypatch)
+
+    def is_reported() -> Any:
+        found = cluster(observer)
+        return found if len(found) == 3 and (found[second]["drains"] or {}).get("entries") else None
+
+    found = until(is_reported, "the backlog of the second node")
+    drains = found[second]["drains"]
+    assert (drains["state"], drains["entries"]) == ("paused", 1) and drains["lag_bytes"] > 1 << 18
+    (run,) = drains["runs"]
+    assert (run["run"], run["newest_step"], run["safe_step"]) == (f"{s3_uri}/run", 7, None)
+    assert found[first]["is_this"] and found[first]["drains"]["state"] == "nothing to drain"
+    assert all(row["answers"] for row in found.values())
+
+    stopped.signal(signal.SIGSTOP)
+    begun = time.time()
+    row = until(lambda: row if not (row := cluster(observer)[third])["answers"] else None, "the stopped node")
+    assert time.time() - begun <= DETECTION_SECONDS
+    assert begun - DETECTION_SECONDS <= row["silent_since_unix_seconds"] <= time.time()
+    assert row["drains"]["state"] == "nothing to drain"  # from its last answer
+    assert next(iter(cluster(observer))) == third  # sorted first
+    stopped.signal(signal.SIGCONT)
+    until(lambda: cluster(observer)[third]["answers"], "return of the stopped node")
+    stopped.signal(signal.SIGTERM)
+    until(lambda: cluster(observer)[third]["state"] == "left", "departure of the stopped node")
+    assert cluster(observer)[third]["silent_since_unix_seconds"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+@pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (420, "dark")])
+async def test_browser_shows_a_stopped_node_first(three: list[Node], width: int, theme: str) -> None:
+    observer, _, stopped = three
+    async with Browser(width=width) as browser:
+        await browser.emulate_theme(theme)
+        await browser.open(f"{observer.page}#/cluster")
+        await browser.until("document.querySelectorAll('#nodes tbody tr').length === 3")
+        await asyncio.to_thread(stopped.signal, signal.SIGSTOP)
+        await browser.until("document.querySelector('#cluster .alarm')?.textContent.includes('does not answer')")
+        first = await browser.value("document.querySelector('#nodes tbody tr').textContent")
+        assert "silent for" in first
+        await browser.until("document.querySelector('#nav').textContent.includes('1 node silent')")
+        assert await browser.value("document.documentElement.scrollWidth") <= width
+        await browser.screenshot(f"cluster-{width}-{theme}.png")
+        assert browser.errors == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
+async def test_running_rollout_is_at_the_top_of_the_page(
+    three: list[Node], s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its end it moves below the runs."""
+    observer = three[0]
+    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(observer.root))
+    model = f"{s3_uri}/model"
+    await asyncio.to_thread(save, f"{model}/step-1", {"w": torch.ones(24 << 20)}, drain=True)
+    await asyncio.to_thread(tierckpt.wait, f"{model}/step-1", timeout_seconds=PATIENCE_SECONDS)
+    await asyncio.to_thread(close_all)
+    async with Browser() as browser:
+        await browser.open(observer.page)
+        await browser.until("document.querySelector('#peers')?.parentElement.id === 'idle'")
+        own = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+        own |= {"TIERCKPT_CHUNK_SIZE_BYTES": "1MiB", "TIERCKPT_CONCURRENCY": "1"}  # so that it takes a while
+        prefetch = ["prefetch", f"{model}/step-1", "--json"]
+        fetching = [node.fleet.start(prefetch, node.environment() | own) for node in three]
+        await browser.until("document.querySelector('#active').children.length > 0")
+        order = "[...document.querySelectorAll('#active, #steps')].map(node => node.id).join()"
+        assert await browser.value(order) == "active,steps"
+        assert await browser.value("document.querySelector('#active').getBoundingClientRect().top") < 200
+        await browser.screenshot("rollout.png")
+        ended = [await asyncio.to_thread(process.wait, PATIENCE_SECONDS) for process in fetching]
+        assert [one and one.code for one in ended] == [0, 0, 0]
+        await browser.until("document.querySelector('#active').children.length === 0")
+        assert browser.errors == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import random
 import signal
 import socket
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.agents import until as poll_until
 from tests.compat.worker import launch
 from tests.peer_node import secret_file
 from tests.servers.fleet import Fleet, Process
@@ -55,6 +55,7 @@ class Node:
     peers: str
     more: dict[str, str] = field(default_factory=dict)
     agent: Process | None = None
+    page: str = ""
 
     def environment(self) -> dict[str, str]:
         return {
@@ -68,6 +69,15 @@ class Node:
     def start(self, *options: str) -> Node:
         self.agent = self.fleet.start(["agent", *options], self.environment())
         return self
+
+    def start_with_page(self) -> Node:
+        port = free_port()
+        self.page = f"http://127.0.0.1:{port}/"
+        return self.start("--metrics-port", str(port))
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.page + path, timeout=WAIT_SECONDS) as answer:
+            return str(answer.read().decode())
 
     def ask(self, op: str, **more: Any) -> Any:
         with self.contact() as contact:
@@ -123,13 +133,8 @@ def nodes(fleet: Fleet, tmp_path: Path) -> Iterator[Callable[..., list[Node]]]:
             node.agent.kill()
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> float:
-    """Wait for ``condition``. Returns the seconds it took."""
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun < seconds, f"not within {seconds:g} s: {what}"
-        time.sleep(0.1)
-    return time.monotonic() - begun
+def until(condition: Callable[[], bool], what: str) -> None:
+    poll_until(condition, what, WAIT_SECONDS)
 
 
 def agree(some: Sequence[Node]) -> bool:
@@ -165,17 +170,6 @@ def test_eight_agents_join_and_detect_kill_leave_and_return(nodes: Callable[...,
     killed.start()
     until(lambda: agree([*rest, killed]), "return of the killed agent at another address")
     assert killed.name == name
-
-
-@pytest.mark.slow
-def test_stopped_agent_is_dropped_and_readmitted_when_it_continues(nodes: Callable[..., list[Node]]) -> None:
-    cluster = [node.start() for node in nodes(3)]
-    until(lambda: agree(cluster), "three connected agents")
-    *rest, stopped = cluster
-    stopped.signal(signal.SIGSTOP)
-    until(lambda: agree(rest), "removal of the stopped agent")
-    stopped.signal(signal.SIGCONT)
-    until(lambda: agree(cluster), "three connected agents again")
 
 
 def test_node_with_another_secret_is_refused_with_the_reason(nodes: Callable[..., list[Node]]) -> None:
@@ -335,14 +329,6 @@ def test_heartbeats_do_not_keep_an_idle_agent_but_a_fetch_does(
     until(lambda: agree([staying]), "departure of the idle agent")
 
 
-def test_agents_are_found_through_the_jobs_store(nodes: Callable[..., list[Node]]) -> None:
-    cluster = [node.start() for node in nodes(3, peers="torchrun")]
-    until(lambda: all(node.live() == {node.address} for node in cluster), "three unconnected agents")
-    for node in cluster[1:]:
-        node.ask("peer_addresses", addresses=[cluster[0].address, "169.254.169.254:80"])
-    until(lambda: agree(cluster), "three connected agents")
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_torchrun_job_introduces_the_agents_of_its_nodes(nodes: Callable[..., list[Node]]) -> None:
@@ -418,21 +404,6 @@ def test_status_shows_members_and_survivable_losses(nodes: Callable[..., list[No
         assert word in text
 
 
-@pytest.mark.slow
-def test_metrics_page_reports_members(nodes: Callable[..., list[Node]]) -> None:
-    port = free_port()
-    (one,) = nodes(1)
-    (other,) = nodes(1, peers=one.address)
-    cluster = [one.start("--metrics-port", str(port)), other.start()]
-    until(lambda: agree(cluster), "two connected agents")
-
-    def members_are_exported() -> bool:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
-            return 'tierckpt_peer_members{state="live"} 1.0' in page.read().decode()
-
-    until(members_are_exported, "the gauge")
-
-
 def test_status_without_an_agent(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
     (node,) = nodes(1)
     assert "no agent runs" in output_of(fleet.start(["status", "--peers", "--json"], node.environment()))["problem"]
@@ -463,16 +434,15 @@ def test_rollout_is_watched_until_all_nodes_are_complete(nodes: Callable[..., li
 
 @pytest.mark.slow
 def test_page_shows_a_rollout_by_nodes_and_chunks_and_members(nodes: Callable[..., list[Node]]) -> None:
-    port = free_port()
-    (one,) = nodes(1)
-    (other,) = nodes(1, peers=one.address)
-    cluster = [one.start("--metrics-port", str(port)), other.start()]
+    one, other = nodes(2)
+    cluster = [one.start_with_page(), other.start()]
     until(lambda: agree(cluster), "two connected agents")
+    until(lambda: 'tierckpt_peer_members{state="live"} 1.0' in one.get("metrics"), "the gauge")
     frozen, data = model()
     fillings = [PartialEntry(node.root / "cache" / frozen.name, frozen, preallocate=False) for node in cluster]
     write_chunks(fillings[0], data, [0, 1, 2])
     write_chunks(fillings[1], data, [5])
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/events", timeout=60) as events:
+    with urllib.request.urlopen(f"{one.page}events", timeout=60) as events:
         for line in events:
             document = json.loads(line[6:]) if line.startswith(b"data: ") else {}
             rollout = document.get("rollout") or {"nodes": []}
@@ -510,17 +480,3 @@ def test_watch_ends_with_the_error_of_the_fetch(nodes: Callable[..., list[Node]]
     ended = fleet.start(["prefetch", f"file://{tmp_path}/none", "--watch"], node.environment()).wait(WAIT_SECONDS)
     assert ended is not None
     assert ended.code == 4
-
-
-def test_a_node_keeps_its_name(nodes: Callable[..., list[Node]]) -> None:
-    (node,) = nodes(1)
-    names = set()
-    for _ in range(2):
-        node.start()
-        until(lambda: node.live() == {node.address}, "the agent's start")
-        names.add(node.name)
-        node.signal(signal.SIGTERM)
-        assert node.agent is not None
-        assert node.agent.wait(WAIT_SECONDS)
-    assert len(names) == 1
-    assert os.stat(node.root / "agent" / "node-name").st_size  # noqa: PTH116

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
-import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import tierckpt
+from tests.agents import agent_with_page, until
 from tests.browser import CHROMIUM, MISSING, PATIENCE_SECONDS, Browser
 from tests.servers.faultproxy import FaultProxy, Kind, Plan
 from tests.services import S3Server
-from tests.states import save
+from tests.states import save, save_drained
 from tierckpt.agent import node_document as documents
 from tierckpt.agent.node_document import node_document
 from tierckpt.cli.ui.app import run
@@ -30,27 +27,12 @@ from tierckpt.config import Settings
 from tierckpt.drain import rate_limiter
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.format.layout import local_dir, parse_uri
-from tierckpt.poll import Poll
 
 DETECTION_SECONDS = 10.0
 REASON = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access Denied here</Message></Error>"
 FORBIDDEN = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%s" % (len(REASON), REASON)
 QUOTA = b"<?xml version='1.0'?><Error><Code>QuotaExceeded</Code></Error>"  # as Ceph answers a PUT
 FULL = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\n\r\n%s" % (len(QUOTA), QUOTA)
-
-
-@contextlib.contextmanager
-def agent_with_page(endpoint: str) -> Iterator[str]:
-    """Run an agent with the store at ``endpoint``; yield the URL of its page."""
-    command = [sys.executable, "-m", "tierckpt", "agent", "--metrics-port", "0"]
-    environment = os.environ | {"AWS_ENDPOINT_URL": endpoint}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert process.stderr is not None
-        yield next(line.split()[-1] for line in process.stderr if "metrics on" in line).removesuffix("metrics")
-    finally:
-        process.terminate()
-        process.wait(PATIENCE_SECONDS)
 
 
 def reset(proxy: FaultProxy, bucket: str) -> None:
@@ -85,25 +67,10 @@ CASES: dict[Callable[[FaultProxy, str], None], tuple[str, str]] = {
 
 def waiting_step(uri: str, local_root: Path) -> None:
     """Save two steps: one drained, one pending."""
-    save(f"{uri}/step-1", {"w": torch.ones(1 << 16)})
-    tierckpt.wait(f"{uri}/step-1", timeout_seconds=PATIENCE_SECONDS)
+    save_drained(f"{uri}/step-1", {"w": torch.ones(1 << 16)})
     change_control(local_root, paused=True)
     save(f"{uri}/step-2", {"w": torch.ones(1 << 16)})
     close_all()
-
-
-def until(holds: Callable[[], bool], seconds: float, what: str) -> None:
-    for _ in Poll(seconds):
-        if holds():
-            return
-    raise AssertionError(f"waited {seconds} s for {what}")
-
-
-def until_seen(find: Callable[[], Any]) -> tuple[Any, float]:
-    """Poll ``find`` until it returns a true value. Returns the value and the seconds taken."""
-    begun = time.monotonic()
-    until(lambda: bool(find()), PATIENCE_SECONDS, "report of the failure")
-    return find(), time.monotonic() - begun
 
 
 @pytest.mark.parametrize(
@@ -121,13 +88,14 @@ def test_store_failure_is_shown_everywhere(
     state, says = CASES[fault]
     waiting_step(s3_uri, local_root)
     bucket, proxy = s3_uri.split("/")[2], FaultProxy(moto.endpoint)
-    with proxy.running() as endpoint, agent_with_page(endpoint) as url:
+    with proxy.running() as endpoint, agent_with_page(AWS_ENDPOINT_URL=endpoint) as url:
         fault(proxy, bucket)
         change_control(local_root, paused=False)
-        (row,), seconds = until_seen(lambda: [
-            row for row in node_document(Settings.load())["stores"] if says in row["cause"]
-        ])  # fmt: skip
-        assert seconds <= DETECTION_SECONDS
+        begun = time.monotonic()
+        (row,) = until(
+            lambda: [row for row in node_document(Settings.load())["stores"] if says in row["cause"]], "the failure"
+        )
+        assert time.monotonic() - begun <= DETECTION_SECONDS
         assert (row["store"], row["state"], row["entries"]) == (f"s3://{bucket}", state, 1)
         assert 0 <= time.time() - row["since_unix_seconds"] < 60 and row["size_bytes"] > 0 and row["runs"] == [s3_uri]
 
@@ -151,14 +119,14 @@ def test_store_failure_is_shown_everywhere(
         tiers = {row["step"]: (row["local"], row["shared"]) for row in of_run["checkpoints"]}
         not_there = None if can_read else "unknown"  # to this node
         assert tiers == {2: ("committed", not_there), 1: ("committed", "committed")}
-        until(lambda: f'tierckpt_store_waiting_bytes{{store="s3://{bucket}"}}' in metrics(url), 20, "the metrics")
+        until(lambda: f'tierckpt_store_waiting_bytes{{store="s3://{bucket}"}}' in metrics(url), "the metrics", 20)
         assert 'tierckpt_queue_entries{state="failed"} 1.0' in metrics(url)
 
         proxy.plans.clear()
         proxy.answer = None
         if state == "refused":
             return
-        until(lambda: not node_document(Settings.load())["journal"], PATIENCE_SECONDS, "resumption of the drain")
+        until(lambda: not node_document(Settings.load())["journal"], "resumption of the drain")
         assert node_document(Settings.load())["stores"] == []
         (of_run,) = node_document(Settings.load())["runs"]
         assert of_run["if_this_node_dies"] == "nothing is lost: step 2 is on shared storage"
@@ -174,7 +142,7 @@ def test_evicted_drained_step_is_still_the_safe_step(moto: S3Server, s3_uri: str
         time.sleep(1.5 * rate_limiter.CONTROL_CHECK_SECONDS)
         for step in (2, 3, 4):
             checkpointer.save(step, {"w": torch.ones(10)}).result()
-        until(lambda: not (local_dir(local_root, parse_uri(s3_uri)) / "step-1/.tierckpt").exists(), 20, "pruning")
+        until(lambda: not (local_dir(local_root, parse_uri(s3_uri)) / "step-1/.tierckpt").exists(), "pruning", 20)
         (row,) = node_document(Settings.load())["runs"]
         assert (row["newest_step"], row["safe_step"], row["lag_steps"]) == (4, 1, 3)
         assert row["if_this_node_dies"].startswith("3 steps up to 4 are lost")
@@ -193,12 +161,8 @@ def test_paused_or_throttled_drain_does_not_count_as_waiting_for_its_store(
 ) -> None:
     """Paused or rate-limited: the pause in sending exceeds the timeout of a silent store."""
     waiting_step(s3_uri, local_root)
-    with agent_with_page(moto.endpoint):
-        until(
-            lambda: bool(node_document(Settings.load())["journal"][0]["drain"]["bytes_per_second"] == 0),
-            20,
-            "the pause",
-        )
+    with agent_with_page():
+        until(lambda: node_document(Settings.load())["journal"][0]["drain"]["bytes_per_second"] == 0, "the pause", 20)
         time.sleep(documents.IDLE_SECONDS + 2)
         document = node_document(Settings.load())
         assert ([row["drain"]["state"] for row in document["journal"]], document["stores"]) == (["queued"], [])
@@ -216,7 +180,7 @@ def test_control_silent_store_mistaken_for_busy_is_detected(
     monkeypatch.setattr(documents, "IDLE_SECONDS", 1e9)
     waiting_step(s3_uri, local_root)
     bucket, proxy = s3_uri.split("/")[2], FaultProxy(os.environ["AWS_ENDPOINT_URL"])
-    with proxy.running() as endpoint, agent_with_page(endpoint):
+    with proxy.running() as endpoint, agent_with_page(AWS_ENDPOINT_URL=endpoint):
         silent(proxy, bucket)
         change_control(local_root, paused=False)
         time.sleep(DETECTION_SECONDS - 2)
@@ -227,10 +191,9 @@ def test_control_silent_store_mistaken_for_busy_is_detected(
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 @pytest.mark.parametrize("width", [1400, 420])
 async def test_page_shows_the_failure_at_the_top(width: int, moto: S3Server, s3_uri: str, local_root: Path) -> None:
-    """Saves screenshots to the directory SCREENSHOTS, if set."""
     await asyncio.to_thread(waiting_step, s3_uri, local_root)
     proxy = FaultProxy(moto.endpoint)
-    with proxy.running() as endpoint, agent_with_page(endpoint) as url:
+    with proxy.running() as endpoint, agent_with_page(AWS_ENDPOINT_URL=endpoint) as url:
         reset(proxy, s3_uri.split("/")[2])
         change_control(local_root, paused=False)
         async with Browser(width=width) as browser:
@@ -242,7 +205,5 @@ async def test_page_shows_the_failure_at_the_top(width: int, moto: S3Server, s3_
             assert top < 200  # above everything else
             assert await browser.value("document.documentElement.scrollWidth") <= width
             await browser.until("document.querySelector('#steps .chip.fail')?.textContent === 'waiting for the store'")
-            picture = await browser.screenshot()
+            await browser.screenshot(f"trouble-{width}.png")
             assert browser.errors == []
-    if folder := os.environ.get("SCREENSHOTS"):
-        await asyncio.to_thread(Path(folder, f"trouble-{width}.png").write_bytes, picture)
