@@ -1,8 +1,10 @@
-"""Reads of a load: only the requested rows, directly to their destination, without parsing items."""
+"""Reads of a load: only the requested rows, verified, from any tier, to their destination, without parsing items."""
 
 from __future__ import annotations
 
-import io
+import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,49 +14,21 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from xxhash import xxh3_128
 
 import tierckpt
-from tests.states import raises_ours, save
-from tierckpt.dcp import reader
+from tests.reads import PartPlanner, asked, part, read_parts, told
+from tests.states import flip, raises_ours, save, save_drained
+from tierckpt.client import close_all
 from tierckpt.dcp import reader as readers
 from tierckpt.errors import IntegrityError
+from tierckpt.format import manifest as manifests
+from tierckpt.format.layout import MANIFEST, blocks_file, local_dir, parse_uri
+from tierckpt.format.manifest import DIGEST_BLOCK_BYTES
 from tierckpt.read.parallel_read import Piece
-from tierckpt.read.replicated_file import LocalCopy
-from tierckpt.types import ByteRange
 
 CHUNK = 64 * 1024
 ROWS, COLUMNS = 1000, 250
-
-
-class PartPlanner:
-    """A planner that requests parts of tensors."""
-
-    def __init__(self, **targets: torch.Tensor) -> None:
-        self.targets, self.committed = targets, []  # type: ignore[var-annotated]
-
-    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
-        return self.targets[item.storage_index.fqn]
-
-    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
-        self.committed.append(item.storage_index.fqn)
-
-    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("nothing here is an object")
-
-
-def part(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> ReadItem:
-    index = MetadataIndex(name, torch.Size([0] * len(offsets)))
-    sizes = torch.Size(lengths), torch.Size(offsets)
-    return ReadItem(LoadItemType.TENSOR, index, torch.Size([0] * len(offsets)), index, sizes[1], sizes[0])
-
-
-def read(uri: str, items: list[ReadItem], **targets: torch.Tensor) -> None:
-    reader = tierckpt.TierStorageReader(uri)
-    reader.set_up_storage_reader(reader.read_metadata(), True)
-    planner = PartPlanner(**targets)
-    reader.read_data(LoadPlan(items), planner)  # type: ignore[arg-type]
-    assert sorted(planner.committed) == sorted(item.storage_index.fqn for item in items)
 
 
 @pytest.fixture
@@ -72,38 +46,11 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def chunks_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the chunks read from files on the SSD, except metadata."""
-    indices: list[int] = []
-    real = LocalCopy.read
-
-    def note(self: LocalCopy, byte_range: ByteRange, into: memoryview | None = None) -> Any:
-        if into is not None:
-            indices.append(byte_range.start // CHUNK)
-        return real(self, byte_range, into)
-
-    monkeypatch.setattr(LocalCopy, "read", note)
-    return indices
-
-
-@pytest.fixture
 def matrix(file_uri: str) -> tuple[str, torch.Tensor]:
     """A tensor of a million bytes in sixteen chunks."""
     tensor = torch.randn(ROWS, COLUMNS)
     save(f"{file_uri}/step-1", {"matrix": tensor}, chunk_size_bytes=CHUNK)
     return f"{file_uri}/step-1", tensor
-
-
-def test_only_requested_rows_are_read(
-    matrix: tuple[str, torch.Tensor], parsed: list[str], chunks_read: list[int]
-) -> None:
-    uri, tensor = matrix
-    target = torch.empty(300, COLUMNS)
-    read(uri, [part("matrix", (500, 0), (300, COLUMNS))], matrix=target)
-    assert torch.equal(target, tensor[500:800])
-    first, last = 500 * COLUMNS * 4 // CHUNK, (800 * COLUMNS * 4 + 4096) // CHUNK
-    assert sorted(chunks_read) == [0, *range(first, last + 1)]  # chunk 0 holds the item's head
-    assert parsed == []
 
 
 @pytest.mark.parametrize(
@@ -121,7 +68,7 @@ def test_columns_are_read_through_rows(
     matrix: tuple[str, torch.Tensor], target: torch.Tensor, parsed: list[str]
 ) -> None:
     uri, tensor = matrix
-    read(uri, [part("matrix", (600, 50), (300, 100))], matrix=target)
+    read_parts(uri, [part("matrix", (600, 50), (300, 100))], PartPlanner(matrix=target))
     assert torch.equal(target, tensor[600:900, 50:150].to(target.dtype))
     assert parsed == []
 
@@ -130,34 +77,22 @@ def test_items_of_stock_dcp_are_read_without_parsing(file_uri: str, parsed: list
     state = {"w": torch.randn(100, 10), "b": torch.randn(7).bfloat16(), "n": torch.tensor(3), "e": torch.empty(0, 4)}
     dcp.save(state, storage_writer=FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
     loaded = {name: torch.ones_like(value) for name, value in state.items()}
-    with raises_ours():
-        dcp.load(loaded, storage_reader=tierckpt.TierStorageReader(f"{file_uri}/stock"), no_dist=True)
+    load_into(f"{file_uri}/stock", loaded)
     assert all(torch.equal(loaded[name], value) for name, value in state.items())
     assert parsed == []
-
-
-def test_item_that_does_not_match_its_metadata_is_parsed(file_uri: str, parsed: list[str]) -> None:
-    """Stock DCP stores a conjugate view as such: its raw bytes are not its values."""
-    state = {"plain": torch.randn(10), "view": torch.randn(50, dtype=torch.complex64).conj()}
-    dcp.save(state, storage_writer=FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
-    loaded = {name: torch.ones_like(value) for name, value in state.items()}
-    with raises_ours():
-        dcp.load(loaded, storage_reader=tierckpt.TierStorageReader(f"{file_uri}/stock"), no_dist=True)
-    assert all(torch.equal(loaded[name], value) for name, value in state.items())
-    assert parsed == ["view"]
 
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
     """Record the pieces that a load requests of files."""
     requested: list[Piece] = []
-    real = reader.pull
+    real = readers.pull
 
     def pull(wanted: Any, *args: Any, **options: Any) -> None:
         requested.extend(piece for _, pieces in wanted for piece in pieces)
         real(wanted, *args, **options)
 
-    monkeypatch.setattr(reader, "pull", pull)
+    monkeypatch.setattr(readers, "pull", pull)
     return requested
 
 
@@ -241,6 +176,7 @@ def test_custom_planner_resolves_small_tensors(file_uri: str, by: str) -> None:
 
 
 def test_only_mismatched_items_of_a_group_are_parsed(file_uri: str, parsed: list[str]) -> None:
+    """Stock DCP stores a conjugate view as such: its raw bytes are not its values."""
     state = {f"t.{n}": torch.randn(40, dtype=torch.complex64) for n in range(9)}
     state["t.4"] = state["t.4"].conj()
     dcp.save(state, storage_writer=FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
@@ -254,11 +190,10 @@ def test_bad_chunk_error_names_a_small_tensor_in_it(file_uri: str) -> None:
     state = {f"t.{n}": torch.full((512,), n) for n in range(100)}
     save(f"{file_uri}/step-1", state, chunk_size_bytes=CHUNK)
     [shard] = Path(file_uri).rglob("*.distcp")
-    data = bytearray(shard.read_bytes())
-    data[5 * CHUNK + 100] ^= 1
-    shard.write_bytes(data)
+    flip(shard, 5 * CHUNK + 100)
     with pytest.raises(IntegrityError) as caught:
         load_into(f"{file_uri}/step-1", state)
+    assert caught.value.context["checkpoint"] == f"{file_uri}/step-1"
     metadata = tierckpt.TierStorageReader(f"{file_uri}/step-1").read_metadata()
     [place] = [info for index, info in metadata.storage_data.items() if index.fqn == caught.value.context["tensor"]]
     assert place.offset < 6 * CHUNK
@@ -280,16 +215,9 @@ def test_reads_that_need_a_buffer_use_windows(
     monkeypatch.setattr(readers, "WINDOW_BYTES", 2 * 100 * COLUMNS * 4)
     monkeypatch.setattr(readers, "batches", counted)
     loaded = {f"part-{at}": torch.empty(100, 10) for at in range(0, ROWS, 100)}
-    planner = PartPlanner(**loaded)
-
-    def resolve(item: ReadItem) -> torch.Tensor:
-        return loaded[f"part-{item.storage_offsets[0]}"]
-
-    monkeypatch.setattr(planner, "resolve_tensor", resolve)
-    reader = tierckpt.TierStorageReader(uri)
-    reader.set_up_storage_reader(reader.read_metadata(), True)
-    items = [part("matrix", (at, 5), (100, 10)) for at in range(0, ROWS, 100)]
-    reader.read_data(LoadPlan(items), planner)  # type: ignore[arg-type]
+    planner = PartPlanner()
+    monkeypatch.setattr(planner, "resolve_tensor", lambda item: loaded[f"part-{item.storage_offsets[0]}"])
+    read_parts(uri, [part("matrix", (at, 5), (100, 10)) for at in range(0, ROWS, 100)], planner)
     assert windows == [2, 2, 2, 2, 2]
     assert all(torch.equal(loaded[f"part-{at}"], tensor[at : at + 100, 5:15]) for at in range(0, ROWS, 100))
 
@@ -297,17 +225,157 @@ def test_reads_that_need_a_buffer_use_windows(
 def test_a_part_beyond_the_tensor_is_refused(matrix: tuple[str, torch.Tensor]) -> None:
     uri, _ = matrix
     with pytest.raises(IntegrityError, match="less than its metadata says"):
-        read(uri, [part("matrix", (900, 0), (200, COLUMNS))], matrix=torch.empty(200, COLUMNS))
+        read_parts(uri, [part("matrix", (900, 0), (200, COLUMNS))], PartPlanner(matrix=torch.empty(200, COLUMNS)))
 
 
-def test_bad_chunk_error_names_tensor_and_checkpoint(file_uri: str) -> None:
-    state = {"first": torch.randn(100_000), "second": torch.randn(100_000)}
-    save(f"{file_uri}/step-1", state, chunk_size_bytes=CHUNK)
-    [shard] = Path(file_uri).rglob("*.distcp")  # a hard link to the SSD's file, so both copies are bad
-    data = bytearray(shard.read_bytes())
-    data[-3 * CHUNK] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(IntegrityError) as caught, raises_ours():
-        dcp.load(state, storage_reader=tierckpt.TierStorageReader(f"{file_uri}/step-1"), no_dist=True)
-    assert caught.value.context["tensor"] == "second"
-    assert caught.value.context["checkpoint"] == f"{file_uri}/step-1"
+# --- parts of tensors from each tier ----------------------------------------------------------------------------------
+
+MiB = 1 << 20
+STATE_ROWS, ROW_BYTES = 24, MiB
+NAMES = ("a", "b")
+FIRST, COUNT = 7, 8
+"""A dim-0 shard: a third of the rows of each tensor, not at its edge."""
+NEEDED = len(NAMES) * COUNT * ROW_BYTES
+
+
+def read_rows(uri: str, first: int = FIRST, count: int = COUNT) -> dict[str, torch.Tensor]:
+    targets = {name: torch.zeros(count, ROW_BYTES // 4) for name in NAMES}
+    with raises_ours():
+        read_parts(uri, [part(name, (first, 0), (count, ROW_BYTES // 4)) for name in NAMES], PartPlanner(**targets))
+    return targets
+
+
+@pytest.fixture(scope="module")
+def state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {name: torch.randn(STATE_ROWS, ROW_BYTES // 4) for name in NAMES}
+
+
+def is_right(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor], first: int = FIRST) -> bool:
+    return all(torch.equal(value, state[name][first : first + len(value)]) for name, value in found.items())
+
+
+def lose_local(uri: str) -> None:
+    """Remove the node's local copy."""
+    close_all()
+    shutil.rmtree(Path(os.environ["TIERCKPT_LOCAL_ROOT"]))
+
+
+def local(uri: str) -> Path:
+    return local_dir(Path(os.environ["TIERCKPT_LOCAL_ROOT"]), parse_uri(uri))
+
+
+@pytest.mark.parametrize("place", ["ssd", "mount"])
+def test_dim_0_shard_reads_at_most_a_tenth_more_than_its_bytes(
+    place: str, file_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"{file_uri}/step-1"
+    save_drained(uri, state)
+    if place == "mount":
+        lose_local(uri)
+    with told() as read, asked(monkeypatch) as got:
+        assert is_right(read_rows(uri), state)
+    assert NEEDED <= got["files"] <= 1.1 * NEEDED
+    tier = "local" if place == "ssd" else "shared"
+    assert NEEDED <= read[tier] <= 1.1 * NEEDED
+    assert read.total() == read[tier]
+    assert abs(got["files"] - read.total()) < 100_000  # small metadata reads are not in the telemetry
+    assert list(local(uri).glob("*.distcp")) == [] or place == "ssd"
+
+
+def test_store_reads_only_the_part_in_few_requests(
+    s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"{s3_uri}/step-1"
+    save_drained(uri, state)
+    lose_local(uri)
+    with told() as read, asked(monkeypatch) as got:
+        assert is_right(read_rows(uri), state)
+    assert NEEDED <= got["stores"] <= 1.1 * NEEDED
+    assert NEEDED <= read["shared"] <= 1.1 * NEEDED
+    chunks = len(NAMES) * (COUNT * ROW_BYTES // (8 * MiB) + 1)
+    assert got["requests"] <= chunks + len(NAMES) + 3  # plus heads, block digests and metadata
+    assert not list(local(uri).glob("*.distcp"))
+
+
+@pytest.mark.slow
+def test_load_of_most_of_a_file_caches_the_file(
+    s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = f"{s3_uri}/step-1"
+    save_drained(uri, state)
+    lose_local(uri)
+    with asked(monkeypatch) as got:
+        assert is_right(read_rows(uri, 2, 16), state, 2)
+    assert got["stores"] > 0.99 * len(NAMES) * STATE_ROWS * ROW_BYTES
+    with told() as read:
+        assert is_right(read_rows(uri, 0, 20), state, 0)
+    assert read["shared"] < 100_000
+
+
+@pytest.mark.parametrize("harm", ["lost", "damaged"])
+def test_without_block_digests_a_load_reads_more(harm: str, file_uri: str, state: dict[str, torch.Tensor]) -> None:
+    uri = f"{file_uri}/step-1"
+    save(uri, state, drain=False)
+    [kept] = local(uri).glob(".tierckpt/blocks/*")
+    if harm == "lost":
+        kept.unlink()
+    else:
+        kept.write_bytes(bytes(kept.stat().st_size))
+    with told() as read:
+        assert is_right(read_rows(uri), state)
+    assert read.total() > 1.1 * NEEDED
+
+
+def test_a_damaged_block_is_found_by_a_partial_read(file_uri: str, state: dict[str, torch.Tensor]) -> None:
+    """Control of the byte counts: fewer bytes are read, and all of them are verified."""
+    uri = f"{file_uri}/step-1"
+    save(uri, state, drain=False)
+    [shard] = local(uri).glob("*.distcp")
+    flip(shard, (FIRST + 1) * ROW_BYTES)  # in the first tensor's rows
+    with pytest.raises(IntegrityError) as caught:
+        read_rows(uri)
+    assert caught.value.context["tensor"] in NAMES
+    assert shard.with_name(f"{shard.name}.bad").exists()
+
+
+def test_manifests_without_block_digests_load(file_uri: str, state: dict[str, torch.Tensor]) -> None:
+    """They have one digest for each whole chunk and no file of block digests."""
+    uri = f"{file_uri}/step-1"
+    save(uri, state, drain=False)
+    directory = local(uri)
+    body = json.loads((directory / MANIFEST).read_bytes())
+    del body["self_digest"]
+    body["digest"] = "xxh3-128"
+    body["files"] = [file for file in body["files"] if file["path"] != blocks_file(file["token"])]
+    for file in body["files"]:
+        content, chunk = (directory / file["path"]).read_bytes(), body["chunk_size_bytes"]
+        file["digests"] = [xxh3_128(content[at : at + chunk]).hexdigest() for at in range(0, len(content), chunk)]
+    (directory / MANIFEST).write_bytes(manifests.seal(body))
+    assert is_right(read_rows(uri), state)
+    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
+    with raises_ours():
+        dcp.load(loaded, storage_reader=tierckpt.TierStorageReader(uri), no_dist=True)
+    assert is_right(loaded, state, 0)
+
+
+def test_stock_dcp_checkpoint_is_read_in_parts(
+    file_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without digests, the smallest read is a page."""
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
+    with asked(monkeypatch) as got:
+        assert is_right(read_rows(f"{file_uri}/stock"), state)
+    assert NEEDED <= got["files"] <= NEEDED + 200_000
+
+
+def test_block_digests_are_a_file_on_every_tier(file_uri: str, state: dict[str, torch.Tensor]) -> None:
+    uri = f"{file_uri}/step-1"
+    save_drained(uri, state)
+    found = manifests.decode((local(uri) / MANIFEST).read_bytes())
+    [entry] = [file for file in found.files if file.path == blocks_file(file.token)]
+    blocks = sum(
+        manifests.block_count(file.size_bytes, found.chunk_size_bytes) for file in found.files if file != entry
+    )
+    assert entry.size_bytes == 16 * blocks == 16 * -(-(found.size_bytes - entry.size_bytes) // DIGEST_BLOCK_BYTES)
+    assert (Path(uri) / entry.path).read_bytes() == (local(uri) / entry.path).read_bytes()
