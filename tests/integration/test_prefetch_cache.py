@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
-import signal
-import subprocess
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
 import tierckpt
-from tests.integration.test_cli import COMMAND, Done, saved
-from tests.services import HttpServer
+from tests.agents import until
+from tests.integration.test_cli import Done, saved
+from tests.servers.origin import Origin
+from tests.states import flip
 from tierckpt.cache.partial_entry import CLAIMS, FETCHES, read_entry
 from tierckpt.cli.ui.app import run
 from tierckpt.disk.file_lock import Claims
@@ -31,7 +25,7 @@ from tierckpt.loading.cached_view import open_cached
 
 KIB = 1024
 CHUNK = 64 * KIB
-WORKERS = 4
+
 FILES = {
     "config.json": b'{"architectures": ["Tiny"]}',
     "model-00001.safetensors": os.urandom(20 * CHUNK + 11),
@@ -43,101 +37,40 @@ TOTAL = sum(map(len, FILES.values()))
 CHUNKS = sum(-(-len(data) // CHUNK) for data in FILES.values())
 
 
-class Bucket(HttpServer):
-    """A minimal S3 server that counts ranges and can be slow or change objects."""
+class Bucket:
+    """The files of ``s3://bucket``, and the requests for them that a server counts."""
 
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.ranges: Counter[tuple[str, str]] = Counter()
-        self.request_seconds = 0.0
-        self.answers_max = math.inf
-        """Ranges beyond so many are not answered."""
-        self.changes_after: int | None = None
-        self._lock = threading.Lock()
-        super().__init__()
+    def __init__(self, origin: Origin, root: Path) -> None:
+        self.origin, self.root = origin, root
 
     @property
     def requests(self) -> int:
-        return sum(self.ranges.values())
+        return int(self.origin.counts()["requests"])
 
-    def answer(self, request: BaseHTTPRequestHandler) -> None:
-        url = urlsplit(request.path)
-        key = unquote(url.path).lstrip("/").partition("/")[2]
-        if not key and request.command == "GET":
-            self._answer(request, 200, self._listing(parse_qs(url.query)), {})
-        elif key not in self.objects:
-            self._answer(request, 404, b"<Error><Code>NoSuchKey</Code></Error>", {})
-        else:
-            self._object(request, key)
+    def put(self, key: str, data: bytes) -> None:
+        (self.root / "bucket" / key).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / "new").write_bytes(data)
+        (self.root / "new").replace(self.root / "bucket" / key)
 
-    def _object(self, request: BaseHTTPRequestHandler, key: str) -> None:
-        data, wanted = self.objects[key], request.headers.get("Range")
-        headers = {"ETag": f'"{digest_of(data)}"', "Last-Modified": "Sat, 21 Nov 2026 00:00:00 GMT"}
-        if request.headers.get("If-Match", headers["ETag"]) != headers["ETag"]:
-            self._answer(request, 412, b"<Error><Code>PreconditionFailed</Code></Error>", {})
-            return
-        if wanted is None or request.command == "HEAD":
-            self._answer(request, 200, data, headers)
-            return
-        start, _, last = wanted.removeprefix("bytes=").partition("-")
-        with self._lock:
-            self.ranges[key, wanted] += 1
-            count = self.requests
-        time.sleep(self.request_seconds)
-        while count > self.answers_max:
-            time.sleep(0.005)
-        part = data[int(start) : int(last) + 1]
-        self._answer(request, 206, part, {**headers, "Content-Range": f"bytes {start}-{last}/{len(data)}"})
-        if self.changes_after is not None and count >= self.changes_after:
-            self.changes_after = None
-            name = "run/model/model-00002.safetensors"
-            self.objects[name] = self.objects[name][:-4] + b"\x01\x02\x03\x04"
 
-    def _listing(self, query: dict[str, list[str]]) -> bytes:
-        prefix, delimiter = query.get("prefix", [""])[0], query.get("delimiter", [""])[0]
-        keys, prefixes = [], set()
-        for key, data in sorted(self.objects.items()):
-            if key.startswith(prefix):
-                rest = key[len(prefix) :]
-                if delimiter and delimiter in rest:
-                    prefixes.add(prefix + rest.partition(delimiter)[0] + delimiter)
-                else:
-                    keys.append(
-                        f"<Contents><Key>{key}</Key><Size>{len(data)}</Size><ETag>&quot;{digest_of(data)}&quot;</ETag>"
-                        "<LastModified>2026-11-21T00:00:00.000Z</LastModified></Contents>"
-                    )
-        common = [f"<CommonPrefixes><Prefix>{name}</Prefix></CommonPrefixes>" for name in sorted(prefixes)]
-        body = "".join([*keys, *common])
-        return f"<ListBucketResult><IsTruncated>false</IsTruncated>{body}</ListBucketResult>".encode()
-
-    def _answer(self, request: BaseHTTPRequestHandler, status: int, body: bytes, headers: dict[str, str]) -> None:
-        request.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            request.send_header(name, value)
-        request.end_headers()
-        if request.command != "HEAD":
-            try:
-                request.wfile.write(body)
-            except OSError:
-                pass  # a killed client
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    root = tmp_path_factory.mktemp("origin")
+    with Origin.running(root) as running:
+        yield Bucket(running, root)
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    server = Bucket()
-    server.objects = {f"run/model/{name}": data for name, data in FILES.items()}
-    for name, value in {
-        "AWS_ENDPOINT_URL": server.endpoint,
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_REGION": "us-east-1",
-        "TIERCKPT_CHUNK_SIZE_BYTES": "64KiB",
-        "TIERCKPT_CONCURRENCY": str(WORKERS // 2),
-    }.items():
+def bucket(origin: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    for name, data in FILES.items():
+        origin.put(f"run/model/{name}", data)
+    settings = {"TIERCKPT_CHUNK_SIZE_BYTES": "64KiB", "TIERCKPT_CONCURRENCY": "2"}
+    for name, value in {**origin.origin.environment(), **settings}.items():
         monkeypatch.setenv(name, value)
-    yield server
-    server.answers_max = math.inf
-    server.close()
+    origin.origin.pace(None)
+    origin.origin.reset()
+    yield origin
+    shutil.rmtree(origin.root / "bucket")
 
 
 MODEL = "s3://bucket/run/model"
@@ -177,59 +110,28 @@ def test_model_is_cached_once_and_sources_are_reported(tierckpt_: Callable[..., 
 
 
 @pytest.mark.slow
-def test_killed_prefetch_refetches_at_most_one_chunk_per_worker(
-    tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path
-) -> None:
-    kills = 0
-    for goal in (CHUNKS // 4, CHUNKS // 2):
-        bucket.answers_max = goal + kills * WORKERS
-        process = subprocess.Popen([*COMMAND, "prefetch", MODEL], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        deadline = time.monotonic() + 60
-        while bucket.requests <= bucket.answers_max:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
-        kills += 1
-        assert process.returncode == -signal.SIGKILL
-        assert tierckpt_("prefetch", MODEL, "--check").document["state"] == "partial"
-    bucket.answers_max = math.inf
-    done = tierckpt_("prefetch", MODEL)
-    assert done.code == 0, done.err
-    assert same(done.document["directory"])
-    assert done.document["bytes_by_source"]["here"] > 0
-    assert len(bucket.ranges) == CHUNKS
-    assert CHUNKS <= bucket.requests <= CHUNKS + kills * WORKERS
-    assert list((local_root / "cache").glob(".*.incoming")) == []
-
-
-@pytest.mark.slow
-def test_two_processes_that_prefetch_one_uri_share_the_work(bucket: Bucket, tmp_path: Path) -> None:
-    bucket.request_seconds = 0.03
-    command = [*COMMAND, "prefetch", MODEL, "--to", str(tmp_path / "served"), "--json"]
-    pair = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    documents = [json.loads(process.communicate(timeout=90)[0]) for process in pair]
-    assert [process.returncode for process in pair] == [0, 0]
-    assert same(tmp_path / "served")
-    assert bucket.requests == CHUNKS
-    assert sum(document["fetched_bytes"] for document in documents) == TOTAL
-
-
-@pytest.mark.slow
 def test_model_changed_during_a_fetch_is_an_error_and_not_published(
     tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path
 ) -> None:
-    bucket.changes_after = 3
+    name = "model-00002.safetensors"
+    changed = FILES[name][:-4] + b"\x01\x02\x03\x04"
+
+    def change() -> None:
+        until(lambda: bucket.requests >= 3, "three requests")
+        bucket.put(f"run/model/{name}", changed)
+
+    bucket.origin.pace(1 << 20)
+    changing = threading.Thread(target=change)
+    changing.start()
     done = tierckpt_("prefetch", MODEL)
+    changing.join()
     assert done.code == 5
     assert "changed in the store" in done.error["message"]
-    assert bucket.changes_after is None, "the object did not change"
     assert [path for path in (local_root / "cache").iterdir() if path.is_dir() and path.name[0] != "."] == []
-    files = {name.removeprefix("run/model/"): data for name, data in bucket.objects.items()}
+    bucket.origin.pace(None)
     done = tierckpt_("prefetch", MODEL)
     assert done.code == 0
-    assert same(done.document["directory"], files)
+    assert same(done.document["directory"], FILES | {name: changed})
 
 
 @pytest.mark.slow
@@ -249,21 +151,20 @@ def test_check_finds_missing_files_and_read_data_damaged_ones(tierckpt_: Callabl
     absent = tierckpt_("prefetch", MODEL, "--check")
     assert (absent.code, absent.document["state"]) == (3, "absent")
     assert absent.document["missing"] == {name: len(data) for name, data in FILES.items()}
+    with open_cached(MODEL) as view:
+        view.read("config.json")
+    assert tierckpt_("prefetch", MODEL, "--check").document["state"] == "partial"
     directory = Path(tierckpt_("prefetch", MODEL).document["directory"])
     whole = tierckpt_("prefetch", MODEL, "--check", "--read-data")
     assert (whole.code, whole.document["state"], whole.document["bad"]) == (0, "whole", {})
-    with (directory / "model-00001.safetensors").open("r+b") as file:
-        file.seek(5 * CHUNK + 9)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
+    flip(directory / "model-00001.safetensors", 5 * CHUNK + 9)
     assert tierckpt_("prefetch", MODEL, "--check").code == 0
     bad = tierckpt_("prefetch", MODEL, "--check", "--read-data")
     assert bad.code == 5
     name = "model-00001.safetensors"
     problem = f"bytes {5 * CHUNK}-{6 * CHUNK} of {name} are not the bytes that were saved"
     assert bad.document["bad"] == {name: problem}
-    bucket.objects["run/model/config.json"] = b"{}"
+    bucket.put("run/model/config.json", b"{}")
     outdated = tierckpt_("prefetch", MODEL, "--check")
     assert (outdated.code, outdated.document["state"]) == (3, "outdated")
     listed = tierckpt_("prefetch", "--check").document
@@ -274,7 +175,7 @@ def test_check_finds_missing_files_and_read_data_damaged_ones(tierckpt_: Callabl
 def test_evict_keeps_pins_and_lists_evicted_and_kept(
     tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket.objects["run/other/weights.bin"] = os.urandom(8 * CHUNK)
+    bucket.put("run/other/weights.bin", os.urandom(8 * CHUNK))
     directory = tierckpt_("prefetch", MODEL, "--pin").document["directory"]
     monkeypatch.setenv("TIERCKPT_CACHE_BYTES_MAX", str(TOTAL + 4 * CHUNK))
     plan = tierckpt_("prefetch", "s3://bucket/run/other", "--dry-run")
@@ -307,7 +208,7 @@ def test_entry_in_use_by_a_process_is_not_evicted(tierckpt_: Callable[..., Done]
 
 @pytest.mark.slow
 def test_several_uris_and_one_failure(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
-    bucket.objects["run/other/weights.bin"] = b"weights"
+    bucket.put("run/other/weights.bin", b"weights")
     done = tierckpt_("prefetch", MODEL, "s3://bucket/run/nothing", "s3://bucket/run/other")
     assert done.code == 3
     assert list(done.error["failures"]) == ["s3://bucket/run/nothing"]
@@ -403,11 +304,10 @@ def test_range_reads_fetch_each_chunk_once(bucket: Bucket) -> None:
         assert same(view.directory or "")
         assert digest_of(view.read(name)) == digest_of(data)
     assert bucket.requests == CHUNKS
-    assert max(bucket.ranges.values()) == 1
 
 
 def test_reader_uses_chunks_of_a_running_fetch(bucket: Bucket) -> None:
-    bucket.request_seconds = 0.02
+    bucket.origin.pace(8 << 20)
     with open_cached(MODEL) as view:
         view.fill_in_background()
         for name, data in FILES.items():
@@ -416,21 +316,13 @@ def test_reader_uses_chunks_of_a_running_fetch(bucket: Bucket) -> None:
                 got = view.read(name, start, min(start + CHUNK, len(data)))
                 assert digest_of(got) == digest_of(data[start : start + CHUNK])
     assert bucket.requests == CHUNKS
-    assert max(bucket.ranges.values()) == 1
-
-
-def test_read_without_cache_space_succeeds(bucket: Bucket, local_root: Path) -> None:
-    data = FILES["model-00001.safetensors"]
-    with open_cached(MODEL, cache_bytes_max=1) as view:
-        assert digest_of(view.read("model-00001.safetensors", 3, 3 * CHUNK)) == digest_of(data[3 : 3 * CHUNK])
-        assert not view.landed("model-00001.safetensors", 3, 3 * CHUNK)
 
 
 def test_a_version_that_has_gone_is_an_error_and_never_other_bytes(bucket: Bucket) -> None:
     name = "model-00001.safetensors"
     with open_cached(MODEL) as view:
         first = bytes(view.read(name, 0, 10))
-        bucket.objects[f"run/model/{name}"] = os.urandom(len(FILES[name]))
+        bucket.put(f"run/model/{name}", os.urandom(len(FILES[name])))
         assert bytes(view.read(name, 0, 10)) == first
         with pytest.raises(IntegrityError, match="changed in the store"):
             view.read(name, 5 * CHUNK, 5 * CHUNK + 10)
@@ -453,8 +345,6 @@ def test_prefetched_checkpoint_is_found_by_restore(
     tierckpt_: Callable[..., Done], file_uri: str, local_root: Path
 ) -> None:
     saved(f"{file_uri}/step-1")
-    import shutil
-
     shutil.rmtree(local_root)
     done = tierckpt_("prefetch", f"{file_uri}/step-1").document
     assert done["directory"] == str(

@@ -1,4 +1,4 @@
-"""``tierckpt prefetch --to DIR`` copies chunks that this node holds and fetches only the rest."""
+"""``tierckpt prefetch`` copies chunks that this node holds; an update costs one listing and the changed files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ import pytest
 import torch
 
 import tierckpt
-from tests.integration.test_http_servers import CHUNK, Server, bucket, served
+from tests.fuse_mount import mounted
+from tests.integration.test_http_servers import CHUNK, Server, bucket, fetch, served
 from tests.integration.test_hugging_face import REPO, hub
 from tests.reads import told
 from tests.servers.hub import FakeHub, Repository
 from tests.services import S3Server
-from tests.states import save
+from tests.states import flip, save_drained
 from tierckpt.cache import reuse
 from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all
 from tierckpt.disk.durable import hard_link
+from tierckpt.loading.cached_view import open_cached
 
 __all__ = ["bucket", "hub", "served"]  # fixtures
 
@@ -124,33 +126,22 @@ def test_control_linked_cache_is_detected(
         )
 
 
-@pytest.mark.parametrize("where", ["chosen", "killed"])
+@pytest.mark.parametrize("where", ["a whole entry", "a partial entry"])
 def test_rest_of_a_partly_cached_model_is_fetched(
     where: str, bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bucket.files = dict(FILES)
-    if where == "chosen":
-        prefetched(capsys, bucket.uri, "--include", "*-0.*", "--include", "*-1.*")
-    else:  # stop after half of the files
-        bucket.files[FIRST] = bucket.files[FIRST][:-1]
-        with pytest.raises(OSError, match="stop"), pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tierckpt.cache.entry.CacheEntry.fill", _first_two)
-            tierckpt.prefetch(bucket.uri)
-    bucket.sent.clear()
     names = [name for name in bucket.files if "-0." in name or "-1." in name]
+    if where == "a whole entry":
+        prefetched(capsys, bucket.uri, "--include", "*-0.*", "--include", "*-1.*")
+    else:
+        with open_cached(bucket.uri) as view:
+            assert all(bytes(view.read(name)) == bucket.files[name] for name in names)
+    bucket.sent.clear()
     document = prefetched(capsys, bucket.uri, "--to", tmp_path / "to")
     assert holds(tmp_path / "to", bucket.files)
     assert document["bytes_by_source"]["cache"] == sum(len(bucket.files[name]) for name in names)
     assert bucket.sent.keys() == bucket.files.keys() - {*names}
-
-
-async def _first_two(self: Any, **_: Any) -> None:
-    from tierckpt.cache.fetch_job import FetchJob
-    from tierckpt.telemetry import ignore_progress
-
-    indexes = [index for index, item in enumerate(self.frozen.files) if re.search("-[01][.]", item.path)]
-    await FetchJob(self._fetcher, indexes, ignore_progress, 60.0).run()
-    raise OSError("stop")
 
 
 @pytest.mark.parametrize("fault", ["bit flip", "cut off", "gone", "a link to another"])
@@ -165,11 +156,7 @@ def test_chunks_damaged_in_the_cache_are_fetched(
     path = Path(prefetched(capsys, uri)["directory"]) / FIRST
     status = path.stat()
     if fault == "bit flip":
-        with path.open("r+b") as file:
-            file.seek(CHUNK + 3)
-            byte = file.read(1)[0]
-            file.seek(CHUNK + 3)
-            file.write(bytes([byte ^ 4]))
+        flip(path, CHUNK + 3)
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as disk corruption would
     elif fault == "cut off":
         os.truncate(path, CHUNK + 1)
@@ -240,8 +227,7 @@ def test_a_hugging_face_cache_is_filled_from_the_node_cache(
 def test_a_checkpoint_on_the_local_tier_is_copied(
     moto: S3Server, s3_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(f"{s3_uri}/step-1", {"w": torch.arange(1 << 16)})
-    tierckpt.wait(f"{s3_uri}/step-1", timeout_seconds=60)
+    save_drained(f"{s3_uri}/step-1", {"w": torch.arange(1 << 16)})
     close_all()
     document = prefetched(capsys, f"{s3_uri}/step-1", "--to", tmp_path / "to")
     assert document["bytes_by_source"]["cache"] == document["size_bytes"] > document["fetched_bytes"] == 0
@@ -296,3 +282,93 @@ def test_reflink_copy_needs_no_space(bucket: Server, tmp_path: Path, capsys: pyt
         assert before - os.statvfs(mount).f_bfree * 4096 < size_bytes / 10
         (mount / "to" / FIRST).write_bytes(b"mine")
         assert holds(cached, bucket.files)
+
+
+# --- a new version of a model -----------------------------------------------------------------------------------------
+
+
+SHARDS = [f"model-{number:05d}-of-00030.safetensors" for number in range(30)]
+
+
+def shard(seed: int) -> bytes:
+    return random.Random(seed).randbytes(3 * CHUNK + 5)
+
+
+@pytest.fixture
+def model(bucket: Server) -> Server:
+    bucket.files = {name: shard(number) for number, name in enumerate(SHARDS)} | {"config.json": b"{}"}
+    return bucket
+
+
+def cached(model: Server, root: Path) -> dict[str, bytes]:
+    directory = Path(tierckpt.prefetch(model.uri, local_root=root, chunk_size_bytes=CHUNK))
+    return {name: (directory / name).read_bytes() for name in model.files}
+
+
+def reset_requests(model: Server) -> None:
+    model.asked.clear()
+    model.sent.clear()
+
+
+@pytest.mark.parametrize("into", ["cache", "directory"])
+def test_an_unchanged_model_costs_one_listing(into: str, model: Server, tmp_path: Path) -> None:
+    for _ in range(2):
+        reset_requests(model)
+        found = cached(model, tmp_path) if into == "cache" else fetch(model, tmp_path / "to")
+        assert found == model.files
+    assert dict(model.asked) == {"GET /m": 1}
+    assert not model.sent
+
+
+@pytest.mark.parametrize("into", ["cache", "directory"])
+def test_an_update_fetches_the_shard_that_changed(into: str, model: Server, tmp_path: Path) -> None:
+    def fetched() -> dict[str, bytes]:
+        return cached(model, tmp_path) if into == "cache" else fetch(model, tmp_path / "to")
+
+    fetched()
+    model.files[SHARDS[3]] = shard(99)
+    reset_requests(model)
+    assert fetched() == model.files
+    assert sum(model.sent.values()) <= 1.05 * len(shard(99))
+    assert sum(model.asked.values()) <= 2 + 4
+    model.files.pop(SHARDS[4])
+    reset_requests(model)
+    assert fetched() == model.files
+    assert not model.sent
+
+
+def test_files_are_copied_without_hard_links(model: Server, tmp_path: Path) -> None:
+    with mounted(tmp_path, no=("link", "symlink")) as mount:
+        fetch(model, mount.path / "to")
+        model.files[SHARDS[3]] = shard(99)
+        reset_requests(model)
+        assert fetch(model, mount.path / "to") == model.files
+    assert sum(model.sent.values()) <= 1.05 * len(shard(99))
+
+
+@pytest.mark.parametrize("what", ["another size", "written since", "no receipt", "a link"])
+def test_file_that_may_have_changed_is_fetched(what: str, model: Server, tmp_path: Path) -> None:
+    fetch(model, tmp_path / "to")
+    path = tmp_path / "to" / SHARDS[5]
+    if what == "another size":
+        path.write_bytes(b"cut off")
+    elif what == "written since":
+        path.write_bytes(bytes(len(shard(5))))
+    elif what == "no receipt":
+        (tmp_path / "to/.tierckpt/prefetched.json").unlink()
+    else:
+        path.unlink()
+        path.symlink_to(tmp_path / "to" / SHARDS[6])
+    model.files[SHARDS[3]] = shard(99)
+    reset_requests(model)
+    assert fetch(model, tmp_path / "to") == model.files
+    assert {SHARDS[3], SHARDS[5]} <= model.sent.keys()
+
+
+def test_weak_etags_do_not_identify_bytes(model: Server, tmp_path: Path) -> None:
+    model.etags = "weak"
+    fetch(model, tmp_path / "to")
+    model.files[SHARDS[3]] = shard(99)
+    reset_requests(model)
+    assert fetch(model, tmp_path / "to") == model.files
+    assert sum(model.sent.values()) >= 29 * len(shard(0))

@@ -13,7 +13,7 @@ import pytest
 
 import tierckpt
 from tests.services import AzureServer, S3Server, moto_server
-from tests.states import save, small_state
+from tests.states import save_drained, small_state
 from tierckpt.cli.ui.app import run as run_cli
 from tierckpt.client import close_all
 from tierckpt.errors import ConfigError, MissingExtraError, StoreError
@@ -165,8 +165,7 @@ def test_keys_that_are_no_paths_need_fsspec(
 def test_run_among_odd_keys_is_listed_and_pruned(odd_bucket: tuple[str, Any]) -> None:
     uri, client = odd_bucket
     for step in (1, 2):
-        save(f"{uri}/step-{step}", small_state())
-        tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60)
+        save_drained(f"{uri}/step-{step}", small_state())
     bucket = uri.split("/")[2]
     client.put_object(Bucket=bucket, Key="m/step-1//config.json", Body=b"of another tool")
     client.put_object(Bucket=bucket, Key="m//step-2/config.json", Body=b"of another tool")

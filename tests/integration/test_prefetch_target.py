@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -151,21 +152,16 @@ def test_one_of_two_concurrent_versions_wins_and_the_other_raises(
         both.wait()  # both have fetched everything without seeing the other
         return real(self)
 
-    failures: list[TierckptError | None] = [None, None]
-
-    def fetch(number: int) -> None:
+    def fetch(number: int) -> TierckptError | None:
         try:
             tierckpt.prefetch(sources[number], to=target, local_root=tmp_path / f"root-{number}")
         except TierckptError as error:
-            failures[number] = error
+            return error
+        return None
 
-    threads = [threading.Thread(target=fetch, args=(number,)) for number in range(2)]
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, ThreadPoolExecutor(2) as pool:
         patched.setattr(PartialEntry, "publish", _first_call(together, real))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        failures = [*pool.map(fetch, range(2))]
     [lost] = [number for number, error in enumerate(failures) if error is not None]
     assert isinstance(failures[lost], CheckpointError) and str(sources[lost]) in str(failures[lost])
     won = sources[1 - lost]
