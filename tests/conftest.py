@@ -79,7 +79,7 @@ def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 HOST_ONLY = (
-    *("Adagrad-fused", "Adagrad fused", "numpy", "all_meta", "test_workers_that_fork"),
+    *("Adagrad-fused", "Adagrad fused", "numpy", "all_meta"),
     *("test_exact_save_is_a_checkpoint_at_once", "test_a_rounding_of_another", "test_gradients_that_were_reduced"),
     "before the next update",  # a device computes its digest a step later
 )

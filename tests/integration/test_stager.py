@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -14,24 +15,17 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.utils.data import DataLoader, Dataset
 
 import tierckpt
 from tests.compat.everything import blank, differences, everything
 from tests.fault import runner
 from tests.integration.process_save import save_in_process_mode
-from tests.services import unavailable
 from tests.states import load, raises_ours, same, save
+from tests.waits import Disk
 from tierckpt.arena import slots
 from tierckpt.dcp import staging
 from tierckpt.dcp.stager import StagedItems
-from tierckpt.errors import (
-    CheckpointSkippedError,
-    ConfigError,
-    OperationTimeoutError,
-    StateMismatchError,
-    UpdaterLostError,
-)
+from tierckpt.errors import CheckpointSkippedError, OperationTimeoutError, StateMismatchError, UpdaterLostError
 
 SLOW_SECONDS = 0.4
 
@@ -79,26 +73,6 @@ def test_containers_keep_their_types() -> None:
     assert type(staged["ordered"]) is OrderedDict and list(staged["ordered"]) == ["b", "a"]
     assert staged["tuple"][1][1] == "x" and torch.equal(staged["tuple"][1][0], two)
     assert torch.equal(staged[3]["int key"], one) and staged["empty"] == {}
-
-
-def test_meta_tensor_error_names_it() -> None:
-    with pytest.raises(StateMismatchError, match=r"model\.w"):
-        tierckpt.TierStager().stage({"model": {"w": torch.ones(3, device="meta")}})
-
-
-def test_memory_comes_from_the_given_numa_nodes() -> None:
-    if not Path("/sys/devices/system/node").exists():
-        unavailable("/sys is not mounted, where the kernel says which nodes have memory")
-    state = {"w": torch.ones(1000)}
-    assert tierckpt.TierStager(numa_nodes=[0]).stage(state)["w"].sum() == 1000
-    for wrong in ([4000], [0, 0]):
-        with pytest.raises(ConfigError, match="NUMA node"):
-            tierckpt.TierStager(numa_nodes=wrong).stage(state)
-
-
-def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match="later"):
-        tierckpt.TierStager(mode="later")  # type: ignore[arg-type]
 
 
 # --- slots ----------------------------------------------------------------------------------------------------------
@@ -165,25 +139,16 @@ def test_copy_shared_with_another_process_is_not_dropped(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_copy_being_written_is_not_dropped(shared: bool, file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    come, go, real = threading.Event(), threading.Event(), os.pwrite
-
-    def hangs(fd: int, data: Any, offset: int) -> int:
-        come.set()
-        go.wait(60)
-        return real(fd, data, offset)
-
     options = {"checkpoints_in_flight_max": 1, "staging_policy": "drop_oldest_unflushed"}
     monkeypatch.setattr(slots, "SLOT_SECONDS", 0.2)
     stager = tierckpt.TierStager(shared=shared, **options)
-    monkeypatch.setattr(os, "pwrite", hangs)
     state = {"w": torch.full((500_000,), 1.0)}
-    try:
+    with Disk(monkeypatch, os, "pwrite") as disk:
+        disk.hangs.clear()
         future = start(f"{file_uri}/step-1", state, stager)
-        assert come.wait(60)
+        assert disk.in_it.wait(60)
         with pytest.raises(OperationTimeoutError):
             stager.stage({"w": torch.full((500_000,), 2.0)})
-    finally:
-        go.set()
     future.result(60)
     assert load(f"{file_uri}/step-1", state)["w"].unique().tolist() == [1.0]
 
@@ -315,7 +280,7 @@ def test_failed_copy_raises_and_makes_no_checkpoint(file_uri: str, monkeypatch: 
             response.staging_completion.result(60)
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
     job.train()
-    before = clone(job.state())
+    before = copy.deepcopy(job.state())
     start(f"{file_uri}/step-3", job.state(), stager).upload_completion.result(60)
     assert differences(read(f"{file_uri}/step-3", before), before) == []
 
@@ -343,21 +308,13 @@ def test_twenty_lazy_saves_in_a_row(file_uri: str) -> None:
     stager = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer])
     responses = []
     for step in range(20):
-        expected.append(clone(job.state()))
+        expected.append(copy.deepcopy(job.state()))
         responses.append(start(f"{file_uri}/step-{step}", job.state(), stager, drain=False))
         job.train()
     for response in responses:
         response.upload_completion.result(60)
     for step, state in enumerate(expected):
         assert differences(read(f"{file_uri}/step-{step}", state), state) == []
-
-
-def clone(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return type(value)((key, clone(item)) for key, item in value.items())
-    return [clone(item) for item in value] if isinstance(value, list) else value
 
 
 def test_close_removes_the_optimizer_hooks() -> None:
@@ -384,59 +341,21 @@ def test_process_mode(tmp_path: Path) -> None:
     assert not left
 
 
-class Numbers(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((100,), float(index))
-
-
-def test_workers_that_fork_while_a_save_is_in_flight(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    come, go, real = threading.Event(), threading.Event(), os.pwrite
-
-    def hangs(fd: int, data: Any, offset: int) -> int:
-        come.set()
-        go.wait(60)
-        return real(fd, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", hangs)
-    state = {"w": torch.randn(700_000)}
-    try:
-        future = start(f"{file_uri}/step-1", state, tierckpt.TierStager())
-        assert come.wait(60)
-        loader = DataLoader(Numbers(), batch_size=8, num_workers=2, multiprocessing_context="fork")
-        total = sum(float(batch.sum()) for batch in loader)
-        assert total == 100 * sum(range(64))
-        assert not future.done()
-    finally:
-        go.set()
-    future.result(60)
-    assert same(load(f"{file_uri}/step-1", state), state)
-
-
 @pytest.mark.slow
 def test_forked_child_can_save(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both save at the same time from separate arenas; the child's exit leaves the parent's intact."""
-    come, go, real = threading.Event(), threading.Event(), os.pwrite
-
-    def hangs(fd: int, data: Any, offset: int) -> int:
-        come.set()
-        go.wait(60)
-        return real(fd, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", hangs)
     state, other = {"w": torch.full((700_000,), 1.0)}, {"w": torch.full((700_000,), 2.0)}
     stager = tierckpt.TierStager()
-    try:
+    with Disk(monkeypatch, os, "pwrite") as disk:
+        disk.hangs.clear()
         future = start(f"{file_uri}/step-1", state, stager)
-        assert come.wait(60)
+        assert disk.in_it.wait(60)
         child = os.fork()
         if child == 0:
             code = 1
             try:
                 signal.alarm(60)
-                os.pwrite = real
+                disk.hangs.set()  # the child's
                 torch.set_num_threads(1)  # as a DataLoader worker does: OpenMP threads do not survive a fork
                 for step in (2, 3):
                     start(f"{file_uri}/step-{step}", other, stager).result(60)
@@ -445,8 +364,6 @@ def test_forked_child_can_save(file_uri: str, monkeypatch: pytest.MonkeyPatch) -
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert not future.done()
-    finally:
-        go.set()
     future.result(60)
     assert same(load(f"{file_uri}/step-1", state), state)
     for step in (2, 3):

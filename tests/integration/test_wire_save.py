@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import resource
-import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import tierckpt
 from tests.compat.everything import DTYPES, blank, differences, everything, random_bits
 from tests.states import raises_ours
+from tests.waits import Disk
 from tierckpt.arena import slots
 from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.format.layout import local_dir, parse_uri
@@ -202,43 +200,12 @@ def test_objects_larger_than_a_chunk(save: Save, uri: str, local_root: Path) -> 
     check_files(local_root, uri)
 
 
-def test_items_match_the_metadata_offsets_and_large_data_is_block_aligned(uri: str, local_root: Path) -> None:
-    state = {"small": torch.randn(9), "big": torch.randn(40_000)}
-    save_at_once(uri, state)
-    (path,) = shards(local_root, uri)
-    infos = FileSystemReader(uri).read_metadata().storage_data
-    content = path.read_bytes()
-    assert content.index(state["big"].numpy().tobytes()) % 4096 == 0
-    for name in ("small", "big"):
-        info = infos[MetadataIndex(name, torch.Size([0]))]
-        assert content[info.offset : info.offset + 4] == b"PK\3\4"
-
-
 def test_empty_state(save: Save, uri: str) -> None:
     save(uri, {})
     assert tierckpt.latest(uri) == uri
 
 
 # --- the arena owns staged bytes ------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Shard writes wait for the second event. The first is set when a write arrives."""
-    come, go, real = threading.Event(), threading.Event(), os.pwrite
-
-    def pwrite(fd: int, data: Any, offset: int) -> int:
-        come.set()
-        if not go.wait(60):
-            raise TimeoutError("nobody let the disk go on")
-        return real(fd, data, offset)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", pwrite)
-        try:
-            yield come, go
-        finally:
-            go.set()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -248,16 +215,16 @@ def test_changes_after_async_save_do_not_reach_the_file(
     state = everything(2)
     expected = everything(2)
     writer, stager = tierckpt.TierStorageWriter(uri), tierckpt.TierStager(shared=shared)
-    with slow_disk(monkeypatch) as (come, go):
+    with Disk(monkeypatch, os, "pwrite") as disk:
+        disk.hangs.clear()
         future = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
         for value in state["dtypes"].values():
             value.view(torch.uint8).fill_(0)
         state["big"].fill_(-1.0)
         state["objects"]["list"].append("late")
-        assert come.wait(60)
+        assert disk.in_it.wait(60)
         state["big"].fill_(-2.0)
-        go.set()
-        future.result(60)
+    future.result(60)
     assert read_back(uri, expected) == []
 
 
@@ -275,15 +242,15 @@ def test_a_second_checkpoint_is_staged_while_the_first_is_written(
         writer = tierckpt.TierStorageWriter(f"{file_uri}/step-{step}", checkpoints_in_flight_max=2)
         return dcp.async_save({"w": values}, storage_writer=writer, async_stager=stager, no_dist=True)
 
-    with slow_disk(monkeypatch) as (come, go):
+    with Disk(monkeypatch, os, "pwrite") as disk:
+        disk.hangs.clear()
         first = start(1)
-        assert come.wait(60)
+        assert disk.in_it.wait(60)
         second = start(2)
         assert not first.done() and not second.done(), "the disk is blocked: no save can be complete"
         with pytest.raises(tierckpt.errors.OperationTimeoutError, match="checkpoint 1 is flushing"):
             start(3)
-        go.set()
-        first.result(60), second.result(60)
+    first.result(60), second.result(60)
     start(4).result(60)
     for step in (1, 2, 4):
         assert read_back(f"{file_uri}/step-{step}", {"w": torch.full((300_000,), float(step))}) == []

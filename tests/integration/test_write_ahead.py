@@ -225,13 +225,3 @@ def test_space_of_a_write_ahead_file_is_not_reserved_twice(
     with pytest.raises(TierckptError, match="no room"):
         real(settings, free + margin, local_root)
     real(settings, free + margin, local_root, reserved_bytes=3 * margin)
-
-
-@pytest.mark.slow
-def test_earlier_data_never_enters_a_newer_checkpoint(file_uri: str, local_root: Path, seen: Seen) -> None:
-    """Many consecutive saves through the same memory, each read back."""
-    stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
-    for step in range(20):
-        start(f"{file_uri}/step-{step}", state_of(step), stager).result(60)
-        assert stock_reads(f"{file_uri}/step-{step}", state_of(step), local_root)
-    assert seen.taken == 19
