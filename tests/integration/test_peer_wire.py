@@ -16,7 +16,6 @@ from tests.certificates import Authority
 from tests.peer_node import (
     CHUNK,
     EVENT_SECONDS,
-    SECRET,
     Node,
     begin,
     bytes_of,
@@ -32,22 +31,12 @@ from tests.peer_node import (
 )
 from tierckpt.agent import http_server
 from tierckpt.agent import peer_server as module
-from tierckpt.agent.peer_server import PeerServer, TokenBucket
 from tierckpt.cache.file_set import FileSet
-from tierckpt.errors import (
-    ConfigError,
-    IntegrityError,
-    ObjectNotFoundError,
-    PeerBusyError,
-    PeerError,
-    PermissionDeniedError,
-)
+from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerBusyError, PeerError, PermissionDeniedError
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer import inventory
-from tierckpt.peer.auth import Signer
 from tierckpt.peer.chunk_files import frozen_of
 from tierckpt.peer.membership import Member
-from tierckpt.peer.peer_http import PROOF, chunk_target, encode_head
 
 DATA = model()
 FLOOD = int(os.environ.get("TIERCKPT_TEST_PEER_FLOOD", "40"))
@@ -255,12 +244,6 @@ async def test_members_manifests_steps_and_status(tmp_path: Path) -> None:
         assert node.members.heard == [row, None]
 
 
-async def test_empty_node_answers(tmp_path: Path) -> None:
-    async with serving(tmp_path) as node:
-        report = await node.client().chunk_report(node.member, "0" * 32, CHUNK)
-        assert (report.total, report.landed, report.whole) == (0, 0, False)
-
-
 # --- bounds --------------------------------------------------------------------------------------------------------
 
 
@@ -296,31 +279,6 @@ async def test_total_rate_is_bounded(tmp_path: Path) -> None:
         assert sum(map(len, DATA.values())) / took <= rate * 1.3
 
 
-async def test_token_bucket_rate() -> None:
-    bucket, begun = TokenBucket(1000), time.monotonic()
-    for _ in range(10):
-        await bucket.take(50)
-    assert time.monotonic() - begun >= 0.35
-    await TokenBucket(None).take(1 << 60)
-
-
-async def test_256_clients_get_every_chunk_and_no_error(tmp_path: Path) -> None:
-    frozen = publish(tmp_path, DATA)
-    wanted = [digest_of(bytes_of(frozen, DATA, ordinal)) for ordinal in range(10)]
-    async with serving(tmp_path) as node:
-
-        async def one(number: int) -> int:
-            client, right = node.client(f"node-{number}"), 0
-            for ordinal in [number % 10, (number + 3) % 10]:
-                data = await get(client, node.member, frozen, ordinal, wait_seconds=10)
-                right += digest_of(data) == wanted[ordinal]
-            return right
-
-        async with asyncio.timeout(EVENT_SECONDS):
-            assert sum(await asyncio.gather(*(one(number) for number in range(256)))) == 512
-        assert node.server.counts["chunks"] == 512
-
-
 async def test_excess_connections_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 16)  # eight for one address
     frozen = publish(tmp_path, DATA)
@@ -345,60 +303,11 @@ async def test_excess_connections_are_closed(tmp_path: Path, monkeypatch: pytest
 # --- authentication ------------------------------------------------------------------------------------------------
 
 
-async def test_changed_request_is_rejected(tmp_path: Path) -> None:
-    target = chunk_target(publish(tmp_path, DATA).version, CHUNK, 1, 0, 0.0)
-    async with serving(tmp_path) as node:
-        host, _, port = node.member.address.rpartition(":")
-
-        async def answer(at: int | None) -> bytes:
-            proof, _ = Signer(SECRET.encode(), "client").sign("GET", target, "server")
-            head = bytearray(encode_head(f"GET {target} HTTP/1.1", {"Authorization": proof, "Host": "x"}))
-            if at is not None:
-                if at >= head.index(b"\r\nHost"):
-                    return b"the end"
-                head[at] ^= 1
-            reader, writer = await asyncio.open_connection(host, int(port))
-            try:
-                async with asyncio.timeout(EVENT_SECONDS):
-                    writer.write(head)
-                    return await reader.readuntil(b"\r\n\r\n")
-            except (EOFError, ConnectionError):
-                return b""
-            finally:
-                writer.transport.abort()
-
-        assert PROOF.encode() in await answer(None)
-        tried = 0
-        while (answered := await answer(tried)) != b"the end":
-            assert PROOF.encode() not in answered, tried
-            tried += 1
-        assert tried > 250
-
-
-async def test_request_with_another_secret_is_rejected(tmp_path: Path) -> None:
-    frozen = publish(tmp_path, DATA)
-    async with serving(tmp_path) as node:
-        with pytest.raises(PermissionDeniedError):
-            await get(
-                node.client(peer_secret_file=secret_file(tmp_path / "secrets", "the secret of another job")),
-                node.member,
-                frozen,
-                0,
-            )
-        assert node.server.counts["refused"] == 1
-
-
 async def test_impostor_without_the_secret_is_rejected(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
     async with serving(tmp_path, peer_secret_file=None) as impostor:
         with pytest.raises(PermissionDeniedError, match="not proven"):
             await get(impostor.client(peer_secret_file=secret_file(tmp_path / "secrets")), impostor.member, frozen, 0)
-
-
-async def test_request_for_another_node_is_rejected(tmp_path: Path) -> None:
-    async with serving(tmp_path) as node:
-        with pytest.raises(PermissionDeniedError):
-            await node.client().status(Member("somebody else", node.server.address))
 
 
 @pytest.mark.parametrize("address", ["node-1:7117", "169.254.169.254:80", "[fe80::1]:80", "0.0.0.0:1", "127.0.0.1"])
@@ -407,13 +316,6 @@ async def test_invalid_peer_address_gets_no_request(tmp_path: Path, address: str
     with pytest.raises(PeerError, match="not a valid peer address"):
         await node.client().status(Member("x", address))
     await node.client().close()
-
-
-async def test_port_in_use_is_a_configuration_error(tmp_path: Path) -> None:
-    async with serving(tmp_path) as node:
-        again = Node(tmp_path, peer_listen=node.server.address)
-        with pytest.raises(ConfigError, match="cannot serve"):
-            await again.server.start()
 
 
 async def test_closed_server_refuses_connections(tmp_path: Path) -> None:
@@ -471,13 +373,6 @@ async def test_peer_with_an_invalid_certificate_is_rejected(tmp_path: Path, wron
         with pytest.raises((PermissionDeniedError, PeerError)):
             await get(node.client(**client_files), node.member, frozen, 0)
         assert node.server.counts["chunks"] == 0
-
-
-async def test_address_of_a_server_that_does_not_listen_raises(tmp_path: Path) -> None:
-    node = Node(tmp_path)
-    assert isinstance(node.server, PeerServer)
-    with pytest.raises(ConfigError, match="is not listening"):
-        _ = node.server.address
 
 
 # --- clocks --------------------------------------------------------------------------------------------------------
