@@ -22,18 +22,19 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.compat.worker import launch
+from tests.integration.test_resume import heal, proxy
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tests.services import S3Server, free_port
 from tierckpt import Checkpointer, TierStorageWriter
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all, get_client
 from tierckpt.errors import ConfigError, OperationTimeoutError, StoreError
-from tierckpt.stores import retry
 from tierckpt.training.drain_decider import SaveDirective
 from tierckpt.training.interval import IntervalController
 
 pytestmark = pytest.mark.server
 
+__all__ = ["proxy"]  # fixture
 REFUSALS = {
     "403": ("403 Forbidden", "AccessDenied"),
     "404": ("404 Not Found", "NoSuchBucket"),
@@ -42,26 +43,11 @@ REFUSALS = {
 
 
 @pytest.fixture
-def proxy(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
-    proxy = FaultProxy(moto.endpoint)
-    with proxy.running() as endpoint:
-        for name, value in {**moto.environment(), "AWS_ENDPOINT_URL": endpoint}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(retry, "RETRIES_MAX", 1)
-        monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "20")
-        yield proxy
-        proxy.answer = None
-        proxy.plans.clear()
-        close_all()
-
-
-@pytest.fixture
-def run(moto: S3Server, proxy: FaultProxy) -> Iterator[str]:
+def run(moto: S3Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "20")
     with moto.bucket() as bucket:
         yield f"s3://{bucket}/run"
-        proxy.answer = None
-        proxy.plans.clear()
-        close_all()
+        heal(proxy)
 
 
 def refuse(proxy: FaultProxy, how: str) -> None:
@@ -189,13 +175,6 @@ def test_exit_during_an_outage_ends_at_its_timeout(
     assert len(Journal(tmp_path / "l").entries()) == 3, "all saves must stay in the journal"
     for entry in Journal(tmp_path / "l").entries():  # lets its agent exit
         Journal(tmp_path / "l").remove(entry.token)
-
-
-def test_close_without_pending_work_logs_nothing(run: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), Checkpointer(run) as checkpointer:
-        checkpointer.save(1, {"value": 1}).result(timeout=60)
-        checkpointer.wait()
-    assert not [line for line in caplog.messages if "closing" in line]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ import tierckpt
 from tests.compat.worker import launch
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tests.services import S3Server, free_port
+from tests.states import flip
 from tierckpt import Checkpointer
 from tierckpt.checkpoint import select
 from tierckpt.checkpoint.description import describe_run
@@ -62,9 +63,14 @@ def proxy(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProx
         monkeypatch.setattr(select, "DENIED_SECONDS", 0.5)
         monkeypatch.setattr(select, "SEARCH_SECONDS_MIN", 2.0)
         yield proxy
-        proxy.answer = None
-        proxy.plans.clear()
-        close_all()
+        heal(proxy)
+
+
+def heal(proxy: FaultProxy) -> None:
+    """End all faults, and then what waits for the store."""
+    proxy.answer = None
+    proxy.plans.clear()
+    close_all()
 
 
 @dataclass
@@ -106,8 +112,19 @@ def advanced(made: Made, run: str) -> str:
     return made.advanced
 
 
-def _answer(proxy: FaultProxy, uri: str, status: str, code: str, only: Callable[[str, str], bool]) -> None:
-    proxy.answer = lambda verb, path, _: scripted(status, code, verb) if only(verb, path) else None
+def answering(status: str, code: str, only: Callable[[str], bool] = lambda path: True) -> Breaks:
+    """A store that answers the requests for the paths that ``only`` selects with an error."""
+
+    def breaks(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
+        proxy.answer = lambda verb, path, _: scripted(status, code, verb) if only(path) else None
+
+    return breaks
+
+
+UNAVAILABLE, DENIED = ("503 Service Unavailable", "SlowDown"), ("403 Forbidden", "AccessDenied")
+unavailable, denied = answering(*UNAVAILABLE), answering(*DENIED)
+listing_fails = answering("500 Oops", "InternalError", lambda path: "list-type=2" in path and "delimiter" in path)
+newest_fails, newest_denied = (answering(*how, lambda path: "/step-3/" in path) for how in (UNAVAILABLE, DENIED))
 
 
 def refused(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
@@ -118,20 +135,8 @@ def unknown_host(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None
     patch.setenv("AWS_ENDPOINT_URL", "http://no-such-host.invalid:9000")
 
 
-def unavailable(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
-    _answer(proxy, uri, "503 Service Unavailable", "SlowDown", lambda *_: True)
-
-
-def denied(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
-    _answer(proxy, uri, "403 Forbidden", "AccessDenied", lambda *_: True)
-
-
 def hanging(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
     proxy.plans[parse_uri(uri).authority] = Plan(Kind.HANG, share=1.0)
-
-
-def listing_fails(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
-    _answer(proxy, uri, "500 Oops", "InternalError", lambda _, path: "list-type=2" in path and "delimiter" in path)
 
 
 def half_listed(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
@@ -147,31 +152,17 @@ def half_listed(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
         if "list-type=2" not in path or "delimiter" not in path:
             return None
         if "continuation-token" in path:
-            return scripted("503 Service Unavailable", "SlowDown", verb)
+            return scripted(*UNAVAILABLE, verb)
         return b"HTTP/1.1 200 OK\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n%s" % (len(page), page)
 
     proxy.answer = answer
 
 
-def newest_fails(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
-    _answer(proxy, uri, "503 Service Unavailable", "SlowDown", lambda _, path: "/step-3/" in path)
-
-
-def newest_denied(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
-    _answer(proxy, uri, "403 Forbidden", "AccessDenied", lambda _, path: "/step-3/" in path)
-
-
-STORE_FAILURES = [
-    refused,
-    unknown_host,
-    unavailable,
-    denied,
-    hanging,
-    listing_fails,
-    half_listed,
-    newest_fails,
-    newest_denied,
-]
+STORE_FAILURES = {
+    "refused": refused, "unknown host": unknown_host, "unavailable": unavailable, "denied": denied, "hanging": hanging,
+    "listing fails": listing_fails, "half listed": half_listed, "newest fails": newest_fails,
+    "newest denied": newest_denied,
+}  # fmt: skip
 
 
 def is_denial(breaks: Breaks) -> bool:
@@ -179,11 +170,12 @@ def is_denial(breaks: Breaks) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("breaks", STORE_FAILURES)
+@pytest.mark.parametrize("failure", STORE_FAILURES)
 def test_unreachable_store_raises_and_never_returns_none(
-    breaks: Breaks, run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failure: str, run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a new node, for every verb that looks for the newest step."""
+    breaks = STORE_FAILURES[failure]
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
     breaks(proxy, run, monkeypatch)
     state = {"value": 0}
@@ -223,14 +215,15 @@ def test_every_verb_reports_the_unreachable_store(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("breaks", [refused, unavailable, denied, half_listed, newest_fails])
+@pytest.mark.parametrize("failure", ["refused", "unavailable", "denied", "half listed", "newest fails"])
 def test_drained_local_step_is_not_assumed_to_be_the_newest(
-    breaks: Breaks, advanced: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+    failure: str, advanced: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another node has saved a later step. Restoring it by number needs no store."""
+    breaks = STORE_FAILURES[failure]
     run = advanced
     if breaks is newest_fails:
-        proxy.answer = lambda verb, path, _: scripted("503 X", "SlowDown", verb) if "/step-4/" in path else None
+        answering(*UNAVAILABLE, lambda path: "/step-4/" in path)(proxy, run, monkeypatch)
     else:
         breaks(proxy, run, monkeypatch)
     checkpointer, state = Checkpointer(run), {"value": 0}
@@ -247,10 +240,11 @@ def test_drained_local_step_is_not_assumed_to_be_the_newest(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("breaks", [refused, unavailable, denied, hanging])
+@pytest.mark.parametrize("failure", ["refused", "unavailable", "denied", "hanging"])
 def test_undrained_local_step_is_resumed_with_a_warning(
-    breaks: Breaks, run: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    failure: str, run: str, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    breaks = STORE_FAILURES[failure]
     breaks(proxy, run, monkeypatch)
     monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "0")
     if is_denial(breaks):
@@ -325,17 +319,10 @@ def test_transient_denial_is_retried(
 
     def answer(verb: str, *_: object) -> bytes | None:
         left[0] -= 1
-        return scripted("403 Forbidden", "AccessDenied", verb) if left[0] >= 0 else None
+        return scripted(*DENIED, verb) if left[0] >= 0 else None
 
     proxy.answer = answer
     assert tierckpt.latest(run) == f"{run}/step-3"
-
-
-def test_listed_empty_store_returns_none(moto: S3Server, proxy: FaultProxy) -> None:
-    with moto.bucket() as bucket:
-        assert Checkpointer(f"s3://{bucket}/run").restore({"value": 0}) is None
-        assert tierckpt.latest(f"s3://{bucket}/run") is None
-        close_all()
 
 
 def test_file_with_an_unreachable_shared_copy_is_not_lost(
@@ -343,17 +330,14 @@ def test_file_with_an_unreachable_shared_copy_is_not_lost(
 ) -> None:
     """The local copy is damaged and the other one unreachable: not a reason to fall back to an older step."""
     directory = local_dir(tmp_path / "local", parse_uri(run)) / "step-3"
-    shard = next(directory.glob("*.distcp"))
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    _answer(proxy, run, "503 Service Unavailable", "SlowDown", lambda _, path: path.endswith(".distcp"))
+    flip(next(directory.glob("*.distcp")))
+    answering(*UNAVAILABLE, lambda path: path.endswith(".distcp"))(proxy, run, monkeypatch)
     state = {"value": 0}
     with pytest.raises(StoreUnavailableError, match="no good copy"):
         Checkpointer(run).restore(state)
     assert state == {"value": 0}
     close_all()
-    proxy.answer = lambda verb, path, _: scripted("404 Not Found", "NoSuchKey", verb) if ".distcp" in path else None
+    answering("404 Not Found", "NoSuchKey", lambda path: ".distcp" in path)(proxy, run, monkeypatch)
     shutil.rmtree(directory)
     with pytest.raises((IntegrityError, StoreUnavailableError)):
         Checkpointer(run).restore(state, step=3)
@@ -495,8 +479,10 @@ def test_step_seen_by_some_ranks_only_is_an_error(moto: S3Server, proxy: FaultPr
         assert all("rank 0 sees step 8; rank 1 sees none" in rank["told"] for rank in ranks)
 
 
-def test_prefetch_of_a_checkpoint_without_list_permission(run: str, proxy: FaultProxy, tmp_path: Path) -> None:
+def test_prefetch_of_a_checkpoint_without_list_permission(
+    run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The manifest names the files."""
-    _answer(proxy, run, "403 Forbidden", "AccessDenied", lambda _, path: "list-type=2" in path)
+    answering(*DENIED, lambda path: "list-type=2" in path)(proxy, run, monkeypatch)
     directory = tierckpt.prefetch(f"{run}/step-{STEPS[-1]}", to=tmp_path / "to")
     assert (directory / ".metadata").exists()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,7 @@ def test_transient_errors_have_a_week(
     monkeypatch.setattr(drainer, "NOTE_SECONDS", 0.0)
     monkeypatch.setattr(retry, "PAUSE_SECONDS_MAX", 0.01)
     settings = {"commit_timeout_seconds": 0.01}
-    with pytest.raises(asyncio.CancelledError) if error is StoreUnavailableError else _nothing():
+    with pytest.raises(asyncio.CancelledError) if error is StoreUnavailableError else nullcontext():
         drained_by(local_root, **settings)
     entry = only_entry(local_root)
     assert entry.state == READY and entry.failing_since_unix_seconds > 0
@@ -199,15 +200,9 @@ def test_transient_errors_have_a_week(
     tries = 0
     Journal(local_root).write(replace(entry, failing_since_unix_seconds=time.time() - days * 86400))
     waits = error is StoreUnavailableError and state == READY
-    with pytest.raises(asyncio.CancelledError) if waits else _nothing():
+    with pytest.raises(asyncio.CancelledError) if waits else nullcontext():
         drained_by(local_root, **settings)
     assert only_entry(local_root).state == state
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def test_set_aside_checkpoint_is_not_evicted(saved: str, local_root: Path) -> None:
