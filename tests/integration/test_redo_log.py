@@ -14,8 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tierckpt
+from tests.compat.worker import launch
 from tests.fault.training_jobs import Deferring
 from tests.integration.test_multi_step_save import Job, check
+from tests.states import flip
 from tests.unit.replay.test_redo import OTHER, flipped
 from tierckpt import Checkpointer, EveryStep
 from tierckpt.cli.ui.app import run as run_cli
@@ -122,12 +124,6 @@ def test_restore_by_step_number(run: Path) -> None:
         restored(run, 99)
 
 
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.write_bytes(data)
-
-
 def copies(run: Path, step: int, local: Path) -> list[Path]:
     found = [*run.glob(f"{WINDOWS_DIR}/step-{step}/*.distcp"), *local.glob(f"**/{WINDOWS_DIR}/step-{step}/*.distcp")]
     assert found
@@ -142,7 +138,7 @@ def test_damaged_redo_log_restores_the_previous_checkpoint(
     job, (step,) = trained(run, plain=1, local_root=local)
     for path in copies(run, step, local):
         if piece == "all":
-            damage(path)
+            flip(path)
             continue
         data = bytearray(path.read_bytes())
         at = 5000 if piece == "first" else len(data) - 5000
@@ -207,7 +203,7 @@ def test_retention_ls_verify_and_info_of_redo_logs(run: Path, capsys: pytest.Cap
     assert "redo log" in shown and "AdamW, SGD" in shown
     assert run_cli(["prune", str(run), "--keep-last", "1", "--yes"]) == 0
     assert [path.name for path in (run / WINDOWS_DIR).iterdir()] == [newest.name]
-    damage(next(newest.glob("*.distcp")))
+    flip(next(newest.glob("*.distcp")))
     assert run_cli(["verify", str(run), "--read-data"]) != 0
 
 
@@ -259,3 +255,28 @@ def test_exact_save_is_a_checkpoint_at_once_with_a_note(run: Path, monkeypatch: 
     notes = notes_at(run / f"step-{step}")
     assert notes["exact"] is True and notes["replay"] == "beside training" and notes["optimizer"] == "AdamW, SGD"
     assert "tolerance" not in notes
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+SCENARIOS = "tests.integration.multi_step_save_ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_two_ranks_replay_what_they_have_saved(kind: str, tmp_path: Path) -> None:
+    job = {"directory": str(tmp_path), "kind": kind}
+    launch(f"{SCENARIOS}:save_as_copied", 2, **job)
+    windows = {path.name for path in (tmp_path / "run" / WINDOWS_DIR).iterdir()}
+    assert windows == {"step-11", "step-19"}
+    assert not (tmp_path / "run" / "step-11").exists()
+    for path in (tmp_path / "run").glob("step-21/**/*"):  # the whole copy at the end of the loop: windows are asked for
+        path.unlink() if path.is_file() else None
+    for name in tmp_path.glob("21-*.pt"):
+        name.unlink()
+    if kind == "fsdp":
+        with pytest.raises(AssertionError, match="has the shards of 2 ranks"):
+            launch(f"{SCENARIOS}:restore", 1, **job)
+        assert not (tmp_path / "run" / "step-11").exists()
+    assert launch(f"{SCENARIOS}:restore", 2, **job) == [["restored 11", "restored 19"]] * 2
+    assert (tmp_path / "run" / "step-11" / ".metadata").exists()

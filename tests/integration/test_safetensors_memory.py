@@ -9,8 +9,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,20 +58,22 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def measured(script: str, model: Path, small: Path) -> dict[str, int]:
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + script, str(model), str(small)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout)
-    return found
+@pytest.fixture
+def measured(model: Path, small: Path) -> Callable[[str], dict[str, int]]:
+    """Run a script in a process of its own, and return what it prints."""
+
+    def run(script: str) -> dict[str, int]:
+        command = [sys.executable, "-c", PRELUDE + script, str(model), str(small)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+    return run
 
 
 @pytest.mark.slow
-def test_load_needs_one_copy_and_returns_all_memory(model: Path, small: Path) -> None:
-    found = measured(
-        """
-tensors = tierckpt.load_safetensors(sys.argv[1])
+def test_load_needs_one_copy_and_returns_all_memory(measured: Callable[[str], dict[str, int]]) -> None:
+    found = measured("""tensors = tierckpt.load_safetensors(sys.argv[1])
 size = sum(value.nbytes for value in tensors.values())
 peak, present = status("VmHWM") - before, status("VmRSS") - before
 one = tensors["f1.large"]
@@ -82,10 +84,7 @@ right = bool((one == 7.0).all())
 del one
 gc.collect()
 print(json.dumps(dict(size=size, peak=peak, present=present, half=half, left=status("VmRSS") - before, right=right)))
-""",
-        model,
-        small,
-    )
+""")
     assert found["size"] > 150 * MIB
     assert found["present"] >= found["size"]
     assert found["peak"] <= found["size"] + 24 * MIB
@@ -95,32 +94,22 @@ print(json.dumps(dict(size=size, peak=peak, present=present, half=half, left=sta
 
 
 @pytest.mark.slow
-def test_stream_memory_is_bounded_for_any_model_size(model: Path, small: Path) -> None:
-    found = measured(
-        """
-total = 0
+def test_stream_memory_is_bounded_for_any_model_size(measured: Callable[[str], dict[str, int]]) -> None:
+    found = measured("""total = 0
 for name, value in tierckpt.stream_safetensors(sys.argv[1], bytes_in_flight_max=32 << 20):
     total += value.nbytes
     del value
 print(json.dumps(dict(total=total, peak=status("VmHWM") - before)))
-""",
-        model,
-        small,
-    )
+""")
     assert found["total"] > 150 * MIB
     assert found["peak"] <= 48 * MIB + 32 * MIB + 24 * MIB  # the largest tensor, reads in flight, and slack
 
 
 @pytest.mark.slow
-def test_control_full_load_exceeds_the_stream_bound(model: Path, small: Path) -> None:
-    found = measured(
-        """
-whole = tierckpt.load_safetensors(sys.argv[1])
+def test_control_full_load_exceeds_the_stream_bound(measured: Callable[[str], dict[str, int]]) -> None:
+    found = measured("""whole = tierckpt.load_safetensors(sys.argv[1])
 print(json.dumps(dict(peak=status("VmHWM") - before)))
-""",
-        model,
-        small,
-    )
+""")
     assert found["peak"] > 48 * MIB + 32 * MIB + 24 * MIB
 
 
@@ -155,17 +144,12 @@ def test_forked_child_has_a_private_copy_of_the_tensors(model: Path) -> None:
 def test_lazy_mapping_is_thread_safe(model: Path) -> None:
     lazy = tierckpt.load_safetensors(model, lazy=True)
     expected = tierckpt.load_safetensors(model)
-    wrong: list[str] = []
 
-    def ask(number: int) -> None:
-        wrong.extend(name for name in sorted(lazy)[number::4] if not same(lazy[name], expected[name]))
+    def wrong(number: int) -> list[str]:
+        return [name for name in sorted(lazy)[number::4] if not same(lazy[name], expected[name])]
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(wrong, range(4))] == [[]] * 4
     assert lazy.keys() == expected.keys()
     assert lazy["f0.large"] is not lazy["f0.large"]
     assert lazy.meta("f0.large").shape == expected["f0.large"].shape
@@ -244,19 +228,3 @@ def test_torch_thread_local_modes_do_not_change_a_load(model: Path) -> None:
         assert tierckpt.load_safetensors(model)["f0.w1"].dtype == torch.float32
     finally:
         torch.set_default_dtype(default)
-
-
-@pytest.mark.slow
-def test_same_bytes_without_o_direct_and_from_the_page_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = tierckpt.load_safetensors(model)
-    for path in model.iterdir():
-        path.read_bytes()
-    assert same(tierckpt.load_safetensors(model), expected)
-    subprocess.run(["sync"], check=True)
-    for path in model.iterdir():
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert same(tierckpt.load_safetensors(model), expected)
-    monkeypatch.delattr(os, "O_DIRECT")
-    monkeypatch.setattr(os, "O_DIRECT", os.O_DIRECTORY, raising=False)  # fails on a regular file
-    assert same(tierckpt.load_safetensors(model), expected)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import tierckpt
+from tests.reads import told
 from tests.services import S3Server
 from tests.states import same
 from tierckpt.cache import entry
@@ -22,25 +25,15 @@ from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.cache.store_chunks import StoreChunks
 from tierckpt.client import close_all
 from tierckpt.errors import IntegrityError
-from tierckpt.telemetry import BYTES, Metric, listen
-from tierckpt.types import Tier
 
 KIB = 1024
 FILES = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
 
 
 @pytest.fixture
-def fetched() -> Iterator[list[float]]:
-    """Record the bytes read from the store."""
-    counted: list[float] = []
-
-    def count(metric: Metric, value: float, labels: Any) -> None:
-        if metric is BYTES and labels == {"tier": Tier.SHARED, "direction": "read"}:
-            counted.append(value)
-
-    stop = listen(count)
-    yield counted
-    stop()
+def fetched() -> Iterator[Counter[str]]:
+    with told() as read:
+        yield read
 
 
 @pytest.fixture
@@ -81,73 +74,65 @@ def needed_bytes(directory: Path) -> int:
 
 @pytest.mark.slow
 def test_each_needed_byte_is_fetched_once(
-    uri: str, tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float]
+    uri: str, tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: Counter[str]
 ) -> None:
     assert same(tierckpt.load_safetensors(uri), tensors)
-    assert sum(fetched) == needed_bytes(tmp_path / "model")  # no bytes of files without tensors
+    assert fetched["shared"] == needed_bytes(tmp_path / "model")  # no bytes of files without tensors
     assert same(tierckpt.load_safetensors(uri), tensors)
     close_all()
     assert same(dict(tierckpt.stream_safetensors(uri, bytes_in_flight_max=400 * KIB)), tensors)
     assert same(dict(tierckpt.load_safetensors(uri, shard=(0, 1, 0), lazy=True)), tensors)
-    assert sum(fetched) == needed_bytes(tmp_path / "model")
+    assert fetched["shared"] == needed_bytes(tmp_path / "model")
 
 
-def test_one_tensor_fetches_only_its_chunks(uri: str, tensors: dict[str, torch.Tensor], fetched: list[float]) -> None:
+def test_one_tensor_fetches_only_its_chunks(uri: str, tensors: dict[str, torch.Tensor], fetched: Counter[str]) -> None:
     assert same(tierckpt.load_safetensors(f"{uri}/{FILES[1]}", names=["w6"])["w6"], tensors["w6"])
-    assert sum(fetched) <= tensors["w6"].nbytes + 3 * 64 * KIB  # one more chunk at each end, and the header
+    assert fetched["shared"] <= tensors["w6"].nbytes + 3 * 64 * KIB  # one more chunk at each end, and the header
     with tierckpt.load_safetensors(uri, lazy=True) as lazy:
         assert lazy.keys() == tensors.keys()
-        before = sum(fetched)
+        before = fetched["shared"]
         assert same(lazy["w1"], tensors["w1"])
-        assert sum(fetched) - before <= tensors["w1"].nbytes + 2 * 64 * KIB
+        assert fetched["shared"] - before <= tensors["w1"].nbytes + 2 * 64 * KIB
 
 
 @pytest.mark.slow
 def test_prefetched_model_is_read_from_its_files(
-    uri: str, tensors: dict[str, torch.Tensor], fetched: list[float]
+    uri: str, tensors: dict[str, torch.Tensor], fetched: Counter[str]
 ) -> None:
     directory = tierckpt.prefetch(uri)
-    before = sum(fetched)
+    before = fetched["shared"]
     assert same(tierckpt.load_safetensors(uri), tensors)
     assert same(tierckpt.load_safetensors(directory), tensors)
     assert same(
         tierckpt.load_safetensors(f"{uri}/{FILES[0]}"), {name: tensors[name] for name in ("w0", "w1", "w2", "w3")}
     )
-    assert sum(fetched) == before, "bytes were fetched again"
+    assert fetched["shared"] == before, "bytes were fetched again"
 
 
 def test_concurrent_loads_share_fetched_chunks(
-    uri: str, tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float]
+    uri: str, tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: Counter[str]
 ) -> None:
-    right: list[bool] = []
-    threads = [
-        threading.Thread(target=lambda: right.append(same(tierckpt.load_safetensors(uri), tensors))) for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert right == [True] * 3
-    assert sum(fetched) == needed_bytes(tmp_path / "model")
+    with ThreadPoolExecutor(3) as pool:
+        found = pool.map(tierckpt.load_safetensors, [uri] * 3)
+    assert all(same(one, tensors) for one in found)
+    assert fetched["shared"] == needed_bytes(tmp_path / "model")
 
 
 def test_entry_published_while_a_load_joins_is_reused(
-    uri: str, tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float], monkeypatch: pytest.MonkeyPatch
+    uri: str, tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join, others = entry.PartialEntry, []
+    join = entry.PartialEntry
     model = tmp_path / "model"
 
     def late(*args: Any, **options: Any) -> PartialEntry:
         monkeypatch.setattr(entry, "PartialEntry", join)
-        other = threading.Thread(target=lambda: others.append(tierckpt.prefetch(uri)))
-        other.start()
-        other.join(60)
-        assert others, "no other load published meanwhile, so the test shows nothing"
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(tierckpt.prefetch, uri).result(60)
         return join(*args, **options)
 
     monkeypatch.setattr(entry, "PartialEntry", late)
     assert same(tierckpt.load_safetensors(uri), tensors)
-    assert sum(fetched) == sum(path.stat().st_size for path in model.iterdir())
+    assert fetched["shared"] == sum(path.stat().st_size for path in model.iterdir())
 
 
 def test_stream_starts_before_the_fetch_ends(
@@ -180,7 +165,7 @@ def test_stream_starts_before_the_fetch_ends(
     assert same(found, tensors)
 
 
-def test_changed_model_is_never_mixed(tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: list[float]) -> None:
+def test_changed_model_is_never_mixed(tensors: dict[str, torch.Tensor], tmp_path: Path, fetched: Counter[str]) -> None:
     directory = tmp_path / "model"
     lazy = tierckpt.load_safetensors(directory.as_uri(), lazy=True)
     assert same(lazy["w0"], tensors["w0"])

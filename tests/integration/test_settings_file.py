@@ -25,7 +25,7 @@ only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be sever
 
 
 def write(path: Path, mode: int = 0o644, text: str = TEXT) -> None:
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     path.chmod(mode)
 
 
@@ -114,6 +114,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("concurrency = 0", "concurrency"),
         ('drain = "perhaps"', "drain"),
         ("\0", "is not valid TOML"),
+        ("\xff\xfe", "is not valid TOML"),
         ("#" * (2 << 20), "larger than"),
     ],
 )
@@ -122,12 +123,6 @@ def test_error_in_own_file_names_the_file(own: Path, text: str, said: str) -> No
     with pytest.raises(ConfigError, match=said) as caught:
         Settings.load()
     assert str(own) in str(caught.value)
-
-
-def test_non_utf8_file_raises(own: Path) -> None:
-    own.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="is not valid TOML"):
-        Settings.load()
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory"])

@@ -156,14 +156,6 @@ def test_missing_parameter_raises_the_default_loaders_error(
     vllm.load(Model(shapes(tensors)), tmp_path / "model", enable_weights_track=False)
 
 
-def test_weights_and_configuration_may_be_in_different_places(
-    vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    uri = (tmp_path / "model").as_uri()
-    model = vllm.load(Model(shapes(tensors)), "meta/llama", uri=uri, bytes_in_flight_max=8000)
-    assert same(model.state(), rows(tensors))
-
-
 def test_uri_applies_only_to_the_served_model(vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """A draft model, and a reload from another path, take the same options."""
     (tmp_path / "draft").mkdir()
@@ -174,13 +166,6 @@ def test_uri_applies_only_to_the_served_model(vllm: VLLM, tensors: dict[str, tor
     model = Model(shapes(draft))
     loader.load_weights(model, model_config)
     assert same(model.state(), rows(draft))
-
-
-def test_reload_returns_the_same_bits(vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    """``reload_weights`` and sleep level 2 request all weights from a loader."""
-    loader, model_config = vllm.loader(tmp_path / "model")
-    loader.download_model(model_config)
-    assert same(dict(loader.get_all_weights(model_config, Model(shapes(tensors)))), tensors)
 
 
 def test_vllm_reload_weights_reads_the_given_path(vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:

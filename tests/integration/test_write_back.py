@@ -100,6 +100,13 @@ def write_and_die_in(name: str, url: str) -> None:
     assert done.returncode == -signal.SIGKILL
 
 
+def in_a_process_that_does_not_wait(call: str, url: str) -> None:
+    """Call a method of the file system in another process, which exits without waiting for its drains."""
+    command = [sys.executable, "-c", f"import sys, fsspec; fsspec.filesystem('tierckpt').{call}", url]
+    env = {**os.environ, "TIERCKPT_EXIT_TIMEOUT_SECONDS": "0"}
+    subprocess.run(command, env=env, timeout=SECONDS, check=True)
+
+
 def test_closed_file_survives_a_kill_right_after_close(top: str, fs: Any) -> None:
     write_and_die_in("client:Client.drain_in_background", f"tierckpt://{top}/kept")
     assert fs.cat_file(f"{top}/kept") == b"kept" * 5_000_000
@@ -127,24 +134,9 @@ def test_file_removed_during_its_drain_stays_removed(top: str, fs: Any, monkeypa
         await asyncio.to_thread(written.wait, SECONDS)
         if not begun:
             begun.append(True)
-            for path in ("data", "dir/below"):  # during the upload
-                fs_remove(path)
+            for name in ("data", "dir/below"):  # during the upload
+                in_a_process_that_does_not_wait("rm(sys.argv[1])", f"{top}/{name}")
         await send(*arguments, **options)
-
-    def fs_remove(name: str) -> None:
-        root = Path(os.environ["TIERCKPT_LOCAL_ROOT"])
-        removed = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "import sys, fsspec; fsspec.filesystem('tierckpt').rm(sys.argv[1])",
-                f"{top}/{name}",
-            ],
-            env={**os.environ, "TIERCKPT_LOCAL_ROOT": str(root), "TIERCKPT_EXIT_TIMEOUT_SECONDS": "0"},
-            timeout=SECONDS,
-            check=False,
-        )
-        assert removed.returncode == 0
 
     monkeypatch.setattr(write_back, "send", slow)
     fs.pipe_file(f"{top}/dir/below", b"new")
@@ -446,11 +438,7 @@ def test_writes_of_other_processes_before_a_reboot_drain_first(
     top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The node clock restarts in 1980. Only the journal survives from the earlier processes."""
-    write = "import sys, fsspec; fsspec.filesystem('tierckpt').pipe_file(sys.argv[1], b'data')"
-    wait_for_nothing = {**os.environ, "TIERCKPT_EXIT_TIMEOUT_SECONDS": "0"}
-    subprocess.run(
-        [sys.executable, "-c", write, f"{top}/step-1/data"], env=wait_for_nothing, timeout=SECONDS, check=True
-    )
+    in_a_process_that_does_not_wait("pipe_file(sys.argv[1], b'data')", f"{top}/step-1/data")
     order = StoreOperations(monkeypatch)
     step_clock(-(10**9), monkeypatch)
     fs.pipe_file(f"{top}/latest", b"step-1")
@@ -521,14 +509,7 @@ def test_renamed_file_is_on_the_store_at_every_moment(
 ) -> None:
     fs.pipe_file(f"{top}/tmp/file", b"data")
     fs.wait(top)
-    may_drain = threading.Event()
-    send = write_back.send
-
-    async def sent(*arguments: Any, **options: Any) -> None:
-        await asyncio.to_thread(may_drain.wait, SECONDS)
-        await send(*arguments, **options)
-
-    monkeypatch.setattr(write_back, "send", sent)
+    order = StoreOperations(monkeypatch)
     for new in ("a/b", "c/d"):  # two renames before the first drain
         fs.mv(f"{top}/{old}", f"{top}/{new}", recursive=True)
         old = new
@@ -536,7 +517,7 @@ def test_renamed_file_is_on_the_store_at_every_moment(
     assert fs.find(top) == [file]
     time.sleep(0.3)  # long enough for a removal that does not wait
     assert stored(top) == {"tmp/file": b"data"}
-    may_drain.set()
+    order.go.set()
     fs.wait(top, SECONDS / 4)
     assert stored(top) == {file.removeprefix(f"{top}/"): b"data"}
     fs.mv(file, f"tierckpt://{file}/")  # an alias of the same file
