@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,3 +35,9 @@ def until(holds: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS
         if found := holds():
             return found
     raise AssertionError(f"waited {seconds} s for {what}")
+
+
+def get(url: str) -> str:
+    """Return what a page answers."""
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as answer:
+        return str(answer.read().decode())

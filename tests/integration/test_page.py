@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 import torch
 
 import tierckpt
+from tests import agents
 from tests.agents import agent_with_page, until
 from tests.browser import CHROMIUM, MISSING, PATIENCE_SECONDS, Browser
 from tests.integration.test_peers_agent import Node, agree, fleet, nodes
@@ -216,15 +216,13 @@ def test_agent_page_url_and_metrics(agent: str, capsys: pytest.CaptureFixture[st
     document = get(agent, "status.json")
     assert run(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out).keys() == (document.keys() - {"peers", "rollout"}) | {"gradient_logs"}
-    with urllib.request.urlopen(f"{agent}metrics", timeout=PATIENCE_SECONDS) as answer:
-        assert "tierckpt_lag_seconds" in answer.read().decode()
+    assert "tierckpt_lag_seconds" in agents.get(f"{agent}metrics")
 
 
 def get(url: str, path: str, **query: str) -> Any:
     """Return the document at ``path``, or the HTTP status of an error."""
     try:
-        with urllib.request.urlopen(f"{url}{path}?{urlencode(query)}", timeout=PATIENCE_SECONDS) as answer:
-            return json.load(answer)
+        return json.loads(agents.get(f"{url}{path}?{urlencode(query)}"))
     except urllib.error.HTTPError as error:
         return error.code
 
@@ -371,8 +369,7 @@ def test_without_an_agent_the_command_serves_the_page(local_root: Path) -> None:
     try:
         assert process.stdout is not None
         url = process.stdout.readline().strip()
-        with urllib.request.urlopen(f"{url}status.json", timeout=PATIENCE_SECONDS) as answer:
-            assert json.load(answer)["agent"] is None
+        assert get(url, "status.json")["agent"] is None
     finally:
         process.send_signal(2)
         assert process.wait(PATIENCE_SECONDS) == 0

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.agents import get
 from tests.agents import until as poll_until
 from tests.compat.worker import launch
 from tests.peer_node import secret_file
@@ -76,8 +77,7 @@ class Node:
         return self.start("--metrics-port", str(port))
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.page + path, timeout=WAIT_SECONDS) as answer:
-            return str(answer.read().decode())
+        return get(self.page + path)
 
     def ask(self, op: str, **more: Any) -> Any:
         with self.contact() as contact:

@@ -20,7 +20,7 @@ import tierckpt
 from tests.compat.worker import launch
 from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
-from tests.services import HttpServer
+from tests.services import HttpServer, S3Server
 from tests.states import flip, load, same, save, small_state, zeros_like
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.retention import Policy, Rule
@@ -56,12 +56,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[EmptyBucket]:
     server = EmptyBucket()
-    for name, value in {
-        "AWS_ENDPOINT_URL": server.endpoint,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-    }.items():
+    for name, value in S3Server(server.endpoint, "key", "secret").environment().items():
         monkeypatch.setenv(name, value)
     yield server
     close_all()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +13,8 @@ import pytest
 import torch
 
 import tierckpt
-from tests.agents import agent_with_page, until
-from tests.browser import CHROMIUM, MISSING, PATIENCE_SECONDS, Browser
+from tests.agents import agent_with_page, get, until
+from tests.browser import CHROMIUM, MISSING, Browser
 from tests.servers.faultproxy import FaultProxy, Kind, Plan
 from tests.services import S3Server
 from tests.states import save, save_drained
@@ -110,17 +109,17 @@ def test_store_failure_is_shown_everywhere(
         assert f"s3://{bucket} {state}" in shown and "step 2 is lost" in shown
         run(["doctor"])
         assert f"waiting for s3://{bucket} for" in " ".join(capsys.readouterr().out.split())
-        with urllib.request.urlopen(f"{url}status.json", timeout=PATIENCE_SECONDS) as answer:
-            assert json.load(answer)["stores"][0]["state"] == state
-        with urllib.request.urlopen(f"{url}run.json?uri={s3_uri}", timeout=PATIENCE_SECONDS) as answer:
-            of_run = json.load(answer)
+        assert json.loads(get(f"{url}status.json"))["stores"][0]["state"] == state
+        of_run = json.loads(get(f"{url}run.json?uri={s3_uri}"))
         can_read = fault is full
         assert bool(of_run["problem"]) is not can_read
         tiers = {row["step"]: (row["local"], row["shared"]) for row in of_run["checkpoints"]}
         not_there = None if can_read else "unknown"  # to this node
         assert tiers == {2: ("committed", not_there), 1: ("committed", "committed")}
-        until(lambda: f'tierckpt_store_waiting_bytes{{store="s3://{bucket}"}}' in metrics(url), "the metrics", 20)
-        assert 'tierckpt_queue_entries{state="failed"} 1.0' in metrics(url)
+        until(
+            lambda: f'tierckpt_store_waiting_bytes{{store="s3://{bucket}"}}' in get(f"{url}metrics"), "the metrics", 20
+        )
+        assert 'tierckpt_queue_entries{state="failed"} 1.0' in get(f"{url}metrics")
 
         proxy.plans.clear()
         proxy.answer = None
@@ -148,11 +147,6 @@ def test_evicted_drained_step_is_still_the_safe_step(moto: S3Server, s3_uri: str
         assert row["if_this_node_dies"].startswith("3 steps up to 4 are lost")
         assert row["if_this_node_dies"].endswith("step 1 is the newest on shared storage")
         change_control(local_root, paused=False)
-
-
-def metrics(url: str) -> str:
-    with urllib.request.urlopen(f"{url}metrics", timeout=PATIENCE_SECONDS) as answer:
-        return str(answer.read().decode())
 
 
 @pytest.mark.slow
