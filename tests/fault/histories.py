@@ -26,7 +26,7 @@ import torch
 
 import tierckpt
 from tests.fault.runner import Job, start
-from tests.fault.scenario_tools import die
+from tests.fault.scenario_tools import before, die
 from tierckpt.checkpoint import branches, local_commit
 from tierckpt.checkpoint.branches import Branch
 from tierckpt.checkpoint.prune import Pruner
@@ -161,12 +161,16 @@ def live(folder: Path, run: str, fields: dict[str, Any], bug: str) -> None:
     tell(what="restored", step=reached, value=state["w"][0].item())
     if plan.end == "restore":
         die()
+    delay_seconds = random.Random(plan.life).random() * 0.05
     for step in plan.saves:
+        if plan.end == "during" and plan.life % 2 and step == plan.saves[-1]:
+            before(branches, "note_local", die)  # committed, without its branch record
+            delay_seconds = LIFE_SECONDS
         value = float(plan.life * 1000 + step)
         tell(what="begun", step=step, value=value)
         future = checkpointer.save(step, {"w": torch.full((4,), value)})
         if plan.end == "during" and step == plan.saves[-1]:
-            time.sleep(random.Random(plan.life).random() * 0.05)
+            time.sleep(delay_seconds)
             die()
         future.result()
         if plan.drains:
@@ -324,6 +328,8 @@ class History:
         for step, one in before.items():
             if line.holds(one.line, step) or (plan.life, step) in self.values:
                 continue
+            if one.line.parent is not None and not any(one.line in noted for noted in self.model.noted.values()):
+                continue  # killed before its record: the line counts as not begun (B2)
             if step not in local and (step not in shared or shared[step].life < one.life):
                 self.wrong.append(f"retention removed the abandoned step {step}")
 

@@ -288,11 +288,11 @@ class RunCatalog:
     ) -> Branch | None:
         """Return the branch that a job of the run continues; None if no step is abandoned."""
         known = [(tiers.known.branch, step_of(name)) for name, tiers in found.items() if tiers.known is not None]
+        branch: Branch | None = None
         with contextlib.suppress(TierckptError, OSError, TimeoutError):
             async with asyncio.timeout(STORE_SECONDS):
                 branch = await self._mover.selector.noted_branch(run, names, is_near=is_near)
-                known += [(branch, None)] if branch is not None else []
-        return branches.current_branch(known)
+        return branches.current_branch(known, branch)
 
     def _row(self, run: Location, name: str, tiers: _StepTiers, branch: Branch | None, problem: str) -> Json:
         known, step = tiers.known, step_of(name)

@@ -1,7 +1,8 @@
 """Branches of a run: a job that goes back to an older step and trains on begins a new branch.
 
 B1  A branch is recorded when its first checkpoint commits. A job killed before resumes as if it had not gone back.
-B2  A commit writes its note to ``layout.BRANCHES_DIR``, after the manifest; a crash in between can lose the note.
+B2  A commit writes its note to ``layout.BRANCHES_DIR``, after the manifest; a crash in between can lose the note. Then
+    the branch counts as not begun, for a restore and a removal alike, until the drain notes it on the shared tier.
 B3  The last start decides. ``Branch.order`` exceeds every order that the process has seen, and is at least its
     clock in milliseconds.
 B4  Only going back abandons steps: those after ``ends``. ``restore()`` without a step continues the branch.
@@ -83,9 +84,12 @@ def order_of(manifest: Manifest) -> int:
 
 
 def current_branch(seen: Iterable[tuple[Branch, int | None]], *notes: Branch | None) -> Branch | None:
-    """Return the branch that a job of this run continues, None if no checkpoint is abandoned."""
-    known = [*seen, *((note, None) for note in notes if note is not None)]
-    current = max((one for one, _ in known if one.base is not None), key=_order, default=None)
+    """Return the branch that a job of this run continues, None if no checkpoint is abandoned.
+
+    ``seen``: the branch and step of checkpoints. Only a note elects a branch that went back (B2).
+    """
+    known = list(seen)
+    current = max((one for one in notes if one is not None and one.base is not None), key=_order, default=None)
     while current is not None:
         # Saved by processes that started later without having seen it.
         newest = max((step for one, step in known if step is not None and current.holds(one, step)), default=-1)

@@ -29,7 +29,8 @@ def test_going_back_abandons_what_is_newer() -> None:
     assert second.order > ROOT.order and second.base == 10
     assert second.holds(ROOT, 10) and not second.holds(ROOT, 11)
     assert second.holds(second, 99)
-    assert current_branch([(ROOT, 20), (second, 12)]) == second
+    assert current_branch([(ROOT, 20), (second, 12)], second) == second
+    assert current_branch([(ROOT, 20), (second, 12)]) is None  # B2: a restore of this run reads notes only
 
 
 def test_a_foreign_checkpoint_counts_unless_it_was_there_and_newer() -> None:
@@ -47,7 +48,7 @@ def test_going_back_twice() -> None:
     fourth = branch_going_back("fourth", ROOT, 5, third, [ROOT, second, third])
     assert fourth.holds(ROOT, 5) and not fourth.holds(ROOT, 10)
     assert not fourth.holds(second, 12) and not fourth.holds(third, 13)
-    assert current_branch([(third, 13), (fourth, 6), (second, 12), (ROOT, 20)]) == fourth
+    assert current_branch([(third, 13), (fourth, 6), (second, 12), (ROOT, 20)], third, fourth) == fourth
 
 
 def test_going_back_to_an_abandoned_step_abandons_the_branch_that_left_it() -> None:
@@ -60,10 +61,11 @@ def test_going_back_to_an_abandoned_step_abandons_the_branch_that_left_it() -> N
 def test_the_later_start_decides_between_processes_that_did_not_see_each_other() -> None:
     second = branch_going_back("second", ROOT, 10, None, [ROOT])
     unaware = Branch("root", order=second.order + 1)
-    assert current_branch([(second, 12), (unaware, 40), (ROOT, 30)]) == unaware
+    assert current_branch([(second, 12), (unaware, 40), (ROOT, 30)], second) == unaware
     assert not unaware.holds(second, 12)
-    assert current_branch([(second, 50), (unaware, 40)]) == second  # as without branches: the higher step
-    assert current_branch([(second, 12), (Branch("root", order=second.order - 1), 40)]) == second  # a late drain
+    assert current_branch([(second, 50), (unaware, 40)], second) == second  # as without branches: the higher step
+    late = Branch("root", order=second.order - 1)
+    assert current_branch([(second, 12), (late, 40)], second) == second  # a late drain
 
 
 def test_the_order_does_not_depend_on_a_clock_that_was_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +109,8 @@ def test_abandoned_here(tmp_path: Path) -> None:
     second = branch_going_back("second", ROOT, 10, None, [])
     run = [(tmp_path / "run" / f"step-{step}", manifest(one)) for step, one in ((10, ROOT), (20, ROOT), (12, second))]
     other = [(tmp_path / "other" / "step-20", manifest(ROOT))]
+    assert not branches.abandoned_here([*run, *other])
+    branches.note_local(tmp_path / "run" / "step-12", manifest(second))
     assert branches.abandoned_here([*run, *other]) == {tmp_path / "run" / "step-20"}
 
 
