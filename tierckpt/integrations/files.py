@@ -311,12 +311,18 @@ class CompressingWriter(io.BufferedIOBase):
             self._compressor.close()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        (self.close if kind is None else self.discard)()
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
 
 
 class TextWriter(io.TextIOWrapper):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        (self.close if kind is None else self.buffer.discard)()  # type: ignore[attr-defined]
+        if kind is None:
+            self.close()
+        else:
+            self.buffer.discard()  # type: ignore[attr-defined]
 
 
 async def pieces_of(stream: io.BufferedIOBase) -> AsyncIterator[Buffer]:
