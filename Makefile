@@ -92,7 +92,7 @@ compat-frameworks: ## install every framework that has an adapter, in .venv-fram
 	version=$$(.venv-frameworks/bin/python -c 'import importlib.metadata as m; print(m.version("torch"))') && \
 	  .venv-frameworks/bin/python -m pip install --quiet "torch==$$version" -e '.[dev]' $(FRAMEWORKS)
 	TIERCKPT_TEST_REQUIRE_FRAMEWORKS=1 .venv-frameworks/bin/python -m pytest \
-	  tests/compat/test_adapters.py tests/compat/test_frameworks.py tests/compat/test_model_layouts.py $(WHEELS:%=tests/integration/test_%.py) $(PYTEST_ARGS)
+	  tests/compat/test_adapters.py tests/compat/test_model_layouts.py $(WHEELS:%=tests/integration/test_%.py) $(PYTEST_ARGS)
 
 # Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
 TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil nodes histories strange leaks forks interrupts log loops near-storage redo cases properties
