@@ -67,13 +67,8 @@ class Emulator(HttpServer):
     """One object of GCS. It refuses a request with credentials."""
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        body = b"value"
-        request.send_response(401 if request.headers.get("Authorization") else 200)
-        request.send_header("Content-Length", str(len(body)))
-        request.send_header("ETag", '"1"')
-        request.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
-        request.end_headers()
-        request.wfile.write(body)
+        headers = {"ETag": '"1"', "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
+        self.say(request, 401 if request.headers.get("Authorization") else 200, b"value", headers)
 
 
 async def test_an_emulator_of_gcs_needs_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,13 +118,8 @@ class Recorder(HttpServer):
     """Answers with the requested name."""
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        body = unquote(urlsplit(request.path).path).encode()
-        request.send_response(200)
-        request.send_header("Content-Length", str(len(body)))
-        request.send_header("ETag", '"1"')
-        request.send_header("Last-Modified", "Thu, 26 Nov 2026 00:00:00 GMT")
-        request.end_headers()
-        request.wfile.write(body)
+        headers = {"ETag": '"1"', "Last-Modified": "Thu, 26 Nov 2026 00:00:00 GMT"}
+        self.say(request, 200, unquote(urlsplit(request.path).path).encode(), headers)
 
 
 async def test_of_google(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ class Regional(HttpServer):
     """A server of S3 before moto: all its buckets are in HOME, and it refuses requests signed for a region other than
     ``taken``."""
 
+    verbs = ("GET", "HEAD", "PUT", "POST", "DELETE")
+
     def __init__(self, behind: S3Server, status: int, *, has_header: bool, tls: ssl.SSLContext | None = None) -> None:
         self.behind, self.status, self.has_header = urlsplit(behind.endpoint).netloc, status, has_header
         self.taken = HOME
@@ -40,8 +42,6 @@ class Regional(HttpServer):
         self.direct: list[str] = []
         """Ranges that came on a connection of our own, not through the client."""
         super().__init__(tls)
-        handler: Any = self._server.RequestHandlerClass
-        handler.do_PUT = handler.do_POST = handler.do_DELETE = handler.do_GET
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
@@ -50,7 +50,7 @@ class Regional(HttpServer):
             self.refused.append(f"{request.command} {request.path}")
             headers = {"x-amz-bucket-region": HOME} if self.has_header else {}
             status = self.status if scope else 403
-            self._send(request, status, headers, BODIES[self.status].encode() if scope else b"")
+            self.say(request, status, BODIES[self.status].encode() if scope else b"", headers)
             return
         if request.headers.get("User-Agent") == "tierckpt":
             self.direct.append(request.headers["Range"])
@@ -58,24 +58,10 @@ class Regional(HttpServer):
         connection.request(request.command, request.path, body, dict(request.headers))
         answer = connection.getresponse()
         kept = {name: value for name, value in answer.getheaders() if name.lower() not in _HOP}
-        self._send(request, answer.status, kept, answer.read(), length=answer.headers.get("Content-Length"))
+        if request.command == "HEAD" and (length := answer.headers.get("Content-Length")):
+            kept["Content-Length"] = length
+        self.say(request, answer.status, answer.read(), kept)
         connection.close()
-
-    def _send(
-        self,
-        request: BaseHTTPRequestHandler,
-        status: int,
-        headers: dict[str, str],
-        body: bytes,
-        length: str | None = None,
-    ) -> None:
-        request.send_response(status)
-        for name, value in headers.items():
-            request.send_header(name, value)
-        request.send_header("Content-Length", length if request.command == "HEAD" and length else str(len(body)))
-        request.end_headers()
-        if request.command != "HEAD":
-            request.wfile.write(body)
 
 
 _HOP = {"content-length", "transfer-encoding", "connection", "server", "date"}

@@ -13,6 +13,8 @@ from tierckpt.stores.access import azure_access, gcs_access
 
 ACCOUNT = {"AZURE_STORAGE_ACCOUNT_NAME": "me"}
 SAS = "sv=2024-11-04&sig=abc"
+OTHER = {"AZURE_STORAGE_ACCOUNT_NAME": "other"}
+KEY_STRING = "AccountName=me;AccountKey=a2V5MQ==;EndpointSuffix=core.windows.net"
 STRING = f"BlobEndpoint=https://me.blob.core.windows.net/;SharedAccessSignature=?{SAS}"
 
 
@@ -41,14 +43,14 @@ def options(access: Any, environment: dict[str, str], monkeypatch: pytest.Monkey
             {"sas_key": SAS},
         ),
         (
-            {"AZURE_STORAGE_CONNECTION_STRING": STRING, "AZURE_STORAGE_ACCOUNT_KEY": "b3RoZXI="},
+            OTHER | {"AZURE_STORAGE_CONNECTION_STRING": STRING, "AZURE_STORAGE_ACCOUNT_KEY": "b3RoZXI="},
             "sas_token",
-            {"sas_key": SAS, "endpoint": "https://me.blob.core.windows.net"},
+            {"account_name": "me", "sas_key": SAS, "endpoint": "https://me.blob.core.windows.net"},
         ),
         (
-            {"AZURE_STORAGE_CONNECTION_STRING": "AccountName=me;AccountKey=a2V5;DefaultEndpointsProtocol=http"},
+            OTHER | {"AZURE_STORAGE_CONNECTION_STRING": f"DefaultEndpointsProtocol=http;{KEY_STRING}"},
             "access_key",
-            {"account_key": "a2V5", "endpoint": "http://me.blob.core.windows.net"},
+            {"account_name": "me", "account_key": "a2V5MQ==", "endpoint": "http://me.blob.core.windows.net"},
         ),
         (
             {
