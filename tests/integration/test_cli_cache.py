@@ -32,31 +32,10 @@ def test_ls_sorts_by_last_use(models: list[str]) -> None:
     assert cached_models() == models[::-1]
 
 
-def test_check_reports_complete_outdated_and_damaged_entries(models: list[str], tmp_path: Path) -> None:
-    assert tierckpt_("cache", "check", models[0]).code == 0
-    (tmp_path / "model-0" / "more.bin").write_bytes(b"more")
-    done = tierckpt_("cache", "check", models[0])
-    assert (done.code, done.document["state"]) == (3, "outdated")
-    directory = Path(tierckpt_("cache", "check", models[1]).document["directory"])
-    (directory / "weights.bin").write_bytes(b"x" * SIZE)
-    done = tierckpt_("cache", "check", models[1], "--read-data")
-    assert (done.code, list(done.document["bad"])) == (5, ["weights.bin"])
-
-
 def test_check_of_a_directory_that_prefetch_filled(models: list[str], tmp_path: Path) -> None:
     assert tierckpt_("cache", "check", models[0], "--to", str(tmp_path / "to")).code == 3
     assert tierckpt_("prefetch", models[0], "--to", str(tmp_path / "to")).code == 0
     assert tierckpt_("cache", "check", models[0], "--to", str(tmp_path / "to")).code == 0
-
-
-def test_evict_keeps_pinned_entries(models: list[str]) -> None:
-    assert tierckpt_("cache", "pin", models[0]).code == 0
-    done = tierckpt_("cache", "evict", *models[:2])
-    assert done.code == 3
-    assert [row["uri"] for row in done.document["evicted"]] == [models[1]]
-    assert tierckpt_("cache", "unpin", models[0]).code == 0
-    assert tierckpt_("cache", "evict", models[0]).code == 0
-    assert cached_models() == [models[2]]
 
 
 def test_evict_down_to_a_size(models: list[str]) -> None:

@@ -19,7 +19,6 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.disk import priority
-from tierckpt.disk.priority import STEP_BACK_SECONDS_MAX, flushing
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.stores.local import LocalStore
 
@@ -158,14 +157,6 @@ def test_drain_yields_the_disk_to_a_flush_of_another_process(
         ended = float(writer.stdout.readline())
         drain.finish()
     assert drain.moments[0] >= ended
-
-
-@pytest.mark.slow
-def test_hung_flush_does_not_block_a_drain(file_uri: str, local_root: Path) -> None:
-    saved_and_not_drained(f"{file_uri}/step-1", local_root)
-    with flushing(local_root):
-        seconds = Drain().finish()
-    assert seconds >= STEP_BACK_SECONDS_MAX * 0.9
 
 
 def test_hard_links_are_made_while_drains_are_paused(

@@ -202,21 +202,6 @@ def test_token_is_sent_only_to_the_hub(
     assert TOKEN not in caplog.text
 
 
-@pytest.mark.parametrize("token", [TOKEN, f" {TOKEN[:9]}\r\n{TOKEN[9:]}\n"])
-@pytest.mark.parametrize("name", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "file"])
-def test_token_is_found_where_huggingface_hub_finds_it(
-    name: str, token: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = published(hub, {"config.json": b"{}"}, gated=True)
-    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
-    (tmp_path / "hf").mkdir()
-    if name == "file":
-        (tmp_path / "hf/token").write_text(token)
-    else:
-        monkeypatch.setenv(name, token)
-    assert holds(fetch(tmp_path), files)
-
-
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_offline_mode_sends_no_request(
     name: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -281,6 +281,7 @@ def test_two_windows_at_once_are_refused(file_uri: str) -> None:
         (lambda: {"mode": "lazy"}, "mode is 'lazy'"),
         (lambda: {"mode": "sync", "every_step": EveryStep(window_steps=4)}, "mode is 'sync'"),
         (lambda: {"every_step": EveryStep(window_steps=0)}, "window_steps is 0"),
+        (lambda: {"every_step": EveryStep(window_steps=True)}, "window_steps is True"),
         (lambda: {"every_step": EveryStep(window_steps="many")}, "window_steps is 'many'"),  # type: ignore[arg-type]
         (lambda: {"every_step": EveryStep(window_steps=2.5)}, "window_steps is 2.5"),  # type: ignore[arg-type]
         (lambda: {"every_step": EveryStep(exact="nearly")}, "exact is 'nearly'"),  # type: ignore[arg-type]
@@ -311,6 +312,7 @@ def test_untrackable_state_is_refused(name: str, file_uri: str) -> None:
     state, words = states_that_cannot_be_followed()[name]
     with windowed(file_uri) as checkpointer, pytest.raises(ConfigError, match=words):
         checkpointer.save(1, state)
+    assert not any(getattr(one, "_optimizer_step_pre_hooks", None) for one in state.values())
 
 
 def test_sync_returns_when_the_checkpoint_is_committed(file_uri: str) -> None:

@@ -313,20 +313,6 @@ def test_load_of_most_of_a_file_caches_the_file(
     assert read["shared"] < 100_000
 
 
-@pytest.mark.parametrize("harm", ["lost", "damaged"])
-def test_without_block_digests_a_load_reads_more(harm: str, file_uri: str, state: dict[str, torch.Tensor]) -> None:
-    uri = f"{file_uri}/step-1"
-    save(uri, state, drain=False)
-    [kept] = local(uri).glob(".tierckpt/blocks/*")
-    if harm == "lost":
-        kept.unlink()
-    else:
-        kept.write_bytes(bytes(kept.stat().st_size))
-    with told() as read:
-        assert is_right(read_rows(uri), state)
-    assert read.total() > 1.1 * NEEDED
-
-
 def test_a_damaged_block_is_found_by_a_partial_read(file_uri: str, state: dict[str, torch.Tensor]) -> None:
     """Control of the byte counts: fewer bytes are read, and all of them are verified."""
     uri = f"{file_uri}/step-1"

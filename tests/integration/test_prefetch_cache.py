@@ -148,7 +148,7 @@ def test_globs_select_files_and_reuse_complete_entries(tierckpt_: Callable[..., 
 
 @pytest.mark.slow
 def test_check_finds_missing_files_and_read_data_damaged_ones(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
-    absent = tierckpt_("prefetch", MODEL, "--check")
+    absent = tierckpt_("cache", "check", MODEL)
     assert (absent.code, absent.document["state"]) == (3, "absent")
     assert absent.document["missing"] == {name: len(data) for name, data in FILES.items()}
     with open_cached(MODEL) as view:
@@ -159,7 +159,7 @@ def test_check_finds_missing_files_and_read_data_damaged_ones(tierckpt_: Callabl
     assert (whole.code, whole.document["state"], whole.document["bad"]) == (0, "whole", {})
     flip(directory / "model-00001.safetensors", 5 * CHUNK + 9)
     assert tierckpt_("prefetch", MODEL, "--check").code == 0
-    bad = tierckpt_("prefetch", MODEL, "--check", "--read-data")
+    bad = tierckpt_("cache", "check", MODEL, "--read-data")
     assert bad.code == 5
     name = "model-00001.safetensors"
     problem = f"bytes {5 * CHUNK}-{6 * CHUNK} of {name} are not the bytes that were saved"
@@ -185,8 +185,10 @@ def test_evict_keeps_pins_and_lists_evicted_and_kept(
     assert refused.error["error"] == "CapacityError"
     assert (refused.error["needed_bytes"], refused.error["pinned_bytes"]) == (8 * CHUNK, TOTAL)
     assert MODEL in refused.error["pinned"]
-    kept = tierckpt_("prefetch", MODEL, "--evict")
+    kept = tierckpt_("cache", "evict", MODEL)
     assert (kept.code, kept.document["evicted"], kept.document["kept"][0]["pinned"]) == (3, [], True)
+    assert tierckpt_("cache", "unpin", MODEL).document == {"unpinned": [MODEL]}
+    assert tierckpt_("cache", "pin", MODEL).document == {"pinned": [MODEL]}
     assert tierckpt_("prefetch", MODEL, "--unpin").document == {"unpinned": [MODEL]}
     plan = tierckpt_("prefetch", "s3://bucket/run/other", "--dry-run").document
     assert (plan["would_fetch_bytes"], plan["fits"]) == (8 * CHUNK, True)

@@ -59,6 +59,7 @@ def test_files_of_each_verb_have_default_mode_and_group(shared_tmp: Path, umask:
     before = os.umask(umask)
     try:
         save(team / "run", root, range(1, 3))
+        assert {shard.stat().st_nlink for shard in (team / "run").rglob("*.distcp")} == {2}
         source.mkdir()
         (source / "model.bin").write_bytes(b"weights")
         (source / "model.bin").chmod(0o600)

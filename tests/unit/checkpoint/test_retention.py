@@ -58,12 +58,6 @@ def test_every_nth_step_is_kept_by_its_number_and_not_by_its_place() -> None:
     assert why(verdicts, 201, Tier.SHARED) == "the newest"
 
 
-def test_each_tier_has_its_own_rule() -> None:
-    verdicts = Policy.of({"local": 1, "shared": 3}, {"shared": 2}).judge(run_of(1, 2, 3, 4, 5, 6))
-    assert removed(verdicts, Tier.LOCAL) == [1, 2, 3, 4, 5]
-    assert removed(verdicts, Tier.SHARED) == [1, 3]
-
-
 def test_without_a_rule_everything_is_kept() -> None:
     verdicts = Policy.of({"local": 1}).judge(run_of(1, 2, 3))
     assert removed(verdicts, Tier.SHARED) == []
@@ -91,11 +85,6 @@ def test_on_one_node_of_several_a_partial_copy_is_sound_and_a_whole_one_is_kept_
 def test_a_local_copy_may_go_after_the_shared_tier_has_given_that_step_up() -> None:
     verdicts = Policy.of({"local": 2, "shared": 1}).judge([local(1), local(2), local(3), shared(3)])
     assert removed(verdicts, Tier.LOCAL) == [1]
-
-
-def test_without_a_drain_the_local_tier_is_the_last_one() -> None:
-    copies = [local(step, drained=False) for step in (1, 2, 3)]
-    assert removed(Policy.of(keep_last=1).judge(copies, drains=False), Tier.LOCAL) == [1, 2]
 
 
 # --- for any run (I5) -------------------------------------------------------------------------------------------

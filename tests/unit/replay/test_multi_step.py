@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.replay.test_apply import FUSED, IMPLEMENTATIONS, KINDS, backward, groups_of, matrix, model_of
-from tierckpt.errors import CapacityError, CheckpointError, ConfigError
+from tests.unit.replay.test_apply import FUSED, IMPLEMENTATIONS, KINDS, backward, groups_of, matrix
+from tierckpt.errors import CapacityError, CheckpointError
 from tierckpt.planning.transfer_times import Traffic, best_steps, split_parts, weights_of
 from tierckpt.poll import Poll
 from tierckpt.replay import link as links
@@ -444,23 +444,6 @@ def test_a_stager_that_is_closed_ends_its_window_and_leaves_no_hook_and_no_threa
     job.train()
     assert not job.optimizer._optimizer_step_pre_hooks and not job.optimizer._optimizer_step_post_hooks
     assert threading.active_count() == threads
-
-
-def test_what_cannot_be_followed_is_refused_and_left_as_it_was() -> None:
-    model = model_of()
-    optimizer = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(ConfigError, match="LBFGS cannot be replayed"):
-        MultiStepStager(optimizer)
-    optimizer.step(lambda: sum(one.sum() for one in model.parameters()))
-    with pytest.raises(ConfigError, match="Sequential cannot be replayed"):
-        MultiStepStager(model)  # type: ignore[arg-type]
-    elementwise: Any = torch.optim.SGD(model.parameters())
-    asked: list[Any] = [0, -1, 1.5, True, "many", None]
-    for steps in asked:
-        with pytest.raises(ConfigError, match="window_steps is"):
-            MultiStepStager(elementwise, steps)
-    with pytest.raises(ConfigError, match="exact is 'perhaps'"):
-        MultiStepStager(elementwise, exact="perhaps")  # type: ignore[arg-type]
 
 
 def test_nothing_of_a_snapshot_shares_memory_with_training() -> None:

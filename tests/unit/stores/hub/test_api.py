@@ -125,19 +125,20 @@ def test_disable_implicit_token_sends_no_token(
         assert cli(["prefetch", "hf://org/model", "--to", str(tmp_path / "to")]) == 0
 
 
-@pytest.mark.parametrize("name", ["HF_TOKEN", "HF_TOKEN_PATH", "HF_HOME", "XDG_CACHE_HOME"])
+@pytest.mark.parametrize("name", ["HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HOME", "XDG_CACHE_HOME"])
 def test_token_from_variable_or_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Variables and ``~`` in paths are expanded; an empty variable counts as unset."""
     for other in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HOME", "HF_HUB_CACHE"):
         monkeypatch.setenv(other, "")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("PLACE", "place")
-    values = {"HF_TOKEN": f" {TOKEN}\n", "HF_TOKEN_PATH": "~/$PLACE/token", "HF_HOME": "$HOME/${PLACE}"}
-    monkeypatch.setenv(name, values.get(name, str(tmp_path / "place")))
-    if name != "HF_TOKEN":
+    wrapped = f" {TOKEN[:9]}\r\n{TOKEN[9:]}\n"
+    values = {"HF_TOKEN_PATH": "~/$PLACE/token", "HF_HOME": "$HOME/${PLACE}", "XDG_CACHE_HOME": str(tmp_path / "place")}
+    monkeypatch.setenv(name, values.get(name, wrapped))
+    if name in values:
         at = tmp_path / "place" / ("huggingface" if name == "XDG_CACHE_HOME" else "") / "token"
         at.parent.mkdir(parents=True)
-        at.write_text(f"{TOKEN}\r\n")
+        at.write_text(wrapped)
         if name != "HF_TOKEN_PATH":
             assert api.hub_cache() == at.parent / "hub"
     assert api.hub_token() == TOKEN
