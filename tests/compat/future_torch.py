@@ -5,8 +5,8 @@
 KIND   fields: each class has a further field with the value of the variable LATER at its construction
        enum:   the Enum of memory formats has a further member
        none:   torch as it is
-VERB   save:   DIRECTORY/ours and DIRECTORY/stock, and DIRECTORY/mine by Checkpointer
-       load:   load all three and print the metadata of the first two as JSON
+VERB   save:   as torch_version.py does
+       load:   load all that and print the metadata of the first two as JSON
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import ast
 import importlib.machinery
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 MODULES = {"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"}
@@ -94,40 +95,26 @@ class _Finder:
         return spec
 
 
-def save(directory: str) -> None:
-    import torch
-    import torch.distributed.checkpoint as dcp
+def save(directory: Path) -> None:
+    from tests.compat import torch_version
 
+    torch_version.save(directory)
+
+
+def load(directory: Path) -> None:
     import tierckpt
-
-    state = {"w": torch.arange(12.0).reshape(3, 4), "n": {"b": torch.ones(2), "text": "x"}}
-    dcp.save(state, storage_writer=tierckpt.TierStorageWriter(f"{directory}/ours"), no_dist=True)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{directory}/stock"), no_dist=True)
-    model = torch.nn.Linear(3, 2)
-    with tierckpt.Checkpointer(f"{directory}/mine") as checkpointer:
-        checkpointer.save(1, {"model": model, "step": 1})
-
-
-def load(directory: str) -> None:
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    import tierckpt
+    from tests.compat import torch_version
 
     said = {}
     for name in ("ours", "stock"):
-        reader = tierckpt.TierStorageReader(f"{directory}/{name}")
-        into = {"w": torch.zeros(3, 4), "n": {"b": torch.zeros(2), "text": ""}}
-        dcp.load(into, storage_reader=reader, no_dist=True)
-        assert torch.equal(into["w"], torch.arange(12.0).reshape(3, 4)) and into["n"]["text"] == "x"  # type: ignore[index]
+        reader = tierckpt.TierStorageReader(directory / name)
+        torch_version.check_loaded(reader)
         meta = reader.read_metadata()
-        entry: Any = meta.state_dict_metadata["w"]
+        entry: Any = meta.state_dict_metadata["plain"]
         index, place = next(iter((meta.storage_data or {}).items()))
-        found = [meta, entry, entry.chunks[0], entry.properties, meta.state_dict_metadata["n.text"], place, index]
+        found = [meta, entry, entry.chunks[0], entry.properties, meta.state_dict_metadata["text"], place, index]
         said[name] = {type(one).__name__: getattr(one, "later", "none") for one in [*found, meta.storage_meta]}
-    model = torch.nn.Linear(3, 2)
-    with tierckpt.Checkpointer(f"{directory}/mine") as checkpointer:
-        assert checkpointer.restore({"model": model, "step": 0}) == 1
+    torch_version.check_restored(str(directory / "run"))
     print(json.dumps(said))
 
 
@@ -135,4 +122,4 @@ if __name__ == "__main__":
     _Loader.kind = sys.argv[1]
     if _Loader.kind != "none":
         sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
-    {"save": save, "load": load}[sys.argv[2]](sys.argv[3])
+    {"save": save, "load": load}[sys.argv[2]](Path(sys.argv[3]))

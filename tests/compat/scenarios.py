@@ -41,14 +41,20 @@ def empty_state() -> dict[str, Any]:
 
 
 def is_state_of(state: dict[str, Any], step: int) -> bool:
-    """True on every rank when it is so on all of them."""
-    right = torch.tensor(int(same(_local(state), _local(state_of_step(step)))))
-    dist.all_reduce(right, dist.ReduceOp.MIN)
-    return bool(right)
+    return same_everywhere(state, state_of_step(step))
 
 
-def _local(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()}
+def same_everywhere(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """True on every rank when both have the same bits on all of them."""
+    is_same = torch.tensor(int(same(_local(left), _local(right))))
+    dist.all_reduce(is_same, dist.ReduceOp.MIN)
+    return bool(is_same)
+
+
+def _local(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _local(value) for key, value in state.items()}
+    return state.to_local() if isinstance(state, DTensor) else state
 
 
 def load(uri: str, **overrides: Any) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tierckpt
-from tests.states import same
+from tests.compat.scenarios import same_everywhere
 from tierckpt import telemetry
 from tierckpt.dcp import read_sharing
 
@@ -40,12 +40,13 @@ class Read:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def of_all(self) -> list[Any]:
-        """[bytes by tier of all ranks together, how many gave up]."""
+    def of_all(self) -> dict[str, Any]:
+        """Return the bytes by tier of all ranks together, and how many reads were given up."""
         seen: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(seen, (self.bytes, self.alone))
         tiers = {tier for found, _ in seen for tier in found}
-        return [{tier: sum(found.get(tier, 0) for found, _ in seen) for tier in tiers}, sum(alone for _, alone in seen)]
+        read = {tier: sum(found.get(tier, 0) for found, _ in seen) for tier in tiers}
+        return {"read": read, "alone": sum(alone for _, alone in seen)}
 
 
 def values(seed: int) -> torch.Tensor:
@@ -73,16 +74,19 @@ def sharded(dim: int) -> dict[str, Any]:
     return {f"layer-{number}": distribute_tensor(values(number), mesh, [Shard(dim)]) for number in range(8)}
 
 
+def trained() -> dict[str, Any]:
+    """A model, and an optimizer's two moments of it: the model is a third of each rank's file."""
+    return {
+        f"{part}.layer-{number}": values(100 * place + number)
+        for place, part in enumerate(("model", "first", "second"))
+        for number in range(6)
+    }
+
+
 def cleared(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: cleared(value) for key, value in state.items()}
     return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
-
-
-def local(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: local(value) for key, value in state.items()}
-    return state.to_local() if isinstance(state, DTensor) else state
 
 
 STATES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -90,16 +94,14 @@ STATES: dict[str, Callable[[], dict[str, Any]]] = {
     "mixed": mixed,
     "rows": lambda: sharded(0),
     "columns": lambda: sharded(1),
-    "whole": lambda: {f"layer-{number}": values(number) for number in range(8)},
+    "trained": trained,
 }
 
 
-def save(uri: str, kind: str) -> int:
-    """Save as ``kind``, and return the bytes of the shards."""
-    writer = tierckpt.TierStorageWriter(uri, chunk_size_bytes=CHUNK)
-    dcp.save(STATES[kind](), storage_writer=writer)
+def save(folder: str, saved: str) -> None:
+    uri = f"{folder}/step-1"
+    dcp.save(STATES[saved](), storage_writer=tierckpt.TierStorageWriter(uri, chunk_size_bytes=CHUNK))
     tierckpt.wait(uri, timeout_seconds=60)
-    return shard_bytes(uri)
 
 
 def shard_bytes(uri: str) -> int:
@@ -111,14 +113,11 @@ def load(uri: str, kind: str, **overrides: Any) -> dict[str, Any]:
     state = cleared(STATES[kind]())
     with Read() as read:
         dcp.load(state, storage_reader=tierckpt.TierStorageReader(uri, **overrides))
-    right = torch.tensor(int(same(local(state), local(STATES[kind]()))))
-    dist.all_reduce(right, dist.ReduceOp.MIN)
-    by_tier, alone = read.of_all()
-    return {"right": bool(right), "read": by_tier, "alone": alone}
+    return {"right": same_everywhere(state, STATES[kind]()), **read.of_all()}
 
 
 def save_and_load(folder: str, saved: str, loaded: str, window_bytes: int = 256 << 20) -> dict[str, Any]:
-    save(f"{folder}/step-1", saved)
+    save(folder, saved)
     return load_twice(folder, loaded, window_bytes)
 
 
@@ -130,25 +129,6 @@ def load_twice(folder: str, loaded: str, window_bytes: int = 256 << 20) -> dict[
     return {"size": shard_bytes(uri), "shared": shared, "apart": load(uri, loaded)}
 
 
-def only_save(folder: str, saved: str) -> int:
-    return save(f"{folder}/step-1", saved)
-
-
-def trained() -> dict[str, Any]:
-    """A model, and an optimizer's two moments of it: the model is a third of each rank's file."""
-    return {
-        f"{part}.layer-{number}": values(100 * place + number)
-        for place, part in enumerate(("model", "first", "second"))
-        for number in range(6)
-    }
-
-
-def save_trained(folder: str) -> None:
-    uri = f"{folder}/step-1"
-    dcp.save(trained(), storage_writer=tierckpt.TierStorageWriter(uri, chunk_size_bytes=CHUNK))
-    tierckpt.wait(uri, timeout_seconds=60)
-
-
 def load_model(uri: str, apart: bool) -> dict[str, Any]:
     """Load the model alone, with the other ranks of this node or without them; return whether it is right."""
     if apart:
@@ -156,9 +136,7 @@ def load_model(uri: str, apart: bool) -> dict[str, Any]:
     wanted = {name: value for name, value in trained().items() if name.startswith("model.")}
     state = cleared(wanted)
     dcp.load(state, storage_reader=tierckpt.TierStorageReader(uri))
-    right = torch.tensor(int(same(state, wanted)))
-    dist.all_reduce(right, dist.ReduceOp.MIN)
-    return {"right": bool(right), "size": sum(value.nbytes for value in wanted.values())}
+    return {"right": same_everywhere(state, wanted), "size": sum(value.nbytes for value in wanted.values())}
 
 
 def restore_elsewhere(uri: str, local_root: str) -> dict[str, Any]:
@@ -169,8 +147,5 @@ def restore_elsewhere(uri: str, local_root: str) -> dict[str, Any]:
     state = cleared(replicated())
     with Read() as read, tierckpt.Checkpointer(uri, local_root=local_root) as checkpointer:
         step = checkpointer.restore(state)
-    right = torch.tensor(int(same(state, replicated())))
-    dist.all_reduce(right, dist.ReduceOp.MIN)
-    by_tier, alone = read.of_all()
     size = sum(path.stat().st_size for path in Path(local_root).rglob("*.distcp"))
-    return {"size": size, "step": step, "right": bool(right), "read": by_tier, "alone": alone}
+    return {"size": size, "step": step, "right": same_everywhere(state, replicated()), **read.of_all()}

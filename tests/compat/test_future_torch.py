@@ -25,11 +25,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(kind: str, verb: str, directory: Path, later: str = "") -> Any:
-    env = {**os.environ, "LATER": later, "TIERCKPT_LOCAL_ROOT": str(directory / "root"), "TIERCKPT_MOVER": "inline"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.compat.future_torch", kind, verb, str(directory)]
+    said = python(["-m", "tests.compat.future_torch", kind, verb], directory, {"LATER": later})
+    return json.loads(said) if said else None
+
+
+def python(arguments: list[str], directory: Path, more_env: dict[str, str]) -> str:
+    env = {**os.environ, "TIERCKPT_LOCAL_ROOT": str(directory / "root"), "TIERCKPT_MOVER": "inline", **more_env}
+    command = [sys.executable, "-W", "ignore", *arguments, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout) if done.stdout else None
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -64,7 +69,7 @@ properties = m.TensorProperties(memory_format=torch.channels_last_3d)
 entry = m.TensorStorageMetadata(properties, size, [m.ChunkStorageMetadata(torch.Size([0]), size)])
 data = pickle.dumps(m.Metadata({"w": entry}))
 assert load_metadata(data, where="m").state_dict_metadata["w"].properties.memory_format is torch.channels_last_3d
-open(sys.argv[1], "wb").write(data)
+open(sys.argv[1] + "/m", "wb").write(data)
 """
 
 
@@ -75,9 +80,7 @@ def test_a_further_member_of_an_enum_is_given_where_torch_has_it_and_refused_by_
 
     install = "import sys; from tests.compat import future_torch as f; f._Loader.kind = 'enum'; "
     program = f"{install}sys.meta_path.insert(0, f._Finder)\n{CHANNELS}"
-    command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path / "m")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    python(["-c", program], tmp_path, {})
     # Python 3.11.2 pickles a member by its name, later ones by its value.
     match = r"(3|'TORCH_CHANNELS_LAST_3D') is no member of \S+_MEM_FORMAT_ENCODING in torch 2"
     with pytest.raises(UnsafeCheckpointError, match=match) as caught:

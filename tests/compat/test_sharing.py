@@ -40,7 +40,7 @@ def test_what_every_rank_wants_is_read_once(
 
 @pytest.mark.slow
 def test_on_more_ranks_than_have_saved_it(file_uri: str) -> None:
-    launch(f"{SCENARIOS}:only_save", 2, folder=file_uri, saved="rows")
+    launch(f"{SCENARIOS}:save", 2, folder=file_uri, saved="rows")
     found = launch(f"{SCENARIOS}:load_twice", RANKS, folder=file_uri, loaded="rows")
     assert (found["shared"]["right"], found["shared"]["alone"]) == (True, 0)
     assert total(found["shared"]) <= 1.15 * found["size"], found  # two ranks read the chunk where their rows meet
@@ -51,7 +51,7 @@ def test_on_more_ranks_than_have_saved_it(file_uri: str) -> None:
 def test_parts_of_files_that_every_rank_wants_leave_the_store_once(ranks: int, apart: bool, tmp_path: Path) -> None:
     """By the server's own count. The node's page cache cannot do this: the node has no file."""
     (tmp_path / "bucket").mkdir()
-    launch(f"{SCENARIOS}:save_trained", 2, folder=f"file://{tmp_path}/bucket/run")
+    launch(f"{SCENARIOS}:save", 2, folder=f"file://{tmp_path}/bucket/run", saved="trained")
     with Origin.running(tmp_path) as origin:
         node = {**origin.environment(), "TIERCKPT_LOCAL_ROOT": str(tmp_path / "elsewhere")}
         found = launch(f"{SCENARIOS}:load_model", ranks, env=node, uri="s3://bucket/run/step-1", apart=apart)

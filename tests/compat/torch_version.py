@@ -51,7 +51,7 @@ def save(directory: Path) -> None:
         checkpointer.save(1, job())
 
 
-def _loaded(reader: Any) -> None:
+def check_loaded(reader: Any) -> None:
     wanted = state()
     into = {
         key: torch.zeros_like(value).contiguous() if isinstance(value, torch.Tensor) else value
@@ -65,7 +65,7 @@ def _loaded(reader: Any) -> None:
         assert not isinstance(value, torch.Tensor) or torch.equal(into[key], value), key
 
 
-def _restored(uri: str) -> None:
+def check_restored(uri: str) -> None:
     wanted, into = job(), job()
     with torch.no_grad():
         for parameter in into["model"].parameters():
@@ -80,11 +80,11 @@ def _restored(uri: str) -> None:
 
 def load(directory: Path) -> None:
     cases = {
-        "ours of ours": lambda: _loaded(tierckpt.TierStorageReader(str(directory / "ours"))),
-        "ours of stock": lambda: _loaded(tierckpt.TierStorageReader(str(directory / "stock"))),
-        "stock of ours": lambda: _loaded(dcp.FileSystemReader(directory / "ours")),
-        "stock of stock": lambda: _loaded(dcp.FileSystemReader(directory / "stock")),
-        "Checkpointer of Checkpointer": lambda: _restored(str(directory / "run")),
+        "ours of ours": lambda: check_loaded(tierckpt.TierStorageReader(str(directory / "ours"))),
+        "ours of stock": lambda: check_loaded(tierckpt.TierStorageReader(str(directory / "stock"))),
+        "stock of ours": lambda: check_loaded(dcp.FileSystemReader(directory / "ours")),
+        "stock of stock": lambda: check_loaded(dcp.FileSystemReader(directory / "stock")),
+        "Checkpointer of Checkpointer": lambda: check_restored(str(directory / "run")),
     }
     for name, work in cases.items():
         try:
