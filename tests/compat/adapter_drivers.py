@@ -84,8 +84,15 @@ def tierckpt_url(uri: str) -> str:
     return f"tierckpt://{scheme}/{rest}" if rest else f"tierckpt://file{uri}"
 
 
+def training_arguments(out: Path, **options: Any) -> Any:
+    from transformers import TrainingArguments
+
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return TrainingArguments(output_dir=str(out), per_device_train_batch_size=4, **quiet, **options)
+
+
 def train_transformers(uri: str, folder: Path, log: Log) -> None:
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
     from tierckpt.integrations.transformers import TierCallback
 
@@ -97,17 +104,8 @@ def train_transformers(uri: str, folder: Path, log: Log) -> None:
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             log.saved(state.global_step)
 
-    args = TrainingArguments(
-        output_dir=str(folder / "out"),
-        max_steps=STEPS,
-        per_device_train_batch_size=4,
-        save_steps=SAVE_EVERY,
-        save_total_limit=1,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=3,
+    args = training_arguments(
+        folder / "out", max_steps=STEPS, save_steps=SAVE_EVERY, save_total_limit=1, logging_steps=1, seed=3
     )
     model = Model()
     callback = TierCallback(uri)
@@ -132,8 +130,14 @@ def train_lightning_sharded(uri: str, folder: Path, log: Log) -> None:
     train_in_lightning(str(folder / "out"), folder, log, strategy=strategy, save_last=True)
 
 
+def lightning_trainer(**options: Any) -> Any:
+    from lightning.pytorch import Trainer
+
+    return Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, **options)
+
+
 def train_in_lightning(dirpath: str, folder: Path, log: Log, save_last: bool = False, **options: Any) -> None:
-    from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+    from lightning.pytorch import Callback, LightningModule, seed_everything
     from lightning.pytorch.callbacks import ModelCheckpoint
     from torch.distributed.fsdp import fully_shard
     from torch.utils.data import DataLoader
@@ -186,14 +190,10 @@ def train_in_lightning(dirpath: str, folder: Path, log: Log, save_last: bool = F
         mode="max",
         save_last=save_last,
     )
-    trainer = Trainer(
-        accelerator="cpu",
+    trainer = lightning_trainer(
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         num_nodes=RANKS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         max_steps=STEPS,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[checkpoints, Noted()],
         **options,

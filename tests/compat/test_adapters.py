@@ -26,7 +26,15 @@ import torch
 
 import tierckpt
 from tests.compat import worker
-from tests.compat.adapter_drivers import SAVE_EVERY, STEPS, tierckpt_url
+from tests.compat.adapter_drivers import (
+    ALONE,
+    SAVE_EVERY,
+    STEPS,
+    Model,
+    lightning_trainer,
+    tierckpt_url,
+    training_arguments,
+)
 from tests.services import free_port
 from tierckpt.cli.ui.app import run as run_cli
 from tierckpt.client import close_all
@@ -36,6 +44,8 @@ from tierckpt.integrations.directories import Directories
 from tierckpt.integrations.fsspec import TierFileSystem
 
 KILL_AT = 6
+ROWS = [{"x": torch.ones(8), "labels": torch.ones(1)}] * 32
+EACH_STEP = {"save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.server, pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -272,29 +282,17 @@ def test_what_the_rotation_of_transformers_removes_undrained_is_kept_and_said(
 def test_the_best_model_of_transformers_comes_back_with_the_newest_checkpoint(s3_uri: str, tmp_path: Path) -> None:
     """A node is lost, and ``load_best_model_at_end`` still finds the model of an earlier step."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
-    from tests.compat.adapter_drivers import Model
     from tierckpt.integrations.transformers import TierCallback
 
     def train(steps: int) -> Model:
         callback, model = TierCallback(f"{s3_uri}/run"), Model()
-        args = TrainingArguments(
-            output_dir=str(tmp_path / "out"),
-            max_steps=steps,
-            save_steps=1,
-            save_total_limit=2,
-            eval_strategy="steps",
-            eval_steps=1,
-            metric_for_best_model="worse",
-            load_best_model_at_end=True,
-            per_device_train_batch_size=4,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        rows = [{"x": torch.ones(8), "labels": torch.ones(1)}] * 32
-        trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows[:4], callbacks=[callback])
+        args = training_arguments(
+            tmp_path / "out", max_steps=steps, save_total_limit=2, metric_for_best_model="worse",
+            load_best_model_at_end=True, **EACH_STEP,
+        )  # fmt: skip
+        trainer = Trainer(model, args, train_dataset=ROWS, eval_dataset=ROWS[:4], callbacks=[callback])
         trainer.evaluate = lambda *_, **__: {"eval_worse": -trainer.state.global_step}
         trainer.train(resume_from_checkpoint=callback.resume(args.output_dir))
         return model
@@ -312,25 +310,11 @@ def test_each_trial_of_a_search_of_transformers_is_a_run_of_its_own(named: bool,
     """Two searches, one after the other: the second writes to the directories of the first, in place."""
     for name in ("transformers", "optuna"):
         pytest.importorskip(name, reason=f"{name} is not installed")
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer
 
-    from tests.compat.adapter_drivers import Model
     from tierckpt.integrations.transformers import STATE, TierCallback
 
-    args = TrainingArguments(
-        output_dir=str(tmp_path / "out"),
-        max_steps=2,
-        save_steps=1,
-        logging_steps=1,
-        save_total_limit=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_train_batch_size=4,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    rows = [{"x": torch.ones(8), "labels": torch.ones(1)}] * 32
+    args = training_arguments(tmp_path / "out", max_steps=2, logging_steps=1, save_total_limit=1, **EACH_STEP)
     rates: list[float] = []
 
     def space(trial: Any) -> dict[str, float]:
@@ -341,8 +325,8 @@ def test_each_trial_of_a_search_of_transformers_is_a_run_of_its_own(named: bool,
         trainer = Trainer(
             args=args,
             model_init=Model,
-            train_dataset=rows,
-            eval_dataset=rows[:4],
+            train_dataset=ROWS,
+            eval_dataset=ROWS[:4],
             callbacks=[TierCallback(f"{s3_uri}/search")],
         )
         trainer.hyperparameter_search(
@@ -584,30 +568,21 @@ trainer.fit(BoringModel())
 def test_lightning_spawns_its_ranks_tunes_and_requeues(s3_uri: str, tmp_path: Path) -> None:
     """The plugin is pickled, and Lightning saves through it next to its checkpoints."""
     pytest.importorskip("lightning", reason="lightning is not installed")
-    from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.demos.boring_classes import BoringModel
     from lightning.pytorch.tuner import Tuner
 
     from tierckpt.integrations.lightning import TierCheckpointIO, newest
 
-    class Model(BoringModel):  # type: ignore[misc]
+    class Tuned(BoringModel):  # type: ignore[misc]
         lr = 0.1
 
     url, spawned = tierckpt_url(f"{s3_uri}/run"), BoringModel()
 
     def trainer(**options: Any) -> Any:
         checkpoints = ModelCheckpoint(dirpath=url, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-        return Trainer(
-            accelerator="cpu",
-            logger=False,
-            enable_progress_bar=False,
-            default_root_dir=tmp_path,
-            limit_val_batches=0,
-            plugins=[TierCheckpointIO()],
-            callbacks=[checkpoints],
-            **options,
-        )
+        places = {"default_root_dir": tmp_path, "plugins": [TierCheckpointIO()], "callbacks": [checkpoints]}
+        return lightning_trainer(limit_val_batches=0, **places, **options)
 
     trainer(max_steps=2, strategy="ddp_spawn", devices=2).fit(spawned)
     first = TierCheckpointIO().load_checkpoint(newest(url))
@@ -615,7 +590,7 @@ def test_lightning_spawns_its_ranks_tunes_and_requeues(s3_uri: str, tmp_path: Pa
     assert all(torch.equal(value, first["state_dict"][name]) for name, value in spawned.state_dict().items())
 
     resumed = trainer(max_steps=4, devices=1)
-    Tuner(resumed).lr_find(Model(), num_training=5)
+    Tuner(resumed).lr_find(Tuned(), num_training=5)
     resumed.fit(spawned, ckpt_path=newest(url))
     assert resumed.global_step == 4
     resumed.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
@@ -643,20 +618,12 @@ def test_what_ray_takes_from_lightning_is_saved_where_its_callback_says(
 ) -> None:
     """RayTrainReportCallback and TuneReportCheckpointCallback write to a temporary directory."""
     pytest.importorskip("lightning", reason="lightning is not installed")
-    from lightning.pytorch import Trainer
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     from tierckpt.integrations.lightning import TierCheckpointIO
 
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        limit_val_batches=0,
-        plugins=[TierCheckpointIO()],
+    trainer = lightning_trainer(
+        devices=1, max_steps=1, enable_checkpointing=False, limit_val_batches=0, plugins=[TierCheckpointIO()]
     )
     trainer.fit(BoringModel())
     with tempfile.TemporaryDirectory() as folder:
@@ -781,9 +748,7 @@ def test_the_guide_has_at_most_three_lines_for_each_framework() -> None:
 @pytest.mark.parametrize("name", [*map(framework, PROGRAMS), "megatron"])
 def test_the_programs_of_the_guide_run_and_run_again(name: str, s3_uri: str, tmp_path: Path) -> None:
     block = blocks_of_the_guide()[name].replace("s3://bucket", s3_uri).replace("s3/bucket", f"s3/{s3_uri[5:]}")
-    alone = (
-        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"} if name == "deepspeed" else {}
-    )
+    alone = ALONE if name == "deepspeed" else {}
     env = {**os.environ, **alone, "PYTHONPATH": str(GUIDE[0].parents[2]), "CUDA_VISIBLE_DEVICES": ""}
     program = BEFORE.get(name, "") + block
     for directory in ("first", "second"):
