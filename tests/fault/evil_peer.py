@@ -10,13 +10,14 @@ import asyncio
 import gzip
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.peer_node import CHUNK, SECRET, begin, bytes_of, freeze, settings_of
 from tierckpt.cache.file_set import FileSet
-from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.errors import TierckptError
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer.auth import response_proof
@@ -49,46 +50,6 @@ class Request:
         return f"HTTP/1.1 {status} Whatever\r\n{lines}\r\n".encode()
 
 
-async def wrong_bytes(request: Request, writer: Writer) -> None:
-    writer.write(request.head() + os.urandom(len(request.correct)))
-
-
-async def one_bit(request: Request, writer: Writer) -> None:
-    wrong = bytearray(request.correct)
-    wrong[len(wrong) // 2] ^= 1
-    writer.write(request.head() + wrong)
-
-
-async def wrong_bytes_and_their_digest(request: Request, writer: Writer) -> None:
-    wrong = os.urandom(len(request.correct))
-    writer.write(request.head(X_Tierckpt_Digest=digest_of(wrong)) + wrong)
-
-
-async def another_chunk(request: Request, writer: Writer) -> None:
-    wrong = request.correct[::-1]
-    writer.write(request.head(X_Tierckpt_Digest=digest_of(wrong)) + wrong)
-
-
-async def truncated(request: Request, writer: Writer) -> None:
-    writer.write(request.head() + request.correct[:-1000])
-
-
-async def too_short(request: Request, writer: Writer) -> None:
-    writer.write(request.head(length=len(request.correct) - 1) + request.correct[:-1])
-
-
-async def too_long(request: Request, writer: Writer) -> None:
-    writer.write(request.head(length=len(request.correct) + 1) + request.correct + b"x")
-
-
-async def huge_length(request: Request, writer: Writer) -> None:
-    writer.write(request.head(length=1 << 50) + request.correct)
-
-
-async def more_than_announced(request: Request, writer: Writer) -> None:
-    writer.write(request.head() + request.correct + os.urandom(CHUNK))
-
-
 async def endless(request: Request, writer: Writer) -> None:
     writer.write(request.head(length=1 << 50))
     while not writer.is_closing():
@@ -105,23 +66,20 @@ async def endless_head(request: Request, writer: Writer) -> None:
     writer.write(b"\r\n")
 
 
-async def one_long_header(request: Request, writer: Writer) -> None:
-    writer.write(request.head(X_Long="y" * 100_000) + request.correct)
+async def drip(data: bytes, writer: Writer) -> None:
+    for byte in data:
+        writer.write(bytes([byte]))
+        await writer.drain()
+        await asyncio.sleep(SLOW_SECONDS / 4)
 
 
 async def slow_drip(request: Request, writer: Writer) -> None:
     writer.write(request.head())
-    for byte in request.correct:
-        writer.write(bytes([byte]))
-        await writer.drain()
-        await asyncio.sleep(SLOW_SECONDS / 4)
+    await drip(request.correct, writer)
 
 
 async def slow_head(request: Request, writer: Writer) -> None:
-    for byte in request.head():
-        writer.write(bytes([byte]))
-        await writer.drain()
-        await asyncio.sleep(SLOW_SECONDS / 4)
+    await drip(request.head(), writer)
 
 
 async def silence(request: Request, writer: Writer) -> None:
@@ -132,123 +90,6 @@ async def closed_connection(request: Request, writer: Writer) -> None:
     writer.transport.abort()
 
 
-async def redirect(request: Request, writer: Writer) -> None:
-    writer.write(request.head(302, b"", 0, Location="http://169.254.169.254/latest/meta-data/"))
-
-
-async def redirect_to_a_listener(request: Request, writer: Writer) -> None:
-    writer.write(request.head(307, b"", 0, Location=f"http://{request.forbidden_address}/v1/members"))
-
-
-async def redirect_to_a_file(request: Request, writer: Writer) -> None:
-    writer.write(request.head(301, b"", 0, Location="file:///etc/passwd"))
-
-
-async def gzip_bomb(request: Request, writer: Writer) -> None:
-    bomb = gzip.compress(bytes(16 << 20))
-    writer.write(request.head(length=len(bomb), Content_Encoding="gzip") + bomb)
-
-
-async def gzip_of_the_right_length(request: Request, writer: Writer) -> None:
-    writer.write(request.head(Content_Encoding="gzip") + request.correct)
-
-
-async def chunked_encoding(request: Request, writer: Writer) -> None:
-    head = request.head(Transfer_Encoding="chunked")
-    writer.write(
-        head + f"{len(request.correct):x}\r\n".encode() + request.correct + b"\r\n0\r\n" + b"X: y\r\n" * 1000 + b"\r\n"
-    )
-
-
-async def two_lengths(request: Request, writer: Writer) -> None:
-    head = request.head().replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n")
-    writer.write(head + request.correct)
-
-
-async def garbage(request: Request, writer: Writer) -> None:
-    writer.write(os.urandom(3000) + b"\r\n\r\n" + request.correct)
-
-
-async def another_protocol(request: Request, writer: Writer) -> None:
-    writer.write(b"SSH-2.0-OpenSSH_9.9\r\n\r\n")
-
-
-async def negative_length(request: Request, writer: Writer) -> None:
-    writer.write(request.head(length=-1) + request.correct)
-
-
-async def wrong_digest(request: Request, writer: Writer) -> None:
-    writer.write(request.head(X_Tierckpt_Digest="0" * 32) + request.correct)
-
-
-async def no_digest(request: Request, writer: Writer) -> None:
-    writer.write(request.head(X_Tierckpt_Digest="") + request.correct)
-
-
-async def path_as_digest(request: Request, writer: Writer) -> None:
-    writer.write(request.head(X_Tierckpt_Digest="../../../../etc/passwd") + request.correct)
-
-
-async def impossible_holdings(request: Request, writer: Writer) -> None:
-    writer.write(request.head(X_Tierckpt_Held="99999999999;1;1;1") + request.correct)
-
-
-async def wrong_proof(request: Request, writer: Writer) -> None:
-    writer.write(request.head().replace(b"X-Tierckpt-Proof: ", b"X-Tierckpt-Proof: 0") + request.correct)
-
-
-async def proof_of_another_answer(request: Request, writer: Writer) -> None:
-    other = Request("0" * 32, request.correct, request.forbidden_address)
-    writer.write(other.head() + request.correct)
-
-
-async def extra_answer(request: Request, writer: Writer) -> None:
-    """Two answers to one request: the second must not answer the next request on the connection."""
-    writer.write((request.head() + request.correct) * 2)
-
-
-ATTACKS: tuple[Attack, ...] = (
-    wrong_bytes,
-    one_bit,
-    wrong_bytes_and_their_digest,
-    another_chunk,
-    truncated,
-    too_short,
-    too_long,
-    huge_length,
-    more_than_announced,
-    endless,
-    endless_head,
-    one_long_header,
-    slow_drip,
-    slow_head,
-    silence,
-    closed_connection,
-    redirect,
-    redirect_to_a_listener,
-    redirect_to_a_file,
-    gzip_bomb,
-    gzip_of_the_right_length,
-    chunked_encoding,
-    two_lengths,
-    garbage,
-    another_protocol,
-    negative_length,
-    wrong_digest,
-    no_digest,
-    path_as_digest,
-    impossible_holdings,
-    wrong_proof,
-    proof_of_another_answer,
-    extra_answer,
-)
-
-
-async def no_json(request: Request, writer: Writer) -> None:
-    body = b"<html>" + os.urandom(100)
-    writer.write(request.head(200, body, len(body)) + body)
-
-
 async def json_without_an_end(request: Request, writer: Writer) -> None:
     writer.write(request.head(200, b"", 1 << 40))
     while not writer.is_closing():
@@ -256,38 +97,132 @@ async def json_without_an_end(request: Request, writer: Writer) -> None:
         await writer.drain()
 
 
-async def json_too_deep(request: Request, writer: Writer) -> None:
-    body = b'{"new":' + b"[" * 1_000_000
-    writer.write(request.head(200, body, len(body)) + body)
+def writes(answer: Callable[[Request], bytes]) -> Attack:
+    """The attack that sends ``answer`` at once."""
+
+    async def attack(request: Request, writer: Writer) -> None:
+        writer.write(answer(request))
+
+    return attack
 
 
-async def holdings_of_everything(request: Request, writer: Writer) -> None:
-    body = b'{"total":5,"landed":9,"next":9,"new":["7"],"fetching":[],"whole":false,"interested":[]}'
-    writer.write(request.head(200, body, len(body)) + body)
+def chunk(data: Callable[[bytes], bytes], **fields: Any) -> Attack:
+    """Send what ``data`` makes of the correct chunk; ``fields`` are those of ``Request.head``."""
+    return writes(lambda request: request.head(**fields) + data(request.correct))
 
 
-async def too_many_lines(request: Request, writer: Writer) -> None:
-    body = b'{"total":5,"landed":9,"next":9,"new":[' + b'"1",' * 100_000
-    body += b'"1"],"fetching":[],"whole":false,"interested":[]}'
-    writer.write(request.head(200, body, len(body)) + body)
+def as_it_is(data: bytes) -> bytes:
+    return data
 
 
-async def list_with_wrong_proof(request: Request, writer: Writer) -> None:
-    body = b'{"total":5,"landed":0,"next":0,"new":[],"fetching":[],"whole":true,"interested":[]}'
-    writer.write(request.head(200, b"another body", len(body)) + body)
+def random_bytes(data: bytes) -> bytes:
+    return os.urandom(len(data))
 
 
-LIST_ATTACKS: tuple[Attack, ...] = (
-    no_json,
-    json_without_an_end,
-    json_too_deep,
-    holdings_of_everything,
-    too_many_lines,
-    list_with_wrong_proof,
-    redirect_to_a_listener,
-    gzip_bomb,
-    silence,
-)
+def with_one_wrong_bit(data: bytes) -> bytes:
+    wrong = bytearray(data)
+    wrong[len(wrong) // 2] ^= 1
+    return bytes(wrong)
+
+
+def with_its_digest(data: Callable[[bytes], bytes]) -> Attack:
+    """Send wrong bytes and the digest of them."""
+
+    def answer(request: Request) -> bytes:
+        wrong = data(request.correct)
+        return request.head(X_Tierckpt_Digest=digest_of(wrong)) + wrong
+
+    return writes(answer)
+
+
+def other_length(request: Request, change: int, data: bytes) -> bytes:
+    return request.head(length=len(request.correct) + change) + data
+
+
+def gzip_answer(request: Request) -> bytes:
+    bomb = gzip.compress(bytes(16 << 20))
+    return request.head(length=len(bomb), Content_Encoding="gzip") + bomb
+
+
+def chunked_answer(request: Request) -> bytes:
+    head, count = request.head(Transfer_Encoding="chunked"), f"{len(request.correct):x}\r\n".encode()
+    return head + count + request.correct + b"\r\n0\r\n" + b"X: y\r\n" * 1000 + b"\r\n"
+
+
+def with_head_changed(old: bytes, new: bytes) -> Attack:
+    return writes(lambda request: request.head().replace(old, new) + request.correct)
+
+
+def redirects(status: int, location: str) -> Attack:
+    return writes(lambda request: request.head(status, b"", 0, Location=location.format(request.forbidden_address)))
+
+
+def proven_for_another(request: Request) -> bytes:
+    return Request("0" * 32, request.correct, request.forbidden_address).head() + request.correct
+
+
+REDIRECT_TO_A_LISTENER = redirects(307, "http://{}/v1/members")
+GZIP_BOMB = writes(gzip_answer)
+
+ATTACKS: dict[str, Attack] = {
+    "wrong_bytes": chunk(random_bytes),
+    "one_bit": chunk(with_one_wrong_bit),
+    "wrong_bytes_and_their_digest": with_its_digest(random_bytes),
+    "another_chunk": with_its_digest(lambda data: data[::-1]),
+    "truncated": chunk(lambda data: data[:-1000]),
+    "too_short": writes(lambda request: other_length(request, -1, request.correct[:-1])),
+    "too_long": writes(lambda request: other_length(request, 1, request.correct + b"x")),
+    "huge_length": chunk(as_it_is, length=1 << 50),
+    "more_than_announced": chunk(lambda data: data + os.urandom(CHUNK)),
+    "endless": endless,
+    "endless_head": endless_head,
+    "one_long_header": chunk(as_it_is, X_Long="y" * 100_000),
+    "slow_drip": slow_drip,
+    "slow_head": slow_head,
+    "silence": silence,
+    "closed_connection": closed_connection,
+    "redirect": redirects(302, "http://169.254.169.254/latest/meta-data/"),
+    "redirect_to_a_listener": REDIRECT_TO_A_LISTENER,
+    "redirect_to_a_file": redirects(301, "file:///etc/passwd"),
+    "gzip_bomb": GZIP_BOMB,
+    "gzip_of_the_right_length": chunk(as_it_is, Content_Encoding="gzip"),
+    "chunked_encoding": writes(chunked_answer),
+    "two_lengths": with_head_changed(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n"),
+    "garbage": writes(lambda request: os.urandom(3000) + b"\r\n\r\n" + request.correct),
+    "another_protocol": writes(lambda _: b"SSH-2.0-OpenSSH_9.9\r\n\r\n"),
+    "negative_length": chunk(as_it_is, length=-1),
+    "wrong_digest": chunk(as_it_is, X_Tierckpt_Digest="0" * 32),
+    "no_digest": chunk(as_it_is, X_Tierckpt_Digest=""),
+    "path_as_digest": chunk(as_it_is, X_Tierckpt_Digest="../../../../etc/passwd"),
+    "impossible_holdings": chunk(as_it_is, X_Tierckpt_Held="99999999999;1;1;1"),
+    "wrong_proof": with_head_changed(b"X-Tierckpt-Proof: ", b"X-Tierckpt-Proof: 0"),
+    "proof_of_another_answer": writes(proven_for_another),
+    # Two answers to one request: the second must not answer the next request on the connection.
+    "extra_answer": writes(lambda request: (request.head() + request.correct) * 2),
+}
+
+
+def listing(body: bytes, proven: bytes | None = None) -> Attack:
+    """Answer a request for holdings by ``body``, with the proof of ``proven`` if that is given."""
+    return writes(lambda request: request.head(200, body if proven is None else proven, len(body)) + body)
+
+
+def holdings(landed: int, new: bytes, whole: bytes = b"false") -> bytes:
+    counts = b'{"total":5,"landed":%d,"next":%d,' % (landed, landed)
+    return counts + b'"new":[' + new + b'],"fetching":[],"whole":' + whole + b',"interested":[]}'
+
+
+LIST_ATTACKS: dict[str, Attack] = {
+    "no_json": listing(b"<html>" + os.urandom(100)),
+    "json_without_an_end": json_without_an_end,
+    "json_too_deep": listing(b'{"new":' + b"[" * 1_000_000),
+    "holdings_of_everything": listing(holdings(9, b'"7"')),
+    "too_many_lines": listing(holdings(9, b'"1",' * 100_000 + b'"1"')),
+    "list_with_wrong_proof": listing(holdings(0, b"", b"true"), b"another body"),
+    "redirect_to_a_listener": REDIRECT_TO_A_LISTENER,
+    "gzip_bomb": GZIP_BOMB,
+    "silence": silence,
+}
 """Attacks on requests for holdings."""
 HARMLESS = frozenset({"wrong_digest", "no_digest", "path_as_digest", "extra_answer", "more_than_announced"})
 """Attacks with a correct chunk: the client may accept it if the manifest has the digest."""
@@ -328,7 +263,7 @@ class EvilPeer:
 
     def __init__(self, frozen: FileSet, data: Mapping[str, bytes], forbidden_address: str, ran: Counter[str]) -> None:
         self._frozen, self._data, self._elsewhere, self._fired = frozen, data, forbidden_address, ran
-        self.attack: Attack = wrong_bytes
+        self.attack, self.name = silence, ""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> EvilPeer:
@@ -355,7 +290,7 @@ class EvilPeer:
             nonce = head.split("nonce=")[1].split(";")[0]
             target = head.split(" ")[1].split("?")[0]
             ordinal = int(target.rpartition("/")[2]) if "/chunk/" in target else 0
-            self._fired[self.attack.__name__] += 1
+            self._fired[self.name] += 1
             await self.attack(Request(nonce, bytes_of(self._frozen, self._data, ordinal), self._elsewhere), writer)
             await writer.drain()
         except (OSError, EOFError):
@@ -364,7 +299,32 @@ class EvilPeer:
             writer.close()
 
 
-async def run(folder: Path, *, known: bool, attacks: Sequence[Attack] = ATTACKS, rounds: int = 1) -> Report:
+@asynccontextmanager
+async def attacked(
+    folder: Path, frozen: FileSet, data: Mapping[str, bytes], report: Report
+) -> AsyncIterator[tuple[PeerClient, EvilPeer]]:
+    """Yield a client and an evil peer; check that no redirect is followed."""
+    async with ForbiddenServer() as forbidden, EvilPeer(frozen, data, forbidden.address, report.ran) as peer:
+        client = PeerClient(settings_of(folder), "good")
+        yield client, peer
+        await client.close()
+        if forbidden.request:
+            report.wrong.append("a redirect was followed")
+
+
+@asynccontextmanager
+async def judged(report: Report, name: str) -> AsyncIterator[None]:
+    """Count the error by which the client refuses the answer of an attack, and any other error as a violation."""
+    try:
+        async with asyncio.timeout(60):
+            yield
+    except TierckptError as error:
+        report.refused[f"{name}: {type(error).__name__}"] += 1
+    except BaseException as error:
+        report.wrong.append(f"{name}: {type(error).__name__} is no TierckptError")
+
+
+async def run(folder: Path, *, known: bool, attacks: Iterable[str] = tuple(ATTACKS)) -> Report:
     """Request chunks from an evil peer, attack by attack, and write accepted ones to the node's cache.
 
     ``known``: the manifest has digests. Otherwise the client can only check a chunk against the peer's own digest;
@@ -372,24 +332,25 @@ async def run(folder: Path, *, known: bool, attacks: Sequence[Attack] = ATTACKS,
     """
     data = {"model.bin": os.urandom(3 * CHUNK)}
     frozen, report = freeze(data, known=known), Report()
-    settings = settings_of(folder)
     partial = begin(folder, frozen)
     before = _outside(folder)
-    async with (
-        ForbiddenServer() as forbidden_address,
-        EvilPeer(frozen, data, forbidden_address.address, report.ran) as peer,
-    ):
-        client = PeerClient(settings, "good")
-        for _ in range(rounds):
-            for attack in attacks:
-                peer.attack = attack
-                await _try(client, peer.member, partial, data, report, attack.__name__)
-        await client.close()
-        if forbidden_address.request:
-            report.wrong.append("a redirect was followed")
+    correct = bytes_of(frozen, data, 1)
+    expected = digest_of(correct) if frozen.files[0].digests else ""
+    async with attacked(folder, frozen, data, report) as (client, peer):
+        for name in attacks:
+            peer.name, peer.attack = name, ATTACKS[name]
+            into = memoryview(bytearray(len(correct)))
+            async with judged(report, name):
+                answer = await client.chunk(peer.member, frozen.version, CHUNK, 1, into, expected=expected)
+                partial.store_chunk(0, 1, into, answer.digest)
+                report.accepted[name] += 1
+                if digest_of(into) != answer.digest:
+                    report.wrong.append(f"{name}: the digest does not match the bytes")
+                if expected and digest_of(into) != expected:
+                    report.wrong.append(f"{name}: wrong bytes")
     if known and partial.has(0, 1):
         landed = (partial.incoming / "model.bin").read_bytes()[CHUNK : 2 * CHUNK]
-        if digest_of(landed) != digest_of(bytes_of(frozen, data, 1)):
+        if digest_of(landed) != digest_of(correct):
             report.wrong.append("wrong bytes were written to the cache")
     if _outside(folder) != before:
         report.wrong.append("something was written outside the cache")
@@ -401,51 +362,14 @@ def _outside(folder: Path) -> set[str]:
     return {str(path) for path in folder.rglob("*") if folder / "cache" not in path.parents}
 
 
-async def _try(
-    client: PeerClient, member: Member, partial: PartialEntry, data: Mapping[str, bytes], report: Report, name: str
-) -> None:
-    frozen = partial.frozen
-    correct = bytes_of(frozen, data, 1)
-    into = memoryview(bytearray(len(correct)))
-    expected = digest_of(correct) if frozen.files[0].digests else ""
-    try:
-        async with asyncio.timeout(60):
-            answer = await client.chunk(member, frozen.version, CHUNK, 1, into, expected=expected)
-            partial.store_chunk(0, 1, into, answer.digest)
-    except TierckptError as error:
-        report.refused[f"{name}: {type(error).__name__}"] += 1
-        return
-    except BaseException as error:
-        report.wrong.append(f"{name}: {type(error).__name__} is no TierckptError")
-        return
-    report.accepted[name] += 1
-    if digest_of(into) != answer.digest:
-        report.wrong.append(f"{name}: the digest does not match the bytes")
-    if expected and digest_of(into) != expected:
-        report.wrong.append(f"{name}: wrong bytes")
-
-
 async def run_lists(folder: Path) -> Report:
     """Request an evil peer's holdings, attack by attack."""
     data = {"model.bin": os.urandom(3 * CHUNK)}
     frozen, report = freeze(data), Report()
-    settings = settings_of(folder)
-    async with (
-        ForbiddenServer() as forbidden_address,
-        EvilPeer(frozen, data, forbidden_address.address, report.ran) as peer,
-    ):
-        client = PeerClient(settings, "good")
-        for attack in LIST_ATTACKS:
-            peer.attack = attack
-            try:
-                async with asyncio.timeout(60):
-                    await client.chunk_report(peer.member, frozen.version, CHUNK)
-                report.wrong.append(f"{attack.__name__}: accepted")
-            except TierckptError as error:
-                report.refused[f"{attack.__name__}: {type(error).__name__}"] += 1
-            except BaseException as error:
-                report.wrong.append(f"{attack.__name__}: {type(error).__name__} is no TierckptError")
-        await client.close()
-        if forbidden_address.request:
-            report.wrong.append("a redirect was followed")
+    async with attacked(folder, frozen, data, report) as (client, peer):
+        for name, attack in LIST_ATTACKS.items():
+            peer.name, peer.attack = name, attack
+            async with judged(report, name):
+                await client.chunk_report(peer.member, frozen.version, CHUNK)
+                report.wrong.append(f"{name}: accepted")
     return report

@@ -24,7 +24,7 @@ from tierckpt.peer.auth import Signer, Verifier
 from tierckpt.peer.peer_http import chunk_target
 from tierckpt.stores import get_concurrency
 
-PEER_ATTACKS = {attack.__name__ for attack in evil_peer.ATTACKS}
+PEER_ATTACKS = set(evil_peer.ATTACKS)
 
 
 @pytest.fixture
@@ -53,39 +53,31 @@ async def test_no_malicious_peer_gets_wrong_bytes_into_the_cache(tmp_path: Path)
 async def test_client_rejects_invalid_holdings(tmp_path: Path) -> None:
     report = await evil_peer.run_lists(tmp_path)
     assert report.wrong == []
-    assert set(report.ran) == {attack.__name__ for attack in evil_peer.LIST_ATTACKS}
+    assert set(report.ran) == set(evil_peer.LIST_ATTACKS)
     assert report.refused.total() == len(evil_peer.LIST_ATTACKS)
 
 
 async def test_chunk_without_a_known_digest_must_match_the_peers_digest(tmp_path: Path) -> None:
-    answers = [
-        evil_peer.wrong_bytes,
-        evil_peer.one_bit,
-        evil_peer.wrong_digest,
-        evil_peer.no_digest,
-        evil_peer.path_as_digest,
-        evil_peer.too_long,
-        evil_peer.another_chunk,
-    ]
+    answers = {"wrong_bytes", "one_bit", "wrong_digest", "no_digest", "path_as_digest", "too_long", "another_chunk"}
     report = await evil_peer.run(tmp_path, known=False, attacks=answers)
     assert report.wrong == []
-    assert set(report.ran) == {attack.__name__ for attack in answers}
+    assert set(report.ran) == answers
     assert set(report.accepted) == {"another_chunk"}, "consistent with its digest; only other peers can contradict it"
 
 
 async def test_harness_finds_a_client_without_verification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_client, "same_digest", lambda *asked: True)
     monkeypatch.setattr("tierckpt.cache.partial_entry.same_digest", lambda *asked: True)
-    report = await evil_peer.run(tmp_path, known=True, attacks=[evil_peer.wrong_bytes, evil_peer.one_bit])
+    report = await evil_peer.run(tmp_path, known=True, attacks=["wrong_bytes", "one_bit"])
     assert "wrong_bytes: wrong bytes" in report.wrong
     assert "one_bit: wrong bytes" in report.wrong
 
 
 async def test_harness_finds_a_client_that_accepts_any_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Signer, "is_proven", lambda *asked: True)
-    wrong_proofs = [evil_peer.wrong_proof, evil_peer.proof_of_another_answer]
+    wrong_proofs = {"wrong_proof", "proof_of_another_answer"}
     report = await evil_peer.run(tmp_path, known=True, attacks=wrong_proofs)
-    assert {"wrong_proof", "proof_of_another_answer"} <= set(report.accepted) - evil_peer.HARMLESS
+    assert wrong_proofs <= set(report.accepted) - evil_peer.HARMLESS
 
 
 # --- malicious clients ---------------------------------------------------------------------------------------------
