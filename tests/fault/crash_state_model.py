@@ -15,6 +15,7 @@ OSDI'14: most applications do). ``Recorder.differences`` names each path whose c
 from __future__ import annotations
 
 import builtins
+import functools
 import io
 import os
 import random
@@ -75,6 +76,17 @@ class Mark:
 Operation = NameChange | Write | Resize | Persist | Mark
 
 
+def _locked(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let one thread at a time run a method of a recorder."""
+
+    @functools.wraps(method)
+    def call(recorder: Recorder, *arguments: Any, **options: Any) -> Any:
+        with recorder._lock:
+            return method(recorder, *arguments, **options)
+
+    return call
+
+
 class Recorder:
     """Records the changes that all threads of this process make below ``root``, while entered.
 
@@ -128,22 +140,31 @@ class Recorder:
     # --- replacements of the functions that change files -------------------------------------------------------------
 
     def __enter__(self) -> Recorder:
-        for name in ("open", "close", "write", "pwrite", "ftruncate", "posix_fallocate", "fsync", "fdatasync", "unlink",
-                     "remove", "rmdir", "mkdir", "rename", "replace", "link"):  # fmt: skip
+        for name in ("open", "close", "write", "pwrite", "ftruncate", "posix_fallocate", "unlink", "mkdir", "link"):
             self._patch(os, name, getattr(self, f"_{name}"))
+        for name in ("remove", "rmdir"):
+            self._patch(os, name, self._unlink)
+        for name in ("rename", "replace"):
+            self._patch(os, name, self._rename)
+        for name in ("fsync", "fdatasync"):
+            self._patch(os, name, self._fsync)
         for name in ("symlink", "truncate", "mkfifo", "mknod"):
             self._patch(os, name, self._reject_paths)
         for name in ("writev", "pwritev", "sendfile", "copy_file_range", "splice"):
             self._patch(os, name, self._reject_descriptors)
-        self._patch(io, "open", self._open_file)
-        self._patch(builtins, "open", self._open_file)
-        self._patch(file_io, "libc", lambda real: _Libc(real, self))
+        for owner in (io, builtins):
+            self._patch(owner, "open", self._open_file)
+        self._replace(file_io, "libc", _Libc(file_io.libc, self))
         return self
 
-    def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def _patch(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Replace ``owner.name`` by ``call``, which gets the real function as its first argument."""
         real = getattr(owner, name)
-        self._originals.append((owner, name, real))
-        setattr(owner, name, make(real))
+        self._replace(owner, name, functools.wraps(real)(functools.partial(call, real)))
+
+    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
+        self._originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, replacement)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -205,24 +226,20 @@ class Recorder:
             self.operations.append(Resize(inode, size_bytes))
             self._sizes[inode] = size_bytes
 
-    def _open(self, real: Any) -> Any:
-        def open(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-            with self._lock:
-                place = self._resolve(path, dir_fd)
-                descriptor: int = real(path, flags, mode, dir_fd=dir_fd)
-                if flags & os.O_TMPFILE == os.O_TMPFILE and self._is_below(path):
-                    inode = self._new_inode()  # unreachable until a link names it
-                    self._sizes[inode] = 0
-                    self._descriptors[descriptor] = (inode, os.fstat(descriptor).st_ino, flags)
-                    return descriptor
-                if place is None and not (isinstance(path, str | Path) and self._is_below(path)):
-                    self._descriptors.pop(descriptor, None)
-                    return descriptor
-                inode = ROOT if place is None else self._open_inode(place, flags)
-                self._descriptors[descriptor] = (inode, os.fstat(descriptor).st_ino, flags)
-                return descriptor
-
-        return open
+    @_locked
+    def _open(self, real: Any, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        place = self._resolve(path, dir_fd)
+        descriptor: int = real(path, flags, mode, dir_fd=dir_fd)
+        if flags & os.O_TMPFILE == os.O_TMPFILE and self._is_below(path):
+            inode = self._new_inode()  # unreachable until a link names it
+            self._sizes[inode] = 0
+        elif place is None and not (isinstance(path, str | Path) and self._is_below(path)):
+            self._descriptors.pop(descriptor, None)
+            return descriptor
+        else:
+            inode = ROOT if place is None else self._open_inode(place, flags)
+        self._descriptors[descriptor] = (inode, os.fstat(descriptor).st_ino, flags)
+        return descriptor
 
     def _open_inode(self, place: tuple[int, str], flags: int) -> int:
         directory, name = place
@@ -237,130 +254,95 @@ class Recorder:
             self._log_size(inode, 0)
         return inode
 
-    def _close(self, real: Any) -> Any:
-        def close(descriptor: int) -> None:
-            with self._lock:
-                self._descriptors.pop(descriptor, None)
-                real(descriptor)
+    @_locked
+    def _close(self, real: Any, descriptor: int) -> None:
+        self._descriptors.pop(descriptor, None)
+        real(descriptor)
 
-        return close
-
-    def _write(self, real: Any) -> Any:
-        def write(descriptor: int, data: Any) -> int:
-            if descriptor not in self._descriptors:
-                return real(descriptor, data)  # type: ignore[no-any-return]  # a pipe may block: no lock
-            with self._lock:
-                inode = self._inode_of(descriptor)
-                if inode is None:
-                    return real(descriptor, data)  # type: ignore[no-any-return]
-                appends = self._descriptors[descriptor][2] & os.O_APPEND
-                offset = self._sizes[inode] if appends else os.lseek(descriptor, 0, os.SEEK_CUR)
-                count: int = real(descriptor, data)
-                self._log_write(inode, offset, bytes(memoryview(data).cast("B")[:count]))
-                return count
-
-        return write
-
-    def _pwrite(self, real: Any) -> Any:
-        def pwrite(descriptor: int, data: Any, offset: int) -> int:
-            with self._lock:
-                inode = self._inode_of(descriptor)
-                count: int = real(descriptor, data, offset)
-                if inode is not None:
-                    self._log_write(inode, offset, bytes(memoryview(data).cast("B")[:count]))
-                return count
-
-        return pwrite
-
-    def _ftruncate(self, real: Any) -> Any:
-        def ftruncate(descriptor: int, size_bytes: int) -> None:
-            with self._lock:
-                inode = self._inode_of(descriptor)
-                real(descriptor, size_bytes)
-                if inode is not None:
-                    self._log_size(inode, size_bytes)
-
-        return ftruncate
-
-    def allocated(self, descriptor: int, end: int) -> None:
-        """Record that a file has at least ``end`` bytes."""
+    def _write(self, real: Any, descriptor: int, data: Any) -> int:
+        if descriptor not in self._descriptors:
+            return real(descriptor, data)  # type: ignore[no-any-return]  # a pipe may block: no lock
         with self._lock:
             inode = self._inode_of(descriptor)
-            if inode is not None:
-                self._log_size(inode, max(end, self._sizes[inode]))
+            if inode is None:
+                return real(descriptor, data)  # type: ignore[no-any-return]
+            appends = self._descriptors[descriptor][2] & os.O_APPEND
+            offset = self._sizes[inode] if appends else os.lseek(descriptor, 0, os.SEEK_CUR)
+            count: int = real(descriptor, data)
+            self._log_write(inode, offset, bytes(memoryview(data).cast("B")[:count]))
+            return count
 
-    def _posix_fallocate(self, real: Any) -> Any:
-        def posix_fallocate(descriptor: int, offset: int, count: int) -> None:
-            with self._lock:
-                real(descriptor, offset, count)
-                self.allocated(descriptor, offset + count)
+    @_locked
+    def _pwrite(self, real: Any, descriptor: int, data: Any, offset: int) -> int:
+        inode = self._inode_of(descriptor)
+        count: int = real(descriptor, data, offset)
+        if inode is not None:
+            self._log_write(inode, offset, bytes(memoryview(data).cast("B")[:count]))
+        return count
 
-        return posix_fallocate
+    @_locked
+    def _ftruncate(self, real: Any, descriptor: int, size_bytes: int) -> None:
+        inode = self._inode_of(descriptor)
+        real(descriptor, size_bytes)
+        if inode is not None:
+            self._log_size(inode, size_bytes)
 
-    def _fsync(self, real: Any) -> Any:
-        def fsync(descriptor: int) -> None:
-            with self._lock:
-                real(descriptor)
-                inode = self._inode_of(descriptor)
-                if inode is not None:
-                    self.operations.append(Persist(inode))
+    @_locked
+    def allocated(self, descriptor: int, end: int) -> None:
+        """Record that a file has at least ``end`` bytes."""
+        inode = self._inode_of(descriptor)
+        if inode is not None:
+            self._log_size(inode, max(end, self._sizes[inode]))
 
-        return fsync
+    @_locked
+    def _posix_fallocate(self, real: Any, descriptor: int, offset: int, count: int) -> None:
+        real(descriptor, offset, count)
+        self.allocated(descriptor, offset + count)
 
-    _fdatasync = _fsync
+    @_locked
+    def _fsync(self, real: Any, descriptor: int) -> None:
+        real(descriptor)
+        inode = self._inode_of(descriptor)
+        if inode is not None:
+            self.operations.append(Persist(inode))
 
-    def _unlink(self, real: Any) -> Any:
-        def unlink(path: Any, *, dir_fd: int | None = None) -> None:
-            with self._lock:
-                place = self._resolve(path, dir_fd)
-                real(path, dir_fd=dir_fd)
-                if place is not None:
-                    self._log_name((*place, None))
+    @_locked
+    def _unlink(self, real: Any, path: Any, *, dir_fd: int | None = None) -> None:
+        place = self._resolve(path, dir_fd)
+        real(path, dir_fd=dir_fd)
+        if place is not None:
+            self._log_name((*place, None))
 
-        return unlink
+    @_locked
+    def _mkdir(self, real: Any, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        place = self._resolve(path, dir_fd)
+        real(path, mode, dir_fd=dir_fd)
+        if place is not None:
+            inode = self._new_inode()
+            self._names[inode] = {}
+            self._log_name((*place, inode), is_directory=True)
 
-    _remove = _unlink
-    _rmdir = _unlink
+    @_locked
+    def _rename(
+        self, real: Any, source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
+        old, new = self._resolve(source, src_dir_fd), self._resolve(target, dst_dir_fd)
+        if (old is None) != (new is None):
+            raise NotImplementedError(f"rename into or out of {self.root}: {source} to {target}")
+        real(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        if old is not None and new is not None:
+            inode = self._names[old[0]][old[1]]
+            if self._names[new[0]].get(new[1]) != inode:  # both names of one file: rename does nothing
+                self._log_name((*old, None), (*new, inode), is_directory=inode in self._names)
 
-    def _mkdir(self, real: Any) -> Any:
-        def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-            with self._lock:
-                place = self._resolve(path, dir_fd)
-                real(path, mode, dir_fd=dir_fd)
-                if place is not None:
-                    inode = self._new_inode()
-                    self._names[inode] = {}
-                    self._log_name((*place, inode), is_directory=True)
-
-        return mkdir
-
-    def _rename(self, real: Any) -> Any:
-        def rename(source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-            with self._lock:
-                old, new = self._resolve(source, src_dir_fd), self._resolve(target, dst_dir_fd)
-                if (old is None) != (new is None):
-                    raise NotImplementedError(f"rename into or out of {self.root}: {source} to {target}")
-                real(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-                if old is not None and new is not None:
-                    inode = self._names[old[0]][old[1]]
-                    if self._names[new[0]].get(new[1]) != inode:  # both names of one file: rename does nothing
-                        self._log_name((*old, None), (*new, inode), is_directory=inode in self._names)
-
-        return rename
-
-    _replace = _rename
-
-    def _link(self, real: Any) -> Any:
-        def link(source: Any, target: Any, **options: Any) -> None:
-            with self._lock:
-                inode, new = self._link_source(source), self._resolve(target)
-                if (inode is None) != (new is None):
-                    raise NotImplementedError(f"link into or out of {self.root}: {source} to {target}")
-                real(source, target, **options)
-                if inode is not None and new is not None:
-                    self._log_name((*new, inode))
-
-        return link
+    @_locked
+    def _link(self, real: Any, source: Any, target: Any, **options: Any) -> None:
+        inode, new = self._link_source(source), self._resolve(target)
+        if (inode is None) != (new is None):
+            raise NotImplementedError(f"link into or out of {self.root}: {source} to {target}")
+        real(source, target, **options)
+        if inode is not None and new is not None:
+            self._log_name((*new, inode))
 
     def _link_source(self, source: Any) -> int | None:
         """Return the inode of ``source``, a path or ``/proc/self/fd/N``."""
@@ -370,34 +352,27 @@ class Recorder:
         place = self._resolve(source)
         return None if place is None else self._names[place[0]].get(place[1])
 
-    def _reject_paths(self, real: Any) -> Any:
-        def rejecting(*arguments: Any, **options: Any) -> Any:
-            if any(isinstance(item, str | bytes | os.PathLike) and self._resolve(item) for item in arguments):
-                raise NotImplementedError(f"{real.__name__}{arguments} is not recorded")
-            return real(*arguments, **options)
+    def _reject_paths(self, real: Any, *arguments: Any, **options: Any) -> Any:
+        if any(isinstance(item, str | bytes | os.PathLike) and self._resolve(item) for item in arguments):
+            raise NotImplementedError(f"{real.__name__}{arguments} is not recorded")
+        return real(*arguments, **options)
 
-        return rejecting
+    def _reject_descriptors(self, real: Any, *arguments: Any, **options: Any) -> Any:
+        written = arguments[:2] if real.__name__ in {"copy_file_range", "splice"} else arguments[:1]
+        if any(self._inode_of(item) is not None for item in written):
+            raise NotImplementedError(f"{real.__name__}{arguments} is not recorded")
+        return real(*arguments, **options)
 
-    def _reject_descriptors(self, real: Any) -> Any:
-        def rejecting(*arguments: Any, **options: Any) -> Any:
-            written = arguments[:2] if real.__name__ in {"copy_file_range", "splice"} else arguments[:1]
-            if any(self._inode_of(item) is not None for item in written):
-                raise NotImplementedError(f"{real.__name__}{arguments} is not recorded")
-            return real(*arguments, **options)
-
-        return rejecting
-
-    def _open_file(self, real: Any) -> Any:
-        def open(file: Any, mode: str = "r", buffering: int = -1, *arguments: Any, **options: Any) -> Any:
-            if not set(mode) & set("wax+") or (self._resolve(file) is None and file not in self._descriptors):
-                return real(file, mode, buffering, *arguments, **options)
-            raw = _Raw(file, mode)
-            if buffering == 0:
-                return raw
-            stream = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-            return stream if "b" in mode else io.TextIOWrapper(stream, *arguments, **options)
-
-        return open
+    def _open_file(
+        self, real: Any, file: Any, mode: str = "r", buffering: int = -1, *arguments: Any, **options: Any
+    ) -> Any:
+        if not set(mode) & set("wax+") or (self._resolve(file) is None and file not in self._descriptors):
+            return real(file, mode, buffering, *arguments, **options)
+        raw = _Raw(file, mode)
+        if buffering == 0:
+            return raw
+        stream = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+        return stream if "b" in mode else io.TextIOWrapper(stream, *arguments, **options)
 
 
 class _Raw(io.RawIOBase):

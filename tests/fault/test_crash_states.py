@@ -184,19 +184,13 @@ def resume(world: World) -> None:
 
 def save_of_two_ranks(world: World) -> None:
     """Two ranks, with and without collectives: part records, pending manifest, fragments."""
-    client = Client(world.settings)
-    saver = sweep_saver.Saver(world.settings, lambda work: client.run(work))
-    saver.mover = client.mover
-    try:
-        for step, alone in ((1, False), (2, True)):
-            for label in ("a", "b"):
-                world.allow_change(step, LOCAL, SHARED)
-                saver.save(parse_uri(world.uri(step)), label, ranks=2, alone=alone)
-                world.acknowledge(step, LOCAL)
-                client.run(client.mover.drains.drain_all(patient=True))
-                world.acknowledge(step, SHARED)
-    finally:
-        client.close()
+    with saver_of(world) as saver:
+        for step, label, alone in ((1, "a", False), (1, "b", False), (2, "a", True), (2, "b", True)):
+            world.allow_change(step, LOCAL, SHARED)
+            saver.save(parse_uri(world.uri(step)), label, ranks=2, alone=alone)
+            world.acknowledge(step, LOCAL)
+            saver.run(saver.mover.drains.drain_all(patient=True))
+            world.acknowledge(step, SHARED)
 
 
 def failing_saves(world: World) -> None:
@@ -211,17 +205,12 @@ def failing_saves(world: World) -> None:
 
 def direct_put(world: World) -> None:
     """Shards go directly to the shared tier. Their remains on the SSD are no checkpoint (save.md)."""
-    client = Client(world.settings)
-    saver = sweep_saver.Saver(world.settings, lambda work: client.run(work))
-    saver.mover = client.mover
-    try:
+    with saver_of(world) as saver:
         for step, label in ((1, "a"), (2, "b"), (2, "c")):
             world.allow_change(step, SHARED)
             saver.save(parse_uri(world.uri(step)), label, is_direct_put=True)
-            client.run(client.mover.drains.drain_all(patient=True))
+            saver.run(saver.mover.drains.drain_all(patient=True))
             world.acknowledge(step, SHARED)
-    finally:
-        client.close()
 
 
 def fetch(world: World) -> None:
@@ -269,35 +258,45 @@ def written_ahead() -> Iterator[list[Path]]:
 
 
 @contextlib.contextmanager
-def no_links() -> Iterator[None]:
-    async def link(self: LocalStore, key: str, source: Path) -> bool:
-        return False
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalStore, "link", link)
-        yield
+def saver_of(world: World) -> Iterator[sweep_saver.Saver]:
+    """A saver that shares its mover with a client."""
+    client = Client(world.settings)
+    saver = sweep_saver.Saver(world.settings, client.run)
+    saver.mover = client.mover
+    try:
+        yield saver
+    finally:
+        client.close()
 
 
 @contextlib.contextmanager
-def no_drain() -> Iterator[None]:
+def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, replacement)
+        yield
+
+
+async def link_fails(self: LocalStore, key: str, source: Path) -> bool:
+    return False
+
+
+def no_links() -> contextlib.AbstractContextManager[None]:
+    return replaced(LocalStore, "link", link_fails)
+
+
+def no_drain() -> contextlib.AbstractContextManager[None]:
     """End the save after the local commit, as if the process died: its entry stays in the journal."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_session.SaveSession, "hand_over", lambda self, **_: self.release())
-        yield
+    return replaced(save_session.SaveSession, "hand_over", lambda self, **_: self.release())
 
 
-@contextlib.contextmanager
-def disk_full() -> Iterator[None]:
+def disk_full() -> contextlib.AbstractContextManager[None]:
     def finish(self: Any, durable: bool) -> None:
         raise CapacityError("seeded")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flush.ShardFile, "finish", finish)
-        yield
+    return replaced(flush.ShardFile, "finish", finish)
 
 
-@contextlib.contextmanager
-def manifest_not_durable() -> Iterator[None]:
+def manifest_not_durable() -> contextlib.AbstractContextManager[None]:
     """Fail the fsync of the directory just after the manifest was renamed, once."""
     failures = [StoreError("seeded")]
 
@@ -306,9 +305,7 @@ def manifest_not_durable() -> Iterator[None]:
         if path.name == "manifest.json" and failures:
             raise failures.pop()
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_commit, "durable_write", durable_write)
-        yield
+    return replaced(local_commit, "durable_write", durable_write)
 
 
 @pytest.fixture(autouse=True)
@@ -582,13 +579,6 @@ def recover_and_save_again(world: World, state: CrashState, steps: Sequence[int]
 # --- negative controls: each seeded bug is found ----------------------------------------------------------------------
 
 
-def patch_importers(patch: pytest.MonkeyPatch, function: Any, replacement: Any) -> None:
-    """Replace ``function`` in each tierckpt module that imported it by name."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("tierckpt.") and getattr(module, function.__name__, None) is function:
-            patch.setattr(module, function.__name__, replacement)
-
-
 def no_fsync(of_what: Callable[[int], bool]) -> Callable[[pytest.MonkeyPatch], None]:
     def seed(patch: pytest.MonkeyPatch) -> None:
         fsync = os.fsync
@@ -597,42 +587,45 @@ def no_fsync(of_what: Callable[[int], bool]) -> Callable[[pytest.MonkeyPatch], N
     return seed
 
 
-def rename_before_fsync(patch: pytest.MonkeyPatch) -> None:
+def wrong_durable_write(write: Callable[[Path, Path, bytes], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Write with ``write(path, temporary path, data)`` in each tierckpt module that imported ``durable_write``."""
+
     def durable_write(path: Path, data: bytes, **_: Any) -> None:
         with durable.temporary_next_to(path) as temporary:
-            file = durable.create_file(temporary)
-            durable.write_all(file, data)
-            temporary.replace(path)
-            durable.fsync_dir(path.parent)
-            os.fsync(file)
-            os.close(file)
+            write(path, temporary, data)
 
-    patch_importers(patch, durable.durable_write, durable_write)
+    def seed(patch: pytest.MonkeyPatch) -> None:
+        real = durable.durable_write
+        for name, module in list(sys.modules.items()):
+            if name.startswith("tierckpt.") and getattr(module, "durable_write", None) is real:
+                patch.setattr(module, "durable_write", durable_write)
+
+    return seed
 
 
-def fsync_before_flush(patch: pytest.MonkeyPatch) -> None:
+def rename_before_fsync(path: Path, temporary: Path, data: bytes) -> None:
+    file = durable.create_file(temporary)
+    durable.write_all(file, data)
+    temporary.replace(path)
+    durable.fsync_dir(path.parent)
+    os.fsync(file)
+    os.close(file)
+
+
+def fsync_before_flush(path: Path, temporary: Path, data: bytes) -> None:
     """The bug of stock DCP's metadata: fsync while the bytes are still in the process's buffer."""
-
-    def durable_write(path: Path, data: bytes, **_: Any) -> None:
-        with durable.temporary_next_to(path) as temporary:
-            with temporary.open("wb") as file:
-                file.write(data)
-                os.fsync(file.fileno())
-            temporary.replace(path)
-            durable.fsync_dir(path.parent)
-
-    patch_importers(patch, durable.durable_write, durable_write)
+    with temporary.open("wb") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    durable.fsync_dir(path.parent)
 
 
-def unlink_before_rename(patch: pytest.MonkeyPatch) -> None:
-    def durable_write(path: Path, data: bytes, **_: Any) -> None:
-        with durable.temporary_next_to(path) as temporary:
-            durable.write_new(temporary, data)
-            path.unlink(missing_ok=True)
-            temporary.replace(path)
-            durable.fsync_dir(path.parent)
-
-    patch_importers(patch, durable.durable_write, durable_write)
+def unlink_before_rename(path: Path, temporary: Path, data: bytes) -> None:
+    durable.write_new(temporary, data)
+    path.unlink(missing_ok=True)
+    temporary.replace(path)
+    durable.fsync_dir(path.parent)
 
 
 def manifest_before_shards(patch: pytest.MonkeyPatch) -> None:
@@ -726,9 +719,9 @@ SEEDED_BUGS = {
     "no directory fsync": (no_fsync(stat.S_ISDIR), save_linked, {"lost"}),
     "no file fsync, direct put": (no_fsync(stat.S_ISREG), direct_put, {"lost", "torn", "damaged"}),
     "no file fsync, fetch": (no_fsync(stat.S_ISREG), fetch, {"lost", "torn", "damaged"}),
-    "rename before fsync": (rename_before_fsync, save_linked, {"damaged"}),
-    "missing flush before fsync": (fsync_before_flush, save_linked, {"damaged"}),
-    "unlink before rename": (unlink_before_rename, save_linked, {"lost"}),
+    "rename before fsync": (wrong_durable_write(rename_before_fsync), save_linked, {"damaged"}),
+    "missing flush before fsync": (wrong_durable_write(fsync_before_flush), save_linked, {"damaged"}),
+    "unlink before rename": (wrong_durable_write(unlink_before_rename), save_linked, {"lost"}),
     "manifest before shards": (manifest_before_shards, save_linked, {"torn"}),
     "data name reused": (data_name_reused, save_linked, {"torn"}),
     "digest of other bytes": (digest_of_other_bytes, save_linked, {"torn"}),
