@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import shutil
 import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -49,6 +50,14 @@ class Authority:
         paths[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, *form))
         paths[1].chmod(0o600)
         return paths
+
+    def peer_settings(self, folder: Path, host: str = "127.0.0.1") -> dict[str, Path]:
+        """Return the settings of a node with a certificate for ``host``, whose files are in the new ``folder``."""
+        folder.mkdir()
+        for path, name in zip(self.issue(host), ("tls.crt", "tls.key"), strict=True):
+            path.rename(folder / name)
+        shutil.copy(self.path, folder / "ca.crt")
+        return {"peer_tls_dir": folder}
 
     def server_side(self, host: str = "127.0.0.1", **issued: bool) -> ssl.SSLContext:
         """Return the TLS context of a server for ``host``."""

@@ -336,19 +336,9 @@ async def test_closed_server_refuses_connections(tmp_path: Path) -> None:
 # --- TLS -----------------------------------------------------------------------------------------------------------
 
 
-def certified(authority: Authority, folder: Path, host: str = "127.0.0.1") -> dict[str, Path]:
-    folder.mkdir()
-    authority.directory = folder
-    certificate, key = authority.issue(host)
-    certificate.rename(folder / "tls.crt")
-    key.rename(folder / "tls.key")
-    shutil.copy(authority.path, folder / "ca.crt")
-    return {"peer_tls_dir": folder}
-
-
 async def test_peers_with_certificates_of_one_authority_need_no_secret(tmp_path: Path) -> None:
     frozen = publish(tmp_path, DATA)
-    tls = certified(Authority(tmp_path), tmp_path / "tls")
+    tls = Authority(tmp_path).peer_settings(tmp_path / "tls")
     async with serving(tmp_path, peer_secret_file=None, **tls) as node:
         client = node.client()
         for ordinal in range(10):
@@ -359,10 +349,10 @@ async def test_peers_with_certificates_of_one_authority_need_no_secret(tmp_path:
 async def test_peer_with_an_invalid_certificate_is_rejected(tmp_path: Path, wrong: str) -> None:
     frozen: FileSet = publish(tmp_path, DATA)
     ours, other = Authority(tmp_path), Authority(tmp_path, "other")
-    good = certified(ours, tmp_path / "good")
-    believing = certified(other, tmp_path / "believing")  # their certificate, this node's authority
+    good = ours.peer_settings(tmp_path / "good")
+    believing = other.peer_settings(tmp_path / "believing")  # their certificate, this node's authority
     shutil.copy(ours.path, tmp_path / "believing" / "ca.crt")
-    named = certified(ours, tmp_path / "named", "127.0.0.2")
+    named = ours.peer_settings(tmp_path / "named", "127.0.0.2")
     served = {"authority of the client": good, "authority of the server": believing, "name": named, "plain": good}[
         wrong
     ]
