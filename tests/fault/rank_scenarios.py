@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.fault.scenario_tools import after, before, of_each_rank
+from tests.files import flip
 from tests.states import raises_ours, same
 from tierckpt.checkpoint import local_commit
 from tierckpt.dcp.reader import TierStorageReader
@@ -167,10 +168,7 @@ def two_ranks_one_bad_shard(uri: str) -> dict[str, Any]:
         directory = local_dir(Path(os.environ["TIERCKPT_LOCAL_ROOT"]), parse_uri(f"{uri}/step-2"))
         for place in (directory, Path(uri, "step-2")):
             (shard,) = place.glob("__1_*.distcp")
-            data = bytearray(shard.read_bytes())
-            data[len(data) // 2] ^= 1
-            shard.unlink()
-            shard.write_bytes(data)
+            flip(shard)
     dist.barrier()
     target = {name: torch.zeros(10_000)}
     step = tierckpt.Checkpointer(uri).restore(target)

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import files
 from tests.states import save
 from tierckpt.checkpoint import local_commit, shared_commit
 from tierckpt.checkpoint.journal import READY, WRITING, JournalEntry
@@ -451,9 +452,7 @@ def drain_after_damage(root: Path) -> tuple[str, bool]:
         patch.setattr(SaveSession, "hand_over", lambda self, **_: self.release())  # as if killed here
         save(location.uri, state_of(1), **options)
     [shard] = local_dir(root / "local", location).glob("*.distcp")
-    bit_flipped = bytearray(shard.read_bytes())
-    bit_flipped[len(bit_flipped) // 2] ^= 1
-    overwrite(shard, bytes(bit_flipped))
+    files.flip(shard)
 
     async def drain() -> tuple[str, bool]:
         _, errors = await mover.drains.drain_all(patient=False)

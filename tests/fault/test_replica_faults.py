@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.fault.replica_kills import AT, LOG, ON
+from tests.files import flip
 from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
 from tests.states import save
@@ -154,9 +155,7 @@ def test_damaged_bytes_are_not_copied(fleet: Fleet, tmp_path: Path) -> None:
         save(uri, {"t": torch.arange(9_000, dtype=torch.float32)}, settings=nodes[0].settings)
         close_all()
         (shard,) = nodes[0].directory(uri).glob("*.distcp")
-        data = bytearray(shard.read_bytes())
-        data[len(data) // 2] ^= 4
-        shard.write_bytes(data)
+        flip(shard)
         nodes[1].start()
         nodes.meet(2)
         nodes.until(lambda: nodes[1].replicas()["failed"] >= 2, "two tries")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import tierckpt
 from tests.compat.worker import launch
+from tests.files import flip
 from tierckpt import Checkpointer
 from tierckpt.errors import IntegrityError
 from tierckpt.format.layout import local_dir, parse_uri
@@ -26,14 +28,6 @@ def shards(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.distcp"))
 
 
-def damage(path: Path) -> None:
-    """Flip a bit in a new file, so that a linked copy stays good."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.unlink()
-    path.write_bytes(data)
-
-
 @pytest.fixture
 def run(file_uri: str, tmp_path: Path) -> str:
     """Save three steps, each whole on both tiers."""
@@ -41,6 +35,12 @@ def run(file_uri: str, tmp_path: Path) -> str:
         for step in STEPS:
             checkpointer.save(step, state(float(step)))
     return file_uri
+
+
+def damage(run: str, step: int, tmp_path: Path) -> None:
+    """Flip a bit of the step's shard on both tiers."""
+    for directory in (local(run, step, tmp_path), Path(run, f"step-{step}")):
+        flip(shards(directory)[0])
 
 
 def local(run: str, step: int, tmp_path: Path) -> Path:
@@ -57,7 +57,7 @@ def test_damaged_local_copy_is_quarantined_and_the_shared_one_used(
     run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (shard,) = shards(local(run, 3, tmp_path))
-    damage(shard)
+    flip(shard)
     step, target = restored(run)
     assert (step, target["w"].unique().tolist()) == (3, [3.0])
     assert shard.with_name(shard.name + ".bad").exists()
@@ -69,8 +69,7 @@ def test_previous_step_is_restored_without_a_good_copy_and_logged(
     run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (2, 3):
-        damage(shards(local(run, step, tmp_path))[0])
-        damage(shards(Path(run, f"step-{step}"))[0])
+        damage(run, step, tmp_path)
     with caplog.at_level(logging.WARNING):
         step, target = restored(run)
     assert (step, target["n"], target["w"].unique().tolist()) == (1, 1.0, [1.0])
@@ -79,23 +78,21 @@ def test_previous_step_is_restored_without_a_good_copy_and_logged(
     assert line.index("step-3 has no good copy") < line.index("step-2 has no good copy")
 
 
-def test_missing_file_counts_as_damaged(run: str, tmp_path: Path) -> None:
-    shards(local(run, 3, tmp_path))[0].unlink()
-    shards(Path(run, "step-3"))[0].unlink()
-    assert restored(run)[0] == 2
-
-
-def test_damaged_metadata_counts_as_a_damaged_file(run: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("harm", "files"), [(Path.unlink, "*.distcp"), (flip, ".tierckpt/metadata/*")], ids=["missing", "metadata"]
+)
+def test_step_with_a_missing_file_or_damaged_metadata_is_skipped(
+    harm: Callable[[Path], None], files: str, run: str, tmp_path: Path
+) -> None:
     for directory in (local(run, 3, tmp_path), Path(run, "step-3")):
-        for metadata in (directory / ".tierckpt" / "metadata").iterdir():
-            damage(metadata)
+        for path in directory.glob(files):
+            harm(path)
     assert restored(run)[0] == 2
 
 
 def test_error_of_the_newest_step_is_raised_if_no_step_is_left(run: str, tmp_path: Path) -> None:
     for step in STEPS:
-        damage(shards(local(run, step, tmp_path))[0])
-        damage(shards(Path(run, f"step-{step}"))[0])
+        damage(run, step, tmp_path)
     with pytest.raises(IntegrityError, match="no good copy") as caught:
         restored(run)
     assert "step-3" in str(caught.value.context["checkpoint"])
@@ -103,8 +100,7 @@ def test_error_of_the_newest_step_is_raised_if_no_step_is_left(run: str, tmp_pat
 
 @pytest.mark.slow
 def test_explicit_step_is_not_replaced_by_another(run: str, tmp_path: Path) -> None:
-    damage(shards(local(run, 2, tmp_path))[0])
-    damage(shards(Path(run, "step-2"))[0])
+    damage(run, 2, tmp_path)
     with pytest.raises(IntegrityError):
         restored(run, 2)
     assert restored(run)[0] == 3
@@ -114,8 +110,7 @@ def test_explicit_step_is_not_replaced_by_another(run: str, tmp_path: Path) -> N
 def test_restore_command_falls_back_to_an_older_step(run: str, tmp_path: Path) -> None:
     from tierckpt.cli.ui.app import run as command
 
-    damage(shards(local(run, 3, tmp_path))[0])
-    damage(shards(Path(run, "step-3"))[0])
+    damage(run, 3, tmp_path)
     assert command(["restore", run, "--to", str(tmp_path / "out")]) == 0
     target = state(0.0)
     torch.distributed.checkpoint.load(
