@@ -76,15 +76,14 @@ def test_attacks_find_every_seeded_bug(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fuzzed_metadata_and_manifests_are_rejected_or_safe(tmp_path: Path) -> None:
+def test_fuzzed_metadata_is_rejected_or_safe(tmp_path: Path) -> None:
     """Only errors of tierckpt, no unsafe result, no changed class, bounded memory."""
     [counts] = run("fuzz", tmp_path, FUZZ_SECONDS + CORPUS_SECONDS - 20, seconds=FUZZ_SECONDS)
     print(counts)
     assert counts["polluted"] == []
     assert counts["grown_bytes"] < attacks_try.GROWN_BYTES_MAX
-    assert counts["metadata"] >= INPUTS_MIN and counts["manifest"] >= INPUTS_MIN // 2
-    assert 0 < counts["metadata_accepted"] < counts["metadata"]
-    assert 0 < counts["manifest_accepted"] < counts["manifest"]
+    assert counts["metadata"] >= INPUTS_MIN
+    assert 0 < counts["accepted"] < counts["metadata"]
 
 
 @pytest.mark.slow
