@@ -111,20 +111,15 @@ def _in_children(root: str, how: str) -> object:
         loader = DataLoader(Bytes(root), num_workers=2, multiprocessing_context=how.removeprefix("loader-"))
         return sum(int(batch.sum()) for batch in loader)
     if how == "grandchild":
-        return _in_children_of(root, "fork", lambda answers: answers.put(_in_children(root, "fork")))
+        return _answer_of("fork", lambda answers: answers.put(_in_children(root, "fork")))
+    return _answer_of(how, _all_verbs, root)
+
+
+def _answer_of(how: str, act: Callable[..., None], *arguments: object) -> object:
+    """Run ``act(*arguments, answers)`` in a child. Returns what it puts into the queue."""
     context: Any = multiprocessing.get_context(how)
     answers = context.Queue()
-    child = context.Process(target=_all_verbs, args=(root, answers))
-    return _answer(child, answers)
-
-
-def _in_children_of(root: str, how: str, act: Callable[[Any], None]) -> object:
-    context: Any = multiprocessing.get_context(how)
-    answers = context.Queue()
-    return _answer(context.Process(target=act, args=(answers,), daemon=False), answers)
-
-
-def _answer(child: Any, answers: Any) -> object:
+    child = context.Process(target=act, args=(*arguments, answers), daemon=False)
     child.start()
     try:
         return answers.get(timeout=CHILD_SECONDS)

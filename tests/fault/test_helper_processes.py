@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.agents import until
 from tierckpt.agent import handoffs
 from tierckpt.agent.handoffs import ClientProcess, HeldHandoff, SaveHandoffs
 from tierckpt.config import Settings
@@ -96,10 +96,7 @@ def test_command_line_runs_no_planted_code(options: tuple[str, ...], hostile: Pa
     command = [sys.executable, *options, "tierckpt.cli", "agent", "--leave-when-idle", "--local-root", str(local_root)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 60
-        while not (agent_dir(local_root) / LOCK).exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until((agent_dir(local_root) / LOCK).exists, "the agent to start")
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)

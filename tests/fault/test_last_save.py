@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.agents import until
 from tests.fault import training_scenarios
 from tests.fault.runner import Job, start
 from tests.services import REPOSITORY
@@ -109,10 +110,10 @@ def test_torchrun_passes_the_signal_on_and_the_last_step_is_saved(
             stderr=subprocess.STDOUT,
         )
     try:
-        deadline = time.monotonic() + 90
-        while min(steps_done(tmp_path, rank) for rank in (0, 1)) < 5:
-            assert time.monotonic() < deadline and process.poll() is None, output.read_text()[-3000:]
-            time.sleep(0.02)
+        until(
+            lambda: process.poll() is not None or min(steps_done(tmp_path, rank) for rank in (0, 1)) >= 5, "step 5", 90
+        )
+        assert process.poll() is None, output.read_text()[-3000:]
         process.send_signal(signal.SIGTERM)
         process.wait(60)
     finally:
@@ -137,8 +138,6 @@ def test_torchrun_passes_the_signal_on_and_the_last_step_is_saved(
     ],
 )
 def test_what_fits_is_judged_by_measured_rates_and_said(cost: Cost, seconds: float, fits: bool, says: str) -> None:
-    import re
-
     found, why = fits_deadline(7, cost, seconds)
     assert found == fits
     assert re.search(says, why), why
@@ -232,10 +231,7 @@ def test_each_clouds_notice_is_heard_and_its_quiet_is_not(
         look_at(server.url, monkeypatch)
         settings = Settings.load(preempt_notices=cloud)
         notices = Notices(settings, lambda left, why: (heard.append(left), event.set()))  # type: ignore[func-returns-value]
-        deadline = time.monotonic() + 20
-        while sum(f"{method} {asked}" == path for method, asked, _ in server.asked) < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: sum(f"{method} {asked}" == path for method, asked, _ in server.asked) >= 3, "three requests")
         assert not heard
         server.answers[path] = (200, notice)
         assert event.wait(60)
@@ -255,9 +251,7 @@ def test_nobody_is_asked_unless_it_is_wanted_and_a_broken_answer_harms_nothing(
         server.answers = {"PUT /latest/api/token": (200, b"t"), AWS: (200, b"<html>")}
         settings = Settings.load(preempt_notices="aws")
         broken = Notices(settings, lambda left, why: heard.append(left))
-        deadline = time.monotonic() + 20
-        while sum(path.endswith("instance-action") for _, path, _ in server.asked) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: sum(path.endswith("instance-action") for _, path, _ in server.asked) >= 3, "three requests")
         count = len(server.asked)
         off.close()
         broken.close()

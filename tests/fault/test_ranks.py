@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import tierckpt
+from tests.agents import until
 from tests.compat.worker import launch
 from tests.fault import rank_scenarios, single_scenarios
 from tests.fault.runner import start
@@ -61,27 +58,6 @@ def test_other_ranks_raise_in_time_if_one_dies(killed: int, file_uri: str, tmp_p
     told, seconds = json.loads((job.folder / f"told-{1 - killed}").read_text())
     assert told.startswith("ok, ") and seconds < 45
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
-
-
-def test_lock_held_during_a_fork_is_released(tmp_path: Path) -> None:
-    """The child inherits the descriptor, but not the lock."""
-    journal = Journal(tmp_path)
-    journal.open("aa", parse_uri("/somewhere"), 0, 4096)
-    with journal.own("aa") as held:
-        assert held
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])  # control: exec closes it
-        forked = os.fork()
-        if forked == 0:
-            time.sleep(30)
-            os._exit(0)
-    try:
-        with journal.own("aa") as again:
-            assert again
-    finally:
-        os.kill(forked, signal.SIGKILL)
-        os.waitpid(forked, 0)
-        child.kill()
-        child.wait()
 
 
 def _race(folder: Path, uri: str, roots: list[Path]) -> list[str]:
@@ -130,10 +106,7 @@ def test_killed_save_leaves_the_old_or_the_new_checkpoint(
     save(uri, {"w": torch.full((100_000,), 3.0)})  # the next save works and removes the leftovers
     tierckpt.wait(uri, timeout_seconds=60)
     assert load(uri, {"w": torch.zeros(100_000)})["w"].unique().tolist() == [3.0]
-    deadline = time.monotonic() + 60
-    while Journal(local_root).entries() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert Journal(local_root).entries() == []
+    until(lambda: Journal(local_root).entries() == [], "the journal to be empty")
     assert len(list(local_dir(local_root, parse_uri(uri)).glob("*.distcp"))) == 1
 
 
@@ -148,30 +121,6 @@ def test_killed_drain_publishes_nothing_and_the_next_mover_finishes(
     tierckpt.wait(uri, timeout_seconds=60)
     loaded = load(uri, {"w5": torch.zeros(10_000)}, local_root=local_root.parent / "other")
     assert loaded["w5"].unique().tolist() == [5.0]
-
-
-def test_forked_child_does_not_use_the_parents_client(file_uri: str) -> None:
-    """DataLoader workers fork: the child must neither hang nor drain the parent's saves."""
-    save(f"{file_uri}/step-1", {"w": torch.ones(10)})
-    child = os.fork()
-    if child == 0:
-        try:
-            fine = tierckpt.latest(file_uri) == f"{file_uri}/step-1"
-            os._exit(0 if fine else 3)
-        except BaseException:
-            os._exit(4)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            break
-        time.sleep(0.02)
-    else:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        pytest.fail("the forked child hangs")
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
 
 
 def test_next_save_removes_shared_leftovers_of_a_lost_node(s3_uri: str, local_root: Path, tmp_path: Path) -> None:
