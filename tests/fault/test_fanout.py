@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,8 +86,16 @@ def cluster(bench: Bench) -> Iterator[Cluster]:
             node.fetch.kill()
 
 
-def assert_whole(results: list[Result]) -> None:
+def whole(cluster: Cluster, nodes: list[Node]) -> list[Result]:
+    """Wait for the fetches of ``nodes``, and check every byte of each."""
+    results = cluster.results(nodes)
     assert all(result.is_right for result in results), dumped(results)
+    return results
+
+
+def fetched(cluster: Cluster, nodes: list[Node], **options: Any) -> list[Result]:
+    cluster.fetch(nodes, **options)
+    return whole(cluster, nodes)
 
 
 def store_bytes(cluster: Cluster) -> int:
@@ -104,9 +113,7 @@ def test_four_nodes_read_a_model_from_the_store_once(bench: Bench, cluster: Clus
     nodes, failures = cluster.nodes[:4], []
     for seed in range(TRIES):
         size_bytes = bench.new_model(seed).size_bytes
-        cluster.fetch(nodes)
-        results = cluster.results(nodes)
-        assert_whole(results)
+        results = fetched(cluster, nodes)
         assert sum(result.source("shared") for result in results) >= size_bytes
         failures.append(dumped(results))
         from_peers = sum(result.source("peer") for result in results)
@@ -120,12 +127,9 @@ def test_late_node_reads_nothing_from_the_store(bench: Bench, cluster: Cluster) 
     first, late, failures = cluster.nodes[:2], cluster.nodes[4], []
     for seed in range(TRIES):
         bench.new_model(seed)
-        cluster.fetch(first)
-        assert_whole(cluster.results(first))
+        fetched(cluster, first)
         before = store_bytes(cluster)
-        cluster.fetch([late])
-        results = cluster.results([late])
-        assert_whole(results)
+        results = fetched(cluster, [late])
         if store_bytes(cluster) == before and results[0].source("peer") == cluster.model.size_bytes:
             return
         failures.append(dumped(results))
@@ -140,11 +144,9 @@ def test_killed_node_is_replaced_and_resumes_its_own_fetch(cluster: Cluster) -> 
     cluster.until_sent(0.4)
     cluster.until_landed(victim)
     cluster.crash(victim)
-    assert_whole(cluster.results(others))
+    whole(cluster, others)
     cluster.start_agents([victim])
-    cluster.fetch([victim])
-    again = cluster.results([victim])
-    assert_whole(again)
+    again = fetched(cluster, [victim])
     assert again[0].source("here") > 0, dumped(again)
     assert store_bytes(cluster) <= store_bytes_max(cluster.model, IN_FLIGHT_MAX)
 
@@ -157,10 +159,10 @@ def test_stopped_owner_does_not_block_other_nodes(cluster: Cluster) -> None:
     cluster.until_sent(0.2)
     cluster.stop(victim)
     try:
-        assert_whole(cluster.results(others))
+        whole(cluster, others)
     finally:
         cluster.resume(victim)
-    assert_whole(cluster.results([victim]))
+    whole(cluster, [victim])
     assert store_bytes(cluster) <= store_bytes_max(cluster.model, IN_FLIGHT_MAX)
     cluster.await_members(NODES)
 
@@ -171,7 +173,7 @@ def test_agent_serves_256_clients_during_its_only_read_of_the_store(bench: Bench
     cluster.origin.pace(3 * MiB)
     cluster.fetch([node])
     got, before_whole = asyncio.run(requests_during_fetch(CLIENTS, member_of(cluster, node), node.local_root, model))
-    assert_whole(cluster.results([node]))
+    whole(cluster, [node])
     assert got == CLIENTS * 8
     assert before_whole >= CLIENTS // 4, "the clients came after the fetch"
     ranges = sorted((start, stop) for _, _, _, start, stop in cluster.origin.counts()["ranges"])
@@ -226,9 +228,7 @@ async def requests_during_fetch(count: int, member: Member, local_root: Path, mo
 def test_damaged_files_of_a_peer_are_detected_before_they_are_served(cluster: Cluster) -> None:
     damaged, *others = cluster.nodes[:4]
     damage(cluster, damaged)
-    cluster.fetch(others)
-    results = cluster.results(others)
-    assert_whole(results)
+    results = fetched(cluster, others)
     least, most = cluster.model.size_bytes - CHUNK_BYTES, store_bytes_max(cluster.model, IN_FLIGHT_MAX)
     assert least <= store_bytes(cluster) <= most, dumped(results)
 
@@ -241,9 +241,7 @@ def test_peer_that_sends_wrong_bytes_is_banned(bench: Bench, cluster: Cluster) -
         bench.new_model(seed)
         damage(cluster, damaged)
         with unverified_agent(cluster, damaged):
-            cluster.fetch([other])
-            results = cluster.results([other])
-        assert_whole(results)
+            results = fetched(cluster, [other])
         if any(peer["banned"] for peer in results[0].answer["peers"]):
             return
         assert results[0].source("peer") < CHUNK_BYTES, results[0].answer  # only undamaged ends of files
@@ -265,9 +263,7 @@ def unverified_agent(cluster: Cluster, node: Node) -> Iterator[None]:
 def damage(cluster: Cluster, node: Node) -> None:
     """Let ``node`` fetch the model, then flip a bit of each of its chunks."""
     cluster.origin.pace(None)
-    cluster.fetch([node])
-    results = cluster.results([node])
-    assert_whole(results)
+    results = fetched(cluster, [node])
     assert flip(Path(results[0].answer["directory"]), CHUNK_BYTES // 2) >= cluster.model.size_bytes // CHUNK_BYTES
     cluster.origin.reset()
 
@@ -278,9 +274,7 @@ def damage(cluster: Cluster, node: Node) -> None:
 @pytest.mark.slow
 def test_control_ignored_ownership_causes_more_store_reads(cluster: Cluster) -> None:
     nodes = cluster.nodes[:4]
-    cluster.fetch(nodes, bug="ownership ignored")
-    results = cluster.results(nodes)
-    assert_whole(results)
+    fetched(cluster, nodes, bug="ownership ignored")
     assert store_bytes(cluster) > store_bytes_max(cluster.model)
 
 

@@ -106,33 +106,9 @@ VERBS: dict[str, Verb] = {
 # --- kinds ----------------------------------------------------------------------------------------------------------
 
 
-def _file(path: Path) -> None:
-    path.write_bytes(b"\xffnothing of ours")
-
-
 def _directory(path: Path) -> None:
     path.mkdir()
     (path / "in it").write_text("x")
-
-
-def _dangling(path: Path) -> None:
-    path.symlink_to(path.parent / "nowhere" / "at all")
-
-
-def _loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def _link_to_a_file(path: Path) -> None:
-    path.symlink_to("/etc/hostname")
-
-
-def _link_to_a_directory(path: Path) -> None:
-    path.symlink_to("/etc")
-
-
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
 
 
 def _socket(path: Path) -> None:
@@ -142,9 +118,16 @@ def _socket(path: Path) -> None:
         os.close(here)
 
 
-KINDS = {kind.__name__.strip("_"): kind for kind in (
-    _file, _directory, _dangling, _loop, _link_to_a_file, _link_to_a_directory, _fifo, _socket,
-)}  # fmt: skip
+KINDS: dict[str, Callable[[Path], object]] = {
+    "file": lambda path: path.write_bytes(b"\xffnothing of ours"),
+    "directory": _directory,
+    "dangling": lambda path: path.symlink_to(path.parent / "nowhere" / "at all"),
+    "loop": lambda path: path.symlink_to(path.name),
+    "link_to_a_file": lambda path: path.symlink_to("/etc/hostname"),
+    "link_to_a_directory": lambda path: path.symlink_to("/etc"),
+    "fifo": os.mkfifo,
+    "socket": _socket,
+}
 
 # --- places ---------------------------------------------------------------------------------------------------------
 
