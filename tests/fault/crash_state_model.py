@@ -101,24 +101,13 @@ class Recorder:
         self.operations: list[Operation] = []
         self.start = _scan(root)
         self._lock = threading.RLock()
-        self._names: dict[int, dict[str, int]] = {}
-        self._sizes: dict[int, int] = {}
+        numbered = Model(self.start)
+        self._names = {inode: dict(names) for inode, names in numbered.directories.items()}
+        self._sizes = {inode: len(file.durable) for inode, file in numbered.files.items()}
+        self._next_inode = numbered.next_inode
         self._descriptors: dict[int, tuple[int, int, int]] = {}
         """Open descriptors: the recorder's inode, the kernel's inode, and the flags."""
         self._originals: list[tuple[Any, str, Any]] = []
-        self._next_inode = ROOT
-        self._number_inodes(self.start)
-
-    def _number_inodes(self, tree: Tree) -> int:
-        inode = self._new_inode()
-        names = self._names[inode] = {}
-        for name, child in tree.items():
-            if isinstance(child, dict):
-                names[name] = self._number_inodes(child)
-            else:
-                names[name] = self._new_inode()
-                self._sizes[names[name]] = len(child)
-        return inode
 
     def _new_inode(self) -> int:
         self._next_inode += 1
@@ -530,17 +519,17 @@ class Model:
         self.files: dict[int, FileModel] = {}
         self.pending: list[tuple[NameChange, set[int]]] = []
         """Name changes that are not durable, with the directories that still need an fsync."""
-        self._next_inode = ROOT
+        self.next_inode = ROOT
         self._number_inodes(start)
 
     def _number_inodes(self, tree: Tree) -> int:
-        inode, self._next_inode = self._next_inode, self._next_inode + 1
+        inode, self.next_inode = self.next_inode, self.next_inode + 1
         names = self.directories[inode] = {}
         for name, child in tree.items():
             if isinstance(child, dict):
                 names[name] = self._number_inodes(child)
             else:
-                names[name], self._next_inode = self._next_inode, self._next_inode + 1
+                names[name], self.next_inode = self.next_inode, self.next_inode + 1
                 self.files[names[name]] = FileModel(child)
         return inode
 

@@ -690,16 +690,6 @@ def shards_removed_before_the_manifest(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(local_commit, "remove_local", remove)
 
 
-def removal_that_is_not_durable(patch: pytest.MonkeyPatch) -> None:
-    """The manifest is removed first, without an fsync that orders this on disk."""
-    patch.setattr(local_commit, "fsync_dir", lambda path: None)
-
-
-def unfinished_save_that_comes_back(patch: pytest.MonkeyPatch) -> None:
-    """The shards are removed, then their journal entry, without an fsync between."""
-    patch.setattr(journal.Journal, "settle_removal", lambda self, token: None)
-
-
 def shards_before_the_journal(patch: pytest.MonkeyPatch) -> None:
     def open_entry(self: journal.Journal, token: str, location: Any, rank: int, size_bytes: int, branch: str) -> Any:
         return journal.JournalEntry(token, location.uri, rank, chunk_size_bytes=size_bytes, branch=branch)
@@ -707,9 +697,17 @@ def shards_before_the_journal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(journal.Journal, "open", open_entry)
 
 
-def block_digests_that_are_not_durable(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(replicated_file, "durable_write", lambda path, data: path.write_bytes(data))
+def patching(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(owner, name, replacement)
 
+
+block_digests_that_are_not_durable = patching(
+    replicated_file, "durable_write", lambda path, data: path.write_bytes(data)
+)
+# The manifest is removed first, without an fsync that orders this on disk.
+removal_that_is_not_durable = patching(local_commit, "fsync_dir", lambda path: None)
+# The shards are removed, then their journal entry, without an fsync between.
+unfinished_save_that_comes_back = patching(journal.Journal, "settle_removal", lambda self, token: None)
 
 SEEDED_BUGS = {
     "block digests that are not durable": (block_digests_that_are_not_durable, save_linked, {"torn"}),

@@ -67,19 +67,9 @@ class Figures:
                 self.examples.append(f"{way}: {verdict.wrong}: {verdict.text.strip()[-1500:]}")
 
     def merge(self, other: Figures) -> None:
-        for name in (
-            "kills",
-            "replays",
-            "at_rest",
-            "without_events",
-            "acknowledged",
-            "between",
-            "blocks_lost",
-            "seconds",
-        ):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.wrong += other.wrong
-        self.by_way += other.by_way
+        for one in fields(self):
+            if one.type in ("int", "float", "Counter[str]"):
+                setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
         self.examples = (self.examples + other.examples)[:EXAMPLES]
         for way, cuts in other.first_found.items():
             self.first_found.setdefault(way, cuts)

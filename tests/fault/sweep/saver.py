@@ -75,38 +75,24 @@ class Saver:
         ``send``, the save ends before anything is sent to the shared tier, as if the process died.
         """
         with translated(self.settings.local_root, is_above=True):  # as the writer does
-            self._save(location, label, ranks, alone, overwrite, planned, committed, send, is_direct_put)
-
-    def _save(
-        self,
-        location: Location,
-        label: str,
-        ranks: int,
-        alone: bool,
-        overwrite: bool,
-        planned: Callable[[], None],
-        committed: Callable[[], None],
-        send: bool,
-        is_direct_put: bool,
-    ) -> None:
-        check_local_root(self.settings)
-        replaces = self.run(self.mover.replaced.find(location, overwrite=overwrite))
-        planned()
-        one = _Save(self, location, label, ranks, alone, replaces)
-        try:
-            for rank in (*range(1, ranks), 0):
-                one.begin(rank)
-                one.write(rank, is_direct_put)
-                if rank == 0 or alone:
-                    one.finish(rank)
-                    if rank == 0 and not one.is_direct_put:
-                        committed()
-                one.hand_over(send)
-        except BaseException:
-            one.abort()
-            raise
-        finally:
-            one.release()
+            check_local_root(self.settings)
+            replaces = self.run(self.mover.replaced.find(location, overwrite=overwrite))
+            planned()
+            one = _Save(self, location, label, ranks, alone, replaces)
+            try:
+                for rank in (*range(1, ranks), 0):
+                    one.begin(rank)
+                    one.write(rank, is_direct_put)
+                    if rank == 0 or alone:
+                        one.finish(rank)
+                        if rank == 0 and not one.is_direct_put:
+                            committed()
+                    one.hand_over(send)
+            except BaseException:
+                one.abort()
+                raise
+            finally:
+                one.release()
 
     def recover(self) -> None:
         """Recover once in the life of the process, as the client does."""
