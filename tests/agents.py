@@ -8,8 +8,13 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from tierckpt.config import Settings
+from tierckpt.disk.file_lock import try_lock
+from tierckpt.format.layout import agent_dir
+from tierckpt.ipc import agent_client
 from tierckpt.poll import Poll
 
 PATIENCE_SECONDS = 60.0
@@ -27,6 +32,35 @@ def agent_with_page(**environment: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(PATIENCE_SECONDS)
+
+
+def start_agent(settings: Settings, idle_seconds: float, **environment: str) -> subprocess.Popen[bytes]:
+    """Start an agent without a page as a child of this process, and wait until it can be reached."""
+    directory = agent_client.private_directory(settings.local_root)
+    command = [sys.executable, "-m", "tierckpt.agent", str(idle_seconds)]
+    with (directory / "agent.log").open("ab") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=os.environ | environment
+        )
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(settings.model_dump_json().encode())
+    until((directory / agent_client.SOCKET).exists, "the agent to start")
+    return process
+
+
+def agent_runs(root: Path) -> bool:
+    """Return whether a process holds the lock of the agent of this local root."""
+    with try_lock(agent_dir(root) / agent_client.LOCK) as free:
+        return not free
+
+
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+    except OSError:
+        return True
 
 
 def until(holds: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS) -> Any:

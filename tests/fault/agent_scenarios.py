@@ -39,8 +39,8 @@ STAGGER_SECONDS = 0.15
 FOR_EVER_SECONDS = 1000.0
 TENSORS = 8
 ELEMENTS = 1 << 16
-SHARD_BYTES_MAX = 600_000
-"""Two tensors each: four shards and a few objects."""
+DEFAULTS: dict[str, Any] = {"mover": "agent", "staging_memory": "shared", "shard_size_bytes_max": 600_000}
+"""Shards of two tensors each: four shards and a few objects."""
 
 
 def state_of(rank: int, step: int, world_size: int = 1) -> dict[str, Any]:
@@ -67,16 +67,22 @@ def _here() -> tuple[int, int]:
 
 
 def _checkpointer(uri: str, **settings: Any) -> tierckpt.Checkpointer:
-    defaults = {"mover": "agent", "staging_memory": "shared", "shard_size_bytes_max": SHARD_BYTES_MAX}
-    return tierckpt.Checkpointer(uri, timeout_seconds=settings.pop("timeout_seconds", 30.0), **defaults | settings)
+    return tierckpt.Checkpointer(uri, **DEFAULTS | {"timeout_seconds": 30.0} | settings)
+
+
+def _with_step_1(uri: str, folder: Path, **settings: Any) -> tuple[Points, tierckpt.Checkpointer]:
+    """Commit step 1 to the local tier."""
+    points, checkpointer = Points(folder), _checkpointer(uri, **settings)
+    checkpointer.save(1, state_of(points.rank, 1, points.world_size))
+    checkpointer.wait("local")
+    return points, checkpointer
 
 
 class _Plain:
     """A job that saves with ``dcp.async_save``."""
 
     def __init__(self, uri: str, *, use_collectives: bool, remembers: bool, **settings: Any) -> None:
-        defaults = {"mover": "agent", "staging_memory": "shared", "shard_size_bytes_max": SHARD_BYTES_MAX}
-        self._uri, self._use_collectives, self._settings = uri, use_collectives, defaults | settings
+        self._uri, self._use_collectives, self._settings = uri, use_collectives, DEFAULTS | settings
         self._remembers = remembers
         self._stager = tierckpt.TierStager(**self._settings)
         self._saving: Any = None
@@ -272,27 +278,9 @@ def keeps_and_dies(uri: str, folder: Path, **settings: Any) -> None:
     die()
 
 
-def one_never_stages(uri: str, folder: Path, **settings: Any) -> None:
-    """All ranks are killed when all but one have handed in their handoffs of step 2."""
-    points = Points(folder)
-    checkpointer = _checkpointer(uri, **settings)
-    checkpointer.save(1, state_of(points.rank, 1, points.world_size))
-    checkpointer.wait("local")
-    if points.rank == 1:
-        replace(Handoff, "prepared", lambda _: lambda *_, **__: points.reach_and_stay("killed"))
-    else:
-        _arm(points, "handed in", lambda: points.reach("killed"))
-    checkpointer.save(2, state_of(points.rank, 2, points.world_size))
-    points.await_all("killed")
-    points.die_in_turn()
-
-
 def one_dies(uri: str, folder: Path, killed: int, point: str, **settings: Any) -> None:
     """Only ``killed`` is killed, at ``point`` of step 2. The others say what became of the save, and live on."""
-    points = Points(folder)
-    checkpointer = _checkpointer(uri, timeout_seconds=8.0, **settings)
-    checkpointer.save(1, state_of(points.rank, 1, points.world_size))
-    checkpointer.wait("local")
+    points, checkpointer = _with_step_1(uri, folder, timeout_seconds=8.0, **settings)
     after(Handoff, "send", lambda: points.reach("handed in"))
     if points.rank == killed:
         _arm(points, point, lambda: points.reach("killed"))
@@ -319,10 +307,7 @@ def killed_while_a_slot_is_used_again(uri: str, folder: Path, seeded: bool = Fal
 
     Seeded bug: nobody notes that step 2 is durable.
     """
-    points = Points(folder)
-    checkpointer = _checkpointer(uri, **settings)
-    checkpointer.save(1, state_of(0, 1))
-    checkpointer.wait("local")
+    points, checkpointer = _with_step_1(uri, folder, **settings)
     _arm(points, "flushed", lambda: points.reach("flushed"))
     if seeded:
         replace(SaveSession, "note", lambda _: _note_nothing)
@@ -352,10 +337,7 @@ def killed_when_a_staged_one_was_dropped(
 
     Seeded bug: the handoff of step 3 is not revoked. ``is_deaf``: it is revoked, but the agent does not receive that.
     """
-    points = Points(folder)
-    checkpointer = _checkpointer(uri, staging_policy="drop_oldest_unflushed", **settings)
-    checkpointer.save(1, state_of(0, 1))
-    checkpointer.wait("local")
+    points, checkpointer = _with_step_1(uri, folder, staging_policy="drop_oldest_unflushed", **settings)
     if seeded:
         replace(slots.Lease, "ask_before_drop", lambda _: lambda lease, question: None)
     if is_deaf:
@@ -396,10 +378,7 @@ class _Endless(Dataset[int]):
 
 def killed_while_workers_live_on(uri: str, folder: Path, **settings: Any) -> None:
     """A DataLoader worker, and a child that C code forked, have copies of descriptors and live on after the kill."""
-    points = Points(folder)
-    checkpointer = _checkpointer(uri, **settings)
-    checkpointer.save(1, state_of(0, 1))
-    checkpointer.wait("local")
+    points, checkpointer = _with_step_1(uri, folder, **settings)
     _arm(points, "handed in", lambda: points.reach("killed"))
     checkpointer.save(2, state_of(0, 2))
     points.await_all("killed")
@@ -463,10 +442,7 @@ def restarts_plainly(uri: str, folder: Path, **settings: Any) -> None:
 
 def saves_and_stays(uri: str, folder: Path, **settings: Any) -> None:
     """Save one step, say that it is on the local tier, and go on training until killed."""
-    points = Points(folder)
-    checkpointer = _checkpointer(uri, **settings)
-    checkpointer.save(1, state_of(0, 1))
-    checkpointer.wait("local")
+    points, _ = _with_step_1(uri, folder, **settings)
     points.reach("local")
     time.sleep(FOR_EVER_SECONDS)
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.agents import agent_runs, start_agent, until
 from tests.fault import agent_scenarios
 from tests.fault.agent_scenarios import state_of, whole_state
 from tests.fault.runner import Job, start
@@ -32,10 +33,10 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_commit import is_drained, read_local_manifest
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
-from tierckpt.disk.file_lock import try_lock
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.errors import TierckptError
 from tierckpt.format.layout import agent_dir, local_dir, parse_uri
+from tierckpt.format.manifest import Manifest
 from tierckpt.ipc import agent_client
 from tierckpt.ipc.agent_client import SOCKET, AgentClient, AgentUnavailableError
 from tierckpt.quantities import human_bytes
@@ -72,43 +73,21 @@ def agents_exit(tmp_path: Path) -> Iterator[None]:
     for directory in [path.parent for path in tmp_path.rglob("agent.lock")]:
         root = directory.parent
         try:
-            until(lambda root=root: not runs(root), 60, "the agent to exit")
+            until(lambda root=root: not agent_runs(root), "the agent to exit")
         except AssertionError:
             log = (directory / "agent.log").read_text()[-2000:]
             os.kill(status(root)["pid"], signal.SIGKILL)
             pytest.fail(f"the agent of {root} is still running\n{log}")
 
 
-def until(is_true: Callable[[], Any], timeout_seconds: float, what: str) -> Any:
-    deadline = time.monotonic() + timeout_seconds
-    while not (value := is_true()):
-        assert time.monotonic() < deadline, f"waited {timeout_seconds} s for {what}"
-        time.sleep(0.03)
-    return value
-
-
-def runs(root: Path) -> bool:
-    with try_lock(agent_dir(root) / "agent.lock") as free:
-        return not free
-
-
-def request(root: Path, op: str, **message: Any) -> Any:
-    client = AgentClient(Settings.load(local_root=root, **SETTINGS))
-    try:
-        return client.ask({"op": op, **message}, start=False)
-    finally:
-        client.close()
+def settings_of(root: Path, **settings: Any) -> Settings:
+    return Settings.load(local_root=root, **SETTINGS | settings)
 
 
 def status(root: Path) -> dict[str, Any]:
-    answer: dict[str, Any] = request(root, "status")
-    return answer
-
-
-def is_reachable(root: Path) -> bool:
-    with contextlib.suppress(AgentUnavailableError):
-        return bool(status(root))
-    return False
+    with contextlib.closing(AgentClient(settings_of(root))) as client:
+        answer: dict[str, Any] = client.ask({"op": "status"}, start=False)
+        return answer
 
 
 def is_idle(root: Path) -> bool:
@@ -124,9 +103,9 @@ def is_idle(root: Path) -> bool:
 def wait_until_idle(root: Path, job: Job) -> None:
     """Wait until the agent has finished all saves and drains."""
     try:
-        until(lambda: is_idle(root), 170, "the agent to finish")
+        until(lambda: is_idle(root), "the agent to finish", 170)
     except AssertionError as error:
-        now = f"{status(root) if runs(root) else 'no agent'} {Journal(root).entries()}"
+        now = f"{status(root) if agent_runs(root) else 'no agent'} {Journal(root).entries()}"
         raise AssertionError(f"{error}\n{now}\n{log_of(root)}\n{job.output()}") from None
 
 
@@ -157,6 +136,39 @@ def assert_newest_is(uri: str, step: int, root: Path, world_size: int = 1, *, on
 def holds_step(uri: str, step: int, root: Path, world_size: int = 1) -> bool:
     expected = whole_state(step, world_size)
     return same(load(f"{uri}/step-{step}", expected, local_root=root), expected)
+
+
+def killed_at(point: str, folder: Path, uri: str, ranks: int = 1, **options: Any) -> Job:
+    """Run ``all_die`` to its end: each rank was killed, and at the point."""
+    job = start(agent_scenarios.all_die, folder / "job", ranks, uri=uri, point=point, **JOB | options)
+    assert job.codes() == [-signal.SIGKILL] * ranks, job.output()
+    assert len(list(job.folder.glob("killed.*"))) == ranks
+    return job
+
+
+def nodes_of(root: Path) -> list[Path]:
+    """The local roots of the two nodes of a job (agent_scenarios.py)."""
+    return [root.with_name(f"{root.name}-{node}") for node in range(2)]
+
+
+def shards_of_step_2(root: Path, uri: str) -> list[Path]:
+    return [*local_dir(root, parse_uri(f"{uri}/step-2")).glob("*.distcp")]
+
+
+def manifest_of(root: Path, uri: str, step: int) -> Manifest | None:
+    return read_local_manifest(local_dir(root, parse_uri(f"{uri}/step-{step}")))
+
+
+def lives_on(folder: Path, uri: str, ranks: int, **options: Any) -> Job:
+    """Start ``saves_and_lives_on``, and wait until its ranks have saved all steps."""
+    job = start(agent_scenarios.saves_and_lives_on, folder / "job", ranks, uri=uri, **JOB | options)
+    until(lambda: len(list(job.folder.glob("saved.*"))) == ranks, "the saves")
+    return job
+
+
+def leave(job: Job) -> None:
+    (job.folder / "leave").touch()
+    assert job.codes() == [0] * len(job.pids), job.output()
 
 
 # --- starting -------------------------------------------------------------------------------------------------------
@@ -220,7 +232,7 @@ def test_waiting_client_starts_the_agent_if_the_starter_is_killed(local_root: Pa
     command = [sys.executable, "-c", HOLD_LOCK_PROGRAM, str(directory / agent_client.START_LOCK)]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE) as starter,
-        contextlib.closing(AgentClient(Settings.load(local_root=local_root, **SETTINGS))) as client,
+        contextlib.closing(AgentClient(settings_of(local_root))) as client,
         ThreadPoolExecutor(1) as waiting,
     ):
         assert starter.stdout is not None
@@ -272,7 +284,7 @@ def _send_request(path: str) -> str:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_other_users_are_rejected_by_directory_and_agent(local_root: Path) -> None:
-    with contextlib.closing(AgentClient(Settings.load(local_root=local_root, **SETTINGS))) as client:
+    with contextlib.closing(AgentClient(settings_of(local_root))) as client:
         client.ask({"op": "status"})
         directory = agent_dir(local_root)
         assert _connect_as(0, directory) == "answered"  # control
@@ -303,17 +315,17 @@ def test_other_users_are_rejected_by_directory_and_agent(local_root: Path) -> No
 def test_agent_commits_a_staged_save_of_killed_ranks(
     way: str, point: str, world_size: int, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = start(agent_scenarios.all_die, tmp_path / "job", world_size, uri=file_uri, way=way, point=point, **JOB)
-    assert job.codes() == [-signal.SIGKILL] * world_size, job.output()
-    assert len(list(job.folder.glob("killed.*"))) == world_size  # each rank died at its point
+    job = killed_at(point, tmp_path, file_uri, world_size, way=way)
     assert (job.folder / "was committed.0").exists() == (point == "committed")
     wait_until_idle(local_root, job)
     one_metadata = way != "without collectives"
     assert_newest_is(file_uri, 2, local_root, world_size, one_metadata=one_metadata)
     assert_newest_is(file_uri, 2, tmp_path / "another node", world_size, one_metadata=one_metadata)  # from shared
-    assert is_drained(local_dir(local_root, parse_uri(f"{file_uri}/step-2")), _attempt(local_root, file_uri))
+    manifest = manifest_of(local_root, file_uri, 2)
+    assert manifest is not None
+    assert is_drained(local_dir(local_root, parse_uri(f"{file_uri}/step-2")), manifest.attempt)
     assert (point in ("not begun", "handed in", "half flushed")) == ("written from memory" in log_of(local_root))
-    until(lambda: not runs(local_root), 25, "the agent to exit")
+    until(lambda: not agent_runs(local_root), "the agent to exit", 25)
     left = {path.name for path in agent_dir(local_root).glob("*")} - {"history"}  # kept once a minute
     assert left == {"agent.lock", "agent.log"}
 
@@ -327,17 +339,15 @@ def test_agents_commit_a_staged_save_of_killed_ranks_on_two_nodes(
     way: str, point: str, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """The agents of the two nodes exchange records on the shared tier and remove them."""
-    job = start(agent_scenarios.all_die, tmp_path / "job", 4, uri=file_uri, way=way, point=point, nodes=2, **JOB)
-    assert job.codes() == [-signal.SIGKILL] * 4, job.output()
-    assert len(list(job.folder.glob("killed.*"))) == 4
-    roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
+    job = killed_at(point, tmp_path, file_uri, 4, way=way, nodes=2)
+    roots = nodes_of(local_root)
     for root in roots:
         wait_until_idle(root, job)
     one_metadata = way != "without collectives"
     assert_newest_is(file_uri, 2, tmp_path / "another node", 4, one_metadata=one_metadata)
     for root in roots:
         assert_newest_is(file_uri, 2, root, 4, one_metadata=one_metadata)
-        until(lambda root=root: not runs(root), 25, "the agents to exit")
+        until(lambda root=root: not agent_runs(root), "the agents to exit", 25)
     assert not list(Path(file_uri, "step-2").rglob("wills/*"))
 
 
@@ -346,23 +356,12 @@ def test_agents_commit_a_staged_save_of_killed_ranks_on_two_nodes(
 def test_save_of_two_nodes_is_discarded_if_one_rank_had_not_staged_it(
     late: int, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    patience = {"commit_timeout_seconds": 3.0}
-    job = start(
-        agent_scenarios.all_die,
-        tmp_path / "job",
-        4,
-        uri=file_uri,
-        point="handed in",
-        nodes=2,
-        late=late,
-        **JOB | patience,
-    )
-    assert job.codes() == [-signal.SIGKILL] * 4, job.output()
-    roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
+    job = killed_at("handed in", tmp_path, file_uri, 4, nodes=2, late=late, commit_timeout_seconds=3.0)
+    roots = nodes_of(local_root)
     for root in roots:
         wait_until_idle(root, job)
         assert_newest_is(file_uri, 1, root, 4)
-        assert list(local_dir(root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")) == []
+        assert shards_of_step_2(root, file_uri) == []
     # The other node may take more than three seconds to write the record of rank 2.
     told = r"nobody says what ranks \[(2, )?3\] had written" if late == 3 else "had not staged it"
     assert re.search(told, log_of(roots[0]))
@@ -375,14 +374,12 @@ def test_agent_releases_a_finished_save_of_live_trainers(
     way: str, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
     """Only the coordinator of ``dcp.async_save`` learns the result; it withdraws the handoffs of all ranks."""
-    job = start(agent_scenarios.saves_and_lives_on, tmp_path / "job", 3, uri=file_uri, way=way, **JOB)
-    until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 60, "the saves")
+    job = lives_on(tmp_path, file_uri, 3, way=way)
     assert not list(job.folder.glob("failed-*"))
     assert len(list(job.folder.glob("handed in.*"))) == 3
-    now = until(lambda: (now := status(local_root)) and not now["staged_saves"] and now, 60, "the end of the handoffs")
+    now = until(lambda: (now := status(local_root)) and not now["staged_saves"] and now, "the end of the handoffs")
     assert (now["memory_held_bytes"], now["processes"], now["handoffs_executed"]) == (0, 3, 0)
-    (job.folder / "leave").touch()
-    assert job.codes() == [0, 0, 0], job.output()
+    leave(job)
     wait_until_idle(local_root, job)
     assert "written from memory" not in log_of(local_root)
     assert_newest_is(file_uri, 3, local_root, 3, one_metadata=way == "async_save")
@@ -391,12 +388,10 @@ def test_agent_releases_a_finished_save_of_live_trainers(
 @pytest.mark.slow
 def test_clean_exit_on_two_nodes_leaves_no_staged_save(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     """The second node never learns the result of a save: its agent finds everything drained."""
-    job = start(agent_scenarios.saves_and_lives_on, tmp_path / "job", 2, uri=file_uri, way="async_save", nodes=2, **JOB)
-    until(lambda: len(list(job.folder.glob("saved.*"))) == 2, 60, "the saves")
-    roots = [local_root.with_name(f"{local_root.name}-{node}") for node in range(2)]
-    until(lambda: not any(Journal(root).entries() for root in roots), 60, "the drains")
-    (job.folder / "leave").touch()
-    assert job.codes() == [0, 0], job.output()
+    job = lives_on(tmp_path, file_uri, 2, way="async_save", nodes=2)
+    roots = nodes_of(local_root)
+    until(lambda: not any(Journal(root).entries() for root in roots), "the drains")
+    leave(job)
     for root in roots:
         wait_until_idle(root, job)
         assert "staged by a trainer that died" not in log_of(root)
@@ -409,17 +404,13 @@ def test_clean_exit_on_two_nodes_leaves_no_staged_save(file_uri: str, local_root
 def test_agent_releases_a_save_that_failed_on_one_rank(
     fails: int, file_uri: str, local_root: Path, tmp_path: Path
 ) -> None:
-    job = start(
-        agent_scenarios.saves_and_lives_on, tmp_path / "job", 3, uri=file_uri, way="async_save", fails=fails, **JOB
-    )
-    until(lambda: len(list(job.folder.glob("saved.*"))) == 3, 60, "the saves")
+    job = lives_on(tmp_path, file_uri, 3, way="async_save", fails=fails)
     assert sorted(path.name for path in job.folder.glob("failed-*")) == [f"failed-2.{rank}" for rank in range(3)]
-    until(lambda: not status(local_root)["staged_saves"], 60, "the end of the handoffs")
+    until(lambda: not status(local_root)["staged_saves"], "the end of the handoffs")
     assert status(local_root)["handoffs_executed"] == 0
-    (job.folder / "leave").touch()
-    assert job.codes() == [0, 0, 0], job.output()
+    leave(job)
     assert_newest_is(file_uri, 3, local_root, 3)
-    assert read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-2"))) is None
+    assert manifest_of(local_root, file_uri, 2) is None
     os.kill(status(local_root)["pid"], signal.SIGKILL)  # would drain the other ranks' shards, which no rank commits
 
 
@@ -427,11 +418,9 @@ def test_agent_releases_a_save_that_failed_on_one_rank(
 @pytest.mark.parametrize("point", ["handed in", *in_full(["flushed"])])
 def test_agent_commits_an_interrupted_direct_put(point: str, file_uri: str, local_root: Path, tmp_path: Path) -> None:
     """Shards on the shared tier are committed there; the others are written to the SSD from memory."""
-    job = start(agent_scenarios.all_die, tmp_path / "job", 2, uri=file_uri, point=point, is_direct_put=True, **JOB)
-    assert job.codes() == [-signal.SIGKILL] * 2, job.output()
-    assert len(list(job.folder.glob("killed.*"))) == 2
+    job = killed_at(point, tmp_path, file_uri, 2, is_direct_put=True)
     wait_until_idle(local_root, job)
-    on_the_ssd = bool(list(local_dir(local_root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")))
+    on_the_ssd = bool(shards_of_step_2(local_root, file_uri))
     assert_newest_is(file_uri, 2, local_root, 2)
     assert_newest_is(file_uri, 2, tmp_path / "another node", 2)
     assert on_the_ssd == (point == "handed in") == ("written from memory" in log_of(local_root))
@@ -439,36 +428,26 @@ def test_agent_commits_an_interrupted_direct_put(point: str, file_uri: str, loca
 
 @pytest.mark.slow
 def test_client_throttles_the_drains_of_the_agent(local_root: Path) -> None:
-    client = get_client(Settings.load(local_root=local_root, **SETTINGS))
+    client = get_client(settings_of(local_root))
 
     def limit() -> int | None:
-        return status(local_root)["drain_bytes_per_second"]
+        with contextlib.suppress(AgentUnavailableError):
+            return status(local_root)["drain_bytes_per_second"]
+        return 0
 
     client.throttle(1_000_000, 60.0)
-    until(lambda: is_reachable(local_root), 60, "the agent to start")
-    until(lambda: limit() == 1_000_000, 60, "the limit to reach the agent")
+    until(lambda: limit() == 1_000_000, "the limit to reach the agent")
     client.throttle(None, 0.0)
-    until(lambda: limit() is None, 60, "the limit to be lifted")
-
-
-def _attempt(root: Path, uri: str) -> str:
-    manifest = read_local_manifest(local_dir(root, parse_uri(f"{uri}/step-2")))
-    assert manifest is not None
-    return manifest.attempt
+    until(lambda: limit() is None, "the limit to be lifted")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2])
-def test_save_is_discarded_if_one_rank_had_not_staged_it(
-    world_size: int, file_uri: str, local_root: Path, tmp_path: Path
-) -> None:
-    job = start(agent_scenarios.one_never_stages, tmp_path / "job", world_size, uri=file_uri, **JOB)
-    assert job.codes() == [-signal.SIGKILL] * world_size, job.output()
-    assert len(list(job.folder.glob("killed.*"))) == world_size
+def test_save_is_discarded_if_one_rank_had_not_staged_it(file_uri: str, local_root: Path, tmp_path: Path) -> None:
+    job = killed_at("handed in", tmp_path, file_uri, 2, late=1)
     wait_until_idle(local_root, job)
     assert "1 of its 2 ranks had staged it" in log_of(local_root)
-    assert_newest_is(file_uri, 1, local_root, world_size)
-    assert list(local_dir(local_root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")) == []
+    assert_newest_is(file_uri, 1, local_root, 2)
+    assert shards_of_step_2(local_root, file_uri) == []
 
 
 @pytest.mark.slow
@@ -477,7 +456,7 @@ def test_agent_drains_the_newest_local_checkpoint_of_a_dead_job(
 ) -> None:
     job = start(agent_scenarios.keeps_and_dies, tmp_path / "job", uri=file_uri, **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
-    until(lambda: not runs(local_root), 60, "the agent to exit")  # no status requests: they keep it running
+    until(lambda: not agent_runs(local_root), "the agent to exit")  # no status requests: they keep it running
     assert not Journal(local_root).entries()
     assert_newest_is(file_uri, 4, tmp_path / "another node")
     drained = [path.name for path in Path(file_uri).glob("step-*")]
@@ -495,38 +474,30 @@ def test_killed_rank_fails_the_save_on_all_ranks(file_uri: str, local_root: Path
     outcomes = _outcomes_of(job, [0, 1])
     assert {outcome for outcome, _ in outcomes} == {"OperationTimeoutError"}, job.output()
     assert max(float(seconds) for _, seconds in outcomes) < 40
-    until(lambda: status(local_root)["memory_held_bytes"] == 0, 60, "the memory to be released")
+    until(lambda: status(local_root)["memory_held_bytes"] == 0, "the memory to be released")
     assert status(local_root)["processes"] == 2  # while they live
     (job.folder / "leave").touch()
     assert job.codes() == [0, 0, -signal.SIGKILL]
     wait_until_idle(local_root, job)
     assert_newest_is(file_uri, 1, local_root, 3)
-    assert list(local_dir(local_root, parse_uri(f"{file_uri}/step-2")).glob("*.distcp")) == []
+    assert shards_of_step_2(local_root, file_uri) == []
 
 
 @pytest.mark.slow
-def test_shards_survive_a_killed_coordinator(file_uri: str, local_root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("point", "before", "after"), [("flushed", 1, 2), ("committed", 2, 2)])
+def test_save_survives_a_coordinator_killed_before_or_after_its_commit(
+    point: str, before: int, after: int, file_uri: str, local_root: Path, tmp_path: Path
+) -> None:
     """No living rank knows whether the save was committed. The agent commits it when the others have ended."""
-    job = start(agent_scenarios.one_dies, tmp_path / "job", 3, uri=file_uri, killed=0, point="flushed", **JOB)
+    job = start(agent_scenarios.one_dies, tmp_path / "job", 3, uri=file_uri, killed=0, point=point, **JOB)
     outcomes = _outcomes_of(job, [1, 2])
     assert "no error" not in {outcome for outcome, _ in outcomes}
-    assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
+    assert_newest_is(file_uri, before, local_root, 3)  # while they live
     (job.folder / "leave").touch()
     assert job.codes() == [-signal.SIGKILL, 0, 0]
     wait_until_idle(local_root, job)
-    assert_newest_is(file_uri, 2, local_root, 3)
-
-
-@pytest.mark.slow
-def test_commit_survives_a_coordinator_killed_after_it(file_uri: str, local_root: Path, tmp_path: Path) -> None:
-    job = start(agent_scenarios.one_dies, tmp_path / "job", 3, uri=file_uri, killed=0, point="committed", **JOB)
-    outcomes = _outcomes_of(job, [1, 2])
-    assert "no error" not in {outcome for outcome, _ in outcomes}  # they cannot know of the commit
-    assert_newest_is(file_uri, 2, local_root, 3)  # while they live
-    (job.folder / "leave").touch()
-    assert job.codes() == [-signal.SIGKILL, 0, 0]
-    wait_until_idle(local_root, job)
-    assert_newest_is(file_uri, 2, tmp_path / "another node", 3)
+    for root in (local_root, tmp_path / "another node"):
+        assert_newest_is(file_uri, after, root, 3)
 
 
 def _outcomes_of(job: Job, ranks: list[int]) -> list[tuple[str, str]]:
@@ -574,7 +545,7 @@ def test_withdrawn_handoff_is_void_even_if_the_agent_is_unreachable(
     assert job.codes() == [-signal.SIGKILL], job.output()
     assert (job.folder / "memory used again.0").exists(), job.output()
     wait_until_idle(local_root, job)
-    assert read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-3"))) is None
+    assert manifest_of(local_root, file_uri, 3) is None
     assert_newest_is(file_uri, 4, local_root)
 
 
@@ -583,7 +554,7 @@ def _committed_after(job: Job) -> dict[int, bool]:
     root, uri = job.folder.parent / "local", str(job.folder.parent / "run")
     wait_until_idle(root, job)
     steps = sorted(int(path.name.removeprefix("step-")) for path in local_dir(root, parse_uri(uri)).glob("step-*"))
-    committed = [step for step in steps if read_local_manifest(local_dir(root, parse_uri(f"{uri}/step-{step}")))]
+    committed = [step for step in steps if manifest_of(root, uri, step)]
     return {step: holds_step(uri, step, root) for step in committed}
 
 
@@ -614,8 +585,7 @@ def test_restarted_trainer_waits_for_the_staged_save_despite_live_workers(
 @pytest.mark.parametrize("point", ["ready", *in_full(["not begun"])])
 def test_latest_waits_for_a_staged_save(point: str, file_uri: str, local_root: Path, tmp_path: Path) -> None:
     """A new save of the same id replaces it."""
-    job = start(agent_scenarios.all_die, tmp_path / "job", uri=file_uri, way="async_save", point=point, **JOB)
-    assert job.codes() == [-signal.SIGKILL], job.output()
+    killed_at(point, tmp_path, file_uri, way="async_save")
     again = start(agent_scenarios.restarts_plainly, tmp_path / "again", uri=file_uri, **JOB)
     assert again.codes() == [0], again.output()
     assert (again.folder / "restored").read_text() == f"{file_uri}/step-2"
@@ -648,20 +618,20 @@ def test_drain_resumes_after_trainer_and_agent_die_without_resending(
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         settings = JOB | slow | {"drain_bytes_per_second": 500_000}
         job = start(agent_scenarios.saves_and_stays, tmp_path / "job", uri=s3_uri, **settings)
-        until(lambda: len(puts.counts) >= 2, 60, "the drain to begin")
+        until(lambda: len(puts.counts) >= 2, "the drain to begin")
         job.kill()
         assert job.codes() == [-signal.SIGKILL]
         after_trainer = len(puts.counts)
         (entry,) = Journal(local_root).entries()
-        until(lambda: len(puts.counts) >= after_trainer + 2, 60, "the agent to continue without the trainer")
+        until(lambda: len(puts.counts) >= after_trainer + 2, "the agent to continue without the trainer")
         os.kill(status(local_root)["pid"], signal.SIGKILL)
-        until(lambda: not runs(local_root), 60, "the agent to die")
+        until(lambda: not agent_runs(local_root), "the agent to die")
         finished = len(puts.counts)
         shards = [file for file in entry.files if file.path.endswith(".distcp")]
         assert finished < len(shards)  # the kills interrupted the drain
         assert Journal(local_root).entries() == [entry]
         start(agent_scenarios.restarts, tmp_path / "again", uri=s3_uri, **JOB | slow).codes()
-        until(lambda: is_idle(local_root), 60, "the next agent to finish")
+        until(lambda: is_idle(local_root), "the next agent to finish")
     assert len(puts.counts) == len(shards)
     assert sum(puts.counts.values()) <= len(shards) + 1, puts.counts  # one was in flight at the kill
     monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint)
@@ -675,7 +645,7 @@ def test_clean_exit_leaves_an_empty_journal(s3_uri: str, local_root: Path, tmp_p
     assert job.codes() == [0], job.output()
     assert_newest_is(s3_uri, 1, tmp_path / "another node")
     assert Journal(local_root).entries() == []
-    until(lambda: not runs(local_root), 25, "the agent to exit")
+    until(lambda: not agent_runs(local_root), "the agent to exit", 25)
     assert "lost" not in log_of(local_root)
 
 
@@ -692,8 +662,7 @@ def test_sigterm_drains_newest_first_within_the_grace_period(
     proxy.plans[s3_uri.split("/")[2]] = Plan(Kind.HANG, 1.0, only=lambda verb, path: verb == "PUT" and "step-1" in path)
     with proxy.running() as endpoint, monkeypatch.context() as patched:
         patched.setenv("AWS_ENDPOINT_URL", endpoint)
-        process = _agent(local_root, grace_seconds=GRACE_SECONDS, concurrency=1)
-        until((agent_dir(local_root) / SOCKET).exists, 60, "the agent to start")
+        process = start_agent(settings_of(local_root, grace_seconds=GRACE_SECONDS, concurrency=1), IDLE_SECONDS)
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
         change_control(local_root, paused=False)
@@ -702,26 +671,9 @@ def test_sigterm_drains_newest_first_within_the_grace_period(
     assert [entry.uri for entry in Journal(local_root).entries()] == [oldest.uri]
     assert f"{oldest.uri} ({human_bytes(oldest.size_bytes)}) is not on the shared tier yet" in log_of(local_root)
 
-    process = _agent(local_root, grace_seconds=60.0)
-    until((agent_dir(local_root) / SOCKET).exists, 60, "the next agent to start")
+    process = start_agent(settings_of(local_root, grace_seconds=60.0), IDLE_SECONDS)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
     assert Journal(local_root).entries() == []
     for step in (1, 2):
         assert holds_step(s3_uri, step, local_root.parent / "another node")
-
-
-def _agent(root: Path, **settings: Any) -> subprocess.Popen[bytes]:
-    """Start an agent as a child of this process, to see its exit code."""
-    agent_dir(root).mkdir(mode=0o700, exist_ok=True)
-    with (agent_dir(root) / "agent.log").open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tierckpt.agent", str(IDLE_SECONDS)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-        )
-    assert process.stdin is not None
-    with process.stdin as pipe:
-        pipe.write(Settings.load(local_root=root, **SETTINGS | settings).model_dump_json().encode())
-    return process

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 import tierckpt
+from tests.agents import agent_runs, is_gone, start_agent, until
 from tests.fault import agent_scenarios
 from tests.fault.agent_scenarios import whole_state
 from tests.fault.runner import start
@@ -25,12 +25,10 @@ from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.client import close_all
 from tierckpt.config import Settings
-from tierckpt.disk.file_lock import try_lock
 from tierckpt.disk.local_root import use_local_root
 from tierckpt.errors import CommitAbandonedError
-from tierckpt.format.layout import agent_dir, local_dir, parse_uri
+from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.ipc import agent_client
-from tierckpt.ipc.agent_client import LOCK, SOCKET
 
 pytestmark = pytest.mark.distributed
 
@@ -64,21 +62,6 @@ def short_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_client, "IDLE_SECONDS", 0.7)
 
 
-def until(is_true: Callable[[], Any], timeout_seconds: float, what: str) -> Any:
-    deadline = time.monotonic() + timeout_seconds
-    while not (value := is_true()):
-        assert time.monotonic() < deadline, f"waited {timeout_seconds} s for {what}"
-        time.sleep(0.03)
-    return value
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
-    except OSError:
-        return True
-
-
 @pytest.fixture(autouse=True)
 def initialised_root(local_root: Path) -> None:
     use_local_root(Settings.load(local_root=local_root))
@@ -93,23 +76,10 @@ def slow_agent(tmp_path: Path, local_root: Path) -> Iterator[Callable[..., subpr
     (hooks / "sitecustomize.py").write_text(HOOK)
 
     def start(at: str, *, lives: bool) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"PYTHONPATH": str(hooks), "HOOK_FOLDER": str(folder), "HOOK_AT": at}
+        environment = {"PYTHONPATH": str(hooks), "HOOK_FOLDER": str(folder), "HOOK_AT": at}
         environment |= {"HOOK_LIVES": "1"} if lives else {}
-        directory = agent_client.private_directory(local_root)
-        with (directory / "agent.log").open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tierckpt.agent", "60"],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=environment,
-            )
-        started.append(process)
-        assert process.stdin is not None
-        with process.stdin as pipe:
-            pipe.write(Settings.load(local_root=local_root, **SETTINGS).model_dump_json().encode())
-        until((directory / SOCKET).exists, 60, "the agent to start")
-        return process
+        started.append(start_agent(Settings.load(local_root=local_root, **SETTINGS), 60, **environment))
+        return started[-1]
 
     yield start
     (folder / "go").touch()
@@ -117,12 +87,7 @@ def slow_agent(tmp_path: Path, local_root: Path) -> Iterator[Callable[..., subpr
         process.kill()
         process.wait()
     close_all()
-    until(lambda: not _agent_runs(local_root), 60, "the last agent to exit")
-
-
-def _agent_runs(root: Path) -> bool:
-    with try_lock(agent_dir(root) / LOCK) as free:
-        return not free
+    until(lambda: not agent_runs(local_root), "the last agent to exit")
 
 
 @pytest.mark.slow
@@ -155,10 +120,10 @@ def test_staged_save_is_not_committed_after_the_job_restarted(
     reached = tmp_path / "points" / "reached"
     job = start(agent_scenarios.all_die, tmp_path / "job", uri=s3_uri, way=way, point="handed in", **JOB)
     assert job.codes() == [-signal.SIGKILL], job.output()
-    helper = int(until(lambda: reached.exists() and reached.read_text(), 120, "the helper to reach the commit"))
+    helper = int(until(lambda: reached.exists() and reached.read_text(), "the helper to reach the commit", 120))
     os.kill(agent.pid, signal.SIGKILL if agent_fault == "killed" else signal.SIGSTOP)
     if agent_fault == "killed":
-        until(lambda: is_gone(helper), 60, "the helper to end with its agent")
+        until(lambda: is_gone(helper), "the helper to end with its agent")
     again = start(
         agent_scenarios.restarts_and_saves,
         tmp_path / "again",
@@ -168,14 +133,14 @@ def test_staged_save_is_not_committed_after_the_job_restarted(
         as_step=RESTARTED_SEED,
         **JOB,
     )
-    until(lambda: list(again.folder.glob("commits.*")) or again.codes(0.0) != [None], 120, "the save")
+    until(lambda: list(again.folder.glob("commits.*")) or again.codes(0.0) != [None], "the save", 120)
     (tmp_path / "points" / "go").touch()  # the old commit continues after the new save's check for commits
-    until(lambda: is_gone(helper), 60, "the helper to abandon the old save")
+    until(lambda: is_gone(helper), "the helper to abandon the old save")
     (again.folder / "go").touch()
     assert again.codes(120.0) == [0], again.output()  # no AlreadyCommittedError
     restored = (tmp_path / "again" / "restored").read_text()
     assert restored in ("1", f"{s3_uri}/step-1")
-    until(lambda: Journal(local_root).entries() == [], 60, "an empty journal")
+    until(lambda: Journal(local_root).entries() == [], "an empty journal")
     close_all()
     expected = whole_state(RESTARTED_SEED, 1)
     for root in (local_root, tmp_path / "another node"):

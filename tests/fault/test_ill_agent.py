@@ -26,12 +26,13 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.agents import agent_runs, is_gone, until
+from tests.command_line import python
 from tests.states import same, small_state, zeros_like
 from tierckpt import client
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
 from tierckpt.config import Settings
-from tierckpt.disk.file_lock import try_lock
 from tierckpt.disk.local_root import use_local_root
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.format.layout import agent_dir
@@ -58,14 +59,6 @@ def short_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_client, "IDLE_SECONDS", 0.7)
 
 
-def until(is_true: Callable[[], Any], timeout_seconds: float, what: str) -> Any:
-    deadline = time.monotonic() + timeout_seconds
-    while not (value := is_true()):
-        assert time.monotonic() < deadline, f"waited {timeout_seconds} s for {what}"
-        time.sleep(0.03)
-    return value
-
-
 @pytest.fixture(autouse=True)
 def kill_leftover_agent(local_root: Path) -> Iterator[None]:
     use_local_root(Settings.load(local_root=local_root))
@@ -73,26 +66,14 @@ def kill_leftover_agent(local_root: Path) -> Iterator[None]:
     close_all()
     with contextlib.suppress(FileNotFoundError, ValueError, ProcessLookupError):
         pid = int((agent_dir(local_root) / LOCK).read_text())
-        if is_held(local_root):
+        if agent_runs(local_root):
             os.kill(pid, signal.SIGKILL)
 
 
-def is_held(root: Path) -> bool:
-    with try_lock(agent_dir(root) / LOCK) as free:
-        return not free
-
-
-def status_of(root: Path, *, start: bool = False) -> dict[str, Any]:
+def status_of(root: Path) -> dict[str, Any]:
     with contextlib.closing(AgentClient(Settings.load(local_root=root, **SETTINGS))) as agent:
-        answer: dict[str, Any] = agent.ask({"op": "status"}, start=start)
+        answer: dict[str, Any] = agent.ask({"op": "status"}, start=False)
         return answer
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
-    except OSError:
-        return True
 
 
 @dataclass
@@ -154,7 +135,7 @@ def train(uri: str, root: Path) -> list[float]:
     checkpointer.wait()
     tierckpt.wait(f"{uri}/step-4", local_root=root, **SETTINGS)
     checkpointer.close()
-    until(lambda: Journal(root).entries() == [], 60, "the drains")
+    until(lambda: Journal(root).entries() == [], "the drains")
     return call_seconds
 
 
@@ -186,7 +167,7 @@ def test_stopped_agent_costs_half_a_second_and_is_replaced(
     caplog.set_level(logging.INFO, "tierckpt")
     os.kill(real_agent, signal.SIGSTOP)
     assert_bounded_cost(waits, caplog, train(s3_uri, local_root))
-    until(lambda: is_gone(real_agent), 60, "the end of the stopped agent")
+    until(lambda: is_gone(real_agent), "the end of the stopped agent")
     assert len([text for text in warnings_of(caplog) if f"process {real_agent}) did not respond" in text]) == 1
 
 
@@ -212,7 +193,7 @@ def test_recovered_agent_is_used_again(real_agent: int, local_root: Path, caplog
             return bool(agent.ask({"op": "status"})["pid"] == real_agent)
         return False
 
-    until(answers, 60, "the next request to it")
+    until(answers, "the next request to it")
     assert len([text for text in warnings_of(caplog) if WARNING in text]) == 1
 
 
@@ -223,11 +204,11 @@ def test_entries_of_a_stopped_agent_are_drained_while_the_job_waits(
     change_control(local_root, paused=True)
     with tierckpt.Checkpointer(s3_uri, local_root=local_root, **SETTINGS) as checkpointer:
         checkpointer.save(1, small_state(1)).result(60)
-        until(lambda: status_of(local_root)["draining"] == 1, 60, "the agent to take it")
+        until(lambda: status_of(local_root)["draining"] == 1, "the agent to take it")
         os.kill(real_agent, signal.SIGSTOP)
         change_control(local_root, paused=False)
         checkpointer.wait(timeout_seconds=60)  # the drain has to kill the agent first
-    assert is_gone(real_agent)
+    until(lambda: is_gone(real_agent), "the end of the stopped agent")
     assert tierckpt.latest(s3_uri, local_root=local_root / "another node") == f"{s3_uri}/step-1"
 
 
@@ -249,15 +230,7 @@ def test_new_process_restores_despite_a_stopped_agent_and_warns_once(
     with contextlib.closing(tierckpt.Checkpointer(s3_uri, local_root=local_root, mover="inline")) as checkpointer:
         checkpointer.save(7, small_state(7)).result(60)
     os.kill(real_agent, signal.SIGSTOP)
-    environment = os.environ | {"TIERCKPT_MOVER": "agent", "TIERCKPT_LOCAL_ROOT": str(local_root)}
-    run = subprocess.run(
-        [sys.executable, "-c", RESTART_PROGRAM, s3_uri],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    run = python(RESTART_PROGRAM, s3_uri, env=os.environ | {"TIERCKPT_MOVER": "agent"}, check=True)
     step, seconds = run.stdout.split()
     assert step == "7"
     assert float(seconds) < 10.0 * MARGIN  # 421 s without the breaker
@@ -268,18 +241,11 @@ def test_new_process_restores_despite_a_stopped_agent_and_warns_once(
 def test_cli_reports_a_stopped_agent(real_agent: int, local_root: Path) -> None:
     os.kill(real_agent, signal.SIGSTOP)
     command = [sys.executable, "-m", "tierckpt.cli"]
-    run = subprocess.run(
-        [*command, "status", "--json", "--local-root", str(local_root)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    run = subprocess.run([*command, "status", "--json"], capture_output=True, timeout=120, check=True)
     document = json.loads(run.stdout)
     assert document["agent"] is None
     assert "not answered" in document["agent_problem"]
-    drained = subprocess.run([*command, "drain", "--wait", "--local-root", str(local_root)], timeout=120, check=False)
-    assert drained.returncode == 0
+    subprocess.run([*command, "drain", "--wait"], timeout=120, check=True)
     assert not is_gone(real_agent)  # there was no work that needed its death
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests.agents import until
 from tests.fault import single_scenarios
 from tests.fault.runner import start
-from tests.fault.test_agent import IDLE_SECONDS, until
 from tests.services import ALONE_SECONDS, shared_memory_alone
 
 KILL_SECONDS = 30.0
@@ -43,7 +43,7 @@ def shared() -> Iterator[str]:
 def preempt(folder: Path, shared: str, **settings: Any) -> tuple[int | None, float, str]:
     """Send SIGTERM as soon as step 2 is staged. Returns the exit code, None if SIGKILL was needed; seconds; the log."""
     job = start(single_scenarios.train_until_told, folder, uri=shared, **settings)
-    until((folder / "staged").exists, 60, "the second step to be staged")
+    until((folder / "staged").exists, "the second step to be staged")
     begun = time.monotonic()
     os.kill(job.pids[0], signal.SIGTERM)
     [code] = job.codes(KILL_SECONDS)
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_on_the_ssd_and_said_and_drained_by_the_next_proces
 def test_with_an_agent_the_trainer_leaves_when_its_step_is_safe_and_the_agent_drains_it(
     tmp_path: Path, shared: str, time_of: int
 ) -> None:
-    settings = {"mover": "agent", "idle_seconds": IDLE_SECONDS}
+    settings = {"mover": "agent", "idle_seconds": 0.7}
     code, seconds, log = preempt(tmp_path, shared, grace_seconds=25, **settings)
     assert (code, seconds < KILL_SECONDS) == (-signal.SIGTERM, True), log[-2000:]
     assert comes_back(tmp_path, shared, drain=True, **settings) == (2, True)
