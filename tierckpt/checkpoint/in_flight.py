@@ -62,8 +62,10 @@ class Begun:
         DCP does not report a failure of its own (a dead peer, the user's planner): its thread waits for other work.
         """
         self.check()
-        if self not in _open or self._began_in is None:  # None: staged, not begun
-            return self in _open
+        if self not in _open:
+            return False
+        if self._began_in is None:  # staged, not begun
+            return True
         frame = sys._current_frames().get(self._began_in.ident or 0)
         is_busy = frame is not None and frame.f_code is not thread._worker.__code__
         return is_busy and self._began_in is not threading.current_thread()
