@@ -13,18 +13,23 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import gc
 import itertools
 import os
-from collections.abc import AsyncIterator, Iterable
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+import tierckpt
 from tierckpt.config import MiB
-from tierckpt.errors import ConfigError, IntegrityError, ObjectNotFoundError, PreconditionFailedError
+from tierckpt.errors import ConfigError, IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError
 from tierckpt.stores.base import Conditional, Store
+from tierckpt.stores.verified_read import if_present
 from tierckpt.types import Buffer, ByteRange
 
+PACKAGE = str(Path(tierckpt.__file__).parent)
 PART = 8 * MiB
 RACERS = 16
 ODD_KEYS = ["a b/c d", "ümlaut/日本語", "plus+and%25percent", "q?and#hash", "x&y=z;~!'()", "br[0]*{1}", ".hidden/.file"]
@@ -90,6 +95,11 @@ class Pieces:
         return sum(map(len, self.pieces))
 
 
+async def broken() -> AsyncIterator[Buffer]:
+    yield b"1"
+    raise SourceError
+
+
 def cut(data: bytes, *sizes: int) -> list[bytes]:
     """Return ``data`` in pieces of the sizes in ``sizes``, repeated."""
     pieces, offset, cycle = [], 0, itertools.cycle(sizes)
@@ -98,6 +108,25 @@ def cut(data: bytes, *sizes: int) -> list[bytes]:
         pieces.append(data[offset : offset + size])
         offset += size
     return pieces
+
+
+@contextlib.contextmanager
+def unreachable_frames() -> Iterator[list[types.FrameType]]:
+    """Yield a list that holds, at the end, the frames of tierckpt that only the garbage collector would free."""
+    frames: list[types.FrameType] = []
+    gc.collect()
+    gc.disable()
+    try:
+        yield frames
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        frames += [
+            found for found in gc.garbage if isinstance(found, types.FrameType) and PACKAGE in found.f_code.co_filename
+        ]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 async def keys_of(store: Store, prefix: str = "") -> list[str]:
@@ -193,6 +222,33 @@ class StoreContract(abc.ABC):
                     await read
         with pytest.raises(ObjectNotFoundError):
             await store.head("dir")
+
+    async def test_errors_are_in_no_reference_cycle(self, store: Store) -> None:
+        """Training loops disable the garbage collector, and each cycle would keep the frames of a request."""
+        await store.put("object", b"1")
+        whole = ByteRange(0, 1)
+        verbs: list[Callable[[], Awaitable[object]]] = [
+            lambda: store.head("not"),
+            lambda: if_present(store.head("not")),
+            lambda: store.get("not"),
+            lambda: store.get_range("not", whole),
+            lambda: store.get_range("object", whole, if_match="another"),
+            lambda: store.put("object", b"2", if_absent=True),
+            lambda: store.put_stream("stream", broken(), 2),
+            lambda: store.delete("not"),
+        ]
+        if isinstance(store, Conditional):
+            verbs.append(lambda: store.replace("object", b"2", etag="another"))
+            verbs.append(lambda: store.remove("object", etag="another"))
+        for verb in verbs:  # the first use of a verb leaves garbage of its own
+            with contextlib.suppress(StoreError, SourceError):
+                await verb()
+        with unreachable_frames() as frames:
+            for verb in verbs:
+                with contextlib.suppress(StoreError, SourceError):
+                    await verb()
+            await asyncio.sleep(0.01)
+        assert not frames
 
     @pytest.mark.parametrize("key", BAD_KEYS)
     async def test_keys_stay_below_the_root(self, place: Place, store: Store, key: str) -> None:

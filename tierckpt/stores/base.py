@@ -170,7 +170,7 @@ async def to_completion(work: Awaitable[T]) -> T:
         await ended(task)
         raise
     finally:
-        del task  # breaks a reference cycle
+        del task, work  # a future keeps its error: named in a frame of that error's traceback it is a cycle
 
 
 def on_thread(work: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -245,7 +245,10 @@ def check_range(byte_range: ByteRange) -> ByteRange:
 
 async def limited(request: Awaitable[T], timeout_seconds: float) -> T:
     async with asyncio.timeout(timeout_seconds):
-        return await request
+        try:
+            return await request
+        finally:
+            del request  # as in to_completion
 
 
 def part_size_bytes(size_bytes: int) -> int:

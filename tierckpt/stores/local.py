@@ -212,20 +212,22 @@ class LocalStore:
             fsync_dir(path.parent)
 
     def _claim(self, temporary: Path, path: Path) -> None:
-        exists = PreconditionFailedError(f"{path} exists", path=path, tier=self.tier)
+        def exists() -> PreconditionFailedError:
+            return PreconditionFailedError(f"{path} exists", path=path, tier=self.tier)
+
         try:
             name_new(temporary, path)
         except FileExistsError:
             # An NFS server that answered twice reports our own link: then the file has two names.
             if temporary.stat().st_nlink != 2:
-                raise exists from None
+                raise exists() from None
         except OSError as error:
             if error.errno not in CANNOT_LINK:
                 raise
             self.has_put_if_absent = False
             with _locked(path):
                 if path.exists():
-                    raise exists from None
+                    raise exists() from None
                 temporary.replace(path)
 
     @on_thread_to_end

@@ -402,9 +402,11 @@ class RemoteStore:
         async def call(client: Client) -> None:
             nonlocal tries
             tries += 1
-            put = obstore.put_async(client, self._prefix + key, body, mode=mode, use_multipart=False)
+            name = self._prefix + key
             try:
-                await to_completion(limited(put, limit))
+                await to_completion(
+                    limited(obstore.put_async(client, name, body, mode=mode, use_multipart=False), limit)
+                )
             except TimeoutError:
                 self.retries.counts["broken_off"] += 1
                 raise self._too_slow(key, limit) from None

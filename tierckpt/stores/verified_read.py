@@ -38,6 +38,8 @@ async def if_present(request: Awaitable[T]) -> T | None:
         raise
     except ObjectNotFoundError:
         return None
+    finally:
+        del request  # as in base.to_completion
 
 
 async def stored_bytes(store: Store, key: str) -> int:
