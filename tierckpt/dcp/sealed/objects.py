@@ -15,7 +15,6 @@ from __future__ import annotations
 import builtins
 import io
 import os
-import pickle
 import re
 import threading
 import zipfile
@@ -32,7 +31,6 @@ SMALL_BYTES = 4096
 CACHED_OBJECTS_MAX = 4096
 GROWTH_MAX = 4
 GROWTH_BYTES_MIN = 1 << 20
-_WIDE = f"Unsupported operand {pickle.LONG4[0]}"
 _ZIP = b"PK\3\4"
 
 _DATA_CLASSES = (io.BytesIO,)
@@ -103,27 +101,8 @@ _MORE = object()
 
 
 def _load_object(data: bytes, name: str) -> Any:
-    try:
-        with _lock, torch.serialization.safe_globals(_missing_data_classes()):
-            return load_object(io.BytesIO(data), None, name)
-    except UnsafeCheckpointError as error:
-        if _WIDE not in str(error):
-            raise
-        return _load_plain(data, error)
-
-
-class _NoGlobals(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} is more than data")
-
-
-def _load_plain(data: bytes, error: UnsafeCheckpointError) -> Any:
-    """Load also integers of more than 255 bytes. Raises ``error`` for other objects."""
-    try:
-        reader = PyTorchFileReader(io.BytesIO(data))
-        return _NoGlobals(io.BytesIO(reader.get_record("data.pkl"))).load()
-    except Exception:
-        raise error from None
+    with _lock, torch.serialization.safe_globals(_missing_data_classes()):
+        return load_object(io.BytesIO(data), None, name)
 
 
 def load_object(stream: BinaryIO, map_location: str | None, name: str, *, trusted: bool = False) -> Any:
