@@ -26,12 +26,9 @@ PROTOCOLS = range(2, 6)
 
 
 class RefusedPickle(Exception):
-    """``is_hostile``: only damage or intent explains it."""
-
-    def __init__(self, reason: str, wanted: str = "", *, is_hostile: bool = False) -> None:
+    def __init__(self, reason: str, wanted: str = "") -> None:
         super().__init__(reason)
         self.global_name = wanted
-        self.is_hostile = is_hostile
 
 
 class Function:

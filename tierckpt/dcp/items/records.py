@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -228,14 +228,13 @@ class _Gathered:
 _PLAIN_TYPES = frozenset({type(None), bool, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 _INTEGER_BITS_MAX = 8 * 255 - 1
 
-_warned: set[tuple[str, type]] = set()
+_warned: set[str] = set()
 
 
 def _warn_of_refusal(name: str, value: Any, data: bytes | memoryview) -> None:
-    odd = next(_find_subclass_state(value), None)
-    if odd is None or (name, type(odd)) in _warned:
+    if name in _warned or _is_plain(value):
         return
-    _warned.add((name, type(odd)))
+    _warned.add(name)
     try:
         Objects().inert(bytes(data), name)
     except UnsafeCheckpointError as error:
@@ -244,19 +243,12 @@ def _warn_of_refusal(name: str, value: Any, data: bytes | memoryview) -> None:
         log.debug("%s cannot be tried: %s", name, error)
 
 
-def _find_subclass_state(value: Any) -> Iterator[Any]:
+def _is_plain(value: Any) -> bool:
     kind = type(value)
     if kind is int:
-        if value.bit_length() > _INTEGER_BITS_MAX:
-            yield value
-    elif isinstance(value, Mapping):
-        yield from () if kind is dict else (value,)
-        for pair in value.items():
-            for item in pair:
-                yield from _find_subclass_state(item)
-    elif kind in (list, tuple, set):
-        for item in value:
-            if type(item) not in _PLAIN_TYPES:
-                yield from _find_subclass_state(item)
-    elif kind not in _PLAIN_TYPES and not isinstance(value, torch.Tensor):
-        yield value
+        return bool(value.bit_length() <= _INTEGER_BITS_MAX)
+    if kind is dict:
+        return _is_plain([*value, *value.values()])
+    if kind in (list, tuple, set):
+        return all(type(item) in _PLAIN_TYPES or _is_plain(item) for item in value)
+    return kind in _PLAIN_TYPES or isinstance(value, torch.Tensor)

@@ -82,13 +82,12 @@ def _refusing(where: str) -> Iterator[None]:
         yield
     except RefusedPickle as error:
         message = f"{where} is refused: {error}"
-        raise unsafe_error(message, error.global_name, is_hostile=error.is_hostile, file=where) from None
+        raise unsafe_error(message, error.global_name, file=where) from None
     except Exception as error:  # whatever else invalid values raise
         raise unsafe_error(f"{where} is refused: {type(error).__name__}: {error}", file=where) from error
 
 
-def unsafe_error(message: str, wanted: str = "", *, is_hostile: bool = False, **context: Any) -> UnsafeCheckpointError:
-    """Only a damaged or malicious file ``is_hostile``."""
+def unsafe_error(message: str, wanted: str = "", **context: Any) -> UnsafeCheckpointError:
     if wanted.startswith("torch.distributed.") or wanted.rpartition(".")[0] == "torch":
         hint = (
             f"If a PyTorch newer than {torch.__version__} wrote it, use a tierckpt newer than {_version()} that was "
@@ -101,10 +100,8 @@ def unsafe_error(message: str, wanted: str = "", *, is_hostile: bool = False, **
             "trust_pickle=True, which runs any code that it names; never use that for a checkpoint of unknown origin, "
             "which may have been made to do harm"
         )
-    elif is_hostile:
-        hint = "It is damaged, or made to do harm: use another copy or an older step"
     else:
-        hint = "It is damaged: use another copy or an older step"
+        hint = "It is damaged, or made to do harm: use another copy or an older step"
     return UnsafeCheckpointError(message, hint=hint, wanted=wanted or None, **context)
 
 
@@ -116,7 +113,7 @@ def _version() -> str:
 
 def _parse(data: bytes) -> Any:
     if len(data) > METADATA_BYTES_MAX:
-        raise RefusedPickle(f"{len(data)} bytes is more than any metadata has", is_hostile=True)
+        raise RefusedPickle(f"{len(data)} bytes is more than any metadata has")
     paths, sizes = _Paths(len(data)), _DistinctHashes("sizes")
     bounded = {name: paths.spent_on(make) for name, make in _PATHS.items()}
     known = {**GLOBALS, **bounded, ("torch", "Size"): Function(lambda numbers: sizes.add(_size(numbers)))}
@@ -164,7 +161,7 @@ class _DistinctHashes:
         if self._first.setdefault(hash(key), key) != key:
             self._clashes += 1
             if self._clashes > HASH_COLLISIONS_MAX:
-                raise RefusedPickle(f"its {self._what} are made to share a hash", is_hostile=True)
+                raise RefusedPickle(f"its {self._what} are made to share a hash")
         return key
 
 
@@ -217,7 +214,7 @@ class _Paths:
         def made(*parts: Any) -> Any:
             self._budget -= 1 + len(parts) + sum(map(len, _strings(parts)))
             if self._budget < 0:
-                raise RefusedPickle(_REPEATS, is_hostile=True)
+                raise RefusedPickle(_REPEATS)
             return make(*parts)
 
         return Function(made)
@@ -333,7 +330,7 @@ class MetadataBuilder:
         size, chunks = _sizes(entry.size, fqn), entry.chunks
         elements = math.prod(size)
         if elements > ELEMENTS_MAX:
-            raise RefusedPickle(f"{fqn:.200} has {elements} elements", is_hostile=True)
+            raise RefusedPickle(f"{fqn:.200} has {elements} elements")
         if type(chunks) is not list:
             raise RefusedPickle(f"{fqn:.200} has no list of chunks")
         self.spend(1 + len(chunks))
@@ -371,7 +368,7 @@ class MetadataBuilder:
         if type(value) in _PLAIN:
             return
         if depth > DEPTH_MAX:
-            raise RefusedPickle(f"{what} is nested more than {DEPTH_MAX} deep", is_hostile=True)
+            raise RefusedPickle(f"{what} is nested more than {DEPTH_MAX} deep")
         if type(value) is dict:
             if not _PATH.issuperset(map(type, value)):
                 raise RefusedPickle(f"a key of {what} is neither a string nor an integer")
@@ -381,10 +378,7 @@ class MetadataBuilder:
         self.spend(1 + len(value))
         if not _PLAIN.issuperset(map(type, value)):
             for item in value:
-                if type(item) is tuple and depth < DEPTH_MAX and _PLAIN.issuperset(map(type, item)):
-                    self.spend(1 + len(item))
-                else:
-                    self._check_plain(item, what, depth + 1)
+                self._check_plain(item, what, depth + 1)
 
     def _check_further(self, fields: Mapping[Any, Any], kind: Any) -> None:
         """Check a field of a later torch: numbers, strings, dtypes and the like, or tuples of them."""
@@ -402,7 +396,7 @@ class MetadataBuilder:
         """Bound the visits, also of shared objects: they may never end."""
         self._budget -= count
         if self._budget < 0:
-            raise RefusedPickle(_REPEATS, is_hostile=True)
+            raise RefusedPickle(_REPEATS)
 
     def _state(self, record: Any, kind: Any, *needed: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
         if type(record) is not InertObject or record.kind is not _CLASSES[kind]:
@@ -417,7 +411,7 @@ class MetadataBuilder:
             return state, {}
         further = {name: value for name, value in state.items() if name not in FIELDS[kind]}
         if not all(type(name) is str and name.isidentifier() and not name.startswith("__") for name in further):
-            raise RefusedPickle(f"a {kind.__name__} has a field that no class can have", is_hostile=True)
+            raise RefusedPickle(f"a {kind.__name__} has a field that no class can have")
         self._check_further(further, kind)
         return state, further
 
@@ -485,34 +479,28 @@ def _with_extra_fields(made: _Made, further: Mapping[str, Any]) -> _Made:
 def relative_of(path: Any) -> str:
     """Refuse a path that could lead out of the checkpoint's directory, on any store."""
     if type(path) is not str or any(character in path for character in "\\\0"):
-        raise RefusedPickle("the path of a file is not acceptable", is_hostile=True)
+        raise RefusedPickle("the path of a file is not acceptable")
     if any(part in {"", ".", ".."} for part in path.split("/")):
-        raise RefusedPickle(f"the path {path[:200]!r} leads elsewhere", is_hostile=True)
+        raise RefusedPickle(f"the path {path[:200]!r} leads elsewhere")
     return path
 
 
 def check_stored(entries: dict[str, Any], storage: dict[MetadataIndex, StorageInfo]) -> None:
     """Check that a chunk's bytes, or ``torch.save``'s of a subclass, are in its item."""
     needed: dict[int, dict[Any, int]] = {}
-    last: ChunkStorageMetadata | None = None
-    properties: TensorProperties | None = None
-    whole = 0
     for index, info in storage.items():
         entry = entries.get(index.fqn)
         if not isinstance(entry, TensorStorageMetadata) or entry.properties.layout is not torch.strided:
             continue
+        item_bytes = entry.properties.dtype.itemsize
         if len(entry.chunks) == 1:
             [chunk] = entry.chunks
-            if chunk is not last or entry.properties is not properties:
-                last, properties = chunk, entry.properties
-                whole = math.prod(chunk.sizes) * properties.dtype.itemsize
-            size_bytes = whole if chunk.offsets == index.offset else 0
+            size_bytes = math.prod(chunk.sizes) * item_bytes if chunk.offsets == index.offset else 0
         else:
             if id(entry) not in needed:
                 of_entry = needed[id(entry)] = {}
                 for chunk in entry.chunks:
-                    size_bytes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
-                    of_entry[chunk.offsets] = max(size_bytes, of_entry.get(chunk.offsets, 0))
+                    of_entry[chunk.offsets] = max(math.prod(chunk.sizes) * item_bytes, of_entry.get(chunk.offsets, 0))
             size_bytes = needed[id(entry)].get(index.offset, 0)
         held = info.length * (COMPACT_RATIO_MAX if info.length >= COMPACT_BYTES_MIN else 1)
         if held < size_bytes and not info.transform_descriptors:
@@ -529,14 +517,14 @@ def check_positions(planner_data: Any) -> None:
         if type(path) is not tuple or int not in set(map(type, path)) or not _PATH.issuperset(map(type, path)):
             continue
         if len(path) > DEPTH_MAX:
-            raise RefusedPickle(f"planner_data has lists nested more than {DEPTH_MAX} deep", is_hostile=True)
+            raise RefusedPickle(f"planner_data has lists nested more than {DEPTH_MAX} deep")
         for depth, part in enumerate(path):
             if type(part) is int:
                 if not 0 <= part < room:
-                    raise RefusedPickle(f"planner_data has a list of {part} items", is_hostile=True)
+                    raise RefusedPickle(f"planner_data has a list of {part} items")
                 longest[path[:depth]] = max(longest.get(path[:depth], 0), part + 1)
     if sum(longest.values()) > room:
-        raise RefusedPickle(f"planner_data has lists of {sum(longest.values())} items", is_hostile=True)
+        raise RefusedPickle(f"planner_data has lists of {sum(longest.values())} items")
 
 
 def _are_strides(value: Any) -> bool:

@@ -389,9 +389,8 @@ def test_strides_are_checked(strides: Any, match: str) -> None:
 
 @pytest.mark.parametrize("value", [[3, 1], {}, ((1,),), (1,) * 65])
 def test_fields_after_the_properties_must_be_plain_and_short(value: Any) -> None:
-    with pytest.raises(UnsafeCheckpointError, match=r"not plain data|not numbers") as caught:
+    with pytest.raises(UnsafeCheckpointError, match=r"not plain data|not numbers"):
         read(with_strides(value))
-    assert "do harm" not in str(caught.value)
     with pytest.raises(UnsafeCheckpointError, match=r"a field \(7\) that torch"):
         read(with_strides(None, value))
 
@@ -684,23 +683,26 @@ def test_a_save_warns_of_values_that_restore_rejects(file_uri: str, caplog: pyte
         for _ in range(2):
             dcp.save(state, storage_writer=TierStorageWriter(file_uri))
     told = [record.getMessage() for record in caplog.records if "will refuse it" in record.getMessage()]
-    assert len(told) == 2, told
+    assert len(told) == 3, told
+    assert any(text.startswith("wide") for text in told)
     assert any("loader.position" in text and "numpy" in text for text in told)
     assert any("loader.seen" in text and "Mine" in text for text in told)
 
 
-@pytest.mark.parametrize("bits", [2039, 2040, 50_000])
-def test_integers_of_any_size(bits: int, file_uri: str) -> None:
-    values = {"one": 1 << bits, "less": -(1 << bits), "nested": ([1 << bits, "x"], None)}
-    dcp.save(dict(values), storage_writer=TierStorageWriter(file_uri))
-    loaded: dict[str, Any] = dict.fromkeys(values)
-    dcp.load(loaded, storage_reader=TierStorageReader(file_uri))
-    assert loaded == values
+def test_integers_of_up_to_255_bytes() -> None:
+    value = [1 << 2038, -(1 << 2038), {"nested": ([1 << 2038, "x"], None)}]
+    assert torch.load(io.BytesIO(Objects().inert(saved(value), "x")), weights_only=True) == value
+    with pytest.raises(UnsafeCheckpointError):
+        Objects().inert(saved(1 << 2040), "x")
 
 
-def test_a_wide_integer_next_to_code_is_rejected() -> None:
+def test_a_wide_integer_is_no_way_to_an_unpickler_that_recurses() -> None:
+    """A deep tuple as a key crashes Python's own unpickler, as its hash recurses in C."""
+    wide = b"\x8b" + struct.pack("<i", 800) + bytes(799) + b"\1" + b"0"
     stream = io.BytesIO()
-    torch.save([1 << 5000, Mine(1)], stream)
+    with zipfile.ZipFile(stream, "w") as made:
+        made.writestr("archive/data.pkl", b"\x80\x02]" + wide + b"})" + b"\x85" * 1_000_000 + b"K\1s.")
+        made.writestr("archive/version", "3\n")
     with pytest.raises(UnsafeCheckpointError):
         Objects().inert(stream.getvalue(), "x")
 
