@@ -313,7 +313,7 @@ class TierStorageReader(Mount, StorageReader):
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         with gc_paused():
-            self._infos = dict(zip(map(id, plan.items), self._infos_of(plan.items), strict=True))
+            self._infos = {id(item): self._info(item) for item in plan.items}
         with contextlib.ExitStack() as stack:
             stack.callback(self._infos.clear)
             shared = stack.enter_context(self._sharing.open_shared_read(plan, self._spans))
@@ -499,12 +499,6 @@ class TierStorageReader(Mount, StorageReader):
         wanted = zip(item.storage_offsets, item.lengths, stored, strict=False)
         if len(item.lengths) != len(stored) or any(at + count > size for at, count, size in wanted):
             raise self._mismatch_error(item, f"has shape {tuple(stored)}, less than its metadata says")
-
-    def _infos_of(self, items: Sequence[ReadItem]) -> list[StorageInfo]:
-        try:
-            return [self.storage_data[item.storage_index] for item in items]
-        except KeyError:
-            return [self._info(item) for item in items]  # raises with the item's name
 
     def _info(self, item: ReadItem) -> StorageInfo:
         if (known := self._infos.get(id(item))) is not None:

@@ -110,13 +110,10 @@ def _walk(top: Path, place: Path, below: str, above: tuple[Path, ...]) -> Iterat
 
 
 def _followed(top: Path, link: Path, path: str) -> Path:
-    try:
-        real = link.resolve(strict=True)
-    except (OSError, RuntimeError):
-        raise ConfigError(f"{top}/{path} is a dangling link", hint="Remove the link") from None
-    if not real.is_relative_to(top):
+    real = Path(os.path.realpath(link))
+    if not (real.is_relative_to(top) and real.exists()):
         raise ConfigError(
-            f"{top}/{path} is a link out of the directory, to {real}",
+            f"{top}/{path} is a link to {real}, which does not exist or is outside the directory",
             hint="Replace the link by the file itself, or remove it",
         )
     return real

@@ -39,11 +39,7 @@ async def send_shard(store: Store, shard: Shard, slot: Memory, chunk_size_bytes:
 
 async def _pieces(stream: Stream, flow: DrainFlow) -> AsyncIterator[Buffer]:
     pieces = stream.pieces()
-
-    def copied() -> bytes:
-        return bytes(next(pieces, b""))
-
-    while piece := await to_completion(flow.limiter.in_background(copied)):
+    while piece := await to_completion(flow.limiter.in_background(lambda: bytes(next(pieces, b"")))):
         await flow.spend(len(piece))
         yield piece
         BYTES.emit(len(piece), tier=Tier.SHARED, direction="written")
