@@ -11,22 +11,7 @@ import pytest
 import torch
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-SMALL = [
-    "--layers",
-    "1",
-    "--width",
-    "64",
-    "--vocabulary",
-    "256",
-    "--context",
-    "16",
-    "--batch",
-    "1",
-    "--steps",
-    "2",
-    "--rounds",
-    "1",
-]
+SMALL = {"layers": 1, "width": 64, "vocabulary": 256, "context": 16, "batch": 1, "steps": 2, "rounds": 1}
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -38,7 +23,7 @@ def run(*given: str, at: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_every_row_saves_is_loaded_back_and_has_its_figures(tmp_path: Path) -> None:
-    ended = run("--device", "cpu", *SMALL, at=tmp_path)
+    ended = run("--device", "cpu", *(f"--{name}={value}" for name, value in SMALL.items()), at=tmp_path)
     assert ended.returncode == 0, ended.stderr[-2000:]
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert {"tierckpt: MultiStepStager, K = 7", "tierckpt: GradientLog, each step"} <= found["gpu"].keys()

@@ -55,9 +55,7 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes({"cut": data[:-1], "grow": data + b"\0"}.get(how, data))
 
 
-def test_drill_of_a_good_checkpoint_on_any_storage(
-    shared_uri: str, drill: Callable[..., Done], local_root: Path
-) -> None:
+def test_a_good_checkpoint(shared_uri: str, drill: Callable[..., Done], local_root: Path) -> None:
     saved(shared_uri, 1, 2, 3)
     manifest = read_local_manifest(local_dir(local_root, parse_uri(f"{shared_uri}/step-1")))
     assert manifest is not None
@@ -86,7 +84,7 @@ def test_seed_selects_the_step(file_uri: str, drill: Callable[..., Done]) -> Non
 
 @pytest.mark.parametrize("how", ["flip", "cut", "grow", "zero", "gone"])
 @pytest.mark.parametrize("victims", [["1"], ["0", "1", ".metadata"]])
-def test_damage_on_shared_storage_is_found_although_this_node_has_a_good_copy(
+def test_damage_on_shared_storage(
     how: str, victims: list[str], file_uri: str, drill: Callable[..., Done], local_root: Path
 ) -> None:
     saved(file_uri, 4)
@@ -102,9 +100,7 @@ def test_damage_on_shared_storage_is_found_although_this_node_has_a_good_copy(
     assert drill(file_uri).code == 5
 
 
-def test_damage_on_the_scratch_disk_is_found(
-    file_uri: str, drill: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_on_the_scratch_disk(file_uri: str, drill: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comparison: bytes received correctly and stored wrong."""
     saved(file_uri, 4)
     real, hits = drills.fetch, 0
@@ -121,9 +117,7 @@ def test_damage_on_the_scratch_disk_is_found(
     assert (found.code, hits, len(found.document["problems"])) == (5, 1, 1)
 
 
-def test_uncommitted_run_and_missing_bucket_are_not_found(
-    file_uri: str, s3_uri: str, moto: S3Server, drill: Callable[..., Done]
-) -> None:
+def test_nothing_is_committed(file_uri: str, s3_uri: str, moto: S3Server, drill: Callable[..., Done]) -> None:
     Path(file_uri).mkdir(parents=True)
     assert drill(file_uri).code == 4
     saved(file_uri, 1)
@@ -134,7 +128,7 @@ def test_uncommitted_run_and_missing_bucket_are_not_found(
     assert (missing.code, missing.error["error"]) == (4, "BucketNotFoundError")
 
 
-def test_scratch_option_and_cleanup(
+def test_scratch_and_cleanup(
     file_uri: str, drill: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(file_uri, 1)
@@ -154,9 +148,7 @@ def test_scratch_option_and_cleanup(
     assert [path.name for path in scratch.iterdir()] == ["drill-notes"]
 
 
-def test_missing_space_is_reported_before_the_first_read(
-    file_uri: str, drill: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, local_root: Path
-) -> None:
+def test_no_room(file_uri: str, drill: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, local_root: Path) -> None:
     saved(file_uri, 1)
 
     async def never(*_: Any) -> None:
@@ -169,7 +161,7 @@ def test_missing_space_is_reported_before_the_first_read(
     assert left_in(local_root) == []
 
 
-def test_unreachable_store_is_not_reported_as_damage(
+def test_unreachable_store(
     file_uri: str, drill: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, local_root: Path
 ) -> None:
     saved(file_uri, 1)

@@ -110,9 +110,7 @@ def test_later_of_two_saves_of_one_id_wins(file_uri: str, gate: Gate) -> None:
     assert restored(file_uri) == 2.0
 
 
-def test_failed_save_is_raised_by_the_next_and_keeps_the_older_step(
-    file_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_save_is_raised_by_the_next(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpointer = Checkpointer(file_uri)
     checkpointer.save(0, state(5.0)).result(timeout=60)
 

@@ -24,7 +24,6 @@ from tierckpt.dcp import reader as readers
 from tierckpt.errors import IntegrityError
 from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import MANIFEST, blocks_file, local_dir, parse_uri
-from tierckpt.format.manifest import DIGEST_BLOCK_BYTES
 from tierckpt.read.parallel_read import Piece
 
 CHUNK = 64 * 1024
@@ -64,9 +63,7 @@ def matrix(file_uri: str) -> tuple[str, torch.Tensor]:
     ],
     ids=["contiguous", "transposed", "wider", "complex", "strided"],
 )
-def test_columns_are_read_through_rows(
-    matrix: tuple[str, torch.Tensor], target: torch.Tensor, parsed: list[str]
-) -> None:
+def test_columns_are_read_by_rows(matrix: tuple[str, torch.Tensor], target: torch.Tensor, parsed: list[str]) -> None:
     uri, tensor = matrix
     read_parts(uri, [part("matrix", (600, 50), (300, 100))], PartPlanner(matrix=target))
     assert torch.equal(target, tensor[600:900, 50:150].to(target.dtype))
@@ -116,15 +113,6 @@ def test_adjacent_small_tensors_are_one_read(file_uri: str, pieces: list[Piece],
     filled = [piece for piece in pieces if not piece.is_unverified]
     assert len(filled) == 1
     assert parsed == []
-
-
-def test_group_ends_at_a_chunk_boundary(file_uri: str, pieces: list[Piece]) -> None:
-    state = small_tensors(1000)
-    save(f"{file_uri}/step-1", state, chunk_size_bytes=CHUNK)
-    load_into(f"{file_uri}/step-1", state)
-    groups = [piece for piece in pieces if piece.stop - piece.start > 4096]
-    assert len(groups) > 5
-    assert all(piece.start // CHUNK == (piece.stop - 1) // CHUNK for piece in groups)
 
 
 def test_unrequested_small_tensors_are_not_read(file_uri: str, pieces: list[Piece]) -> None:
@@ -200,9 +188,7 @@ def test_bad_chunk_error_names_a_small_tensor_in_it(file_uri: str) -> None:
     assert place.offset + place.length > 5 * CHUNK
 
 
-def test_reads_that_need_a_buffer_use_windows(
-    matrix: tuple[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffered_reads_use_windows(matrix: tuple[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     uri, tensor = matrix
     windows: list[int] = []
     real = readers.batches
@@ -266,7 +252,7 @@ def local(uri: str) -> Path:
 
 
 @pytest.mark.parametrize("place", ["ssd", "mount"])
-def test_dim_0_shard_reads_at_most_a_tenth_more_than_its_bytes(
+def test_bytes_read_for_a_shard(
     place: str, file_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"{file_uri}/step-1"
@@ -283,7 +269,7 @@ def test_dim_0_shard_reads_at_most_a_tenth_more_than_its_bytes(
     assert list(local(uri).glob("*.distcp")) == [] or place == "ssd"
 
 
-def test_store_reads_only_the_part_in_few_requests(
+def test_store_requests_for_a_shard(
     s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"{s3_uri}/step-1"
@@ -299,7 +285,7 @@ def test_store_reads_only_the_part_in_few_requests(
 
 
 @pytest.mark.slow
-def test_load_of_most_of_a_file_caches_the_file(
+def test_a_mostly_needed_file_is_cached(
     s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = f"{s3_uri}/step-1"
@@ -345,7 +331,7 @@ def test_manifests_without_block_digests_load(file_uri: str, state: dict[str, to
     assert is_right(loaded, state, 0)
 
 
-def test_stock_dcp_checkpoint_is_read_in_parts(
+def test_stock_checkpoints_are_read_in_parts(
     file_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without digests, the smallest read is a page."""
@@ -353,15 +339,3 @@ def test_stock_dcp_checkpoint_is_read_in_parts(
     with asked(monkeypatch) as got:
         assert is_right(read_rows(f"{file_uri}/stock"), state)
     assert NEEDED <= got["files"] <= NEEDED + 200_000
-
-
-def test_block_digests_are_a_file_on_every_tier(file_uri: str, state: dict[str, torch.Tensor]) -> None:
-    uri = f"{file_uri}/step-1"
-    save_drained(uri, state)
-    found = manifests.decode((local(uri) / MANIFEST).read_bytes())
-    [entry] = [file for file in found.files if file.path == blocks_file(file.token)]
-    blocks = sum(
-        manifests.block_count(file.size_bytes, found.chunk_size_bytes) for file in found.files if file != entry
-    )
-    assert entry.size_bytes == 16 * blocks == 16 * -(-(found.size_bytes - entry.size_bytes) // DIGEST_BLOCK_BYTES)
-    assert (Path(uri) / entry.path).read_bytes() == (local(uri) / entry.path).read_bytes()

@@ -19,7 +19,6 @@ import tierckpt
 from tests.compat.everything import DTYPES, blank, differences, everything, random_bits
 from tests.states import raises_ours
 from tests.waits import Disk
-from tierckpt.arena import slots
 from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.format.manifest import digest_of
@@ -104,9 +103,7 @@ def check_files(local_root: Path, uri: str) -> None:
     ],
     ids=["defaults", "tiny chunks", "many shards", "a file per item"],
 )
-def test_every_kind_of_state_is_restored_bit_for_bit(
-    save: Save, options: dict[str, Any], uri: str, local_root: Path
-) -> None:
+def test_every_kind_of_state(save: Save, options: dict[str, Any], uri: str, local_root: Path) -> None:
     state = everything(1)
     save(uri, state, **options)
     assert read_back(uri, state) == []
@@ -209,9 +206,7 @@ def test_empty_state(save: Save, uri: str) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_changes_after_async_save_do_not_reach_the_file(
-    shared: bool, uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_later_changes_do_not_reach_the_file(shared: bool, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state = everything(2)
     expected = everything(2)
     writer, stager = tierckpt.TierStorageWriter(uri), tierckpt.TierStager(shared=shared)
@@ -226,34 +221,6 @@ def test_changes_after_async_save_do_not_reach_the_file(
         state["big"].fill_(-2.0)
     future.result(60)
     assert read_back(uri, expected) == []
-
-
-@pytest.mark.slow
-def test_a_second_checkpoint_is_staged_while_the_first_is_written(
-    file_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``checkpoints_in_flight_max=2`` with a blocked disk: training continues twice, the third stage waits."""
-    monkeypatch.setattr(slots, "SLOT_SECONDS", 0.3)
-    stager = tierckpt.TierStager(checkpoints_in_flight_max=2)
-    values = torch.zeros(300_000)
-
-    def start(step: int) -> Any:
-        values.fill_(float(step))
-        writer = tierckpt.TierStorageWriter(f"{file_uri}/step-{step}", checkpoints_in_flight_max=2)
-        return dcp.async_save({"w": values}, storage_writer=writer, async_stager=stager, no_dist=True)
-
-    with Disk(monkeypatch, os, "pwrite") as disk:
-        disk.hangs.clear()
-        first = start(1)
-        assert disk.in_it.wait(60)
-        second = start(2)
-        assert not first.done() and not second.done(), "the disk is blocked: no save can be complete"
-        with pytest.raises(tierckpt.errors.OperationTimeoutError, match="checkpoint 1 is flushing"):
-            start(3)
-    first.result(60), second.result(60)
-    start(4).result(60)
-    for step in (1, 2, 4):
-        assert read_back(f"{file_uri}/step-{step}", {"w": torch.full((300_000,), float(step))}) == []
 
 
 def test_staged_memory_is_written_in_place(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,9 +172,7 @@ def test_lazy_copies_are_not_written_ahead(file_uri: str, local_root: Path, seen
     assert seen.begun == 0
 
 
-def test_failed_copy_is_not_written(
-    file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_copy(file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
     start(f"{file_uri}/step-1", state_of(1), stager).result(60)
     with monkeypatch.context() as patch:
@@ -191,7 +189,7 @@ def test_failed_copy_is_not_written(
     assert seen.begun == 0 and is_discarded(local_root), "A1: writing must not start before the copy is complete"
 
 
-def test_no_write_ahead_when_it_would_need_an_eviction(
+def test_no_eviction_for_write_ahead(
     file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
@@ -201,9 +199,7 @@ def test_no_write_ahead_when_it_would_need_an_eviction(
     assert seen.taken == 0
 
 
-def test_space_of_a_write_ahead_file_is_not_reserved_twice(
-    file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_space_is_reserved_once(file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last checkpoint that fits: once its file exists, there is no room for another."""
     requests: list[tuple[int, int]] = []
     real = space.make_room

@@ -97,22 +97,6 @@ def test_objects_frozen_by_the_job_stay_frozen() -> None:
         gc.unfreeze()
 
 
-def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counting visits every object: 22 ms in a trainer, several times in each save and load."""
-    counts = []
-    count = gc.get_freeze_count
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(count()) or counts[-1])
-    gc.freeze()
-    try:
-        for _ in range(3):
-            with gc_paused():
-                young(100)
-    finally:
-        gc.unfreeze()
-    assert len(counts) == 1
-    assert counts[0] > 0
-
-
 def test_a_disabled_collector_stays_disabled() -> None:
     gc.disable()
     try:

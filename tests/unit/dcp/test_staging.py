@@ -20,7 +20,7 @@ from tests.unit.dcp.test_planner import plan
 from tierckpt.config import Settings
 from tierckpt.dcp import metadata_pickle
 from tierckpt.dcp.items import records
-from tierckpt.dcp.metadata_pickle import encode, encode_plan
+from tierckpt.dcp.metadata_pickle import encode
 from tierckpt.dcp.planner import TierSavePlanner, cache
 from tierckpt.dcp.stager import StagedItems, TierStager
 from tierckpt.dcp.writer import TierStorageWriter
@@ -233,14 +233,3 @@ def test_changed_file_places_are_encoded_again() -> None:
         assert second.storage_data is not None
         second.storage_data[indexes[0]] = dataclasses.replace(second.storage_data[indexes[0]], **change)
         assert pickle.loads(encode(second)) == second
-
-
-def test_the_plan_of_a_handoff_is_encoded_once() -> None:
-    encoded = []
-    for seed in range(3):
-        _, metadata, _ = plan(TierSavePlanner(), base(seed))
-        encoded.append(encode_plan(metadata))
-        assert pickle.loads(encoded[-1]) == metadata
-    assert encoded[0] == encoded[1] and encoded[1] is encoded[2]
-    _, other, _ = plan(TierSavePlanner(), wider(base()))
-    assert pickle.loads(encode_plan(other)) == other

@@ -67,12 +67,6 @@ def test_a_larger_chunk_has_the_digest_of_the_digests_of_its_blocks(size: int, d
     assert not manifests.has_digest(data[1 : size + 1], f"t{expected}")
 
 
-def test_chunks_digested_as_the_first_release_did_still_verify(data: bytes) -> None:
-    old = xxh3_128(data[:CHUNK]).hexdigest()
-    assert manifests.has_digest(data[:CHUNK], old)
-    assert not manifests.has_digest(data[1 : CHUNK + 1], old)
-
-
 # --- in the manifest -------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +179,7 @@ def place(tmp_path: Path, data: bytes) -> Place:
     return Place(tmp_path, data)
 
 
-def test_only_the_blocks_that_are_touched_are_read(place: Place, buffers: BounceBufferPool) -> None:
+def test_only_needed_blocks_are_read(place: Place, buffers: BounceBufferPool) -> None:
     wanted = [(BLOCK + 5, 2 * BLOCK + 5), (CHUNK + 1, CHUNK + 2), (2 * CHUNK, 3 * CHUNK), (SIZE - 1, SIZE)]
     assert place.pulled(place.copies(), buffers, *wanted)
     assert sorted(place.copy.asked) == [
@@ -196,7 +190,7 @@ def test_only_the_blocks_that_are_touched_are_read(place: Place, buffers: Bounce
     ]
 
 
-def test_a_chunk_is_read_in_parts_that_fit_the_caches_and_whole_where_its_blocks_are_not_known(
+def test_a_chunk_without_block_digests_is_read_whole(
     place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = 2 * BLOCK
@@ -208,7 +202,7 @@ def test_a_chunk_is_read_in_parts_that_fit_the_caches_and_whole_where_its_blocks
     assert sorted(place.copy.asked) == [(at, min(at + CHUNK, SIZE)) for at in range(0, SIZE, CHUNK)]
 
 
-def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks(
+def test_remote_block_digests_are_only_for_parts(
     place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pulling, "READ_BYTES", BLOCK)
@@ -231,7 +225,7 @@ def test_for_a_whole_chunk_nobody_goes_farther_to_find_the_digests_of_its_blocks
     assert len(asked) == 1
 
 
-def test_when_a_part_is_bad_the_rest_of_the_chunk_comes_from_the_next_copy_too(
+def test_the_next_copy_replaces_a_bad_part(
     place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pulling, "READ_BYTES", BLOCK)
@@ -244,9 +238,7 @@ def test_when_a_part_is_bad_the_rest_of_the_chunk_comes_from_the_next_copy_too(
     assert place.path.with_name("shard.bad").exists()
 
 
-def test_damage_elsewhere_in_the_chunk_does_not_matter_and_damage_in_the_blocks_does(
-    place: Place, buffers: BounceBufferPool
-) -> None:
+def test_only_damage_in_the_needed_blocks_matters(place: Place, buffers: BounceBufferPool) -> None:
     for at, is_read in ((3 * BLOCK, True), (BLOCK, False), (2 * BLOCK - 1, False)):
         damaged = bytearray(place.data)
         damaged[at] ^= 1
@@ -281,7 +273,7 @@ def wrong_in_the_first_chunk(place: Place) -> None:
 
 
 @pytest.mark.parametrize("damage", [lost, short, swapped, wrong_in_the_first_chunk])
-def test_without_good_block_digests_the_whole_chunk_is_read(
+def test_bad_block_digests_cost_a_larger_read(
     damage: Callable[[Place], None], place: Place, buffers: BounceBufferPool
 ) -> None:
     damage(place)
@@ -322,7 +314,7 @@ def test_a_peek_reads_a_page_and_is_not_verified(place: Place, buffers: BounceBu
     assert not place.path.with_name("shard.bad").exists()
 
 
-def test_a_peek_at_what_cannot_be_read_shows_nothing(place: Place, buffers: BounceBufferPool) -> None:
+def test_an_unverified_read_of_a_lost_file_is_empty(place: Place, buffers: BounceBufferPool) -> None:
     def missing(_: ByteRange) -> bytes:
         raise ObjectNotFoundError("it is gone")
 

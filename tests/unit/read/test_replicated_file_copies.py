@@ -77,9 +77,7 @@ def is_right(found: list[bytes], data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_each_piece_has_its_bytes_and_each_chunk_that_is_touched_is_read_once(
-    cached: bool, tmp_path: Path, buffers: BounceBufferPool
-) -> None:
+def test_each_needed_chunk_is_read_once(cached: bool, tmp_path: Path, buffers: BounceBufferPool) -> None:
     data, path = content(), tmp_path / "shard"
     path.write_bytes(data)
     if not cached:
@@ -142,9 +140,7 @@ def test_a_copy_that_cannot_be_read_is_passed_over_and_stays(tmp_path: Path, buf
     assert path.exists()
 
 
-def test_an_error_names_who_wanted_the_bytes_and_nothing_more_is_read(
-    tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_ends_the_load(tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another file: the one that is damaged has no copy left to read."""
     data = content(1000 * CHUNK)
     (tmp_path / "bad").write_bytes(bytes(CHUNK))
@@ -178,7 +174,7 @@ def test_an_error_names_who_wanted_the_bytes_and_nothing_more_is_read(
     assert len(good.asked) < 10
 
 
-def test_as_many_threads_digest_at_a_time_as_there_are_processors_while_all_of_them_read(
+def test_one_thread_per_processor_digests(
     tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
@@ -246,9 +242,7 @@ def test_a_load_takes_the_buffers_that_other_loads_leave_and_waits_for_one_only(
         assert len(all_of_them) == 3, "the load returned its memory"
 
 
-def test_a_thread_that_cannot_be_had_ends_the_load_and_leaves_no_other(
-    tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_cannot_start(tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
     data, path, started, start = content(), tmp_path / "shard", list[threading.Thread](), threading.Thread.start
     path.write_bytes(data)
 
@@ -284,7 +278,7 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_what_is_in_the_page_cache_is_known(tmp_path: Path) -> None:
+def test_cached_ranges_are_known(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(content())
     with path.open("rb") as file:
@@ -296,22 +290,7 @@ def test_what_is_in_the_page_cache_is_known(tmp_path: Path) -> None:
         assert not Resident(file.fileno()).has(ByteRange(0, SIZE))
 
 
-def test_the_kernel_is_asked_once_about_many_reads_of_what_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, asked = tmp_path / "file", []
-    path.write_bytes(content())
-    forget(path)
-    real = Resident.pages
-    monkeypatch.setattr(Resident, "pages", lambda self, *at: (asked.append(at), real(self, *at))[1])
-    with path.open("rb") as file:
-        resident = Resident(file.fileno())
-        for start in range(0, SIZE, CHUNK):
-            assert not resident.has(ByteRange(start, min(SIZE, start + CHUNK)))
-        assert asked == [(0, SIZE)]
-
-
-def test_of_an_empty_file_nothing_is_there(tmp_path: Path) -> None:
+def test_an_empty_file_is_not_cached(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (tmp_path / "file").open("rb") as file:
         assert not Resident(file.fileno()).has(ByteRange(0, 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,7 +14,6 @@ from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerError
 from tierckpt.format.manifest import FileEntry, digest_of
 from tierckpt.read.replicated_file import PEERS_TRIED_MAX, NearestSource, PeerSource
 from tierckpt.stores.base import Store
-from tierckpt.stores.verified_read import LocalFiles, check_file
 from tierckpt.types import ByteRange
 
 CHUNK = 4
@@ -106,17 +104,3 @@ def test_without_a_store_the_error_is_that_of_the_peers_and_all_who_are_named_ar
         with pytest.raises(PeerError, match="is away"):
             get(source)
     assert copies.asked == names
-
-
-def test_a_file_is_checked_chunk_by_chunk_where_it_lies(tmp_path: Path) -> None:
-    path, read = tmp_path / "shard", list[int]()
-    for content, until in ((DATA, len(DATA)), (DATA[:5] + b"!" + DATA[6:], CHUNK), (DATA[:-1], 2 * CHUNK)):
-        path.write_bytes(content)
-        read.clear()
-        check = check_file(LocalFiles(tmp_path), ENTRY, CHUNK, read.append)
-        if until == len(DATA):
-            asyncio.run(check)
-        else:
-            with pytest.raises(IntegrityError, match="not the bytes that were saved"):
-                asyncio.run(check)
-        assert sum(read) == until

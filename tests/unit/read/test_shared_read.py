@@ -71,9 +71,7 @@ def test_overlaps_are_what_two_or_more_want(lists: list[list[tuple[int, int]]]) 
 
 
 @given(st.lists(ranges, min_size=2, max_size=4), st.integers(0, 240), st.integers(1, 60))
-def test_a_piece_is_cut_into_parts_that_lie_in_one_unit_or_in_none(
-    lists: list[list[tuple[int, int]]], start: int, size: int
-) -> None:
+def test_a_piece_is_cut_at_units(lists: list[list[tuple[int, int]]], start: int, size: int) -> None:
     plan = plan_shared_reads([interest(shard=found) for found in lists])[0]
     if plan is None:
         return
@@ -163,9 +161,7 @@ def test_a_slot_is_used_again_when_everybody_is_past_it(pair: tuple[SharedWindow
     assert not one.has_slot(one.slots + 1)
 
 
-def test_who_has_not_joined_when_the_door_is_closed_stays_out_and_is_not_waited_for(
-    pair: tuple[SharedWindow, SharedWindow],
-) -> None:
+def test_a_late_member_is_not_awaited(pair: tuple[SharedWindow, SharedWindow]) -> None:
     one, other = pair
     assert one.join()
     one.advance(PASSED_ALL)

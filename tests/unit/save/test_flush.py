@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from tests.open_files import open_files
 from tierckpt.arena.memory import Memory
 from tierckpt.disk import priority
-from tierckpt.disk.io_tuner import IoShape, segment_bytes
-from tierckpt.disk.priority import CpuThrottle
+from tierckpt.disk.io_tuner import IoShape
 from tierckpt.errors import OperationTimeoutError, StoreError
 from tierckpt.format.manifest import Flushed, blocks_of, digest_of
 from tierckpt.poll import Poll
@@ -234,7 +233,7 @@ SEEDED: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("bug", SEEDED)
-def test_the_comparison_finds_seeded_bugs(
+def test_seeded_bugs_are_found(
     bug: str, directory: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above."""
@@ -249,7 +248,7 @@ def test_the_comparison_finds_seeded_bugs(
     assert found
 
 
-def test_bytes_in_place_are_written_from_where_they_lie(
+def test_an_image_is_written_in_place(
     directory: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the data itself is unchanged: only the gaps are filled."""
@@ -270,23 +269,7 @@ def test_bytes_in_place_are_written_from_where_they_lie(
         assert arena.view[start : start + len(item.data)] == item.data
 
 
-def test_nobody_rests_after_the_last_segment(directory: Path, slots: list[Memory]) -> None:
-    """The commit waits for it, and there is nothing left to hold back."""
-    rests = []
-
-    class Spy(CpuThrottle):
-        def throttle_after(self, used_seconds: float) -> None:
-            rests.append(used_seconds)
-
-    path = directory / "rested"
-    items = items_of([(0, 0, 5 * 8 * KiB, 0, False)])
-    run(path, records_of(items), slots, shape=IoShape(1, 8 * KiB), pace=Spy())
-    assert len(rests) == 4
-
-
-def test_only_the_segment_that_does_not_fit_the_image_is_copied(
-    directory: Path, slots: list[Memory], arena: Memory
-) -> None:
+def test_only_segments_outside_the_image_are_copied(directory: Path, slots: list[Memory], arena: Memory) -> None:
     """Objects follow the tensors: the file is longer than the staged data."""
     tensor, *_ = items = items_of([(0, 448, 60_000, 337, False), (0, 9000, 0, None, False)])
     records, image = staged_in(arena, [tensor])
@@ -295,7 +278,7 @@ def test_only_the_segment_that_does_not_fit_the_image_is_copied(
     check(run(path, records, slots[:1], image=image), items, 4096)
 
 
-def test_what_lies_in_an_image_takes_no_slot(directory: Path, arena: Memory) -> None:
+def test_an_image_takes_no_slot(directory: Path, arena: Memory) -> None:
     items = items_of([(0, 448, 60_000, 337, False), (0, 448, 9000, 337, False)])
     records, image = staged_in(arena, items)
     check(run(directory / "staged", records, [], image=image), items, 4096)
@@ -303,9 +286,7 @@ def test_what_lies_in_an_image_takes_no_slot(directory: Path, arena: Memory) -> 
 
 @pytest.mark.parametrize("given", [1, 2, THREADS_MAX])
 @pytest.mark.parametrize("threads", range(1, THREADS_MAX + 1))
-def test_a_tail_waits_only_for_what_is_taken_before_it(
-    directory: Path, slots: list[Memory], threads: int, given: int
-) -> None:
+def test_a_tail_waits_for_earlier_segments_only(directory: Path, slots: list[Memory], threads: int, given: int) -> None:
     """F2: an item over many segments with its first part last, for any number of workers and slots."""
     (item,) = items_of([(0, 448, 200_000, 337, False)])
     buffer = ctypes.create_string_buffer(item.data, len(item.data))
@@ -333,12 +314,6 @@ def test_several_shards_come_back_in_order(directory: Path, slots: list[Memory])
     for one, items in zip(flushed, shards.values(), strict=True):
         check(one, items, 4096)
     assert flushed[0].digests == () and flushed[0].path.read_bytes() == b""
-
-
-def test_a_segment_is_as_many_whole_chunks_as_make_one_write() -> None:
-    assert segment_bytes(8 * MiB, 16 * MiB) == 16 * MiB
-    assert segment_bytes(64 * MiB, 16 * MiB) == 64 * MiB
-    assert segment_bytes(3 * MiB, 8 * MiB) == 9 * MiB
 
 
 # --- durability, and what file systems refuse ---------------------------------------------------------------------
@@ -397,7 +372,7 @@ def test_not_durable_means_no_fsync(tmp_path: Path, slots: list[Memory], calls: 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("number", [1, 2, 5, 12])
-def test_a_write_that_fails_is_the_end_of_it(
+def test_a_failed_write_ends_the_flush(
     tmp_path: Path, slots: list[Memory], calls: Calls, number: int, threads: int
 ) -> None:
     """F3: no write is repeated, no segment is started, no fsync is issued; no descriptor stays open."""
@@ -484,7 +459,7 @@ def test_no_worker_outlives_an_interrupt(tmp_path: Path, slots: list[Memory], ca
 # --- threads and memory -------------------------------------------------------------------------------------------
 
 
-def test_a_low_priority_is_for_threads_of_its_own(
+def test_low_priority_is_for_new_threads(
     tmp_path: Path, slots: list[Memory], calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P8, and the caller's thread, which is the trainer's, stays as it was: a priority cannot be raised again."""

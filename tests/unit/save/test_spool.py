@@ -49,9 +49,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("goes_back", [False, True])
 @pytest.mark.usefixtures("way")
-def test_what_is_kept_is_what_was_written_and_its_digests_are_right(
-    goes_back: bool, settings: Settings, tmp_path: Path
-) -> None:
+def test_bytes_and_digests(goes_back: bool, settings: Settings, tmp_path: Path) -> None:
     chunk = int(settings.chunk_size_bytes)
     for seed in range(15):
         dice, model = random.Random(seed), io.BytesIO()
@@ -84,7 +82,7 @@ def test_a_large_file_is_not_written_twice(settings: Settings, way: str, tmp_pat
     assert ((tmp_path / "kept").stat().st_ino == written) == (way == "named")
 
 
-def test_what_is_left_has_no_name(settings: Settings) -> None:
+def test_an_unfinished_spool_has_no_name(settings: Settings) -> None:
     file = Spool(settings, is_kept=True)
     file.write(bytes(300 * KiB))
     assert not [path for path in settings.local_root.rglob("*") if path.is_file()]
@@ -106,9 +104,7 @@ def test_a_child_that_ends_writes_nothing_of_what_its_parent_has_in_hand(setting
     assert (tmp_path / "kept").read_bytes() == data + b"in a buffer of the parent"
 
 
-def test_a_save_that_does_not_fit_is_told_so_while_it_is_written(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_fails_the_write(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def room(_: Settings, needed_bytes: int, directory: Path, *, reserved_bytes: int) -> None:

@@ -124,7 +124,7 @@ def test_the_file_is_the_same_whatever_was_written_ahead(
     ahead.discard()
 
 
-def test_what_is_written_ahead_is_not_written_again(
+def test_each_byte_is_written_once(
     tmp_path: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[tuple[int, int]] = []
@@ -179,7 +179,7 @@ def test_it_has_no_name_before_a_flush_takes_it(tmp_path: Path, slots: list[Memo
     assert [path.name for path in tmp_path.iterdir()] == ["shard"] and ahead.reserved_bytes == 0
 
 
-def test_what_is_given_up_gives_its_room_and_its_descriptor_back(tmp_path: Path, arena: Memory) -> None:
+def test_a_discarded_file_is_freed(tmp_path: Path, arena: Memory) -> None:
     items, _, _, ahead, file = begun_large(tmp_path, arena)
     until(lambda: file.fd >= 0)
     fd = file.fd
@@ -267,7 +267,7 @@ class Failing:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, 0])
-def test_an_error_before_the_flush_is_not_one_of_the_save(
+def test_an_error_before_the_flush(
     code: int, tmp_path: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A4: another file is written, and that one is no longer used."""
@@ -282,7 +282,7 @@ def test_an_error_before_the_flush_is_not_one_of_the_save(
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, 0])
-def test_an_error_after_the_flush_has_taken_the_file_is_the_flushs_own(
+def test_an_error_after_the_flush_has_the_file(
     code: int, tmp_path: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A4, F3."""
@@ -296,7 +296,7 @@ def test_an_error_after_the_flush_has_taken_the_file_is_the_flushs_own(
     assert file.writing == 0, "A5: nobody writes to a descriptor that was closed"
 
 
-def test_a_write_that_hangs_is_given_up_and_its_descriptor_stays(
+def test_a_hung_write_keeps_its_descriptor(
     tmp_path: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A5."""
@@ -312,7 +312,7 @@ def test_a_write_that_hangs_is_given_up_and_its_descriptor_stays(
 
 
 @pytest.mark.parametrize("refuses", ["open", "allocate"])
-def test_where_such_files_cannot_be_had_nothing_is_lost(
+def test_without_unnamed_files(
     refuses: str, tmp_path: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NFS and others know no O_TMPFILE; a full disk says so at once."""

@@ -43,9 +43,8 @@ from tierckpt import TierStorageReader, TierStorageWriter
 from tierckpt.config import Settings
 from tierckpt.dcp import metadata_pickle, sealed
 from tierckpt.dcp.metadata_pickle import encode
-from tierckpt.dcp.sealed import Objects, load_metadata, load_tensor, metadata, objects
-from tierckpt.dcp.stager import TierStager
-from tierckpt.errors import ConfigError, IntegrityError, StateMismatchError, UnsafeCheckpointError
+from tierckpt.dcp.sealed import Objects, load_metadata, load_tensor, metadata
+from tierckpt.errors import ConfigError, IntegrityError, UnsafeCheckpointError
 from tierckpt.format import pickle_machine as machine
 from tierckpt.format.layout import local_dir, parse_uri
 
@@ -182,7 +181,7 @@ def test_calls_are_checked_like_states(change: Callable[[Metadata], Any], match:
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("dumps", [pickle.dumps, encode])
-def test_a_small_chunk_does_not_hide_a_large_one_with_equal_offsets(
+def test_chunks_with_equal_offsets_need_the_bytes_of_the_largest(
     dumps: Callable[[Metadata], bytes], order: int
 ) -> None:
     chunks = [ChunkStorageMetadata(SIZE([0]), SIZE([count])) for count in (1 << 40, 1)][::order]
@@ -478,15 +477,6 @@ def test_only_unknown_globals_have_the_trust_hint() -> None:
     assert "trust_pickle" not in caught.value.hint
 
 
-def test_other_failures_raise_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(metadata.MetadataBuilder, "metadata", full)
-    with pytest.raises(UnsafeCheckpointError, match="MemoryError"):
-        read(pickle.dumps(small()))
-
-
 @pytest.mark.parametrize("dumps", [pickle.dumps, encode])
 def test_truncation_at_every_byte_is_refused(dumps: Callable[[Metadata], bytes]) -> None:
     data = dumps(small())
@@ -515,19 +505,6 @@ def test_a_bytesio_is_data(file_uri: str) -> None:
         assert io.BytesIO in torch.serialization.get_safe_globals()  # the user's registration stays
 
 
-def test_only_small_objects_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = itertools.count()
-    right = objects.load_object
-    monkeypatch.setattr(objects, "load_object", lambda *given: next(passes) * 0 or right(*given))
-    known = Objects()
-    for _ in range(10):
-        known.inert(saved(torch.Size([1])), "size")
-    assert next(passes) == 2
-    for _ in range(2):
-        known.inert(saved([torch.Size([1]), "x" * objects.SMALL_BYTES]), "big")
-    assert next(passes) == 7
-
-
 SIMPLE = {
     "a number": 0.1,
     "texts": [f"layers.{number}.weight" for number in range(3)] * 2,
@@ -541,13 +518,9 @@ SIMPLE = {
 
 
 @pytest.mark.parametrize("name", SIMPLE)
-def test_plain_values_are_decoded_without_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    value, reads = SIMPLE[name], []
-    right = objects.load_object
-    monkeypatch.setattr(objects, "load_object", lambda *given: reads.append(given) or right(*given))
-    made = torch.load(io.BytesIO(Objects().inert(saved(value), name)), weights_only=True)
-    assert (made, type(made)) == (value, type(value))
-    assert bool(reads) == (name in ("a wide number", "a tuple as a key", "bytes", "ordered"))
+def test_plain_values(name: str) -> None:
+    made = torch.load(io.BytesIO(Objects().inert(saved(SIMPLE[name]), name)), weights_only=True)
+    assert (made, type(made)) == (SIMPLE[name], type(SIMPLE[name]))
 
 
 class Mine:
@@ -718,13 +691,6 @@ def test_names_with_a_lone_surrogate(file_uri: str) -> None:
 
 def quantized(scale: float) -> torch.Tensor:
     return torch.quantize_per_tensor(torch.arange(4.0), scale, 0, torch.qint8)
-
-
-def test_quantized_tensors_are_rejected_by_saves(file_uri: str) -> None:
-    with pytest.raises(CheckpointException, match=r"layer\.weight is quantized"):
-        dcp.save({"layer": {"weight": quantized(0.5)}}, storage_writer=TierStorageWriter(file_uri))
-    with pytest.raises(StateMismatchError, match=r"layer\.weight is quantized"):
-        TierStager().stage({"layer": {"weight": quantized(0.5)}})
 
 
 def test_quantized_tensors_of_stock_dcp_load_only_with_equal_scales(tmp_path: Path) -> None:
