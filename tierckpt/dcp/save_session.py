@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
@@ -48,6 +48,9 @@ from .metadata_pickle import encode
 from .save_planning import ItemSource, PlannedShards, RankAssignment, SaveDescription, TargetLookup, plan_shards
 from .sealed import read_back
 from .shard_delivery import ShardDelivery
+
+if TYPE_CHECKING:
+    from .handoff.offer import Handoff
 
 log = logger("save")
 
@@ -127,29 +130,6 @@ def _parts_of(results: list[list[WriteResult]]) -> list[split.Part]:
     return [part for rank in results for part in getattr(rank[0] if rank else None, "parts", ())]
 
 
-class SaveListener(Protocol):
-    """Follows one save of one rank, in its threads."""
-
-    def prepared(
-        self,
-        save: SaveSession,
-        shards: PlannedShards | None,
-        plan: SavePlan,
-        source: ItemSource,
-        metadata: Metadata | None,
-    ) -> None:
-        """The shards have their positions, or this rank has none. No file exists yet."""
-
-    def opened(self, lock_descriptor: int) -> bool:
-        """The journal has an entry. Returns whether the save outlives this process, which then notes durable shards."""
-
-    def durable(self, files: tuple[FileEntry, ...]) -> None:
-        """Called for a rank that does not learn how the save ends."""
-
-    def ended(self) -> None:
-        """May be called more than once."""
-
-
 class SaveSession:
     """One rank's save to one id. One thread at a time.
 
@@ -171,7 +151,7 @@ class SaveSession:
         settings: Settings,
         location: Location,
         description: SaveDescription,
-        listener: SaveListener | None = None,
+        listener: Handoff | None = None,
         *,
         save_id: str = "",
         replaces: tuple[str, ...] = (),

@@ -272,8 +272,7 @@ def _commit(
     coordinator: SaveHandoff,
     session: SaveSession,
 ) -> None:
-    if coordinator.metadata is None:
-        raise ValueError("the coordinator's handoff has no metadata")
+    assert coordinator.metadata is not None
     try:
         results = results | (meeting.read(others) if others else {})
         ranks = range(coordinator.world_size) if coordinator.use_collectives else [coordinator.rank]

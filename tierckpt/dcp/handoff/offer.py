@@ -57,6 +57,7 @@ class Handoff:
         source: ItemSource,
         metadata: Metadata | None,
     ) -> None:
+        """Called when the shards have their positions, or this rank has none. No file exists yet."""
         description, name, uri = save.description, save.description.name, save.location.uri
         world_size = description.world_size
         shards = shards or PlannedShards("", "", [], [], set(), [], ())
@@ -135,7 +136,10 @@ class Handoff:
         self._revoke(old)
 
     def opened(self, lock_descriptor: int) -> bool:
-        """Report the journal entry to the agent, and pass it the lock. False: the agent has no handoff."""
+        """Report the journal entry to the agent, and pass it the lock. False: the agent has no handoff.
+
+        If True, the save outlives this process, which then notes durable shards.
+        """
         if not self._is_held:
             return False
         message = {"op": "begun", "save": self._name, "rank": self.handoff.rank}
@@ -148,7 +152,7 @@ class Handoff:
         return self._is_held
 
     def durable(self, files: tuple[FileEntry, ...]) -> None:
-        """Replace the handoff by one that needs neither memory nor lock."""
+        """Replace the handoff by one that needs neither memory nor lock. For a rank that is not told the outcome."""
         if not self._is_held:
             return
         if files:
