@@ -92,11 +92,9 @@ class RowBufferPool:
 
     def acquire(self, size_bytes: int) -> torch.Tensor:
         """Return uninitialized bytes, at most twice ``size_bytes``."""
-        fitting = [bytes_ for bytes_ in self._free if size_bytes <= bytes_.nbytes <= 2 * size_bytes]
-        if fitting:
-            best = min(fitting, key=lambda bytes_: bytes_.nbytes)
-            self._free = [bytes_ for bytes_ in self._free if bytes_ is not best]
-            return best
+        for number, free in enumerate(self._free):
+            if size_bytes <= free.nbytes <= 2 * size_bytes:
+                return self._free.pop(number)
         while self._free and self._size_bytes + size_bytes > self._size_bytes_max:
             self._size_bytes -= self._free.pop(0).nbytes
         self._size_bytes += size_bytes
@@ -134,20 +132,15 @@ class RawRead:
     def __post_init__(self) -> None:
         size, lengths, target = self.size, self.item.lengths, self.target
         is_same = target.dtype == self.dtype and type(target) is torch.Tensor and item_format.is_raw_on_host(target)
-        if lengths == size:
-            self._row_count, self._size_bytes = size[0] if size else 1, self.frame.size_bytes
-            self._is_direct = is_same
-        else:
+        if size:
             # With one index of the first dimensions, the next dimension has the rows.
             while lengths[self._dim] == 1 and self._dim < len(size) - 1:
                 self._dim += 1
             self._row_count = lengths[self._dim]
-            self._size_bytes = self._row_count * self._bytes_per_index(self._dim)
-            self._start = sum(
-                offset * self._bytes_per_index(dim)
-                for dim, offset in enumerate(self.item.storage_offsets[: self._dim + 1])
-            )
-            self._is_direct = is_same and lengths[self._dim + 1 :] == size[self._dim + 1 :]
+        offsets = self.item.storage_offsets[: self._dim + 1]
+        self._size_bytes = self._row_count * self._bytes_per_index(self._dim)
+        self._start = sum(offset * self._bytes_per_index(dim) for dim, offset in enumerate(offsets))
+        self._is_direct = is_same and lengths[self._dim + 1 :] == size[self._dim + 1 :]
         if not self._is_direct:
             self.extra_bytes = self._size_bytes
 

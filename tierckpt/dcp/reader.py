@@ -348,8 +348,7 @@ class TierStorageReader(Mount, StorageReader):
             entry = entries.get(info.relative_path)
             if entry is None:
                 entry = entries[info.relative_path] = found.entry(info.relative_path)
-            if info.offset + info.length > entry.size_bytes:
-                self.check_inside(item, info.offset + info.length, entry.size_bytes)
+            self.check_inside(item, info.offset + info.length, entry.size_bytes)
         return entries
 
     def check_inside(self, item: ReadItem, end: int, size_bytes: int) -> None:
