@@ -34,8 +34,6 @@ def encode(metadata: Metadata) -> bytes:
     deduplicate(metadata)
     last, made = _last, _Encoded.of(metadata)
     data = last.with_names_of(made) if last is not None and made is not None else None
-    if made is not None and data is not None and last is not None:
-        made.like = last.data
     if data is None:
         data = encode_uncached(metadata)
     if made is not None:
@@ -111,6 +109,7 @@ class _Encoded:
                 if len(before) != len(after) or data.count(before) != 1:
                     return None
                 data = data.replace(before, after)
+        new.like = self.data
         return data
 
 

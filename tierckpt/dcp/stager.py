@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from typing import Any, Literal, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -305,27 +306,22 @@ class StagedItems:
 
     def __init__(self, items: Sequence[WriteItem] = ()) -> None:
         self.items = items
-        self._data: dict[MetadataIndex, Any] = {}
+        self.data: dict[MetadataIndex, Any] = {}
+        """Without the tensors of ``placed``."""
         self.placed: Placed | None = None
-        self._has_placed = False
-        self._lock = threading.Lock()
         self.copied: Future[None] = Future()
         self.in_files: dict[MetadataIndex, torch.Tensor] = {}
         self.sources: list[Source] = []
         self.readers: dict[MetadataIndex, Fetch] = {}
 
-    @property
-    def data(self) -> dict[MetadataIndex, Any]:
-        with self._lock:
-            if self.placed is not None and not self._has_placed:
-                with gc_paused():
-                    self._data.update(self.placed.data())
-                self._has_placed = True
-        return self._data
+    @cached_property
+    def _views(self) -> dict[MetadataIndex, torch.Tensor]:
+        with gc_paused():
+            return self.placed.data() if self.placed is not None else {}
 
     def resolve_data(self, item: WriteItem) -> Any:
-        found = self._data.get(item.index)
-        return found if found is not None else self.data[item.index]
+        found = self.data.get(item.index)
+        return found if found is not None else self._views[item.index]
 
     def tensor(self, item: WriteItem) -> torch.Tensor:
         return cast(torch.Tensor, self.resolve_data(item))

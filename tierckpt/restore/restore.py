@@ -213,7 +213,7 @@ async def _copy(mover: Mover, checkpoint: Checkpoint, directory: Path) -> Restor
         if source is None or not source.lost:
             raise
         raise source.missing_copy_error() from error
-    local_bytes, peer_bytes = (source.local_bytes, source.peer_bytes) if source is not None else (0, 0)
+    local_bytes, peer_bytes = (source.local_bytes, source.others.peer_bytes) if source is not None else (0, 0)
     shared_bytes = done.fetched_bytes - local_bytes - peer_bytes
     return RestoreResult(
         checkpoint.location, done.directory, done.files, done.size_bytes, local_bytes, shared_bytes, peer_bytes
@@ -232,11 +232,7 @@ class RestoreSource:
         self._chunk_size_bytes = manifest.chunk_size_bytes
         self._entries = {entry.key: entry for entry in manifest.entries}
         self._bad: dict[str, str] = {}
-        self._others = NearestSource(checkpoint.store, checkpoint.elsewhere)
-
-    @property
-    def peer_bytes(self) -> int:
-        return self._others.peer_bytes
+        self.others = NearestSource(checkpoint.store, checkpoint.elsewhere)
 
     async def get_range(self, key: str, byte_range: ByteRange, *, if_match: str | None = None) -> Buffer:
         entry = self._entries[key]
@@ -252,7 +248,7 @@ class RestoreSource:
                     log.warning("the local copy is damaged, trying other tiers: %s", error.message)
                 self._bad[key] = error.message
         try:
-            return await get_checked(self._others, entry, byte_range, digest)
+            return await get_checked(self.others, entry, byte_range, digest)
         except (IntegrityError, ObjectNotFoundError) as error:
             self.lost[entry.path] = f"local: {self._bad[key]}; elsewhere: {error.message}"
             raise

@@ -232,11 +232,7 @@ def _int(value: int) -> bytes:
 
 def _tuple(values: Any) -> bytes:
     inner = b"".join(map(_int, values))
-    return (
-        (b")", inner + b"\x85", inner + b"\x86", inner + b"\x87")[len(values)]
-        if len(values) < 4
-        else b"(" + inner + b"t"
-    )
+    return inner + (b")", b"\x85", b"\x86", b"\x87")[len(values)] if len(values) < 4 else b"(" + inner + b"t"
 
 
 # --- by torch itself ------------------------------------------------------------------------------------------------

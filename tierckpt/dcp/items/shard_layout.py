@@ -48,9 +48,8 @@ def assign_positions(frames: Sequence[ItemFrame], *, shard_bytes_max: int, unit:
 
 
 def _in_file_order(frames: Sequence[ItemFrame]) -> Iterable[int]:
-    yield from (index for index, frame in enumerate(frames) if 0 < frame.size_bytes < LARGE_BYTES)
-    yield from (index for index, frame in enumerate(frames) if frame.size_bytes >= LARGE_BYTES)
-    yield from (index for index, frame in enumerate(frames) if not frame.size_bytes)
+    sizes = [frame.size_bytes for frame in frames]
+    return sorted(range(len(frames)), key=lambda index: (not sizes[index], sizes[index] >= LARGE_BYTES))
 
 
 def _next_offset(position: int, frame: ItemFrame, unit: int) -> int:
