@@ -46,14 +46,14 @@ def is_state_of(state: dict[str, Any], step: int) -> bool:
 
 def same_everywhere(left: dict[str, Any], right: dict[str, Any]) -> bool:
     """True on every rank when both have the same bits on all of them."""
-    is_same = torch.tensor(int(same(_local(left), _local(right))))
+    is_same = torch.tensor(int(same(local_parts(left), local_parts(right))))
     dist.all_reduce(is_same, dist.ReduceOp.MIN)
     return bool(is_same)
 
 
-def _local(state: Any) -> Any:
+def local_parts(state: Any) -> Any:
     if isinstance(state, dict):
-        return {key: _local(value) for key, value in state.items()}
+        return {key: local_parts(value) for key, value in state.items()}
     return state.to_local() if isinstance(state, DTensor) else state
 
 

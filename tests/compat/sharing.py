@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tierckpt
 from tests.compat.scenarios import same_everywhere
+from tests.states import zeros_like
 from tierckpt import telemetry
 from tierckpt.dcp import read_sharing
 
@@ -83,12 +84,6 @@ def trained() -> dict[str, Any]:
     }
 
 
-def cleared(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: cleared(value) for key, value in state.items()}
-    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
-
-
 STATES: dict[str, Callable[[], dict[str, Any]]] = {
     "replicated": replicated,
     "mixed": mixed,
@@ -110,7 +105,7 @@ def shard_bytes(uri: str) -> int:
 
 def load(uri: str, kind: str, **overrides: Any) -> dict[str, Any]:
     """Load; return on every rank the bytes read by all of them, and whether all loaded the right state."""
-    state = cleared(STATES[kind]())
+    state = zeros_like(STATES[kind]())
     with Read() as read:
         dcp.load(state, storage_reader=tierckpt.TierStorageReader(uri, **overrides))
     return {"right": same_everywhere(state, STATES[kind]()), **read.of_all()}
@@ -134,7 +129,7 @@ def load_model(uri: str, apart: bool) -> dict[str, Any]:
     if apart:
         read_sharing.ReadSharing.add_interest = lambda self, plan, *_: plan  # type: ignore[method-assign]
     wanted = {name: value for name, value in trained().items() if name.startswith("model.")}
-    state = cleared(wanted)
+    state = zeros_like(wanted)
     dcp.load(state, storage_reader=tierckpt.TierStorageReader(uri))
     return {"right": same_everywhere(state, wanted), "size": sum(value.nbytes for value in wanted.values())}
 
@@ -144,7 +139,7 @@ def restore_elsewhere(uri: str, local_root: str) -> dict[str, Any]:
     with tierckpt.Checkpointer(uri, chunk_size_bytes=CHUNK) as checkpointer:
         checkpointer.save(7, replicated())
     dist.barrier()
-    state = cleared(replicated())
+    state = zeros_like(replicated())
     with Read() as read, tierckpt.Checkpointer(uri, local_root=local_root) as checkpointer:
         step = checkpointer.restore(state)
     size = sum(path.stat().st_size for path in Path(local_root).rglob("*.distcp"))

@@ -28,9 +28,7 @@ def total(load: dict[str, Any]) -> float:
     ("saved", "loaded", "window_bytes", "apart"),
     [("replicated", "replicated", 256 << 20, 4.0), ("rows", "columns", 2 << 20, 4.0), ("mixed", "mixed", 2 << 20, 2.2)],
 )
-def test_what_every_rank_wants_is_read_once(
-    saved: str, loaded: str, window_bytes: int, apart: float, file_uri: str
-) -> None:
+def test_shared_bytes_are_read_once(saved: str, loaded: str, window_bytes: int, apart: float, file_uri: str) -> None:
     options = {"saved": saved, "loaded": loaded, "window_bytes": window_bytes}
     found = launch(f"{SCENARIOS}:save_and_load", RANKS, folder=file_uri, **options)
     assert (found["shared"]["right"], found["apart"]["right"], found["shared"]["alone"]) == (True, True, 0)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.compat.sharing import Read
 from tests.fault.scenario_tools import before, until
 from tests.states import same
-from tierckpt import telemetry
 from tierckpt.arena.shared_buffer import SharedWindow
 from tierckpt.dcp import read_sharing
 from tierckpt.read import shared_read
@@ -40,21 +40,9 @@ class Reader(tierckpt.TierStorageReader):
     def read_data(self, plan: Any, planner: Any) -> Any:
         if self.is_late:
             until(lambda: len(list(self.folder.glob("read-*"))) >= dist.get_world_size() - 1)
-        alone: list[float] = []
-        read: list[float] = []
-
-        def note(metric: telemetry.Metric, value: float, labels: telemetry.Labels) -> None:
-            if metric is telemetry.READS_ALONE:
-                alone.append(value)
-            elif metric is telemetry.BYTES and labels["direction"] == "read":
-                read.append(value)
-
-        stop = telemetry.listen(note)
-        begun = time.monotonic()
-        done = super().read_data(plan, planner)
-        stop()
-        right = same(self.loaded, state())
-        outcome = {"right": right, "alone": len(alone), "read": sum(read), "seconds": time.monotonic() - begun}
+        with Read() as read:
+            done = super().read_data(plan, planner)
+        outcome = {"right": same(self.loaded, state()), "alone": read.alone, "read": sum(read.bytes.values())}
         (self.folder / f"read-{dist.get_rank()}.json").write_text(json.dumps(outcome))
         return done
 

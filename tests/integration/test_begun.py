@@ -125,9 +125,7 @@ def test_wait_includes_saves_of_a_checkpointer(file_uri: str, monkeypatch: pytes
         assert value_of(uri, tmp_path / "fresh") == 2.0
 
 
-def test_wait_ignores_staged_data_that_is_never_saved(
-    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_ignores_unsaved_staged_data(file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "ORPHAN_SECONDS", 0.3)
     uri = f"{file_uri}/step-1"
     dcp.save(state(1.0), storage_writer=TierStorageWriter(uri), no_dist=True)

@@ -269,9 +269,7 @@ def test_bytes_read_for_a_shard(
     assert list(local(uri).glob("*.distcp")) == [] or place == "ssd"
 
 
-def test_store_requests_for_a_shard(
-    s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_for_a_shard(s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     uri = f"{s3_uri}/step-1"
     save_drained(uri, state)
     lose_local(uri)
@@ -285,9 +283,7 @@ def test_store_requests_for_a_shard(
 
 
 @pytest.mark.slow
-def test_a_mostly_needed_file_is_cached(
-    s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_file_is_cached(s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     uri = f"{s3_uri}/step-1"
     save_drained(uri, state)
     lose_local(uri)
@@ -331,9 +327,7 @@ def test_manifests_without_block_digests_load(file_uri: str, state: dict[str, to
     assert is_right(loaded, state, 0)
 
 
-def test_stock_checkpoints_are_read_in_parts(
-    file_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_of_stock_files(file_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without digests, the smallest read is a page."""
     dcp.save(state, storage_writer=dcp.FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
     with asked(monkeypatch) as got:

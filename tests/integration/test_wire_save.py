@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 import tierckpt
 from tests.compat.everything import DTYPES, blank, differences, everything, random_bits
 from tests.states import raises_ours
+from tests.states import save as save_at_once
 from tests.waits import Disk
 from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.format.layout import local_dir, parse_uri
@@ -28,11 +29,6 @@ from tierckpt.save.shard_plan import Shard
 KiB, MiB = 1 << 10, 1 << 20
 
 Save = Callable[..., None]
-
-
-def save_at_once(uri: str, state: dict[str, Any], **options: Any) -> None:
-    with raises_ours():
-        dcp.save(state, storage_writer=tierckpt.TierStorageWriter(uri, **options), no_dist=True)
 
 
 def save_in_background(uri: str, state: dict[str, Any], **options: Any) -> None:

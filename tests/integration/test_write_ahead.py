@@ -189,9 +189,7 @@ def test_a_failed_copy(file_uri: str, local_root: Path, seen: Seen, monkeypatch:
     assert seen.begun == 0 and is_discarded(local_root), "A1: writing must not start before the copy is complete"
 
 
-def test_no_eviction_for_write_ahead(
-    file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_eviction_for_it(file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
     monkeypatch.setattr(space, "room_bytes", lambda settings: 100 * KiB)
     for step in (1, 2):

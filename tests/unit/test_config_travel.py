@@ -100,9 +100,7 @@ def test_clients_with_other_secrets_are_others(local_root: Path, tmp_path: Path)
     assert client_of("a") is client_of("a")
 
 
-def test_a_will_has_the_settings_and_the_credentials_and_does_not_show_these(
-    local_root: Path, file_uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handoff_hides_its_credentials(local_root: Path, file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "only this trainer knows")
     left: list[descriptions.SaveHandoff] = []
     monkeypatch.setattr(Handoff, "send", lambda self, _: left.append(self.handoff))

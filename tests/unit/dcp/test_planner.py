@@ -27,8 +27,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tierckpt
+from tests.compat.scenarios import local_parts
 from tests.compat.worker import launch
-from tests.states import same
+from tests.states import same, zeros_like
 from tierckpt.dcp import planner as planner_module
 from tierckpt.dcp.planner import TierSavePlanner
 from tierckpt.errors import CheckpointError
@@ -498,13 +499,13 @@ def save_and_compare(path: str, kind: str, planner: Watching, state: State) -> d
     if tier:
         tierckpt.wait(path, tier="shared", timeout_seconds=WAIT_SECONDS)
     dist.barrier()
-    target = blank(state)
+    target = zeros_like(state)
     dcp.load(target, storage_reader=dcp.FileSystemReader(path))
     metadata = dcp.FileSystemReader(path).read_metadata()
     entry = metadata.state_dict_metadata["replicated"]
     assert isinstance(entry, TensorStorageMetadata)
     facts = {
-        "right": same(plain(target), plain(state)),
+        "right": same(local_parts(target), local_parts(state)),
         "dtype": entry.properties.dtype == state["replicated"].dtype,
         "small": planner.sent_bytes < 1000 and planner.received_bytes < 1000,
         "chunks": len(entry.chunks),
@@ -512,18 +513,6 @@ def save_and_compare(path: str, kind: str, planner: Watching, state: State) -> d
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, facts)
     return {name: [one[name] for one in gathered] for name in facts}
-
-
-def blank(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: blank(item) for key, item in value.items()}
-    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
-
-
-def plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 @pytest.mark.slow

@@ -186,9 +186,7 @@ HSDP = [((2, 2), (13, 24)), ((2, 3), (13, 5)), ((3, 2), (1, 40)), ((4, 2), (16, 
 
 @pytest.mark.parametrize(("mesh_shape", "shape"), HSDP)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_hsdp_shards_load_in_stock(
-    tmp_path: Path, mesh_shape: tuple[int, int], shape: tuple[int, int], dim: int
-) -> None:
+def test_stock_loads_hsdp_shards(tmp_path: Path, mesh_shape: tuple[int, int], shape: tuple[int, int], dim: int) -> None:
     whole = numbers(*shape)
     world_size = mesh_shape[0] * mesh_shape[1]
 

@@ -190,9 +190,7 @@ def test_only_needed_blocks_are_read(place: Place, buffers: BounceBufferPool) ->
     ]
 
 
-def test_a_chunk_without_block_digests_is_read_whole(
-    place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_without_block_digests(place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
     part = 2 * BLOCK
     monkeypatch.setattr(pulling, "READ_BYTES", part)
     assert place.pulled(place.copies(), buffers, (1, part + 1), (CHUNK - 1, SIZE))
@@ -202,9 +200,7 @@ def test_a_chunk_without_block_digests_is_read_whole(
     assert sorted(place.copy.asked) == [(at, min(at + CHUNK, SIZE)) for at in range(0, SIZE, CHUNK)]
 
 
-def test_remote_block_digests_are_only_for_parts(
-    place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_block_digests(place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulling, "READ_BYTES", BLOCK)
     kept, asked = place.kept_path.read_bytes(), list[ByteRange]()
 
@@ -225,9 +221,7 @@ def test_remote_block_digests_are_only_for_parts(
     assert len(asked) == 1
 
 
-def test_the_next_copy_replaces_a_bad_part(
-    place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_copy_of_a_bad_part(place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulling, "READ_BYTES", BLOCK)
     damaged = bytearray(place.data)
     damaged[BLOCK] ^= 1
@@ -273,9 +267,7 @@ def wrong_in_the_first_chunk(place: Place) -> None:
 
 
 @pytest.mark.parametrize("damage", [lost, short, swapped, wrong_in_the_first_chunk])
-def test_bad_block_digests_cost_a_larger_read(
-    damage: Callable[[Place], None], place: Place, buffers: BounceBufferPool
-) -> None:
+def test_bad_block_digests(damage: Callable[[Place], None], place: Place, buffers: BounceBufferPool) -> None:
     damage(place)
     assert place.pulled(place.copies(), buffers, (BLOCK + 5, BLOCK + 6))
     assert place.copy.asked == [(0, CHUNK)]

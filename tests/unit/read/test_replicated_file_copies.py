@@ -174,9 +174,7 @@ def test_an_error_ends_the_load(tmp_path: Path, buffers: BounceBufferPool, monke
     assert len(good.asked) < 10
 
 
-def test_one_thread_per_processor_digests(
-    tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_digest(tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     now, reading, digesting, met = Counter[str](), [0], [0], threading.Condition()
 

@@ -88,20 +88,6 @@ def reference(items: list[Item]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def slots() -> Iterator[list[Memory]]:
-    memories = [Memory.allocate(2 * MiB) for _ in range(THREADS_MAX)]
-    yield memories
-    for memory in memories:
-        memory.close()
-
-
-@pytest.fixture(scope="module")
-def arena() -> Iterator[Memory]:
-    with Memory.allocate(2 * MiB) as memory:
-        yield memory
-
-
-@pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("flush")
 
@@ -248,9 +234,7 @@ def test_seeded_bugs_are_found(
     assert found
 
 
-def test_an_image_is_written_in_place(
-    directory: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_in_place(directory: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the data itself is unchanged: only the gaps are filled."""
     written: list[int] = []
     real = os.pwrite
@@ -372,9 +356,7 @@ def test_not_durable_means_no_fsync(tmp_path: Path, slots: list[Memory], calls: 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("number", [1, 2, 5, 12])
-def test_a_failed_write_ends_the_flush(
-    tmp_path: Path, slots: list[Memory], calls: Calls, number: int, threads: int
-) -> None:
+def test_write_error_ends_flush(tmp_path: Path, slots: list[Memory], calls: Calls, number: int, threads: int) -> None:
     """F3: no write is repeated, no segment is started, no fsync is issued; no descriptor stays open."""
     failed = OSError(errno.EIO, "Input/output error")
     calls.fail = lambda call, count: failed if call == "pwrite" and count == number else None
@@ -459,9 +441,7 @@ def test_no_worker_outlives_an_interrupt(tmp_path: Path, slots: list[Memory], ca
 # --- threads and memory -------------------------------------------------------------------------------------------
 
 
-def test_low_priority_is_for_new_threads(
-    tmp_path: Path, slots: list[Memory], calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_low_priority(tmp_path: Path, slots: list[Memory], calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """P8, and the caller's thread, which is the trainer's, stays as it was: a priority cannot be raised again."""
     mine, seen = threading.get_native_id(), set()
     real = calls._real["pwrite"]

@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,6 @@ from tierckpt.save.write_ahead import Span, TempFile, WriteAhead
 
 UNIT = 8 * KiB
 THREADS_MAX = 4
-
-
-@pytest.fixture(scope="module")
-def slots() -> Iterator[list[Memory]]:
-    memories = [Memory.allocate(2 * MiB) for _ in range(THREADS_MAX)]
-    yield memories
-    for memory in memories:
-        memory.close()
-
-
-@pytest.fixture(scope="module")
-def arena() -> Iterator[Memory]:
-    with Memory.allocate(2 * MiB) as memory:
-        yield memory
 
 
 def span_of(items: list[Item], image: Image) -> Span:
@@ -124,7 +110,7 @@ def test_the_file_is_the_same_whatever_was_written_ahead(
     ahead.discard()
 
 
-def test_each_byte_is_written_once(
+def test_bytes_written_once(
     tmp_path: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[tuple[int, int]] = []
@@ -296,9 +282,7 @@ def test_an_error_after_the_flush_has_the_file(
     assert file.writing == 0, "A5: nobody writes to a descriptor that was closed"
 
 
-def test_a_hung_write_keeps_its_descriptor(
-    tmp_path: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_write(tmp_path: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A5."""
     failing = Failing(monkeypatch, errno.EIO)
     _, records, image, _, file = begun_large(tmp_path, arena)

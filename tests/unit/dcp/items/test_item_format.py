@@ -66,10 +66,3 @@ def test_zip64_frames_are_made_by_torch() -> None:
     first, second = frame.crc_at
     tail = frame.tail_with(0x01020304)
     assert tail[first : first + 4] == tail[second : second + 4] == b"\x04\x03\x02\x01"
-
-
-def test_plain_tensors_are_defined_by_their_raw_bytes() -> None:
-    assert item_format.is_plain(torch.ones(2))
-    assert not item_format.is_plain(torch.nn.Parameter(torch.ones(2)))
-    assert not item_format.is_plain(torch.ones(2, 2).to_sparse())
-    assert not item_format.is_plain(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))

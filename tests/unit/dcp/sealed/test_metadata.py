@@ -181,9 +181,7 @@ def test_calls_are_checked_like_states(change: Callable[[Metadata], Any], match:
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("dumps", [pickle.dumps, encode])
-def test_chunks_with_equal_offsets_need_the_bytes_of_the_largest(
-    dumps: Callable[[Metadata], bytes], order: int
-) -> None:
+def test_the_largest_of_chunks_with_one_offset_counts(dumps: Callable[[Metadata], bytes], order: int) -> None:
     chunks = [ChunkStorageMetadata(SIZE([0]), SIZE([count])) for count in (1 << 40, 1)][::order]
     entry = TensorStorageMetadata(TensorProperties(), SIZE([1 << 40]), chunks)
     meta = Metadata({"w": entry}, storage_data={MetadataIndex("w", SIZE([0])): _StorageInfo("f", 0, 12)})
@@ -627,9 +625,7 @@ def test_checkpointer_trust_applies_to_restore(file_uri: str) -> None:
     assert found["mine"] == Mine(3)
 
 
-def test_trust_is_only_an_argument_of_the_reader(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trust_is_no_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="trust_pickle"):
         Settings.load(trust_pickle=True)
     monkeypatch.setenv("TIERCKPT_TRUST_PICKLE", "true")
