@@ -12,6 +12,7 @@ collectives.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import math
 from collections import defaultdict
@@ -234,8 +235,25 @@ def _assign_items(
     coarse_bytes = max(part_bytes_min, share_bytes // ROWS_PER_SHARE)
     fine = [cut for cut in cuts if cut.rows > 1 and cut.row_bytes <= coarse_bytes]
     coarse = [cut for cut in cuts if cut.rows == 1 or cut.row_bytes > coarse_bytes]
-    _cut_evenly(coarse, ranks, loads, given, 1)
+    coarse.sort(key=lambda cut: -cut.row_bytes)
+    _assign_rows(coarse, ranks, loads, given)
     _cut_evenly(fine, ranks, loads, given, part_bytes_min)
+
+
+def _assign_rows(cuts: list[_Cut], ranks: tuple[int, ...], loads: list[int], given: list[list[WriteItem]]) -> None:
+    heap = [(loads[rank], rank) for rank in ranks]
+    heapq.heapify(heap)
+    for cut in cuts:
+        rows: dict[int, int] = defaultdict(int)
+        for _ in range(cut.rows):
+            load, rank = heap[0]
+            rows[rank] += 1
+            loads[rank] = load + cut.row_bytes
+            heapq.heapreplace(heap, (loads[rank], rank))
+        start = 0
+        for rank in sorted(rows):
+            given[rank].append(cut.rows_of(start, rows[rank]))
+            start += rows[rank]
 
 
 def _cut_evenly(
