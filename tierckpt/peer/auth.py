@@ -159,13 +159,11 @@ class Signer:
 class Verifier:
     """Decides whether a request is a member's, for this node, current, and no replay."""
 
-    def __init__(self, secret: bytes | None, name: str, clock: Callable[[], float] | None = None) -> None:
-        self._secret, self._name, self.clock = secret, name, clock or steady_clock()
+    def __init__(self, secret: bytes | None, name: str) -> None:
+        self._secret, self._name, self.clock = secret, name, steady_clock()
         self._nonces: dict[bytes, int] = {}
-        self._older: dict[bytes, int] = {}
-        self._forgotten_until = 0
-        """Requests that expire by then are rejected."""
-        self._turned_at = self.clock()
+        """Nonces of requests, until these expire."""
+        self._forget_at = self.clock()
 
     def check(self, method: str, target: str, headers: Mapping[str, str]) -> tuple[str, str]:
         """Return the sender's name and the nonce of the request. Raises RejectedRequest; Crowded.
@@ -191,25 +189,15 @@ class Verifier:
         return name, nonce
 
     def _once(self, nonce: bytes, expires: int, now: float) -> None:
-        """Record a nonce for one to two minutes, longer than any proof is valid."""
-        if now - self._turned_at >= EXPIRY_SECONDS_MAX:
-            self._forget(self._older)
-            self._older = self._nonces
-            if now - self._turned_at >= 2 * EXPIRY_SECONDS_MAX:
-                self._forget(self._older)
-                self._older = {}
-            self._nonces, self._turned_at = {}, now
-        self._turned_at = min(self._turned_at, now)  # if the clock went back, a new minute starts
-        if nonce in self._nonces or nonce in self._older:
+        """Record a nonce while its proof is valid. The clock never goes back, so a forgotten one stays expired."""
+        if now >= self._forget_at:
+            self._nonces = {known: until for known, until in self._nonces.items() if until > now}
+            self._forget_at = now + LIFETIME_SECONDS
+        if nonce in self._nonces:
             raise RejectedRequest("a proof that was used before")
-        if expires <= self._forgotten_until:
-            raise OtherTime(nonce.hex(), now)
         if len(self._nonces) >= NONCES_MAX:
             raise Crowded(nonce.hex())
         self._nonces[nonce] = expires
-
-    def _forget(self, nonces: dict[bytes, int]) -> None:
-        self._forgotten_until = max(self._forgotten_until, *nonces.values(), 0)
 
     def prove(self, nonce: str, status: int, headers: Mapping[str, str], body: Buffer | None) -> dict[str, str]:
         return {} if self._secret is None else {PROOF: response_proof(self._secret, nonce, status, headers, body)}
