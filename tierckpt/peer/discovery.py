@@ -15,10 +15,8 @@ import fcntl
 import ipaddress
 import os
 import re
-import shutil
 import socket
 import struct
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,21 +234,6 @@ def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:
             "peers is slurm, and SLURM_JOB_NODELIST is not set: this process belongs to no Slurm job",
             hint="Start the agent in the job (its prolog does not have the list), or list the hosts: peers=node[01-08]",
         )
-    scontrol = shutil.which("scontrol")
-    if scontrol and Path(scontrol).is_absolute():  # a relative path is not to be trusted
-        try:
-            answer = subprocess.run(
-                [scontrol, "show", "hostnames", text],
-                capture_output=True,
-                text=True,
-                timeout=LOOKUP_SECONDS,
-                check=True,
-            )
-            hosts = answer.stdout.split()[:MEMBERS_MAX]
-            if hosts:
-                return [_checked(host, text) for host in hosts]
-        except (OSError, subprocess.SubprocessError) as error:
-            log.info("scontrol failed (%s), expanding the list here", error)
     return [_checked(host, text) for host in expand(text)]
 
 
@@ -271,8 +254,8 @@ def source_address(toward: Sequence[str]) -> str | None:
 
 
 def network_bytes_per_second(source: str, sys_net: Path = Path("/sys/class/net")) -> float:
-    """Return the speed of the interface with the address ``source``; 0 if unknown."""
-    name = _interface_of(source)
+    """Return the speed of the interface with the IPv4 address ``source``; 0 if unknown."""
+    name = _interface_of(source) if ":" not in source else ""
     try:
         megabits = int((sys_net / name / "speed").read_text()) if name else 0
     except (OSError, ValueError):
@@ -281,8 +264,6 @@ def network_bytes_per_second(source: str, sys_net: Path = Path("/sys/class/net")
 
 
 def _interface_of(source: str) -> str:
-    if ":" in source:
-        return _interface6_of(ipaddress.IPv6Address(source).packed.hex())
     address = socket.inet_aton(source)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -293,11 +274,3 @@ def _interface_of(source: str) -> str:
             if answer[20:24] == address:
                 return name
     return ""
-
-
-def _interface6_of(address: str) -> str:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split()[-1] for line in lines if line.startswith(address)), "")
