@@ -2,7 +2,6 @@
 
 S1  It never raises and never blocks the loop: a round begins in time, whether or not the last probes have been
     answered. An address has one probe in flight.
-S2  An address that does not answer is probed less and less often, down to once in ``BACKOFF_SECONDS_MAX``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ log = logger("peer")
 
 LOOKUP_SECONDS = 15.0
 """Interval of lookups of the seeds; a quarter of it while there is no other member."""
-BACKOFF_SECONDS_MAX = 8.0
 GOODBYES_MAX = 16
 GOODBYE_SECONDS = 0.5
 
@@ -49,8 +47,6 @@ class Gossip:
         self._probe, self._look_up = probe, look_up
         self._rng = rng or random.Random()
         self._probes: dict[str, asyncio.Task[None]] = {}
-        self._backoff: dict[str, tuple[int, float]] = {}
-        """Seeds that do not answer: failures in a row, and when to probe again."""
         self._looked_up_at: float | None = None
         self._look_up_task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -89,7 +85,6 @@ class Gossip:
 
     def look_up_now(self) -> None:
         self._looked_up_at = None
-        self._backoff.clear()
         self._wake.set()
 
     def _round(self) -> None:
@@ -100,8 +95,7 @@ class Gossip:
         if is_due and (self._look_up_task is None or self._look_up_task.done()):
             self._looked_up_at = now
             self._look_up_task = asyncio.create_task(self._look_up_seeds())
-        ready = [seed for seed in self.seeds if self._backoff.get(seed, (0, 0.0))[1] <= now]
-        for address in self.table.targets(self._rng, ready):
+        for address in self.table.targets(self._rng, self.seeds):
             if address not in self._probes:
                 self._probes[address] = asyncio.create_task(self._exchange(address))
 
@@ -116,28 +110,19 @@ class Gossip:
             self._wake.set()
         self.seeds = list(seeds)
         self._denials = {seed: text for seed, text in self._denials.items() if seed in known}
-        self._backoff = {seed: state for seed, state in self._backoff.items() if seed in known}
 
     async def _exchange(self, address: str) -> None:
-        loop, timing = asyncio.get_running_loop(), self.table.timing
         try:
-            async with asyncio.timeout(timing.timeout_seconds * self.table.patience):
+            async with asyncio.timeout(self.table.timing.timeout_seconds * self.table.patience):
                 answer = await self._probe(address, self.table.my_row())
         except Exception as error:
-            if address in self.seeds:
-                count = self._backoff.get(address, (0, 0.0))[0] + 1
-                pause = min(timing.interval_seconds * 2**count, BACKOFF_SECONDS_MAX)
-                self._backoff[address] = (count, loop.time() + pause * self._rng.uniform(0.5, 1.0))
             self.table.failed(address, refused=_is_refusal(error))
             self._note_denial(address, error)
         else:
-            self._backoff.pop(address, None)
             self._denials.pop(address, None)
             self.table.merge_answer(answer, address)
             if isinstance(answer.get("me"), dict):
-                self._names[address] = name = str(answer["me"].get("name", ""))
-                if name == self.table.me.name:
-                    self._backoff[address] = (0, loop.time() + BACKOFF_SECONDS_MAX)
+                self._names[address] = str(answer["me"].get("name", ""))
         finally:
             del self._probes[address]
 
