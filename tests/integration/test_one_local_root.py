@@ -74,7 +74,7 @@ def superseded(settings: Settings) -> None:
 SCANS: dict[str, Callable[[Settings], object]] = {
     "unfinished removals": lambda settings: finish_local(settings.local_root, Journal(settings.local_root)),
     "checkpoints": lambda settings: list(local_checkpoints(settings.local_root)),
-    "byte count": lambda settings: space.space_counter(settings.local_root).total(exact=True),
+    "byte count": lambda settings: space.checkpoint_bytes(settings.local_root),
     "eviction": lambda settings: space.evict(settings, 1 << 50, settings.local_root),
     "local index": lambda settings: LocalIndex(settings.local_root).refresh(),
     "status": lambda settings: list(

@@ -37,7 +37,7 @@ from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
 from .entry import STALL_SECONDS_MIN, CacheEntry
 from .fetch_job import PeerJoin
-from .file_set import FileSet, FileSpec, Receipt, from_manifest
+from .file_set import FileSet, FileSpec, from_manifest
 from .partial_entry import landed_in, read_entry, read_landed
 from .pool import CacheRow, Pool, evict_all
 from .prefetch import ALL_FILES, FileFilter, PrefetchResult, from_listing, result_of
@@ -97,7 +97,6 @@ class NodeCache:
         self.pool = Pool(settings)
         self.store_at, self._listener = store_at, listener
         self._gate = asyncio.Semaphore(2 * settings.concurrency)
-        self._receipts: dict[str, Receipt] = {}
 
     async def freeze(
         self, location: Location, *, kind: Kind = "auto", info: ObjectInfo | None = None, files: FileFilter = ALL_FILES
@@ -230,14 +229,8 @@ class NodeCache:
         if row.state != "complete":
             incoming = self.pool.incoming(row.name)
             return read_entry(incoming) if incoming is not None else None
-        if row.name not in self._receipts:
-            receipt = read_receipt(self.pool.directory(row.name))
-            if receipt is None:
-                return None
-            if len(self._receipts) >= 64:
-                self._receipts.clear()
-            self._receipts[row.name] = receipt
-        return self._receipts[row.name].frozen
+        receipt = self.pool.receipt(row.name)
+        return receipt.frozen if receipt is not None else None
 
     def copy_sources(self, resolved: ResolvedUri, leases: ExitStack) -> list[CopySource]:
         """Entries of the same URI to copy from; ``leases`` protects them from eviction."""

@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -28,7 +29,7 @@ from ..disk.local_root import make_local_root
 from ..errors import TierckptError
 from ..format.layout import PRIVATE_DIR
 from ..telemetry import logger
-from .file_set import FileSet, stem_of
+from .file_set import FileSet, Receipt, stem_of
 from .partial_entry import SUFFIX, read_entry, remove_dir
 from .receipt import RECEIPT, read_receipt
 
@@ -58,13 +59,9 @@ class CacheRow:
     used_unix_ns: int
 
 
-Summary: TypeAlias = tuple[str, str, int, int]
-
-receipts_read: dict[Path, tuple[tuple[int, int], Summary]] = {}
-
-
-def _summary_of(frozen: FileSet) -> Summary:
-    return frozen.uri, frozen.version, len(frozen.files), frozen.size_bytes
+@lru_cache(maxsize=KNOWN_MAX)
+def read_known(directory: Path, _inode: int, _changed_ns: int) -> Receipt | None:
+    return read_receipt(directory)
 
 
 class Pool:
@@ -103,32 +100,25 @@ class Pool:
 
     def describe(self, name: str) -> CacheRow | None:
         for _ in range(2):  # it may be published between the two checks
-            if (summary := self._summary_by_receipt(name)) is not None:
-                return CacheRow(name, *summary, "complete", summary[3], self.is_pinned(name), self._used_ns(name))
+            if (receipt := self.receipt(name)) is not None:
+                return self._row(name, receipt.frozen, "complete", receipt.frozen.size_bytes)
             incoming = self.incoming(name)
-            frozen = read_entry(incoming) if incoming is not None else None
-            if incoming is not None and frozen is not None:
-                reserved = self.reserved(name) or allocated_bytes(incoming)
-                return CacheRow(
-                    name, *_summary_of(frozen), "partial", reserved, self.is_pinned(name), self._used_ns(name)
-                )
+            if incoming is not None and (frozen := read_entry(incoming)) is not None:
+                return self._row(name, frozen, "partial", self.reserved(name) or allocated_bytes(incoming))
         return None
 
-    def _summary_by_receipt(self, name: str) -> Summary | None:
-        path = self.directory(name) / RECEIPT
+    def _row(self, name: str, frozen: FileSet, state: State, reserved_bytes: int) -> CacheRow:
+        size_bytes, is_pinned, used_ns = frozen.size_bytes, self.is_pinned(name), self._used_ns(name)
+        files = len(frozen.files)
+        return CacheRow(name, frozen.uri, frozen.version, files, size_bytes, state, reserved_bytes, is_pinned, used_ns)
+
+    def receipt(self, name: str) -> Receipt | None:
+        """Return the receipt of a whole entry. It is read again after a change only."""
         try:
-            status = path.stat()
+            status = (self.directory(name) / RECEIPT).stat()
         except OSError:
             return None
-        stamp, known = (status.st_ino, status.st_mtime_ns), receipts_read.get(path)
-        if known is not None and known[0] == stamp:
-            return known[1]
-        if (receipt := read_receipt(self.directory(name))) is None:
-            return None
-        if len(receipts_read) >= KNOWN_MAX:
-            receipts_read.clear()
-        receipts_read[path] = (stamp, _summary_of(receipt.frozen))
-        return _summary_of(receipt.frozen)
+        return read_known(self.directory(name), status.st_ino, status.st_mtime_ns)
 
     def _used_ns(self, name: str) -> int:
         for path in (self.state_dir(name) / "used", self.directory(name)):

@@ -46,12 +46,9 @@ log = logger("space")
 
 MARGIN_FRACTION = 0.01
 MARGIN_BYTES_MAX = 64 << 20
-EVICTED_FRACTION = 0.1
-"""Share of the disk evicted below ``local_high_water``, so that the next prefetch need not evict."""
 ROOM_SECONDS = 600.0
 ADMISSION_SECONDS = 120.0
 SAVE_ADMISSION_SECONDS = 10.0
-SETTLED_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +95,7 @@ def make_room(settings: Settings, needed_bytes: int, directory: Path, *, reserve
     """Make room for a save: evict, then wait or refuse by ``local_full_policy``.
 
     ``reserved_bytes``: part of ``needed_bytes`` already allocated. Raises CapacityError, at once if waiting cannot
-    help. Cost: with room one statvfs; with ``local_bytes_max`` also a stat per directory.
+    help. Cost: with room one statvfs; with ``local_bytes_max`` also a stat per file.
     """
     if _checkpoint_shortfall(settings, needed_bytes, directory, reserved_bytes).is_none:
         return
@@ -151,7 +148,7 @@ def evict(
         with contextlib.suppress(OSError, TierckptError):
             admission.enter_context(_admission(settings, SAVE_ADMISSION_SECONDS))
         while True:
-            plan = AdmissionPlan(_checkpoint_shortfall(settings, needed_bytes, directory, reserved_bytes, exact=True))
+            plan = AdmissionPlan(_checkpoint_shortfall(settings, needed_bytes, directory, reserved_bytes))
             if plan.lack.is_none:
                 return plan
             candidates = [_checkpoints(settings, directory, plan), () if spares_cache else _entries(Pool(settings))]
@@ -166,11 +163,9 @@ def evict(
                 return plan
 
 
-def _checkpoint_shortfall(
-    settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0, *, exact: bool = False
-) -> Shortfall:
+def _checkpoint_shortfall(settings: Settings, needed_bytes: int, directory: Path, reserved_bytes: int = 0) -> Shortfall:
     quota = settings.local_bytes_max
-    held_bytes = space_counter(settings.local_root).total(exact=exact) if quota is not None else 0
+    held_bytes = checkpoint_bytes(settings.local_root) if quota is not None else 0
     return _shortfall(settings, needed_bytes, directory, quota, held_bytes, reserved_bytes)
 
 
@@ -213,7 +208,7 @@ def plan_prefetch(pool: Pool, frozen: FileSet, size_bytes: int | None = None) ->
             allocated = allocated_bytes(incoming) if incoming is not None else 0
             outstanding_bytes += max(0, row.reserved_bytes - allocated)
     quota = pool.settings.cache_bytes_max
-    lack = _shortfall(pool.settings, added_bytes, pool.root, quota, held_bytes, -outstanding_bytes, EVICTED_FRACTION)
+    lack = _shortfall(pool.settings, added_bytes, pool.root, quota, held_bytes, -outstanding_bytes)
     return _choose_evicted(AdmissionPlan(lack), _entries(pool, rows), "cache")
 
 
@@ -226,7 +221,7 @@ def shrink_cache(pool: Pool, size_bytes: int) -> None:
 
 def _shortfall(
     settings: Settings, needed_bytes: int, directory: Path, quota_bytes: int | None, held_bytes: int,
-    reserved_bytes: int, below_mark_fraction: float = 0.0,
+    reserved_bytes: int,
 ) -> Shortfall:  # fmt: skip
     """``reserved_bytes``: used for the disk, free for the caller; negative: the reverse."""
     space = space_of(directory)
@@ -235,8 +230,6 @@ def _shortfall(
     margin = min(MARGIN_BYTES_MAX, int(total * MARGIN_FRACTION))
     quota_free = quota_bytes - held_bytes if quota_bytes is not None else UNKNOWN_BYTES
     mark = used + needed_bytes - int(settings.local_high_water * total)
-    if mark > 0:
-        mark += int(min(below_mark_fraction, settings.local_high_water) * total)
     free_bytes = max(0, min(free - margin, quota_free))
     return Shortfall(needed_bytes + margin - free, needed_bytes - quota_free, mark, free_bytes)
 
@@ -323,7 +316,7 @@ def _checkpoints(settings: Settings, directory: Path, plan: AdmissionPlan) -> It
     for old, manifest in sorted(_oldest_first(local_copies), key=lambda item: item[0] not in abandoned):
         if old in kept | busy or not local_commit.is_evictable(old, manifest.attempt):
             continue
-        if size_bytes := _own_bytes(old, manifest):  # else linked to the shared tier
+        if size_bytes := _own_bytes(old / entry.key for entry in manifest.files):  # else linked to the shared tier
             is_used, remove = partial(read_lease.is_read, root, old), partial(_remove, root, old, manifest.attempt)
             yield Candidate("checkpoint", str(old), size_bytes, False, is_used, remove)
 
@@ -361,76 +354,20 @@ def _remove(local_root: Path, directory: Path, attempt: str) -> bool:
         return free and local_commit.remove_local(directory, attempt)
 
 
-def _own_bytes(directory: Path, manifest: Manifest) -> int:
+def checkpoint_bytes(local_root: Path) -> int:
+    """Return the bytes that only the local tier has."""
     total = 0
-    for entry in manifest.files:
-        with contextlib.suppress(OSError):
-            status = (directory / entry.key).stat()
-            total += _allocated(status) if status.st_nlink <= 1 else 0
+    for folder, below, names in os.walk(local_root / "checkpoints"):
+        if PRIVATE_DIR in below:
+            below.remove(PRIVATE_DIR)
+        total += _own_bytes(Path(folder) / name for name in names)
     return total
 
 
-class _DirectorySize(NamedTuple):
-    changed_ns: int
-    size_bytes: int
-    below: list[str]
-    newest_ns: int
-
-
-class SpaceCounter:
-    """Counts bytes that only the local tier has. Caches directories that are SETTLED_SECONDS old."""
-
-    def __init__(self, top: Path) -> None:
-        self._top = str(top)
-        self._settled: dict[str, _DirectorySize] = {}
-
-    def total(self, *, exact: bool) -> int:
-        known = {} if exact else self._settled
-        total, settled = 0, {}
-        settled_ns = time.time_ns() - int(SETTLED_SECONDS * 1e9)
-        waiting = [self._top]
-        while waiting:
-            path = waiting.pop()
-            try:
-                counted = known.get(path)
-                if counted is None or counted.changed_ns != os.stat(path).st_mtime_ns:  # noqa: PTH116  # a save waits
-                    counted = _count(path)
-            except OSError:
-                continue
-            if counted.newest_ns < settled_ns:
-                settled[path] = counted
-            total += counted.size_bytes
-            waiting += counted.below
-        self._settled = settled
-        return total
-
-
-def _count(path: str) -> _DirectorySize:
-    changed = newest = os.stat(path).st_mtime_ns  # noqa: PTH116
-    size_bytes, below = 0, []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                if entry.name != PRIVATE_DIR:
-                    below.append(entry.path)
-                continue
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            newest = max(newest, status.st_mtime_ns)
-            size_bytes += _allocated(status) if status.st_nlink <= 1 else 0
-    return _DirectorySize(changed, size_bytes, below, newest)
-
-
-_counters: dict[Path, SpaceCounter] = {}
-
-
-def space_counter(local_root: Path) -> SpaceCounter:
-    if local_root not in _counters:
-        _counters[local_root] = SpaceCounter(local_root / "checkpoints")
-    return _counters[local_root]
-
-
-def _allocated(status: os.stat_result) -> int:
-    return status.st_blocks * 512 or status.st_size
+def _own_bytes(paths: Iterable[Path]) -> int:
+    total = 0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            total += (status.st_blocks * 512 or status.st_size) if status.st_nlink <= 1 else 0
+    return total

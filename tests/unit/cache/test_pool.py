@@ -319,7 +319,7 @@ def test_the_listing_has_every_entry(filled: Pool, local_root: Path) -> None:
         ("half", "partial", False),
         ("a", "complete", False),
     ]
-    module.receipts_read.clear()  # as in a new process
+    module.read_known.cache_clear()  # as in a new process
     assert everything(local_root) == before
     assert filled.rows("s3://bucket/a", "s3://bucket/half") == before[1:]
 
