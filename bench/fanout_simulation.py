@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tierckpt.peer.fetch.peer_table import SHARED, ChunkRequest, PeerTable, Tuning
+from tierckpt.peer.fetch.peer_table import SHARED, ChunkRequest, PeerTable, Tuning, mask
 from tierckpt.peer.fetch.scheduler import ChunkOwners, FetchScheduler, WaitUntil
 from tierckpt.peer.membership import Member
 
@@ -65,6 +65,7 @@ class Case:
     """Half of the nodes cannot reach the others between these shares of the best time."""
     stagger_seconds: float = 0.02
     seed: int = 1
+    owner_only: bool = False
     tuning: Tuning = field(default_factory=Tuning)
 
     @property
@@ -107,6 +108,20 @@ class Flow:
         self.rate, self.since, self.stamp, self.dead = 0.0, 0.0, 0, False
 
 
+class OwnersOnly(FetchScheduler):
+    """A seeded fault: takes each chunk from its owner only."""
+
+    def _from_holder(self, now: float, near: int, open_: int) -> ChunkRequest | None:
+        held = {name: peer.chunks for name, peer in self.table.peers.items()}
+        for name, peer in self.table.peers.items():
+            peer.chunks &= mask(chunk for chunk, owner in enumerate(self.chunk_owners) if owner == name)
+        try:
+            return super()._from_holder(now, near, open_)
+        finally:
+            for name, chunks in held.items():
+                self.table.peers[name].chunks = chunks
+
+
 class Node:
     def __init__(self, world: World, name: str, up: float, down: float, start: float) -> None:
         case = world.case
@@ -114,7 +129,8 @@ class Node:
         self.up, self.down, self.start = Link(up), Link(down), start
         self.member = Member(name, name, 1.0)
         self.table = PeerTable(case.chunks, name, tuning=case.tuning, rng=random.Random(f"{case.seed} {name}"))
-        self.schedule = FetchScheduler(self.table, "5" * 32, placement=world.placement)
+        scheduler = OwnersOnly if case.owner_only else FetchScheduler
+        self.schedule = scheduler(self.table, "5" * 32, placement=world.placement)
         self.log: list[int] = []
         self.has: set[int] = set()
         self.from_store: set[int] = set()
@@ -529,8 +545,7 @@ def simulate(case: Case, most: float = 20.0) -> Outcome:
     )
 
 
-def cases(chunks: int, tuning: Tuning, seed: int) -> list[Case]:
-    base = Case("", 8, chunks=chunks, tuning=tuning, seed=seed)
+def cases(base: Case) -> list[Case]:
     found = [
         replace(base, name="alike", nodes=nodes, origin=origin) for origin in (1.0, 4.0) for nodes in (2, 4, 8, 16)
     ]
@@ -556,12 +571,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--owner-only", action="store_true")
     options = parser.parse_args()
-    tuning = Tuning(slots=options.slots, takes_from_owner_only=options.owner_only)
+    tuning = Tuning(slots=options.slots)
+    base = Case("alike", 8, chunks=options.chunks, tuning=tuning, seed=options.seed, owner_only=options.owner_only)
     if options.nodes:
-        base = Case("alike", 2, chunks=options.chunks, tuning=tuning, seed=options.seed)
         todo = [replace(base, nodes=nodes, origin=origin) for origin in options.origin for nodes in options.nodes]
     else:
-        todo = cases(options.chunks, tuning, options.seed)
+        todo = cases(base)
     print(
         f"{'case':18}{'N':>6}{'R/B':>6}{'time/best':>11}{'store/S':>9}{'late':>7}{'left':>6}{'cpu s':>8}"
         "  from the store"

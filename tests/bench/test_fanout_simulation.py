@@ -112,6 +112,5 @@ def test_a_corrupt_peer_is_told_once_by_each_and_costs_what_it_owned() -> None:
 def test_a_schedule_that_asks_only_owners_is_told_from_the_good_one() -> None:
     """The seeded fault. A slow owner's uplink then carries a copy for each of the others."""
     good = run("one sends slowly", origin=4.0, slow=1, slow_up_only=True)
-    tuning = Tuning(takes_from_owner_only=True)
-    bad = run("owners only", origin=4.0, slow=1, slow_up_only=True, tuning=tuning)
+    bad = run("owners only", origin=4.0, slow=1, slow_up_only=True, owner_only=True)
     assert bad.ratio > 2 * good.ratio

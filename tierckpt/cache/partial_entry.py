@@ -128,9 +128,7 @@ def read_landed(incoming: Path) -> Receipt | None:
     """Return the content of ``incoming``; missing chunks have the digest ''."""
     if (frozen := read_entry(incoming)) is None:
         return None
-    landed = _read_lines(incoming, frozen).landed
-    chunks = [range(frozen.chunks_of(index)) for index in range(len(frozen.files))]
-    return Receipt(frozen, tuple(tuple(landed.get(i, {}).get(c, "") for c in each) for i, each in enumerate(chunks)))
+    return Receipt(frozen, _read_lines(incoming, frozen).digests())
 
 
 def _read_lines(incoming: Path, frozen: FileSet) -> ProgressLog:
@@ -211,6 +209,11 @@ class ProgressLog:
                 self.landed_bytes -= self.bytes_of(index)
                 self.landed.pop(index, None)
                 self.durable.discard(index)
+
+    def digests(self) -> tuple[tuple[str, ...], ...]:
+        """Return the digest of each chunk by file; '' for a missing chunk."""
+        chunks = (range(self.frozen.chunks_of(index)) for index in range(len(self.frozen.files)))
+        return tuple(tuple(self.landed.get(i, {}).get(c, "") for c in each) for i, each in enumerate(chunks))
 
     def take_all(self, landed: Sequence[Sequence[str]]) -> None:
         for index, digests in enumerate(landed):
@@ -550,9 +553,7 @@ class PartialEntry:
                 self._make_durable(index)
         if not self.has_all():
             raise StoreError(f"files of {self.incoming} were removed while it was being filled", hint="Run it again")
-        landed = self._lines.landed
-        chunks = [range(self.frozen.chunks_of(index)) for index in range(len(self.frozen.files))]
-        receipt = self.frozen.encode([[landed[i][chunk] for chunk in each] for i, each in enumerate(chunks)])
+        receipt = self.frozen.encode(self._lines.digests())
         if self._is_new:
             put_receipt(self.incoming, receipt, self.incoming / FILLING)
             for folder in folders_of(self.incoming, (item.path for item in self.frozen.files)):

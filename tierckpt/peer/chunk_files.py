@@ -8,7 +8,7 @@ import os
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -44,7 +44,8 @@ class ChunkSource(abc.ABC):
         self.order: list[tuple[int, int]] = []
         """Chunks in order of arrival. Append-only."""
         self._good: set[tuple[int, int]] = set()
-        self._found: dict[tuple[int, int, int], str] = {}
+        self._found: dict[tuple[int, int], str] = {}
+        """Digests of chunks without a recorded one."""
         self._bad: dict[tuple[int, int], float] = {}
 
     @property
@@ -56,16 +57,13 @@ class ChunkSource(abc.ABC):
         """Read the directory again. False if it is missing or replaced."""
 
     @abc.abstractmethod
-    def covers(self, index: int, at: ByteRange) -> bool:
-        """True if the range is here."""
+    def covers(self, index: int, chunk: int) -> bool:
+        """True if the chunk is here."""
 
     def path(self, index: int) -> str:
         return self.frozen.files[index].path
 
-    def digest(self, index: int, chunk: int, chunk_size_bytes: int) -> str:
-        return self._known(index, chunk) if chunk_size_bytes == self.frozen.chunk_size_bytes else ""
-
-    def _known(self, index: int, chunk: int) -> str:
+    def digest(self, index: int, chunk: int) -> str:
         item = self.frozen.files[index]
         return item.digests[chunk] if item.digests else self._landed(index, chunk)
 
@@ -75,33 +73,27 @@ class ChunkSource(abc.ABC):
     def trusts(self, index: int, chunk: int) -> bool:
         return (index, chunk) in self._good
 
-    def is_bad(self, index: int, at: ByteRange) -> bool:
-        if not self._bad:
-            return False
-        after = time.monotonic() - BAD_SECONDS
-        return any(self._bad.get((index, chunk), after - 1) > after for chunk in self.frozen.touched(at))
+    def is_bad(self, index: int, chunk: int) -> bool:
+        bad_at = self._bad.get((index, chunk))
+        return bad_at is not None and time.monotonic() - bad_at < BAD_SECONDS
 
-    def verify(self, file: int, index: int, at: ByteRange, digest: str) -> str | None:
-        """Return the digest of a range; None if it is damaged. Needs no lock."""
-        for chunk in self.frozen.touched(at):
-            if self.trusts(index, chunk):
-                continue
-            known, own = self._known(index, chunk), self.frozen.chunk_range(index, chunk)
-            if known and digest_at(file, own, like=known) != known:
-                self._bad[index, chunk] = time.monotonic()
-                return None
-            self._good.add((index, chunk))
-            self._bad.pop((index, chunk), None)
-        known = self.verified(index, at, digest)
-        if not known:
-            known = self._found[index, at.start, at.stop] = digest_at(file, at)
-        return known
+    def verify(self, file: int, index: int, chunk: int) -> str | None:
+        """Return the digest of a chunk; None if it is damaged. Needs no lock."""
+        if verified := self.verified(index, chunk):
+            return verified
+        known = self.digest(index, chunk)
+        found = digest_at(file, self.frozen.chunk_range(index, chunk), like=known or "t")
+        if known and found != known:
+            self._bad[index, chunk] = time.monotonic()
+            return None
+        self._good.add((index, chunk))
+        self._bad.pop((index, chunk), None)
+        self._found |= {(index, chunk): found} if not known else {}
+        return found
 
-    def verified(self, index: int, at: ByteRange, digest: str) -> str:
+    def verified(self, index: int, chunk: int) -> str:
         """``verify`` without reading; '' if it would have to read."""
-        if not all(self.trusts(index, chunk) for chunk in self.frozen.touched(at)):
-            return ""
-        return digest or self._found.get((index, at.start, at.stop), "")
+        return (self.digest(index, chunk) or self._found.get((index, chunk), "")) if self.trusts(index, chunk) else ""
 
     def is_filled_now(self) -> bool:
         return False
@@ -142,8 +134,8 @@ class Whole(Recorded):
         if lines.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes:
             self._good.update((index, chunk) for index, chunks in lines.landed.items() for chunk in chunks)
 
-    def covers(self, index: int, at: ByteRange) -> bool:
-        return not self.is_bad(index, at)
+    def covers(self, index: int, chunk: int) -> bool:
+        return not self.is_bad(index, chunk)
 
     def _landed(self, index: int, chunk: int) -> str:
         return self._receipt.landed[index][chunk] if self._receipt.landed else ""
@@ -179,9 +171,8 @@ class Incoming(Recorded):
             self._size_bytes = size
         return True
 
-    def covers(self, index: int, at: ByteRange) -> bool:
-        landed = self.lines.landed.get(index, {})
-        return all(chunk in landed for chunk in self.frozen.touched(at)) and not self.is_bad(index, at)
+    def covers(self, index: int, chunk: int) -> bool:
+        return chunk in self.lines.landed.get(index, {}) and not self.is_bad(index, chunk)
 
     def _landed(self, index: int, chunk: int) -> str:
         return self.lines.landed.get(index, {}).get(chunk, "")
@@ -258,8 +249,8 @@ class Committed(Recorded):
                     self.order.extend((index, chunk) for chunk in range(self.frozen.chunks_of(index)))
                     break
 
-    def covers(self, index: int, at: ByteRange) -> bool:
-        return index in self._paths and not self.is_bad(index, at)
+    def covers(self, index: int, chunk: int) -> bool:
+        return index in self._paths and not self.is_bad(index, chunk)
 
 
 class Single(ChunkSource):
@@ -287,8 +278,8 @@ class Single(ChunkSource):
     def path(self, index: int) -> str:
         return self._checkpoint.path(self._index)
 
-    def covers(self, index: int, at: ByteRange) -> bool:
-        return bool(self.order) and not self.is_bad(index, at)
+    def covers(self, index: int, chunk: int) -> bool:
+        return bool(self.order) and not self.is_bad(index, chunk)
 
 
 def frozen_of(manifest: Manifest, uri: str) -> FileSet:
@@ -373,36 +364,18 @@ class ChunkIndex:
         self._from: dict[int, ChunkSource] = {}
         self._taken: dict[int, tuple[ChunkSource, int]] = {}
 
-    def chunk_at(self, ordinal: int) -> tuple[int, int, ByteRange]:
+    def chunk_at(self, ordinal: int) -> tuple[int, int]:
         index = bisect_right(self._firsts, ordinal) - 1
-        chunk = ordinal - self._firsts[index]
-        return index, chunk, self.frozen.chunk_range(index, chunk)
+        return index, ordinal - self._firsts[index]
+
+    def ordinal(self, index: int, chunk: int) -> int:
+        return self._firsts[index] + chunk
 
     def take(self, sources: Iterable[ChunkSource]) -> None:
         for source in sources:
             _, done = self._taken.get(id(source), (source, 0))
-            for index, own in source.order[done:]:
-                self._append(source, index, own)
+            for index, chunk in source.order[done:]:
+                ordinal = self.ordinal(index, chunk)
+                if self._from.setdefault(ordinal, source) is source:  # twice from one source: lost, and fetched
+                    self.log.append((ordinal, "" if self.frozen.files[index].digests else source.digest(index, chunk)))
             self._taken[id(source)] = (source, len(source.order))  # the reference keeps the id unique
-
-    def _append(self, source: ChunkSource, index: int, own: int) -> None:
-        same_size = source.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes
-        for ordinal in self.ordinals(source, [(index, own)]):
-            known = self._from.get(ordinal)
-            if known is not None and not (known is source and same_size):  # twice from one source: lost, and fetched
-                continue
-            at = self.chunk_at(ordinal)[2]
-            if same_size or source.covers(index, at):
-                has_digests, chunk = self.frozen.files[index].digests, ordinal - self._firsts[index]
-                digest = "" if has_digests else source.digest(index, chunk, self.frozen.chunk_size_bytes)
-                self._from[ordinal] = source
-                self.log.append((ordinal, digest))
-
-    def ordinals(self, source: ChunkSource, chunks: Iterable[tuple[int, int]]) -> Iterator[int]:
-        for index, own in chunks:
-            first = self._firsts[index]
-            if source.frozen.chunk_size_bytes == self.frozen.chunk_size_bytes:
-                yield first + own
-            else:
-                for chunk in self.frozen.touched(source.frozen.chunk_range(index, own)):
-                    yield first + chunk

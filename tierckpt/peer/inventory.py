@@ -45,20 +45,22 @@ log = logger("peer")
 
 SCAN_SECONDS = 0.5
 DEPTH_MAX = 32
-VIEWS_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlace:
     source: ChunkSource
     index: int
+    chunk: int
     path: str
-    byte_range: ByteRange
-    digest: str
 
     @property
     def directory(self) -> Path:
         return self.source.directory
+
+    @property
+    def byte_range(self) -> ByteRange:
+        return self.source.frozen.chunk_range(self.index, self.chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,8 @@ class Holdings:
         self._named = Counter[tuple[str, Path]]()
         self._sources: dict[Path, ChunkSource] = {}
         self.by_version: dict[str, list[ChunkSource]] = {}
-        self._views: dict[str, dict[int, ChunkIndex]] = {}
+        self._views: dict[tuple[str, int], ChunkIndex] = {}
+        """By version and chunk size."""
         self._manifests: dict[str, Path] = {}
         self._steps: dict[str, dict[str, str]] = {}
         self._scanned_at = float("-inf")
@@ -136,36 +139,33 @@ class Holdings:
     def report(self, version: str, chunk_size_bytes: int, after: int = 0, most: int = LINES_MAX) -> ChunkReport:
         with self._lock:
             # Claims first: a chunk that arrives between the two reads is then in both, never in neither.
-            claims = {source: list(source.claimed()) for source in self.by_version.get(version, [])}
+            claims = {source: list(source.claimed()) for source in self._known(version, chunk_size_bytes)}
             view = self._view(version, chunk_size_bytes)
             if view is None:
                 return ChunkReport()
-            sources = self.by_version.get(version, [])
+            sources = self._known(version, chunk_size_bytes)
             for source in sources:
                 if source not in claims:
                     claims[source] = list(source.claimed())
-            fetching = frozenset(at for source in sources for at in view.ordinals(source, claims[source]))
+            fetching = frozenset(view.ordinal(*chunk) for source in sources for chunk in claims[source])
             return replace(_list(view, sources, after, most), fetching=fetching)
 
     def locate(self, version: str, chunk_size_bytes: int, ordinal: int) -> ChunkPlace | None:
         with self._lock:
             view = self._view(version, chunk_size_bytes)
-            return self._place(view, self.by_version.get(version, []), ordinal)
+            return self._place(view, self._known(version, chunk_size_bytes), ordinal)
 
     def has_seen(self, version: str, chunk_size_bytes: int, ordinal: int) -> bool:
         """True if a chunk was here at the last refresh. Never waits, neither for a disk nor for a lock."""
-        view, sources = self._views.get(version, {}).get(chunk_size_bytes), self.by_version.get(version, [])
+        view, sources = self._views.get((version, chunk_size_bytes)), self._known(version, chunk_size_bytes)
         return self._place(view, sources, ordinal) is not None
 
     def _place(self, view: ChunkIndex | None, sources: list[ChunkSource], ordinal: int) -> ChunkPlace | None:
         if view is None or not 0 <= ordinal < view.total:
             return None
-        index, chunk, at = view.chunk_at(ordinal)
-        for source in sources:
-            if source.covers(index, at):
-                digest = source.digest(index, chunk, view.frozen.chunk_size_bytes)
-                return ChunkPlace(source, index, source.path(index), at, digest)
-        return None
+        index, chunk = view.chunk_at(ordinal)
+        source = next((source for source in sources if source.covers(index, chunk)), None)
+        return ChunkPlace(source, index, chunk, source.path(index)) if source is not None else None
 
     def open(self, version: str, chunk_size_bytes: int, ordinal: int) -> Opened | None:
         """Open a chunk: verified (J2), and in the page cache. None if it is not here.
@@ -187,7 +187,7 @@ class Holdings:
         try:
             if os.fstat(file).st_size < place.byte_range.stop:
                 raise OSError("shorter than it should be")
-            digest = place.source.verify(file, place.index, place.byte_range, place.digest)
+            digest = place.source.verify(file, place.index, place.chunk)
             if digest is None:
                 self._found_bad(place)
                 return None
@@ -221,12 +221,12 @@ class Holdings:
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            view, sources = self._views.get(version, {}).get(chunk_size_bytes), self.by_version.get(version, [])
+            view, sources = self._views.get((version, chunk_size_bytes)), self._known(version, chunk_size_bytes)
             for source in sources:
                 if not source.is_whole:
                     source.refresh()
             place = self._place(view, sources, ordinal)
-            digest = place.source.verified(place.index, place.byte_range, place.digest) if place is not None else ""
+            digest = place.source.verified(place.index, place.chunk) if place is not None else ""
             if view is None or place is None or not digest:
                 return None
             file = open_beneath(place.directory, place.path)
@@ -292,30 +292,27 @@ class Holdings:
             self._scanned_at = float("-inf")
             self._scan()
 
-    def _view(self, version: str, chunk_size_bytes: int) -> ChunkIndex | None:
-        sources = self._find(version)
-        if not sources or not 4096 <= chunk_size_bytes <= CHUNK_BYTES_MAX or chunk_size_bytes % 4096:
-            return None
-        views = self._views.setdefault(version, {})
-        view = views.pop(chunk_size_bytes, None)
-        if view is None:
-            frozen = replace(sources[0].frozen, chunk_size_bytes=chunk_size_bytes)
-            if sum(-(-item.size_bytes // chunk_size_bytes) for item in frozen.files) > CHUNKS_MAX:
-                return None
-            view = ChunkIndex(frozen)
-            while len(views) >= VIEWS_MAX:
-                views.pop(next(iter(views)))
-        views[chunk_size_bytes] = view  # the least recently used one is removed first
-        return view
+    def _known(self, version: str, chunk_size_bytes: int) -> list[ChunkSource]:
+        """Return the sources with chunks of this size, as of the last refresh."""
+        sources = self.by_version.get(version, [])
+        return [source for source in sources if source.frozen.chunk_size_bytes == chunk_size_bytes]
 
-    def _find(self, version: str) -> list[ChunkSource]:
+    def _view(self, version: str, chunk_size_bytes: int) -> ChunkIndex | None:
+        self._find(version)
+        sources, key = self._known(version, chunk_size_bytes), (version, chunk_size_bytes)
+        if not sources or chunk_size_bytes > CHUNK_BYTES_MAX or sources[0].frozen.first_ordinals[-1] > CHUNKS_MAX:
+            return None
+        if key not in self._views:
+            self._views[key] = ChunkIndex(sources[0].frozen)
+        return self._views[key]
+
+    def _find(self, version: str) -> None:
         sources = self.by_version.get(version, [])
         are_there = [source.refresh() for source in sources]
         if not all(are_there):
             self._scanned_at = float("-inf")
         if self._scanned_at == float("-inf") or not any(source.is_whole for source in sources):
             self._scan()
-        return self.by_version.get(version, [])
 
     def _scan(self) -> None:
         if time.monotonic() - self._scanned_at < SCAN_SECONDS:
@@ -349,7 +346,7 @@ class Holdings:
                 for version, single in source.singles.items():
                     by_version.setdefault(version, []).append(single)
         self._sources, self.by_version = found, by_version
-        self._views = {version: views for version, views in self._views.items() if version in by_version}
+        self._views = {key: view for key, view in self._views.items() if key[0] in by_version}
         self._index_checkpoints()
 
     def _index_checkpoints(self) -> None:

@@ -86,8 +86,8 @@ class PeerCatalog:
         self._next_query_at = float("-inf")
         self._has_waited = False
         self._gate = asyncio.Semaphore(ASKED_AT_A_TIME)
-        self._committed: dict[Location, tuple[float, dict[str, dict[str, list[Member]]]]] = {}
-        self._silent_members: dict[Location, list[str]] = {}
+        self._committed: dict[Location, tuple[float, dict[str, dict[str, list[Member]]], list[str]]] = {}
+        """By parent: when asked, holders by name and attempt, and members without an answer."""
 
     async def close(self) -> None:
         if self._client is not None:
@@ -139,20 +139,19 @@ class PeerCatalog:
 
         Cost: one small request to each member, at most once in ``LIVE_SECONDS`` per parent unless ``is_fresh``.
         """
-        asked_at, known = self._committed.get(parent, (float("-inf"), {}))
+        asked_at, known, _ = self._committed.get(parent, (float("-inf"), {}, []))
         if is_fresh or time.monotonic() - asked_at > LIVE_SECONDS:
             known, others = {}, (await self.wait_for_members()).other_nodes
             answers = await self._all(lambda member: self.client.steps(member, parent.uri), others)
             silent = {*others} - {member for member, _ in answers}
-            self._silent_members[parent] = [f"{member.name} ({member.address})" for member in silent]
             for member, answer in answers:
                 for name, attempt in list(answer.items())[:NAMES_MAX]:
                     if _is_name(name) and is_token(attempt):  # as BRANCHES_DIR, the name of a step
                         known.setdefault(name, {}).setdefault(attempt, []).append(member)
             while len(self._committed) >= PLACES_MAX:
-                self._silent_members.pop(parent_before := next(iter(self._committed)), None)
-                del self._committed[parent_before]
-            self._committed[parent] = (time.monotonic(), known)
+                del self._committed[next(iter(self._committed))]
+            names = [f"{member.name} ({member.address})" for member in silent]
+            self._committed[parent] = (time.monotonic(), known, names)
         return known
 
     async def silent(self, parent: Location) -> list[str]:
@@ -169,7 +168,7 @@ class PeerCatalog:
                 "out of peers (TIERCKPT_PEERS)",
                 tier=Tier.PEER,
             )
-        return sorted([*self._live.unreachable, *self._silent_members.get(parent, ())])
+        return sorted([*self._live.unreachable, *self._committed[parent][2]])
 
     async def replicas_at(self, location: Location, known: Iterable[Manifest | None] = ()) -> dict[str, PeerReplicas]:
         """Return the checkpoints at ``location`` on other nodes, by attempt. ``known`` needs no request."""

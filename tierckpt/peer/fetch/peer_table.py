@@ -68,8 +68,6 @@ class Tuning:
     turn_slow_seconds: float = 30.0
     ahead_max: int = 16
     """A node with this many chunks that have no other holder prefers chunks of its peers to the store."""
-    takes_from_owner_only: bool = False
-    """A seeded fault, for tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,9 +361,7 @@ class PeerTable:
             if peer.chunks >> chunk & 1:
                 peer.chunks &= ~(1 << chunk)
                 peer.withdrawn |= 1 << chunk
-                self.copies[chunk] = max(0, self.copies[chunk] - 1)
-                if not any(other.is_good and other.chunks >> chunk & 1 for other in self.peers.values()):
-                    self.available &= ~(1 << chunk)
+                self.recount()
         elif why == "wrong":
             self.set_banned(name, True)
         elif why == "busy":

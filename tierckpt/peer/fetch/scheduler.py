@@ -75,18 +75,14 @@ class ChunkOwners:
             raise ValueError("no member to place chunks on")
         if len(names) == 1:
             return names * total
-        digest, seeds = xxhash.xxh3_64_intdigest, self._seeds
-        keys = (f"{self.version}/{chunk}".encode() for chunk in range(total))
-        if self._is_even:  # ln is monotonic: the greatest hash has the least cost, and ties go to the first name
-            found = []
-            for key in keys:
-                scores = [digest(key, seed) for seed in seeds]
-                found.append(names[scores.index(max(scores))])
-            return found
-        pairs = [(seed, member.weight) for seed, member in zip(seeds, self.members, strict=True)]
-        found = []
-        for key in keys:
-            costs = [_cost(key, seed, weight) for seed, weight in pairs]
+        digest, found = xxhash.xxh3_64_intdigest, list[str]()
+        costs: list[float]
+        pairs = [(seed, member.weight) for seed, member in zip(self._seeds, self.members, strict=True)]
+        for key in (f"{self.version}/{chunk}".encode() for chunk in range(total)):
+            if self._is_even:  # ln is monotonic: the greatest hash has the least cost, and ties go to the first name
+                costs = [-digest(key, seed) for seed in self._seeds]
+            else:
+                costs = [_cost(key, seed, weight) for seed, weight in pairs]
             found.append(names[costs.index(min(costs))])
         return found
 
@@ -499,8 +495,6 @@ class FetchScheduler:
             best, best_count, sampled = -1, 1 << 30, 0
             for peer in ready:
                 useful = peer.chunks & within & (allowed_slow if peer.member.name in slow else self.allowed)
-                if self.tuning.takes_from_owner_only:
-                    useful = mask(one for one in positions(useful) if self.chunk_owners[one] == peer.member.name)
                 if not useful:
                     continue
                 for _ in range(SAMPLES):
@@ -512,8 +506,6 @@ class FetchScheduler:
                     break
             if best >= 0:
                 holders = [peer for peer in ready if peer.chunks >> best & 1]
-                if self.tuning.takes_from_owner_only:
-                    holders = [peer for peer in holders if peer.member.name == self.chunk_owners[best]]
                 return ChunkRequest(best, self._better(holders), "holder")
         return None
 
