@@ -47,8 +47,3 @@ def test_growth_is_of_medians_at_one_rate(bench: Any) -> None:
     [growth] = [found for found in bench.report.verdicts(rows) if found[0].startswith("time of N = 16")]
     assert growth[2] == pytest.approx(1.1)
     assert growth[3]
-
-
-def test_without_two_nodes_at_the_same_rate_nothing_is_said_of_growth(bench: Any) -> None:
-    found = bench.report.verdicts([row(2, 4e6, 1.0), row(16, 2e6, 1.2)])
-    assert not any(name.startswith("time of N = 16") for name, *_ in found)

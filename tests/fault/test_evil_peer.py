@@ -15,9 +15,8 @@ import pytest
 
 from tests.certificates import Authority
 from tests.fault import evil_client, evil_peer
-from tests.peer_node import CHUNK, begin, freeze, get, land, publish, secret_file, serving, until
+from tests.peer_node import CHUNK, get, publish, secret_file, serving, until
 from tierckpt.agent import http_server
-from tierckpt.errors import IntegrityError
 from tierckpt.peer import chunk_files, inventory, peer_client
 from tierckpt.peer.auth import Signer, Verifier
 from tierckpt.peer.peer_http import chunk_target
@@ -169,22 +168,6 @@ async def test_server_accepts_a_fragmented_head_within_the_timeout(tmp_path: Pat
             await writer.drain()
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         writer.transport.abort()
-
-
-async def test_client_finds_damage_that_the_progress_file_hides(tmp_path: Path) -> None:
-    """The server trusts progress files of the current boot. The client finds damage by the digest."""
-    data = evil_client.marked()
-    frozen = freeze(data, known=True)
-    partial = begin(tmp_path, frozen)
-    land(partial, data)
-    with (partial.incoming / frozen.files[0].path).open("r+b") as stream:
-        stream.write(b"rotten")
-    async with serving(tmp_path) as node:
-        into = memoryview(bytearray(CHUNK))
-        with pytest.raises(IntegrityError):
-            expected = frozen.files[0].digests[0]
-            await node.client().chunk(node.member, frozen.version, CHUNK, 0, into, expected=expected)
-    partial.close()
 
 
 # --- TLS -----------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from tests.peer_node import (
 from tierckpt.agent import http_server
 from tierckpt.agent import peer_server as module
 from tierckpt.cache.file_set import FileSet
-from tierckpt.errors import IntegrityError, ObjectNotFoundError, PeerBusyError, PeerError, PermissionDeniedError
+from tierckpt.errors import ObjectNotFoundError, PeerBusyError, PeerError, PermissionDeniedError
 from tierckpt.format.manifest import digest_of
 from tierckpt.peer import inventory
 from tierckpt.peer.chunk_files import frozen_of
@@ -160,27 +160,6 @@ async def test_interest_expires_without_requests(tmp_path: Path, monkeypatch: py
         assert await asyncio.to_thread(node.server.interested, frozen.version) == {"one"}
         monkeypatch.setattr(module, "INTEREST_SECONDS", 0.0)
         assert await asyncio.to_thread(node.server.interested, frozen.version) == set()
-
-
-async def test_bytes_with_another_digest_are_refused_and_not_served(tmp_path: Path) -> None:
-    frozen = publish(tmp_path, DATA)
-    async with serving(tmp_path) as node:
-        client, into = node.client(), memoryview(bytearray(CHUNK))
-        with pytest.raises(IntegrityError) as caught:
-            await client.chunk(node.member, frozen.version, CHUNK, 0, into, expected="0" * 32)
-        assert caught.value.context["peer"] == "server"
-        with pytest.raises(IntegrityError):
-            await client.chunk(node.member, frozen.version, CHUNK, 0, memoryview(bytearray(CHUNK - 1)))
-
-
-async def test_damaged_chunk_is_reported_missing(tmp_path: Path) -> None:
-    frozen = publish(tmp_path, DATA)
-    with (tmp_path / "cache" / frozen.name / frozen.files[0].path).open("r+b") as stream:
-        stream.write(b"rotten")
-    async with serving(tmp_path) as node:
-        with pytest.raises(ObjectNotFoundError):
-            await get(node.client(), node.member, frozen, 0)
-        assert (await node.client().status(node.member))["bad_chunks"] == 1
 
 
 async def test_file_system_without_sendfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,20 +237,6 @@ def test_a_file_with_a_failed_fsync_is_discarded(target: Path, monkeypatch: pyte
     assert again.has(2, 0)
 
 
-def test_files_move_into_an_existing_directory_before_the_receipt(target: Path) -> None:
-    target.mkdir(parents=True)
-    (target / "mine.txt").write_text("stays")
-    filling = begin(target)
-    assert filling.incoming.parent == target / ".tierckpt"
-    land(filling)
-    assert read_receipt(target) is None
-    assert filling.publish()
-    assert same(target)
-    assert (target / "mine.txt").read_text() == "stays"
-    assert whole_receipt(target, frozen().version) is not None
-    assert not filling.incoming.exists()
-
-
 def test_a_receipt_matches_one_version_and_its_file_sizes(target: Path) -> None:
     filling = begin(target)
     land(filling)

@@ -18,7 +18,7 @@ from tierckpt.cache import pool as module
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry, remove_dir
 from tierckpt.cache.pool import CacheRow, Pool
-from tierckpt.cache.space import plan_prefetch, reserve, shrink_cache
+from tierckpt.cache.space import reserve, shrink_cache
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError
 from tierckpt.quantities import human_bytes
@@ -148,31 +148,6 @@ def test_pinned_and_leased_entries_are_never_evicted(
     assert not pool.state_dir(leased).exists(), "a killed reader leaves no files"
 
 
-def test_a_leased_old_version_stays_next_to_the_new_one(pool: Pool) -> None:
-    old = fill(pool, model("a", version="1"))
-    lease = pool.lease(old)
-    new = fill(pool, model("a", version="2"))
-    assert old != new
-    assert len(pool.rows("s3://bucket/a")) == 2
-    fill(pool, model("b"))
-    fill(pool, model("c"))
-    assert {row.name for row in pool.rows()} >= {old}
-    assert not pool.evict(old)
-    lease.close()
-    assert pool.evict(old)
-
-
-def test_planning_has_no_effect_and_matches_the_evictions(pool: Pool) -> None:
-    for name in "abc":
-        fill(pool, model(name))
-    before = sorted(path for path in pool.root.rglob("*"))
-    room = plan_prefetch(pool, model("d", 2 * SIZE))
-    assert [row.uri for row in room.evicted] == ["s3://bucket/a", "s3://bucket/b"]
-    assert room.fits
-    assert not plan_prefetch(pool, model("e", QUOTA + 1)).fits
-    assert sorted(path for path in pool.root.rglob("*")) == before
-
-
 def test_shrinking_the_quota_evicts(pool: Pool) -> None:
     for name in "abc":
         fill(pool, model(name))
@@ -280,20 +255,6 @@ def test_concurrent_reservations_stay_within_the_quota(local_root: Path) -> None
         pids.append(pid)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     assert sorted(codes) == [0] * 3 + [1] * 5
-
-
-def test_a_full_disk_rejects_reservations_within_the_quota(local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, real = Pool(Settings.load(local_root=local_root)), os.statvfs
-
-    class Full:
-        def __init__(self, path: Path) -> None:
-            status = real(path)
-            self.f_frsize, self.f_blocks, self.f_bfree = status.f_frsize, status.f_blocks, status.f_bfree
-            self.f_bavail = 10
-
-    monkeypatch.setattr(os, "statvfs", Full)
-    with pytest.raises(CapacityError):
-        reserve(pool, model("a"), SIZE)
 
 
 # --- listing ----------------------------------------------------------------------------------------------------------

@@ -52,18 +52,10 @@ def test_holdings_that_cannot_be_are_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"total": -1},
-        {"total": True},
-        {"total": 1 << 40},
-        {"new": ["3"]},
-        {"new": "0"},
-        {"new": [{}]},
-        {"fetching": [3]},
-        {"interested": None},
-        {"landed": 1.5},
-        {"next": "1"},
+        {"total": -1}, {"total": True}, {"total": 1 << 40}, {"new": ["3"]}, {"new": "0"}, {"new": [{}]},
+        {"fetching": [3]}, {"interested": None}, {"landed": 1.5}, {"next": "1"},
     ],
-)
+)  # fmt: skip
 def test_holdings_with_a_lie_in_them_are_refused(changed: dict[str, object]) -> None:
     body = ChunkReport(3, 1, 1, ((0, ""),)).to_json()
     ChunkReport.of_json(body)
@@ -85,34 +77,19 @@ def test_there_are_these_paths_and_no_others() -> None:
 @pytest.mark.parametrize(
     "target",
     [
-        "/",
-        "/v1/members/",
-        f"/v1/slow/{VERSION}/",
-        f"/v1/segment/{VERSION}/0/0",
-        f"/v1/segment/{VERSION}/0/100000000",
-        f"/v1/segment/{VERSION}/-1/4096",
-        "/v1/segment/000000000001-0a0b0c0d.gradients/0/4096",
-        "/v1/members?x=1",
-        "/v2/members",
-        "//v1/members",
-        "/v1/../v1/members",
-        "/v1/%6dembers",
-        f"/v1/chunk/{VERSION}/65536/../7?after=0&wait=0",
-        f"/v1/chunk/{VERSION}/65536/%2e%2e?after=0&wait=0",
-        f"/v1/chunk/{VERSION}/65536/..%5c7?after=0&wait=0",
-        f"/v1/chunk/{VERSION}/65536/7%00?after=0&wait=0",
-        f"/v1/chunk/{VERSION.upper()}/65536/7?after=0&wait=0",
-        f"/v1/chunk/{VERSION}/65536/-1?after=0&wait=0",
-        f"/v1/chunk/{VERSION}/65536/07?after=0&wait=0",
-        f"/v1/chunk/{VERSION}/65536/7?after=0&wait=1e9",
-        f"/v1/chunk/{VERSION}/65536/7?after=0&wait=999",
-        f"/v1/chunk/{VERSION}/65536/7",
-        f"/v1/chunk/{VERSION}/65536/7?wait=0&after=0",
-        f"/v1/chunk/{VERSION[:-1]}/65536/7?after=0&wait=0",
-        f"/v1/chunk/{VERSION}/65536/7?after=0&wait=0#x",
+        "/", "/v1/members/", f"/v1/slow/{VERSION}/", f"/v1/segment/{VERSION}/0/0",
+        f"/v1/segment/{VERSION}/0/100000000", f"/v1/segment/{VERSION}/-1/4096",
+        "/v1/segment/000000000001-0a0b0c0d.gradients/0/4096", "/v1/members?x=1", "/v2/members", "//v1/members",
+        "/v1/../v1/members", "/v1/%6dembers", f"/v1/chunk/{VERSION}/65536/../7?after=0&wait=0",
+        f"/v1/chunk/{VERSION}/65536/%2e%2e?after=0&wait=0", f"/v1/chunk/{VERSION}/65536/..%5c7?after=0&wait=0",
+        f"/v1/chunk/{VERSION}/65536/7%00?after=0&wait=0", f"/v1/chunk/{VERSION.upper()}/65536/7?after=0&wait=0",
+        f"/v1/chunk/{VERSION}/65536/-1?after=0&wait=0", f"/v1/chunk/{VERSION}/65536/07?after=0&wait=0",
+        f"/v1/chunk/{VERSION}/65536/7?after=0&wait=1e9", f"/v1/chunk/{VERSION}/65536/7?after=0&wait=999",
+        f"/v1/chunk/{VERSION}/65536/7", f"/v1/chunk/{VERSION}/65536/7?wait=0&after=0",
+        f"/v1/chunk/{VERSION[:-1]}/65536/7?after=0&wait=0", f"/v1/chunk/{VERSION}/65536/7?after=0&wait=0#x",
         "http://169.254.169.254/v1/members",
     ],
-)
+)  # fmt: skip
 def test_anything_else_is_no_path(target: str) -> None:
     assert route(target) is None
 
@@ -124,19 +101,12 @@ def parse(*lines: tuple[bytes, bytes], target: str = "/v1/members") -> dict[str,
 @pytest.mark.parametrize(
     "lines",
     [
-        [(b"Content-Length", b"5")],
-        [(b"Transfer-Encoding", b"chunked")],
-        [(b"Authorization", b"a"), (b"authorization", b"b")],
-        [(b"Host", b"y")],
-        [(b"X ", b"y")],
-        [(b"", b"y")],
-        [(b"X", b"\xff")],
-        [(b"X\xff", b"y")],
-        [(b"X", b"a\tb")],
-        [(b"X", b"a\0b")],
+        [(b"Content-Length", b"5")], [(b"Transfer-Encoding", b"chunked")],
+        [(b"Authorization", b"a"), (b"authorization", b"b")], [(b"Host", b"y")], [(b"X ", b"y")], [(b"", b"y")],
+        [(b"X", b"\xff")], [(b"X\xff", b"y")], [(b"X", b"a\tb")], [(b"X", b"a\0b")],
         [(b"X-%d" % number, b"y") for number in range(HEADERS_MAX)],
     ],
-)
+)  # fmt: skip
 def test_headers_that_no_peer_sends_are_refused(lines: list[tuple[bytes, bytes]]) -> None:
     assert parse((b"X", b"y")) == {"host": "x", "x": "y"}
     with pytest.raises(WireError):
@@ -159,19 +129,15 @@ def test_a_request_without_a_host_or_of_http_1_0_is_refused() -> None:
 @pytest.mark.parametrize(
     "head",
     [
-        b"HTTP/1.1 200 OK\r\n\r\n",
-        b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\n",
-        b"HTTP/1.1 999 OK\r\nContent-Length: 1\r\n\r\n",
-        b"ICY 200 OK\r\nContent-Length: 1\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 1, 1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\n",
+        b"HTTP/1.1 999 OK\r\nContent-Length: 1\r\n\r\n", b"ICY 200 OK\r\nContent-Length: 1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 1, 1\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 0x10\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Encoding: gzip\r\n\r\n",
-        b"\x16\x03\x01\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Encoding: gzip\r\n\r\n", b"\x16\x03\x01\r\n\r\n",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_answer_of_a_peer_is_refused(head: bytes) -> None:
     with pytest.raises(WireError):
         parse_response(head)

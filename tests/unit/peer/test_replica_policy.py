@@ -117,23 +117,12 @@ def test_what_a_node_tells_comes_back_as_it_was() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"uri": "s3://bucket/../../etc"},
-        {"uri": "/run/../../../etc/cron.d"},
-        {"uri": "s3://bucket/run/step-7/"},
-        {"uri": "file:///run"},
-        {"uri": "s3://user:password@bucket/run"},
-        {"uri": 7},
-        {"uri": "s3://bucket/\x00"},
-        {"uri": "x" * 5000},
-        {"attempt": "../x"},
-        {"own": ["../../x"]},
-        {"own": "t1"},
-        {"held": [["t1"]]},
-        {"created_unix_seconds": -1},
-        {"created_unix_seconds": float("nan")},
-        {"safe": 1},
+        {"uri": "s3://bucket/../../etc"}, {"uri": "/run/../../../etc/cron.d"}, {"uri": "s3://bucket/run/step-7/"},
+        {"uri": "file:///run"}, {"uri": "s3://user:password@bucket/run"}, {"uri": 7}, {"uri": "s3://bucket/\x00"},
+        {"uri": "x" * 5000}, {"attempt": "../x"}, {"own": ["../../x"]}, {"own": "t1"}, {"held": [["t1"]]},
+        {"created_unix_seconds": -1}, {"created_unix_seconds": float("nan")}, {"safe": 1},
     ],
-)
+)  # fmt: skip
 def test_a_row_that_cannot_be_is_dropped(change: dict[str, object]) -> None:
     assert fresh_of({"fresh": [{**ROW.to_json(), **change}, ROW.to_json()]}) == [ROW]
 
@@ -155,22 +144,13 @@ def test_what_a_node_tells_of_a_log_comes_back_as_it_was() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"uri": "/run/../../../etc/cron.d"},
-        {"rank": -1},
-        {"rank": True},
-        {"of": "../node"},
-        {"of": 7},
-        {"step": "9"},
-        {"segments": []},
-        {"segments": SEGMENTS[::-1]},
-        {"segments": [SEGMENTS[0], SEGMENTS[0]]},
+        {"uri": "/run/../../../etc/cron.d"}, {"rank": -1}, {"rank": True}, {"of": "../node"}, {"of": 7},
+        {"step": "9"}, {"segments": []}, {"segments": SEGMENTS[::-1]}, {"segments": [SEGMENTS[0], SEGMENTS[0]]},
         {"segments": [("../../000000000001-0a0b0c0d.gradients", 4096)]},
         {"segments": [("000000000001-0a0b0c0d.gradients", -1)]},
-        {"segments": [("000000000001-0a0b0c0d.gradients", 4096.5)]},
-        {"segments": 7},
-        {"bases": None},
+        {"segments": [("000000000001-0a0b0c0d.gradients", 4096.5)]}, {"segments": 7}, {"bases": None},
     ],
-)
+)  # fmt: skip
 def test_a_log_that_cannot_be_is_dropped(change: dict[str, object]) -> None:
     assert logs_of({"logs": [{**LOG.to_json(), **change}, LOG.to_json()]}) == [LOG]
 

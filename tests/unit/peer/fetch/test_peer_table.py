@@ -34,14 +34,6 @@ def test_a_chunk_that_is_reported_twice_is_one_copy() -> None:
     assert made.available == (1 << TOTAL) - 1
 
 
-def test_new_copies_are_told_once_and_the_first_ones_with_their_time() -> None:
-    made = table("b", "c")
-    made.update("b", 0.1, new=[3, 5])
-    made.update("c", 0.2, new=[5, 6])
-    assert made.take_new_copies() == ({3: 1, 5: 2, 6: 1}, [(0.1, mask([3, 5])), (0.2, mask([6]))])
-    assert made.take_new_copies() == ({}, [])
-
-
 def test_a_chunk_that_a_peer_holds_is_not_being_fetched_by_it() -> None:
     made = table("b")
     made.update("b", 0.1, fetching=[3, 4])
@@ -65,19 +57,3 @@ def test_what_is_in_flight_is_forgotten_when_it_ends_either_way() -> None:
     assert made.requests == {} == made.peers["b"].requests
     assert made.from_store == mask([3])
     assert not made.missing >> 3 & 1
-
-
-def test_the_generation_rises_when_a_peer_becomes_usable_or_unusable() -> None:
-    made = table("b")
-    seen = [made.generation]
-    for change in (
-        lambda: made.mark_unreachable("b", 1.0),
-        lambda: made.update("b", 2.0),
-        lambda: made.set_banned("b", True),
-        lambda: made.set_banned("b", False),
-    ):
-        change()
-        seen.append(made.generation)
-    assert seen == sorted(set(seen))
-    made.update("b", 3.0, new=[1])
-    assert made.generation == seen[-1]

@@ -62,31 +62,6 @@ def test_nobody_goes_to_the_store_before_all_have_told_what_they_hold() -> None:
 MANY = [f"n{number}" for number in range(20)]
 
 
-def goes_for_others_after(*, are_fetching: bool) -> float:
-    """Idle time after which it may request any owner's chunk from the store."""
-    made = schedule(MANY, total=len(MANY))
-    for chunk in owned_later(made, "a"):
-        made.table.landed(chunk, 0.0)
-    for name in MANY if are_fetching else ():
-        made.table.update(name, SETTLED, fetching=owned(made, name)[:1])
-    for tenth in range(int(SETTLED * 10), 1000):
-        made.table.find_slow_peers(tenth / 10)
-        # private: the last rule of `choose`, by itself
-        if made._from_store_at_last(tenth / 10, made.table.missing) is not None:
-            return tenth / 10
-        for name in MANY:
-            made.table.update(name, tenth / 10)
-    raise AssertionError("it waits for ever")
-
-
-def test_where_nothing_moves_the_store_is_asked_for_what_others_own() -> None:
-    assert TUNING.stall_seconds <= goes_for_others_after(are_fetching=False) < TUNING.stall_seconds_max
-
-
-def test_while_all_wait_for_the_store_it_is_asked_for_more_later_but_not_never() -> None:
-    assert TUNING.stall_seconds_max <= goes_for_others_after(are_fetching=True) <= 5 * TUNING.stall_seconds_max
-
-
 def fetch_all(made: FetchScheduler, others: Iterable[str], now: float = SETTLED) -> list[ChunkRequest]:
     """All that it fetches from the store while the others are there and get nowhere."""
     found: list[ChunkRequest] = []
@@ -172,15 +147,6 @@ def test_the_window_that_the_loader_needs_next_comes_before_the_rest() -> None:
     assert set(asked) == set(window)
 
 
-def test_the_less_loaded_of_two_holders_is_asked() -> None:
-    made = schedule(others=("b", "c"))
-    for name in "bc":
-        made.table.update(name, 0.2, whole=True)
-    asks = all_asks(made, SETTLED)
-    by_name = [sum(ask.source == name for ask in asks) for name in "bc"]
-    assert abs(by_name[0] - by_name[1]) <= 2
-
-
 def test_no_peer_has_more_than_its_part_of_the_requests() -> None:
     made = schedule(others=("b", "c", "d", "e"))
     made.table.update("b", 0.2, whole=True)
@@ -199,16 +165,6 @@ def test_one_that_does_not_answer_is_left_alone_and_its_chunks_go_to_the_next_in
     made.completed(first, SETTLED)
     fetched = {ask.chunk for ask in fetch_all(made, ())}
     assert theirs - {min(theirs)} <= fetched
-
-
-def test_one_that_answers_again_counts_again() -> None:
-    made = schedule(others=("b",))
-    made.table.mark_unreachable("b", SETTLED)
-    assert all(ask.source is SHARED for ask in all_asks(made, SETTLED))
-    later = SETTLED + TUNING.retry_seconds_max
-    assert [name for name, _ in made.table.due_polls(later, is_idle=True)] == ["b"]
-    made.table.update("b", later, whole=True)
-    assert {ask.source for ask in all_asks(made, later)} == {"b"}
 
 
 def test_what_a_peer_said_it_has_and_does_not_give_is_not_asked_of_it_again() -> None:
@@ -330,13 +286,6 @@ def test_one_that_is_ahead_takes_what_others_hold_before_more_from_the_store() -
     assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
 
 
-def test_one_that_is_ahead_goes_on_at_the_store_where_nobody_holds_anything() -> None:
-    made = schedule(total=2048)
-    for chunk in owned_later(made, "a")[: 2 * TUNING.ahead_max]:
-        made.completed(ChunkRequest(chunk, SHARED, "owned"), SETTLED)
-    assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(("answer_seconds", "everybody_after"), [(0.1, 1.0), (3.0, 6.0)])
 def test_a_chunk_of_one_holder_is_everybodys_turn_once_those_before_could_have_passed_it_on(
     answer_seconds: float, everybody_after: float
@@ -358,16 +307,6 @@ def test_a_chunk_of_one_holder_is_everybodys_turn_once_those_before_could_have_p
 
     assert not open_after(0.9 * everybody_after)
     assert open_after(1.1 * everybody_after)
-
-
-@pytest.mark.parametrize(("took", "waits"), [(0.2, 0.2), (2.0, 2.0), (60.0, TUNING.answer_seconds_max)])
-def test_an_answer_is_waited_for_as_long_as_nearly_all_take_within_bounds(took: float, waits: float) -> None:
-    made = schedule(total=2048)
-    for name in "bcd":
-        made.table.update(name, 0.2, new=range(400))
-    for ask in all_asks(made, SETTLED):
-        made.completed(ask, SETTLED + took)
-    assert made.table.poll_timeout_seconds == pytest.approx(waits)
 
 
 @pytest.mark.parametrize(("slow_to", "owns"), [("b", True), ("bc", False), ("bcd", False), ("bx", True)])
@@ -404,25 +343,6 @@ def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seco
             made.completed(ask, now + 0.1)
     made.choose(now + owed_seconds)
     assert ("b" in made.table.slow) == is_slow
-
-
-def test_of_an_owner_that_is_behind_the_chunks_it_comes_to_next_are_left_to_it() -> None:
-    made = schedule(others=("b", "c"), total=2048)
-    in_order = made.order_of("b", owned_later(made, "b"))
-    ours = {chunk for chunk in in_order if made.substitute(chunk, "b") == "a"}
-    made._own.clear()  # private: it owns no chunk to fetch
-    made.table.update("b", SETTLED)
-    taken = []
-    # private: one rule of `choose`, by itself
-    while (ask := made._from_laggard(SETTLED, made.table.missing)) is not None:
-        made.completed(made._begin(ask, SETTLED), SETTLED)  # private: as `choose` does
-        taken.append(ask.chunk)
-    margin = TUNING.steal_margin * made.store_slots()
-    assert margin > 1 and ours & set(in_order[:margin])
-    assert taken == [chunk for chunk in reversed(in_order[margin:]) if chunk in ours]
-    made.table.progress_at = SETTLED - TUNING.still_seconds
-    # private: one rule of `choose`, by itself
-    assert made._from_laggard(SETTLED, made.table.missing) is not None, "unless nothing moves"
 
 
 def test_when_nothing_moves_any_node_ends_up_at_the_store() -> None:
@@ -477,14 +397,6 @@ SLOTS_MAX = 8
 def run_rounds(slots: StoreSlots, seconds: float, count: int) -> None:
     for _ in range(count):
         slots.completed(seconds, slots.factor, SLOTS_MAX)
-
-
-def test_where_each_takes_no_longer_for_it_more_are_in_flight() -> None:
-    slots = StoreSlots()
-    run_rounds(slots, 1.0, 2 + 4 + 8)
-    assert slots.factor == SLOTS_MAX
-    run_rounds(slots, 1.0, 100)
-    assert slots.factor == SLOTS_MAX
 
 
 def test_where_each_takes_longer_it_stays_with_few() -> None:
