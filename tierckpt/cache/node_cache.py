@@ -39,7 +39,7 @@ from .entry import STALL_SECONDS_MIN, CacheEntry
 from .fetch_job import PeerJoin
 from .file_set import FileSet, FileSpec, from_manifest
 from .partial_entry import landed_in, read_entry, read_landed
-from .pool import CacheRow, Pool, evict_all
+from .pool import CacheRow, Pool
 from .prefetch import ALL_FILES, FileFilter, PrefetchResult, from_listing, result_of
 from .receipt import read_receipt, whole_receipt
 from .reuse import CopySource
@@ -327,7 +327,8 @@ class NodeCache:
             raise ObjectNotFoundError(
                 f"the cache has no files of {location.uri}", hint="`tierckpt cache ls` lists its entries"
             )
-        return evict_all(self.pool, rows)
+        gone = {row.name for row in rows if self.pool.evict(row.name)}
+        return [row for row in rows if row.name in gone], [row for row in rows if row.name not in gone]
 
 
 async def retry_until_available(work: Callable[[], Awaitable[T]], timeout_seconds: float, what: str) -> T:

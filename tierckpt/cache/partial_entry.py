@@ -615,9 +615,7 @@ def read_file(path: Path, byte_range: ByteRange, into: memoryview) -> bool:
 
 
 def remove_stale_directory(directory: Path) -> None:
-    base = directory / FILLING
-    if base.exists():
-        remove_tree(base, ignore_errors=True)
+    remove_tree(directory / FILLING, ignore_errors=True)
 
 
 def _is_begun(incoming: Path) -> bool:

@@ -15,7 +15,6 @@ import glob
 import os
 import re
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -211,12 +210,3 @@ def allocated_bytes(directory: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_blocks * 512  # noqa: PTH118
     return total
-
-
-def evict_all(pool: Pool, rows: Iterable[CacheRow]) -> tuple[list[CacheRow], list[CacheRow]]:
-    """Return the evicted rows, and those in use or pinned."""
-    went: list[CacheRow] = []
-    stayed: list[CacheRow] = []
-    for row in rows:
-        (went if pool.evict(row.name) else stayed).append(row)
-    return went, stayed

@@ -101,8 +101,7 @@ class Versions:
     def __init__(self, store: RangeSource) -> None:
         self.store = store
         self._etags: dict[str, str | None] = {}
-        """By key, if ``If-Match`` was refused: the etag of ``head``."""
-        self._unconditional: set[str] = set()
+        """Of files read without ``If-Match``, which was refused: the etag of ``head``."""
 
     async def read(self, item: FileSpec, byte_range: ByteRange, memory: memoryview | None) -> Buffer:
         """Return a range, in ``memory`` if given. Raises PreconditionFailedError: the file has changed."""
@@ -140,10 +139,10 @@ class Versions:
             yield fill
 
     def _condition(self, item: FileSpec) -> str | None:
-        return None if item.key in self._unconditional else self._etags.get(item.key, item.etag)
+        return None if item.key in self._etags else item.etag
 
     async def _retry_after_refusal(self, item: FileSpec, etag: str | None, refusal: StoreError) -> None:
-        """Return if the file is unchanged, with another way to read it noted; else raise."""
+        """Return if the file is unchanged, to be read without a condition; else raise."""
         is_refused = isinstance(refusal, PreconditionFailedError) or refusal.context.get("status") in REFUSALS
         if etag is None or not is_refused or not isinstance(self.store, Store):
             raise refusal
@@ -151,7 +150,7 @@ class Versions:
             raise self._changed(item) from refusal
 
     async def _check_after(self, item: FileSpec) -> None:
-        if item.key in self._unconditional:
+        if item.key in self._etags:
             assert isinstance(self.store, Store)
             found = await self.store.head(item.key)
             if (found.size_bytes, found.etag) != (item.size_bytes, self._etags[item.key]):
@@ -169,12 +168,8 @@ class Versions:
             below = key.rpartition("/")[0]
             if not [info async for info in store.list(below) if (info.key, info.etag) == (key, item.etag)]:
                 return False
-            if key not in self._etags and found.etag is not None:
-                self._etags[key] = found.etag
-                return True
         log.info("%s: %s is read without a condition, and compared after: %s", store.uri, key, refusal.message)
         self._etags[key] = found.etag
-        self._unconditional.add(key)
         return True
 
 

@@ -117,7 +117,12 @@ class Gossip:
                 answer = await self._probe(address, self.table.my_row())
         except Exception as error:
             self.table.failed(address, refused=_is_refusal(error))
-            self._note_denial(address, error)
+            if not isinstance(error, PermissionDeniedError):
+                self._denials.pop(address, None)
+                return
+            if not self._denials:
+                log.warning("a peer does not accept this node as a member: %s: %s", address, error)
+            self._denials[address] = f"{address}: {error}"
         else:
             self._denials.pop(address, None)
             self.table.merge_answer(answer, address)
@@ -125,15 +130,6 @@ class Gossip:
                 self._names[address] = str(answer["me"].get("name", ""))
         finally:
             del self._probes[address]
-
-    def _note_denial(self, address: str, error: Exception) -> None:
-        if not isinstance(error, PermissionDeniedError):
-            self._denials.pop(address, None)
-            return
-        text = f"{address}: {error}"
-        if not self._denials:
-            log.warning("a peer does not accept this node as a member: %s", text)
-        self._denials[address] = text
 
     @property
     def denied(self) -> str:

@@ -11,6 +11,7 @@ J4  Repeated requests are cheap: a refresh costs one fstat while nothing arrives
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -81,15 +82,14 @@ def open_range(path: Path, at: ByteRange, digest: str = "") -> Opened | None:
         file = open_beneath(path.parent, path.name)
     except FileNotFoundError:
         return None
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, file)
         if os.fstat(file).st_size < at.stop:
-            os.close(file)
             return None
         bring_in(file, at)
-        return Opened(file, at, digest or digest_at(file, at))
-    except BaseException:
-        os.close(file)
-        raise
+        opened = Opened(file, at, digest or digest_at(file, at))
+        stack.pop_all()
+        return opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +183,9 @@ class Holdings:
         return None
 
     def _open(self, place: ChunkPlace) -> Opened | None:
-        file = open_beneath(place.directory, place.path)
-        try:
+        with contextlib.ExitStack() as stack:
+            file = open_beneath(place.directory, place.path)
+            stack.callback(os.close, file)
             if os.fstat(file).st_size < place.byte_range.stop:
                 raise OSError("shorter than it should be")
             digest = place.source.verify(file, place.index, place.chunk)
@@ -192,11 +193,8 @@ class Holdings:
                 self._found_bad(place)
                 return None
             bring_in(file, place.byte_range)
-            opened, file = Opened(file, place.byte_range, digest), -1
-            return opened
-        finally:
-            if file >= 0:
-                os.close(file)
+            stack.pop_all()
+            return Opened(file, place.byte_range, digest)
 
     def _found_bad(self, place: ChunkPlace) -> None:
         with self._lock:

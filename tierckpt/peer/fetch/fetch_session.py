@@ -49,6 +49,7 @@ INTEREST_SECONDS = 10.0
 WINDOW_CHUNKS = 64
 EXPECTED = frozenset({"owned", "no peers"})
 """These requests to the store are no fallback."""
+REASONS = {type(None): "cancelled", ObjectNotFoundError: "missing", PeerBusyError: "busy", IntegrityError: "wrong"}
 
 
 class AgentConnection:
@@ -420,15 +421,8 @@ class FetchSession:
 
     def failed(self, request: ChunkRequest, error: BaseException | None) -> None:
         """Without ``error`` the request was cancelled."""
-        why = "unreachable"
-        if error is None:
-            why = "cancelled"
-        elif isinstance(error, ObjectNotFoundError):
-            why = "missing"
-        elif isinstance(error, PeerBusyError):
-            why = "busy"
-        elif isinstance(error, IntegrityError) and request.source is not SHARED:
-            why = "wrong"
+        why = next((why for kind, why in REASONS.items() if isinstance(error, kind)), "unreachable")
+        if why == "wrong" and request.source is not SHARED:
             self._ban(request.source, str(error))
         self.scheduler.failed(request, time.monotonic(), why)
         if error is not None and request.source is not SHARED:

@@ -243,34 +243,6 @@ def test_of_a_slow_peer_requests_are_taken_back_and_its_chunks_are_stood_in_for(
     assert sum(ask.source == "b" for ask in asked_again) <= 1
 
 
-def slow_b(made: FetchScheduler) -> float:
-    """Have b owe its answers until it counts as slow. Returns the time then."""
-    now = answered_by_all_but_b(made) + 1.0
-    made.choose(now)
-    for ask in made.take_unwanted():
-        made.failed(ask, now, "cancelled")
-    assert made.table.slow == {"b"}
-    return now
-
-
-def test_of_a_slow_peer_nothing_is_asked_that_another_holds() -> None:
-    made = schedule(others=("b", "c", "d"), total=2048)
-    for name in "bcd":
-        made.table.update(name, 0.2, new=range(400))
-    now = slow_b(made)
-    for ask in [ask for asks in list(made.table.requests.values()) for ask, _ in asks if ask.source == "b"]:
-        made.failed(ask, now, "cancelled")
-    only_b = [chunk for chunk in range(1000, 2048) if made.my_rank(chunk) <= 1][:3]
-    made.table.update("b", now, new=only_b)
-    for _ in range(40):
-        for ask in all_asks(made, now):
-            assert ask.source != "b" or ask.chunk in only_b
-            made.completed(ask, now + 0.1)
-        now += 0.1
-    assert not made.table.missing & sum(1 << chunk for chunk in only_b), "a chunk with one holder comes from it"
-    assert (made.table.missing & ((1 << 400) - 1)).bit_count() < 10, "and the rest from the others"
-
-
 def test_one_that_is_ahead_takes_what_others_hold_before_more_from_the_store() -> None:
     made = schedule(total=2048)
     mine = owned_later(made, "a")
@@ -284,29 +256,6 @@ def test_one_that_is_ahead_takes_what_others_hold_before_more_from_the_store() -
     assert {ask.source for ask in asks if isinstance(ask, ChunkRequest)} == {"b"}
     made.table.update("c", SETTLED, new=brought[:1])  # a chunk has spread
     assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(("answer_seconds", "everybody_after"), [(0.1, 1.0), (3.0, 6.0)])
-def test_a_chunk_of_one_holder_is_everybodys_turn_once_those_before_could_have_passed_it_on(
-    answer_seconds: float, everybody_after: float
-) -> None:
-    made = schedule(MANY, total=2048)
-    for name in ("n0", "n1"):
-        made.table.update(name, 0.2, new=range(400))
-    now = SETTLED
-    for ask in [one for one in all_asks(made, now) if one.source is not SHARED]:
-        made.completed(ask, now + answer_seconds)
-    now += answer_seconds
-    made.table.update("n2", now, new=range(1000, 1200))
-    late = [chunk for chunk in range(1000, 1200) if made.my_rank(chunk) > TUNING.copies_first]
-    assert late
-
-    def open_after(seconds: float) -> bool:
-        made.take_turns(now + seconds)
-        return all(made.allowed >> chunk & 1 for chunk in late)
-
-    assert not open_after(0.9 * everybody_after)
-    assert open_after(1.1 * everybody_after)
 
 
 @pytest.mark.parametrize(("slow_to", "owns"), [("b", True), ("bc", False), ("bcd", False), ("bx", True)])
