@@ -35,6 +35,7 @@ DEAD_SECONDS = 5.0
 MEET_SECONDS = 0.2
 POLL_SECONDS = 0.1
 INTEREST_SECONDS = 10.0
+SLOW_SECONDS = 2.5
 LINES_MAX = 64
 MANY_FLOWS = 64
 
@@ -134,6 +135,7 @@ class Node:
         self.has: set[int] = set()
         self.from_store: set[int] = set()
         self.interest: dict[str, float] = {}
+        self.slow_to: dict[str, float] = {}
         self.waiters: dict[int, list[Callable[[], None]]] = {}
         self.busy = 0
         self.under_way: dict[int, list[tuple[ChunkRequest, Flow | None]]] = {}
@@ -171,7 +173,10 @@ class Node:
             return
         live = [n.member for n in world.nodes if not (n.dead and now - world.dead_at > DEAD_SECONDS)]
         names = {self.name, *(name for name, at in self.interest.items() if now - at < INTEREST_SECONDS)}
-        self.schedule.set_members(live, names, now)
+        for name in self.table.slow:
+            world.send(self, name, lambda other: other.slow_to.update({self.name: world.now}), lambda: None)
+        slow_to = {name for name, at in self.slow_to.items() if now - at < SLOW_SECONDS}
+        self.schedule.set_members(live, names, now, slow_to=slow_to)
 
     def poll(self) -> None:
         if self.is_idle():

@@ -100,14 +100,14 @@ def paths(frozen: FileSet) -> list[str]:
     found = [f"{base}/{out}/{out}/etc/passwd" for out in outs]
     found += [f"{base}/{version}/{CHUNK}/{out}?after=0&wait=0" for out in outs]
     found += [f"{base}/{version}{out}/{CHUNK}/1?after=0&wait=0" for out in outs]
-    found += [f"/v1/{kind}/{out}" for kind in ("manifest", "steps") for out in outs] + [
+    found += [f"/v1/{kind}/{out}" for kind in ("manifest", "slow") for out in outs] + [
         f"/{out}/outside" for out in outs
     ]
     found += [f"/v1/segment/{span}" for span in (f"{version}/0/0", f"{version}/0/100000000", f"{version}/-1/4096")]
     found += ["/v1/members/", "/v1/members?x=1", "/v2/members", "//v1/members", "/v1/../v1/members", "/v1/%6dembers"]
     found += [
         "/",
-        f"/v1/manifest/{version}/",
+        f"/v1/slow/{version}/",
         f"{base}/{version.upper()}/{CHUNK}/1?after=0&wait=0",
         f"{base}/{version}/{CHUNK}/01?after=0&wait=0",
         f"{base}/{version}/{CHUNK}/1?after=0&wait=1e9",

@@ -6,6 +6,7 @@ Faults of nodes and networks are in tests/fault/test_fanout.py.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import random
 import shutil
@@ -139,6 +140,9 @@ class SimulatedCluster:
         members = tuple(Member(name, f"{name}:1") for name in ("me", *self.holders))
         return Live(members[0], members[1:])
 
+    async def report_slow(self, member: Member, version: str) -> None:
+        pass
+
     async def report(self, report: object) -> None:
         pass
 
@@ -219,6 +223,30 @@ class SimulatedCluster:
 
 
 ALL_CHUNKS = set(range(COUNT))
+
+
+async def test_slow_node_is_notified_and_steps_back() -> None:
+    peers_cluster = SimulatedCluster(holders={"b": ALL_CHUNKS, "c": ALL_CHUNKS})
+    notices = asyncio.Queue[tuple[str, str]]()
+
+    async def report_slow(member: Member, version: str) -> None:
+        notices.put_nowait((member.name, version))
+
+    peers_cluster.report_slow = report_slow  # type: ignore[method-assign]
+
+    async def view(is_fetching: bool) -> Live:
+        found = await SimulatedCluster.view(peers_cluster, is_fetching)
+        return dataclasses.replace(found, interested=frozenset("bc"), slow_to=frozenset("bc"))
+
+    peers_cluster.view = view  # type: ignore[method-assign]
+    session = await peers_cluster.begin()
+    try:
+        assert session.scheduler.is_slow
+        session.table.slow = frozenset("b")
+        async with asyncio.timeout(60):
+            assert await notices.get() == ("b", peers_cluster.frozen.version)
+    finally:
+        await session.close()
 
 
 async def test_chunks_without_holder_are_marked_and_read_from_the_store() -> None:

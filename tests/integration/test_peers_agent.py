@@ -291,6 +291,26 @@ def test_partial_entry_is_served_while_its_process_is_connected(
 
 
 @pytest.mark.slow
+def test_slow_node_report_reaches_local_fetches_and_expires(nodes: Callable[..., list[Node]]) -> None:
+    (node,) = (one.start() for one in nodes(1))
+    until(lambda: node.live() == {node.address}, "the agent's start")
+    member, version = member_of(node.ask("peers")["me"]), model()[0].version
+
+    async def tell() -> None:
+        client = PeerClient(Settings.load(peer_secret_file=secret_file(node.root.parent, SECRET)), "tester")
+        try:
+            await client.report_slow(member, version)
+        finally:
+            await client.close()
+
+    assert node.ask("peers", version=version)["slow_to"] == []
+    asyncio.run(tell())
+    assert node.ask("peers", version=version)["slow_to"] == ["tester"]
+    assert node.ask("peers", version="0" * 32)["slow_to"] == []
+    until(lambda: node.ask("peers", version=version)["slow_to"] == [], "expiry of the report")
+
+
+@pytest.mark.slow
 def test_heartbeats_do_not_keep_an_idle_agent_but_a_fetch_does(
     nodes: Callable[..., list[Node]], tmp_path: Path
 ) -> None:

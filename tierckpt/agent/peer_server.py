@@ -60,6 +60,8 @@ POLL_SECONDS_MAX = 0.05
 TRIES = 3
 RETRY_AFTER_SECONDS = 1
 INTEREST_SECONDS = 10.0
+SLOW_SECONDS = 2.5
+"""Lifetime of a peer's report that this node is slow, which it repeats every second."""
 INTERESTED_MAX = 8192
 PIECE_BYTES = 1 << 20
 RATE_SECONDS = 10
@@ -157,7 +159,7 @@ class PeerServer:
         self.serving: Counter[str] = Counter()
         self.freed = asyncio.Event()
         self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._interested = RecentNames()
+        self._interested, self._slow = RecentNames(), RecentNames()
         self._rates = Rates()
         self.served: Counter[str] = Counter()
 
@@ -240,6 +242,9 @@ class PeerServer:
             return web.Response(body=data) if data is not None else _missing()
         if kind == "steps":
             return _json({"steps": await self._in_thread(self.holdings.steps, words[0])})
+        if kind == "slow":
+            self._slow.note(words[0], request.name, SLOW_SECONDS)
+            return _json({})
         if kind == "status":
             return _json(await self._in_thread(self.status))
         if kind == "fresh" and self._answers.fresh is not None:
@@ -259,6 +264,9 @@ class PeerServer:
         """Return the peers that recently requested ``version``, and this node if it is fetching that. Blocking."""
         names = self._interested.names(version, INTEREST_SECONDS)
         return names | {self.members.me.name} if self.holdings.is_fetching(version) else names
+
+    def slow_to(self, version: str) -> set[str]:
+        return self._slow.names(version, SLOW_SECONDS)
 
     # --- chunks --------------------------------------------------------------------------------------------------
 

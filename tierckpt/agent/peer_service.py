@@ -214,6 +214,7 @@ class PeerService:
             "me": me.to_json(),
             "live": _fitting([member.to_json() for member in live]),
             "interested": sorted(interested),
+            "slow_to": sorted(server.slow_to(version)) if version is not None else [],
             "unreachable": self.unreachable_nodes(),
             "denied": gossip.denied,
         }

@@ -60,6 +60,8 @@ class Live:
     """Reason why a node does not accept this one as a member."""
     interested: frozenset[str] = frozenset()
     """Members that fill the version asked about."""
+    slow_to: frozenset[str] = frozenset()
+    """Members that have lately reported that this node is slow."""
 
     @property
     def me(self) -> str:
@@ -335,8 +337,9 @@ def live_of(answer: Any) -> Live:
     me = member_of(answer["me"])
     rows = (member_of(row) for row in answer["live"])
     others = tuple(member for member in rows if member.name != me.name)
-    unreachable, interested = (map(str, answer.get(key, ())) for key in ("unreachable", "interested"))
-    return Live(me, others, tuple(unreachable), str(answer.get("denied", "")), frozenset(interested))
+    interested, slow_to = (frozenset(map(str, answer.get(key, ()))) for key in ("interested", "slow_to"))
+    unreachable = tuple(map(str, answer.get("unreachable", ())))
+    return Live(me, others, unreachable, str(answer.get("denied", "")), interested, slow_to)
 
 
 def _expected(peers: str) -> int | None:

@@ -159,6 +159,10 @@ class PeerClient:
         except WireError as error:
             raise _broken(member, str(error)) from None
 
+    async def report_slow(self, member: Member, version: str) -> None:
+        """Report to the peer that it serves a version far slower than others. Raises as ``chunk``."""
+        await self._json(member, f"/v1/slow/{version}")
+
     async def members(self, member: Member | str, me: Json | None = None) -> Json:
         """Send the row ``me``; return the peer's members. Raises as ``chunk``."""
         about = json.dumps(me, separators=(",", ":")) if me is not None else ""

@@ -59,6 +59,7 @@ _PATHS = {
     "steps": re.compile(r"/v1/steps/(t?[0-9a-f]{32})"),
     "segment": re.compile(r"/v1/segment/([0-9a-f]{32})/(0|[1-9]\d{0,15})/([1-9]\d{0,7})"),
     "hub": re.compile(r"/v1/hub/(0|[1-9]\d{0,15})/([1-9]\d{0,9})/([A-Za-z0-9%._~-]+)\?reads=([01])"),
+    "slow": re.compile(r"/v1/slow/([0-9a-f]{32})"),
 }
 
 

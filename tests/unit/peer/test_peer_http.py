@@ -67,6 +67,7 @@ def test_there_are_these_paths_and_no_others() -> None:
     assert route(chunk_target(VERSION, 65536, 7, 3, 1.5)) == ("chunk", (VERSION, "65536", "7", "3", "1.500"))
     assert route(held_target(VERSION, 65536, 3, True)) == ("held", (VERSION, "65536", "3", "1"))
     assert route(f"/v1/manifest/t{VERSION}") == ("manifest", (f"t{VERSION}",))
+    assert route(f"/v1/slow/{VERSION}") == ("slow", (VERSION,))
     assert route(f"/v1/segment/{VERSION}/0/4096") == ("segment", (VERSION, "0", "4096"))
     assert route(hub_target("hf://o/n@1/a b", 0, 8)) == ("hub", ("0", "8", "hf%3A%2F%2Fo%2Fn%401%2Fa%20b", "1"))
     for target in ("/v1/members", "/v1/status", "/v1/fresh", "/v1/drains"):

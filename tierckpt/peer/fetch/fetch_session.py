@@ -27,6 +27,7 @@ from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, Tierck
 from ...ipc.agent_client import private_client
 from ...telemetry import BYTES, PEER_BANS, logger
 from ...types import Json, Tier
+from ..membership import Member
 from ..peer_catalog import PEERS_MESSAGE, Live, live_of
 from .peer_table import SHARED, ChunkRequest, PeerTable, Tuning
 from .scheduler import FetchScheduler
@@ -160,6 +161,8 @@ class FetchSession:
             if now >= report_at:
                 report_at = now + REPORT_SECONDS
                 self._spawn(self._report())
+                for name in self.table.slow & self.table.members.keys():
+                    self._spawn(self._report_slow(self.table.members[name]))
             for name, cursor in self.table.due_polls(now, is_idle=self.scheduler.is_idle):
                 if name not in self._polling:
                     self._polling.add(name)
@@ -177,12 +180,18 @@ class FetchSession:
         self._member_view = view
         now = time.monotonic()
         recent = {name for name, at in self._interested_since.items() if now - at < INTEREST_SECONDS}
-        self.scheduler.set_members(view.members, view.interested | recent, now)
+        self.scheduler.set_members(view.members, view.interested | recent, now, slow_to=view.slow_to)
         self._changed.set()
 
     async def _report(self) -> None:
         with contextlib.suppress(TierckptError, OSError):
             await self._agent.report(self.sources.report())
+
+    async def _report_slow(self, member: Member) -> None:
+        """A slow member owns no chunks. A lost message costs time only."""
+        with contextlib.suppress(TierckptError, OSError, TimeoutError):
+            async with asyncio.timeout(POLL_TIMEOUT_SECONDS):
+                await self._client.report_slow(member, self.frozen.version)
 
     async def _poll(self, name: str, cursor: int) -> None:
         try:

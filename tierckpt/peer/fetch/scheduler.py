@@ -141,6 +141,8 @@ class FetchScheduler:
         self.allowed_slow = 0
         """The same, of chunks that only slow peers hold."""
         self.is_idle = False
+        self.is_slow = False
+        """Two thirds of the others find this node slow."""
         self._place = placement
         self._placement: ChunkOwners | None = None
         self._filling: frozenset[str] = frozenset()
@@ -157,10 +159,21 @@ class FetchScheduler:
 
     # --- members and owners --------------------------------------------------------------------------------------
 
-    def set_members(self, members: Sequence[Member], filling: Iterable[str], now: float) -> None:
-        """Replace the list of live members, with those that fill this version too."""
+    def set_members(
+        self, members: Sequence[Member], filling: Iterable[str], now: float, *, slow_to: Iterable[str] = ()
+    ) -> None:
+        """Replace the list of live members, with those that fill this version too.
+
+        A node that two thirds of the others find slow owns no chunks. Fewer are not enough: when a partition heals,
+        each half finds the other slow.
+        """
         self.table.set_members(members, now)
         self._filling = frozenset(self.table.members.keys() & {*filling, self.table.me})
+        count = len(self._filling.intersection(slow_to))
+        is_slow = count >= 2 and 3 * count >= 2 * (len(self._filling) - 1)
+        if is_slow != self.is_slow:
+            self.is_slow = is_slow
+            self._planned_generation = -1
 
     def assign_owners(self, now: float) -> bool:
         """Assign owners to the chunks. False while members still report."""
@@ -180,7 +193,9 @@ class FetchScheduler:
         return True
 
     def may_own(self, name: str) -> bool:
-        return name == self.table.me or (self.table.is_usable(name) and name not in self.table.slow)
+        if name == self.table.me:
+            return not self.is_slow
+        return self.table.is_usable(name) and name not in self.table.slow
 
     def ranks(self, chunk: int) -> tuple[str, ...]:
         return self._placement.ranks(chunk) if self._placement is not None else (self.table.me,)
@@ -215,8 +230,11 @@ class FetchScheduler:
 
     def plan(self, now: float = 0.0) -> None:
         table, me = self.table, self.table.me
-        mine = [chunk for chunk in positions(table.missing) if self.chunk_owners and self.chunk_owners[chunk] == me]
-        own_chunks = self.order_of(me, mine)
+        own_chunks: list[int] = []
+        if not self.is_slow and self.chunk_owners:
+            own_chunks = self.order_of(
+                me, [chunk for chunk in positions(table.missing) if self.chunk_owners[chunk] == me]
+            )
         instead: list[int] = []
         if not all(map(self.may_own, self._placed)):
             by_owner: dict[str, list[int]] = {}

@@ -258,6 +258,22 @@ def test_one_that_is_ahead_takes_what_others_hold_before_more_from_the_store() -
     assert made.choose(SETTLED).source is SHARED  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(("slow_to", "owns"), [("b", True), ("bc", False), ("bcd", False), ("bx", True)])
+def test_who_is_slow_to_two_thirds_of_the_others_owns_nothing_until_they_say_so_no_more(
+    slow_to: str, owns: bool
+) -> None:
+    names = "abcd"
+    made = schedule(others=names[1:])
+    members = [member(name) for name in names]
+    made.set_members(members, names, SETTLED, slow_to=slow_to)
+    asks = all_asks(made, SETTLED)
+    assert bool(from_store(asks)) == owns
+    made.set_members(members, names, SETTLED + 1.0)
+    again = from_store([*asks, *all_asks(made, SETTLED + 1.0)])
+    assert again
+    assert set(again) <= set(owned(made, "a"))
+
+
 @pytest.mark.parametrize(("owed_seconds", "is_slow"), [(0.8, False), (4.0, True)])
 def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seconds: float, is_slow: bool) -> None:
     made = schedule(others=("b", "c", "d"), total=2048)
