@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +18,6 @@ from ...planning.training_state import Component, TrainingState
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.legend import Legend
-    from matplotlib.lines import Line2D
 
     from ...planning.goodput import Goodput
     from ...planning.simulator import SimulationResult
@@ -28,10 +25,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png", ".pdf")
 LEGEND_POINTS = 40
 CURVE_POINTS = 300
-COINCIDENT_POINTS = 1.5
-COINCIDENT_SHARE = 0.2
-"""Curves less than COINCIDENT_POINTS apart over this share of the shorter one get alternating dashes."""
-DASH = 5.0
+DASHES = ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2)))
+"""A style of each curve, so that curves that coincide are all seen."""
 COLOURS = ("#9c9c9c", "#d98b2b", "#2b7bba", "#1f9e6e", "#8a5fb0")
 PARTS = {
     "kept_seconds": ("kept", "#1f9e6e"),
@@ -119,7 +114,7 @@ def plot_modes(path: Path, sizing: Sizing, runs: Sequence[SimulationResult]) -> 
                 ),
             ]
             for axis, (line, dots) in zip(figure.axes, lines, strict=True):
-                axis.plot([one / step for one in spans], line, color=colour, label=mode.name)
+                axis.plot([one / step for one in spans], line, color=colour, linestyle=DASHES[row], label=mode.name)
                 _add_dots(axis, [one.interval_seconds / step for one in seen], dots, colour, row)
         titles = {
             "Stalled time by save interval": "stall, % of the training time",
@@ -180,7 +175,8 @@ def _draw_ettr(axis: Axes, sizing: Sizing) -> None:
         curve = [(one, share) for one in intervals if (share := 100 * _ettr_at(row, one)) >= bottom]
         shown += [one for one, share in curve if share >= bottom + (top - bottom) / 50]
         colour = COLOURS[place]
-        axis.plot([one / 60 for one, _ in curve], [share for _, share in curve], color=colour, label=row.name)
+        minutes, shares = [one / 60 for one, _ in curve], [share for _, share in curve]
+        axis.plot(minutes, shares, color=colour, linestyle=DASHES[place], label=row.name)
         _add_dots(axis, [chosen / 60], [100 * row.ettr], colour, place)
     axis.set(
         xscale="log",
@@ -214,7 +210,7 @@ def _draw_restores(axis: Axes, sizing: Sizing) -> None:
     gpus = [mesh.gpus for mesh in meshes]
     for index, colour in enumerate(COLOURS):
         seconds = [one.restores[index].seconds for one in sizes]
-        axis.plot(gpus, seconds, ".-", color=colour, label=sizing.restores[index].name)
+        axis.plot(gpus, seconds, marker=".", color=colour, linestyle=DASHES[index], label=sizing.restores[index].name)
     axis.set_xscale("log", base=2)
     axis.set(yscale="log", xlabel="GPUs", ylabel="restore, seconds", title="Restore time by number of GPUs")
     ticks = gpus if gpus[-1] < 1_000_000 else gpus[::2]
@@ -234,9 +230,9 @@ def _draw_stalls(axis: Axes, sizing: Sizing) -> None:
     rates = (slowest, fastest)
     stalls = [sizing.checkpoint_bytes / one for one in rates]
     axis.plot([one / 1e9 for one in rates], stalls, color=COLOURS[0], label="blocking save")
-    axis.axhline(sizing.stage_seconds, color=COLOURS[3], label="staged save")
+    axis.axhline(sizing.stage_seconds, color=COLOURS[3], linestyle=DASHES[1], label="staged save")
     axis.axvline(shared / 1e9, color=COLOURS[1], label="shared storage")
-    axis.axvline(together / 1e9, color=COLOURS[2], label="all local SSDs")
+    axis.axvline(together / 1e9, color=COLOURS[2], linestyle=DASHES[1], label="all local SSDs")
     axis.set(
         xscale="log",
         yscale="log",
@@ -271,62 +267,20 @@ def _plain_ticks(axis: Axes, which: str = "both") -> None:
             one.set_minor_formatter("")
 
 
-def _add_legend(axis: Axes, columns: int) -> Legend:
+def _add_legend(axis: Axes, columns: int) -> None:
     from matplotlib.transforms import ScaledTranslation
 
     figure = axis.get_figure(root=True)
     below = axis.transAxes + ScaledTranslation(0, -LEGEND_POINTS / 72, figure.dpi_scale_trans)  # type: ignore[union-attr]
-    return axis.legend(
+    axis.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, 0),
         bbox_transform=below,
         borderaxespad=0,
         ncols=columns,
         fontsize=8,
-        title_fontsize=8,
         frameon=False,
     )
-
-
-def _separate(axis: Axes) -> bool:
-    """Return whether any lines coincide."""
-    lines = [line for line in axis.get_lines() if not str(line.get_label()).startswith("_")]
-    drawn = {line: _pixels(axis, line) for line in lines if line.get_linestyle() != "None"}
-    groups: list[set[Line2D]] = []
-    for first, second in combinations(drawn, 2):
-        if _coincide(drawn[first], drawn[second], axis.figure.dpi * COINCIDENT_POINTS / 72):
-            joined = {first, second}.union(*(group for group in groups if group & {first, second}))
-            groups = [group for group in groups if not group & joined] + [joined]
-    for group in groups:
-        for index, line in enumerate(line for line in lines if line in group):
-            line.set_linestyle((index * DASH, (DASH, (len(group) - 1) * DASH)))
-            line.set_dash_capstyle("butt")
-    return bool(groups)
-
-
-def _pixels(axis: Axes, line: Line2D) -> Any:
-    import numpy
-
-    corners = line.get_transform().transform(line.get_xydata())
-    corners = corners[numpy.isfinite(corners).all(axis=1)]
-    if not len(corners):
-        return corners
-    steps = numpy.hypot(*numpy.diff(corners, axis=0).T)
-    length = numpy.concatenate([[0.0], numpy.cumsum(steps)])
-    offsets = numpy.arange(0, length[-1] + 1)
-    points = numpy.stack([numpy.interp(offsets, length, corners[:, one]) for one in (0, 1)], axis=1)
-    box = axis.bbox.padded(1)
-    return points[((points >= box.min) & (points <= box.max)).all(axis=1)]
-
-
-def _coincide(first: Any, second: Any, pixels: float) -> bool:
-    import numpy
-
-    shorter, longer = sorted((first, second), key=len)
-    if not len(shorter):
-        return False
-    distances = numpy.linalg.norm(shorter[:, None] - longer[None], axis=2).min(axis=1)
-    return bool((distances < pixels).mean() > COINCIDENT_SHARE)
 
 
 @contextmanager
@@ -346,11 +300,8 @@ def _figure(path: Path, *columns: int) -> Iterator[Figure]:
             axis.grid(visible=True, color="#dddddd", linewidth=0.5)
             axis.set_axisbelow(True)
         yield figure
-        legends = [_add_legend(axis, number) for axis, number in zip(figure.axes, columns, strict=True)]
-        figure.draw_without_rendering()  # lines are compared in pixels
-        for axis, legend in zip(figure.axes, legends, strict=True):
-            if _separate(axis):
-                legend.set_title("alternating dashes: curves that coincide")
+        for axis, number in zip(figure.axes, columns, strict=True):
+            _add_legend(axis, number)
         dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
         with translated(path):
             figure.savefig(path, metadata=dated[path.suffix.lower()])

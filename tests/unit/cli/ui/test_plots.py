@@ -109,15 +109,6 @@ def test_every_curve_of_a_sizing_is_seen_and_fills_its_panel(job: dict[str, Any]
     assert hidden(figure) == []
 
 
-def test_curves_that_coincide_take_turns_and_the_legend_says_so(tmp_path: Path) -> None:
-    sizing = PlanningOptions(gpus=1024, params="175e9", tp=8, pp=16).sizing()  # type: ignore[arg-type]
-    axis = plot_sizing(tmp_path / "size.svg", sizing).axes[1]
-    lines = {str(line.get_label()): line for line in axis.get_lines()}
-    assert list(lines["naive"].get_ydata()) == pytest.approx(list(lines["sharded"].get_ydata()))
-    assert lines["naive"].is_dashed() and lines["sharded"].is_dashed() and not lines["fanned out"].is_dashed()
-    assert "coincide" in axis.get_legend().get_title().get_text()  # type: ignore[union-attr]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["one GPU, tiny model", "64 GPUs", "4096 GPUs, slow store"])
 @pytest.mark.parametrize("days", [1.0, 20.0])
