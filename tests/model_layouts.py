@@ -93,7 +93,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "a variant alone": Layout({"model.fp16.safetensors": ("a",)}, loaded=("model.fp16.safetensors",)),
     "two variants": Layout(
-        {"model.fp16.safetensors": ("a",), "model.bf16.safetensors": ("a",)}, refused='variant="bf16"'
+        {"model.fp16.safetensors": ("a",), "model.bf16.safetensors": ("a",)}, refused="several sets"
     ),
     "a variant that is not there": Layout(
         {**WHOLE, "model.bf16.safetensors": ("a",)}, refused="'bf16'", asked={"variant": "fp16"}
@@ -103,7 +103,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "diffusers: a pipeline": Layout(
         {"unet/diffusion_pytorch_model.safetensors": ("a",), "vae/diffusion_pytorch_model.safetensors": ("b",)},
-        refused='subfolder="unet"',
+        refused="subfolder=",
     ),
     "diffusers: a part of a pipeline": Layout(
         {"unet/diffusion_pytorch_model.safetensors": ("a",), "vae/diffusion_pytorch_model.safetensors": ("b",)},

@@ -82,7 +82,7 @@ MISTAKES = {
     "no permission": ("Checkpointer('run', local_root='/proc/tierckpt').save(1, state)", "local_root /proc/tierckpt"),
     "no such model": ("load_safetensors('nothing')", "does not exist"),
     "torch.save": ("load_safetensors('model.pt')", "torch.save|torch.load"),
-    "text": ("load_safetensors('text.safetensors')", "it is text and begins with 'These are notes and "),
+    "text": ("load_safetensors('text.safetensors')", "it begins with b'These are notes and "),
     "no CUDA": ("load_safetensors('good.safetensors', 'cuda')", "there is no device 'cuda'"),
     "no ninth": ("load_safetensors('good.safetensors', device='cuda:9')", "there is no device 'cuda:9'"),
     "no device": ("load_model('run', device='gpu')", "no device 'gpu'|'cuda'"),

@@ -11,9 +11,7 @@ no other, and together they must cover the file.
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,22 +26,10 @@ HEADER_BYTES_MAX = 100_000_000
 """The limit of the format's own reader."""
 
 _SHOWN = 80
-_BEGIN_BYTES = 64
-_TORCH_SAVE = (
-    "it is a file of torch.save (a zip file or a pickle: .pt, .pth, .bin)",
-    "Load it with torch.load(path, weights_only=True), and write it with safetensors.torch.save_file",
-)
-_KINDS = (
-    (b"PK\x03\x04", *_TORCH_SAVE),
-    *((b"\x80" + bytes([protocol]), *_TORCH_SAVE) for protocol in range(2, 6)),
-    (b"version https://git-lfs", "it is a Git LFS pointer", "`git lfs pull` fetches the real file"),
-    (b"GGUF", "it is a GGUF file", "llama.cpp and the package gguf read it"),
-    (b"\x89HDF\r\n", "it is an HDF5 file", "h5py reads it"),
-    (b"<", "it is a page of HTML or XML", "A fetch that was refused leaves such a file: fetch it again"),
-)
+_BEGIN_BYTES = 20
 _AGAIN = "It was cut short: fetch it again"
 _DAMAGED = "Compare its digest with the source's, and fetch it again if they differ"
-_TEXT = frozenset(b"\t\n\r" + bytes(range(32, 127)))
+_OTHER = "If it is a file of torch.save, load it with torch.load(path, weights_only=True); else fetch it again"
 
 _DTYPES: dict[str, tuple[int, torch.dtype | None]] = {
     "BOOL": (8, torch.bool),
@@ -110,26 +96,12 @@ def read_header(where: str | os.PathLike[str], size_bytes: int, read: Callable[[
     try:
         return parse_header(_text(size_bytes, read), size_bytes)
     except Malformed as wrong:
-        kind, hint = _recognized_kind(size_bytes, read)
         raise IntegrityError(
-            f"{os.fspath(where)} is not a whole safetensors file: {kind or wrong}",
-            hint=hint if kind else wrong.hint,
+            f"{os.fspath(where)} is not a whole safetensors file: {wrong}",
+            hint=wrong.hint,
             file=os.fspath(where).rpartition("/")[2],
             tensor=wrong.tensor,
         ) from wrong.__cause__
-
-
-def _recognized_kind(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> tuple[str, str]:
-    """Return the kind of a file that is not safetensors and a hint, '' if unknown."""
-    begin = bytes(read(ByteRange(0, min(size_bytes, _BEGIN_BYTES))))
-    if not any(begin[4:LENGTH_BYTES]):
-        return "", ""
-    for magic, kind, hint in _KINDS:
-        if begin.lstrip().startswith(magic):
-            return kind, hint
-    if all(byte in _TEXT for byte in begin):
-        return f"it is text and begins with {begin[:20].decode()!r}", "Give a .safetensors file, or its directory"
-    return "", ""
 
 
 def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
@@ -137,7 +109,8 @@ def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
         raise Malformed(f"it has {size_bytes} bytes", hint=_AGAIN)
     length = int.from_bytes(read(ByteRange(0, LENGTH_BYTES)), "little")
     if length > HEADER_BYTES_MAX:
-        raise Malformed(f"its first {LENGTH_BYTES} bytes are no length of a header", hint=_DAMAGED)
+        begin = bytes(read(ByteRange(0, min(size_bytes, _BEGIN_BYTES))))
+        raise Malformed(f"it begins with {begin!r}, which is no length of a header", hint=_OTHER)
     if LENGTH_BYTES + length > size_bytes:
         raise Malformed(f"its header should end at byte {LENGTH_BYTES + length} of {size_bytes}", hint=_AGAIN)
     text = bytes(read(ByteRange(LENGTH_BYTES, LENGTH_BYTES + length)))
@@ -147,81 +120,38 @@ def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
 
 
 def parse_header(text: bytes, size_bytes: int) -> Header:
-    """Return the tensors and metadata. Raises ``Malformed``.
-
-    Accepts the same JSON as safetensors 0.8: the last of two tensors with one name wins, unknown fields are ignored,
-    and an array may replace the fields of a tensor.
-    """
-    fields = _json(text)
-    if not isinstance(fields, _Object):
+    """Return the tensors and metadata. Raises ``Malformed``. Ignores unknown fields, as safetensors does."""
+    try:
+        fields = json.loads(text.decode(), object_pairs_hook=_unique)
+        if b"\\u" in text:
+            json.dumps(fields, ensure_ascii=False).encode()  # fails for half a character
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"its JSON cannot be read: {error}", hint=_DAMAGED) from error
+    if not isinstance(fields, dict):
         raise Malformed("its header is no JSON object")
-    found = [_TensorFields.of(name, value) for name, value in fields if name != _METADATA]
-    metadata = _metadata([value for name, value in fields if name == _METADATA])
+    metadata = fields.pop(_METADATA, None)
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Malformed("its metadata is not text by name")
     begin = LENGTH_BYTES + len(text)
-    last = {one.name: one for one in found}
-    entries = sorted((parse_entry(one, begin) for one in last.values()), key=lambda one: (one.start, one.stop))
+    found = (parse_entry(_TensorFields.of(name, value), begin) for name, value in fields.items())
+    entries = sorted(found, key=lambda one: (one.start, one.stop))
     check_cover(entries, begin, size_bytes)
     return Header(tuple(entries), metadata)
 
 
 _METADATA = "__metadata__"
-_FIELDS = ("dtype", "shape", "data_offsets")
-_DEPTH_MAX = 125
 _COUNT_MAX = 1 << 64
 """The format's own reader overflows here."""
 _SIZE_MAX = (1 << 63) - 1
-_RARE_NUMBER = re.compile(rb"-0|\d{309}")
 
 
-class _Object(list[tuple[str, Any]]):
-    """Keeps the order: names may repeat."""
-
-
-def _json(text: bytes) -> Any:
-    integer = _integer if _RARE_NUMBER.search(text) else int
-    try:
-        found = json.loads(
-            text.decode(), object_pairs_hook=_Object, parse_constant=_number, parse_float=_number, parse_int=integer
-        )
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"its JSON cannot be read: {error}", hint=_DAMAGED) from error
-    if b"\\u" in text and _has_half_a_character(text):
-        raise Malformed("its JSON cannot be read: an escape is half a character", hint=_DAMAGED)
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it has a name twice")
     return found
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):  # JSON has no NaN either
-        raise ValueError(f"{text[:20]} is not a JSON number")
-    return value
-
-
-def _integer(text: str) -> float:
-    value = _number(text)
-    return value if text == "-0" else int(text)
-
-
-def _has_half_a_character(text: bytes) -> bool:
-    half_at = None
-    for match in re.finditer(rb"\\(?:u([0-9a-fA-F]{4})|.)", text, re.DOTALL):
-        code = int(match[1], 16) if match[1] else 0
-        is_second = 0xDC00 <= code < 0xE000
-        if is_second != (half_at is not None and half_at == match.start()) or (half_at is not None and not is_second):
-            return True
-        half_at = match.end() if 0xD800 <= code < 0xDC00 else None
-    return half_at is not None
-
-
-def _metadata(found: list[Any]) -> dict[str, str]:
-    if len(found) > 1:
-        raise Malformed(f"it has {_METADATA} twice")
-    if not found or found[0] is None:
-        return {}
-    [said] = found
-    if not isinstance(said, _Object) or not all(isinstance(value, str) for _, value in said):
-        raise Malformed("its metadata is not text by name")
-    return dict(said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,20 +163,10 @@ class _TensorFields:
 
     @classmethod
     def of(cls, name: str, said: Any) -> _TensorFields:
-        if isinstance(said, _Object):
-            known = [(field, value) for field, value in said if field in _FIELDS]
-            found, values = dict(known), [value for field, value in said if field not in _FIELDS]
-            if len(found) != len(known) or len(found) != len(_FIELDS):
-                raise Malformed(f"{_shown(name)} does not have one dtype, one shape and one data_offsets", name)
-            if any(isinstance(value, list) and _depth(value) > _DEPTH_MAX for value in values):
-                raise Malformed(f"{_shown(name)} has a field that is nested too deeply", name)
-            dtype, shape, offsets = (found[field] for field in _FIELDS)
-        elif isinstance(said, list) and len(said) == len(_FIELDS):
-            dtype, shape, offsets = said
-        else:
-            raise Malformed(f"{_shown(name)} has no dtype, shape and data_offsets", name)
-        if isinstance(dtype, _Object) and len(dtype) == 1 and dtype[0][1] is None:
-            dtype = dtype[0][0]
+        try:
+            dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
+        except (KeyError, TypeError):
+            raise Malformed(f"{_shown(name)} has no dtype, shape and data_offsets", name) from None
         if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
             raise Malformed(f"{_shown(name)} has the unknown dtype {_shown(dtype)}", name)
         if not _are_counts(shape):
@@ -269,18 +189,7 @@ def parse_entry(fields: _TensorFields, begin: int) -> TensorEntry:
 
 
 def _are_counts(value: Any) -> bool:
-    is_array = isinstance(value, list) and not isinstance(value, _Object)
-    return is_array and all(type(item) is int and 0 <= item < _COUNT_MAX for item in value)
-
-
-def _depth(value: list[Any]) -> int:
-    deepest, left = 0, [(value, 1)]
-    while left:
-        one, depth = left.pop()
-        deepest = max(deepest, depth)
-        items = [item for _, item in one] if isinstance(one, _Object) else one
-        left += [(item, depth + 1) for item in items if isinstance(item, list)]
-    return deepest
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < _COUNT_MAX for item in value)
 
 
 def check_cover(entries: list[TensorEntry], begin: int, size_bytes: int) -> None:

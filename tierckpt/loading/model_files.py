@@ -46,7 +46,7 @@ _INDEX = re.compile(
     rf"(?P<base>{_BASE})(?:\.(?P<a>{_VARIANT}))?\.safetensors(?:\.(?P<b>{_VARIANT}))?\.index(?:\.(?P<c>{_VARIANT}))?\.json"
 )
 _OTHER_INDEX = re.compile(r"(?P<base>.*)\.safetensors\.index\.json")
-_CHOOSE = "Choose one, such as load_safetensors(..., {})"
+_CHOOSE = "Choose one: give its file, or variant=, subfolder= or index="
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,30 +118,22 @@ def choose(where: str, names: Sequence[str], *, variant: str = "", index: str = 
         for one in plain:
             if one.base == base:
                 return one.chosen(where)
-    if len(other_indexes) > 1:
-        raise _several(where, other_indexes, _CHOOSE.format(f'index="{other_indexes[0]}"'))
-    if other_indexes:
+    if len(other_indexes) == 1:
         return Weights(index=other_indexes[0])
-    if other_files:
+    if other_files and not other_indexes:
         return Weights(tuple(other_files))
-    if len(plain) > 1:
-        files = [one.names[0] for one in plain]
-        are_single = all(one.single for one in plain)
-        raise _several(where, files, "Give the file to load" if are_single else "Give the file, or index=, to load")
-    if plain:
-        return plain[0].chosen(where)
-    if len(sets) > 1:
-        files = [one.names[0] for one in sets]
-        raise _several(where, files, _CHOOSE.format(f'variant="{sets[0].variant}"'))
-    if sets:
-        return sets[0].chosen(where)
+    left = plain or sets
+    if not other_indexes and len(left) == 1:
+        return left[0].chosen(where)
+    several = other_indexes or [one.names[0] for one in left]
+    if several:
+        raise IntegrityError(
+            f"{where} holds several sets of weights: {_list(several)}", hint=_CHOOSE, file=", ".join(several)
+        )
     raise CheckpointNotFoundError(
-        f"no safetensors files in {where}", hint="`tierckpt export` makes them from a DCP checkpoint"
+        f"no safetensors files in {where}",
+        hint="Give subfolder= of a pipeline; `tierckpt export` makes safetensors files from a DCP checkpoint",
     )
-
-
-def _several(where: str, files: Sequence[str], hint: str) -> IntegrityError:
-    return IntegrityError(f"{where} holds several sets of weights: {_list(files)}", hint=hint, file=", ".join(files))
 
 
 def _sets(names: Sequence[str]) -> tuple[list[_Set], list[str], list[str]]:
@@ -184,8 +176,6 @@ class ModelDirectory(Protocol):
     def files(self) -> list[str]:
         """Exclude subdirectories; sort."""
 
-    def folders_with(self, suffix: str) -> list[str]: ...
-
     def info(self, name: str) -> ObjectInfo | None:
         """Return None if the file is missing."""
 
@@ -214,9 +204,6 @@ class Directory:
 
     def files(self) -> list[str]:
         return sorted(path.name for path in self.path.iterdir() if path.is_file())
-
-    def folders_with(self, suffix: str) -> list[str]:
-        return sorted({path.parent.name for path in self.path.glob(f"*/*{suffix}")})
 
     def info(self, name: str) -> ObjectInfo | None:
         try:
@@ -277,16 +264,7 @@ def open_model(directory: ModelDirectory, name: str = "", *, variant: str = "", 
     if name:
         return ModelTensors(f"{directory.where}/{name}", directory, _merged(directory, _opened(directory, [name])))
     names = directory.files()
-    try:
-        weights = choose(directory.where, names, variant=variant, index=index)
-    except CheckpointNotFoundError as error:
-        has_weights = any(one.endswith(SUFFIX) or _is_index(one) for one in names)
-        below = [] if has_weights else directory.folders_with(SUFFIX)
-        if not below:
-            raise
-        raise CheckpointNotFoundError(
-            f"{error.message}; there are some in {', '.join(below)}", hint=_CHOOSE.format(f'subfolder="{below[0]}"')
-        ) from None
+    weights = choose(directory.where, names, variant=variant, index=index)
     tensors = (
         _indexed(directory, weights.index) if weights.index else _merged(directory, _opened(directory, weights.files))
     )

@@ -218,10 +218,6 @@ class CachedPlace:
     def files(self) -> list[str]:
         return sorted(name for name in self._view.files if "/" not in name)
 
-    def folders_with(self, suffix: str) -> list[str]:
-        found = (name.split("/") for name in self._view.files if name.endswith(suffix))
-        return sorted({parts[0] for parts in found if len(parts) == 2})
-
     def info(self, name: str) -> ObjectInfo | None:
         found = self._view.files.get(name)
         return ObjectInfo(name, found.size_bytes, found.etag) if found is not None else None

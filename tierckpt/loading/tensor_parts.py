@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -10,19 +9,13 @@ import torch
 
 from ..errors import ConfigError, StateMismatchError
 
-_SPELT = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps"}
-_KNOWN = ("cpu", "cuda", "mps", "xpu", "meta")
-
 
 def check_device(device: str | int | torch.device) -> torch.device:
     """Raise ConfigError, with the available devices, if this machine lacks ``device``."""
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError):
-        name = str(device).partition(":")[0].lower()
-        near = _SPELT.get(name) or next(iter(difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.5)), "")
-        suggestion = f"Did you mean {near!r}? " if near else ""
-        raise ConfigError(f"torch knows no device {device!r}", hint=f'{suggestion}Use "cpu" or "cuda:0"') from None
+        raise ConfigError(f"torch knows no device {device!r}", hint='Use "cpu" or "cuda:0"') from None
     if found.type in ("cpu", "meta"):
         return found
     backend = getattr(torch, found.type, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 
 import pytest
@@ -39,15 +38,6 @@ def test_published_layouts(
             assert file in said, "files that are not loaded are named"
     for tensor in layout.less:
         assert repr(tensor) in said
-
-
-@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if re.search(r"\w+=\"", layout.refused)])
-def test_the_call_suggested_by_a_hint_works(name: str, tmp_path: Path, local_root: Path) -> None:
-    directory = write(LAYOUTS[name], tmp_path / "model")
-    with pytest.raises((IntegrityError, CheckpointNotFoundError)) as caught:
-        tierckpt.load_safetensors(directory)
-    [(argument, value)] = re.findall(r'(\w+)="([^"]+)"', caught.value.hint)
-    assert tierckpt.load_safetensors(directory, **{argument: value})
 
 
 def test_invalid_arguments_are_rejected(tmp_path: Path, local_root: Path) -> None:
