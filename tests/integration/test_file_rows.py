@@ -56,7 +56,7 @@ def on_terminal(arguments: list[str], environment: Mapping[str, str], tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("columns", [80, 120])
 def test_file_bars_and_total_progress(columns: int, tmp_path: Path) -> None:
     files = {f"model-{number}-of-3.safetensors": os.urandom(1 << 20) for number in range(1, 4)}
     with hub_of(files) as hub:
@@ -67,8 +67,7 @@ def test_file_bars_and_total_progress(columns: int, tmp_path: Path) -> None:
     whole = {int(row.split("%")[0].split()[-1]) for row in rows if row.startswith("prefetch hf://") and "%" in row}
     assert len(whole) > 4 and max(whole) <= 100
     for name in files:
-        moving = {row.split("%")[1] for row in rows if row.startswith(f"  {name}") and "%" in row}
-        assert len(moving) > 1 and any("MiB" in one and "B/s" in one for one in moving), (name, rows)
+        assert len({row for row in rows if row.endswith(f"% {name}")}) > 1, (name, rows)
     assert max(map(len, rows)) <= columns
 
 
@@ -79,7 +78,7 @@ def test_thousand_files_need_few_rows(tmp_path: Path) -> None:
         text = on_terminal(["prefetch", "hf://org/model", "--to", str(tmp_path / "to")], environment, tmp_path)
     assert len(list((tmp_path / "to").glob("part-*"))) == 1000
     rows = max(len(up) // len("\x1b[1A\x1b[2K") for up in UP.findall(text)) + 1
-    assert 2 < rows <= 1 + FILES_SHOWN
+    assert 2 < rows <= 2 + FILES_SHOWN
     assert "more files" in text
 
 

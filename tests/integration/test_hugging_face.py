@@ -541,7 +541,7 @@ def test_snapshot_is_published_with_all_links(hub: FakeHub, tmp_path: Path, monk
 
 
 def checked(cache: Path, cli: CommandLine, *more: str) -> Done:
-    return cli("prefetch", f"hf://{REPO}", "--hf-cache", "--check", "--to", cache, *more)
+    return cli("cache", "check", f"hf://{REPO}", "--hf-cache", "--to", cache, *more)
 
 
 def test_hf_cache_check_digests_every_file(hub: FakeHub, tmp_path: Path, cli: CommandLine) -> None:
@@ -584,7 +584,7 @@ def test_hf_cache_check_names_the_damaged_file(
         assert str(blob) in wrong[name]
     else:
         assert lacks[name] == (len(files[name]) if harm == "no blob" else 0)
-    shown = cli.text("prefetch", f"hf://{REPO}", "--hf-cache", "--check", "--to", cache)
+    shown = cli.text("cache", "check", f"hf://{REPO}", "--hf-cache", "--to", cache)
     assert shown.code == code
     assert name in shown.out and ("remove the damaged ones" in shown.out) == (code == 5)
     if code == 5:
@@ -614,8 +614,8 @@ def test_hf_cache_accepts_only_repositories(hub: FakeHub, tmp_path: Path, cli: C
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="hf://"):
         tierckpt.prefetch(tmp_path, hf_cache=True)
-    for more in ((tmp_path, "--check"), ("--check",), (f"hf://{REPO}", "--evict")):
-        assert cli("prefetch", "--hf-cache", *more).code == 2
+    for command in (("cache", "check", tmp_path), ("prefetch",), ("prefetch", f"hf://{REPO}", "--pin")):
+        assert cli(*command, "--hf-cache").code == 2
 
 
 # --- kill -9 -------------------------------------------------------------------------------------------------------

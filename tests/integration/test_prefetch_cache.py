@@ -153,21 +153,21 @@ def test_check_finds_missing_files_and_read_data_damaged_ones(tierckpt_: Callabl
     assert absent.document["missing"] == {name: len(data) for name, data in FILES.items()}
     with open_cached(MODEL) as view:
         view.read("config.json")
-    assert tierckpt_("prefetch", MODEL, "--check").document["state"] == "partial"
+    assert tierckpt_("cache", "check", MODEL).document["state"] == "partial"
     directory = Path(tierckpt_("prefetch", MODEL).document["directory"])
-    whole = tierckpt_("prefetch", MODEL, "--check", "--read-data")
+    whole = tierckpt_("cache", "check", MODEL, "--read-data")
     assert (whole.code, whole.document["state"], whole.document["bad"]) == (0, "whole", {})
     flip(directory / "model-00001.safetensors", 5 * CHUNK + 9)
-    assert tierckpt_("prefetch", MODEL, "--check").code == 0
+    assert tierckpt_("cache", "check", MODEL).code == 0
     bad = tierckpt_("cache", "check", MODEL, "--read-data")
     assert bad.code == 5
     name = "model-00001.safetensors"
     problem = f"bytes {5 * CHUNK}-{6 * CHUNK} of {name} are not the bytes that were saved"
     assert bad.document["bad"] == {name: problem}
     bucket.put("run/model/config.json", b"{}")
-    outdated = tierckpt_("prefetch", MODEL, "--check")
+    outdated = tierckpt_("cache", "check", MODEL)
     assert (outdated.code, outdated.document["state"]) == (3, "outdated")
-    listed = tierckpt_("prefetch", "--check").document
+    listed = tierckpt_("cache", "ls").document
     assert [(entry["uri"], entry["state"]) for entry in listed["entries"]] == [(MODEL, "complete")]
 
 
@@ -189,21 +189,21 @@ def test_evict_keeps_pins_and_lists_evicted_and_kept(
     assert (kept.code, kept.document["evicted"], kept.document["kept"][0]["pinned"]) == (3, [], True)
     assert tierckpt_("cache", "unpin", MODEL).document == {"unpinned": [MODEL]}
     assert tierckpt_("cache", "pin", MODEL).document == {"pinned": [MODEL]}
-    assert tierckpt_("prefetch", MODEL, "--unpin").document == {"unpinned": [MODEL]}
+    assert tierckpt_("cache", "unpin", MODEL).document == {"unpinned": [MODEL]}
     plan = tierckpt_("prefetch", "s3://bucket/run/other", "--dry-run").document
     assert (plan["would_fetch_bytes"], plan["fits"]) == (8 * CHUNK, True)
     assert plan["would_evict"] == [{"uri": MODEL, "size_bytes": TOTAL}]
     assert same(directory), "a dry run must not evict"
     assert tierckpt_("prefetch", "s3://bucket/run/other").code == 0
     assert not Path(directory).exists()
-    assert tierckpt_("prefetch", "s3://bucket/run/other", "--evict").document["freed_bytes"] == 8 * CHUNK
-    assert tierckpt_("prefetch", "s3://bucket/run/other", "--evict").code == 4
-    assert tierckpt_("prefetch", "--check").document["entries"] == []
+    assert tierckpt_("cache", "evict", "s3://bucket/run/other").document["freed_bytes"] == 8 * CHUNK
+    assert tierckpt_("cache", "evict", "s3://bucket/run/other").code == 4
+    assert tierckpt_("cache", "ls").document["entries"] == []
 
 
 def test_entry_in_use_by_a_process_is_not_evicted(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
     directory = tierckpt.prefetch(MODEL)
-    kept = tierckpt_("prefetch", MODEL, "--evict")
+    kept = tierckpt_("cache", "evict", MODEL)
     assert (kept.code, kept.document["kept"][0]["uri"]) == (3, MODEL)
     assert same(directory)
 
@@ -268,10 +268,7 @@ def test_unclaimed_shards_of_a_save_are_not_a_model(tmp_path: Path, file_uri: st
     assert (served / ".metadata").read_bytes() == metadata
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [(), (MODEL, "--check", "--evict"), (MODEL, "--evict", "--pin"), (MODEL, MODEL, "--to", "/tmp/nowhere")],
-)
+@pytest.mark.parametrize("arguments", [(), (MODEL, "--dry-run", "--pin"), (MODEL, MODEL, "--to", "/tmp/nowhere")])
 def test_invalid_option_combinations_are_a_usage_error(
     tierckpt_: Callable[..., Done], arguments: tuple[str, ...], bucket: Bucket
 ) -> None:
@@ -353,5 +350,5 @@ def test_prefetched_checkpoint_is_found_by_restore(
         local_root / "checkpoints/file/_" / parse_uri(f"{file_uri}/step-1").path.lstrip("/")
     )
     assert [(item["kind"]) for item in tierckpt_("status").document["local"]] == ["checkpoint"]
-    assert tierckpt_("prefetch", f"{file_uri}/step-1", "--check").document["state"] == "whole"
+    assert tierckpt_("cache", "check", f"{file_uri}/step-1").document["state"] == "whole"
     assert tierckpt_("prefetch", f"{file_uri}/step-1", "--pin").code == 2

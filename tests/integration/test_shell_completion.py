@@ -30,8 +30,6 @@ LINES = {
     f"--log-level err{TAB}": "--log-level error",
     f"ls al{TAB}": "ls alpha/",
     f"restore x --to al{TAB}": "restore x --to alpha/",
-    f"ls file://{{base}}/al{TAB}ga{TAB}": "ls file://{base}/alpha/gamma/",
-    f"cache pin file://{{base}}/oth{TAB}": "cache pin file://{base}/other",
 }
 """Input after ``tierckpt``, and the arguments of the command on Enter."""
 

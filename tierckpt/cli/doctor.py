@@ -34,7 +34,7 @@ from ..quantities import DISK_BLOCK_BYTES
 from ..stores.base import Store
 from ..torch_internals import CHECKED_VERSIONS
 from .ui.output import Report, human_bytes, human_seconds, table
-from .ui.session import Session, complete_uri, location_of
+from .ui.session import Session, location_of
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 EXTRAS = {
@@ -64,12 +64,7 @@ class Finding:
 def doctor(
     session: Session,
     uri: Annotated[
-        str | None,
-        Argument(
-            metavar="[URI]",
-            help="Also test this location: puts, reads and removes a small object.",
-            autocompletion=complete_uri,
-        ),
+        str | None, Argument(metavar="[URI]", help="Also test this location: puts, reads and removes a small object.")
     ] = None,
 ) -> Report:
     """Check the installation, the local root, the journal and, with URI, shared storage. Exit 1 if anything fails."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -16,8 +15,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from ..agent.rollout import Rollout, RolloutWatch, line
-from ..cache.pool import Pool
+from ..agent.rollout import RolloutWatch, line
 from ..cache.prefetch import FileFilter
 from ..errors import ConfigError, ObjectNotFoundError, PartialTransferError, TierckptError
 from ..format.layout import Location
@@ -28,40 +26,26 @@ from ..restore.prefetch import PrefetchRequest, fetch
 from ..restore.prefetch import check as check_prefetched
 from ..restore.prefetch import plan as plan_prefetch
 from ..types import Json
-from .cache import cache_report, checked, evicted, join_reports, unpinned
-from .ui.output import Report, facts, human_bytes, printable
-from .ui.session import ProgressSession, Session, complete_uri, location_of, size_of
+from .cache import join_reports
+from .ui.output import Report, facts, human_bytes, redrawing
+from .ui.session import ProgressSession, Session, location_of, size_of
 
 PENDING_SECONDS = 1800.0
 
-_ONE = "give one of --check, --evict, --unpin, --dry-run", "--pin goes with a fetch"
 EXCLUDED = (
-    (
-        "watch",
-        {"several URIs", "check", "evict", "unpin", "dry_run"},
-        "--watch shows a fetch of one URI",
-        "Without a URI it shows what other nodes fetch",
-    ),
-    ("check", {"evict", "unpin", "dry_run", "pin"}, *_ONE),
-    ("evict", {"unpin", "dry_run", "pin"}, *_ONE),
-    ("unpin", {"dry_run", "pin"}, *_ONE),
-    (
-        "hf_cache",
-        {"pin", "unpin", "evict", "dry_run"},
-        "--hf-cache only fetches and checks",
-        "`hf cache ls` and `hf cache rm` look after that cache",
-    ),
-    ("to", {"several URIs", "no URI"}, "--to takes one URI", "Give one URI at a time, each with its own directory"),
+    ({"watch", "several URIs"}, "--watch shows a fetch of one URI"),
+    ({"watch", "dry_run"}, "--dry-run fetches nothing that --watch could show"),
+    ({"pin", "dry_run"}, "--dry-run fetches nothing that --pin could keep"),
+    ({"pin", "hf_cache"}, "--pin keeps files in the node cache, not in the cache of --hf-cache"),
+    ({"dry_run", "hf_cache"}, "--dry-run plans a fetch to the node cache, not to the cache of --hf-cache"),
+    ({"to", "several URIs"}, "--to takes one URI"),
+    ({"to", "no URI"}, "--to takes one URI"),
 )
-"""A flag, those that exclude it, and the error."""
 
 
 def prefetch(
     session: ProgressSession,
-    uris: Annotated[
-        list[str] | None,
-        Argument(metavar="URI...", help="Models, checkpoints or single objects.", autocompletion=complete_uri),
-    ] = None,
+    uris: Annotated[list[str] | None, Argument(metavar="URI...", help="Models, checkpoints or single objects.")] = None,
     to: Annotated[
         Path | None, Option(metavar="DIR", help="Directory to fill (one URI). Default: this node's cache.")
     ] = None,
@@ -75,10 +59,6 @@ def prefetch(
     include: Annotated[list[str] | None, Option(metavar="GLOB", help="Only matching files; may be repeated.")] = None,
     exclude: Annotated[list[str] | None, Option(metavar="GLOB", help="No matching files; may be repeated.")] = None,
     pin: Annotated[bool, Option(help="Keep it in the cache until it is unpinned.")] = False,
-    unpin: Annotated[bool, Option(hidden=True, help="`tierckpt cache unpin`.")] = False,
-    check: Annotated[bool, Option(hidden=True, help="`tierckpt cache check`.")] = False,
-    read_data: Annotated[bool, Option(hidden=True, help="`tierckpt cache check --read-data`.")] = False,
-    evict: Annotated[bool, Option(hidden=True, help="`tierckpt cache evict`.")] = False,
     dry_run: Annotated[bool, Option(help="Show which files would be fetched and evicted.")] = False,
     max_bytes: Annotated[
         str | None,
@@ -101,10 +81,10 @@ def prefetch(
     locations = [location_of(uri) for uri in uris or ()]
     given |= {"several URIs"} if len(locations) > 1 else set() if locations else {"no URI"}
     given |= {"to"} if to is not None else set()
-    for flag, others, message, hint in EXCLUDED:
-        if flag in given and not given.isdisjoint(others):
-            raise ConfigError(message, hint=hint)
-    if not locations and not watch and (hf_cache or not check):
+    for options, message in EXCLUDED:
+        if options <= given:
+            raise ConfigError(message, hint="`tierckpt prefetch --help` describes the options")
+    if not locations and not watch:
         raise ConfigError("no URI is given", hint="`tierckpt cache ls` lists the cached files")
     if not locations and watch:
         return _watch_rollout(session, None)
@@ -123,12 +103,6 @@ def prefetch(
     requests = [call(location) for location in locations]
     if watch and session.settings().peers is not None:
         return _watched(session, requests[0], limits)
-    if not locations:
-        return cache_report(Pool(session.settings()))
-    if evict or unpin:
-        return evicted(session, locations) if evict else unpinned(session, locations)
-    if check:
-        return checked(session, requests, read_data=read_data)
     with session.progress_bar() as listener, session.client(listener, **limits) as client:
         if not dry_run:
             reports: list[Report] = []
@@ -239,53 +213,33 @@ def _watch_rollout(session: Session, location: Location | None, fetching: Future
     uri = location.uri if location is not None else None
     seen = RolloutWatch(uri, settings)
     with contextlib.suppress(*(() if fetching is not None else (KeyboardInterrupt,))):
-        asyncio.run(_watch_nodes(seen, _RolloutLine(is_quiet=session.as_json), fetching))
+        asyncio.run(_watch_nodes(seen, fetching, is_quiet=session.as_json))
     if seen.rollout is None:
         return Report({"uri": uri, "done": False, "nodes": []}, ["No node was filling anything."])
     return Report(seen.rollout.to_json(), [line(seen.rollout)])
 
 
-async def _watch_nodes(seen: RolloutWatch, out: _RolloutLine, fetching: Future[Report] | None) -> None:
-    begun, settled = time.monotonic(), 0
-    try:
-        while settled < SETTLED_TICKS and (fetching is not None or has_reader(1 if out.is_quiet else 2)):
-            await seen.poll()
-            if fetching is not None and fetching.done():
-                if fetching.exception() is not None:
-                    return
-                settled += seen.rollout is None  # nodes do not report a checkpoint as a fill
-            elif seen.rollout is None and fetching is None and time.monotonic() - begun > BEGIN_SECONDS:
-                raise ObjectNotFoundError(
-                    f"no node is filling {seen.uri or 'anything'}", hint="`tierckpt prefetch URI` on each node fills it"
-                )
-            if seen.rollout is not None:
-                settled = settled + 1 if seen.rollout.is_done else 0
-            out.show(seen.rollout, seen.members)
-            await asyncio.sleep(TICK_SECONDS)
-    finally:
-        out.end()
-        await seen.close()
-
-
-class _RolloutLine:
-    """Rewrites one line on a terminal, else prints a new one now and then; none with ``--json``."""
-
-    def __init__(self, *, is_quiet: bool) -> None:
-        self.is_quiet, self._is_live = is_quiet, sys.stderr.isatty()
-        self._said_at, self._width = float("-inf"), 0
-
-    def show(self, rollout: Rollout | None, members: int) -> None:
-        if self.is_quiet or (not self._is_live and time.monotonic() - self._said_at < LINE_SECONDS):
-            return
-        self._said_at = time.monotonic()
-        text = line(rollout) if rollout is not None else f"none of {members} nodes is filling anything yet"
-        if self._is_live:
-            text = printable(text)[: shutil.get_terminal_size().columns - 1]
-            self._width, text = len(text), "\r" + text.ljust(self._width)
-        sys.stderr.write(text if self._is_live else printable(text) + "\n")
-        sys.stderr.flush()
-
-    def end(self) -> None:
-        if self._is_live and self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-            sys.stderr.flush()
+async def _watch_nodes(seen: RolloutWatch, fetching: Future[Report] | None, *, is_quiet: bool) -> None:
+    begun, settled, said_at = time.monotonic(), 0, float("-inf")
+    with redrawing(sys.stderr, transient=True) as draw:
+        try:
+            while settled < SETTLED_TICKS and (fetching is not None or has_reader(1 if is_quiet else 2)):
+                await seen.poll()
+                if fetching is not None and fetching.done():
+                    if fetching.exception() is not None:
+                        return
+                    settled += seen.rollout is None  # nodes do not report a checkpoint as a fill
+                elif seen.rollout is None and fetching is None and time.monotonic() - begun > BEGIN_SECONDS:
+                    raise ObjectNotFoundError(
+                        f"no node is filling {seen.uri or 'anything'}",
+                        hint="`tierckpt prefetch URI` on each node fills it",
+                    )
+                if seen.rollout is not None:
+                    settled = settled + 1 if seen.rollout.is_done else 0
+                if not is_quiet and time.monotonic() - said_at >= (0 if sys.stderr.isatty() else LINE_SECONDS):
+                    said_at = time.monotonic()
+                    nobody = f"none of {seen.members} nodes is filling anything yet"
+                    draw(nobody if seen.rollout is None else line(seen.rollout))
+                await asyncio.sleep(TICK_SECONDS)
+        finally:
+            await seen.close()

@@ -13,8 +13,7 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
-from rich.console import Group, RenderableType
-from rich.live import Live
+from rich.console import RenderableType
 from typer import Option
 
 from ..agent.node_document import ask_agent, node_document, peers_document
@@ -25,7 +24,7 @@ from ..errors import ConfigError
 from ..format.layout import GRADIENTS_DIR, location_at, step_of
 from ..save import log_segments
 from ..types import Json
-from .ui.output import Report, console, facts, human_bytes, human_seconds, safe, table
+from .ui.output import Report, facts, human_bytes, human_seconds, redrawing, table
 from .ui.session import Session
 
 SHOWN = 3
@@ -104,16 +103,9 @@ def _from_elsewhere(url: str) -> str:
 
 
 def _redraw(view: Callable[[], list[RenderableType]], interval_seconds: float) -> None:
-    out = console(sys.stdout)
-    can_move = out.is_terminal and not out.is_dumb_terminal
-    in_place = Live(console=out, auto_refresh=False) if can_move else contextlib.nullcontext()
-    with contextlib.suppress(KeyboardInterrupt), in_place as live:
+    with contextlib.suppress(KeyboardInterrupt), redrawing(sys.stdout) as draw:
         while True:
-            picture = Group(*map(safe, view()))
-            if live is None:
-                out.print(picture)
-            else:
-                live.update(picture, refresh=True)
+            draw(*view())
             time.sleep(interval_seconds)
 
 

@@ -5,7 +5,6 @@ Text for people has no control characters: object names are untrusted, and a ter
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import re
@@ -13,13 +12,14 @@ import string
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 from rich import box
-from rich.console import Console, ConsoleDimensions, Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -42,15 +42,10 @@ from ...redaction import redact_all
 from ...telemetry import ignore_progress
 
 WIDTH_WHEN_PIPED = 100_000
-WIDTH_MIN = 40
-"""A narrower terminal wraps the lines itself."""
-
 LINE_SECONDS = 0.5
 TRANSFERS_SHOWN, FILES_SHOWN = 4, 8
-NAME_WIDTH, NOTE_WIDTH = 26, 14
-"""Longer names are cut to their end."""
 INDENT = "  "
-WIDTH_NARROW, WIDTH_WIDE = 80, 100
+WIDTH_WIDE = 100
 """Narrower bars do not show the remaining time."""
 Progressing = Literal["auto", "json", "none"]
 
@@ -144,69 +139,42 @@ def _one_line(max_width: int | None = None) -> Column:
     return Column(no_wrap=True, overflow="ellipsis", max_width=max_width)
 
 
-class _Rows(Progress):
-    def get_renderables(self) -> Iterator[RenderableType]:
-        yield self.make_tasks_table(sorted(self.tasks, key=lambda task: task.fields["order"]))
+class _Bars(Progress):
+    """A row for each of a few transfers, and a line for each of a few of their files in flight."""
 
+    def __init__(self, *columns: ProgressColumn, console: Console) -> None:
+        self._transfers: dict[str, TaskID] = {}
+        self._files: dict[str, tuple[types.FileProgress, ...]] = {}
+        super().__init__(*columns, console=console, transient=True)
 
-class _Bars:
-    def __init__(self, rows: Progress, name_width: int) -> None:
-        self._rows, self._name_width = rows, name_width
-        self._transfers: dict[str, tuple[int, TaskID]] = {}
-        self._done: set[str] = set()
-        self._files: dict[types.FileProgress, tuple[str, TaskID]] = {}
-        self._added = itertools.count()
-
-    def __call__(self, progress: types.Progress, /) -> None:
+    def show(self, progress: types.Progress, /) -> None:
         what, is_done = progress.what, progress.done_bytes >= progress.total_bytes
+        if is_done:
+            self._files.pop(what, None)
+        else:
+            self._files[what] = progress.files
         if what not in self._transfers and not self._add_transfer(what):
             return
-        for file, (owner, row) in [*self._files.items()]:
-            if file.done_bytes >= file.total_bytes or (is_done and owner == what):
-                self._remove_file(file)
-            else:
-                self._rows.update(row, completed=file.done_bytes)
-        unseen = 0
-        for file in progress.files if not is_done else ():
-            unseen += not (file in self._files or self._add_file(file, progress))
-        note = ", ".join(filter(None, (progress.note, f"{unseen} more files" if unseen else "")))
-        row = self._transfers[what][1]
-        self._rows.update(row, completed=progress.done_bytes, total=progress.total_bytes, note=printable(note))
-        if is_done:
-            self._done.add(what)
-        else:
-            self._done.discard(what)
+        note, row = printable(progress.note), self._transfers[what]
+        self.update(row, completed=progress.done_bytes, total=progress.total_bytes, note=note)
 
     def _add_transfer(self, what: str) -> bool:
+        """Take the row of a finished transfer if all are taken."""
         if len(self._transfers) >= TRANSFERS_SHOWN:
-            done = next((one for one in self._transfers if one in self._done), None)
+            done = next((one for one, row in self._transfers.items() if self._tasks[row].finished), None)
             if done is None:
                 return False
-            self._rows.remove_task(self._transfers.pop(done)[1])
-        number = next(self._added)
-        row = self._rows.add_task(printable(what), total=None, note="", order=(number, number))
-        self._transfers[what] = number, row
+            self.remove_task(self._transfers.pop(done))
+        self._transfers[what] = self.add_task(printable(what), total=None, note="")
         return True
 
-    def _add_file(self, file: types.FileProgress, progress: types.Progress) -> bool:
-        """A file keeps its row between two of its chunks, unless another needs it."""
-        if len(self._files) >= FILES_SHOWN:
-            own = (one for one, (what, _) in self._files.items() if what == progress.what)
-            idle = next((one for one in own if one not in progress.files), None)
-            if idle is None:
-                return False
-            self._remove_file(idle)
-        name = printable(file.path)
-        name = name if len(name) <= self._name_width else f"..{name[2 - self._name_width :]}"
-        order = (self._transfers[progress.what][0], next(self._added))
-        row = self._rows.add_task(
-            INDENT + name, completed=file.done_bytes, total=file.total_bytes, note="", order=order
-        )
-        self._files[file] = progress.what, row
-        return True
-
-    def _remove_file(self, file: types.FileProgress) -> None:
-        self._rows.remove_task(self._files.pop(file)[1])
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        files = [file for some in [*self._files.values()] for file in some]
+        shown = [f"{100 * file.done_bytes / max(1, file.total_bytes):3.0f} % {printable(file.path)}" for file in files]
+        more = len(shown) - FILES_SHOWN
+        for text in [*shown[:FILES_SHOWN], *([f"{more} more files"] if more > 0 else [])]:
+            yield Text(INDENT + text, no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
@@ -224,18 +192,15 @@ def progress_bar(
         yield ignore_progress
         return
     target = console(sys.stderr)
-    is_wide = target.width >= WIDTH_WIDE
-    spare = max(0, target.width - (WIDTH_WIDE if is_wide else WIDTH_NARROW)) // 2
-    name_width = NAME_WIDTH + spare
-    name = TextColumn("{task.description}", markup=False, table_column=_one_line(name_width + len(INDENT)))
+    name = TextColumn("{task.description}", markup=False, table_column=_one_line(target.width // 3))
     columns: list[ProgressColumn] = [name, BarColumn(), TaskProgressColumn()]
     if of == "bytes":
         columns += [DownloadColumn(binary_units=True, table_column=_one_line()), TransferSpeedColumn(_one_line())]
-    if is_wide:
+    if target.width >= WIDTH_WIDE:
         columns.append(TimeRemainingColumn(table_column=_one_line()))
-    columns.append(TextColumn("{task.fields[note]}", markup=False, table_column=_one_line(NOTE_WIDTH + spare)))
-    with _Rows(*columns, console=target, transient=True) as rows:
-        yield _Bars(rows, name_width)
+    columns.append(TextColumn("{task.fields[note]}", markup=False, table_column=_one_line(target.width // 6)))
+    with _Bars(*columns, console=target) as bars:
+        yield bars.show
 
 
 class _Formatter(string.Formatter):
@@ -352,16 +317,24 @@ def console(stream: TextIO) -> Console:
     return _Console(file=stream, width=width, markup=False, highlight=False, emoji=False)
 
 
+@contextmanager
+def redrawing(stream: TextIO, *, transient: bool = False) -> Iterator[Callable[..., None]]:
+    """Yield a function that draws over its last picture on a terminal, and else prints each."""
+    out = console(stream)
+    can_move = out.is_terminal and not out.is_dumb_terminal
+    with Live(console=out, auto_refresh=False, transient=transient) if can_move else nullcontext() as live:
+
+        def draw(*parts: RenderableType) -> None:
+            picture = Group(*map(safe, parts))
+            if live is None:
+                out.print(picture)
+            else:
+                live.update(picture, refresh=True)
+
+        yield draw
+
+
 class _Console(Console):
-    @property
-    def size(self) -> ConsoleDimensions:
-        size = super().size
-        return ConsoleDimensions(max(size.width, WIDTH_MIN), size.height)
-
-    @size.setter
-    def size(self, size: tuple[int, int]) -> None:
-        Console.size.fset(self, size)  # type: ignore[attr-defined]
-
     def show_cursor(self, show: bool = True) -> bool:
         """Leave the cursor visible: a signal may end the command before it is shown again."""
         return False

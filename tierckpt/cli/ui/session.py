@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -24,33 +22,8 @@ from ...telemetry import ignore_progress
 from ...types import ProgressListener
 from .output import Progressing, Report, progress_bar
 
-
-def complete_uri(incomplete: str) -> list[str]:
-    """The shell completes plain paths itself."""
-    scheme, separator, path = incomplete.partition("://")
-    if scheme not in {"file", "local"} or not path.startswith("/"):
-        return []
-    found = _entries(path)
-    if len(found) == 1 and found[0].endswith("/"):
-        found += _entries(found[0])  # a shell appends a space to a single candidate
-    return [scheme + separator + one for one in found]
-
-
-def _entries(path: str) -> list[str]:
-    parent, _, name = path.rpartition("/")
-    with contextlib.suppress(OSError), os.scandir(f"{parent}/") as entries:
-        names = ((entry.name, "/" if entry.is_dir() else "") for entry in entries if entry.name.startswith(name))
-        return sorted(f"{parent}/{one}{end}" for one, end in names if name or not one.startswith("."))
-    return []
-
-
 UriArgument = Annotated[
-    str,
-    Argument(
-        metavar="URI",
-        help="s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path.",
-        autocompletion=complete_uri,
-    ),
+    str, Argument(metavar="URI", help="s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path.")
 ]
 JsonOption = Annotated[bool, Option("--json", help="Print one JSON document; errors as JSON on stderr.")]
 

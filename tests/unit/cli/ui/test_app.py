@@ -33,7 +33,7 @@ UNDECODABLE = "\udcff"
 
 SIZE = ["size", "--params", "7e9"]
 SHOWN = [["status"], ["ls", "{runs}"], ["info", "{run}"], SIZE, ["--help"], ["ls", "--help"], ["status", "--json"]]
-DONE = [["prefetch", "{source}", "--to", "{base}/to"], ["drain"], ["prefetch", "--check"]]
+DONE = [["prefetch", "{source}", "--to", "{base}/to"], ["drain"], ["cache", "ls"]]
 REFUSED = [["ls", "{base}/nowhere"], ["no-verb"]]
 SHOWN_ALL = [
     *([*arguments, "--json"] for arguments in (["ls", "{runs}"], ["info", "{run}"], SIZE, ["verify", "{run}"])),
@@ -50,7 +50,7 @@ DONE_ALL = [
     ["adopt", "{plain}", "{base}/adopted/step-1"],
     ["doctor"],
     ["agent", "--stop"],
-    ["prefetch", "{source}", "--unpin"],
+    ["cache", "unpin", "{source}"],
     ["drain", "--wait"],
 ]
 
@@ -168,7 +168,7 @@ def test_tables_of_any_names_on_any_terminal(
     environment: dict[str, str], is_terminal: bool, place: dict[str, str], tmp_path: Path
 ) -> None:
     to = ["prefetch", "{source}", "--to", "{base}/to"]
-    commands = [*SHOWN, to, [*to, "--check", "--json"], ["prefetch", "{source}"], ["prefetch", "--check"], *REFUSED]
+    commands = [*SHOWN, to, ["cache", "check", *to[1:], "--json"], ["prefetch", "{source}"], ["cache", "ls"], *REFUSED]
     try:
         ours, theirs = pty.openpty() if is_terminal else os.pipe()
     except OSError as error:
