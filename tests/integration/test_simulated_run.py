@@ -20,8 +20,7 @@ from tests.fault.runner import start
 from tests.unit.planning.test_simulator import RATES
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.planning.goodput import Goodput, analyse, read_start
-from tierckpt.planning.scenario import Cluster, Configuration
-from tierckpt.planning.simulator import SimulationResult, simulate
+from tierckpt.planning.simulator import Cluster, Configuration, SimulationResult, simulate
 
 KILLS = 25 if os.environ.get("TIERCKPT_TEST_SWEEP") == "full" else 3
 MEAN_SECONDS = 2.0

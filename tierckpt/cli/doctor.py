@@ -11,7 +11,7 @@ import secrets
 import shutil
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -221,68 +221,54 @@ async def _store(mover: Mover, location: Location) -> list[Finding]:
     except TierckptError as error:
         return [Finding("store", FAIL, str(error))]
     made = nearest_existing(Path(location.path)) if location.scheme == "file" else None
-    key, data = f".tierckpt-doctor-{secrets.token_hex(6)}", secrets.token_bytes(1024)
-    steps: dict[str, Callable[[Store, str, bytes], Awaitable[str]]] = {
-        "store reachable": _reach,
-        "store put": _put,
-        "store get": _get,
-        "store put-if-absent": _put_again,
-        "store delete": _delete,
-    }
-    checks = []
+    key, names = f".tierckpt-doctor-{secrets.token_hex(6)}", iter(STORE_CHECKS)
+    sources = "; ".join(f"{name} {value}" for name, value in getattr(store, "sources", {}).items())
+    checks = [Finding("store configuration", OK, sources)] if sources else []
     try:
-        for name, step in steps.items():
-            try:
-                checks.append(Finding(name, OK, await step(store, key, data)))
-            except TierckptError as error:
-                checks.append(Finding(name, FAIL, str(error)))
-                break
-        sources = "; ".join(f"{name} {value}" for name, value in getattr(store, "sources", {}).items())
-        return [Finding("store configuration", OK, sources), *checks] if sources else checks
+        async for detail in _probe_store(store, key):
+            checks.append(Finding(next(names), OK, detail))  # noqa: PERF401 - keeps those before a failure
+    except TierckptError as error:
+        checks.append(Finding(next(names), FAIL, str(error)))
     finally:
         with contextlib.suppress(TierckptError):  # already reported
             await store.delete(key)
         if made is not None:
             await asyncio.to_thread(_remove_empty, Path(location.path), made)
+    return checks
 
 
-async def _reach(store: Store, key: str, data: bytes) -> str:
+STORE_CHECKS = ("store reachable", "store put", "store get", "store put-if-absent", "store delete")
+
+
+async def _probe_store(store: Store, key: str) -> AsyncIterator[str]:
+    """Yield a detail for each of ``STORE_CHECKS``."""
+    data = secrets.token_bytes(1024)
     try:
         await store.head(key)
     except ObjectNotFoundError as error:
         if type(error) is not ObjectNotFoundError:
             raise  # the bucket itself is missing
-    return f"{store.uri} answers, the credentials are good"
-
-
-async def _put(store: Store, key: str, data: bytes) -> str:
+    yield f"{store.uri} answers, the credentials are good"
     begun = time.monotonic()
     await store.put(key, data, if_absent=True)
-    return f"{(time.monotonic() - begun) * 1000:.0f} ms"
-
-
-async def _get(store: Store, key: str, data: bytes) -> str:
+    yield f"{(time.monotonic() - begun) * 1000:.0f} ms"
     begun = time.monotonic()
     if await store.get(key) != data:
         raise IntegrityError("the store returned other bytes than were written")
-    return f"{(time.monotonic() - begun) * 1000:.0f} ms, same bytes"
-
-
-async def _put_again(store: Store, key: str, data: bytes) -> str:
+    yield f"{(time.monotonic() - begun) * 1000:.0f} ms, same bytes"
     try:
         await store.put(key, b"second", if_absent=True)
     except PreconditionFailedError:
-        return "supported" if store.has_put_if_absent else "checked, then put: two racing saves may both win"
-    raise StoreError("a second put-if-absent overwrote the first: racing saves would overwrite each other")
-
-
-async def _delete(store: Store, key: str, data: bytes) -> str:
+        yield "supported" if store.has_put_if_absent else "checked, then put: two racing saves may both win"
+    else:
+        raise StoreError("a second put-if-absent overwrote the first: racing saves would overwrite each other")
     await store.delete(key)
     try:
         await store.head(key)
     except ObjectNotFoundError:
-        return "gone"
-    raise StoreError("the deleted object is still there")
+        yield "gone"
+    else:
+        raise StoreError("the deleted object is still there")
 
 
 def _remove_empty(path: Path, stop: Path) -> None:

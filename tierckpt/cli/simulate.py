@@ -16,7 +16,6 @@ from ..errors import ConfigError
 from ..planning import Sizing
 from ..planning.checked_numbers import parse_seconds, positive, whole
 from ..planning.ettr import DAY_SECONDS
-from ..planning.scenario import Cluster, Configuration, FailureKind, configuration_of, configurations_of, failures_of
 from ..types import Json
 from .size import PlotOption, modes_view, plotted
 from .ui import plots
@@ -25,7 +24,7 @@ from .ui.planning_options import PlanningOptions
 from .ui.session import JsonOption
 
 if TYPE_CHECKING:
-    from ..planning.simulator import SimulationResult
+    from ..planning.simulator import Configuration, SimulationResult
 
 
 logger = logging.getLogger(__name__)
@@ -62,6 +61,7 @@ def simulate(
 
     tierckpt simulate --params 1e12 --tp 8 --pp 16 --dp 128 --days 30
     """
+    from ..planning.simulator import Cluster, configurations_of, failures_of
     from ..planning.simulator import simulate as run
 
     sizing = options.sizing()
@@ -131,19 +131,19 @@ def _warn_of_no_failure(runs: list[SimulationResult], days: float, mtbf_seconds:
     calm = [one for one in runs if not sum(one.failures.values())]
     if not calm:
         return
-    seen_days = max(one.wall_seconds for one in calm) / DAY_SECONDS
-    longer = math.ceil(max(HORIZON_MTBFS * mtbf_seconds / DAY_SECONDS, 2 * days))
     logger.warning(
-        "no failure in %.3g simulated days (%s), so ETTR counts no restart and no lost work: one is due every %s, %s",
-        seen_days,
+        "no failure in %.3g simulated days (%s), so ETTR counts no restart and no lost work: one is due every %s; "
+        "give --days %d (--modes simulates %d checkpoints at most)",
+        max(one.wall_seconds for one in calm) / DAY_SECONDS,
         "all configurations" if len(calm) == len(runs) else ", ".join(dict.fromkeys(one.name for one in calm)),
         human_seconds(mtbf_seconds),
-        # Only --modes simulates fewer days.
-        f"give --days {longer}" if seen_days >= days else f"and --modes simulates {MODE_SAVES_MAX} checkpoints at most",
+        math.ceil(max(HORIZON_MTBFS * mtbf_seconds / DAY_SECONDS, 2 * days)),
+        MODE_SAVES_MAX,
     )
 
 
 def _compare_modes(sizing: Sizing, days: float, seed: int, plot: Path | None, *, as_json: bool) -> Report:
+    from ..planning.simulator import Cluster, FailureKind
     from ..planning.simulator import simulate as run
 
     failures = FailureKind("process", DAY_SECONDS / sizing.mtbf_seconds / sizing.mesh.nodes, wipes=False)
@@ -178,6 +178,8 @@ def _compare_modes(sizing: Sizing, days: float, seed: int, plot: Path | None, *,
 
 def _points(sizing: Sizing) -> Iterator[Configuration]:
     """Yield the best interval of each way, and longer ones."""
+    from ..planning.simulator import configuration_of
+
     for mode in sizing.modes:
         best = mode.best_interval_seconds(sizing.mtbf_seconds)
         for index in range(MODE_POINTS):

@@ -46,22 +46,6 @@ def exact(stall_seconds: float, mtbf_seconds: float) -> float:
     return low * mtbf_seconds
 
 
-def to_steps(interval_seconds: float, step_seconds: float, stall_seconds: float, mtbf_seconds: float) -> int:
-    """Return the neighbouring number of whole steps with the higher ETTR."""
-    steps = interval_seconds / positive(step_seconds, "step time")
-    nearest = sorted({max(1, math.floor(steps)), max(1, math.ceil(steps))})
-    return max(nearest, key=lambda k: ettr.exact(k * step_seconds, stall_seconds, mtbf_seconds, 0.0))
-
-
-def two_level(
-    local_stall_seconds: float, local_mtbf_seconds: float, shared_stall_seconds: float, shared_mtbf_seconds: float
-) -> tuple[float, int]:
-    """Return the local interval, and how many make a shared one: W = √(2C/λ) (Benoit et al.)."""
-    local = young(local_stall_seconds, local_mtbf_seconds)
-    shared = young(shared_stall_seconds, shared_mtbf_seconds)
-    return local, max(1, round(shared / local)) if local > 0 else 1
-
-
 def checkfreq_steps(
     step_seconds: float, blocked_seconds: float, durable_seconds: float, overhead_max: float = OVERHEAD_MAX
 ) -> int:

@@ -5,8 +5,7 @@ Parameters count as spread evenly over tensor- and pipeline-parallel ranks.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -43,12 +42,6 @@ def from_number(text: str | float, expert_text: str | float | None = None) -> Mo
     """Parse ``"175e9"``, ``"70b"``. Raises ConfigError."""
     experts = parse_count(expert_text, "expert parameters") if expert_text else 0
     return Model(parse_count(text, "parameters"), experts)
-
-
-def from_shapes(shapes: Mapping[str, Sequence[int]], name: str = "") -> Model:
-    """Count full shapes. Names with ``.experts.`` are experts. Raises ConfigError: no parameters."""
-    counts = {key: math.prod(shape) for key, shape in shapes.items()}
-    return Model(sum(counts.values()), sum(count for key, count in counts.items() if EXPERT_MARK in key), name=name)
 
 
 def from_config(config: Mapping[str, Any]) -> Model:

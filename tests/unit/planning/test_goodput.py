@@ -13,8 +13,7 @@ from tierckpt.errors import ConfigError
 from tierckpt.planning import ettr, simulator
 from tierckpt.planning.drain_policy import Rules
 from tierckpt.planning.goodput import Goodput, analyse, read_start
-from tierckpt.planning.scenario import Cluster, Configuration
-from tierckpt.planning.simulator import SimulationResult, simulate
+from tierckpt.planning.simulator import Cluster, Configuration, SimulationResult, simulate
 
 
 def line(what: str, at: float, step: int | None = None, **more: Any) -> dict[str, Any]:

@@ -11,18 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tierckpt.errors import ConfigError
-from tierckpt.planning import (
-    Level,
-    checkfreq_steps,
-    daly,
-    ettr,
-    exact,
-    optimal_interval,
-    plan,
-    to_steps,
-    two_level,
-    young,
-)
+from tierckpt.planning import Level, checkfreq_steps, daly, ettr, exact, optimal_interval, plan, young
 
 stalls = st.floats(1e-3, 1e3)
 ratios = st.floats(3.0, 1e6)
@@ -93,11 +82,6 @@ LOCAL = Level("local", stall_seconds=2, restart_seconds=0, mtbf_seconds=3600)
 SHARED = Level("shared", stall_seconds=60, restart_seconds=0, mtbf_seconds=36000)
 
 
-def test_two_levels_follow_the_formula() -> None:
-    local, every = two_level(2, 3600, 60, 36000)
-    assert (local, every) == (pytest.approx(120), 17)
-
-
 def test_the_nested_formula_is_exact_for_one_level() -> None:
     level = Level("shared", 60, 30, 600, latency_seconds=10)
     assert ettr.nested([level], 200, [1]) == pytest.approx(ettr.exact(200, 60, 600, 30, 10))
@@ -151,12 +135,6 @@ def test_free_checkpoints_are_taken_every_step() -> None:
 def test_without_failures_the_interval_is_long_and_finite() -> None:
     found = plan([Level("local", 1.0, 30, math.inf)], step_seconds=10.0)
     assert 86400 < found.steps * 10 <= 30 * 86400
-
-
-def test_rounding_chooses_the_better_neighbour() -> None:
-    steps = to_steps(exact(2, 3600), 50.0, 2, 3600)
-    assert steps == 2  # 118.7 s are between 2 and 3 steps
-    assert to_steps(1.0, 50.0, 2, 3600) == 1
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,17 @@ from tierckpt.errors import ConfigError
 from tierckpt.planning import Bandwidths, Level, Mesh, Site, ettr, exact, from_number, size, state_of
 from tierckpt.planning.drain_policy import Rules
 from tierckpt.planning.replica_placement import survival_probability
-from tierckpt.planning.scenario import Cluster, Configuration, FailureKind, configurations_of, failures_of
-from tierckpt.planning.simulator import Flow, Pipe, SimulationResult, simulate
+from tierckpt.planning.simulator import (
+    Cluster,
+    Configuration,
+    FailureKind,
+    Flow,
+    Pipe,
+    SimulationResult,
+    configurations_of,
+    failures_of,
+    simulate,
+)
 
 GB, TB = 1e9, 1e12
 RATES = Bandwidths(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tierckpt.planning import Bandwidths, Mesh, Site, Sizing, ettr, from_number, size, state_of
-from tierckpt.planning.scenario import Cluster, FailureKind, configuration_of
-from tierckpt.planning.simulator import SimulationResult, simulate
+from tierckpt.planning.simulator import Cluster, FailureKind, SimulationResult, configuration_of, simulate
 from tierckpt.planning.transfer_times import Mode, modes
 
 LINK = 1e9

@@ -20,8 +20,7 @@ from matplotlib.lines import Line2D  # noqa: E402
 from tierckpt.cli.ui.planning_options import PlanningOptions  # noqa: E402
 from tierckpt.cli.ui.plots import plot_goodput, plot_modes, plot_runs, plot_sizing  # noqa: E402
 from tierckpt.planning.goodput import Save, Start, analyse  # noqa: E402
-from tierckpt.planning.scenario import Cluster, FailureKind, configuration_of, configurations_of, failures_of  # noqa: E402
-from tierckpt.planning.simulator import simulate  # noqa: E402
+from tierckpt.planning.simulator import Cluster, FailureKind, configuration_of, configurations_of, failures_of, simulate  # noqa: E402
 
 JOBS: dict[str, dict[str, Any]] = {
     "one GPU, tiny model": {"gpus": 1, "params": "1e6"},
