@@ -94,7 +94,7 @@ def test_a_checkpoint_is_measured_by_component(tmp_path: Path, cli: CommandLine)
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("size --params 70b --tp 0", "tp, a parallel degree, is 0"),
+        ("size --params 70b --tp 0", "tp is 0"),
         ("size --params 70b --dp 16 --gpus 32", "valid is 16 GPUs, or dp 32"),
         ("size --params 70b --optimizer adamant", "optimizer is 'adamant': known are adam"),
         ("size --params 70b --shared 0", "--shared is 0: it must be a number of bytes per second above 0"),
@@ -109,7 +109,7 @@ def test_a_checkpoint_is_measured_by_component(tmp_path: Path, cli: CommandLine)
         ("simulate --params 70b --days 0", "--days is 0"),
         ("simulate --params 70b --jobs 0", "--jobs is 0"),
         ("simulate --params 70b --only tape", "configurations are 'shared, blocking'"),
-        ("simulate --params 70b --domain-nodes 0", "nodes of a domain failure is 0"),
+        ("simulate --params 70b --domain-nodes 0", "--domain-nodes is 0"),
         ("simulate --params 70b --repair 0", "--repair is 0"),
     ],
 )
@@ -225,7 +225,7 @@ def test_horizon_without_failures_warns_and_suggests_a_longer_one(more: list[str
     found = cli.answer(*chosen, "--days", "2")
     [warning] = found["warnings"]
     assert sum(sum(one["failures"].values()) for one in found["runs"]) == 0
-    assert warning.startswith("no failure in 2 simulated days (all configurations)")
+    assert warning.startswith("no failure in 2 simulated days (all configurations;")
     assert "one is due every 19.2 d" in warning
     days = warning.rpartition("give --days ")[2]
     again = cli.answer(*chosen, "--days", days)

@@ -309,7 +309,7 @@ def test_report_after_an_outage_and_a_killed_trainer(
         assert found["shared"]["oldest_waiting_seconds"] == pytest.approx(time.time() - began[30], abs=1.5)
         assert found["peer"]["is_used"] is False
         shown = " ".join(text(capsys, s3_uri).split())
-        assert "shared storage 2 of 4" in shown and "not yet on shared storage: 2, steps 30 to 40" in shown
+        assert "shared storage 2 of 4" in shown and "not yet on shared storage: 2, steps 30, 40" in shown
         assert "peers not set up" in shown
 
         proxy.plans.clear()

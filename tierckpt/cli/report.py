@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby, pairwise
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -24,7 +23,7 @@ from .ui.session import Session, UriArgument, location_of
 
 WIDTH = 80
 STARTS_SHOWN = 12
-RANGES_SHOWN = 8
+STEPS_SHOWN = 8
 LOOKS: Mapping[What, tuple[str, str, str]] = {
     "kept": ("█", "green", "training, kept"),
     "unsaved": ("▓", "yellow", "training, not saved yet"),
@@ -179,14 +178,9 @@ def _tier_notes(one: TierTimes) -> list[str]:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Show the newest ``RANGES_SHOWN`` ranges."""
-    parts = []
-    distance = min((after - step for step, after in pairwise(steps)), default=1)
-    for _, group in groupby(enumerate(steps), key=lambda item: item[1] - item[0] * distance):
-        run = [step for _, step in group]
-        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}")
-    shown = f"{'step' if len(steps) == 1 else 'steps'} {', '.join(parts[-RANGES_SHOWN:])}"
-    return f"{len(steps)}, {'newest: ' if len(parts) > RANGES_SHOWN else ''}{shown}"
+    if len(steps) <= STEPS_SHOWN:
+        return f"{len(steps)}, {'step' if len(steps) == 1 else 'steps'} {', '.join(map(str, steps))}"
+    return f"{len(steps)}, newest: steps {', '.join(map(str, steps[-STEPS_SHOWN:]))}"
 
 
 def _steps(count: int) -> str:

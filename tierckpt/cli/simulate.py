@@ -73,7 +73,7 @@ def simulate(
     cluster = Cluster(
         nodes=sizing.mesh.nodes * whole(jobs, "--jobs"),
         rates=sizing.site.rates,
-        failures=failures_of(sizing, domain_nodes),
+        failures=failures_of(sizing, whole(domain_nodes, "--domain-nodes")),
         jobs=jobs,
         spares=spares,
         repair_seconds=parse_seconds(repair, "--repair"),
@@ -132,13 +132,13 @@ def _warn_of_no_failure(runs: list[SimulationResult], days: float, mtbf_seconds:
     if not calm:
         return
     logger.warning(
-        "no failure in %.3g simulated days (%s), so ETTR counts no restart and no lost work: one is due every %s; "
-        "give --days %d (--modes simulates %d checkpoints at most)",
+        "no failure in %.3g simulated days (%s; --modes simulates %d checkpoints at most), so ETTR counts no restart "
+        "and no lost work: one is due every %s, give --days %d",
         max(one.wall_seconds for one in calm) / DAY_SECONDS,
         "all configurations" if len(calm) == len(runs) else ", ".join(dict.fromkeys(one.name for one in calm)),
+        MODE_SAVES_MAX,
         human_seconds(mtbf_seconds),
         math.ceil(max(HORIZON_MTBFS * mtbf_seconds / DAY_SECONDS, 2 * days)),
-        MODE_SAVES_MAX,
     )
 
 

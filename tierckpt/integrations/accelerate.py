@@ -68,8 +68,6 @@ class TierState:
         self.accelerator.wait_for_everyone()
         adopted = self.run.save(directory)
         self.accelerator.wait_for_everyone()
-        if not self._names:
-            self.run.forget(adopted)
         if self.accelerator.is_local_main_process:
             if self._names:
                 started_mark.unlink(missing_ok=True)

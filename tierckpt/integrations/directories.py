@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..adoption import Adoption, adopt
 from ..cache.node_cache import retry_until_available
-from ..checkpoint.journal import Journal
 from ..checkpoint.select import age_of
 from ..client import get_client
 from ..config import Settings
@@ -25,8 +23,6 @@ from ..telemetry import logger
 from ..tracebacks import short_traceback
 
 log = logger("save")
-_lock = threading.Lock()  # not of the objects, which hosts copy and pickle
-os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 RESTORE_SECONDS = 600.0
 """Wait of a node for rank 0's checkpoint, which another node may still be draining."""
@@ -39,7 +35,6 @@ class Directories:
     def __init__(self, uri: str | os.PathLike[str], settings: Settings | None = None, **overrides: Any) -> None:
         self.location = check_location(parse_uri(uri))
         self.settings = Settings.load(settings, **overrides)
-        self._saved: dict[str, Path] = {}
 
     @short_traceback
     def save(
@@ -48,26 +43,7 @@ class Directories:
         """Adopt ``directory`` on every rank. ``is_written_once``: it is never written in place, so links suffice."""
         place = local_path(directory, "directory")
         uri = self.location.child(name or place.name).uri
-        adopted = adopt(place, uri, overwrite=True, links=is_written_once, settings=self.settings)
-        with _lock:
-            self._warn_of_removed()
-            if adopted.files:
-                self._saved[adopted.uri] = place
-        return adopted
-
-    def forget(self, adopted: Adoption) -> None:
-        """Do not warn when ``adopted``'s directory disappears."""
-        with _lock:
-            self._saved.pop(adopted.uri, None)
-
-    def _warn_of_removed(self) -> None:
-        left = {entry.uri for entry in Journal(self.settings.local_root).entries()}
-        removed_uris = [uri for uri, directory in self._saved.items() if not directory.exists()]
-        for uri in removed_uris:
-            if uri in left:
-                log.warning("%s was removed and is not drained yet: tierckpt keeps it until it is", self._saved[uri])
-        for uri in {*removed_uris, *(self._saved.keys() - left)}:
-            del self._saved[uri]
+        return adopt(place, uri, overwrite=True, links=is_written_once, settings=self.settings)
 
     @short_traceback
     def restore(self, into: str | os.PathLike[str]) -> Path | None:

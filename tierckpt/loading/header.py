@@ -135,7 +135,7 @@ def parse_header(text: bytes, size_bytes: int) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Malformed("its metadata is not text by name")
     begin = LENGTH_BYTES + len(text)
-    found = (parse_entry(_TensorFields.of(name, value), begin) for name, value in fields.items())
+    found = (parse_entry(name, value, begin) for name, value in fields.items())
     entries = sorted(found, key=lambda one: (one.start, one.stop))
     check_cover(entries, begin, size_bytes)
     return Header(tuple(entries), metadata)
@@ -154,30 +154,22 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorFields:
-    name: str
-    dtype: str
-    shape: list[int]
-    offsets: list[int]
-
-    @classmethod
-    def of(cls, name: str, said: Any) -> _TensorFields:
-        try:
-            dtype, shape, offsets = said["dtype"], said["shape"], said["data_offsets"]
-        except (KeyError, TypeError):
-            raise Malformed(f"{_shown(name)} has no dtype, shape and data_offsets", name) from None
-        if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-            raise Malformed(f"{_shown(name)} has the unknown dtype {_shown(dtype)}", name)
-        if not _are_counts(shape):
-            raise Malformed(f"{_shown(name)} has a shape that no tensor has", name)
-        if not _are_counts(offsets) or len(offsets) != 2:
-            raise Malformed(f"{_shown(name)} has no range of bytes", name)
-        return cls(name, dtype, shape, offsets)
+def parse_entry(name: str, fields: Any, begin: int) -> TensorEntry:
+    try:
+        dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    except (KeyError, TypeError):
+        raise Malformed(f"{_shown(name)} has no dtype, shape and data_offsets", name) from None
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise Malformed(f"{_shown(name)} has the unknown dtype {_shown(dtype)}", name)
+    if not _are_counts(shape):
+        raise Malformed(f"{_shown(name)} has a shape that no tensor has", name)
+    if not _are_counts(offsets) or len(offsets) != 2:
+        raise Malformed(f"{_shown(name)} has no range of bytes", name)
+    check_size(name, dtype, shape, *offsets)
+    return TensorEntry(name, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 
-def parse_entry(fields: _TensorFields, begin: int) -> TensorEntry:
-    name, dtype, shape, (start, stop) = fields.name, fields.dtype, fields.shape, fields.offsets
+def check_size(name: str, dtype: str, shape: list[int], start: int, stop: int) -> None:
     bits = 1
     for factor in (*shape, DTYPE_BITS[dtype]):
         bits *= factor
@@ -185,7 +177,6 @@ def parse_entry(fields: _TensorFields, begin: int) -> TensorEntry:
             raise Malformed(f"{_shown(name)} has more elements than can be counted", name)
     if start > stop or bits != (stop - start) * 8:
         raise Malformed(f"{_shown(name)} is {dtype} of shape {tuple(shape)} and has {stop - start} bytes", name)
-    return TensorEntry(name, dtype, tuple(shape), begin + start, begin + stop)
 
 
 def _are_counts(value: Any) -> bool:

@@ -5,9 +5,11 @@ Every function raises a ConfigError that names the value.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 from ..errors import ConfigError
 
@@ -66,6 +68,29 @@ def share(value: float, what: str) -> float:
     if not 0 <= value <= 1:
         raise _number_error(what, value, "it must be a share between 0 and 1")
     return value
+
+
+Positive: TypeAlias = Annotated[float, positive]
+NotNegative: TypeAlias = Annotated[float, not_negative]
+Share: TypeAlias = Annotated[float, share]
+Count: TypeAlias = Annotated[int, whole]
+
+
+class Checked:
+    """A dataclass whose fields are checked by the functions that annotate them, unless they are None."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, check in _checks_of(type(self)):  # type: ignore[arg-type]
+            if (value := getattr(self, name)) is not None:
+                check(value, name.replace("_", " "))
+
+
+@functools.cache
+def _checks_of(kind: Any) -> list[tuple[str, Callable[[Any, str], object]]]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [(name, check) for name, hint in hints.items() for check in getattr(hint, "__metadata__", ())]
 
 
 def _parse(text: str | float, what: str, units: Mapping[str, float], kind: str, examples: str) -> float:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from .checked_numbers import not_negative, positive, share, whole
+from .checked_numbers import Checked, Count, NotNegative, Share, not_negative, positive
 
 Place: TypeAlias = Literal["local", "shared"]
 Standing: TypeAlias = Literal["held", "at risk", "missed"]
@@ -30,27 +30,23 @@ BANDWIDTH_SHARE_MIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(Checked):
     """Bytes are of one checkpoint, in the units of ``local_bytes_max``."""
 
-    every: int = 1
+    every: Count = 1
     rpo_seconds: float = math.inf
-    outage_seconds: float = 0.0
+    outage_seconds: NotNegative = 0.0
     local_bytes_max: float = math.inf
-    keep_local: int = 2
-    in_flight: int = 2
+    keep_local: Count = 2
+    in_flight: Count = 2
     as_fast: float = 1.1
     votes_to_change: int = 3
     factor_to_change: float = 1.5
-    weight: float = 0.2
+    weight: Share = 0.2
     step_slowdown_max: float = 0.03
 
     def __post_init__(self) -> None:
-        whole(self.every, "every")
-        whole(self.keep_local, "keep_local")
-        whole(self.in_flight, "in_flight")
-        not_negative(self.outage_seconds, "outage_seconds")
-        share(self.weight, "weight of a measurement")
+        Checked.__post_init__(self)
         if not math.isinf(self.rpo_seconds):
             positive(self.rpo_seconds, "rpo_seconds", "seconds")
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from .checked_numbers import not_negative, positive
+from .checked_numbers import Checked, NotNegative, positive
 
 DAY_SECONDS = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class Level(Checked):
     """A place to restart from.
 
     ``mtbf_seconds``: between failures that need this level and no deeper one (inf: none do). ``latency_seconds``: until
@@ -24,15 +24,14 @@ class Level:
     """
 
     name: str
-    stall_seconds: float
-    restart_seconds: float
+    stall_seconds: NotNegative
+    restart_seconds: NotNegative
     mtbf_seconds: float
-    latency_seconds: float = 0.0
-    interval_min_seconds: float = 0.0
+    latency_seconds: NotNegative = 0.0
+    interval_min_seconds: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("stall_seconds", "restart_seconds", "latency_seconds", "interval_min_seconds"):
-            not_negative(getattr(self, field), f"{field} of {self.name}")
+        Checked.__post_init__(self)
         if not self.mtbf_seconds > 0:
             raise ConfigError(f"mtbf_seconds of {self.name} is {self.mtbf_seconds:g}: it must be above 0")
 

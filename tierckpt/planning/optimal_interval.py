@@ -12,7 +12,7 @@ from functools import partial
 
 from ..errors import ConfigError
 from . import ettr
-from .checked_numbers import not_negative, positive
+from .checked_numbers import Checked, NotNegative, Positive, not_negative, positive
 from .ettr import Level
 
 OVERHEAD_MAX = 0.035
@@ -23,12 +23,12 @@ _HALVINGS = 200
 
 def young(stall_seconds: float, mtbf_seconds: float) -> float:
     """√(2Cμ), Young 1974: first order."""
-    return math.sqrt(2 * _stall(stall_seconds) * _mtbf(mtbf_seconds))
+    return math.sqrt(2 * not_negative(stall_seconds, "stall of a checkpoint") * positive(mtbf_seconds, "MTBF"))
 
 
 def daly(stall_seconds: float, mtbf_seconds: float) -> float:
     """Daly 2006: two more terms; μ itself from C = 2μ on."""
-    if _stall(stall_seconds) >= 2 * _mtbf(mtbf_seconds):
+    if not_negative(stall_seconds, "stall of a checkpoint") >= 2 * positive(mtbf_seconds, "MTBF"):
         return mtbf_seconds
     ratio = stall_seconds / (2 * mtbf_seconds)
     return young(stall_seconds, mtbf_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_seconds
@@ -36,7 +36,7 @@ def daly(stall_seconds: float, mtbf_seconds: float) -> float:
 
 def exact(stall_seconds: float, mtbf_seconds: float) -> float:
     """Return the interval that maximises ``ettr.exact``: the root of e^((Δ+C)/μ) (1 - Δ/μ) = 1."""
-    ratio = _stall(stall_seconds) / _mtbf(mtbf_seconds)
+    ratio = not_negative(stall_seconds, "stall of a checkpoint") / positive(mtbf_seconds, "MTBF")
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):  # falls from C/μ to minus infinity: one root
         middle = (low + high) / 2
@@ -159,14 +159,6 @@ def _ceil(value: float) -> int:
     return math.ceil(value - 1e-9)
 
 
-def _stall(seconds: float) -> float:
-    return not_negative(seconds, "stall of a checkpoint")
-
-
-def _mtbf(seconds: float) -> float:
-    return positive(seconds, "MTBF", "seconds")
-
-
 GROWTH = 1.25
 CALM_WINDOWS = 3
 """Windows below half of the bound before the interval is shortened."""
@@ -177,19 +169,14 @@ NODE_LOSS_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class JobProfile:
+class JobProfile(Checked):
     """Measurements of the slowest rank. ``shared_seconds`` None: no finished drain."""
 
-    step_seconds: float
-    blocked_seconds: float
-    durable_seconds: float
+    step_seconds: Positive
+    blocked_seconds: NotNegative
+    durable_seconds: NotNegative
     shared_seconds: float | None = None
     shared_stall_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        positive(self.step_seconds, "step time", "seconds")
-        not_negative(self.blocked_seconds, "blocked time")
-        not_negative(self.durable_seconds, "time to durable")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ import random
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 from ..errors import ConfigError, MissingExtraError
 from ..telemetry import ignore_progress
 from ..types import Progress, ProgressListener
 from . import drain_policy, replica_placement
-from .checked_numbers import not_negative, positive, whole
+from .checked_numbers import Checked, Count, NotNegative, Positive, positive, whole
 from .drain_policy import Rules, Situation
 from .ettr import DAY_SECONDS
 from .sizer import Sizing, TierRow
@@ -36,54 +37,47 @@ LOCAL_ONLY = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class FailureKind:
+class FailureKind(Checked):
     """``nodes`` fail at once: neighbours (a rack) if ``together``, else random ones.
 
     ``wipes``: their SSDs and memory are lost; otherwise only the processes.
     """
 
     name: str
-    per_node_day: float
-    nodes: int = 1
+    per_node_day: NotNegative
+    nodes: Count = 1
     together: bool = True
     wipes: bool = True
 
-    def __post_init__(self) -> None:
-        not_negative(self.per_node_day, f"{self.name} failures per node and day")
-        whole(self.nodes, f"nodes of a {self.name} failure")
-
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(Checked):
     """``jobs`` split the nodes evenly and share the storage.
 
     ``spares`` None is unlimited; otherwise a job without a spare waits for a repair. Shared storage is out for
     ``outage_seconds``, on average every ``outage_every_seconds``.
     """
 
-    nodes: int
+    nodes: Count
     rates: Bandwidths
     failures: tuple[FailureKind, ...]
-    jobs: int = 1
-    spares: int | None = None
-    repair_seconds: float = 4 * 3600.0
+    jobs: Count = 1
+    spares: Annotated[int | None, partial(whole, at_least=0)] = None
+    repair_seconds: Positive = 4 * 3600.0
     outage_every_seconds: float = math.inf
     outage_seconds: float = 0.0
     strikes_at: tuple[float, ...] = ()
     """Failures of the first job's processes (seconds), to simulate an observed run."""
 
     def __post_init__(self) -> None:
-        whole(self.nodes, "nodes")
-        if whole(self.jobs, "jobs") > self.nodes or self.nodes % self.jobs:
+        Checked.__post_init__(self)
+        if self.nodes % self.jobs:
             raise ConfigError(f"jobs are {self.jobs}: they must divide the {self.nodes} nodes evenly")
         for kind in self.failures:
             if kind.nodes > self.nodes:
                 raise ConfigError(
                     f"a {kind.name} failure takes {kind.nodes} of {self.nodes} nodes: at most all of them"
                 )
-        if self.spares is not None:
-            whole(self.spares, "spares", at_least=0)
-        positive(self.repair_seconds, "repair time", "seconds")
 
     @property
     def nodes_per_job(self) -> int:
@@ -91,7 +85,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Configuration:
+class Configuration(Checked):
     """How each job takes and restores checkpoints. Bytes and seconds are per job.
 
     ``blocking`` writes to shared storage while training waits. Otherwise a checkpoint takes ``stall_seconds``, then
@@ -100,9 +94,9 @@ class Configuration:
     """
 
     name: str
-    interval_seconds: float
-    checkpoint_bytes: float
-    restart_seconds: float
+    interval_seconds: Positive
+    checkpoint_bytes: Positive
+    restart_seconds: NotNegative
     stall_seconds: float = 0.0
     blocking: bool = False
     local: bool = False
@@ -119,11 +113,6 @@ class Configuration:
     replay_step_seconds: float = 0.0
     rules: Rules = field(default_factory=Rules)
     expected_ettr: float | None = None
-
-    def __post_init__(self) -> None:
-        positive(self.interval_seconds, f"interval of {self.name!r}", "seconds")
-        positive(self.checkpoint_bytes, f"checkpoint bytes of {self.name!r}")
-        not_negative(self.restart_seconds, f"restart time of {self.name!r}")
 
 
 def failures_of(sizing: Sizing, domain_nodes: int) -> tuple[FailureKind, ...]:

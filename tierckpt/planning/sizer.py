@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from ..errors import ConfigError
 from . import ettr, optimal_interval, transfer_times
-from .checked_numbers import not_negative, positive, share, whole
+from .checked_numbers import Checked, Count, NotNegative, Positive, Share, positive, whole
 from .ettr import DAY_SECONDS, Level
 from .optimal_interval import Schedule
 from .training_state import Mesh, Model, TrainingState
@@ -22,7 +23,7 @@ FAILURES_PER_NODE_DAY = 6.5e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class Site(Checked):
     """Hardware and operations of a site. The defaults are plain assumptions; give your own numbers.
 
     ``node_loss_share``, ``domain_loss_share``: of failures, those that lose a node's SSDs, and a whole rack's.
@@ -34,38 +35,29 @@ class Site:
             shared_write=100e9, shared_read=100e9, local_write=10e9, local_read=40e9, nic=25e9, pcie=25e9
         )
     )
-    step_seconds: float = 10.0
-    mtbf_seconds: float | None = None
-    failures_per_node_day: float = FAILURES_PER_NODE_DAY
-    node_loss_share: float = 0.5
-    domain_loss_share: float = 0.02
-    restart_seconds: float = 300.0
-    drain_slowdown: float = 0.01
-    ssd_bytes: float = 30e12
-    ssd_dwpd: float = 1.0
-    keep_local: int = 2
-    in_flight: int = 1
-    replicas: int = 2
+    step_seconds: Positive = 10.0
+    mtbf_seconds: Annotated[float | None, positive] = None
+    failures_per_node_day: Positive = FAILURES_PER_NODE_DAY
+    node_loss_share: Share = 0.5
+    domain_loss_share: Share = 0.02
+    restart_seconds: NotNegative = 300.0
+    drain_slowdown: Share = 0.01
+    ssd_bytes: Positive = 30e12
+    ssd_dwpd: Positive = 1.0
+    keep_local: Count = 2
+    in_flight: Count = 1
+    replicas: Count = 2
     split: bool = True
-    load_nodes: int | None = None
+    load_nodes: Annotated[int | None, whole] = None
     stall_budgets_seconds: tuple[float, ...] = STALL_BUDGETS_SECONDS
 
     def __post_init__(self) -> None:
-        positive(self.step_seconds, "step time", "seconds")
-        positive(self.failures_per_node_day, "failures per node and day")
-        if self.mtbf_seconds is not None:
-            positive(self.mtbf_seconds, "MTBF", "seconds")
-        if share(self.node_loss_share, "share of node losses") + share(self.domain_loss_share, "of domain losses") > 1:
+        Checked.__post_init__(self)
+        if self.node_loss_share + self.domain_loss_share > 1:
             raise ConfigError(
                 f"shares of node and domain losses are {self.node_loss_share:g} and {self.domain_loss_share:g}: "
                 "together they must not pass 1"
             )
-        not_negative(self.restart_seconds, "restart time")
-        share(self.drain_slowdown, "slowdown while draining")
-        positive(self.ssd_bytes, "SSD capacity", "bytes")
-        positive(self.ssd_dwpd, "drive writes per day")
-        for name in ("keep_local", "in_flight", "replicas"):
-            whole(getattr(self, name), name.replace("_", " "))
         for budget in self.stall_budgets_seconds:
             positive(budget, "stall budget", "seconds")
 
@@ -170,7 +162,7 @@ class Sizing:
         self.tiers = self._tiers({row.name: row.seconds for row in self.restores})
         local_interval, shared_interval = _intervals(self.tiers)
         self.drain_bytes_per_second = self.checkpoint_bytes / shared_interval
-        self.load_nodes = whole(site.load_nodes, "nodes to load on") if site.load_nodes is not None else mesh.nodes
+        self.load_nodes = site.load_nodes or mesh.nodes
         self.loads = self._loads()
         self.modes = self._modes()
         self.ssd = self._endurance(local_interval)

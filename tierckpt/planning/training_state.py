@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from ..errors import ConfigError
-from .checked_numbers import parse_count, whole
+from .checked_numbers import Checked, Count, parse_count
 
 EXPERT_MARK = ".experts."
 
@@ -246,24 +246,22 @@ def _dtype_bytes(name: str, what: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class Mesh(Checked):
     """The parallel degrees of a job. Context-parallel ranks are replicas like ``dp``.
 
     ``ep`` of the replicas share the experts; ``stage`` is ZeRO's (3 is FSDP: everything sharded).
     """
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    cp: int = 1
+    tp: Count = 1
+    pp: Count = 1
+    dp: Count = 1
+    ep: Count = 1
+    cp: Count = 1
     stage: int = 0
-    gpus_per_node: int = 8
+    gpus_per_node: Count = 8
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "ep", "cp"):
-            whole(getattr(self, name), f"{name}, a parallel degree,")
-        whole(self.gpus_per_node, "GPUs per node")
+        Checked.__post_init__(self)
         if self.stage not in (0, 1, 2, 3):
             raise ConfigError(f"sharding stage is {self.stage}: it must be 0 (none), 1, 2 (ZeRO) or 3 (ZeRO-3, FSDP)")
         if self.replicas % self.ep:

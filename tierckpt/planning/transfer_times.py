@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from . import ettr, optimal_interval
-from .checked_numbers import positive
+from .checked_numbers import Checked, Positive
 
 STEPS_DEFAULT = 7
 STEPS_MAX = 32
@@ -28,19 +28,15 @@ UPDATES_PER_SECOND = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Bandwidths:
+class Bandwidths(Checked):
     """Bytes per second: of shared storage in total, of one node's SSDs and network, of one GPU's link to its host."""
 
-    shared_write: float
-    shared_read: float
-    local_write: float
-    local_read: float
-    nic: float
-    pcie: float
-
-    def __post_init__(self) -> None:
-        for name in ("shared_write", "shared_read", "local_write", "local_read", "nic", "pcie"):
-            positive(getattr(self, name), f"bandwidth {name.replace('_', ' ')}", "bytes per second")
+    shared_write: Positive
+    shared_read: Positive
+    local_write: Positive
+    local_read: Positive
+    nic: Positive
+    pcie: Positive
 
 
 def write_seconds(size_bytes: float, nodes: int, rates: Bandwidths) -> float:

@@ -225,7 +225,7 @@ def test_flows_share_a_pipe_fairly_within_their_caps() -> None:
         (lambda: Cluster(4, RATES, (FailureKind("rack", 1, nodes=16),)), "takes 16 of 4 nodes"),
         (lambda: Cluster(4, RATES, (), spares=-1), "spares is -1"),
         (lambda: simulate(CLUSTER, BLOCKING, days=0), "days is 0"),
-        (lambda: replace(BLOCKING, interval_seconds=0.0), "interval of 'blocking' is 0"),
+        (lambda: replace(BLOCKING, interval_seconds=0.0), "interval seconds is 0"),
         (lambda: simulate(Cluster(2, RATES, ()), with_peers(2, 3), days=1), "replicas are 3: a job of 2 nodes"),
     ],
 )

@@ -284,8 +284,8 @@ def test_each_added_tier_raises_ettr() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Mesh(tp=0), "tp, a parallel degree, is 0: it must be a whole number of at least 1"),
-        (lambda: Mesh(dp=-8), "dp, a parallel degree, is -8"),
+        (lambda: Mesh(tp=0), "tp is 0: it must be a whole number of at least 1"),
+        (lambda: Mesh(dp=-8), "dp is -8"),
         (lambda: Mesh(stage=4), "sharding stage is 4: it must be 0"),
         (lambda: Mesh(dp=4, ep=3), "ep is 3: it must divide dp x cp = 4"),
         (lambda: Mesh(tp=3, dp=3), "9 GPUs, which do not fill nodes of 8"),
@@ -294,9 +294,9 @@ def test_each_added_tier_raises_ettr() -> None:
         (lambda: Mesh(pp=16, dp=8).check(Model(10, layers=8)), "pp is 16: .* has 8 layers"),
         (lambda: state_of("adamx"), "optimizer is 'adamx': known are adam, adamw"),
         (lambda: state_of("adam", "int4"), "weights dtype is 'int4': known are fp32"),
-        (lambda: replace(RATES, nic=0.0), "bandwidth nic is 0: it must be a number of bytes per second above 0"),
-        (lambda: Site(mtbf_seconds=0), "MTBF is 0"),
-        (lambda: Site(step_seconds=math.nan), "step time is nan"),
+        (lambda: replace(RATES, nic=0.0), "nic is 0: it must be a number above 0"),
+        (lambda: Site(mtbf_seconds=0), "mtbf seconds is 0"),
+        (lambda: Site(step_seconds=math.nan), "step seconds is nan"),
         (lambda: Site(node_loss_share=0.8, domain_loss_share=0.3), "together they must not pass 1"),
         (lambda: Model(0), "parameters is 0"),
         (lambda: gpt3(mtbf_seconds=300.0), "MTBF is 300 s, and a restart takes 305 s at best"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic import TypeAdapter, ValidationError
 from typer import Option
 
 from ...errors import ConfigError, MissingExtraError
@@ -17,6 +17,7 @@ from ...planning.sizer import STALL_BUDGETS_SECONDS
 from .session import Session, closing_clients, location_of
 
 CONFIG_BYTES_MAX = 16 << 20
+CONFIG_HINT = "Give the config.json of a Hugging Face model, or --params"
 GPU_STATE_BYTES = 40e9
 """Activations use the rest of 80 GB."""
 
@@ -166,20 +167,15 @@ def _measured(uri: str) -> tuple[Model, TrainingState]:
 def _read_config(where: str) -> dict[str, Any]:
     text = _fetch(where) if scheme_of(where) else _read(Path(where))
     try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"{where} is not JSON: {error}", hint="Give the config.json of a Hugging Face model"
-        ) from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{where} holds no JSON object", hint="Give the config.json of a Hugging Face model")
-    return config
+        return TypeAdapter(dict[str, Any]).validate_json(text)
+    except ValidationError as error:
+        raise ConfigError(f"{where} holds no JSON object", hint=CONFIG_HINT) from error
 
 
 def _read(path: Path) -> bytes:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist", hint="Give the config.json of a Hugging Face model, or --params")
+        raise ConfigError(f"{path} does not exist", hint=CONFIG_HINT)
     with path.open("rb") as file:
         return file.read(CONFIG_BYTES_MAX)
 

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...disk.durable import translated
 from ...errors import ConfigError, MissingExtraError
 from ...planning import Sizing, ettr, size
 from ...planning.sizer import TierRow
-from ...planning.training_state import Component, TrainingState
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -198,7 +197,6 @@ def _ettr_at(row: TierRow, interval_seconds: float) -> float:
 
 
 def _draw_restores(axis: Axes, sizing: Sizing) -> None:
-    state = TrainingState(tuple(_component(row) for row in sizing.components))
     quiet = replace(sizing.site, mtbf_seconds=1e12, load_nodes=None)
     job = sizing.mesh
     meshes = [
@@ -206,7 +204,7 @@ def _draw_restores(axis: Axes, sizing: Sizing) -> None:
         for times in (1, 2, 4, 8, 16, 32, 64)
         if times == 1 or job.gpus * times <= job.gpus_per_node or job.gpus * times % job.gpus_per_node == 0
     ]
-    sizes = [size(sizing.model, state, mesh, quiet) for mesh in meshes]
+    sizes = [size(sizing.model, sizing.state, mesh, quiet) for mesh in meshes]
     gpus = [mesh.gpus for mesh in meshes]
     for index, colour in enumerate(COLOURS):
         seconds = [one.restores[index].seconds for one in sizes]
@@ -216,11 +214,6 @@ def _draw_restores(axis: Axes, sizing: Sizing) -> None:
     ticks = gpus if gpus[-1] < 1_000_000 else gpus[::2]
     axis.set_xticks(ticks, [f"{one:,}" for one in ticks], minor=False)
     _plain_ticks(axis, "y")
-
-
-def _component(row: Any) -> Component:
-    kind = "weights" if row.name == "weights" else "gradients" if not row.saved else "optimizer"
-    return Component(row.name, row.bytes_per_parameter, kind)  # type: ignore[arg-type]
 
 
 def _draw_stalls(axis: Axes, sizing: Sizing) -> None:
