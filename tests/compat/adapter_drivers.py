@@ -406,25 +406,14 @@ def train_verl(uri: str, folder: Path, log: Log) -> None:
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose(
             "sft_trainer_engine",
-            [
-                f"model.path={model}",
-                f"data.train_files={model}/train.parquet",
-                "data.train_batch_size=2",
-                "data.num_workers=0",
-                "data.ignore_input_ids_mismatch=True",
-                "model.use_remove_padding=False",
-                "data.use_dynamic_bsz=False",
-                "data.micro_batch_size_per_gpu=2",
-                "+model.override_config.attn_implementation=eager",
-                f"trainer.default_local_dir={folder}/out",
-                f"trainer.default_hdfs_dir={uri}",
-                f"trainer.save_freq={SAVE_EVERY}",
-                "trainer.max_ckpt_to_keep=1",
-                "trainer.total_epochs=1",
-                "engine.strategy=fsdp2",
-                "engine.dtype=float32",
-                "trainer.device=cpu",
-            ],
+            (
+                f"model.path={model} data.train_files={model}/train.parquet data.train_batch_size=2 data.num_workers=0 "
+                "data.ignore_input_ids_mismatch=True model.use_remove_padding=False data.use_dynamic_bsz=False "
+                "data.micro_batch_size_per_gpu=2 +model.override_config.attn_implementation=eager "
+                f"trainer.default_local_dir={folder}/out trainer.default_hdfs_dir={uri} trainer.save_freq={SAVE_EVERY} "
+                "trainer.max_ckpt_to_keep=1 trainer.total_epochs=1 engine.strategy=fsdp2 engine.dtype=float32 "
+                "trainer.device=cpu"
+            ).split(),
         )
     trainer = sft.SFTTrainer(config)
     trainer.fit()

@@ -250,24 +250,6 @@ def resume_and_restore(uri: str, names: list[str], into: Path) -> Path | None:
     return Directories(uri).restore(into)
 
 
-def test_what_the_rotation_of_transformers_removes_undrained_is_kept(s3_uri: str, tmp_path: Path, paused: None) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    from transformers.trainer_utils import rotate_checkpoints
-
-    from tierckpt.integrations.transformers import TierCallback
-
-    callback, out = TierCallback(f"{s3_uri}/run"), tmp_path / "out"
-    for step in (1, 2, 3):
-        (out / f"checkpoint-{step}").mkdir(parents=True)
-        (out / f"checkpoint-{step}" / "model").write_text(f"step {step}")
-        rotate_checkpoints(str(out), save_total_limit=1)  # as Trainer: before it calls
-        callback.on_save(SimpleNamespace(output_dir=str(out)), SimpleNamespace(global_step=step), None)
-    assert [path.name for path in out.iterdir()] == ["checkpoint-3"]
-    found = resume_and_restore(f"{s3_uri}/run", [f"checkpoint-{step}" for step in (1, 2, 3)], tmp_path / "back")
-    assert found is not None
-    assert (found / "model").read_text() == "step 3"
-
-
 def test_the_best_model_of_transformers_comes_back_with_the_newest_checkpoint(s3_uri: str, tmp_path: Path) -> None:
     """A node is lost, and ``load_best_model_at_end`` still finds the model of an earlier step."""
     pytest.importorskip("transformers", reason="transformers is not installed")

@@ -175,25 +175,6 @@ def test_the_main_path_of_every_verb(shared_uri: str, tmp_path: Path) -> None:
     assert {row["name"] for row in tierckpt_("ls", shared_uri).document["checkpoints"]} == {"step-1", "step-10"}
 
 
-@pytest.mark.slow
-def test_text_output(uri: str, file_uri: str, tmp_path: Path) -> None:
-    for arguments, expected in [
-        (("ls", file_uri), "committed"),
-        (("info", uri), ".metadata"),
-        (("verify", uri), "sizes only"),
-        (("status",), "To drain".lower()),
-        (("drain",), "nothing to drain"),
-        (("prefetch", uri, "--to", tmp_path / "a"), "fetched now"),
-        (("restore", uri, "--to", tmp_path / "b"), "from this node"),
-        (("export", uri, "--to", tmp_path / "c"), "tensors"),
-        (("doctor", file_uri), "put-if-absent"),
-        (("--version",), tierckpt.__version__),
-    ]:
-        done = for_people(*arguments)
-        assert (done.code, done.err) == (0, ""), arguments
-        assert expected in done.out
-
-
 WITHOUT_TORCH = """
 import importlib.abc, json, sys
 
@@ -272,24 +253,12 @@ def test_a_run_is_not_a_checkpoint(file_uri: str) -> None:
     assert f"{file_uri}/step-3" in done.error["hint"]
 
 
-def test_missing_bucket_is_exit_4_and_names_it(s3_uri: str) -> None:
-    done = tierckpt_("ls", "s3://no-such-bucket-here/run")
-    assert (done.code, done.error["error"]) == (4, "BucketNotFoundError")
-    assert "no-such-bucket-here" in done.error["message"]
-
-
 @pytest.mark.slow
 def test_unreachable_storage_is_exit_7(s3_uri: str) -> None:
     done = tierckpt_(
         "ls", s3_uri, AWS_ENDPOINT_URL=f"http://127.0.0.1:{free_port()}", TIERCKPT_STORE_TIMEOUT_SECONDS="2"
     )
     assert (done.code, done.error["error"]) == (7, "StoreUnavailableError")
-
-
-def test_invalid_rate_is_exit_2() -> None:
-    done = tierckpt_("agent", "--serve-bytes-per-second", "fast")
-    assert (done.code, done.error["error"]) == (2, "ConfigError")
-    assert "--serve-bytes-per-second is 'fast'" in done.error["message"]
 
 
 def test_log_events_use_the_requested_format(tmp_path: Path) -> None:
@@ -300,12 +269,6 @@ def test_log_events_use_the_requested_format(tmp_path: Path) -> None:
     quiet = tierckpt_("adopt", model, tmp_path / "run/step-2")
     assert (verbose.code, quiet.code, quiet.err) == (0, 0, "")
     assert {json.loads(line)["level"] for line in verbose.err.splitlines()} == {"info"}
-
-
-def test_bad_settings_are_exit_2(file_uri: str) -> None:
-    done = tierckpt_("ls", file_uri, TIERCKPT_CONCURRENCY="none")
-    assert (done.code, done.error["error"]) == (2, "ConfigError")
-    assert "concurrency" in done.error["message"]
 
 
 @pytest.mark.parametrize("tier", ["local", "shared"])
@@ -572,18 +535,6 @@ def test_doctor_warns_of_memory_and_leaves_no_files(tmp_path: Path) -> None:
     assert checks["file system"]["status"] == "warn"
     assert "tmpfs" in checks["file system"]["detail"]
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.slow
-def test_closed_output_pipe_causes_no_traceback(uri: str, file_uri: str) -> None:
-    process = subprocess.Popen([*COMMAND, "ls", file_uri], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    errors = process.stderr.read()
-    process.wait(60)
-    assert errors == ""
-    assert process.returncode == 1
 
 
 def test_the_command_is_installed(tmp_path: Path) -> None:

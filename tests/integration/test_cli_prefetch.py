@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import signal
 import subprocess
 import time
@@ -17,7 +15,7 @@ from safetensors.torch import save_file
 
 import tierckpt
 from tests.files import contents
-from tests.integration.test_cli import COMMAND, KIB, for_people, tierckpt_
+from tests.integration.test_cli import COMMAND, KIB, tierckpt_
 from tests.servers.origin import Origin
 
 MODEL = "s3://bucket/run/model"
@@ -85,38 +83,6 @@ def test_model_changed_after_a_killed_prefetch_is_fetched_in_full(origin: Origin
     origin.pace(None)
     assert tierckpt_("prefetch", MODEL, "--to", tmp_path / "served").code == 0
     assert contents(tmp_path / "served") == contents(model)
-
-
-@pytest.mark.slow
-def test_progress_bar_on_a_terminal_but_not_in_a_pipe(origin: Origin, model: Path, tmp_path: Path) -> None:
-    origin.pace(1024 * KIB)
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*COMMAND, "prefetch", MODEL, "--to", str(tmp_path / "served")],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
-        text=True,
-    )
-    os.close(theirs)
-    seen = read_all(ours)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert f"prefetch {MODEL}" in seen and "MiB" in seen and "/s" in seen
-    assert "fetched now" in out
-    assert for_people("prefetch", MODEL, "--to", tmp_path / "again").err == ""
-
-
-def read_all(terminal: int) -> str:
-    data = b""
-    try:
-        while piece := os.read(terminal, 4096):
-            data += piece
-    except OSError:
-        pass  # Linux raises EIO when the other end has closed
-    finally:
-        os.close(terminal)
-    return data.decode()
 
 
 @pytest.mark.slow

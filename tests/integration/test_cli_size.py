@@ -52,13 +52,6 @@ def test_size_json_uses_bytes_and_seconds(cli: CommandLine) -> None:
     assert found["assumptions"]["failures_per_node_day"] == 6.5e-3
 
 
-def test_size_text_output(cli: CommandLine) -> None:
-    shown = cli.text("size", *GPT3).out
-    for text in ("350 GB", "2.45 TB", "14 bytes per parameter", "128 nodes", "245 GB/s", "19.6 TB", "local + peer"):
-        assert text in shown
-    assert max(map(len, shown.splitlines())) <= 130
-
-
 def test_a_config_json_from_a_directory_and_from_a_uri(tmp_path: Path, cli: CommandLine) -> None:
     llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
@@ -211,12 +204,6 @@ def test_simulation_options_for_jobs_spares_outages_and_limits(cli: CommandLine)
     found = cli.answer("simulate", *QUICK, *more.split())
     assert found["nodes"] == 256
     assert all(one["waiting_seconds"] > 0 for one in found["runs"])
-
-
-def test_simulation_text_output(cli: CommandLine) -> None:
-    shown = cli.text("simulate", *QUICK).out
-    for text in ("128 nodes", "by formula", "kept", "restarting", "local + peer + shared"):
-        assert text in shown
 
 
 @pytest.mark.parametrize("more", [[], ["--modes"]])

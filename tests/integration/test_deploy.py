@@ -243,11 +243,6 @@ def test_a_job_runs_without_user_and_home(tmp_path: Path, script: Path) -> None:
     assert code == 0 and "srun" in output, output
 
 
-@pytest.mark.parametrize("script", [*DEPLOY.rglob("*.sh"), *DEPLOY.rglob("*.sbatch")], ids=lambda path: path.name)
-def test_scripts_parse_with_bash(script: Path) -> None:
-    subprocess.run(["bash", "-n", script], check=True)
-
-
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
 @pytest.mark.parametrize("unit", sorted(DEPLOY.rglob("*.service")), ids=lambda path: path.stem)
 def test_systemd_units_are_valid(unit: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import tierckpt
 from tests.command_line import python
@@ -22,14 +22,7 @@ from tests.files import flip, tmpfs
 from tests.states import same, save, small_state
 from tierckpt.client import close_all
 from tierckpt.disk.processes import pid_namespace
-from tierckpt.errors import (
-    CapacityError,
-    CheckpointNotFoundError,
-    ConfigError,
-    IntegrityError,
-    OperationTimeoutError,
-    StateMismatchError,
-)
+from tierckpt.errors import CapacityError, ConfigError, IntegrityError, OperationTimeoutError, StateMismatchError
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.loading import export as exports
 from tierckpt.loading.export import export_safetensors
@@ -111,14 +104,6 @@ def test_files_are_split_at_the_limit_and_indexed(s3_uri: str, tmp_path: Path) -
     assert same(tierckpt.load_safetensors(tmp_path / "out"), state)
     assert [progress.done_bytes for progress in seen] == [40_000 * count for count in range(8)]
     assert {progress.total_bytes for progress in seen} == {280_000}
-
-
-def test_tensor_above_the_limit_has_its_own_file(file_uri: str, tmp_path: Path) -> None:
-    state = {"small": torch.ones(10), "large": torch.ones(10_000), "last": torch.ones(10)}
-    save(f"{file_uri}/step-1", state)
-    result = export_safetensors(f"{file_uri}/step-1", tmp_path / "out", shard_size_bytes_max=1000)
-    assert len(result.files) == 3
-    assert same(contents(tmp_path / "out"), state)
 
 
 @pytest.mark.parametrize(
@@ -289,26 +274,3 @@ def test_unsupported_dtype_error_names_it(file_uri: str, tmp_path: Path) -> None
 
 
 # --- load_safetensors: see tests/unit/loading for layouts and damage ---------------------------------------------
-
-
-def test_load_of_a_relative_path_and_of_a_bad_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model").mkdir()
-    save_file({"w": torch.ones(3)}, tmp_path / "model/model.safetensors")
-    monkeypatch.chdir(tmp_path)
-    assert same(tierckpt.load_safetensors("model"), {"w": torch.ones(3)})
-    Path("model/model.safetensors").rename("model/model-00001-of-00001.safetensors")
-    Path("model/model.safetensors.index.json").write_text("[]")
-    with pytest.raises(IntegrityError, match=r"model\.safetensors\.index\.json") as caught:
-        tierckpt.load_safetensors("model")
-    assert caught.value.exit_code == 5
-
-
-def test_load_without_files_raises_not_found(tmp_path: Path, file_uri: str, s3_uri: str) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
-        tierckpt.load_safetensors(tmp_path / "nowhere")
-    (tmp_path / "bare").mkdir()
-    with pytest.raises(CheckpointNotFoundError, match="no safetensors files"):
-        tierckpt.load_safetensors(tmp_path / "bare")
-    for missing in (f"{s3_uri}/nothing", f"{s3_uri}/nothing/model.safetensors", f"file://{file_uri}/nothing"):
-        with pytest.raises(FileNotFoundError, match="nothing"):
-            tierckpt.load_safetensors(missing)

@@ -353,14 +353,6 @@ def test_times_from_the_store_without_commit_records(
     assert found["shared"]["maximum_seconds"] < 60
 
 
-def test_report_of_a_run_without_drains(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with tierckpt.Checkpointer(file_uri, drain=False) as checkpointer:
-        checkpointer.save(1, {"w": torch.full((1000,), 1)})
-    found = report(capsys, file_uri)["tiers"]
-    assert (found["shared"]["is_used"], found["shared"]["waiting_steps"], found["local"]["reached"]) == (False, [], 1)
-    assert "shared storage not set up" in " ".join(text(capsys, file_uri).split())
-
-
 @pytest.mark.slow
 def test_commit_of_a_killed_mover_is_recorded_with_the_store_time(
     file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -165,32 +165,6 @@ def test_no_file_stays_open(model: Path) -> None:
     stream.close()
     tierckpt.load_safetensors(model)
     assert open_files(model) == {}
-
-
-def test_stream_is_in_file_order_and_bounded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    real = fill.fill
-
-    def seen(wants: list[fill.TensorRequest], *rest: object) -> dict[str, torch.Tensor]:
-        reads.append(sum(want.size_bytes for want in wants))
-        return real(wants, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("tierckpt.loading.safetensors.fill", seen)
-    expected = [
-        name
-        for path in sorted(model.glob("*.safetensors"))
-        for name, _ in sorted(_offsets(path), key=lambda item: item[1])
-    ]
-    stream = tierckpt.stream_safetensors(model, bytes_in_flight_max=32 * MIB)
-    assert [name for name, _ in stream] == expected
-    assert len(reads) > 8
-    assert all(size <= 16 * MIB for size in reads if size not in (48 * MIB, 24 * MIB))
-
-
-def _offsets(path: Path) -> Iterator[tuple[str, int]]:
-    data = path.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return ((name, entry["data_offsets"][0]) for name, entry in header.items() if name != "__metadata__")
 
 
 def test_stream_checks_headers_first_and_stops_at_an_error(model: Path, tmp_path: Path) -> None:

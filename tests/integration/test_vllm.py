@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 
 import tierckpt
 from tests.engine_wheels import imported, wheel_python
-from tests.model_layouts import LAYOUTS, SHARDS, write
 from tests.reads import asked
 from tests.servers.origin import Origin
 from tests.services import S3Server
@@ -186,15 +185,6 @@ def test_vllm_reload_weights_reads_the_given_path(vllm: VLLM, tensors: dict[str,
         given.clear()
         reload_weights(vllm.current, model, None, path, True)
         assert same(given, expected)
-
-
-def test_progress_is_shown(
-    vllm: VLLM, tensors: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loader, model_config = vllm.loader(tmp_path / "model")
-    loader.load_config.use_tqdm_on_load = True
-    loader.load_weights(Model(shapes(tensors)), model_config)
-    assert re.search(r"Loading safetensors using tierckpt: 100%.*49\.2k/49\.2k", capsys.readouterr().err)
 
 
 def test_a_hugging_face_id_is_fetched_by_vllm(
@@ -512,43 +502,3 @@ def test_error_in_load_weights_ends_the_stream(vllm: VLLM, tensors: dict[str, to
     with pytest.raises(RuntimeError, match="wrong shape"):
         vllm.load(Refuses({}), tmp_path / "model", bytes_in_flight_max=4000)
     assert len(taken) == 1
-
-
-@pytest.mark.slow
-def test_importing_tierckpt_never_imports_vllm(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    script = (
-        f"import sys, tierckpt; tierckpt.load_safetensors({str(tmp_path / 'model')!r}); sys.exit('vllm' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
-
-
-def files_of_vllm(vllm: VLLM, directory: Path, load_format: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Return the files that vLLM's own loader reads."""
-    read: list[str] = []
-    default = import_module("vllm.model_executor.model_loader.default_loader")
-    monkeypatch.setattr(default, "safetensors_weights_iterator", lambda files, *_, **__: read.extend(files) or iter(()))
-    loader, model_config = vllm.loader(directory, load_format)
-    assert list(loader.get_all_weights(model_config, SimpleNamespace())) == []
-    return {str(Path(file).relative_to(directory)) for file in read}
-
-
-VLLM_READS_MORE = {
-    "Mistral: one file of each naming",
-    "an adapter and its model",
-    "a model and a variant",
-    "a model and a file of another name",
-}
-"""Layouts without an index covering these files: vLLM reads all of them, and the last file with a tensor wins."""
-
-
-@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.loaded])
-def test_vllm_selects_the_same_files(name: str, vllm: VLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, directory = LAYOUTS[name], write(LAYOUTS[name], tmp_path / "model")
-    load_format = "mistral" if "index" in layout.asked else "hf"
-    if layout.asked.keys() - {"index"}:
-        pytest.skip("vLLM is not asked for a variant or a subfolder here")
-    files, ours = files_of_vllm(vllm, directory, load_format, monkeypatch), set(layout.loaded or ())
-    if name == "one file and shards of the previous version":  # vLLM follows the index, transformers the file
-        assert (files, ours) == (set(SHARDS), {"model.safetensors"})
-        return
-    assert files > ours if name in VLLM_READS_MORE else files == ours

@@ -147,14 +147,6 @@ def test_file_removed_during_its_drain_stays_removed(top: str, fs: Any, monkeypa
     assert not fs.exists(f"{top}/data")
 
 
-def test_last_of_many_writes_wins(top: str, fs: Any) -> None:
-    for number in range(20):
-        fs.pipe_file(f"{top}/data", b"%d" % number)
-        assert fs.cat_file(f"{top}/data") == b"%d" % number
-    fs.wait(top)
-    assert stored(top) == {"data": b"19"}
-
-
 def test_stock_dcp_metadata_reaches_the_store_after_its_shards(
     top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -571,12 +563,6 @@ def test_full_disk_raises_enospc_and_leaves_no_file(
     assert not [path for path in (tmp_path / "local" / "written").rglob("*") if path.is_file()]
 
 
-def test_without_write_back_the_store_has_the_file_at_close(top: str) -> None:
-    straight = fsspec.filesystem("tierckpt", write_back=False, skip_instance_cache=True)
-    straight.pipe_file(f"{top}/data", b"data")
-    assert stored(top) == {"data": b"data"}
-
-
 @pytest.mark.parametrize("goes", ["xb", "write_back=False"])
 def test_direct_write_follows_pending_drains_to_the_same_store(top: str, fs: Any, goes: str) -> None:
     straight = fsspec.filesystem("tierckpt", write_back=goes == "xb", skip_instance_cache=True)
@@ -605,11 +591,6 @@ def test_key_that_is_no_valid_file_name_is_read_through_the_cache(name: str, s3_
     for data in (b"one", b"two"):
         fs.pipe_file(path, data)
         assert [fs.cat_file(path), fs.cat_file(path)] == [data, data]
-
-
-def test_bucket_without_a_key_is_refused(fs: Any) -> None:
-    with pytest.raises(ConfigError, match="names no file"):
-        fs.open("s3/bucket", "wb")
 
 
 def test_key_too_long_for_s3_is_refused_on_open(s3_uri: str, fs: Any) -> None:

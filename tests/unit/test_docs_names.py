@@ -17,30 +17,11 @@ PAGES = sorted(
     if page.name not in ("CHANGELOG.md", "AGENTS.md")
 )
 FOREIGN = {
-    *(
-        "AsyncCheckpointerType",
-        "CheckpointException",
-        "DataLoader",
-        "DefaultStager",
-        "DTensor",
-        "FsspecReader",
-        "FsspecWriter",
-    ),
-    *(
-        "GradScaler",
-        "LlamaForCausalLM",
-        "ModelCheckpoint",
-        "MultiStepLR",
-        "Counter",
-        "Namespace",
-        "StatefulDataLoader",
-        "If-Match",
-        "If-None-Match",
-        "Retry-After",
-    ),
-    *dir(builtins),
+    "AsyncCheckpointerType", "CheckpointException", "DataLoader", "DefaultStager", "DTensor", "FsspecReader",
+    "FsspecWriter", "GradScaler", "LlamaForCausalLM", "ModelCheckpoint", "MultiStepLR", "Counter", "Namespace",
+    "StatefulDataLoader", "If-Match", "If-None-Match", "Retry-After", *dir(builtins),
     *dir(torch.distributed.checkpoint),
-}
+}  # fmt: skip
 """Names of Python, PyTorch and HTTP that look like classes of this repository."""
 
 

@@ -204,23 +204,23 @@ class TrainingState:
         return sum(part.bytes_per_parameter for part in self.saved)
 
 
-def state_of(
-    optimizer: str = "adam", weights: str = "bf16", *, master: bool | None = None, gradients: str | None = None
-) -> TrainingState:
+def state_of(optimizer: str = "adam", weights: str = "bf16", *, master: bool | None = None) -> TrainingState:
     """Return the state per parameter of training with ``optimizer``, a key of ``OPTIMIZERS``.
 
-    ``master``: a copy of the weights in fp32; None: if the weights are smaller. ``gradients``: None is the weights'
-    dtype. Raises ConfigError with the known names.
+    ``master``: a copy of the weights in fp32; None: if the weights are smaller. Gradients have the weights' dtype.
+    Raises ConfigError with the known names.
     """
     moments = OPTIMIZERS.get(optimizer.lower())
     if moments is None:
         raise ConfigError(f"optimizer is {optimizer!r}: known are {', '.join(OPTIMIZERS)}")
-    size = _dtype_bytes(weights, "weights dtype")
+    size = DTYPE_BYTES.get(weights)
+    if size is None:
+        raise ConfigError(f"weights dtype is {weights!r}: known are {', '.join(DTYPE_BYTES)}")
     parts = [Component("weights", size, "weights")]
     if (size < 4) if master is None else master:
         parts.append(Component("master", 4.0, "optimizer"))
     parts += [Component(name, value, "optimizer") for name, value in moments.items()]
-    parts.append(Component("gradients", _dtype_bytes(gradients or weights, "gradients dtype"), "gradients"))
+    parts.append(Component("gradients", size, "gradients"))
     return TrainingState(tuple(parts))
 
 
@@ -237,12 +237,6 @@ def measured_state(component_bytes: Mapping[str, float], parameters: int) -> Tra
     ]
     weights = next(part for part in parts if part.name == "weights")
     return TrainingState((*parts, replace(weights, name="gradients", kind="gradients")))
-
-
-def _dtype_bytes(name: str, what: str) -> float:
-    if name not in DTYPE_BYTES:
-        raise ConfigError(f"{what} is {name!r}: known are {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[name]
 
 
 @dataclass(frozen=True, slots=True)

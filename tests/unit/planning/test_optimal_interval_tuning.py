@@ -269,45 +269,12 @@ def test_an_exposure_bound_drains_earlier() -> None:
 # --- adaptive drains: path and rate --------------------------------------------------------------------------------
 
 
-def saves(
-    adaptive: DrainDecider, count: int, local: float, shared: float, sight: RankView | None = None
-) -> list[SaveDirective]:
-    """``count`` saves of 1 GB every 10 s: ``local`` seconds to the SSD, then ``shared`` seconds to shared storage."""
-    orders, records = [], list[SaveRecord]()
-    for number in range(1, count + 1):
-        for record in records:
-            record.begun_at -= 10.0
-        order = adaptive.decide(number, records, 1, 10.0, view=sight)
-        orders.append(order)
-        one = SaveRecord(number, "", 10**9, 0.1, local, local + shared, is_sent=order.is_sent)
-        if order.is_direct_put:
-            one.is_direct_put, one.local_commit_seconds, one.shared_commit_seconds = True, shared, shared
-        records.append(one)
-    return orders
-
-
-def test_fast_shared_storage_gets_direct_saves() -> None:
-    orders = saves(sending(exposure_seconds_max=math.inf), 8, local=4.0, shared=2.0)
-    assert not orders[0].is_direct_put, "nothing is measured yet"
-    assert all(order.is_direct_put and order.is_sent for order in orders[1:])
-
-
 def test_a_save_in_progress_counts_with_the_previous_size() -> None:
     """Its own size is unknown, and must not count as 0."""
     adaptive = sending(exposure_seconds_max=math.inf)
     records = [SaveRecord(1, "", 10**9, 0.1, 1.0, 6.0), SaveRecord(2, "", 0, 0.1)]
     assert not adaptive.decide(3, records, 1, 10.0, view=RankView(2.5)).is_direct_put
     assert adaptive.decide(4, records, 1, 10.0, view=RankView(0.5)).is_direct_put
-
-
-def test_only_a_full_ssd_causes_direct_saves() -> None:
-    def straight(room: float) -> list[bool]:
-        adaptive = sending(exposure_seconds_max=math.inf)
-        return [order.is_direct_put for order in saves(adaptive, 6, local=1.0, shared=5.0, sight=RankView(room))]
-
-    assert not any(straight(1.0))
-    # Older saves may be evicted, so the SSD is full only if it keeps two saves and has no space left.
-    assert straight(0.2)[1:3] == [True, True]
 
 
 def test_a_drain_is_throttled_to_its_allowed_slowdown(caplog: pytest.LogCaptureFixture) -> None:
@@ -342,12 +309,6 @@ def test_a_throttle_ends_when_drains_cost_nothing() -> None:
         free = adaptive.decide(number, records, 1, 100.0, view=RankView(drain_slowdown=0.0))
         records.append(SaveRecord(number, "", 10**9, 0.1, 1.0, 6.0))
     assert free.bytes_per_second is None or free.bytes_per_second >= 190e6
-
-
-def test_the_exposure_bound_overrides_the_throttle() -> None:
-    adaptive = sending(exposure_seconds_max=20.0)
-    *_, order = saves(adaptive, 7, local=1.0, shared=5.0, sight=RankView(drain_slowdown=0.9))
-    assert order.bytes_per_second is None or order.bytes_per_second >= 1e9 / 20
 
 
 def test_nodes_divide_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:

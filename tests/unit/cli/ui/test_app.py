@@ -114,17 +114,9 @@ def test_work_that_is_done_stays_done_and_a_lost_answer_is_an_error(
     condition: str, place: dict[str, str], tmp_path: Path
 ) -> None:
     with unread(condition) as options:
-        codes = codes_of([*SHOWN, *DONE, *REFUSED], place, tmp_path, **options)
-    assert codes == [1] * len(SHOWN) + [0] * len(DONE) + [4, 2]
+        codes = codes_of([*SHOWN, *SHOWN_ALL, *DONE, *DONE_ALL, *REFUSED], place, tmp_path, **options)
+    assert codes == [1] * len(SHOWN + SHOWN_ALL) + [0] * len(DONE + DONE_ALL) + [4, 2]
     assert (tmp_path / "to" / BEYOND_ASCII).exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("condition", ["no room", "closed", "no reader"])
-def test_the_same_of_every_verb(condition: str, place: dict[str, str], tmp_path: Path) -> None:
-    with unread(condition) as options:
-        codes = codes_of([*SHOWN_ALL, *DONE_ALL], place, tmp_path, **options)
-    assert codes == [1] * len(SHOWN_ALL) + [0] * len(DONE_ALL)
 
 
 def test_a_command_says_why_its_answer_is_lost(place: dict[str, str], tmp_path: Path) -> None:
@@ -191,7 +183,7 @@ def test_tables_of_any_names_on_any_terminal(
 def test_verbs_need_no_working_directory_but_for_relative_paths(place: dict[str, str], tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
-    commands = [*SHOWN, *DONE, ["verify", "{run}"], ["doctor"]]
+    commands = [*SHOWN, *DONE, ["verify", "{run}"], ["doctor"], ["export", "{run}", "--to", "{base}/exported"]]
     relative = [["ls", "runs"], ["prefetch", "{source}", "--to", "to"], ["status", "--local-root", "root"]]
     with (tmp_path / "said").open("wb") as said:
         options = {"cwd": gone, "preexec_fn": gone.rmdir, "stdout": subprocess.DEVNULL, "stderr": said}
@@ -199,14 +191,6 @@ def test_verbs_need_no_working_directory_but_for_relative_paths(place: dict[str,
     messages = (tmp_path / "said").read_text()
     assert codes == [0] * len(commands) + [2] * len(relative), messages
     assert messages.count("the working directory of this process was removed") == len(relative)
-
-
-@pytest.mark.slow
-def test_export_needs_none_for_torch(place: dict[str, str], tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    command = ["export", "{run}", "--to", "{base}/exported"]
-    assert codes_of([command], place, tmp_path, cwd=gone, preexec_fn=gone.rmdir) == [0]
 
 
 def test_the_command_begins_in_a_working_directory_that_was_removed(tmp_path: Path) -> None:
