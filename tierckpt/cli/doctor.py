@@ -222,8 +222,7 @@ async def _store(mover: Mover, location: Location) -> list[Finding]:
         return [Finding("store", FAIL, str(error))]
     made = nearest_existing(Path(location.path)) if location.scheme == "file" else None
     key, names = f".tierckpt-doctor-{secrets.token_hex(6)}", iter(STORE_CHECKS)
-    sources = "; ".join(f"{name} {value}" for name, value in getattr(store, "sources", {}).items())
-    checks = [Finding("store configuration", OK, sources)] if sources else []
+    checks = list[Finding]()
     try:
         async for detail in _probe_store(store, key):
             checks.append(Finding(next(names), OK, detail))  # noqa: PERF401 - keeps those before a failure
@@ -234,7 +233,8 @@ async def _store(mover: Mover, location: Location) -> list[Finding]:
             await store.delete(key)
         if made is not None:
             await asyncio.to_thread(_remove_empty, Path(location.path), made)
-    return checks
+    sources = "; ".join(f"{name} {value}" for name, value in getattr(store, "sources", {}).items())
+    return [Finding("store configuration", OK, sources), *checks] if sources else checks
 
 
 STORE_CHECKS = ("store reachable", "store put", "store get", "store put-if-absent", "store delete")

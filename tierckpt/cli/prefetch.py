@@ -137,7 +137,6 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> Report:
         "sources": "{fetched_bytes:bytes} from the store, {cached_bytes:bytes} from the node cache"
         if result.cached_bytes
         else "",
-        "by other processes": "{others_bytes:bytes}" if result.others_bytes else "",
         "from peers": "{peer_bytes:bytes} of {nodes} nodes" if result.peers else "",
         "from shared storage": "{fetched_bytes:bytes}" if result.peers else "",
         "read for slow peers": "{stead}",

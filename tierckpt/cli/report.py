@@ -22,7 +22,7 @@ from .ui.output import Report, day, facts, human_seconds, short, table
 from .ui.session import Session, UriArgument, location_of
 
 WIDTH = 80
-STARTS_SHOWN = 12
+FAILURES_SHOWN = 12
 STEPS_SHOWN = 8
 LOOKS: Mapping[What, tuple[str, str, str]] = {
     "kept": ("█", "green", "training, kept"),
@@ -214,6 +214,4 @@ def _failures(found: Goodput) -> RenderableType:
         "failure=at:day >at_step=last_step >back_to=restored_step >steps_lost=lost_steps "
         ">training_lost=lost_seconds:short >away=away_seconds:short"
     )
-    before = len(found.failures) - STARTS_SHOWN
-    rows = [(f"({before} before)", *5 * [None])] if before > 0 else []
-    return table(columns, [*rows, *found.failures[-STARTS_SHOWN:]])
+    return table(columns, found.failures[-FAILURES_SHOWN:])

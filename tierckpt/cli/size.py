@@ -12,7 +12,6 @@ from rich.console import RenderableType
 
 from ..planning import Sizing
 from ..planning.sizer import TierRow
-from ..planning.transfer_times import local_aggregate_rate
 from ..types import Json
 from .ui import plots
 from .ui.output import Report, decimal, facts, human_seconds, short, table
@@ -92,9 +91,6 @@ def _tier(row: TierRow) -> Json:
     return {
         "name": row.name,
         "ettr": row.ettr,
-        "young_seconds": row.young_seconds,
-        "daly_seconds": row.daly_seconds,
-        "exact_seconds": row.exact_seconds,
         "levels": [
             {
                 "tier": level.name,
@@ -116,7 +112,7 @@ def view_of(sizing: Sizing) -> list[RenderableType]:
     paths = [
         *((f"restore, {row.name}", row.shared_bytes, row.seconds) for row in sizing.restores),
         *((f"model on {nodes} nodes, {row.name}", row.shared_bytes, row.seconds) for row in sizing.loads),
-        (f"SSDs of {nodes} nodes together", f"{decimal(local_aggregate_rate(nodes, sizing.site.rates))}/s", None),
+        (f"SSDs of {nodes} nodes together", f"{decimal(nodes * sizing.site.rates.local_read)}/s", None),
     ]
     tiers = [
         (
@@ -125,9 +121,6 @@ def view_of(sizing: Sizing) -> list[RenderableType]:
             _interval(row, 0),
             row.schedule.bound_by[0] if row.schedule else None,
             _interval(row, len(row.levels) - 1),
-            row.young_seconds,
-            row.daly_seconds,
-            row.exact_seconds,
         )
         for row in sizing.tiers
     ]
@@ -143,7 +136,7 @@ def view_of(sizing: Sizing) -> list[RenderableType]:
             sizing.writes,
         ),
         table("what >from_shared_storage:decimal >time:short", paths),
-        table("tiers >ETTR:share >interval bound_by >to_shared >Young:short >Daly:short >exact:short", tiers),
+        table("tiers >ETTR:share >interval bound_by >to_shared", tiers),
         modes_view(sizing),
         *(f"note: {text}" for text in sizing.warnings),
     ]

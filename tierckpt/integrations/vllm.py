@@ -14,9 +14,10 @@ import copy
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
 from ..config import Settings
@@ -27,8 +28,13 @@ from ..loading.safetensors import BYTES_IN_FLIGHT_MAX, DEFERRED_BYTES_MIN, Defer
 from ..loading.tensor_parts import Parts
 
 LOAD_FORMAT = "tierckpt"
-_OWN = {"uri": str, "device": str, "bytes_in_flight_max": int}
 _VLLM_OWN = ("enable_weights_track", "enable_multithread_load", "num_threads")
+
+
+class _Own(BaseModel):
+    uri: str = ""
+    device: str = "cpu"
+    bytes_in_flight_max: Annotated[int, Field(strict=True, gt=0)] = BYTES_IN_FLIGHT_MAX
 
 
 def register() -> None:
@@ -128,18 +134,14 @@ class Options:
 
     def __init__(self, extra: dict[str, Any] | None) -> None:
         options = dict(extra or {})
-        own = {name: options.pop(name) for name in _OWN if name in options}
-        for name, value in own.items():
-            if not isinstance(value, _OWN[name]) or isinstance(value, bool):
-                raise ConfigError(
-                    f"{name} of model_loader_extra_config is {value!r}", hint=f"Give a value of {_OWN[name].__name__}"
-                )
-        if own.get("bytes_in_flight_max", 1) < 1:
-            raise ConfigError("bytes_in_flight_max of model_loader_extra_config is below 1", hint="Give bytes")
+        try:
+            own = _Own.model_validate({name: options.pop(name) for name in _Own.model_fields if name in options})
+        except ValidationError as error:
+            raise ConfigError(
+                f"model_loader_extra_config: {error}", hint="docs/guide/serving.md has the options"
+            ) from None
         self.for_vllm = {name: options.pop(name) for name in _VLLM_OWN if name in options}
-        self.uri: str = own.get("uri", "")
-        self._device: str = own.get("device", "cpu")
-        self._bytes_in_flight_max: int = own.get("bytes_in_flight_max", BYTES_IN_FLIGHT_MAX)
+        self.uri, self._device, self._bytes_in_flight_max = own.uri, own.device, own.bytes_in_flight_max
         self._settings = Settings.load(**options)
 
     def stream(

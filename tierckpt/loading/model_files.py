@@ -71,17 +71,15 @@ class _Set:
         if self.single or self.index:
             return Weights((self.single,)) if self.single else Weights(index=self.index)
         counts = sorted({count for count, _ in self.shards})
-        if len(counts) > 1:
-            raise IntegrityError(
-                f"{where} holds shards of {' and of '.join(map(str, counts))} files, and no index",
-                hint="Remove the files of the other version, or fetch the model again: `tierckpt prefetch`",
-                file=", ".join(self.names),
-            )
-        [count] = counts
+        count = counts[0]
         missing = [number for number in range(1, count + 1) if (count, number) not in self.shards]
-        if missing:
+        if len(counts) > 1:
+            problem = f"holds shards of {' and of '.join(map(str, counts))} files, and no index"
+        else:
+            problem = f"lacks shards {', '.join(map(str, missing))} of {count} of {self.base}" if missing else ""
+        if problem:
             raise IntegrityError(
-                f"{where} lacks shards {', '.join(map(str, missing))} of {count} of {self.base}",
+                f"{where} {problem}",
                 hint="Fetch the model again, whole: `tierckpt prefetch`",
                 file=", ".join(self.names),
             )

@@ -375,9 +375,6 @@ class LazyTensors(Mapping[str, Tensor]):
         request = self._requests[name]
         return torch.empty(math.prod(request.shape), dtype=request.dtype, device="meta").reshape(request.shape)
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {len(self)} tensors>"
-
 
 class WantedTensors:
     def __init__(

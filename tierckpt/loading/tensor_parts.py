@@ -20,16 +20,10 @@ def check_device(device: str | int | torch.device) -> torch.device:
         return found
     backend = getattr(torch, found.type, None)
     count = backend.device_count() if backend is not None and backend.is_available() else 0
-    if not count:
+    if (found.index or 0) >= count:
         raise ConfigError(
-            f"there is no device {str(found)!r}: this torch ({torch.__version__}) sees no {found.type} device",
-            hint='Use device="cpu", or look why `torch.cuda.is_available()` is false on this machine',
-        )
-    if found.index is not None and found.index >= count:
-        raise ConfigError(
-            f"there is no device {str(found)!r}: this machine has {found.type}:0"
-            + (f" to {found.type}:{count - 1}" if count > 1 else ""),
-            hint="Devices are counted from 0, and CUDA_VISIBLE_DEVICES hides some",
+            f"there is no device {str(found)!r}: this torch ({torch.__version__}) sees {count} {found.type} devices",
+            hint='Use device="cpu", or one counted from 0; CUDA_VISIBLE_DEVICES hides some',
         )
     return found
 

@@ -1,7 +1,7 @@
 """Planning: costs of checkpoints, intervals, placement of replicas. Pure arithmetic, also used by running jobs."""
 
 from .ettr import Level
-from .optimal_interval import Schedule, checkfreq_steps, daly, exact, plan, young
+from .optimal_interval import Schedule, checkfreq_steps, exact, plan, young
 from .sizer import Site, Sizing, size
 from .training_state import Mesh, Model, TrainingState, from_config, from_number, measured_state, state_of
 from .transfer_times import Bandwidths
@@ -16,7 +16,6 @@ __all__ = [
     "Sizing",
     "TrainingState",
     "checkfreq_steps",
-    "daly",
     "exact",
     "from_config",
     "from_number",

@@ -23,8 +23,6 @@ from typing import Literal, TypeAlias
 from .checked_numbers import Checked, Count, NotNegative, Share, not_negative, positive
 
 Place: TypeAlias = Literal["local", "shared"]
-Standing: TypeAlias = Literal["held", "at risk", "missed"]
-
 BANDWIDTH_SHARE_MIN = 0.05
 """Share of the measured bandwidth that training cannot take from a drain."""
 
@@ -100,7 +98,6 @@ class Decision:
     skip: tuple[int, ...]
     remove: tuple[int, ...]
     rate_bytes_per_second: float | None
-    rpo: Standing
     reason: str
     numbers: dict[str, float] = field(default_factory=dict)
 
@@ -128,7 +125,6 @@ def decide(state: PolicyState, rules: Rules, now: Situation, *, votes: bool = Tr
     remove = _room(rules, now, skip, newest_sent)
     voted, tier_decision = _next_tier(state, rules, now, remove, newest_sent)
     state = voted if votes else state
-    checkpoint_state = _state_of(state, rules, now, pending, exposure)
     numbers = {
         "exposure_seconds": exposure,
         "local_bytes_per_second": state.local_rate or 0.0,
@@ -137,7 +133,7 @@ def decide(state: PolicyState, rules: Rules, now: Situation, *, votes: bool = Tr
         "free_bytes": _free(rules, now, remove),
     }
     rate = _rate(state, rules, now, exposure, send)
-    return state, Decision(tier_decision, send, skip, remove, rate, checkpoint_state, why, numbers)
+    return state, Decision(tier_decision, send, skip, remove, rate, why, numbers)
 
 
 def with_version(now: Situation, version: Version) -> Situation:
@@ -225,17 +221,6 @@ def _rate(state: PolicyState, rules: Rules, now: Situation, exposure: float, sen
     if bytes_left and seconds_left <= 0:
         return None
     return max(left, bytes_left / seconds_left)
-
-
-def _state_of(
-    state: PolicyState, rules: Rules, now: Situation, pending: Sequence[Version], exposure: float
-) -> Standing:
-    if exposure > rules.rpo_seconds:
-        return "missed"
-    left = _seconds_left(now, now.sending)
-    if not left and pending:
-        left = pending[-1].size_bytes
-    return "at risk" if left and exposure + _seconds(left, state.shared_rate) > rules.rpo_seconds else "held"
 
 
 def _pending(versions: Sequence[Version]) -> list[Version]:

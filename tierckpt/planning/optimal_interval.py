@@ -26,14 +26,6 @@ def young(stall_seconds: float, mtbf_seconds: float) -> float:
     return math.sqrt(2 * not_negative(stall_seconds, "stall of a checkpoint") * positive(mtbf_seconds, "MTBF"))
 
 
-def daly(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Daly 2006: two more terms; μ itself from C = 2μ on."""
-    if not_negative(stall_seconds, "stall of a checkpoint") >= 2 * positive(mtbf_seconds, "MTBF"):
-        return mtbf_seconds
-    ratio = stall_seconds / (2 * mtbf_seconds)
-    return young(stall_seconds, mtbf_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_seconds
-
-
 def exact(stall_seconds: float, mtbf_seconds: float) -> float:
     """Return the interval that maximises ``ettr.exact``: the root of e^((Δ+C)/μ) (1 - Δ/μ) = 1."""
     ratio = not_negative(stall_seconds, "stall of a checkpoint") / positive(mtbf_seconds, "MTBF")

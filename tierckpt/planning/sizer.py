@@ -103,10 +103,6 @@ class TierRow:
     levels: tuple[Level, ...]
     schedule: Schedule | None
     ettr: float
-    young_seconds: float
-    daly_seconds: float
-    exact_seconds: float
-    """Optima of the first level alone, against all failures."""
 
     def interval_seconds(self, place: int) -> float | None:
         return self.schedule.steps_by_level[place] * self.schedule.step_seconds if self.schedule else None
@@ -260,16 +256,11 @@ class Sizing:
         return tuple(rows)
 
     def _row(self, name: str, *levels: Level) -> TierRow:
-        stall = levels[0].stall_seconds
-        optima = [
-            find(stall, self.mtbf_seconds)
-            for find in (optimal_interval.young, optimal_interval.daly, optimal_interval.exact)
-        ]
         try:
             schedule: Schedule | None = optimal_interval.plan(levels, self.site.step_seconds)
         except ConfigError:
             schedule = None
-        return TierRow(name, levels, schedule, schedule.ettr if schedule else 0.0, *optima)
+        return TierRow(name, levels, schedule, schedule.ettr if schedule else 0.0)
 
     def _modes(self) -> tuple[Mode, ...]:
         part = self.rank_written_bytes / self.state.saved_bytes

@@ -47,10 +47,6 @@ def read_seconds(shared_bytes: float, node_bytes: float, rates: Bandwidths) -> f
     return max(shared_bytes / rates.shared_read, node_bytes / rates.nic)
 
 
-def local_aggregate_rate(nodes: int, rates: Bandwidths) -> float:
-    return nodes * rates.local_read
-
-
 def best_steps(gradient_share: float, steps_bytes: float = 0.0, state_bytes: float = 0.0) -> int:
     """Return the number of steps of a window: the fewest in which the link carries all, else K = 1/r + 1/2.
 

@@ -155,7 +155,7 @@ class DrainDecider:
         if order.bytes_per_second is not None:
             numbers["drain_bytes_per_second"] = round(order.bytes_per_second)
         shown = ", ".join(f"{name} {value:g}" for name, value in numbers.items())
-        directive = {"step": step, "is_sent": order.is_sent, "is_direct_put": order.is_direct_put, "rpo": decision.rpo}
+        directive = {"step": step, "is_sent": order.is_sent, "is_direct_put": order.is_direct_put}
         log.info("step %d %s: %s (%s)", step, what, why, shown, extra={**directive, **numbers})
 
     def _version(self, number: int, one: SaveRecord, stands_here: bool) -> Version:

@@ -20,7 +20,6 @@ from tierckpt.planning import Bandwidths, Mesh, Model, Site, Sizing, from_config
 from tierckpt.planning.checked_numbers import parse_bytes, parse_count, parse_rate, parse_seconds
 from tierckpt.planning.ettr import mtbf_seconds
 from tierckpt.planning.training_state import Tensor, component_of, take_stock
-from tierckpt.planning.transfer_times import local_aggregate_rate
 from tierckpt.training.sizing import measure
 
 GB, TB = 1e9, 1e12
@@ -81,10 +80,6 @@ def test_load_of_350_gb_on_many_nodes() -> None:
     assert [one["direct"] for one in loads] == pytest.approx([35, 448, 3500])
     assert [one["cached"] for one in loads] == pytest.approx([8.75] * 3)
     assert [one["fanned out"] for one in loads[1:]] == pytest.approx([17.5] * 2, rel=0.01)
-
-
-def test_the_ssds_of_128_nodes_read_5_tb_a_second() -> None:
-    assert local_aggregate_rate(128, RATES) == pytest.approx(5.12 * TB)
 
 
 # --- parameters ---------------------------------------------------------------------------------------------------

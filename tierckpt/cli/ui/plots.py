@@ -69,10 +69,7 @@ def plot_runs(path: Path, runs: Sequence[SimulationResult]) -> Figure:
         left = [0.0] * len(runs)
         for field, (label, colour) in PARTS.items():
             if max(shares[field]) > (100 - begin) / 1000:
-                bars = axis.barh(range(len(runs)), shares[field], left=left, color=colour, label=label)
-                if field != "kept_seconds":
-                    wide = [f"{share:.2g}" if share > (100 - begin) / 25 else "" for share in shares[field]]
-                    axis.bar_label(bars, wide, label_type="center", fontsize=7, color="white")
+                axis.barh(range(len(runs)), shares[field], left=left, color=colour, label=label)
             left = [before + width for before, width in zip(left, shares[field], strict=True)]
         across, down = zip(*expected, strict=True)
         axis.plot(across, [row - 0.44 for row in down], "v", color="black", markersize=5, label="kept, by formula")
@@ -211,9 +208,10 @@ def _draw_restores(axis: Axes, sizing: Sizing) -> None:
         axis.plot(gpus, seconds, marker=".", color=colour, linestyle=DASHES[index], label=sizing.restores[index].name)
     axis.set_xscale("log", base=2)
     axis.set(yscale="log", xlabel="GPUs", ylabel="restore, seconds", title="Restore time by number of GPUs")
+    _plain_ticks(axis)
     ticks = gpus if gpus[-1] < 1_000_000 else gpus[::2]
     axis.set_xticks(ticks, [f"{one:,}" for one in ticks], minor=False)
-    _plain_ticks(axis, "y")
+    axis.set_xticks([], minor=True)
 
 
 def _draw_stalls(axis: Axes, sizing: Sizing) -> None:
@@ -242,22 +240,18 @@ def _add_dots(axis: Axes, across: Sequence[float], up: Sequence[float], colour: 
     axis.plot(across, up, "o", color=colour, markersize=max(3, 9 - 2 * row), label="_dots")
 
 
-def _plain_ticks(axis: Axes, which: str = "both") -> None:
+def _plain_ticks(axis: Axes) -> None:
     from matplotlib.ticker import LogLocator
 
     for one, name in ((axis.xaxis, "x"), (axis.yaxis, "y")):
-        if which not in ("both", name):
-            continue
         if one.get_scale() != "log":
             axis.ticklabel_format(axis=name, useOffset=False)  # type: ignore[arg-type]
             continue
         one.set_major_formatter("{x:,.10g}")
         low, high = one.get_view_interval()
-        if high < 30 * low:
-            one.set_minor_locator(LogLocator(subs=(2, 5)))
-            one.set_minor_formatter("{x:,.10g}")
-        else:
-            one.set_minor_formatter("")
+        is_short = high < 30 * low
+        one.set_minor_locator(LogLocator(subs=(2, 5)))
+        one.set_minor_formatter("{x:,.10g}" if is_short else "")
 
 
 def _add_legend(axis: Axes, columns: int) -> None:
