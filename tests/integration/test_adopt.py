@@ -35,7 +35,7 @@ from tierckpt.errors import (
 from tierckpt.format.layout import parse_uri
 from tierckpt.integrations import directories as found_by
 from tierckpt.integrations.directories import Directories, make_way, rank_0_finds
-from tierckpt.integrations.megatron import MegatronRun
+from tierckpt.integrations.megatron import TRACKER, MegatronRun
 from tierckpt.restore.restore import restore
 from tierckpt.save import adopted_directory as directories
 
@@ -314,7 +314,8 @@ def test_megatron_rewrite_in_place_leaves_the_adopted_copy(written: Path, s3_uri
     run, before = MegatronRun(f"{s3_uri}/run", drain=False), tree(written)
     run.finalize(written)()
     (written / "model.safetensors").write_bytes(b"again")
-    assert run.restore(written.parent / "back") is not None
+    assert run.restore(written.parent / "back") == str(written.parent / "back")
+    assert (written.parent / "back" / TRACKER).read_text() == "5"
     assert tree(written.parent / "back" / written.name) == before
 
 

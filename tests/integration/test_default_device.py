@@ -76,13 +76,6 @@ def test_stagers_copy_to_the_host(mode: Any, no_device: None, file_uri: str, loc
     assert same(load(file_uri, zeros_like(state)), state)
 
 
-def test_load_through_the_mount(no_device: None, file_uri: str) -> None:
-    with torch.device("cpu"):
-        state = small_state()
-    save(file_uri, state)
-    assert same(load(file_uri, zeros_like(state)), state)
-
-
 @pytest.mark.slow
 def test_near_storage_steps_and_restores(no_device: None, file_uri: str, tmp_path: Path) -> None:
     def build(name: str) -> dict[str, Any]:

@@ -225,7 +225,7 @@ async def _store(mover: Mover, location: Location) -> list[Finding]:
     checks = list[Finding]()
     try:
         async for detail in _probe_store(store, key):
-            checks.append(Finding(next(names), OK, detail))  # noqa: PERF401 - keeps those before a failure
+            checks.append(Finding(next(names), OK, detail))
     except TierckptError as error:
         checks.append(Finding(next(names), FAIL, str(error)))
     finally:

@@ -144,22 +144,19 @@ TIERS = {"local": "local SSD", "peer": "peers", "shared": "shared storage"}
 
 
 def _tiers(tiers: Sequence[TierTimes]) -> list[RenderableType]:
-    rows: list[object] = []
-    for one in tiers:
-        if not one.is_used:
-            rows.append((TIERS[one.tier], "not set up", *5 * [None]))
-            continue
-        times = (one.median_seconds, one.p90_seconds, one.maximum_seconds)
-        rows.append((
+    rows = [
+        (
             TIERS[one.tier],
             f"{one.reached} of {one.saves}",
-            *("unknown" if one.reached and seconds is None else seconds for seconds in times),
+            *(one.median_seconds, one.p90_seconds, one.maximum_seconds),
             len(one.waiting_steps),
             one.oldest_waiting_seconds,
-        ))  # fmt: skip
+        )
+        if one.is_used
+        else (TIERS[one.tier], "not set up", *5 * [None])
+        for one in tiers
+    ]
     notes = [note for one in tiers if one.is_used for note in _tier_notes(one)]
-    if any(one.unlisted for one in tiers):
-        notes.append(f"saves without a record, because each start records a limited number: {tiers[0].unlisted}")
     columns = "from_save_to_durable_on >saves >median:short >p90:short >maximum:short >not_yet >oldest:short"
     return [table(columns, rows), *notes]
 
@@ -191,13 +188,9 @@ def _timeline(found: Goodput) -> Text:
     begin, wall = found.starts[0].began_at, found.wall_seconds
     line = Text("\n")
     for column in range(WIDTH):
-        left, right = begin + column * wall / WIDTH, begin + (column + 1) * wall / WIDTH
-        shares: dict[What, float] = {}
-        for stretch in found.stretches:
-            overlap = min(right, stretch.ended_at) - max(left, stretch.began_at)
-            if overlap > 0:
-                shares[stretch.what] = shares.get(stretch.what, 0.0) + overlap
-        mark, style, _ = LOOKS[max(shares, key=lambda what: shares[what]) if shares else "down"]
+        at = begin + (column + 0.5) * wall / WIDTH
+        what: What = next((one.what for one in found.stretches if one.began_at <= at < one.ended_at), "down")
+        mark, style, _ = LOOKS[what]
         line.append(mark, style)
     line.append("\n")
     for what in dict.fromkeys(stretch.what for stretch in found.stretches):

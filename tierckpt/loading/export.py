@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -259,14 +259,7 @@ class ExportResult:
     skipped: int
 
     def to_json(self) -> Json:
-        return {
-            "uri": self.uri,
-            "directory": str(self.directory),
-            "files": list(self.files),
-            "tensors": self.tensors,
-            "size_bytes": self.size_bytes,
-            "skipped": self.skipped,
-        }
+        return {**asdict(self), "directory": str(self.directory), "files": list(self.files)}
 
 
 def export_safetensors(

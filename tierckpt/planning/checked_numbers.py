@@ -37,18 +37,18 @@ def parse_bytes(text: str | float, what: str) -> float:
 def parse_rate(text: str | float, what: str) -> float:
     """Parse ``"25GB/s"``, ``"200Gb/s"`` as bytes per second."""
     rate = _parse(text, what, _RATES, "a rate", "25GB/s (bytes) or 200Gb/s (bits)")
-    return positive(rate, what, "bytes per second")
+    return positive(rate, what)
 
 
 def parse_seconds(text: str | float, what: str, *, zero: bool = False) -> float:
     """Parse ``"90"``, ``"5min"``, ``"2.5h"``, ``"1d"``."""
     seconds = _parse(text, what, _SECONDS, "a duration", "90s, 5min, 2h or 1d")
-    return not_negative(seconds, what) if zero else positive(seconds, what, "seconds")
+    return not_negative(seconds, what) if zero else positive(seconds, what)
 
 
-def positive(value: float, what: str, unit: str = "") -> float:
+def positive(value: float, what: str) -> float:
     if not (math.isfinite(value) and value > 0):
-        raise _number_error(what, value, f"it must be a number{f' of {unit}' if unit else ''} above 0")
+        raise _number_error(what, value, "it must be a number above 0")
     return value
 
 

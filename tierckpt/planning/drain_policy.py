@@ -46,7 +46,7 @@ class Rules(Checked):
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
         if not math.isinf(self.rpo_seconds):
-            positive(self.rpo_seconds, "rpo_seconds", "seconds")
+            positive(self.rpo_seconds, "rpo_seconds")
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,6 @@ class TierTimes:
         untimed: the part of ``reached`` without a recorded time, or with contradictory clocks.
         skipped_steps: will not get there.
         unknown_steps: in neither the records nor the tier.
-        unlisted: saves of long runs without a record; no other number counts them.
     """
 
     tier: str
@@ -76,7 +75,6 @@ class TierTimes:
     oldest_waiting_seconds: float | None
     skipped_steps: tuple[int, ...]
     unknown_steps: tuple[int, ...]
-    unlisted: int
 
     @property
     def saves(self) -> int:
@@ -192,7 +190,6 @@ class _Tiers:
             oldest_waiting_seconds=max((max(0.0, self._now - save.at) for save in states["waiting"]), default=None),
             skipped_steps=tuple(skipped),
             unknown_steps=tuple(unknown),
-            unlisted=sum(max(0, start.saves - len(start.made)) for start in self._starts),
         )
 
 
@@ -327,23 +324,17 @@ def read_start(lines: Iterable[Line]) -> Start | None:
     first = next((row for row in rows if row["what"] == "start"), None)
     if first is None:
         return None
-    totals = dict.fromkeys(TOTALS, 0.0)
+    totals = {name: max(float(row.get(f"{name}_seconds", 0.0)) for row in rows) for name in TOTALS}
+    end = next((str(row.get("reason", "")) for row in reversed(rows) if row["what"] == "end"), "")
+    sizes = [int(row["size_bytes"]) for row in rows if row["what"] == "durable" and "size_bytes" in row]
     restored: int | None = None
     replayed = 0
     work: list[tuple[int, float]] = []
-    saves, size_bytes, end = 0, 0, ""
     made: list[Save] = []
     for row in rows:
         _note_save(made, row)
-        if row["what"] == "end":
-            end = str(row.get("reason", ""))
-        for name in TOTALS:
-            totals[name] = max(totals[name], float(row.get(f"{name}_seconds", 0.0)))
-        saves = max(saves, int(row.get("saves", 0)))
         if row["what"] == "restored" and not work:
             restored, replayed = int(row["step"]), int(row.get("replayed_steps", 0))
-        if row["what"] == "durable":
-            size_bytes = int(row.get("size_bytes", size_bytes))
         step = row.get("reached_step" if row["what"] == "durable" else "step")
         # After going back within one life, ignore steps below the highest one.
         if row["what"] in ("step", "save", "end", "durable") and step is not None and (not work or step >= work[-1][0]):
@@ -356,7 +347,8 @@ def read_start(lines: Iterable[Line]) -> Start | None:
     spent = {**totals, "other": max(0.0, ended_at - began_at - sum(totals.values()))}
     return Start(
         began_at, ended_at, int(first.get("world_size", 1)), restored, first_step,
-        work[-1][0] if work else restored, end, spent, saves, size_bytes, tuple(made), tuple(work), replayed,
+        work[-1][0] if work else restored, end, spent, max(int(row.get("saves", 0)) for row in rows),
+        sizes[-1] if sizes else 0, tuple(made), tuple(work), replayed,
         first.get("drain") is True, int(first.get("replicas", 1)), first.get("gradient_log") is True,
         first.get("begins_with") == "save",
     )  # fmt: skip

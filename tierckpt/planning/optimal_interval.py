@@ -195,11 +195,9 @@ class Goal:
                     f"mtbf_seconds is {mtbf_seconds}: a number, or one for 'local' (failures that the SSD survives), "
                     "for 'shared' (those that it does not), or for both"
                 )
-            given = {
-                tier: positive(value, f"mtbf_seconds of {tier!r}", "seconds") for tier, value in mtbf_seconds.items()
-            }
+            given = {tier: positive(value, f"mtbf_seconds of {tier!r}") for tier, value in mtbf_seconds.items()}
             return cls(overhead_max, given.get("local"), given.get("shared"))
-        mtbf = positive(mtbf_seconds, "mtbf_seconds", "seconds")
+        mtbf = positive(mtbf_seconds, "mtbf_seconds")
         return cls(overhead_max, mtbf / (1 - NODE_LOSS_SHARE), mtbf / NODE_LOSS_SHARE)
 
     @property
@@ -272,14 +270,14 @@ class MeasuredSpan:
     def overhead(self, step_seconds: float) -> float:
         if not self.count:
             return 0.0
-        positive(step_seconds, "step time", "seconds")
+        positive(step_seconds, "step time")
         beside = (self.draining, self.flushing)
         slower = sum(steps.seconds - steps.count * step_seconds for steps in beside)
         return max(0.0, self.blocked_seconds + slower) / (self.count * step_seconds)
 
     def drain_slowdown(self, step_seconds: float) -> float:
         median = self.draining.median_seconds
-        return max(0.0, median / positive(step_seconds, "step time", "seconds") - 1) if median is not None else 0.0
+        return max(0.0, median / positive(step_seconds, "step time") - 1) if median is not None else 0.0
 
 
 def adapt(pace: Pace | None, choice: Pace, overhead_share: float, overhead_max: float) -> Pace:

@@ -38,15 +38,11 @@ LOCAL_ONLY = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class FailureKind(Checked):
-    """``nodes`` fail at once: neighbours (a rack) if ``together``, else random ones.
-
-    ``wipes``: their SSDs and memory are lost; otherwise only the processes.
-    """
+    """``nodes`` neighbours (a rack) fail at once. ``wipes``: SSDs and memory are lost, too, not only the processes."""
 
     name: str
     per_node_day: NotNegative
     nodes: Count = 1
-    together: bool = True
     wipes: bool = True
 
 
@@ -284,8 +280,6 @@ class _World:
             self.jobs[0].lose_nodes([0], wipes=False)
 
     def _affected_nodes(self, kind: FailureKind) -> list[int]:
-        if not kind.together:
-            return self.chance.sample(range(self.cluster.nodes), kind.nodes)
         first = self.chance.randrange(self.cluster.nodes) // kind.nodes * kind.nodes
         return list(range(first, min(first + kind.nodes, self.cluster.nodes)))
 

@@ -59,7 +59,7 @@ class Site(Checked):
                 "together they must not pass 1"
             )
         for budget in self.stall_budgets_seconds:
-            positive(budget, "stall budget", "seconds")
+            positive(budget, "stall budget")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,6 @@ class Start:
     end: str = ""
     drain: bool = True
     replicas: int = 1
-    unlisted: int = 0
-
-    @property
-    def saves(self) -> int:
-        return len(self.made) + self.unlisted
 
 
 def commit(step: int, created_at: float, at: float | None, what: str = "shared") -> dict[str, Any]:
@@ -122,11 +117,6 @@ def test_only_the_newest_save_is_pending_on_peers() -> None:
 def test_a_direct_save_is_not_on_the_ssd() -> None:
     local, _, shared = tiers(Start(saves(1, is_direct_put=True)), commits=[commit(1, 10.5, 11.0)])
     assert (local.saves, shared.reached) == (0, 1)
-
-
-def test_saves_omitted_from_long_records_are_counted() -> None:
-    local, _, shared = tiers(Start(saves(1), unlisted=7), commits=[commit(1, 10.5, 12.0)])
-    assert (local.saves, local.unlisted, shared.unlisted) == (1, 7, 7)
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_the_slowest_rank_sets_the_interval() -> None:
         (lambda: AutoInterval(overhead_max=0.0), "overhead_max is 0"),
         (lambda: AutoInterval(mtbf_seconds={"remote": 1.0}), "mtbf_seconds is {'remote': 1.0}"),
         (lambda: Goal(overhead_max=1.5), "overhead_max is 1.5"),
-        (lambda: Goal.of(0.03, -5), "mtbf_seconds is -5: it must be a number of seconds above 0"),
+        (lambda: Goal.of(0.03, -5), "mtbf_seconds is -5: it must be a number above 0"),
         (lambda: Goal.of(0.03, {"node": 5.0}), "a number, or one for 'local'"),
         (lambda: Goal.of(0.03, {"local": 0.0}), "mtbf_seconds of 'local' is 0"),
         (lambda: IntervalController(0, sending()), "interval is 0: use 'auto' or a whole number"),

@@ -5,7 +5,6 @@ Tolerances follow the sample: the ETTR of a run with n failures is accurate to a
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ import simpy
 from tierckpt.errors import ConfigError
 from tierckpt.planning import Bandwidths, Level, Mesh, Site, ettr, from_number, size, state_of
 from tierckpt.planning.drain_policy import Rules
-from tierckpt.planning.replica_placement import survival_probability
 from tierckpt.planning.simulator import (
     Cluster,
     Configuration,
@@ -92,21 +90,6 @@ def with_peers(nodes: int, replicas: int = 2) -> Configuration:
         replicate_seconds=10, replicas=replicas, local_load_seconds=5, peer_load_seconds=10, restore_bytes=1 * TB,
         rules=Rules(every=10),
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("nodes", "replicas", "lost"), [(16, 2, 2), (16, 2, 3), (16, 3, 3)])
-def test_survival_of_simultaneous_losses_matches_gemini(nodes: int, replicas: int, lost: int) -> None:
-    cluster = Cluster(nodes, RATES, (burst(nodes, lost),))
-    run = simulate(cluster, replace(with_peers(nodes, replicas), interval_seconds=1800.0), days=200, seed=1)
-    total = run.restores["peer"] + run.restores["shared"]
-    assert total > 800
-    expected = survival_probability(nodes, replicas, lost)
-    assert run.restores["peer"] / total == pytest.approx(expected, abs=4 * math.sqrt(expected * (1 - expected) / total))
-
-
-def burst(nodes: int, lost: int) -> FailureKind:
-    """A loss of ``lost`` random nodes at once, every five hours."""
-    return FailureKind("burst", 86400 / 18000 / nodes, nodes=lost, together=False)
 
 
 def test_a_rack_failure_loses_no_shard() -> None:

@@ -271,7 +271,7 @@ def test_each_added_tier_raises_ettr() -> None:
         (lambda: Site(node_loss_share=0.8, domain_loss_share=0.3), "together they must not pass 1"),
         (lambda: Model(0), "parameters is 0"),
         (lambda: gpt3(mtbf_seconds=300.0), "MTBF is 300 s, and a restart takes 305 s at best"),
-        (lambda: parse_rate("0GB/s", "--shared"), "--shared is 0: it must be a number of bytes per second above 0"),
+        (lambda: parse_rate("0GB/s", "--shared"), "--shared is 0: it must be a number above 0"),
         (lambda: parse_rate("10gb/s", "--nic"), "--nic is 10gb/s: write a rate like 25GB/s"),
         (lambda: parse_count("many", "--params"), "--params is many: write it like 175e9"),
         (lambda: parse_seconds("5 weeks", "--mtbf"), "--mtbf is 5 weeks: write a duration"),

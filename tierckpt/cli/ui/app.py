@@ -103,8 +103,7 @@ def _root(
 
 def run(arguments: Sequence[str]) -> int:
     """Return the exit code, never raise."""
-    has_progress = any(one.startswith("--progress") for one in arguments)
-    output = Output(as_json="--json" in arguments, is_compact=has_progress)
+    output = Output(as_json="--json" in arguments)
     logs = Logs(output)
     command = typer.main.get_command(app)
     code = 0

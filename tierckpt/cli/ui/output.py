@@ -64,10 +64,10 @@ class Report:
 
 
 class Output:
-    """Collects the library's warnings until ``close``. ``is_compact``: errors take one line."""
+    """Collects the library's warnings until ``close``. An error as JSON takes one line, as progress does."""
 
-    def __init__(self, *, as_json: bool, is_compact: bool = False) -> None:
-        self.as_json, self._indent = as_json, None if is_compact else 2
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
         self.warnings: list[str] = []
         self._handler = _Warnings(self)
         logging.getLogger("tierckpt").addHandler(self._handler)
@@ -104,7 +104,7 @@ class Output:
     def _dump(self, document: types.Json, stream: TextIO) -> None:
         if self.warnings:
             document = {**document, "warnings": self.warnings}
-        stream.write(json.dumps(document, indent=self._indent if stream is sys.stderr else 2) + "\n")
+        stream.write(json.dumps(document, indent=2 if stream is sys.stdout else None) + "\n")
         stream.flush()
 
 

@@ -198,7 +198,7 @@ def test_progress_as_json_is_a_line_now_and_then_and_one_at_the_end(
 
 
 def test_an_error_beside_progress_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    output = Output(as_json=True, is_compact=True)
+    output = Output(as_json=True)
     output.error(PartialTransferError("2 of 3", failures={"f": "gone"}))
     output.show(Report({"a": 1}))
     output.close()
