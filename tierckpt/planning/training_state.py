@@ -288,11 +288,9 @@ class Mesh(Checked):
     def check(self, model: Model, gpus: int | None = None) -> None:
         """Raise ConfigError if ``model`` cannot be spread like this, or ``gpus`` differs from the mesh."""
         if gpus is not None and gpus != self.gpus:
-            others = self.tp * self.pp * self.cp
-            fits = f", or dp {gpus // others}" if gpus > 0 and gpus % others == 0 else ""
             raise ConfigError(
                 f"GPUs is {gpus}, but tp {self.tp} x pp {self.pp} x cp {self.cp} x dp {self.dp} is {self.gpus}: "
-                f"valid is {self.gpus} GPUs{fits}"
+                f"valid is {self.gpus} GPUs"
             )
         if model.layers and self.pp > model.layers:
             raise ConfigError(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +16,7 @@ from ...disk.durable import translate_os_error
 from ...errors import ConfigError, TierckptError
 from ...process_start import INTERRUPTED, OutputError
 from ...redaction import redact, redact_all
-from ...telemetry import LogFormat, LogLevel, log_to
+from ...telemetry import LogFormat, LogLevel
 from ...tracebacks import TRACEBACK_VARIABLE, keeps_tracebacks
 from ...types import Tier
 from .. import (
@@ -65,26 +64,6 @@ def _version(is_requested: bool) -> None:
         raise typer.Exit
 
 
-class Logs:
-    def __init__(self, output: Output) -> None:
-        self.log_format: LogFormat = "text"
-        self.verb: str | None = None
-        self._output = output
-        self._stop: Callable[[], None] | None = None
-
-    def begin(self, log_format: LogFormat, level: LogLevel) -> None:
-        self.log_format = log_format
-        if log_format == "text" and level in {"warning", "error"}:
-            return
-        if not self._output.as_json:
-            self._output.close()
-        self._stop = log_to(sys.stderr, log_format, level)
-
-    def close(self) -> None:
-        if self._stop is not None:
-            self._stop()
-
-
 @app.callback()
 def _root(
     context: typer.Context,
@@ -98,18 +77,17 @@ def _root(
 ) -> None:
     """Checkpoints and models on node-local SSD and shared storage."""
     context.obj.verb = context.invoked_subcommand
-    context.obj.begin(log_format, log_level)
+    context.obj.log(log_format, log_level)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Return the exit code, never raise."""
     output = Output(as_json="--json" in arguments)
-    logs = Logs(output)
     command = typer.main.get_command(app)
     code = 0
     try:
         outcome: Any = command.main(
-            list(arguments) or ["--help"], prog_name="tierckpt", standalone_mode=False, obj=logs
+            list(arguments) or ["--help"], prog_name="tierckpt", standalone_mode=False, obj=output
         )
         if isinstance(outcome, Report):
             code = outcome.exit_code
@@ -117,7 +95,7 @@ def run(arguments: Sequence[str]) -> int:
             return code
         code = outcome if isinstance(outcome, int) else 0  # --help and --version
     except OutputError as error:
-        return _without_output(error.cause, code, output, logs.verb)
+        return _without_output(error.cause, code, output)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
     except (Exception, SystemExit) as error:
@@ -132,17 +110,17 @@ def run(arguments: Sequence[str]) -> int:
         return ours.exit_code
     finally:
         output.close()
-        logs.close()
     if code == INTERRUPTED:  # some releases of typer turn Ctrl-C into it
         output.error(TierckptError("interrupted", hint="Nothing partial was published; run it again to continue"))
     return code
 
 
-def _without_output(cause: OSError, code: int, output: Output, verb: str | None) -> int:
+def _without_output(cause: OSError, code: int, output: Output) -> int:
     """Print why a command could not write its report, except to ``| head``.
 
     Returns ``code`` of the finished work unless the report is the only purpose of the command.
     """
+    verb = output.verb
     is_lost = verb in SHOWING or output.as_json
     if verb not in SHOWING or cause.errno != errno.EPIPE:
         work = "" if verb in SHOWING else f"{verb} ended with exit code {code}, but "

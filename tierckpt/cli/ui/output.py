@@ -39,7 +39,7 @@ from ...errors import PartialTransferError, TierckptError
 from ...quantities import human_bytes as human_bytes
 from ...quantities import human_seconds as human_seconds
 from ...redaction import redact_all
-from ...telemetry import ignore_progress
+from ...telemetry import LogFormat, LogLevel, ignore_progress, log_to
 
 WIDTH_WHEN_PIPED = 100_000
 LINE_SECONDS = 0.5
@@ -68,12 +68,25 @@ class Output:
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
+        self.verb: str | None = None
+        self.log_format: LogFormat = "text"
         self.warnings: list[str] = []
         self._handler = _Warnings(self)
+        self._stop_logging: Callable[[], None] = lambda: None
         logging.getLogger("tierckpt").addHandler(self._handler)
+
+    def log(self, log_format: LogFormat, level: LogLevel) -> None:
+        """Also write events to stderr, except warnings as text, which are printed already."""
+        self.log_format = log_format
+        if log_format == "text" and level in {"warning", "error"}:
+            return
+        if not self.as_json:
+            logging.getLogger("tierckpt").removeHandler(self._handler)
+        self._stop_logging = log_to(sys.stderr, log_format, level)
 
     def close(self) -> None:
         logging.getLogger("tierckpt").removeHandler(self._handler)
+        self._stop_logging()
 
     def show(self, report: Report) -> None:
         if self.as_json:

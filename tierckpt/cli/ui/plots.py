@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ...planning.simulator import SimulationResult
 
 SUFFIXES = (".svg", ".png", ".pdf")
-LEGEND_POINTS = 40
 CURVE_POINTS = 300
 DASHES = ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2)))
 """A style of each curve, so that curves that coincide are all seen."""
@@ -51,14 +50,14 @@ STRETCHES = {
 
 def plot_sizing(path: Path, sizing: Sizing) -> Figure:
     """Raise MissingExtraError without matplotlib, ConfigError if the suffix is not of a picture."""
-    with _figure(path, 2, 3, 2) as figure:
+    with _figure(path, 3) as figure:
         for axis, draw in zip(figure.axes, (_draw_ettr, _draw_restores, _draw_stalls), strict=True):
             draw(axis, sizing)
     return figure
 
 
 def plot_runs(path: Path, runs: Sequence[SimulationResult]) -> Figure:
-    with _figure(path, 4) as figure:
+    with _figure(path) as figure:
         axis = figure.axes[0]
         shares = {field: [100 * getattr(run, field) / run.wall_seconds for run in runs] for field in PARTS}
         kept = shares["kept_seconds"]
@@ -77,7 +76,6 @@ def plot_runs(path: Path, runs: Sequence[SimulationResult]) -> Figure:
             range(len(runs)), [f"{run.name}\n{share:.{digits}f} % kept" for run, share in zip(runs, kept, strict=True)]
         )
         axis.invert_yaxis()
-        axis.ticklabel_format(axis="x", useOffset=False)
         days, failures = runs[0].wall_seconds / 86400, max(sum(run.failures.values()) for run in runs)
         axis.set(
             xlim=(begin, 100),
@@ -93,7 +91,7 @@ def plot_modes(path: Path, sizing: Sizing, runs: Sequence[SimulationResult]) -> 
         points.setdefault(run.name, []).append(run)
     step = sizing.site.step_seconds
     longest = max(run.interval_seconds for run in runs)
-    with _figure(path, 4, 4, 4) as figure:
+    with _figure(path, 3) as figure:
         for row, (mode, colour) in enumerate(zip(sizing.modes, COLOURS, strict=False)):
             first = max(mode.interval_min_seconds, step)
             spans = [first * (longest / first) ** (part / 60) for part in range(61)]
@@ -121,13 +119,11 @@ def plot_modes(path: Path, sizing: Sizing, runs: Sequence[SimulationResult]) -> 
         for axis, (title, up) in zip(figure.axes, titles.items(), strict=True):
             axis.set(xscale="log", xlabel=across, ylabel=up, title=title)
         figure.axes[1].set_yscale("log")
-        for axis in figure.axes:
-            _plain_ticks(axis)
     return figure
 
 
 def plot_goodput(path: Path, found: Goodput) -> Figure:
-    with _figure(path, 5) as figure:
+    with _figure(path) as figure:
         axis = figure.axes[0]
         begin = found.starts[0].began_at
         unit, name = (3600.0, "hours") if found.wall_seconds > 7200 else (60.0, "minutes")
@@ -182,7 +178,6 @@ def _draw_ettr(axis: Axes, sizing: Sizing) -> None:
         ylabel="ETTR, % of the wall-clock time",
         title="Useful training time by save interval",
     )
-    _plain_ticks(axis)
 
 
 def _ettr_at(row: TierRow, interval_seconds: float) -> float:
@@ -208,7 +203,6 @@ def _draw_restores(axis: Axes, sizing: Sizing) -> None:
         axis.plot(gpus, seconds, marker=".", color=colour, linestyle=DASHES[index], label=sizing.restores[index].name)
     axis.set_xscale("log", base=2)
     axis.set(yscale="log", xlabel="GPUs", ylabel="restore, seconds", title="Restore time by number of GPUs")
-    _plain_ticks(axis)
     ticks = gpus if gpus[-1] < 1_000_000 else gpus[::2]
     axis.set_xticks(ticks, [f"{one:,}" for one in ticks], minor=False)
     axis.set_xticks([], minor=True)
@@ -232,7 +226,6 @@ def _draw_stalls(axis: Axes, sizing: Sizing) -> None:
         ylabel="stall, seconds",
         title="Stall of one checkpoint by write bandwidth",
     )
-    _plain_ticks(axis)
 
 
 def _add_dots(axis: Axes, across: Sequence[float], up: Sequence[float], colour: str, row: int) -> None:
@@ -240,39 +233,9 @@ def _add_dots(axis: Axes, across: Sequence[float], up: Sequence[float], colour: 
     axis.plot(across, up, "o", color=colour, markersize=max(3, 9 - 2 * row), label="_dots")
 
 
-def _plain_ticks(axis: Axes) -> None:
-    from matplotlib.ticker import LogLocator
-
-    for one, name in ((axis.xaxis, "x"), (axis.yaxis, "y")):
-        if one.get_scale() != "log":
-            axis.ticklabel_format(axis=name, useOffset=False)  # type: ignore[arg-type]
-            continue
-        one.set_major_formatter("{x:,.10g}")
-        low, high = one.get_view_interval()
-        is_short = high < 30 * low
-        one.set_minor_locator(LogLocator(subs=(2, 5)))
-        one.set_minor_formatter("{x:,.10g}" if is_short else "")
-
-
-def _add_legend(axis: Axes, columns: int) -> None:
-    from matplotlib.transforms import ScaledTranslation
-
-    figure = axis.get_figure(root=True)
-    below = axis.transAxes + ScaledTranslation(0, -LEGEND_POINTS / 72, figure.dpi_scale_trans)  # type: ignore[union-attr]
-    axis.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.5, 0),
-        bbox_transform=below,
-        borderaxespad=0,
-        ncols=columns,
-        fontsize=8,
-        frameon=False,
-    )
-
-
 @contextmanager
-def _figure(path: Path, *columns: int) -> Iterator[Figure]:
-    """Yield a figure with a panel for each legend of ``columns``; write it afterwards. The output is deterministic."""
+def _figure(path: Path, panels: int = 1) -> Iterator[Figure]:
+    """Yield a figure, and write it with its legends afterwards. The output is deterministic."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--plot is {path}: its name must end in {', '.join(SUFFIXES)}")
     try:
@@ -280,15 +243,25 @@ def _figure(path: Path, *columns: int) -> Iterator[Figure]:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"--plot needs {error.name}", hint="pip install 'tierckpt[plot]'") from error
-    with matplotlib.rc_context({"svg.hashsalt": "tierckpt", "font.size": 9, "svg.fonttype": "path"}):
-        panels = len(columns)
+    with matplotlib.rc_context(
+        {
+            "svg.hashsalt": "tierckpt",
+            "svg.fonttype": "path",
+            "font.size": 9,
+            "axes.formatter.useoffset": False,
+            "axes.formatter.min_exponent": 7,  # 1000, not 10³
+        }
+    ):
         figure = Figure(figsize=(5 * panels, 4.4) if panels > 1 else (9, 3.8), dpi=110, layout="constrained")
         for axis in figure.subplots(1, panels, squeeze=False)[0]:
             axis.grid(visible=True, color="#dddddd", linewidth=0.5)
             axis.set_axisbelow(True)
         yield figure
-        for axis, number in zip(figure.axes, columns, strict=True):
-            _add_legend(axis, number)
+        if panels == 1:
+            figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+        else:
+            for axis in figure.axes:
+                axis.legend(fontsize=8)
         dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}
         with translated(path):
             figure.savefig(path, metadata=dated[path.suffix.lower()])
