@@ -199,3 +199,101 @@ def test_rejection_reads_only_the_header(tmp_path: Path, monkeypatch: pytest.Mon
             refused += 1
         except StateMismatchError:
             pass
+
+
+# --- headers, compared with the format's own reader ---------------------------------------------------------------
+
+HEADERS = 200_000 if float(os.environ.get("TIERCKPT_TEST_FUZZ_SECONDS", 0)) >= 60 else 4000
+NAMES = ["a", "b", "", "__metadata__", "w.\\ud83d\\ude00", "\\ud800", "x\\udc00", "é", "a\\/b"]
+NAMES += ["a\tb", "\\x"]
+ODD_NUMBERS = ["-1", "1.0", "4e0", "true", "null", '"4"', "1e999", "18446744073709551615", "18446744073709551616",
+               "9223372036854775808", "01", "+1", "1.", "[]", "{}", "9" * 310, "NaN", "-0.0", "1E0"]  # fmt: skip
+ODD_VALUES = ["null", "{}", "[]", "1", '"x"', "-0", "[" * 124 + "]" * 124, '"\\ud800"', "1e-999", '{"a":[{"x":1}]}']
+
+
+def header_text(rng: random.Random) -> tuple[bytes, int]:
+    """Return the JSON of a header, randomly with odd constructs, and the size of its data."""
+    position, parts = 0, []
+    for name in rng.sample(NAMES[:2] if rng.random() < 0.6 else NAMES, rng.randint(1, 2)):
+        dtype = rng.choice(["F32", "U8", "F4", "BF16", "C64"])
+        shape = [rng.choice([0, 1, 2, 4]) for _ in range(2)]
+        size_bytes = torch.Size(shape).numel() * DTYPE_BITS[dtype] // 8
+        tensor_json = tensor_text(rng, dtype, [str(one) for one in shape], [str(position), str(position + size_bytes)])
+        parts.append(f'"{name}"{_space(rng)}:{tensor_json}')
+        position += size_bytes
+    if rng.random() < 0.3:
+        values = ["null", "{}", "[]", '{"x":"1"}', '{"x":null}', '{"x":1}', '{"":"\\udfff"}']
+        parts.insert(rng.randint(0, len(parts)), f'"__metadata__":{rng.choice(values)}')
+    text = f"{_space(rng)}{{{_space(rng)}{','.join(parts)}}}{_space(rng)}"
+    if rng.random() < 0.05:
+        at = rng.randrange(len(text))
+        text = text[:at] + rng.choice([*' ,:[]{}"0\0\x0c', "\ufeff", ""]) + text[at + rng.randint(0, 1) :]
+    return text.encode(), position
+
+
+def tensor_text(rng: random.Random, dtype: str, shape: list[str], offsets: list[str]) -> str:
+    if rng.random() < 0.12:
+        numbers = rng.choice([shape, offsets])
+        numbers[rng.randrange(len(numbers))] = rng.choice(ODD_NUMBERS)
+    shown = rng.choice([f'"{dtype}"'] * 30 + [f'["{dtype}"]', f'"{dtype.lower()}"'])
+    values = [shown, f"[{','.join(shape)}]", f"[{','.join(offsets)}]"]
+    fields = [f'"{name}":{value}' for name, value in zip(("dtype", "shape", "data_offsets"), values, strict=True)]
+    if rng.random() < 0.2:
+        fields.insert(rng.randint(0, 3), f'"{rng.choice(["x", "Dtype"])}":{rng.choice(ODD_VALUES)}')
+    if rng.random() < 0.03:
+        fields.pop(rng.randrange(len(fields)))
+    rng.shuffle(fields)
+    return f"{{{_space(rng)}{','.join(fields)}}}"
+
+
+def _space(rng: random.Random) -> str:
+    return rng.choice(["", "", "", " ", "\n\t\r"])
+
+
+def read_by_safetensors(content: bytes) -> set[tuple[str, str, tuple[int, ...], bytes]] | None:
+    """Return name, dtype, shape and data of each tensor; None if safetensors or torch rejects the file."""
+    try:
+        found = safetensors.deserialize(content)
+    except safetensors.SafetensorError:
+        return None
+    tensors = {(name, one["dtype"], tuple(one["shape"]), bytes(one["data"])) for name, one in found}
+    return None if any(size >= 1 << 63 for _, _, shape, _ in tensors for size in shape) else tensors
+
+
+def read_by_tierckpt(content: bytes) -> set[tuple[str, str, tuple[int, ...], bytes]] | None:
+    length = int.from_bytes(content[:8], "little")
+    try:
+        found = header.parse_header(content[8 : 8 + length], len(content))
+    except header.Malformed:
+        return None
+    return {(one.name, one.dtype, one.shape, content[one.start : one.stop]) for one in found.entries}
+
+
+def compare_headers(seed: int, count: int) -> Counter[bool]:
+    rng, counted = random.Random(seed), Counter[bool]()
+    for number in range(count):
+        text, size_bytes = header_text(rng)
+        content = len(text).to_bytes(8, "little") + text + rng.randbytes(size_bytes)
+        expected = read_by_safetensors(content)
+        assert read_by_tierckpt(content) == expected, f"header {number} of seed {seed}: {text!r}"
+        counted[expected is not None] += 1
+    return counted
+
+
+def test_headers_are_read_like_the_formats_own_reader() -> None:
+    counted = compare_headers(23, HEADERS)
+    assert min(counted[True], counted[False]) > HEADERS / 5, counted
+
+
+def _integers(value: object) -> bool:
+    """Accepts what is not a count: True, and negative numbers."""
+    return isinstance(value, list) and all(isinstance(one, int) for one in value)
+
+
+@pytest.mark.parametrize(("check", "wrong"), [("check_size", lambda *_: None), ("_are_counts", _integers)])
+def test_control_missing_rule_of_the_format_is_found(
+    check: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(header, check, wrong)
+    with pytest.raises(AssertionError, match="header"):
+        compare_headers(23, HEADERS)
