@@ -108,15 +108,14 @@ def test_what_is_asked_for_in_parts_is_the_whole(step: int) -> None:
 def test_its_memory_does_not_grow_with_the_runs() -> None:
     clock = Clock()
     history = clock.history()
-    for number in range(5 * RUNS_MAX):
+    for _ in range(40):
         clock.now += 2
-        history.sample([waiting(f"s3://bucket/run-{number}/step-1", 10, 1, clock.now)], clock.now)
-        if number == 2 * RUNS_MAX:
-            size = len(history.encode())
-    assert len(history.encode()) == pytest.approx(size, rel=0.01) and size < 400_000
-    runs = history.to_json(now=clock.now)["runs"]
-    assert len(runs) == RUNS_MAX and f"s3://bucket/run-{5 * RUNS_MAX - 1}" in runs
-    assert values(history, "recent", "", clock.now)["lag_bytes"] == [10.0] * 5 * RUNS_MAX
+        entries = [waiting(f"s3://bucket/run-{number}/step-1", number, 1, clock.now) for number in range(5 * RUNS_MAX)]
+        history.sample(entries, clock.now)
+    assert {len(values) for ring in history.rings.values() for values in ring.slots.values()} == {RUNS_MAX + 1}
+    newest = f"s3://bucket/run-{5 * RUNS_MAX - 1}"
+    for ring in RINGS:
+        assert values(history, ring, newest, clock.now)["lag_bytes"][-1] == 5 * RUNS_MAX - 1
 
 
 def test_a_restart_leaves_it(local_root: Path) -> None:
@@ -137,8 +136,8 @@ def test_a_restart_leaves_it(local_root: Path) -> None:
     assert values(again, "recent", RUN, clock.now)["lag_bytes"] == [1000.0, 0.0]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "of other slots", "absent"])
-def test_a_damaged_file_costs_the_history_only(local_root: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "absent"])
+def test_a_damaged_file_costs_the_history_only(local_root: Path, damage: str) -> None:
     clock = Clock()
     history = clock.history()
     clock.now += 2
@@ -147,13 +146,11 @@ def test_a_damaged_file_costs_the_history_only(local_root: Path, damage: str, mo
     path.parent.mkdir(parents=True)
     path.write_bytes(data)
     if damage == "cut":
-        path.write_bytes(data[:-100])
+        path.write_bytes(data[:-10])
     elif damage == "flipped":
-        path.write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
+        path.write_bytes(data.replace(b"1000.0", b"1001.0"))
     elif damage == "empty":
         path.write_bytes(b"")
-    elif damage == "of other slots":
-        monkeypatch.setitem(RINGS, "recent", (2, 600))
     else:
         path.unlink()
     again = History.read(local_root)
