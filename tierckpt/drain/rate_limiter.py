@@ -21,15 +21,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
+
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from ..disk.durable import durable_write, make_dirs, read_whole
 from ..disk.file_lock import lock
 from ..disk.priority import FlushMark, FlushYield, lower_this_thread
 from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..format.layout import control_file
-from ..format.manifest import is_int
 from ..resources import ThreadPool
 from ..telemetry import logger
 from ..types import Json
@@ -58,21 +60,33 @@ class Unchanged(enum.Enum):
 UNCHANGED = Unchanged.UNCHANGED
 
 
-@dataclass(frozen=True, slots=True)
-class Control:
+class Control(BaseModel, frozen=True, strict=True, extra="forbid"):
     """Contents of a node's control file. UNCHANGED and None fall back to the settings."""
 
-    bytes_per_second: int | Unchanged | None = UNCHANGED
-    concurrency: int | None = None
+    bytes_per_second: PositiveInt | Unchanged | None = UNCHANGED
+    concurrency: Annotated[int, Field(ge=1, le=CONCURRENCY_MAX)] | None = None
     paused: bool = False
 
+    def changed(
+        self, bytes_per_second: int | str | Unchanged | None, concurrency: int | None, paused: bool | None
+    ) -> Control:
+        """Raises ConfigError: a value that no limiter accepts."""
+        changes = {"concurrency": concurrency, "paused": paused}
+        new = dict(self) | {name: value for name, value in changes.items() if value is not None}
+        if bytes_per_second is not UNCHANGED:
+            new["bytes_per_second"] = bytes_per_second
+        try:
+            return Control.model_validate(new)
+        except ValidationError as error:
+            raise ConfigError(f"invalid drain limit: {_reason(error)}") from None
+
     def to_json(self) -> Json:
-        document: Json = {"paused": self.paused}
-        if self.bytes_per_second is not UNCHANGED:
-            document["bytes_per_second"] = self.bytes_per_second
-        if self.concurrency is not None:
-            document["concurrency"] = self.concurrency
-        return document
+        return {"paused": self.paused, **self.model_dump(exclude_defaults=True)}
+
+
+def _reason(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{first['loc'][0] if first['loc'] else 'the file'}: {first['msg']}"
 
 
 @dataclass(slots=True)
@@ -137,9 +151,7 @@ class RateLimiter:
         clock: Callable[[], float] = time.monotonic,
         nap: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._default = (_checked_rate(bytes_per_second), _checked_concurrency(concurrency))
-        self.bytes_per_second, self.concurrency = self._default
-        self.paused = False
+        self._default = self._limits = Control().changed(bytes_per_second, concurrency, None)
         self._throttle: tuple[int, float] | None = None
         self._clock, self._nap, self._nice = clock, nap, nice
         self._credit_bytes = self._burst_bytes()
@@ -166,28 +178,35 @@ class RateLimiter:
         Raises:
             ConfigError: a rate that is not a positive whole number (or None), a concurrency outside 1 to 256.
         """
-        rate = self.bytes_per_second if bytes_per_second is UNCHANGED else _checked_rate(bytes_per_second)
-        files = self.concurrency if concurrency is None else _checked_concurrency(concurrency)
-        if paused is not None and not isinstance(paused, bool):
-            raise ConfigError(f"paused is {paused!r}, must be True or False")
-        before = (self.bytes_per_second, self.concurrency, self.paused)
+        before, limits = self._limits, self._limits.changed(bytes_per_second, concurrency, paused)
         self._refill(self._burst_bytes())
-        self.bytes_per_second, self.concurrency = rate, files
-        self.paused = self.paused if paused is None else paused
-        self._credit_bytes = min(self._credit_bytes, self._burst_bytes()) if rate else 0.0
+        self._limits = limits
+        self._credit_bytes = min(self._credit_bytes, self._burst_bytes()) if self.bytes_per_second else 0.0
         self._admit()
-        if before != (self.bytes_per_second, self.concurrency, self.paused):
+        if limits != before:
             self._log_state()
+
+    @property
+    def bytes_per_second(self) -> int | None:
+        return cast("int | None", self._limits.bytes_per_second)
+
+    @property
+    def concurrency(self) -> int:
+        return cast("int", self._limits.concurrency)
+
+    @property
+    def paused(self) -> bool:
+        return self._limits.paused
 
     def throttle(self, bytes_per_second: int | None, seconds: float) -> None:
         """Limit the rate further for the next ``seconds``. None removes the throttle.
 
         It expires, so that an ended job does not slow the next one.
         """
-        rate = _checked_rate(bytes_per_second)
+        self._limits.changed(bytes_per_second, None, None)
         credit = self._credit_bytes if self.rate is not None else 0.0
         self._refill(self._burst_bytes())
-        self._throttle = None if rate is None else (rate, self._clock() + seconds)
+        self._throttle = None if bytes_per_second is None else (bytes_per_second, self._clock() + seconds)
         self._credit_bytes = min(credit, self._burst_bytes())
 
     @property
@@ -214,12 +233,7 @@ class RateLimiter:
         self._control_seen = stamp
         try:
             control = read_control(self._local_root)
-            rate, files = self._default
-            self.update(
-                bytes_per_second=rate if control.bytes_per_second is UNCHANGED else control.bytes_per_second,
-                concurrency=control.concurrency or files,
-                paused=control.paused,
-            )
+            self.update(**dict(self._default.changed(control.bytes_per_second, control.concurrency, control.paused)))
         except ConfigError as error:
             log.warning("ignoring the control file, drain limits are unchanged: %s", error)  # G5
 
@@ -323,7 +337,8 @@ class RateLimiter:
 
     async def in_background(self, work: Callable[..., T], *arguments: Any) -> T:
         if self._threads is None:
-            self._threads = ThreadPool(THREADS_MAX, "tierckpt-drain", _lower_priority, (self._nice,))
+            begin = partial(lower_this_thread, self._nice) if self._nice else None
+            self._threads = ThreadPool(THREADS_MAX, "tierckpt-drain", begin)
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def close(self) -> None:
@@ -334,45 +349,19 @@ class RateLimiter:
             self._stepping.mark.close()
 
 
-def _lower_priority(nice: int) -> None:
-    if nice:
-        lower_this_thread(nice)
-
-
-def _checked_rate(value: object) -> int | None:
-    if value is None:
-        return None
-    if not is_int(value) or value < 1:
-        raise ConfigError(f"bytes_per_second is {value!r}", hint="Give a whole number above 0, or None for no limit")
-    return int(value)
-
-
-def _checked_concurrency(value: object) -> int:
-    if not is_int(value) or not 1 <= value <= CONCURRENCY_MAX:
-        raise ConfigError(f"concurrency is {value!r}", hint=f"A whole number from 1 to {CONCURRENCY_MAX}")
-    return value
-
-
 def read_control(local_root: Path) -> Control:
     """Raises ConfigError if the file is damaged."""
     path = control_file(local_root)
     try:
-        body = json.loads(read_whole(path, CONTROL_BYTES_MAX))
+        return Control.model_validate_json(read_whole(path, CONTROL_BYTES_MAX))
     except FileNotFoundError:
         return Control()
     except PermissionDeniedError:
         raise
-    except (TierckptError, ValueError) as error:
-        raise _not_a_control_file(path, str(error)) from None
-    fields = {"bytes_per_second", "concurrency", "paused"}
-    if not isinstance(body, dict) or body.keys() - fields or not isinstance(body.get("paused", False), bool):
-        raise _not_a_control_file(path, "it has unknown or missing fields")
-    files = body.get("concurrency")
-    try:
-        rate = _checked_rate(body["bytes_per_second"]) if "bytes_per_second" in body else UNCHANGED
-        return Control(rate, None if files is None else _checked_concurrency(files), body.get("paused", False))
-    except ConfigError as error:
-        raise _not_a_control_file(path, error.message) from None
+    except (TierckptError, ValidationError) as error:
+        reason = _reason(error) if isinstance(error, ValidationError) else error
+        hint = "`tierckpt drain --resume` writes a good one"
+        raise ConfigError(f"{path} is not a control file: {reason}", hint=hint, path=path) from None
 
 
 def change_control(
@@ -397,20 +386,12 @@ def change_control(
             current = read_control(local_root)
         except ConfigError:
             current = Control()  # repairs a damaged file
-        rate = current.bytes_per_second if bytes_per_second is UNCHANGED else bytes_per_second
-        control = Control(
-            UNCHANGED if rate == "default" or isinstance(rate, Unchanged) else _checked_rate(rate),
-            current.concurrency if concurrency is None else _checked_concurrency(concurrency),
-            current.paused if paused is None else paused,
-        )
+        is_default = bytes_per_second == "default"
+        control = current.changed(UNCHANGED if is_default else bytes_per_second, concurrency, paused)
+        if is_default:
+            control = control.model_copy(update={"bytes_per_second": UNCHANGED})
         durable_write(path, json.dumps(control.to_json()).encode())
     return control
-
-
-def _not_a_control_file(path: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"{path} is not a control file: {why}", hint="`tierckpt drain --resume` writes a good one", path=path
-    )
 
 
 def stamp_of(path: Path) -> tuple[int, int, int] | None:
