@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -47,6 +48,18 @@ def start_agent(settings: Settings, idle_seconds: float, **environment: str) -> 
         pipe.write(settings.model_dump_json().encode())
     until((directory / agent_client.SOCKET).exists, "the agent to start")
     return process
+
+
+@contextmanager
+def listening(root: Path, backlog: int = 128) -> Iterator[socket.socket]:
+    """Yield a socket at the place of the agent's, for a test that answers in its stead."""
+    directory = agent_client.private_directory(root)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with agent_client.socket_path(directory) as path:
+            listener.bind(path)
+        listener.listen(backlog)
+        yield listener
+    (directory / agent_client.SOCKET).unlink()
 
 
 def agent_runs(root: Path) -> bool:

@@ -26,8 +26,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
-from tests.agents import agent_runs, is_gone, until
-from tests.command_line import python
+from tests.agents import agent_runs, is_gone, listening, until
 from tests.states import same, small_state, zeros_like
 from tierckpt import client
 from tierckpt.checkpoint.journal import Journal
@@ -40,7 +39,6 @@ from tierckpt.ipc import agent_client
 from tierckpt.ipc.agent_client import (
     LOCK,
     PATIENCE_SECONDS,
-    SOCKET,
     STARVED_SECONDS,
     AgentClient,
     AgentUnavailableError,
@@ -212,31 +210,6 @@ def test_entries_of_a_stopped_agent_are_drained_while_the_job_waits(
     assert tierckpt.latest(s3_uri, local_root=local_root / "another node") == f"{s3_uri}/step-1"
 
 
-RESTART_PROGRAM = (
-    "import sys, time, tierckpt\n"
-    "from tests.states import small_state, zeros_like\n"
-    "import logging; logging.basicConfig(format='%(message)s')\n"
-    "uri, begun = sys.argv[1], time.monotonic()\n"
-    "checkpointer = tierckpt.Checkpointer(uri)\n"
-    "step = checkpointer.restore(zeros_like(small_state(0)))\n"
-    "print(step, time.monotonic() - begun, flush=True)\n"
-)
-
-
-@pytest.mark.slow
-def test_new_process_restores_despite_a_stopped_agent_and_warns_once(
-    real_agent: int, s3_uri: str, local_root: Path
-) -> None:
-    with contextlib.closing(tierckpt.Checkpointer(s3_uri, local_root=local_root, mover="inline")) as checkpointer:
-        checkpointer.save(7, small_state(7)).result(60)
-    os.kill(real_agent, signal.SIGSTOP)
-    run = python(RESTART_PROGRAM, s3_uri, env=os.environ | {"TIERCKPT_MOVER": "agent"}, check=True)
-    step, seconds = run.stdout.split()
-    assert step == "7"
-    assert float(seconds) < 10.0 * MARGIN  # 421 s without the breaker
-    assert run.stderr.count(WARNING) == 1, run.stderr
-
-
 @pytest.mark.slow
 def test_cli_reports_a_stopped_agent(real_agent: int, local_root: Path) -> None:
     os.kill(real_agent, signal.SIGSTOP)
@@ -275,11 +248,7 @@ def disconnects(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def fake_agent(answer: Callable[[socket.socket], None], root: Path) -> Iterator[None]:
-    directory = agent_client.private_directory(root)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        with agent_client.socket_path(directory) as path:
-            listener.bind(path)
-        listener.listen()
+    with listening(root) as listener:
 
         def serve(connection: socket.socket) -> None:
             with connection, contextlib.suppress(OSError):
@@ -292,7 +261,6 @@ def fake_agent(answer: Callable[[socket.socket], None], root: Path) -> Iterator[
 
         threading.Thread(target=accept, daemon=True).start()
         yield
-        (directory / SOCKET).unlink()
         listener.shutdown(socket.SHUT_RDWR)
 
 
@@ -321,19 +289,14 @@ def test_directory_with_wrong_mode_costs_one_warning(
 def test_full_backlog_costs_nothing(
     s3_uri: str, local_root: Path, waits: FailedWaits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    directory = agent_client.private_directory(local_root)
     with contextlib.ExitStack() as open_sockets:
-        listener = open_sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        with agent_client.socket_path(directory) as path:
-            listener.bind(path)
-            listener.listen(1)
-            with pytest.raises(BlockingIOError):
-                while True:
-                    other = open_sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                    other.setblocking(False)
-                    other.connect(path)
+        open_sockets.enter_context(listening(local_root, backlog=1))
+        with agent_client.socket_path(agent_dir(local_root)) as path, pytest.raises(BlockingIOError):
+            while True:
+                other = open_sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                other.setblocking(False)
+                other.connect(path)
         assert_bounded_cost(waits, caplog, train(s3_uri, local_root))
-        (directory / SOCKET).unlink()
 
 
 # --- busy agents ----------------------------------------------------------------------------------------------------

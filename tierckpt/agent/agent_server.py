@@ -13,8 +13,6 @@ import os
 import resource
 import signal
 import socket
-import stat
-import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -26,17 +24,16 @@ from ..config import Settings
 from ..disk import priority
 from ..disk.file_lock import try_lock
 from ..disk.local_root import use_local_root
-from ..disk.quarantine import open_regular, set_aside
+from ..disk.quarantine import set_aside
 from ..errors import ConfigError, PartialTransferError, StoreError, TierckptError
 from ..ipc.agent_client import (
     BUSY_SECONDS,
     DESCRIPTORS_MAX,
     LOCK,
-    LOG,
-    LOG_BYTES_MAX,
     SOCKET,
     encode,
     has_ended,
+    keep_log_small,
     peer_of,
     private_directory,
     socket_path,
@@ -109,44 +106,6 @@ def _pidfd_of(sock: socket.socket, pid: int) -> int:
 def close_all(descriptors: list[int]) -> None:
     while descriptors:
         os.close(descriptors.pop())
-
-
-OUTPUTS = (1, 2)
-
-
-class LogFile:
-    """The standard error of an agent that was started on demand, in ``directory``; none if the site started the agent.
-
-    ``agent.log`` is appended to, ``agent.log.1`` is the previous file. Both together take twice ``LOG_BYTES_MAX``, plus
-    the output between two checks (a second).
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / LOG
-        self._outputs = [file for file in OUTPUTS if _is(file, self._path)]
-
-    def keep_small(self) -> None:
-        """After a failure the next call retries."""
-        if not self._outputs or os.fstat(self._outputs[0]).st_size <= LOG_BYTES_MAX:
-            return
-        with contextlib.suppress(OSError):
-            if _is(self._outputs[0], self._path):  # otherwise another agent's start has rotated it
-                self._path.replace(self._path.with_name(f"{LOG}.1"))
-            file = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                sys.stderr.flush()
-                for output in self._outputs:
-                    os.dup2(file, output)
-            finally:
-                os.close(file)
-
-
-def _is(file: int, path: Path) -> bool:
-    try:
-        status = os.fstat(file)
-        return stat.S_ISREG(status.st_mode) and os.path.samestat(status, path.lstat())
-    except OSError:
-        return False
 
 
 RESCAN_SECONDS = 1.0
@@ -248,9 +207,8 @@ class Agent:
         return code
 
     async def _keep_log_small(self) -> None:
-        log_file = LogFile(self._directory)
         while True:
-            log_file.keep_small()
+            keep_log_small(self._directory)
             await asyncio.sleep(LOG_CHECK_SECONDS)
 
     async def _serve_metrics(self) -> None:

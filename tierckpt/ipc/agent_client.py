@@ -12,14 +12,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import select
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
@@ -290,9 +291,9 @@ class AgentClient:
         self._breaker = breaker
         self.connection: socket.socket | None = None
         self._lock = threading.Lock()
-        self._outbox: queue.SimpleQueue[Json] = queue.SimpleQueue()
+        self._outbox: deque[Json] = deque()
+        """Its first message is being sent."""
         self._sending: threading.Thread | None = None
-        self._unsent = 0
 
     def ask(
         self,
@@ -340,8 +341,7 @@ class AgentClient:
     def tell(self, message: Json) -> None:
         """Send ``message`` to the running agent, if any, without waiting; ``close`` completes it."""
         with _lock:
-            self._unsent += 1
-            self._outbox.put(message)
+            self._outbox.append(message)
             if self._sending is None or not self._sending.is_alive():
                 sending = threading.Thread(target=self._send_all, name="tierckpt-tell", daemon=True)
                 self._sending = sending if start_if_possible(sending) else None
@@ -349,10 +349,10 @@ class AgentClient:
     def _send_all(self) -> None:
         while True:
             with _lock:
-                if self._outbox.empty():
+                if not self._outbox:
                     self._sending = None
                     return
-                message = self._outbox.get()
+                message = self._outbox[0]
             try:
                 self.ask(message, start=False)
             except AgentUnavailableError:
@@ -360,8 +360,7 @@ class AgentClient:
             except (TierckptError, OSError) as error:
                 log.warning("could not send the agent of %s %s: %s", self.settings.local_root, message["op"], error)
             finally:
-                with _lock:
-                    self._unsent -= 1
+                self._outbox.popleft()
 
     def _ask_twice(self, question: _Question) -> Any:
         wait_seconds = START_SECONDS if question.start or self._breaker is None else STARVED_SECONDS
@@ -483,7 +482,7 @@ class AgentClient:
         """Disconnect once the agent has its messages; does not wait for a silent agent."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         for _ in Poll(PATIENCE_SECONDS, BRIEF):
-            if not self._unsent:
+            if not self._outbox:
                 break
         if self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             self._drop()
@@ -559,11 +558,8 @@ def _open(directory: Path) -> socket.socket:
 
 
 def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
-    log_file = directory / LOG
-    with contextlib.suppress(FileNotFoundError):
-        if log_file.stat().st_size > LOG_BYTES_MAX:
-            log_file.replace(directory / f"{LOG}.1")
-    with open(open_regular(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:  # noqa: PTH123
+    keep_log_small(directory)
+    with open(open_regular(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:  # noqa: PTH123
         process = start_python(
             "tierckpt.agent",
             str(IDLE_SECONDS),
@@ -577,6 +573,17 @@ def _start(directory: Path, settings: Settings) -> subprocess.Popen[bytes]:
         pipe.write(settings.model_dump_json().encode())
     log.info("started the agent of %s (process %d)", settings.local_root, process.pid)
     return process
+
+
+def keep_log_small(directory: Path) -> None:
+    """Empty a log above ``LOG_BYTES_MAX``, after copying it to ``agent.log.1``. Its writers append to it."""
+    log_file = directory / LOG
+    with contextlib.suppress(OSError):
+        if log_file.stat().st_size > LOG_BYTES_MAX:
+            try:
+                shutil.copyfile(log_file, directory / f"{LOG}.1")
+            finally:  # also on a full disk
+                os.truncate(log_file, 0)
 
 
 def _reap() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -17,20 +18,15 @@ from typing import NoReturn
 
 import pytest
 
+from tests.agents import listening
 from tests.open_files import open_files
+from tests.services import REPOSITORY
 from tierckpt.agent.agent_server import Connection
 from tierckpt.config import Settings
 from tierckpt.errors import OperationTimeoutError, PermissionDeniedError, TierckptError
 from tierckpt.format.layout import agent_dir
 from tierckpt.ipc import agent_client as contacts
-from tierckpt.ipc.agent_client import (
-    SOCKET,
-    AgentClient,
-    AgentUnavailableError,
-    encode,
-    private_directory,
-    take_message,
-)
+from tierckpt.ipc.agent_client import SOCKET, AgentClient, AgentUnavailableError, encode, take_message
 from tierckpt.types import Json
 
 # --- framing --------------------------------------------------------------------------------------------------------
@@ -142,11 +138,7 @@ def test_the_end_of_the_other_side_is_seen_after_its_last_word(pair: tuple[socke
 def agent_that(*answers: Callable[[_Recording], None], root: Path) -> Iterator[list[Json]]:
     """Stands in for an agent. Each connection is served by the next of ``answers``; yields the messages received."""
     received: list[Json] = []
-    directory = private_directory(root)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        with contacts.socket_path(directory) as path:
-            listener.bind(path)
-        listener.listen()
+    with listening(root) as listener:
 
         def serve() -> None:
             for answer in answers:
@@ -158,7 +150,6 @@ def agent_that(*answers: Callable[[_Recording], None], root: Path) -> Iterator[l
         thread.start()
         yield received
         thread.join(60)
-    (directory / SOCKET).unlink()
 
 
 class _Recording:
@@ -236,16 +227,6 @@ def test_an_agent_that_went_away_is_asked_for_again_once(contact: AgentClient, l
         with pytest.raises(AgentUnavailableError, match="went away"):
             contact.ask({"op": "two"}, start=False)
     assert [message["op"] for message in received] == ["one", "one", "two", "two"]
-
-
-@pytest.mark.parametrize("garbage", [b"\xff" * 8, struct.pack("!I", 2) + b"[]"])
-def test_an_answer_that_is_none_is_like_none(contact: AgentClient, local_root: Path, garbage: bytes) -> None:
-    def lies(connection: _Recording) -> None:
-        connection.message()
-        connection.sendall(garbage)
-
-    with agent_that(lies, lies, root=local_root), pytest.raises(AgentUnavailableError):
-        contact.ask({"op": "one"}, start=False)
 
 
 @pytest.mark.slow
@@ -335,3 +316,51 @@ def test_an_agent_that_cannot_be_started_is_said_to_be_none(
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(AgentUnavailableError, match="exit code 1"):
         contact.ask({"op": "status"})
+
+
+# --- the log --------------------------------------------------------------------------------------------------------
+
+FLOODED_AGENT = """
+import sys, threading, time
+from tierckpt.agent import __main__ as main, agent_server
+from tierckpt.ipc import agent_client
+agent_client.LOG_BYTES_MAX, agent_server.LOG_CHECK_SECONDS = 64 << 10, 0.02
+def flood():
+    began = time.monotonic()
+    while time.monotonic() - began < 3:
+        print("line", "x" * 200, file=sys.stderr, flush=True)
+        time.sleep(0.0005)
+threading.Thread(target=flood).start()
+sys.exit(main.main(4.0))
+"""
+
+
+@pytest.mark.slow
+def test_an_agent_keeps_its_log_small_while_it_runs(tmp_path: Path) -> None:
+    directory = tmp_path / "agent"
+    directory.mkdir(mode=0o700)
+    with (directory / contacts.LOG).open("ab") as output:
+        settings = f'{{"local_root": "{tmp_path}"}}'.encode()
+        command = [sys.executable, "-c", FLOODED_AGENT]
+        subprocess.run(command, input=settings, stdout=output, stderr=output, cwd=REPOSITORY, timeout=120, check=True)
+    sizes = [path.stat().st_size for path in directory.glob(f"{contacts.LOG}*")]
+    assert len(sizes) == 2 and sum(sizes) < 500_000, "of a megabyte"
+    assert "agent exits" in (directory / contacts.LOG).read_text()
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_full_log_is_emptied_and_copied_if_there_is_room(
+    tmp_path: Path, has_room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contacts, "LOG_BYTES_MAX", 100)
+    contacts.keep_log_small(tmp_path)  # no log, no error
+    if not has_room:
+        (tmp_path / f"{contacts.LOG}.1").mkdir()
+    with (tmp_path / contacts.LOG).open("ab") as output:
+        for text, size_bytes in ((b"x" * 100, 100), (b"y", 0), (b"z", 1)):
+            output.write(text)
+            output.flush()
+            contacts.keep_log_small(tmp_path)
+            assert (tmp_path / contacts.LOG).stat().st_size == size_bytes
+    if has_room:
+        assert (tmp_path / f"{contacts.LOG}.1").read_bytes() == b"x" * 100 + b"y"
