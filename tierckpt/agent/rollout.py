@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from ..cache.pool import Pool
@@ -46,8 +47,8 @@ class Node:
     from_peers_bytes: int = 0
     from_shared_bytes: int = 0
     served_bytes: int = 0
-    history: deque[tuple[float, int, int, int]] = field(default_factory=deque)
-    """Rows (time, from peers, from shared storage, served)."""
+    history: deque[tuple[float, int, int]] = field(default_factory=deque)
+    """Rows (time, from peers, from shared storage)."""
     before: tuple[int, int, int] | None = None
     """Landed, received and served bytes at the first request."""
 
@@ -58,13 +59,12 @@ class Node:
     def share(self) -> float:
         return 1.0 if self.is_whole else self.has / max(1, len(self.chunks))
 
-    def rates(self) -> tuple[float, float, float]:
-        """Bytes per second from peers, from shared storage, and served."""
+    def rates(self) -> tuple[float, float]:
+        """Bytes per second from peers, and from shared storage."""
         if len(self.history) < 2:
-            return 0.0, 0.0, 0.0
-        first, last = self.history[0], self.history[-1]
-        seconds = max(last[0] - first[0], 1e-3)
-        return tuple((last[at] - first[at]) / seconds for at in (1, 2, 3))  # type: ignore[return-value]
+            return 0.0, 0.0
+        (begun, *before), (now, *after) = self.history[0], self.history[-1]
+        return (after[0] - before[0]) / max(now - begun, 1e-3), (after[1] - before[1]) / max(now - begun, 1e-3)
 
 
 class Rollout:
@@ -130,7 +130,7 @@ class Rollout:
         node.from_peers_bytes = max(node.from_peers_bytes, min(from_peers, new_bytes))
         node.from_shared_bytes = new_bytes - node.from_peers_bytes
         node.served_bytes = max(node.served_bytes, served)
-        node.history.append((self.now, node.from_peers_bytes, node.from_shared_bytes, node.served_bytes))
+        node.history.append((self.now, node.from_peers_bytes, node.from_shared_bytes))
         while len(node.history) > 2 and node.history[1][0] <= self.now - RATE_SECONDS:
             node.history.popleft()
 
@@ -166,27 +166,22 @@ class Rollout:
                     "from_peers_bytes": node.from_peers_bytes,
                     "from_shared_bytes": node.from_shared_bytes,
                     "served_bytes": node.served_bytes,
-                    "cells": self.shades(node) if node.name in drawn else "",
+                    "cells": self.cells(node) if node.name in drawn else "",
                 }
                 for node in sorted(self.part, key=lambda node: node.name)
             ],
         }
 
-    def cells(self, node: Node, width: int) -> list[tuple[float, bool]]:
-        """Return ``width`` cells: each the share on the node, and whether it is being read from the store."""
-        found = []
-        for at in range(width):
-            start = min(at * self.total // width, max(0, self.total - 1))
-            stop = max(start + 1, (at + 1) * self.total // width)
-            here = sum(node.chunks[start:stop]) / (stop - start) if node.chunks else 0.0
-            is_fetching = any(start <= ordinal < stop for ordinal in node.fetching)
-            found.append((1.0 if node.is_whole else here, is_fetching))
-        return found
-
-    def shades(self, node: Node) -> str:
-        """Encode each cell as 0 (empty) to 9 (complete), or ``a`` (being read)."""
-        cells = self.cells(node, min(CELLS_MAX, self.total))
-        return "".join(ASKED if asked and share < 1 else str(int(share * SHARES)) for share, asked in cells)
+    def cells(self, node: Node) -> str:
+        """Return at most ``CELLS_MAX`` cells, from 0 (empty) to 9 (complete), or ``a`` (being read from the store)."""
+        width = min(CELLS_MAX, self.total)
+        bounds = [at * self.total // width for at in range(width + 1)] if width else []
+        text = ""
+        for start, stop in pairwise(bounds):
+            share = 1.0 if node.is_whole else sum(node.chunks[start:stop]) / (stop - start)
+            is_asked = any(start <= ordinal < stop for ordinal in node.fetching)
+            text += ASKED if is_asked and share < 1 else str(int(share * SHARES))
+        return text
 
 
 # --- in a line -----------------------------------------------------------------------------------------------------
@@ -260,7 +255,7 @@ class RolloutWatch:
             await self._poll_nodes(self.rollout, client, live, statuses)
 
     async def close(self) -> None:
-        self._contact.close()
+        await asyncio.to_thread(self._contact.close)
         if self._client is not None:
             await self._client.close()
 

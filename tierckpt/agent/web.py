@@ -4,8 +4,8 @@ B1  Reads only: GET and HEAD, and no route that acts.
 B2  A page of another site cannot read it through a browser on this node: the Host must be an address, or a name of
     this machine, except for ``/metrics``: Prometheus uses any name.
 B3  Beyond loopback every request must carry the token.
-B4  Events are sent while a page listens, at most once in ``PERIOD_SECONDS``, every ``QUIET_SECONDS`` without
-    changes, and with at most ``CPU_SHARE`` of one core. ``/status.json`` makes one per request.
+B4  Events are sent while a page listens, at most once in ``PERIOD_SECONDS``, and with at most ``CPU_SHARE`` of one
+    core. ``/status.json`` makes one per request.
 B5  Documents are built on threads: the event loop never waits for a disk.
 """
 
@@ -16,14 +16,13 @@ import contextlib
 import hmac
 import ipaddress
 import json
-import re
 import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from importlib import resources
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from urllib.parse import parse_qs, urlsplit
 
 from ..config import Settings
@@ -41,20 +40,13 @@ log = logger("agent.web")
 
 LOOPBACK = "127.0.0.1"
 PERIOD_SECONDS = 1.0
-QUIET_SECONDS = 5.0
-QUIET_AFTER = 5
-"""After so many unchanged documents the period is longer."""
 PERIOD_SECONDS_MAX = 60.0
-REFRESH_SECONDS = 60.0
-"""The free space of an unchanged document changes."""
 CPU_SHARE = 0.003
 KEEPALIVE_SECONDS = 15.0
 ROLLOUT_SECONDS = 5.0
 """Interval of checks while there is no rollout."""
 LISTENERS_MAX = 16
 THREADS_MAX = 16
-AGES = re.compile(r"(age|lag|uptime|failing)_seconds$|heard_seconds_ago$|^at_unix_seconds$|^(free|served)_bytes$")
-"""A document in which only these change is not sent."""
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -78,11 +70,9 @@ class Documents:
         self._text = b""
         self._task: asyncio.Task[None] | None = None
         self._maker = ThreadPool(1, thread_name_prefix="tierckpt-page")
-        self._document: Json = {}
         self._known: Known = {}
         self._watch: RolloutWatch | None = None
         self._looked_at = float("-inf")
-        self._loop: asyncio.Runner | None = None
 
     def listen(self) -> bool:
         if self._listeners >= LISTENERS_MAX:
@@ -107,7 +97,7 @@ class Documents:
 
     def now(self) -> bytes:
         """Make a document for this caller. Blocking; any thread."""
-        return json.dumps(self._document_or_problem(self._make or (lambda: self._make_document(None)))).encode()
+        return self._encoded(None, None)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -116,85 +106,52 @@ class Documents:
         self._maker.shutdown(wait=False)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        unchanged, sent_at = 0, float("-inf")
         try:
             while self._listeners:
-                is_old = time.monotonic() - sent_at > REFRESH_SECONDS
-                text, cpu_seconds = await loop.run_in_executor(self._maker, self._make_news, is_old)
-                unchanged += 1
-                if text:
-                    unchanged, sent_at = 0, time.monotonic()
-                    async with self._news:
-                        self._text, self._number = text, self._number + 1
-                        self._news.notify_all()
-                period = max(
-                    PERIOD_SECONDS if unchanged < QUIET_AFTER else QUIET_SECONDS,
-                    min(PERIOD_SECONDS_MAX, cpu_seconds / CPU_SHARE),
-                )
+                rollout = await self._rollout() if self._settings.peers is not None else None
+                made = asyncio.get_running_loop().run_in_executor(self._maker, self._make_news, rollout)
+                text, cpu_seconds = await made
+                async with self._news:
+                    self._text, self._number = text, self._number + 1
+                    self._news.notify_all()
+                period = max(PERIOD_SECONDS, min(PERIOD_SECONDS_MAX, cpu_seconds / CPU_SHARE))
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._left.wait(), period)
         finally:
             self._task = None
-            self._maker.submit(self._end_watch)
+            watch, self._watch = self._watch, None
+            if watch is not None:
+                await watch.close()
 
-    def _make_news(self, is_old: bool) -> tuple[bytes, float]:
-        """Return the text of a new document ("" if only ages changed), and the CPU time it took."""
+    def _make_news(self, rollout: Json | None) -> tuple[bytes, float]:
+        """Return the text of a new document, and the CPU time it took."""
         begun = time.thread_time()
-        document = self._document_or_problem(self._make or (lambda: self._make_document(self._known)))
-        text = b""
-        if is_old or _without_ages(document) != _without_ages(self._document):
-            self._document, text = document, json.dumps(document).encode()
-        return text, time.thread_time() - begun
+        return self._encoded(self._known, rollout), time.thread_time() - begun
 
-    def _end_watch(self) -> None:
-        watch, loop, self._watch, self._loop = self._watch, self._loop, None, None
-        if loop is not None:
-            with contextlib.suppress(Exception):
-                if watch is not None:
-                    loop.run(watch.close())
-                loop.close()
-
-    def _document_or_problem(self, make: Callable[[], Json]) -> Json:
+    def _encoded(self, known: Known | None, rollout: Json | None) -> bytes:
         try:
-            document = make()
+            document = self._make() if self._make is not None else self._make_document(known, rollout)
         except (OSError, TierckptError) as error:
             document = {"problem": f"the state of the node cannot be read: {error}"}
         except Exception as error:
             log.exception("cannot build the page's document")
             document = {"problem": f"this is a bug in tierckpt: {type(error).__name__}"}
-        redacted: Json = redact_all(document)
-        return redacted
+        return json.dumps(redact_all(document)).encode()
 
-    def _make_document(self, known: Known | None) -> Json:
-        document = node_document(self._settings, known)
-        document["peers"] = document["rollout"] = None
-        if self._settings.peers is not None:
-            document["peers"] = peers_document(self._settings)
-            if known is not None and document["agent"] is not None:
-                document["rollout"] = self._rollout()
-        return document
+    def _make_document(self, known: Known | None, rollout: Json | None) -> Json:
+        peers = peers_document(self._settings) if self._settings.peers is not None else None
+        return {**node_document(self._settings, known), "peers": peers, "rollout": rollout}
 
-    def _rollout(self) -> Json | None:
-        rollout = self._watch.rollout if self._watch is not None else None
-        is_active = rollout is not None and not rollout.is_done
+    async def _rollout(self) -> Json | None:
+        """Return the progress of the newest rollout."""
+        if self._watch is None:
+            self._watch = await asyncio.to_thread(RolloutWatch, None, self._settings)
+        is_active = self._watch.rollout is not None and not self._watch.rollout.is_done
         if is_active or time.monotonic() - self._looked_at >= ROLLOUT_SECONDS:
             self._looked_at = time.monotonic()
-            self._loop = self._loop or asyncio.Runner()
-            with contextlib.suppress(TierckptError, OSError):
-                self._loop.run(self._look_at_nodes())
-            rollout = self._watch.rollout if self._watch is not None else None
-        return rollout.to_json() if rollout is not None else None
-
-    async def _look_at_nodes(self) -> None:
-        self._watch = self._watch or RolloutWatch(None, self._settings)
-        await self._watch.poll(start=False)
-
-
-def _without_ages(document: Any) -> Any:
-    if isinstance(document, dict):
-        return {name: _without_ages(value) for name, value in document.items() if not AGES.search(name)}
-    return [_without_ages(value) for value in document] if isinstance(document, list) else document
+            with contextlib.suppress(Exception):  # a node's wrong answer must not end the page
+                await self._watch.poll(start=False)
+        return self._watch.rollout.to_json() if self._watch.rollout is not None else None
 
 
 class WebServer:
@@ -316,7 +273,7 @@ class WebServer:
             number = 0
             while True:
                 number, text = await self.documents.after(number, KEEPALIVE_SECONDS)
-                # An unchanged document may be older, and a page's clock may be wrong.
+                # A document may be older, and a page's clock may be wrong.
                 now = b'{"sent_unix_seconds": %.3f, ' % time.time()
                 await write(response, b"id: %d\ndata: %b%b\n\n" % (number, now, text[1:]) if text else b":\n\n")
         finally:

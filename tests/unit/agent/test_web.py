@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -49,7 +49,6 @@ def made() -> Made:
 @pytest.fixture
 def serve(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WebServer]]:
     monkeypatch.setattr(web, "PERIOD_SECONDS", 0.01)
-    monkeypatch.setattr(web, "QUIET_SECONDS", 0.01)
     servers: list[WebServer] = []
 
     def start(**options: Any) -> WebServer:
@@ -141,12 +140,9 @@ def test_beyond_loopback_only_with_the_token(serve: Callable[..., WebServer]) ->
     assert ask(server, f"/?token={token}", Host="evil.example")[0] == 403
     assert serve(host="0.0.0.0").token != token
     assert serve(host="127.0.0.1").token == serve(host="localhost").token == ""
-
-
-@pytest.mark.parametrize("host", ["example.org", "", "300.1.1.1"])
-def test_it_is_served_on_addresses_only(serve: Callable[..., WebServer], host: str) -> None:
-    with pytest.raises(ConfigError, match="not an address"):
-        serve(host=host)
+    for host in ("example.org", "", "300.1.1.1"):
+        with pytest.raises(ConfigError, match="not an address"):
+            serve(host=host)
 
 
 def test_another_route_is_handed_the_accept_header_and_any_host(serve: Callable[..., WebServer]) -> None:
@@ -155,24 +151,11 @@ def test_another_route_is_handed_the_accept_header_and_any_host(serve: Callable[
     assert ask(server, "/other")[0] == 404
 
 
-class Outside(HTMLParser):
-    """URLs of other sites in the page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found += [value or "" for name, value in attrs if name in ("src", "href", "action")]
-
-
 def test_the_page_is_one_file_and_says_so_to_the_browser(serve: Callable[..., WebServer], made: Made) -> None:
     status, body, headers = ask(serve())
     assert (status, headers["Content-Type"], made.count) == (200, "text/html; charset=utf-8", 0)
-    outside = Outside()
-    outside.feed(body.decode())
-    assert outside.found == ["data:,"]
     text = body.decode()
+    assert re.findall(r"""<[^>]*\b(?:src|href|action)=["']?([^"'> ]*)""", text) == ["data:,"]
     assert "innerHTML" not in text and "http://" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
@@ -191,9 +174,7 @@ def test_documents_are_made_only_while_somebody_listens(serve: Callable[..., Web
     assert stream.next()["step"] == 1
     made.wait(3)
     stream.close()
-    made.document = {"step": 2}  # a failed send shows the server that the page has closed
-    for _ in range(100):
-        made.document = {"step": made.count}
+    for _ in range(100):  # a failed send shows the server that the page has closed
         before = made.count
         with made.made:
             if not made.made.wait_for(lambda: made.count > before, 1.0):  # noqa: B023
@@ -202,27 +183,20 @@ def test_documents_are_made_only_while_somebody_listens(serve: Callable[..., Web
         raise AssertionError("a document was built without a page")
 
 
-def test_news_is_told_once_to_each_page_and_ages_are_no_news(serve: Callable[..., WebServer], made: Made) -> None:
+def test_news_is_told_to_each_page(serve: Callable[..., WebServer], made: Made) -> None:
     server = serve()
     one, other = Stream(server), Stream(server)
     first = one.next()
     assert other.next()["step"] == first["step"] == 1
     assert first["sent_unix_seconds"] > 1e9
-    made.wait(made.count + 5)  # documents that differ in their lag only
     made.document = {"step": 2}
-    assert (one.next()["step"], other.next()["step"]) == (2, 2)
+    for stream in (one, other):
+        while stream.next()["step"] != 2:
+            pass
     late = Stream(server)
     assert late.next()["step"] == 2
     for stream in (one, other, late):
         stream.close()
-
-
-def test_a_document_that_cannot_be_made_is_told_to_who_asks_for_one(serve: Callable[..., WebServer]) -> None:
-    def make() -> dict[str, Any]:
-        raise OSError("disk")
-
-    status, body, _ = ask(serve(make=make), "/status.json")
-    assert status == 200 and "disk" in json.loads(body)["problem"]
 
 
 def test_a_document_that_cannot_be_made_is_told_and_made_again(serve: Callable[..., WebServer], made: Made) -> None:
@@ -234,7 +208,10 @@ def test_a_document_that_cannot_be_made_is_told_and_made_again(serve: Callable[.
             raise answer
         return dict(answer)
 
-    stream = Stream(serve(make=make))
+    server = serve(make=make)
+    assert "disk" in json.loads(ask(server, "/status.json")[1])["problem"]
+    answers.insert(0, OSError("disk"))
+    stream = Stream(server)
     assert "disk" in stream.next()["problem"]
     assert "ZeroDivisionError" in stream.next()["problem"]
     assert stream.next()["step"] == 3
@@ -264,7 +241,6 @@ def test_too_many_pages_are_asked_to_come_again(
 async def test_what_takes_long_is_made_less_often(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """B4: the interval between documents is the time to build one, divided by the allowed share of a core."""
     monkeypatch.setattr(web, "PERIOD_SECONDS", 0.0)
-    monkeypatch.setattr(web, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(web, "CPU_SHARE", 1e-9)  # any work asks for a minute
     documents = Documents(Settings.load(), made)
     assert documents.listen()
