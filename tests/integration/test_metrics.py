@@ -18,14 +18,12 @@ import tierckpt
 from tests import loop_thread
 from tests.states import save
 from tierckpt import telemetry
-from tierckpt.agent import metrics as pages
 from tierckpt.agent.metrics import GAUGES, Metrics
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.disk.priority import flushing
 from tierckpt.drain.rate_limiter import change_control
-from tierckpt.errors import ConfigError
 from tierckpt.format.layout import local_dir
 from tierckpt.telemetry import BLOCKED_SECONDS, ERRORS, METRICS, QUARANTINES, RETRIES, MetricsRelay, emit_rows
 
@@ -56,8 +54,7 @@ class Page:
 
 
 @pytest.fixture
-def page(local_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
-    monkeypatch.setattr(pages, "STATE_SECONDS", 0.0)
+def page(local_root: Path) -> Iterator[Page]:
     page = Page(local_root)
     yield page
     page.close()
@@ -117,8 +114,7 @@ def test_failing_drain_is_counted_by_error(page: Page, s3_uri: str, local_root: 
     assert page.get("tierckpt_queue_entries", state="ready") == 0
 
 
-def test_current_rate_limit_is_exported(local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "STATE_SECONDS", 0.0)
+def test_current_rate_limit_is_exported(local_root: Path) -> None:
     client = Client(Settings.load(drain_bytes_per_second="5MiB"))
     page = Page(local_root, client)
     try:
@@ -158,11 +154,6 @@ def test_metrics_page_survives_a_damaged_manifest_and_journal(page: Page, file_u
     (local_root / "journal" / "bad.json").write_bytes(b"\0")
     assert page.get("tierckpt_last_commit_step", tier="local") == 1
     assert page.get("tierckpt_queue_entries", state="ready") == 0
-
-
-def test_port_in_use_error_names_it(page: Page, local_root: Path) -> None:
-    with pytest.raises(ConfigError, match=str(page.port)):
-        loop_thread.run(Metrics(Settings.load()).serve(page.port))
 
 
 def test_close_stops_measurements_and_server(local_root: Path) -> None:

@@ -168,10 +168,6 @@ def test_last_verify_and_drill_are_recorded(file_uri: str, local_root: Path) -> 
 # --- progress as lines ------------------------------------------------------------------------------------------------
 
 
-def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-
-
 def test_progress_is_one_json_object_per_line(
     file_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,21 +176,16 @@ def test_progress_is_one_json_object_per_line(
     capsys.readouterr()
     target = tmp_path / "restored"
     for verb, *more in (
-        ("restore", f"{file_uri}/step-1", "--to", str(target)),
-        ("verify", f"{file_uri}/step-1", "--read-data"),
-        ("drill", f"{file_uri}/step-1"),
-        ("prefetch", f"{file_uri}/step-1"),
-        ("adopt", str(target), f"{file_uri}/step-2"),
-    ):
-        assert run([verb, *more, "--json", "--progress", "json"]) == 0
-        events = lines(capsys)
-        assert events, verb
+        ("restore", "--to", str(target)), ("verify", "--read-data"), ("drill",), ("prefetch",),
+    ):  # fmt: skip
+        assert run([verb, f"{file_uri}/step-1", *more, "--json", "--progress", "json"]) == 0
+        events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
         assert all({"what", "done_bytes", "total_bytes", "note", "at_unix_seconds"} == row.keys() for row in events)
         assert events[-1]["done_bytes"] >= events[-1]["total_bytes"] > 0
         assert verb in events[-1]["what"] or verb == "prefetch"
         assert verb != "restore" or "shared" not in events[-1]["note"]  # read from this node
     assert run(["restore", f"{file_uri}/step-9", "--to", str(tmp_path / "x"), "--json", "--progress=json"]) == 4
-    assert lines(capsys)[-1]["error"] == "CheckpointNotFoundError"
+    assert json.loads(capsys.readouterr().err.splitlines()[-1])["error"] == "CheckpointNotFoundError"
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -264,7 +255,7 @@ def test_run_page_matches_info_and_report(
     }
     tensors = {row["name"]: row for row in opened["tensors"]}
     assert tensors["w"] == {"name": "w", "dtype": "float32", "shape": [1 << 16], "size_bytes": 4 << 16}
-    assert opened["tensors_problem"] == opened["shared_problem"] == ""
+    assert opened["tensors_problem"] == opened["problem"] == ""
     only = get(agent, "checkpoint.json", uri=f"{run_uri}/step-5", filter="DISTCP")
     assert (only["files_found"], only["tensors_found"], only["tensors"]) == (1, 0, [])
 
@@ -313,13 +304,6 @@ def test_url_cannot_select_a_path_or_bucket(agent: str, file_uri: str, tmp_path:
     ):  # fmt: skip
         assert get(agent, "checkpoint.json", uri=uri) == 404, uri
     assert get(agent, "checkpoint.json", uri=f"{run_uri}/step-1")["tensors_found"] > 0
-
-
-def test_reload_does_not_list_the_run_again(agent: str, file_uri: str) -> None:
-    run_uri = parse_uri(f"{file_uri}/run").uri
-    training(f"{file_uri}/run", range(1, 3))
-    first = get(agent, "run.json", uri=run_uri)
-    assert {get(agent, "run.json", uri=run_uri)["at_unix_seconds"] for _ in range(5)} == {first["at_unix_seconds"]}
 
 
 @pytest.mark.slow

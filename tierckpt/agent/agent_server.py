@@ -115,7 +115,6 @@ CONNECTIONS_MAX = 1024
 RECOVER_SECONDS = 60.0
 ENDING_SECONDS = 0.1
 ACCEPT_AGAIN_SECONDS = 1.0
-SENT_AT_ONCE_BYTES_MAX = 1 << 16
 SEND_SECONDS = 10.0
 
 
@@ -196,7 +195,7 @@ class Agent:
             await asyncio.wait([task])
         if self.peers is not None:
             await self.peers.close()
-        await self.page.close()
+        await self.page.write()
         await self.mover.close()
         for site in (self._metrics, self._hub_proxy):
             if site is not None:
@@ -471,38 +470,30 @@ class Agent:
         try:
             answer = verb(connection, **message) if verb is not None else _unknown()
         except Exception as error:
-            self._answer(connection, {"error": f"{type(error).__name__}: {error}"})
+            self._spawn(self._answer(connection, {"error": f"{type(error).__name__}: {error}"}))
             return
         finally:
             close_all(connection.received)  # unless the operation took them
         if asyncio.iscoroutine(answer):
             self._spawn(self._answer_later(connection, answer))
         else:
-            self._answer(connection, {"ok": answer})
+            self._spawn(self._answer(connection, {"ok": answer}))
 
     async def _answer_later(self, connection: Connection, work: Coroutine[Any, Any, Any]) -> None:
         """Send "busy" until the work is done: a silent agent counts as unresponsive."""
         task = asyncio.ensure_future(work)
         while not (await asyncio.wait([task], timeout=BUSY_SECONDS))[0]:
-            self._answer(connection, {"busy": self.handoffs.progress()})
+            await self._answer(connection, {"busy": self.handoffs.progress()})
         try:
             answer: Json = {"ok": await task}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        self._answer(connection, answer)
+        await self._answer(connection, answer)
 
-    def _answer(self, connection: Connection, answer: Json) -> None:
-        data = encode(answer)
-        if len(data) > SENT_AT_ONCE_BYTES_MAX:
-            self._spawn(self._send(connection, data))
-            return
-        with contextlib.suppress(OSError):
-            connection.socket.sendall(data)
-
-    async def _send(self, connection: Connection, data: bytes) -> None:
+    async def _answer(self, connection: Connection, answer: Json) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(SEND_SECONDS):
-                await asyncio.get_running_loop().sock_sendall(connection.socket, data)
+                await asyncio.get_running_loop().sock_sendall(connection.socket, encode(answer))
 
     # --- operations ---------------------------------------------------------------------------------------------
 

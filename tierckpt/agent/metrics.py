@@ -1,7 +1,6 @@
 """Prometheus metrics of a node, on the loopback address only, because there is no password.
 
-Measurements (``telemetry.METRICS``) are added as they happen; ``GAUGES`` are read on a scrape, at most once per
-``STATE_SECONDS``.
+Measurements (``telemetry.METRICS``) are added as they happen; ``GAUGES`` are read on each scrape.
 """
 
 from __future__ import annotations
@@ -9,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from operator import itemgetter
+from typing import Any, TypeAlias
 
 try:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -35,8 +35,6 @@ from .web import LOOPBACK, WebServer
 
 log = logger("agent.metrics")
 
-STATE_SECONDS = 5.0
-
 GAUGES = {
     "tierckpt_lag_seconds": "Age of the oldest save that this tier has not committed; 0 when there is none.",
     "tierckpt_lag_bytes": "Bytes committed on the local tier that the shared tier has not committed.",
@@ -55,6 +53,12 @@ GAUGES = {
     "tierckpt_drain_paused": "1 while drains are paused.",
 }
 
+KINDS: dict[str, tuple[Any, Callable[..., None]]] = {
+    "counter": (Counter, Counter.inc),
+    "gauge": (Gauge, Gauge.set),
+    "histogram": (Histogram, Histogram.observe),
+}
+
 Sample: TypeAlias = tuple[str, dict[str, str], float]
 
 
@@ -65,17 +69,12 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._measured = {metric.name: _prometheus(metric, self.registry) for metric in telemetry.METRICS.values()}
         self.registry.register(NodeState(settings, limiter))
-        self._stop: Callable[[], None] | None = telemetry.listen(self._record)
+        self._stop = telemetry.listen(self._record)
 
     def _record(self, metric: Metric, value: float, labels: Labels, /) -> None:
         ours = self._measured[metric.name]
-        child = ours.labels(**labels) if metric.labels else ours
-        if isinstance(child, Counter):
-            child.inc(value)
-        elif isinstance(child, Gauge):
-            child.set(value)
-        else:
-            child.observe(value)
+        _, add = KINDS[metric.kind]
+        add(ours.labels(**labels) if metric.labels else ours, value)
 
     async def serve(self, port: int) -> int:
         """Serve ``/metrics`` and the page until ``close``. Returns the port; 0 chooses a free one.
@@ -93,19 +92,15 @@ class Metrics:
         return encode(self.registry), kind
 
     async def close(self) -> None:
-        if self._stop is not None:
-            self._stop()
-            self._stop = None
+        self._stop()
         if self.server is not None:
             await self.server.close()
 
 
-def _prometheus(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-    if metric.kind == "counter":
-        return Counter(metric.name, metric.help, metric.labels, registry=registry)
-    if metric.kind == "gauge":
-        return Gauge(metric.name, metric.help, metric.labels, registry=registry)
-    return Histogram(metric.name, metric.help, metric.labels, buckets=metric.buckets, registry=registry)
+def _prometheus(metric: Metric, registry: CollectorRegistry) -> Any:
+    kind, _ = KINDS[metric.kind]
+    options = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
+    return kind(metric.name, metric.help, metric.labels, registry=registry, **options)
 
 
 # --- state -----------------------------------------------------------------------------------------------------
@@ -117,32 +112,21 @@ class NodeState(Collector):
     def __init__(self, settings: Settings, limiter: RateLimiter | None) -> None:
         self.settings, self.limiter = settings, limiter
         self._known: Known = {}
-        self._samples: list[Sample] = []
-        self._read_at: float | None = None
         self._lock = threading.Lock()
-
-    def describe(self) -> Iterable[GaugeMetricFamily]:
-        return [GaugeMetricFamily(name, text) for name, text in GAUGES.items()]
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
         families: dict[str, GaugeMetricFamily] = {}
-        for name, labels, value in self.samples():
+        try:
+            with self._lock:
+                samples = [*self._read()]
+        except OSError as error:
+            log.warning("the state of %s could not be read: %s", self.settings.local_root, error)
+            samples = []
+        for name, labels, value in samples:
             if name not in families:
                 families[name] = GaugeMetricFamily(name, GAUGES[name], labels=[*labels])
             families[name].add_metric([*labels.values()], value)
         return families.values()
-
-    def samples(self) -> list[Sample]:
-        with self._lock:
-            now = time.monotonic()
-            if self._read_at is None or now - self._read_at >= STATE_SECONDS:
-                self._read_at = now
-                try:
-                    self._samples = [*self._read()]
-                except OSError as error:
-                    log.warning("the state of %s could not be read: %s", self.settings.local_root, error)
-                    self._samples = []
-            return self._samples
 
     def _read(self) -> Iterator[Sample]:
         document = node_document(self.settings, self._known)
@@ -177,14 +161,12 @@ def _queue(journal: Sequence[Json]) -> Iterator[Sample]:
 
 
 def _commits(local: Sequence[Json]) -> Iterator[Sample]:
-    newest: dict[Tier, Json] = {}
-    for row in local:
-        if row["kind"] != "checkpoint":
+    committed = [row for row in local if row["kind"] == "checkpoint"]
+    drained = [row for row in committed if row["drained"]]
+    for tier, rows in ((Tier.LOCAL, committed), (Tier.SHARED, drained)):
+        if not rows:
             continue
-        for tier in (Tier.LOCAL, Tier.SHARED) if row["drained"] else (Tier.LOCAL,):
-            if tier not in newest or row["saved_unix_seconds"] > newest[tier]["saved_unix_seconds"]:
-                newest[tier] = row
-    for tier, row in newest.items():
+        row = max(rows, key=itemgetter("saved_unix_seconds"))
         step = step_of(parse_uri(row["uri"]).name)
         if step is not None:
             yield "tierckpt_last_commit_step", {"tier": tier}, step

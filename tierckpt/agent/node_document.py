@@ -6,14 +6,13 @@ import contextlib
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeAlias
 
 from .. import errors
 from ..cache.pool import Pool
-from ..cache.receipt import RECEIPT
 from ..checkpoint import local_commit
 from ..checkpoint.catalog import file_size
 from ..checkpoint.journal import DRAIN_STATES, SET_ASIDE, SET_ASIDE_STATES, Journal, JournalEntry
@@ -22,21 +21,24 @@ from ..checkpoint.run_records import newest_drained, newest_lines
 from ..checkpoint.verify import read_checks
 from ..config import Settings
 from ..drain.active_drain import COMMITTING, QUEUED, SENDING, STORE
-from ..drain.rate_limiter import UNCHANGED, read_control
+from ..drain.rate_limiter import read_control, stamp_of
 from ..errors import ConfigError, TierckptError
-from ..format.layout import MANIFEST, local_dir, location_at, parse_uri
-from ..ipc.agent_client import AgentClient, AgentUnavailableError, NoneRunsError, has_socket
+from ..format.layout import DRAINED, MANIFEST, REPLICATED, local_dir, location_at, parse_uri
+from ..ipc.agent_client import AgentClient, NoneRunsError, has_socket
 from ..planning.goodput import stalls_of
 from ..quantities import human_seconds
 from ..telemetry import logger
 from ..types import Json
-from .run_catalog import REFUSED, KnownBy, read_changed, run_rows, step_rows
+from .run_catalog import REFUSED, run_rows, step_rows
 
 log = logger("agent.document")
 
-Known: TypeAlias = KnownBy[Json]
+Known: TypeAlias = dict[Path, tuple[tuple[object, ...], Json | None]]
+"""By local checkpoint: stamps of its files, and the row read at that time."""
 
 ANSWER_SECONDS = 2.0
+PEERS_SECONDS = 10.0
+NO_AGENT = "no agent runs on this node: `tierckpt agent`, or the first process of a job, starts one"
 STEPS_MAX = 64
 STALLS_MAX = 60
 
@@ -50,8 +52,8 @@ def node_document(settings: Settings, known: Known | None = None, *, agent: Json
     """
     root = settings.local_root
     entries = Journal(root).entries()
-    found = [*marked_directories(root / "checkpoints")]
-    local = [*checkpoints(root, found, {} if known is None else known), *_prefetched(root, found), *_cached(settings)]
+    directories = marked_directories(root / "checkpoints")
+    local = [*checkpoints(root, directories, {} if known is None else known), *_cached(settings)]
     local.sort(key=lambda item: item["uri"])
     disk = shutil.disk_usage(nearest_existing(root))
     agent, problem = (agent, None) if agent is not None else ask_agent(settings, {"op": "status"})
@@ -101,15 +103,13 @@ def _budget(settings: Settings) -> Json:
     rate: int | None = settings.drain_bytes_per_second
     document: Json = {"bytes_per_second": rate, "concurrency": settings.concurrency, "paused": False, "problem": None}
     try:
-        control = read_control(settings.local_root)
+        return document | read_control(settings.local_root).to_json()
     except ConfigError as error:
         return document | {"problem": error.message}
-    if control.bytes_per_second is not UNCHANGED:
-        document["bytes_per_second"] = control.bytes_per_second
-    return document | {"concurrency": control.concurrency or settings.concurrency, "paused": control.paused}
 
 
 def _entry(entry: JournalEntry, agent: Json) -> Json:
+    now, failing_since = time.time(), entry.failing_since_unix_seconds
     return {
         "uri": entry.uri,
         "rank": entry.rank,
@@ -117,10 +117,8 @@ def _entry(entry: JournalEntry, agent: Json) -> Json:
         "drain": _drain_of(entry, agent) if entry.state in (*DRAIN_STATES, *SET_ASIDE_STATES) else None,
         "size_bytes": entry.size_bytes,
         "created_unix_seconds": entry.created_unix_seconds,
-        "age_seconds": max(0.0, time.time() - entry.created_unix_seconds),
-        "failing_seconds": max(0.0, time.time() - entry.failing_since_unix_seconds)
-        if entry.failing_since_unix_seconds
-        else None,
+        "age_seconds": max(0.0, now - entry.created_unix_seconds),
+        "failing_seconds": max(0.0, now - failing_since) if failing_since else None,
         "last_error": entry.error,
     }
 
@@ -161,12 +159,11 @@ def _drain_of(entry: JournalEntry, agent: Json) -> Json:
             silent = f"{store} has not answered for {human_seconds(drain['idle_seconds'])}"
             since = time.time() - drain["idle_seconds"]
             found |= {"state": STORE, "cause": silent, "since_unix_seconds": since, "remedy": _REMEDY}
-        is_moving = drain["state"] == SENDING and drain["idle_seconds"] < 1.0  # other requests still succeed
-        if trouble is not None and not is_moving and found["state"] in (STORE, COMMITTING, SENDING):
-            found |= {name: trouble[name] for name in trouble.keys() & found.keys()} | {"state": STORE}
-    elif trouble is not None:
+    is_moving = drain is not None and drain["state"] == SENDING and drain["idle_seconds"] < 1.0  # requests succeed
+    waits = drain is None or (found["state"] in (STORE, COMMITTING, SENDING) and not is_moving)
+    if trouble is not None and waits:
         found |= {name: trouble[name] for name in trouble.keys() & found.keys()} | {"state": STORE}
-    elif entry.error:
+    elif drain is None and entry.error:
         found |= document | {"state": STORE if getattr(kind, "retryable", False) else REFUSED}
     return found
 
@@ -194,9 +191,18 @@ def _stores(journal: Sequence[Json]) -> list[Json]:
     return [*found.values()]
 
 
-def checkpoints(root: Path, directories: Sequence[Path], known: Known) -> Iterator[Json]:
-    """Yield a row for each committed local checkpoint. Cached rows are used while their stamp matches."""
-    yield from read_changed(directories, known, lambda directory: _checkpoint(root, directory)).values()
+def checkpoints(root: Path, directories: Iterable[Path], known: Known) -> Iterator[Json]:
+    """Yield a row for each committed local checkpoint. Those in ``known`` are used until their directory changes."""
+    fresh: Known = {}
+    for directory in directories:
+        stamp = tuple(stamp_of(directory / name) for name in ("", MANIFEST, DRAINED, REPLICATED))
+        found = known.get(directory)
+        if found is None or found[0] != stamp:
+            found = stamp, _checkpoint(root, directory)
+        fresh[directory] = found
+    known.clear()
+    known.update(fresh)
+    yield from (row for _, row in fresh.values() if row is not None)
 
 
 def _checkpoint(root: Path, directory: Path) -> Json | None:
@@ -215,23 +221,6 @@ def _checkpoint(root: Path, directory: Path) -> Json | None:
         "replicated": local_commit.is_replicated(directory, manifest.attempt),
         "saved_unix_seconds": manifest.created_unix_seconds,
     }
-
-
-def _prefetched(root: Path, directories: Sequence[Path]) -> Iterator[Json]:
-    for directory in directories:
-        receipt = directory / RECEIPT
-        if not receipt.exists() or (directory / MANIFEST).exists():
-            continue
-        if (location := location_at(root, directory)) is None:
-            continue
-        sizes = [size for path in directory.rglob("*") if path != receipt and (size := file_size(path)) >= 0]
-        yield {
-            "uri": location.uri,
-            "kind": "prefetched",
-            "files": len(sizes),
-            "size_bytes": sum(sizes),
-            "drained": True,
-        }
 
 
 def _cached(settings: Settings) -> Iterator[Json]:
@@ -265,15 +254,8 @@ def peers_document(settings: Settings) -> Json:
         raise ConfigError(
             "no peers are set", hint="Set peers (TIERCKPT_PEERS): host[:port],..., slurm, dns:NAME, torchrun"
         )
-    answer: Json = {
-        "problem": "no agent runs on this node: `tierckpt agent`, or the first process of a job, starts one"
-    }
-    with contextlib.closing(AgentClient(settings)) as contact:
-        try:
-            answer = contact.ask({"op": "peer_status"}, start=False)
-            answer["copies"] = contact.ask({"op": "status"}, start=False).get("replicas")
-        except AgentUnavailableError:
-            pass
-        except TierckptError as error:
-            answer = {"problem": error.message}
-    return {"peers": settings.peers, "replicas": settings.replicas, **answer}
+    answer, problem = ask_agent(settings, {"op": "peer_status"}, PEERS_SECONDS)
+    if answer is not None:
+        status, _ = ask_agent(settings, {"op": "status"})
+        answer["copies"] = (status or {}).get("replicas")
+    return {"peers": settings.peers, "replicas": settings.replicas, **(answer or {"problem": problem or NO_AGENT})}

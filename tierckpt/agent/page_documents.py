@@ -25,17 +25,15 @@ from ..redaction import redact_all
 from ..types import Json, Progress
 from . import history
 from .history import RINGS, History
-from .node_document import Known, ask_agent, node_document
+from .node_document import NO_AGENT, Known, ask_agent, node_document
 from .peer_service import PeerService
 from .run_catalog import RANKED, RunCatalog, step_rows
 
 ASK_SECONDS = 5.0
 ANSWER_SECONDS = 1.0
 ASKED_AT_A_TIME = 64
-ASKED_PER_SECOND = 25
 NODES_MAX = 512
 OWN_SECONDS = 2.0
-CPU_SHARE = 0.004
 RUNS_MAX = 16
 TEXT_MAX = 300
 PAUSED, IDLE = "paused", "nothing to drain"
@@ -50,14 +48,11 @@ def summary(document: Json) -> Json:
     if document["budget"]["paused"] and waiting:
         state = PAUSED
     return {
-        "host": document["host"],
+        **{name: document[name] for name in ("host", "lag_bytes", "lag_seconds", "free_bytes")},
         "state": state,
         "cause": worst["cause"][:TEXT_MAX] if worst is not None else "",
         "entries": len(waiting),
-        "lag_bytes": document["lag_bytes"],
-        "lag_seconds": document["lag_seconds"],
         "bytes_per_second": (document["agent"] or {}).get("bytes_per_second", 0.0),
-        "free_bytes": document["free_bytes"],
         "runs": [
             {name: run[name] for name in ("run", "newest_step", "safe_step", "if_this_node_dies")}
             for run in document["runs"][:RUNS_MAX]
@@ -103,8 +98,7 @@ class _Told:
 class ClusterDrains:
     """The drains of all nodes, from ``/v1/drains`` of their agents. Runs on the agent's loop.
 
-    Requests go to each node at most every ``ASK_SECONDS``, and at most ``ASKED_PER_SECOND`` in all: with 512 nodes an
-    answer is at most 21 s old. ``peers``: None without a cluster.
+    Requests go to each node at most every ``ASK_SECONDS``. ``peers``: None without a cluster.
     """
 
     def __init__(self, settings: Settings, status: Callable[[], Json], peers: PeerService | None) -> None:
@@ -114,29 +108,22 @@ class ClusterDrains:
         self._own_until = float("-inf")
         self._making = asyncio.Lock()
         self._told: dict[str, _Told] = {}
-        self._asking: asyncio.Task[None] | None = None
 
     async def own(self) -> Json:
         async with self._making:
             if time.monotonic() >= self._own_until:
-                self._own, cpu_seconds = await asyncio.to_thread(self._make, self._status())
-                self._own_until = time.monotonic() + max(OWN_SECONDS, cpu_seconds / CPU_SHARE)
+                self._own = await asyncio.to_thread(self._make, self._status())
+                self._own_until = time.monotonic() + OWN_SECONDS
         return self._own
 
-    def _make(self, status: Json) -> tuple[Json, float]:
-        begun = time.thread_time()
+    def _make(self, status: Json) -> Json:
         found: Json = redact_all(summary(node_document(self._settings, self._known, agent=status)))
-        return found, time.thread_time() - begun
+        return found
 
     async def document(self) -> Json:
         own = await self.own()
         members = self._peers.members()[:NODES_MAX] if self._peers is not None else []
-        if self._asking is None or self._asking.done():
-            queried = [member for member, state, _ in members if state != "left"]
-            self._asking = asyncio.create_task(self._ask(queried))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2 * ANSWER_SECONDS):
-                await asyncio.shield(self._asking)
+        await self._ask(member for member, state, _ in members if state != "left")
         me = self._peers.gossip.me if self._peers is not None and self._peers.gossip is not None else None
         unreachable = self._peers.unreachable_nodes() if self._peers is not None else []
         known = {place for member, _, _ in members for place in (member.address, host_and_port(member.address)[0])}
@@ -166,11 +153,8 @@ class ClusterDrains:
         }  # fmt: skip
 
     async def _ask(self, members: Iterable[Member]) -> None:
-        now, period = time.monotonic(), ASK_SECONDS
-        due = [member for member in members if now - self._told.setdefault(member.name, _Told()).asked_at >= period]
-        due.sort(key=lambda member: self._told[member.name].asked_at)
-        gate = asyncio.Semaphore(ASKED_AT_A_TIME)
-        due = due[: int(ASKED_PER_SECOND * period)]
+        since, gate = time.monotonic() - ASK_SECONDS, asyncio.Semaphore(ASKED_AT_A_TIME)
+        due = [member for member in members if self._told.setdefault(member.name, _Told()).asked_at <= since]
         await asyncio.gather(*(self._ask_one(member, self._told[member.name], gate) for member in due))
 
     async def _ask_one(self, member: Member, reply: _Told, gate: asyncio.Semaphore) -> None:
@@ -186,11 +170,6 @@ class ClusterDrains:
             reply.silent_since_unix_seconds = reply.silent_since_unix_seconds or reply.at_unix_seconds or time.time()
         else:
             reply.at_unix_seconds, reply.problem, reply.silent_since_unix_seconds = time.time(), "", None
-
-    async def close(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.wait([self._asking])
 
 
 def _need(row: Json) -> tuple[bool, int, float, bool]:
@@ -231,10 +210,6 @@ class PageSource:
         if (data := self.history.unwritten()) is not None:
             await asyncio.to_thread(history.write, self._root, data)
 
-    async def close(self) -> None:
-        await self.cluster.close()
-        await self.write()
-
     async def answer(self, what: str, request: Json) -> Json:
         """Raises ValueError: unknown page."""
         if what == "history":
@@ -257,7 +232,6 @@ MADE_AT_A_TIME = 8
 FILTER_MAX = 200
 NO_CHECKPOINTS: Json = {"checkpoints": [], "checkpoints_of_run": 0, "report": None, "retention": None}
 NO_NODES: Json = {"nodes": [], "unreachable": []}
-NO_AGENT = "No agent runs on this node (`tierckpt agent` starts one)"
 
 Query: TypeAlias = Mapping[str, str]
 
@@ -310,17 +284,15 @@ class PageDocuments:
                         self._locks.pop(self._kept.popitem(last=False)[0], None)
             return found
 
-    def _ask(self, what: str, **request: object) -> tuple[Json | None, str]:
-        message = {"op": "page", "what": what, "request": request}
-        answer, problem = ask_agent(self._settings, message, AGENT_SECONDS)
-        return answer, "" if answer is not None else problem or NO_AGENT
+    def _ask(self, what: str, **request: object) -> tuple[Json | None, str | None]:
+        return ask_agent(self._settings, {"op": "page", "what": what, "request": request}, AGENT_SECONDS)
 
     def _kept_answer(self, seconds: float, nothing: Json, what: str, **request: str) -> Json:
         """Return the agent's document, at most ``seconds`` old; without an agent ``nothing``, and the problem."""
 
         def ask() -> Json:
             answer, problem = self._ask(what, **request)
-            return answer or {"problem": problem, "at_unix_seconds": time.time(), **request, **nothing}
+            return answer or {"problem": problem or NO_AGENT, "at_unix_seconds": time.time(), **request, **nothing}
 
         return self._once((what, *request.values()), seconds, ask)
 
@@ -373,17 +345,13 @@ def _is_in(row: Json | None, run: str) -> bool:
 def _own_row(row: Json) -> Json:
     """Return a run's row for a step that only the node's document contains."""
     return {
+        **{name: row[name] for name in ("uri", "step", "size_bytes", "local", "drain")},
         "name": row["uri"].rpartition("/")[2],
-        "uri": row["uri"],
-        "step": row["step"],
         "attempt": "",
         "created_unix_seconds": row["at_unix_seconds"],
-        "size_bytes": row["size_bytes"],
         "files": 0,
         "files_here": 0,
-        "local": row["local"],
         "peers": [],
         "shared": "committed" if row["shared"] == "committed" else None,
         "abandoned": False,
-        "drain": row["drain"],
     }

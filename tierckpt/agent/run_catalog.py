@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
-from ..cache.prefetch import from_listing
 from ..checkpoint import branches, local_commit, shared_commit
 from ..checkpoint.branches import Branch
 from ..checkpoint.catalog import Checkpoint, file_size
@@ -26,15 +24,15 @@ from ..checkpoint.retention import Policy
 from ..checkpoint.run_records import Lines, local_records, parse_lines, read_history
 from ..checkpoint.select import age_of
 from ..drain.active_drain import COMMITTING, OTHER_RANKS, QUEUED, SENDING, STORE
-from ..errors import ConfigError, ManifestError, StoreError, StoreUnavailableError, TierckptError
+from ..errors import ConfigError, ManifestError, StoreError, TierckptError
 from ..format.dcp_metadata import METADATA_BYTES_MAX, TensorRow, tensors_in
-from ..format.layout import DRAINED, MANIFEST, METADATA, REPLICATED, Location, parse_uri, step_name, step_of
+from ..format.layout import METADATA, Location, parse_uri, step_name, step_of
 from ..format.manifest import Manifest
 from ..mover import Mover
 from ..planning.goodput import Seen, analyse, read_start, tier_times
 from ..quantities import human_bytes, human_seconds
 from ..redaction import redact
-from ..types import Json, Tier
+from ..types import Json
 
 REFUSED = "refused"
 """Drain state in addition to those of ``ActiveDrain`` and ``SET_ASIDE``."""
@@ -141,20 +139,15 @@ def _loss(gone: Sequence[Json], kept: Json | None, is_on_peers: bool) -> str:
 
 
 T = TypeVar("T")
-KnownBy: TypeAlias = dict[Path, tuple[tuple[int, ...], T | None]]
-"""By local checkpoint: modification times, and the row read at that time."""
 
 STORE_SECONDS = 4.0
 """A person waits for the page."""
-PEER_SECONDS = 2.0
 CHECKPOINTS_MAX = 256
 """The newest ones of a run."""
 ROWS_MAX = 200
 READ_AT_A_TIME = 16
 KNOWN_MAX = 4096
 """Each takes 200 bytes."""
-RUNS_KEPT = 8
-TENSORS_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +185,8 @@ class RunCatalog:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
         self._shared: OrderedDict[str, _Committed] = OrderedDict()
-        self._here: OrderedDict[str, KnownBy[_StepTiers]] = OrderedDict()
-        """This node's copies by run."""
-        self._tensors: OrderedDict[tuple[str, str], list[TensorRow]] = OrderedDict()
+        self._tensors: tuple[tuple[str, str], list[TensorRow]] = ("", ""), []
+        """Of the checkpoint that was opened last."""
         self._gate = asyncio.Semaphore(READ_AT_A_TIME)
 
     async def run(self, uri: str) -> Json:
@@ -228,28 +220,20 @@ class RunCatalog:
     # --- tiers ----------------------------------------------------------------------------------------------------
 
     def _local(self, run: Location) -> dict[str, _StepTiers]:
-        directory, known = self._mover.directory(run), self._here.setdefault(run.uri, {})
+        directory = self._mover.directory(run)
         there = directory.iterdir() if directory.is_dir() else ()
         steps = [path for path in there if step_of(path.name) is not None and not path.name.startswith(".")]
-        found = read_changed(steps, known, _read_local)
-        while len(self._here) > RUNS_KEPT:
-            self._here.popitem(last=False)
-        return {path.name: replace(tiers) for path, tiers in found.items()}
+        return {path.name: tiers for path in steps if (tiers := _read_local(path)) is not None}
 
     async def _in_time(self, location: Location, work: Awaitable[T], default: T) -> tuple[T, str]:
-        """Return the result of ``work`` on a store; on failure or timeout, ``default`` and the reason."""
-        store = f"{location.scheme}://{location.authority}"
+        """Return the result of ``work`` on a store or peers; on failure or timeout, ``default`` and the reason."""
         try:
             async with asyncio.timeout(STORE_SECONDS):
                 return await work, ""
-        except (TimeoutError, StoreUnavailableError) as error:
-            known = next((row["cause"] for row in self._mover.drainer.retries.outages if row["store"] == store), "")
-            silent = f"{location.uri} has not answered for {STORE_SECONDS:g} s"
-            return default, redact(known or (error.message if isinstance(error, TierckptError) else silent))
-        except TierckptError as error:
-            return default, redact(f"{error.message}. {error.hint}".rstrip(". ") + ".")
-        except OSError as error:
-            return default, redact(f"{location.uri}: {error.strerror or error}")
+        except TimeoutError:
+            return default, redact(f"{location.uri} has not answered for {STORE_SECONDS:g} s")
+        except (TierckptError, OSError) as error:
+            return default, redact(str(error))
 
     async def _read_shared(self, run: Location, found: Mapping[str, _StepTiers]) -> None:
         async def one(name: str, tiers: _StepTiers) -> None:
@@ -257,8 +241,10 @@ class RunCatalog:
             if tiers.local is not None and tiers.is_drained:
                 known: _Committed | None = tiers.local
             elif (known := self._shared.get(uri)) is None:
-                async with self._gate:
-                    manifest = await shared_commit.read_shared_manifest(self._mover.store(run.child(name)))
+                manifest = None
+                with contextlib.suppress(ManifestError):  # a damaged manifest is no commit
+                    async with self._gate:
+                        manifest = await shared_commit.read_shared_manifest(self._mover.store(run.child(name)))
                 known = _Committed.of(manifest, name) if manifest is not None else None
             if known is not None:
                 self._shared[uri] = tiers.shared = known
@@ -269,30 +255,24 @@ class RunCatalog:
             self._shared.pop(run.child(name).uri, None)
         listed = [one(name, tiers) for name, tiers in found.items() if tiers.is_listed]
         for result in await asyncio.gather(*listed, return_exceptions=True):
-            if isinstance(result, ManifestError):
-                continue  # a damaged manifest is no commit
             if isinstance(result, BaseException):
                 raise result
 
     async def _ask_peers(self, run: Location, found: Mapping[str, _StepTiers]) -> None:
         if self._mover.peers is None:
             return
-        with contextlib.suppress(TierckptError, OSError, TimeoutError):
-            async with asyncio.timeout(PEER_SECONDS):
-                for name, attempts in (await self._mover.peers.committed(run)).items():
-                    if (tiers := found.get(name)) is not None:
-                        tiers.peers = sorted(member.name for members in attempts.values() for member in members)
+        committed, _ = await self._in_time(run, self._mover.peers.committed(run), {})
+        for name, attempts in committed.items():
+            if (tiers := found.get(name)) is not None:
+                tiers.peers = sorted(member.name for members in attempts.values() for member in members)
 
     async def _branch(
         self, run: Location, found: Mapping[str, _StepTiers], names: Sequence[str], *, is_near: bool
     ) -> Branch | None:
         """Return the branch that a job of the run continues; None if no step is abandoned."""
         known = [(tiers.known.branch, step_of(name)) for name, tiers in found.items() if tiers.known is not None]
-        branch: Branch | None = None
-        with contextlib.suppress(TierckptError, OSError, TimeoutError):
-            async with asyncio.timeout(STORE_SECONDS):
-                branch = await self._mover.selector.noted_branch(run, names, is_near=is_near)
-        return branches.current_branch(known, branch)
+        noted, _ = await self._in_time(run, self._mover.selector.noted_branch(run, names, is_near=is_near), None)
+        return branches.current_branch(known, noted)
 
     def _row(self, run: Location, name: str, tiers: _StepTiers, branch: Branch | None, problem: str) -> Json:
         known, step = tiers.known, step_of(name)
@@ -328,73 +308,41 @@ class RunCatalog:
     async def checkpoint(self, uri: str, text: str) -> Json:
         """Return the document of ``tierckpt info`` for the checkpoint at ``uri``, and its tensors.
 
-        Lists the first ``ROWS_MAX`` files and tensors with ``text`` in their names. ``problem``: why it cannot be read;
-        ``shared_problem``: why only this node's copy was read.
+        Lists the first ``ROWS_MAX`` files and tensors with ``text`` in their names. ``problem``: why it cannot be read.
         """
         location = parse_uri(uri)
         checkpoint, problem = await self._in_time(location, self._mover.selector.find(location), None)
-        checkpoint = checkpoint or await asyncio.to_thread(self._local_copy, location)
-        if checkpoint is None:
-            return {"uri": uri, "problem": problem}
-        document, listing = await self._in_time(location, self._described(checkpoint), {"files": [], "tiers": []})
-        (tensors, no_tensors), reading = await self._in_time(location, self._tensors_of(checkpoint), ([], ""))
+        if checkpoint is None or checkpoint.manifest is None:
+            return {"uri": uri, "problem": problem or f"{uri} was not written by tierckpt (`tierckpt info` shows it)"}
+        manifest = checkpoint.manifest
+        document = await asyncio.to_thread(describe_committed, checkpoint, manifest, is_abandoned=False)
+        tensors, no_tensors = await self._in_time(location, self._tensors_of(checkpoint, manifest), [])
         lower = text.lower()
         files = [row for row in document["files"] if lower in row["path"].lower()]
         rows = [row.to_json() for row in tensors if lower in row.name.lower()]
         return document | {
-            "problem": listing,
-            "shared_problem": problem,
+            "problem": "",
             "filter": text,
             "files": files[:ROWS_MAX],
             "files_found": len(files),
             "tensors": rows[:ROWS_MAX],
             "tensors_found": len(rows),
-            "tensors_problem": no_tensors or reading,
+            "tensors_problem": no_tensors,
         }
 
-    def _local_copy(self, location: Location) -> Checkpoint | None:
-        directory = self._mover.directory(location)
-        with contextlib.suppress(ManifestError, StoreError):
-            if (manifest := local_commit.read_local_manifest(directory)) is not None:
-                store = self._mover.store(location)
-                return Checkpoint(location, manifest, directory, store, frozenset({Tier.LOCAL}))
-        return None
-
-    async def _described(self, checkpoint: Checkpoint) -> Json:
-        if checkpoint.manifest is not None:
-            return await asyncio.to_thread(describe_committed, checkpoint, checkpoint.manifest, is_abandoned=False)
-        listed = await from_listing(checkpoint.store, strict=False)
-        files = [
-            {"path": one.path, "size_bytes": one.size_bytes, "rank": None, "on_this_node": False} for one in listed
-        ]
-        size_bytes = sum(one.size_bytes for one in listed)
-        found: Json = {"uri": checkpoint.location.uri, "kind": "stock", "step": checkpoint.step, "tiers": ["shared"]}
-        return found | {"size_bytes": size_bytes, "files": files}
-
-    async def _tensors_of(self, checkpoint: Checkpoint) -> tuple[list[TensorRow], str]:
-        key = (checkpoint.location.uri, checkpoint.attempt)
-        if checkpoint.attempt and key in self._tensors:
-            return self._tensors[key], ""
-        try:
-            data = await self._metadata(checkpoint)
+    async def _tensors_of(self, checkpoint: Checkpoint, manifest: Manifest) -> list[TensorRow]:
+        key = (checkpoint.location.uri, manifest.attempt)
+        if self._tensors[0] != key:
+            entry = next(iter(manifest.metadata), None)
+            if entry is None:
+                raise ConfigError("it was not written by torch.distributed.checkpoint")
+            if entry.size_bytes > METADATA_BYTES_MAX:
+                raise ConfigError(f"its metadata is too large for a page: {entry.size_bytes} bytes")
+            local = checkpoint.local_path(entry)
+            data = await (asyncio.to_thread(local.read_bytes) if local else checkpoint.store.get(entry.key))
             rows = await asyncio.to_thread(tensors_in, data, f"{checkpoint.location.uri}/{METADATA}")
-        except (TierckptError, OSError) as error:
-            return [], redact(str(error))
-        self._tensors[key] = rows
-        while len(self._tensors) > TENSORS_KEPT:
-            self._tensors.popitem(last=False)
-        return rows, ""
-
-    async def _metadata(self, checkpoint: Checkpoint) -> bytes:
-        entry = next(iter(checkpoint.manifest.metadata), None) if checkpoint.manifest is not None else None
-        if checkpoint.manifest is not None and entry is None:
-            raise ConfigError("it was not written by torch.distributed.checkpoint")
-        key = entry.key if entry is not None else METADATA
-        size_bytes = entry.size_bytes if entry is not None else (await checkpoint.store.head(key)).size_bytes
-        if size_bytes > METADATA_BYTES_MAX:
-            raise ConfigError(f"its metadata is too large for a page: {size_bytes} bytes")
-        local = checkpoint.local_path(entry) if entry is not None else None
-        return await (asyncio.to_thread(local.read_bytes) if local is not None else checkpoint.store.get(key))
+            self._tensors = key, rows
+        return self._tensors[1]
 
 
 def _read_local(directory: Path) -> _StepTiers | None:
@@ -434,22 +382,3 @@ def _retention(found: Mapping[str, _StepTiers]) -> Json | None:
     if newest is None or not newest.policy:
         return None
     return {"local": asdict(newest.policy.local), "shared": asdict(newest.policy.shared)}
-
-
-def read_changed(directories: Iterable[Path], known: KnownBy[T], read: Callable[[Path], T | None]) -> dict[Path, T]:
-    """Return the row of each checkpoint. Those in ``known`` are used while the modification times match; updates it."""
-    fresh: KnownBy[T] = {}
-    for directory in directories:
-        stamp = tuple(_changed_at(f"{directory}/{name}") for name in ("", MANIFEST, DRAINED, REPLICATED))
-        before = known.get(directory)
-        fresh[directory] = before if before is not None and before[0] == stamp else (stamp, read(directory))
-    known.clear()
-    known.update(fresh)
-    return {directory: row for directory, (_, row) in fresh.items() if row is not None}
-
-
-def _changed_at(path: str) -> int:
-    try:
-        return os.stat(path).st_mtime_ns  # noqa: PTH116
-    except OSError:
-        return 0

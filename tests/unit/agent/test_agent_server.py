@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.agents import until
 from tests.services import ENVIRONMENT, REPOSITORY
 from tierckpt.checkpoint.journal import Journal
-from tierckpt.poll import LOCAL, Poll
 
 GRACE_SECONDS = 170
 
@@ -39,7 +39,7 @@ def agent(local_root: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[b
             command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log, preexec_fn=hear_hang_ups
         )
     try:
-        says(log_file, "is ready")
+        until(lambda: "is ready" in log_file.read_text(), "is ready")
         yield process, log_file
     finally:
         process.kill()
@@ -51,10 +51,6 @@ def hear_hang_ups() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def says(log_file: Path, text: str) -> None:
-    assert any(text in log_file.read_text() for _ in Poll(60, LOCAL)), log_file.read_text()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_one_signal_drains_and_the_second_ends_it_at_once(
@@ -62,7 +58,7 @@ def test_one_signal_drains_and_the_second_ends_it_at_once(
 ) -> None:
     process, log_file = agent
     process.send_signal(number)
-    says(log_file, f"{number.name}: the agent drains for at most {GRACE_SECONDS} s")
+    until(lambda: f"{number.name}: the agent drains for" in log_file.read_text(), "the signal in the log")
     process.send_signal(number)
     assert process.wait(60) == -number
     assert len(Journal(local_root).entries()) == 1
@@ -74,9 +70,9 @@ def test_nohup_keeps_it_from_ending_with_its_terminal(local_root: Path, tmp_path
     with log_file.open("wb") as log:
         command = ["nohup", sys.executable, "-m", "tierckpt", "agent"]
         process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
-    says(log_file, "is ready")
+    until(lambda: "is ready" in log_file.read_text(), "is ready")
     os.kill(process.pid, signal.SIGHUP)
     process.terminate()
-    says(log_file, "SIGTERM")
+    until(lambda: "SIGTERM" in log_file.read_text(), "SIGTERM")
     assert process.wait(60) == 0
     assert "SIGHUP" not in log_file.read_text()
