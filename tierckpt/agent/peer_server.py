@@ -17,14 +17,15 @@ import logging
 import os
 import ssl
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TypeVar
 from urllib.parse import unquote
 
 from ..config import Settings
+from ..drain.rate_limiter import RateLimiter
 from ..peer.auth import Crowded, OtherTime, RejectedRequest, Verifier, check_listen, read_secret, tls_context
 from ..peer.gossip import Gossip
 from ..peer.inventory import Answers, Holdings, Opened, open_range
@@ -64,67 +65,25 @@ SLOW_SECONDS = 2.5
 """Lifetime of a peer's report that this node is slow, which it repeats every second."""
 INTERESTED_MAX = 8192
 PIECE_BYTES = 1 << 20
-RATE_SECONDS = 10
-
-
-@dataclass(slots=True)
-class Rates:
-    _slots: deque[tuple[int, Counter[str]]] = field(default_factory=deque)
-
-    def add(self, name: str, size_bytes: int) -> None:
-        now = int(time.monotonic())
-        if not self._slots or self._slots[-1][0] != now:
-            self._slots.append((now, Counter()))
-        self._slots[-1][1][name] += size_bytes
-        self._forget(now)
-
-    def now(self) -> dict[str, float]:
-        self._forget(int(time.monotonic()))
-        total: Counter[str] = Counter()
-        for _, counts in self._slots:
-            total.update(counts)
-        return {name: count / RATE_SECONDS for name, count in total.items()}
-
-    def _forget(self, now: int) -> None:
-        while self._slots and self._slots[0][0] <= now - RATE_SECONDS:
-            self._slots.popleft()
 
 
 class RecentNames:
-    """Names recently noted under a version, bounded in both."""
+    """Names recently noted under a version, at most ``INTERESTED_MAX`` in all."""
 
     def __init__(self) -> None:
-        self._names: dict[str, dict[str, float]] = {}
+        self._noted: dict[tuple[str, str], float] = {}
 
     def note(self, version: str, name: str, seconds: float) -> None:
-        """With too many versions, those without a note for ``seconds`` are dropped."""
+        """At the limit, those older than ``seconds`` are dropped."""
         now = time.monotonic()
-        if version not in self._names and len(self._names) >= INTERESTED_MAX:
-            self._names = {key: fresh for key in self._names if (fresh := self._recent(key, now - seconds))}
-        if version in self._names or len(self._names) < INTERESTED_MAX:
-            names = self._names.setdefault(version, {})
-            if name in names or len(names) < INTERESTED_MAX:
-                names[name] = now
+        if len(self._noted) >= INTERESTED_MAX:
+            self._noted = {key: at for key, at in self._noted.items() if at > now - seconds}
+        if (version, name) in self._noted or len(self._noted) < INTERESTED_MAX:
+            self._noted[version, name] = now
 
     def names(self, version: str, seconds: float) -> set[str]:
-        return set(self._recent(version, time.monotonic() - seconds))
-
-    def _recent(self, version: str, since: float) -> dict[str, float]:
-        return {name: at for name, at in self._names.get(version, {}).items() if at > since}
-
-
-class TokenBucket:
-    def __init__(self, bytes_per_second: int | None) -> None:
-        self.bytes_per_second = bytes_per_second
-        self._free_at = 0.0
-
-    async def take(self, size_bytes: int) -> None:
-        if self.bytes_per_second is None:
-            return
-        now = time.monotonic()
-        self._free_at = max(self._free_at, now - 0.1) + size_bytes / self.bytes_per_second
-        if self._free_at > now:
-            await asyncio.sleep(self._free_at - now)
+        since = time.monotonic() - seconds
+        return {name for (known, name), at in self._noted.items() if known == version and at > since}
 
 
 class PeerServer:
@@ -155,12 +114,11 @@ class PeerServer:
         self.counts = self.http.counts
         """Results: chunks, missing, busy, refused, malformed, overflowed."""
         self.bytes_per_second = bytes_per_second
-        self._bucket = TokenBucket(bytes_per_second)
+        self._limiter = RateLimiter(bytes_per_second, SERVES_MAX)
         self.serving: Counter[str] = Counter()
         self.freed = asyncio.Event()
         self._looks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._interested, self._slow = RecentNames(), RecentNames()
-        self._rates = Rates()
         self.served: Counter[str] = Counter()
 
     async def start(self) -> None:
@@ -221,39 +179,36 @@ class PeerServer:
         return response
 
     async def _answer(self, request: _Asked, kind: str, words: tuple[str, ...]) -> web.StreamResponse:
-        if kind == "chunk":
-            version, size, ordinal, after, wait = words
-            return await self._chunk(request, version, int(size), int(ordinal), int(after), float(wait))
-        if kind == "segment":
-            identity, start, size = words
-            at = ByteRange(int(start), int(start) + int(size))
-            return await self._range(request, lambda: self._answers.segment and self._answers.segment(identity, at))
-        if kind == "hub":
-            start, size, uri, reads = words
-            at = ByteRange(int(start), int(start) + int(size))
-            return await self._from_hub(request, unquote(uri), at, reads == "1")
-        if kind == "held":
-            version, size, after, interested = words
-            if interested == "1":
-                self._interested.note(version, request.name, INTEREST_SECONDS)
-            return _json(await self._in_thread(self._held_here, version, int(size), int(after)))
-        if kind == "manifest":
-            data = await self._in_thread(self.holdings.manifest, words[0])
-            return web.Response(body=data) if data is not None else _missing()
-        if kind == "steps":
-            return _json({"steps": await self._in_thread(self.holdings.steps, words[0])})
-        if kind == "slow":
-            self._slow.note(words[0], request.name, SLOW_SECONDS)
-            return _json({})
-        if kind == "status":
-            return _json(await self._in_thread(self.status))
-        if kind == "fresh" and self._answers.fresh is not None:
-            fresh = await self._in_thread(self._answers.fresh)
-            return _json(fresh) if fresh is not None else _missing()
-        if kind == "drains" and self._answers.drains is not None:
-            return _json(await self._answers.drains())
-        if kind == "members":
-            return _json(self.members.answer(_row(request.request.headers)))
+        match kind, words:
+            case "chunk", (version, size, ordinal, after, wait):
+                return await self._chunk(request, version, int(size), int(ordinal), int(after), float(wait))
+            case "segment", (identity, start, size):
+                at, open_ = ByteRange(int(start), int(start) + int(size)), self._answers.segment
+                return await self._range(request, lambda: open_(identity, at) if open_ is not None else None)
+            case "hub", (start, size, uri, reads):
+                at = ByteRange(int(start), int(start) + int(size))
+                return await self._from_hub(request, unquote(uri), at, reads == "1")
+            case "held", (version, size, after, interested):
+                if interested == "1":
+                    self._interested.note(version, request.name, INTEREST_SECONDS)
+                return _json(await self._in_thread(self._held_here, version, int(size), int(after)))
+            case "manifest", (key,):
+                data = await self._in_thread(self.holdings.manifest, key)
+                return web.Response(body=data) if data is not None else _missing()
+            case "steps", (key,):
+                return _json({"steps": await self._in_thread(self.holdings.steps, key)})
+            case "slow", (version,):
+                self._slow.note(version, request.name, SLOW_SECONDS)
+                return _json({})
+            case "status", _:
+                return _json(await self._in_thread(self.status))
+            case "fresh", _ if self._answers.fresh is not None:
+                fresh = await self._in_thread(self._answers.fresh)
+                return _json(fresh) if fresh is not None else _missing()
+            case "drains", _ if self._answers.drains is not None:
+                return _json(await self._answers.drains())
+            case "members", _:
+                return _json(self.members.answer(_row(request.request.headers)))
         return _missing()
 
     def _held_here(self, version: str, size: int, after: int) -> Json:
@@ -340,7 +295,6 @@ class PeerServer:
         self.counts["chunks"] += 1
         name = request.name if request.name in self.served or len(self.served) < INTERESTED_MAX else "others"
         self.served[name] += size
-        self._rates.add(request.name, size)
         BYTES.emit(size, tier=Tier.PEER, direction="served")
         return response
 
@@ -354,7 +308,7 @@ class PeerServer:
             while at < stop:
                 in_pieces = self.bytes_per_second is not None or not is_plain
                 count = min(PIECE_BYTES, stop - at) if in_pieces else stop - at
-                await self._bucket.take(count)
+                await self._limiter.spend(count)
                 if is_plain:
                     try:
                         sent = await loop.sendfile(transport, file, at, count, fallback=False)
@@ -414,7 +368,6 @@ class PeerServer:
         return {
             "name": self.members.me.name,
             "served_bytes": dict(self.served),
-            "bytes_per_second": self._rates.now(),
             "requests": dict(self.counts),
             "serving": self.serving.total(),
             "connections": len(self.http.connections),

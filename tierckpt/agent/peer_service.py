@@ -20,9 +20,8 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +61,15 @@ NOWHERE = ("192.0.2.1:9", "[2001:db8::1]:9")
 _VERSION = re.compile(r"[0-9a-f]{32}")
 
 
+@dataclass(frozen=True)
+class Fetched:
+    by_source: Counter[str] = field(default_factory=Counter)
+    by_peer: Counter[str] = field(default_factory=Counter)
+
+    def __add__(self, other: Fetched) -> Fetched:
+        return Fetched(self.by_source + other.by_source, self.by_peer + other.by_peer)
+
+
 class PeerService:
     """Serves peers and tracks members, from ``start`` to ``close``. Runs on the agent's loop.
 
@@ -79,8 +87,8 @@ class PeerService:
         self._lookup: discovery.Lookup | None = None
         self._client: PeerClient | None = None
         self._fills: dict[Hashable, list[tuple[str, Path]]] = {}
-        self._reports: dict[tuple[Hashable, str], Json] = {}
-        self._settled: Json = _sum_of([])
+        self._reports: dict[tuple[Hashable, str], Fetched] = {}
+        self._settled = Fetched()
         self._task: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
         self._asked_at = time.monotonic()
@@ -120,9 +128,9 @@ class PeerService:
             self.problem = ""
         except Exception as error:
             await self._stop()
-            is_expected = isinstance(error, TierckptError | OSError | ImportError)
-            problem = str(error) if is_expected else f"{type(error).__name__}: {error}"
+            problem = str(error) or type(error).__name__
             if problem != self.problem:
+                is_expected = isinstance(error, TierckptError | OSError | ImportError)
                 log.error("this node does not join the cluster: %s", problem, exc_info=not is_expected)
             self.problem = problem
         self._started.set()
@@ -241,18 +249,14 @@ class PeerService:
         if kept:
             self._fills[owner] = kept
         for key in [key for key in self._reports if key[0] == owner and version in (None, key[1])]:
-            self._settled = _sum_of([self._settled, self._reports.pop(key)])
+            self._settled += self._reports.pop(key)
 
     def report(self, owner: Hashable, version: str, report: Json) -> None:
         """Record the fetches of a process since its start. Raises ValueError: malformed report."""
         _check_version(version)
-        clean: Json = {
-            "by_source": _amounts(report.get("by_source"), 16),
-            "by_peer": _amounts(report.get("by_peer"), 8192),
-            "slowest": _slowest(report.get("slowest")),
-        }
         if (owner, version) in self._reports or len(self._reports) < FILLS_MAX:
-            self._reports[(owner, version)] = clean
+            by_source, by_peer = _amounts(report.get("by_source"), 16), _amounts(report.get("by_peer"), 8192)
+            self._reports[(owner, version)] = Fetched(by_source, by_peer)
 
     def add_job_addresses(self, addresses: Sequence[str]) -> None:
         if self._lookup is not None and self.gossip is not None:
@@ -264,36 +268,31 @@ class PeerService:
     async def status(self) -> Json:
         serves = await asyncio.to_thread(self.server.status) if self.server is not None else None
         gossip, server = self.gossip, self.server
-        fetched = _sum_of([self._settled, *self._reports.values()])
+        fetched = sum(self._reports.values(), self._settled)
         document: Json = {
             "problem": self.problem or (gossip.denied if gossip is not None else ""),
             "lookup_problem": self._lookup.problem if self._lookup is not None else "",
             "me": gossip.me.to_json() if gossip is not None else None,
             "members": [],
-            "fetched_bytes_by_source": fetched["by_source"],
-            "slowest_chunk": fetched["slowest"],
+            "fetched_bytes_by_source": fetched.by_source,
             "serves": serves,
         }
         if gossip is None or server is None or serves is None:
             return document
-        table, rates = gossip.table, serves["bytes_per_second"]
-        rows = [(record, table.state(record)) for record in table.records.values()]
-        document["members_by_state"] = Counter(state for _, state in rows)
+        rows = self.members()
+        document["members_by_state"] = Counter(state for _, state, _ in rows)
         members = [
             {
-                **record.member.to_json(),
-                "heard_seconds_ago": max(0.0, time.monotonic() - record.heartbeat_at),
-                "failures": record.failures,
+                **member.to_json(),
+                "heard_seconds_ago": heard_seconds_ago,
                 "state": state,
-                "served_bytes": server.served.get(record.member.name, 0),
-                "fetched_bytes": fetched["by_peer"].get(record.member.name, 0),
-                "served_bytes_per_second": rates.get(record.member.name, 0.0),
+                "served_bytes": server.served.get(member.name, 0),
+                "fetched_bytes": fetched.by_peer.get(member.name, 0),
             }
-            for record, state in sorted(rows, key=lambda row: row[0].member.name)
+            for member, state, heard_seconds_ago in rows
         ]
         document["members"] = _fitting(members)
-        document["refused_rows"] = table.refused
-        document["survival"] = await asyncio.to_thread(survival, table.live(), self.settings.replicas)
+        document["survival"] = await asyncio.to_thread(survival, gossip.table.live(), self.settings.replicas)
         return document
 
     def members(self) -> list[tuple[Member, str, float]]:
@@ -376,24 +375,7 @@ def _check_version(version: Any) -> None:
         raise ValueError("a version has 32 hex digits")
 
 
-def _amounts(value: Any, most: int) -> dict[str, int]:
-    if not isinstance(value, dict):
-        return {}
-    items = list(value.items())[:most]
-    return {str(name)[:128]: int(size) for name, size in items if isinstance(size, int | float) and 0 <= size < 1e18}
-
-
-def _slowest(value: Any) -> Json | None:
-    try:
-        return {"what": str(value["what"])[:512], "seconds": float(value["seconds"]), "from": str(value["from"])[:128]}
-    except (TypeError, KeyError, ValueError):
-        return None
-
-
-def _sum_of(reports: Sequence[Json]) -> Json:
-    by_source, by_peer = Counter[str](), Counter[str]()
-    for report in reports:
-        by_source.update(report["by_source"])
-        by_peer.update(report["by_peer"])
-    slowest = max((one for report in reports if (one := report["slowest"])), key=itemgetter("seconds"), default=None)
-    return {"by_source": dict(by_source), "by_peer": dict(by_peer), "slowest": slowest}
+def _amounts(value: Any, most: int) -> Counter[str]:
+    items = list(value.items())[:most] if isinstance(value, dict) else []
+    sizes = [(name, size) for name, size in items if isinstance(size, int | float) and 0 <= size < 1e18]
+    return Counter({str(name)[:128]: int(size) for name, size in sizes})

@@ -266,7 +266,6 @@ def _peers_view(document: Json) -> list[RenderableType]:
     serves, counts = document.get("serves") or {}, document.get("members_by_state", {})
     fetched, me, copies = document.get("fetched_bytes_by_source", {}), document.get("me"), document.get("copies")
     sources = [f"{human_bytes(size)} from {name}" for name, size in sorted(fetched.items()) if size]
-    slowest = document.get("slowest_chunk")
     summary = {
         "peers": document["peers"],
         "this node": f"{me['name']} on {me['address']}" if me else "takes no part",
@@ -276,13 +275,12 @@ def _peers_view(document: Json) -> list[RenderableType]:
         "served": _served(serves),
         "copies": _copies(copies, me["name"] if me else "") if copies and document["replicas"] > 1 else "",
         "survives": _survival(document["survival"], document["replicas"]) if document.get("survival") else "",
-        "slowest chunk": f"{slowest['what']}, {slowest['seconds']:.2f} s, from {slowest['from']}" if slowest else "",
         "problem": document.get("problem") or "",
         "names": document.get("lookup_problem") or "",
     }
     columns = (
         "member=name state address domain:- >network=weight:rate >heard_ago=heard_seconds_ago:short "
-        ">fetched_from=fetched_bytes:bytes >served_to=served_bytes:bytes >serving=served_bytes_per_second:rate"
+        ">fetched_from=fetched_bytes:bytes >served_to=served_bytes:bytes"
     )
     fills = [
         (row["uri"], (row["landed_bytes"], row["size_bytes"]), row["size_bytes"]) for row in serves.get("fills", ())
@@ -298,8 +296,7 @@ def _served(serves: Json) -> str:
     if not serves:
         return "nothing"
     requests, total = serves["requests"], sum(serves["served_bytes"].values())
-    rate = sum(serves["bytes_per_second"].values())
-    text = f"{human_bytes(total)} in {requests.get('chunks', 0)} chunks, {human_bytes(rate)}/s now"
+    text = f"{human_bytes(total)} in {requests.get('chunks', 0)} chunks, {serves['serving']} under way"
     refused = requests.get("refused", 0) + requests.get("malformed", 0)
     return text + (f"; {refused} requests refused" if refused else "")
 
