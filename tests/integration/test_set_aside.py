@@ -24,21 +24,17 @@ from tierckpt.config import Settings
 from tierckpt.drain import drainer
 from tierckpt.drain.background_drains import BackgroundDrains
 from tierckpt.drain.drainer import Drainer
-from tierckpt.errors import CommitAbandonedError, PermissionDeniedError, StoreUnavailableError, TierckptError
+from tierckpt.errors import (
+    CommitAbandonedError,
+    EndpointError,
+    PermissionDeniedError,
+    StoreUnavailableError,
+    TierckptError,
+)
 from tierckpt.format.layout import CLAIM, local_dir, parse_uri
 from tierckpt.format.manifest import seal
 from tierckpt.mover import Mover
 from tierckpt.stores import retry
-
-AGENT = (
-    "import sys\n"
-    "from pathlib import Path\n"
-    "from tierckpt.agent.options import AgentOptions\n"
-    "from tierckpt.agent.agent_server import run\n"
-    "from tierckpt.config import Settings\n"
-    "settings = Settings.load(local_root=Path(sys.argv[1]), commit_timeout_seconds=1.0)\n"
-    "sys.exit(run(settings, AgentOptions(idle_seconds=0.5)))\n"
-)
 
 
 @pytest.fixture
@@ -78,7 +74,9 @@ def missing_rank(uri: str, local_root: Path) -> None:
 
 
 def run_agent(local_root: Path) -> int:
-    return subprocess.run([sys.executable, "-c", AGENT, str(local_root)], timeout=90, check=False).returncode
+    command = [sys.executable, "-m", "tierckpt.agent", "0.5"]
+    settings = Settings.load(local_root=local_root, commit_timeout_seconds=1.0).model_dump_json()
+    return subprocess.run(command, input=settings, text=True, timeout=90, check=False).returncode
 
 
 def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
@@ -168,7 +166,7 @@ def test_time_limit_spans_mover_restarts(saved: str, local_root: Path) -> None:
     assert only_entry(local_root).state == SET_ASIDE
 
 
-@pytest.mark.parametrize("error", [PermissionDeniedError, StoreUnavailableError])
+@pytest.mark.parametrize("error", [PermissionDeniedError, EndpointError, StoreUnavailableError])
 @pytest.mark.parametrize(("days", "state"), [(6.9, READY), (7.1, SET_ASIDE)])
 def test_transient_errors_have_a_week(
     error: Callable[[str], TierckptError],

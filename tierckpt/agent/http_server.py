@@ -80,8 +80,7 @@ class HttpServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        if self._listener is None or not self._listener.sockets:
-            raise ConfigError(f"{self.name}: the server is not listening")
+        assert self._listener is not None
         host, port = self._listener.sockets[0].getsockname()[:2]
         return str(host), int(port)
 

@@ -292,10 +292,8 @@ class HubProxy:
         if known is not None and time.monotonic() - at < KNOWN_SECONDS:
             return known
         found, now = await self._run(ask()), time.monotonic()
-        old = [name for name, (at, _) in self._known.items() if now - at >= KNOWN_SECONDS]
-        for name in old if len(self._known) < KNOWN_MAX else [*self._known]:
-            del self._known[name]
-        self._known[key] = now, found
+        fresh = {name: known for name, known in self._known.items() if now - known[0] < KNOWN_SECONDS}
+        self._known = (fresh if len(fresh) < KNOWN_MAX else {}) | {key: (now, found)}
         return found
 
     # --- files ---------------------------------------------------------------------------------------------------
@@ -428,13 +426,14 @@ def _pieces(byte_range: ByteRange, size_bytes: int) -> list[ByteRange]:
 
 def _refusal(error: TierckptError) -> web.Response:
     says = {"X-Error-Message": " ".join(error.message.split()).encode("ascii", "replace").decode()}
-    if isinstance(error, BucketNotFoundError):
-        what = "Revision" if "revision" in error.context else "Repo"
-        return _reply(404, headers={"X-Error-Code": f"{what}NotFound"} | says)
-    if isinstance(error, ObjectNotFoundError):
-        return _reply(404, headers={"X-Error-Code": "EntryNotFound"} | says)
-    if isinstance(error, PermissionDeniedError):
-        return _reply(403, headers={"X-Error-Code": "GatedRepo"} | says)
+    missing = "Revision" if "revision" in error.context else "Repo"
+    for kind, status, code in (
+        (BucketNotFoundError, 404, f"{missing}NotFound"),
+        (ObjectNotFoundError, 404, "EntryNotFound"),
+        (PermissionDeniedError, 403, "GatedRepo"),
+    ):
+        if isinstance(error, kind):
+            return _reply(status, headers={"X-Error-Code": code} | says)
     if isinstance(error, StoreUnavailableError):
         return _reply(503, error.message.encode(), {"Retry-After": "5"})
     return _reply(502 if isinstance(error, IntegrityError) else 500, error.message.encode())

@@ -227,11 +227,11 @@ class WebServer:
             return _text_response(HTTPStatus.METHOD_NOT_ALLOWED, "The page is read-only", Allow="GET, HEAD")  # B1
         if path != "/metrics" and not self.is_own_name(request.headers.get("Host", "")):
             return _text_response(HTTPStatus.FORBIDDEN, "Host is neither an address nor a name of this machine")  # B2
-        if self.token:
+        if self.token:  # B3
             given = query.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self.token.encode()):
                 return _text_response(
-                    HTTPStatus.UNAUTHORIZED, "Open the address printed by `tierckpt status --web`"
+                    HTTPStatus.UNAUTHORIZED, "Open the address that `tierckpt status --web` prints"
                 )  # B3
         if path == "/events":
             return await self._events(request)
@@ -246,9 +246,8 @@ class WebServer:
         except NotNamedError:
             return _text_response(HTTPStatus.NOT_FOUND, "This node has no such run or checkpoint")
         except BusyError:
-            return _text_response(
-                HTTPStatus.SERVICE_UNAVAILABLE, "Too many documents are in progress", **{"Retry-After": "2"}
-            )
+            again = {"Retry-After": "2"}
+            return _text_response(HTTPStatus.SERVICE_UNAVAILABLE, "Too many documents are in progress", **again)
         except (OSError, TierckptError) as error:
             body, kind = json.dumps({"problem": redact(str(error))}).encode(), "application/json"
         return _reply(body, kind)

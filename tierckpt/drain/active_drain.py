@@ -29,6 +29,8 @@ class ActiveDrain:
     remedy: str = ""
     since_unix_seconds: float = field(default_factory=time.time)
     next_try_at: float = 0.0
+    note_at: float = 0.0
+    """Time of the next note in the journal that its store is away."""
     flow: DrainFlow | None = None
     moved_at: float = field(default_factory=time.monotonic)
     """Time of the last byte sent, or when ``state`` began."""

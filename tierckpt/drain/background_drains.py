@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from ..checkpoint import local_commit, retention, shared_commit
 from ..checkpoint.journal import (
@@ -141,6 +142,8 @@ def _remove_unless_named(entry: JournalEntry, drainer: Drainer) -> bool:
 
 log = logger("drain")
 
+T = TypeVar("T")
+
 OTHER_RANKS_SECONDS = 10.0
 ANSWER_SECONDS_MIN = 0.5
 """Minimum timeout of store requests when ``wait`` is nearly over."""
@@ -150,6 +153,12 @@ RETRY_SECONDS_MIN = 5.0
 RETRY_SECONDS_MAX = 300.0
 ERRORS_MAX = 20
 OUTCOMES_MAX = 1024
+
+
+def _remember(known: dict[str, T], key: str, value: T) -> None:
+    known[key] = value
+    if len(known) > OUTCOMES_MAX:
+        del known[next(iter(known))]
 
 
 class BackgroundDrains:
@@ -166,7 +175,6 @@ class BackgroundDrains:
         self.drained = asyncio.Event()
         """Set when a drain succeeds; its waiter clears it."""
         self._drained_to: set[tuple[str, str]] = set()
-        self._logged: dict[str, None] = {}
         self._not_waited_for: set[str] = set()
         self.committed_at: dict[str, float] = {}
         """When (monotonic seconds) this process saw the commit on the shared tier, by URI."""
@@ -184,13 +192,12 @@ class BackgroundDrains:
 
     async def send_linked(self, entry: JournalEntry) -> bool:
         """Return False if copies are needed."""
-        store = self._drainer.store(entry.location)
-        if not entry.files or not await store.link(
-            entry.files[0].key, self._drainer.directory(entry.location) / entry.files[0].key
-        ):
-            return False
-        await self._drainer.send_files(entry)
-        return True
+        store, directory = self._drainer.store(entry.location), self._drainer.directory(entry.location)
+        keys = [file.key for file in entry.files]
+        is_linked = bool(keys) and await store.link(keys[0], directory / keys[0])
+        if is_linked:
+            await self._drainer.send_files(entry)
+        return is_linked
 
     @property
     def draining(self) -> Collection[str]:
@@ -240,7 +247,7 @@ class BackgroundDrains:
             uri = entry.uri if entry else ""
             result = await self._drainer.drain(token)
             if result.outcome == "committed" and uri:  # "": another mover was first
-                self._note_commit(uri)
+                _remember(self.committed_at, uri, time.monotonic())
                 self._drained_to.add(store_key(parse_uri(uri)))
             self._retries.pop(token, None)
             self.drained.set()
@@ -250,10 +257,8 @@ class BackgroundDrains:
             pause_seconds = min(RETRY_SECONDS_MIN * 2 ** min(count - 1, 10), RETRY_SECONDS_MAX)
             self._retries[token] = count, time.monotonic() + pause_seconds
             if isinstance(error, TierckptError):
-                self._log_failure(token, uri, error)
-                self._failures[token] = (uri, error)
-                if len(self._failures) > OUTCOMES_MAX:
-                    del self._failures[next(iter(self._failures))]
+                self._log_failure(uri, error, is_first=count == 1)
+                _remember(self._failures, token, (uri, error))
                 self.errors.append({"at_unix_seconds": time.time(), **error.to_json()})
             else:
                 log.exception("drain of %s failed; it will be retried", uri or token)
@@ -261,17 +266,14 @@ class BackgroundDrains:
         finally:
             self._drains.pop(token, None)
 
-    def _log_failure(self, token: str, uri: str, error: TierckptError) -> None:
-        """Log one ERROR per run if its store refuses requests, else one per entry."""
+    def _log_failure(self, uri: str, error: TierckptError, *, is_first: bool) -> None:
+        """Log one ERROR per run if its store refuses requests, else the first of an entry."""
         is_local = error.context.get("tier") == Tier.LOCAL
         if isinstance(error, REFUSAL_ERRORS) and not is_local and uri:
             self._drainer.retries.refused(parse_uri(uri).parent.uri, "drain", error)
-        error.is_logged |= token in self._logged
+        error.is_logged |= not is_first
         log_failure(log, error, "drain of %s failed: %s", uri, error, level=logging.ERROR)
         error.is_logged = True
-        self._logged[token] = None
-        if len(self._logged) > OUTCOMES_MAX:
-            del self._logged[next(iter(self._logged))]
 
     async def promote_newest(self, run: Location | None = None) -> list[JournalEntry]:
         """Start draining the newest local-only checkpoint of each run."""
@@ -285,13 +287,8 @@ class BackgroundDrains:
         result = await self._drainer.commit_if_complete(token)
         if result.outcome == "waiting":
             return False
-        self._note_commit(result.uri)
+        _remember(self.committed_at, result.uri, time.monotonic())
         return True
-
-    def _note_commit(self, uri: str) -> None:
-        self.committed_at[uri] = time.monotonic()
-        if len(self.committed_at) > OUTCOMES_MAX:
-            del self.committed_at[next(iter(self.committed_at))]
 
     async def drain_all(self, *, patient: bool) -> tuple[list[DrainResult], list[TierckptError]]:
         entries = await asyncio.to_thread(self.journal.entries)
@@ -299,13 +296,12 @@ class BackgroundDrains:
         results = await asyncio.gather(
             *(self._drainer.drain(entry.token, patient=patient) for entry in ready), return_exceptions=True
         )
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, TierckptError):
-                raise result
-        return (
-            [result for result in results if isinstance(result, DrainResult)],
-            [result for result in results if isinstance(result, TierckptError)],
-        )
+        errors = [result for result in results if isinstance(result, BaseException)]
+        for error in errors:
+            if not isinstance(error, TierckptError):
+                raise error
+        drained = [result for result in results if isinstance(result, DrainResult)]
+        return drained, [error for error in errors if isinstance(error, TierckptError)]
 
     async def prefer_newest(self) -> None:
         self._drainer.limiter.prefer_newest()
@@ -353,7 +349,8 @@ class BackgroundDrains:
             else:
                 if may_fail and self._forget_passing(location):
                     may_fail = False
-                self._raise_failure(location)
+                for _, error in self.take_failures({location.uri}).values():
+                    raise error
                 if not entries and await self._is_committed(location, local, deadline - time.monotonic()):
                     return
                 idle_rounds = idle_rounds + 1 if local is not None and not entries else 0
@@ -400,12 +397,6 @@ class BackgroundDrains:
         except (StoreUnavailableError, TimeoutError):
             return False
         return shared is not None and (local is None or local.attempt == shared.attempt)
-
-    def _raise_failure(self, location: Location) -> None:
-        for token, (uri, error) in list(self._failures.items()):
-            if uri == location.uri:
-                del self._failures[token]
-                raise error
 
     def _forget_passing(self, location: Location) -> bool:
         """Forget temporary failures, so that their drains are retried. Return False if there are none."""

@@ -95,7 +95,6 @@ class Drainer:
         self.limiter = RateLimiter(
             settings.drain_bytes_per_second, settings.concurrency, local_root=settings.local_root, nice=BACKGROUND_NICE
         )
-        self._noted_at: dict[str, float] = {}
         self.active: dict[str, ActiveDrain] = {}
         self._watch: asyncio.Task[None] | None = None
 
@@ -155,7 +154,8 @@ class Drainer:
                 outcome = "committed" if owned and entry is None else "held"
                 return DrainResult(token, entry.uri if entry is not None else "", outcome)
             begun, breaker = time.monotonic(), self.breaker(entry.location)
-            work = self._drain if entry.state == READY else partial(write_back.drain, self)
+            drain = self._drain if entry.state == READY else partial(write_back.drain, self)
+            work = partial(drain, entry, patient)
             active = self.active[token] = ActiveDrain(entry.uri, entry.rank, entry.size_bytes)
             self.retries.waiting_bytes[breaker.name] += entry.size_bytes
             if self._watch is None or self._watch.done():
@@ -181,16 +181,12 @@ class Drainer:
             return await self._finish_drain(entry, outcome, begun)
 
     async def _attempt(
-        self,
-        work: Callable[[JournalEntry, bool], Awaitable[str]],
-        entry: JournalEntry,
-        active: ActiveDrain,
-        patient: bool,
+        self, work: Callable[[], Awaitable[str]], entry: JournalEntry, active: ActiveDrain, patient: bool
     ) -> str:
         """Return the outcome, "" if another attempt may succeed."""
         tried_at = time.monotonic()
         try:
-            return await work(entry, patient)
+            return await work()
         except TierckptError as error:
             if not (patient and error.retryable and await self._may_retry(entry, active, error, tried_at)):
                 raise
@@ -210,8 +206,8 @@ class Drainer:
         if breaker.ended_at < tried_at:
             breaker.report(error.message, error.hint, time.time(), ends_with_drain=True)
         log.debug("%s: its drain waits for the store: %s", entry.uri, error)
-        if time.monotonic() >= self._noted_at.get(entry.token, 0.0):
-            self._noted_at[entry.token] = time.monotonic() + NOTE_SECONDS
+        if time.monotonic() >= active.note_at:
+            active.note_at = time.monotonic() + NOTE_SECONDS
             entry_noted = await asyncio.to_thread(self.journal.fail, entry.token, "", is_passing=True)
             if entry_noted is not None and time.time() - entry_noted.failing_since_unix_seconds > PASSING_SECONDS:
                 return False
@@ -234,7 +230,6 @@ class Drainer:
         # A crash before the removal repeats both. Pruning skips runs with journal entries.
         await asyncio.to_thread(self._note_due, entry, None, is_shared=entry.rank == 0)
         await asyncio.to_thread(self.journal.remove, entry.token)
-        self._noted_at.pop(entry.token, None)
         seconds = time.monotonic() - begun
         DRAIN_SECONDS.emit(seconds)
         facts = {"uri": entry.uri, "rank": entry.rank, "size_bytes": entry.size_bytes, "seconds": round(seconds, 3)}
@@ -478,19 +473,16 @@ class Drainer:
         """Whether a committed or pending manifest on the shared tier names this entry's files."""
         store = self.store(entry.location)
         current = await shared_commit.read_shared_manifest(store)
-        return (current is not None and entry.token in current.tokens) or (
-            await self._pending_manifest(entry, store) is not None
-        )
+        is_committed = current is not None and entry.token in current.tokens
+        return is_committed or await self._pending_manifest(entry, store) is not None
 
     async def remove_unnamed(self, entry: JournalEntry) -> None:
         """Delete the shards from the shared tier, unless a manifest there names them."""
         if await self.is_named(entry):
             return
-        store = self.store(entry.location)
+        store, adopted = self.store(entry.location), f"{adopted_dir(entry.token)}/"
         async for info in store.list():
-            if info.key.endswith(f"-{entry.token}{SHARD_SUFFIX}") or info.key.startswith(
-                f"{adopted_dir(entry.token)}/"
-            ):
+            if info.key.endswith(f"-{entry.token}{SHARD_SUFFIX}") or info.key.startswith(adopted):
                 await store.delete(info.key)
 
     async def _merge_parts(self, entry: JournalEntry, store: Store) -> Manifest | None:

@@ -96,13 +96,8 @@ async def _checked_chunks(
             if flow is not None:
                 await flow.spend(byte_range.size_bytes)
             chunk = await to_completion(in_thread(pread_all, file, byte_range, path))
-            verified_read.expect(
-                await in_thread(verified_read.is_good, chunk, digest, byte_range),
-                entry,
-                byte_range,
-                Tier.LOCAL,
-                str(path),
-            )
+            is_good = await in_thread(verified_read.is_good, chunk, digest, byte_range)
+            verified_read.expect(is_good, entry, byte_range, Tier.LOCAL, str(path))
             yield chunk
             BYTES.emit(len(chunk), tier=Tier.SHARED, direction="written")
             on_bytes(len(chunk))

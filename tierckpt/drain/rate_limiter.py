@@ -68,13 +68,16 @@ class Control(BaseModel, frozen=True, strict=True, extra="forbid"):
     paused: bool = False
 
     def changed(
-        self, bytes_per_second: int | str | Unchanged | None, concurrency: int | None, paused: bool | None
+        self,
+        bytes_per_second: int | str | Unchanged | None = UNCHANGED,
+        concurrency: int | None = None,
+        paused: bool | None = None,
     ) -> Control:
-        """Raises ConfigError: a value that no limiter accepts."""
+        """``bytes_per_second``: "default" is UNCHANGED. Raises ConfigError: a value that no limiter accepts."""
         changes = {"concurrency": concurrency, "paused": paused}
         new = dict(self) | {name: value for name, value in changes.items() if value is not None}
         if bytes_per_second is not UNCHANGED:
-            new["bytes_per_second"] = bytes_per_second
+            new["bytes_per_second"] = UNCHANGED if bytes_per_second == "default" else bytes_per_second
         try:
             return Control.model_validate(new)
         except ValidationError as error:
@@ -125,12 +128,6 @@ class DrainFlow:
             self.limiter.free_slot(self)
 
 
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    place: asyncio.Future[None]
-    flow: DrainFlow
-
-
 class RateLimiter:
     """Limits the drains of one mover. Belongs to one event loop.
 
@@ -151,7 +148,7 @@ class RateLimiter:
         clock: Callable[[], float] = time.monotonic,
         nap: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._default = self._limits = Control().changed(bytes_per_second, concurrency, None)
+        self._default = self._limits = Control().changed(bytes_per_second, concurrency)
         self._throttle: tuple[int, float] | None = None
         self._clock, self._nap, self._nice = clock, nap, nice
         self._credit_bytes = self._burst_bytes()
@@ -159,26 +156,16 @@ class RateLimiter:
         self._turn = asyncio.Lock()
         self._hurried = False
         self.running: Counter[float] = Counter()
-        self._queue: list[_Waiter] = []
+        self._queue: list[tuple[asyncio.Future[None], DrainFlow]] = []
         self._local_root = local_root
         self._control_seen: tuple[int, int, int] | None = None
         self._look_at = 0.0
         self._stepping = FlushYield(FlushMark(local_root)) if local_root is not None else None
         self._threads: ThreadPool | None = None
 
-    def update(
-        self,
-        *,
-        bytes_per_second: int | Unchanged | None = UNCHANGED,
-        concurrency: int | None = None,
-        paused: bool | None = None,
-    ) -> None:
-        """Change the given limits within ``SLEEP_SECONDS_MAX``, also for running drains. Changes nothing if it raises.
-
-        Raises:
-            ConfigError: a rate that is not a positive whole number (or None), a concurrency outside 1 to 256.
-        """
-        before, limits = self._limits, self._limits.changed(bytes_per_second, concurrency, paused)
+    def update(self, **changes: Any) -> None:
+        """Change limits within ``SLEEP_SECONDS_MAX``, also for running drains. Raises as ``Control.changed``."""
+        before, limits = self._limits, self._limits.changed(**changes)
         self._refill(self._burst_bytes())
         self._limits = limits
         self._credit_bytes = min(self._credit_bytes, self._burst_bytes()) if self.bytes_per_second else 0.0
@@ -203,7 +190,7 @@ class RateLimiter:
 
         It expires, so that an ended job does not slow the next one.
         """
-        self._limits.changed(bytes_per_second, None, None)
+        self._limits.changed(bytes_per_second)
         credit = self._credit_bytes if self.rate is not None else 0.0
         self._refill(self._burst_bytes())
         self._throttle = None if bytes_per_second is None else (bytes_per_second, self._clock() + seconds)
@@ -233,7 +220,7 @@ class RateLimiter:
         self._control_seen = stamp
         try:
             control = read_control(self._local_root)
-            self.update(**dict(self._default.changed(control.bytes_per_second, control.concurrency, control.paused)))
+            self.update(**dict(self._default.changed(**dict(control))))
         except ConfigError as error:
             log.warning("ignoring the control file, drain limits are unchanged: %s", error)  # G5
 
@@ -295,15 +282,15 @@ class RateLimiter:
 
     async def take_slot(self, flow: DrainFlow) -> None:
         self.refresh()
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), flow)
-        self._queue.append(waiter)
+        place = asyncio.get_running_loop().create_future()
+        self._queue.append((place, flow))
         self._admit()
         try:
-            await waiter.place
+            await place
         except BaseException:
-            if waiter in self._queue:
-                self._queue.remove(waiter)
-            elif not waiter.place.cancelled():
+            if (place, flow) in self._queue:
+                self._queue.remove((place, flow))
+            elif not place.cancelled():
                 self.free_slot(flow)  # granted and cancelled at once: pass it on
             raise
 
@@ -314,17 +301,17 @@ class RateLimiter:
 
     def _admit(self) -> None:
         while self._queue:
-            first = min(self._queue, key=self._rank)
-            if self.running.total() >= self.concurrency and not self._may_skip_queue(first.flow):
+            place, flow = first = min(self._queue, key=lambda waiting: self._rank(waiting[1]))
+            if self.running.total() >= self.concurrency and not self._may_skip_queue(flow):
                 return
             self._queue.remove(first)
-            if not first.place.done():
-                first.flow.has_begun = True
-                self.running[first.flow.created_at] += 1
-                first.place.set_result(None)
+            if not place.done():
+                flow.has_begun = True
+                self.running[flow.created_at] += 1
+                place.set_result(None)
 
-    def _rank(self, waiter: _Waiter) -> tuple[bool, float]:
-        return not self._hurried and not waiter.flow.has_begun, -waiter.flow.created_at
+    def _rank(self, flow: DrainFlow) -> tuple[bool, float]:
+        return not self._hurried and not flow.has_begun, -flow.created_at
 
     def _may_skip_queue(self, flow: DrainFlow) -> bool:
         holders = self.running.items()
@@ -386,10 +373,7 @@ def change_control(
             current = read_control(local_root)
         except ConfigError:
             current = Control()  # repairs a damaged file
-        is_default = bytes_per_second == "default"
-        control = current.changed(UNCHANGED if is_default else bytes_per_second, concurrency, paused)
-        if is_default:
-            control = control.model_copy(update={"bytes_per_second": UNCHANGED})
+        control = current.changed(bytes_per_second, concurrency, paused)
         durable_write(path, json.dumps(control.to_json()).encode())
     return control
 

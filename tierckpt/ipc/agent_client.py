@@ -95,25 +95,19 @@ class AgentBreaker:
         poll = Poll(pauses=PROBE_PAUSES)
         started_at = silent_since = time.monotonic()
         while (answer := probe(start)) is not AgentAnswer.YES:
-            if answer is not AgentAnswer.SILENT:
+            is_silent = answer is AgentAnswer.SILENT
+            if not is_silent:
                 silent_since = time.monotonic()
-            elif self._end_hung(time.monotonic() - silent_since):
-                start = True  # it had work to do
+            silent_seconds = time.monotonic() - silent_since
+            pid = kill_agent(self._local_root, only_stopped=silent_seconds < HUNG_SECONDS) if is_silent else None
+            if pid is None:
+                poll.pause()
                 continue
-            poll.pause()
+            start = True  # it had work to do
+            text = "the agent of %s (process %d) did not respond for %.0f s and was killed; the next one continues"
+            log.warning(text, self._local_root, pid, silent_seconds)
         self.is_open = False
         log.info("the agent of %s answers after %.1f s", self._local_root, time.monotonic() - started_at)
-
-    def _end_hung(self, silent_seconds: float) -> bool:
-        pid = kill_agent(self._local_root, only_stopped=silent_seconds < HUNG_SECONDS)
-        if pid is not None:
-            log.warning(
-                "the agent of %s (process %d) did not respond for %.0f s and was killed; the next one continues",
-                self._local_root,
-                pid,
-                silent_seconds,
-            )
-        return pid is not None
 
 
 LOCK_BYTES_MAX = 64

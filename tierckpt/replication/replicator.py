@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,11 +29,11 @@ from ..config import Settings
 from ..disk import read_lease
 from ..disk.durable import durable_write, matching, read_whole
 from ..drain.file_transfer import fetch
-from ..drain.rate_limiter import RateLimiter
+from ..drain.rate_limiter import RateLimiter, stamp_of
 from ..errors import CapacityError, ManifestError, ObjectNotFoundError, StoreError, TierckptError
 from ..format import manifest as manifests
 from ..format.layout import MANIFEST, REPLICA, SHARD_SUFFIX, Location, local_dir, location_at, step_of
-from ..format.manifest import FileEntry, Manifest
+from ..format.manifest import Manifest
 from ..peer.membership import Member
 from ..peer.peer_catalog import Live, PeerCatalog, PeerReplicas
 from ..peer.replica_policy import FRESH_MAX, LOGS_MAX, FreshCheckpoint, LogRow, holders, outdated, sources
@@ -114,11 +113,9 @@ class LocalIndex:
                 yield complete_saves(directory, location, manifest)
 
     def _manifest(self, directory: Path) -> Manifest | None:
-        try:
-            status = (directory / MANIFEST).stat()
-        except OSError:
+        stamp, known = stamp_of(directory / MANIFEST), self._manifests.get(directory)
+        if stamp is None:
             return None
-        stamp, known = (status.st_ino, status.st_mtime_ns, status.st_size), self._manifests.get(directory)
         if known is not None and known[0] == stamp:
             return known[1]
         manifest = local_commit.read_usable_manifest(directory)
@@ -164,8 +161,8 @@ def _age(step: tuple[Path, Manifest]) -> tuple[tuple[bool, int], float]:
 log = logger("replicas")
 
 ROUND_SECONDS = 1.0
-NO_ROOM_SECONDS = 30.0
-"""The delay after a lack of room, and the longest one after other errors."""
+NO_ROOM_SECONDS, RETRY_SECONDS = 30.0, 5.0
+"""The delay after a lack of room, and after other errors."""
 WAIT_FOR_HOLDERS_SECONDS = 120.0
 """How long an agent with a fresh save waits for its holders before it exits."""
 SETTLE_SECONDS = 60.0
@@ -196,12 +193,7 @@ class _Fetch:
     what: str
     run: Callable[[], Awaitable[int]]
     """Returns the number of bytes."""
-    attempt: str = ""
-    """Of a checkpoint."""
-
-    @property
-    def key(self) -> str:
-        return f"{self.what} {self.attempt}"
+    is_checkpoint: bool = False
 
 
 class Replicator:
@@ -231,15 +223,11 @@ class Replicator:
         self._logged_at = float("-inf")
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._again_at: dict[str, float] = {}
-        self._tries: Counter[str] = Counter()
 
     def fresh(self) -> Json:
         """Return the answer to ``/v1/fresh``. Any thread."""
-        fresh, logs = self._rows()[:FRESH_MAX], self.logs.rows[:LOGS_MAX]
-        return {"fresh": [row.to_json() for row in fresh], "logs": [row.to_json() for row in logs]}
-
-    def _rows(self) -> list[FreshCheckpoint]:
-        return [here.fresh(is_safe=here.key in self._safe) for here in self._tier.newest]
+        fresh = [here.fresh(is_safe=here.key in self._safe).to_json() for here in self._tier.newest[:FRESH_MAX]]
+        return {"fresh": fresh, "logs": [row.to_json() for row in self.logs.rows[:LOGS_MAX]]}
 
     def status(self) -> Json:
         return {"replicas": self.settings.replicas, **vars(self.progress)}
@@ -275,7 +263,7 @@ class Replicator:
         for kind, find in (("replicas", self._missing_copies), ("logs", self._lacking_logs)):
             if kind not in self._fetching or self._fetching[kind].done():
                 missing, now = await asyncio.to_thread(find, members), time.monotonic()
-                if ready := [one for one in missing if now >= self._again_at.get(one.key, 0.0)]:
+                if ready := [one for one in missing if now >= self._again_at.get(one.what, 0.0)]:
                     self._fetching[kind] = asyncio.create_task(self._fetch_all(ready), name=kind)
         await asyncio.to_thread(self._remove_outdated)
         await asyncio.to_thread(self._shorten_logs)
@@ -317,9 +305,8 @@ class Replicator:
 
     async def _adopt(self, elsewhere: PeerReplicas, directory: Path, members: Sequence[Member]) -> bool:
         manifest, taking = elsewhere.manifest, PeerSource(elsewhere, members)
-        metadata = {}
-        for entry in manifest.metadata:
-            metadata[entry.path] = await get_whole(taking, entry, manifest.chunk_size_bytes)
+        chunk_size_bytes = manifest.chunk_size_bytes
+        metadata = {entry.path: await get_whole(taking, entry, chunk_size_bytes) for entry in manifest.metadata}
         await asyncio.to_thread(local_commit.record_commit, directory, manifest, metadata)
         committed = await asyncio.to_thread(local_commit.read_local_manifest, directory)
         return committed is not None and committed.attempt == manifest.attempt
@@ -392,7 +379,7 @@ class Replicator:
             found += [(members[name], row) for row in lacking if name in members]
         found.sort(key=lambda item: item[1].created_unix_seconds, reverse=True)
         return [
-            _Fetch(f"the copy of {row.uri} of {member.name}", partial(self._fetch_copy, member, row), row.attempt)
+            _Fetch(f"the copy of {row.uri} of {member.name}", partial(self._fetch_copy, member, row), True)
             for member, row in found
         ]
 
@@ -403,17 +390,15 @@ class Replicator:
                 size_bytes = await one.run()
             except CapacityError as error:
                 self.progress.without_room += 1
-                self._retry_after(one.key, NO_ROOM_SECONDS)
+                self._retry_after(one.what, NO_ROOM_SECONDS)
                 self._failed(f"no room for {one.what}", error, outcome="no_room")
             except (TierckptError, OSError, TimeoutError) as error:
                 self.progress.failed += 1
-                self._tries[one.key] += 1
-                self._retry_after(one.key, min(ROUND_SECONDS * 2 ** self._tries[one.key], NO_ROOM_SECONDS))
-                self._failed(f"{one.what} is not whole yet", error, outcome="failed")
+                self._retry_after(one.what, RETRY_SECONDS)
+                self._failed(f"{one.what} is not whole yet", error)
             else:
-                self._tries.pop(one.key, None)
                 self.progress.copied_bytes += size_bytes
-                if one.attempt:
+                if one.is_checkpoint:
                     self.progress.copied += size_bytes > 0
                     REPLICAS.emit(1, outcome="copied")
 
@@ -432,7 +417,14 @@ class Replicator:
             if is_new and not await self._adopt(elsewhere, directory, [member]):
                 raise ManifestError(f"{directory} has another save", hint="It is this node's own, and is kept")
             await asyncio.to_thread(note, directory, manifest, dict.fromkeys(row.own, member.name))
-            await self._fetch(elsewhere, member, directory, lacking, row.created_unix_seconds)
+            flow = self._limiter.flow(row.created_unix_seconds)
+            source = PeerSource(elsewhere, [member], flow.spend)
+            what = f"replica {row.uri} of {member.name}"
+            progress = ProgressCounter(self._listener, what, sum(entry.size_bytes for entry in lacking))
+            for entry in lacking:
+                async with flow.slot():
+                    chunk = elsewhere.frozen.chunk_size_bytes
+                    await fetch(source, entry, directory / entry.key, chunk, progress.add, CONCURRENCY)
         return sum(entry.size_bytes for entry in lacking)
 
     def _lacking_logs(self, members: Mapping[str, Member]) -> list[_Fetch]:
@@ -472,18 +464,6 @@ class Replicator:
         if found is None or found.attempt != row.attempt or not row.own <= found.tokens:
             raise ObjectNotFoundError(f"{member.name} does not have {row.uri} as it said", uri=row.uri)
         return found
-
-    async def _fetch(
-        self, elsewhere: PeerReplicas, member: Member, directory: Path, lacking: Sequence[FileEntry], created_at: float
-    ) -> None:
-        flow = self._limiter.flow(created_at)
-        source = PeerSource(elsewhere, [member], flow.spend)
-        what = f"replica {elsewhere.location.uri} of {member.name}"
-        progress = ProgressCounter(self._listener, what, sum(entry.size_bytes for entry in lacking))
-        for entry in lacking:
-            async with flow.slot():
-                chunk = elsewhere.frozen.chunk_size_bytes
-                await fetch(source, entry, directory / entry.key, chunk, progress.add, CONCURRENCY)
 
     async def _record_drained(self) -> None:
         """Record which copies the shared tier has: a save may evict these."""

@@ -15,7 +15,6 @@ from tierckpt.checkpoint.journal import READY, Journal
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
-from tierckpt.drain.drainer import PASSING_SECONDS
 from tierckpt.errors import EndpointError, TierckptError
 from tierckpt.mover import Mover
 
@@ -59,16 +58,3 @@ def test_a_final_error_ends_a_drain_that_is_tried_again_when_it_is_mended(
     assert asyncio.run(drained(local_root, s3_uri)) == ([], False)
     assert not Journal(local_root).entries()
     server.close()
-
-
-def test_it_gets_as_long_as_an_outage(s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store's certificate is renewed independently of this node."""
-    saved(f"{s3_uri}/step-1", monkeypatch)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://store.invalid")
-    monkeypatch.setenv("TIERCKPT_COMMIT_TIMEOUT_SECONDS", "0.01")
-    assert PASSING_SECONDS > 3600
-    for _ in range(2):
-        errors, _ = asyncio.run(drained(local_root, s3_uri))
-        assert "does not exist" in str(errors[0])
-    [entry] = Journal(local_root).entries()
-    assert entry.state == READY
