@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -60,6 +61,12 @@ def listening(root: Path, backlog: int = 128) -> Iterator[socket.socket]:
         listener.listen(backlog)
         yield listener
     (directory / agent_client.SOCKET).unlink()
+
+
+def status(root: Path) -> dict[str, Any]:
+    with contextlib.closing(agent_client.AgentClient(Settings.load(local_root=root, mover="agent"))) as client:
+        answer: dict[str, Any] = client.ask({"op": "status"}, start=False)
+        return answer
 
 
 def agent_runs(root: Path) -> bool:

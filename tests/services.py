@@ -9,6 +9,7 @@ TIERCKPT_TEST_REQUIRE_SERVERS=1                               a server that is n
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import os
 import secrets
@@ -32,6 +33,8 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.servers.fleet import REPOSITORY, die_with_parent
+from tierckpt.disk.file_lock import lock
+from tierckpt.poll import Poll
 
 PORTS = range(20_000, 32_000)
 START_TIMEOUT_SECONDS = 60.0
@@ -82,16 +85,7 @@ def shared_memory_alone() -> Iterator[None]:
 
     Tests run in several processes, and the kernel counts that memory for all of them together.
     """
-    with (Path(tempfile.gettempdir()) / "shared-memory-of-tests.lock").open("w") as lock:
-        deadline = time.monotonic() + ALONE_SECONDS
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
+    with lock(Path(tempfile.gettempdir()) / "shared-memory-of-tests.lock", ALONE_SECONDS, "other tests"):
         yield
     time.sleep(0.2)  # lets the next waiting process run
 
@@ -183,9 +177,7 @@ class S3Server:
         try:
             yield name
         finally:
-            deadline = time.monotonic() + REMOVED_SECONDS
-            while not self._removed(client, name):
-                assert time.monotonic() < deadline, f"{name} is still written to"
+            assert any(self._removed(client, name) for _ in Poll(REMOVED_SECONDS)), f"{name} is still written to"
 
     @staticmethod
     def _removed(client: Any, name: str) -> bool:
@@ -313,19 +305,16 @@ def _running(command: list[str], url: str, environment: dict[str, str]) -> Itera
 
 
 def _wait_for_answer(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_SECONDS
-    while True:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
+    for _ in Poll(START_TIMEOUT_SECONDS):
+        with contextlib.suppress(OSError):
+            try:
+                urllib.request.urlopen(url, timeout=5).close()
+            except urllib.error.HTTPError:
+                pass  # an error status is an answer
             return
-        except urllib.error.HTTPError:
-            return  # an error status is an answer
-        except OSError:
-            if process.poll() is not None:
-                raise RuntimeError(f"{process.args} ended with {process.returncode}") from None
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no answer from {url} after {START_TIMEOUT_SECONDS} s") from None
-            time.sleep(0.05)
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args} ended with {process.returncode}")
+    raise RuntimeError(f"no answer from {url} after {START_TIMEOUT_SECONDS} s")
 
 
 def free_port() -> int:

@@ -445,9 +445,3 @@ def saves_and_stays(uri: str, folder: Path, **settings: Any) -> None:
     points, _ = _with_step_1(uri, folder, **settings)
     points.reach("local")
     time.sleep(FOR_EVER_SECONDS)
-
-
-def saves_and_ends(uri: str, folder: Path, **settings: Any) -> None:
-    """Save one step and end in order."""
-    with _checkpointer(uri, **settings) as checkpointer:
-        checkpointer.save(1, state_of(0, 1))

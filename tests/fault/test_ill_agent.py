@@ -26,7 +26,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
-from tests.agents import agent_runs, is_gone, listening, until
+from tests.agents import agent_runs, is_gone, listening, status, until
 from tests.states import same, small_state, zeros_like
 from tierckpt import client
 from tierckpt.checkpoint.journal import Journal
@@ -66,12 +66,6 @@ def kill_leftover_agent(local_root: Path) -> Iterator[None]:
         pid = int((agent_dir(local_root) / LOCK).read_text())
         if agent_runs(local_root):
             os.kill(pid, signal.SIGKILL)
-
-
-def status_of(root: Path) -> dict[str, Any]:
-    with contextlib.closing(AgentClient(Settings.load(local_root=root, **SETTINGS))) as agent:
-        answer: dict[str, Any] = agent.ask({"op": "status"}, start=False)
-        return answer
 
 
 @dataclass
@@ -202,7 +196,7 @@ def test_entries_of_a_stopped_agent_are_drained_while_the_job_waits(
     change_control(local_root, paused=True)
     with tierckpt.Checkpointer(s3_uri, local_root=local_root, **SETTINGS) as checkpointer:
         checkpointer.save(1, small_state(1)).result(60)
-        until(lambda: status_of(local_root)["draining"] == 1, "the agent to take it")
+        until(lambda: status(local_root)["draining"] == 1, "the agent to take it")
         os.kill(real_agent, signal.SIGSTOP)
         change_control(local_root, paused=False)
         checkpointer.wait(timeout_seconds=60)  # the drain has to kill the agent first

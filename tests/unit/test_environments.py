@@ -127,17 +127,16 @@ def test_a_newer_torch_is_an_error_after_a_month(
     assert capsys.readouterr().out.startswith(said)
 
 
-def test_missing_ensurepip_is_explained(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 3.10", r"is Python 3\.10, and the lock is for 3\.11"),
+        ('case "$*" in *venv*) exit 1;; *) echo 3.11;; esac', "apt install python3-venv"),
+    ],
+)
+def test_unusable_python_is_explained(script: str, said: str, tmp_path: Path) -> None:
     python = tmp_path / "python3"
-    python.write_text('#!/bin/sh\ncase "$*" in *venv*) exit 1;; *) echo 3.11;; esac\n')
+    python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
-    with pytest.raises(SystemExit, match="apt install python3-venv"):
-        environments.create(tmp_path / "env", str(python))
-
-
-def test_unsupported_python_is_explained(tmp_path: Path) -> None:
-    python = tmp_path / "python3"
-    python.write_text("#!/bin/sh\necho 3.10\n")
-    python.chmod(0o755)
-    with pytest.raises(SystemExit, match=r"is Python 3\.10, and the lock is for 3\.11"):
+    with pytest.raises(SystemExit, match=said):
         environments.create(tmp_path / "env", str(python))
