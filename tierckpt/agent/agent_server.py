@@ -316,7 +316,12 @@ class Agent:
     async def _prune_what_is_due(self) -> None:
         if time.monotonic() < self._prune_at:
             return
-        if await asyncio.to_thread(has_due, self.settings.local_root):
+        try:
+            is_due = await asyncio.to_thread(has_due, self.settings.local_root)
+        except (OSError, TierckptError) as error:
+            log.error("cannot look for runs to prune: %s", error)
+            return
+        if is_due:
             self._prune_at = math.inf
             self._spawn(self._prune())
         else:
