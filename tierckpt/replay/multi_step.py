@@ -9,7 +9,7 @@ Invariants:
     W2  Everything else (buffers, schedules, random state, data order) is copied in the call that ends the window: at
         the version that the parts reach.
     W3  No mixed version is returned: fingerprints verify the copies. Anything that a replay cannot repeat, or a lack of
-        memory, ends the window. The state is then copied whole, at the next end of a step.
+        memory, ends the window with an error. The caller then copies the state whole.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..errors import CapacityError, CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError
 from ..planning.transfer_times import Traffic, split_parts, weights_of
 from ..poll import wait_while
 from ..resources import ThreadPool
-from ..telemetry import logger
 from .apply import Key, Replay
 from .capture import Capture, Step
 from .checksum import Fingerprint
@@ -43,7 +42,6 @@ from .link import (
     Link,
     OverwrittenError,
     TensorCopy,
-    host_memory,
     lossless_upper_halves,
 )
 from .optimizers import (
@@ -57,8 +55,6 @@ from .optimizers import (
 )
 from .redo import Conditions, Exact, Redo, Snapshot, SnapshotFuture, checked_exact, fill_tensors
 from .tree import detach
-
-log = logger("replay")
 
 MEASURED_STEPS = 9
 OUT_OF_MEMORY = "host memory ran out"
@@ -79,7 +75,6 @@ class _OpenWindow:
     take: Take
     parts: list[_Part]
     remaining_steps: int
-    falls_back: bool
     result: SnapshotFuture
     blocked_seconds: float = 0.0
     waited_bytes: int = 0
@@ -97,9 +92,11 @@ class _OpenWindow:
         if not is_done:
             self.failure = self.failure or COPY_HANGS
 
-    def snapshot(self, state: Any, version: int, more_bytes: int = 0, **more: Any) -> Snapshot:
-        moved_bytes = sum(copy.size_bytes for copy in self.copies) + more_bytes
-        return Snapshot(state, version, moved_bytes, self.blocked_seconds, waited_bytes=self.waited_bytes, **more)
+    def snapshot(self, state: Any, **more: Any) -> Snapshot:
+        moved_bytes = sum(copy.size_bytes for copy in self.copies)
+        return Snapshot(
+            state, self.sealed_version, moved_bytes, self.blocked_seconds, waited_bytes=self.waited_bytes, **more
+        )
 
 
 class _Follower(Capture):
@@ -230,20 +227,19 @@ class MultiStepStager:
 
     def traffic(self) -> Traffic:
         """Bytes of a window now, measured rate, and measured time of a step."""
-        return self._traffic(sum(map(self._size, parameters_of(self.optimizer))))
-
-    def _traffic(self, state_bytes: int) -> Traffic:
+        state_bytes = sum(map(self._size, parameters_of(self.optimizer)))
         seconds = statistics.median(self._gap_seconds) if self._gap_seconds else 0.0
         return Traffic(state_bytes, self.gradient_bytes(), self.link.measured_bytes_per_second, seconds)
 
-    def begin(self, take: Take, window_steps: int = 0, *, falls_back: bool = True) -> Future[Snapshot]:
+    def begin(self, take: Take, window_steps: int = 0) -> Future[Snapshot]:
         """Open a window, and begin to copy the first part. Raises CheckpointError if one is open.
 
         Args:
             take: returns the checkpoint's content: dicts and lists of tensors and plain values. Called at the end of
                 the window's last step.
             window_steps: 0: the default of the stager.
-            falls_back: copy the state whole if the window fails. False: the future raises the failure.
+
+        The future raises CheckpointError if the window fails: copy the state whole then.
         """
         if self._window is not None:
             raise CheckpointError(
@@ -253,10 +249,10 @@ class MultiStepStager:
         if self._capture is not None:
             self._capture.close()  # drops its failure, and moves its hooks behind the hooks of a log
         sizes = {one.key: self._size(one) for one in parameters_of(self.optimizer)}
-        traffic = self._traffic(sum(sizes.values()))
+        traffic = self.traffic()
         steps = (checked_steps(window_steps) if window_steps else self.window_steps) or traffic.best_steps()
         parts = [_Part(keys) for keys in split_parts(sizes, weights_of(traffic.falling_share(steps), steps))]
-        window = self._window = _OpenWindow(take, parts, steps, falls_back, SnapshotFuture(self.end_of_step))
+        window = self._window = _OpenWindow(take, parts, steps, SnapshotFuture())
         self._capture = _Follower(self)
         self.end_of_step()
         return window.result
@@ -282,18 +278,7 @@ class MultiStepStager:
                 self._seal(window, capture)
         except MemoryError:
             window.failure = OUT_OF_MEMORY
-        if window.failure and window.falls_back:
-            try:
-                self._copy_whole(window)
-            except MemoryError as error:
-                self._window = None
-                failure = CapacityError(
-                    "host memory ran out, both for the parts of a multi-step checkpoint and for a whole copy",
-                    hint='Give the job memory for one more copy of its state, or save with mode="sync"',
-                )
-                failure.__cause__ = error
-                window.result.set_exception(failure)
-        elif window.failure:
+        if window.failure:
             self.abandon(window.failure)
         window.blocked_seconds += time.perf_counter() - started_at
 
@@ -464,41 +449,28 @@ class MultiStepStager:
             conditions = redo.conditions
             if self._keeps_steps and self.exact == "required":
                 parts = {"redo": redo, "tree": tree, "optimizer_tensors": optimizer_tensors}
-                return window.snapshot(None, window.sealed_version, conditions=conditions, **parts)
+                return window.snapshot(None, conditions=conditions, **parts)
             redo.devices = dict.fromkeys(redo.devices, "cpu")
             inexact = redo.fold(self.exact)
             state = fill_tensors(tree, optimizer_tensors, redo.tensors)
-            return window.snapshot(state, window.sealed_version, conditions=conditions, inexact=inexact)
+            return window.snapshot(state, conditions=conditions, inexact=inexact)
 
         def end() -> None:
             try:
-                self._complete(window, finish())
-            except BaseException as error:  # a whole copy follows in ``end_of_step`` or ``result``
+                snapshot = finish()
+            except BaseException as error:
                 window.failure = OUT_OF_MEMORY if isinstance(error, MemoryError) else str(error) or repr(error)
-                if not window.falls_back and not window.result.done():
-                    window.result.set_exception(CheckpointError(window.failure))
+            if self._window is window:
+                self._window = None
+            if window.result.done():
+                return
+            if window.failure:
+                window.result.set_exception(CheckpointError(window.failure))
+            else:
+                window.result.set_result(snapshot)
 
-        window.result.sealing = self._replay_pool.submit(end)
-
-    def _complete(self, window: _OpenWindow, snapshot: Snapshot) -> None:
-        if self._window is window:
-            self._window = None
-        if not window.result.done():
-            window.result.set_result(snapshot)
-
-    def _copy_whole(self, window: _OpenWindow) -> None:
-        log.warning("a multi-step checkpoint is copied whole: %s", window.failure)
-        optimizer_tensors, tree, other_copies = self._detach(window)
-        started_at = time.perf_counter()
-        targets = host_memory([local_shard(one) for one in optimizer_tensors.values()])
-        copies = dict(zip(optimizer_tensors, targets, strict=True))
-        for key, copied in copies.items():
-            copied.copy_(local_shard(optimizer_tensors[key].detach()))
-        for one in other_copies:
-            one.result(COPY_TIMEOUT_SECONDS)
-        window.blocked_seconds += time.perf_counter() - started_at
-        state, size_bytes = fill_tensors(tree, optimizer_tensors, copies), sum(one.nbytes for one in copies.values())
-        self._complete(window, window.snapshot(state, self.steps, size_bytes, fallback=window.failure))
+        window.result.is_sealed = True
+        self._replay_pool.submit(end)
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """By parameter key: the parameter as "", and its state by name."""

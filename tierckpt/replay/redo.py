@@ -11,8 +11,7 @@ Invariants (docs/adr/0015-redo-log.md):
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from concurrent import futures
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -170,8 +169,6 @@ class Snapshot:
     """Counted from the beginning of the window."""
     moved_bytes: int
     blocked_seconds: float
-    fallback: str = ""
-    """Reason for a whole copy."""
     waited_bytes: int = 0
     inexact: str = ""
     """Empty for the bits of training."""
@@ -192,24 +189,23 @@ class Snapshot:
 
 
 class SnapshotFuture(Future[Snapshot]):
-    """``result`` on the training thread makes the whole copy if the window failed."""
+    """``result`` on the training thread raises CheckpointError before the last step of the window."""
 
-    def __init__(self, end_of_step: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.sealing: Future[None] | None = None
-        """Done when the parts are at one version, or the window has failed."""
-        self._end_of_step, self._thread = end_of_step, threading.get_ident()
+        self.is_sealed = False
+        self._thread = threading.get_ident()
 
     def result(self, timeout: float | None = None) -> Snapshot:
-        sealing, is_training_thread = self.sealing, threading.get_ident() == self._thread and not self.done()
-        if is_training_thread and sealing is None and timeout != 0:
+        if threading.get_ident() == self._thread and not (self.is_sealed or self.done() or timeout == 0):
             raise CheckpointError(
                 "the training thread waits for a multi-step copy before the last step of its window",
                 hint="Call end_of_step after each step of the window, then result()",
             )
-        if is_training_thread and sealing is not None and futures.wait([sealing], timeout).done and not self.done():
-            self._end_of_step()
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        finally:
+            del self  # the error's traceback has this frame: a reference cycle
 
 
 def fill_tensors(tree: Any, optimizer_tensors: Mapping[Key, torch.Tensor], copies: Mapping[Key, torch.Tensor]) -> Any:

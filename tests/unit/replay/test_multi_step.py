@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tests.unit.replay.test_apply import FUSED, IMPLEMENTATIONS, KINDS, backward, groups_of, matrix
-from tierckpt.errors import CapacityError, CheckpointError
+from tierckpt.errors import CheckpointError
 from tierckpt.planning.transfer_times import Traffic, best_steps, split_parts, weights_of
 from tierckpt.poll import Poll
 from tierckpt.replay import link as links
@@ -109,7 +109,7 @@ def test_every_optimizer_is_brought_to_one_version(kind: str, implementation: st
         job.train()
     with MultiStepStager(job.optimizer, window_steps=4) as stager:
         snapshot, states = windowed(job, stager, 4)
-        assert not snapshot.fallback and snapshot.steps in (2, 3)
+        assert snapshot.steps == 3
         check(snapshot.state, states[snapshot.steps])
         again, states = windowed(job, stager, 4)
     check(again.state, states[again.steps])
@@ -122,7 +122,7 @@ def test_windows_of_every_length(steps: int, slow_link: Link) -> None:
     job.train()
     with MultiStepStager(job.optimizer, window_steps=steps, link=slow_link) as stager:
         snapshot, states = windowed(job, stager, steps)
-    assert not snapshot.fallback and snapshot.steps <= steps - 1
+    assert snapshot.steps == steps - 1
     check(snapshot.state, states[snapshot.steps])
 
 
@@ -215,17 +215,15 @@ def test_gradients_overtake_parts(slow_link: Link) -> None:
 
 
 def test_gradients_in_buffers_that_are_used_again() -> None:
-    """zero_grad(set_to_none=False), DDP's bucket views: detected and copied whole; steps of the next window wait."""
+    """zero_grad(set_to_none=False), DDP's bucket views: detected; steps of the next window wait."""
     job = Job()
     job.set_to_none = False
     job.train()
     with contextlib.closing(Link(bytes_per_second=2e4)) as link, MultiStepStager(job.optimizer, 4, link=link) as stager:
-        first, states = windowed(job, stager, 4)
-        check(first.state, states[first.steps])
-        assert "overwritten" in first.fallback
+        with pytest.raises(CheckpointError, match="overwritten"):
+            windowed(job, stager, 4)
         second, states = windowed(job, stager, 4)
     check(second.state, states[second.steps])
-    assert not second.fallback
 
 
 def changes() -> dict[str, Callable[[Job], None]]:
@@ -242,16 +240,14 @@ def changes() -> dict[str, Callable[[Job], None]]:
 
 
 @pytest.mark.parametrize("reason", changes())
-def test_what_breaks_a_window_has_the_state_copied_whole(reason: str) -> None:
+def test_what_breaks_a_window_is_the_error_of_its_future(reason: str) -> None:
     job = Job()
     job.train()
     job.train()
     with MultiStepStager(job.optimizer, window_steps=4) as stager:
-        snapshot, states = windowed(job, stager, 4, functools.partial(changes()[reason], job), changed_step=2)
-        assert reason in snapshot.fallback
-        check(snapshot.state, states[snapshot.steps])
+        with pytest.raises(CheckpointError, match=reason):
+            windowed(job, stager, 4, functools.partial(changes()[reason], job), changed_step=2)
         after, states = windowed(job, stager, 4)
-        assert not after.fallback
         check(after.state, states[after.steps])
 
 
@@ -264,10 +260,9 @@ def test_a_moment_that_is_changed_without_a_trace_is_seen() -> None:
         for state in job.optimizer.state.values():
             state["exp_avg"].data.mul_(0.5)
 
-    with MultiStepStager(job.optimizer, window_steps=2) as stager:
-        snapshot, states = windowed(job, stager, 2, halve_moments)
-    assert "exp_avg of parameter" in snapshot.fallback and "outside the optimizer" in snapshot.fallback
-    check(snapshot.state, states[snapshot.steps])
+    reason = "exp_avg of parameter .* outside the optimizer"
+    with MultiStepStager(job.optimizer, window_steps=2) as stager, pytest.raises(CheckpointError, match=reason):
+        windowed(job, stager, 2, halve_moments)
 
 
 def test_a_change_between_two_parts_is_seen_though_no_step_was_made() -> None:
@@ -275,13 +270,12 @@ def test_a_change_between_two_parts_is_seen_though_no_step_was_made() -> None:
     job = Job()
     job.train()
     with MultiStepStager(job.optimizer, window_steps=2) as stager:
-        pending = stager.begin(job.state, falls_back=False)
+        pending = stager.begin(job.state)
         stager.link.copy([torch.ones(1)], PARTS).done.result(SECONDS)  # after the first part
         next(job.model.parameters()).data.mul_(0.5)
         stager.end_of_step()
         with pytest.raises(CheckpointError, match="outside the optimizer"):
             pending.result(SECONDS)
-        stager.abandon("seen")
         assert not stager.is_open
 
 
@@ -289,7 +283,7 @@ def test_a_change_of_the_last_part_while_it_is_copied_is_seen(slow_link: Link) -
     job = Job()
     job.train()
     with MultiStepStager(job.optimizer, window_steps=2, link=slow_link) as stager:
-        pending = stager.begin(job.state, falls_back=False)
+        pending = stager.begin(job.state)
         job.train()
         stager.end_of_step()
         with torch.no_grad():
@@ -312,27 +306,18 @@ def test_host_memory_that_runs_out(when: int, monkeypatch: pytest.MonkeyPatch) -
 
         return taken
 
-    for owner, name in ((links, "host_memory"), (links.PinnedMemory, "tensors"), (multi_step, "host_memory")):
+    for owner, name in ((links, "host_memory"), (links.PinnedMemory, "tensors")):
         monkeypatch.setattr(owner, name, refuses(getattr(owner, name)))
-    with MultiStepStager(job.optimizer, window_steps=4) as stager:
-        snapshot, states = windowed(job, stager, 4)
-        assert snapshot.fallback == "host memory ran out"
-        check(snapshot.state, states[snapshot.steps])
-
-        for owner in (links, multi_step):
-            monkeypatch.setattr(owner, "host_memory", lambda sources: (_ for _ in ()).throw(MemoryError()))
-        pending = stager.begin(job.state)
-        for _ in range(6):  # a failure at the end of the window is raised after the next step
-            job.train()
-            stager.end_of_step()
-        with pytest.raises(CapacityError, match="and for a whole copy"):
-            pending.result(SECONDS)
+    with (
+        MultiStepStager(job.optimizer, window_steps=4) as stager,
+        pytest.raises(CheckpointError, match="host memory ran out"),
+    ):
+        windowed(job, stager, 4)
 
 
-@pytest.mark.parametrize("falls_back", [True, False])
 @pytest.mark.parametrize("where", ["the last part", "a step made again"])
 def test_memory_that_runs_out_at_the_end_of_a_window_needs_no_step_behind_it(
-    where: str, falls_back: bool, monkeypatch: pytest.MonkeyPatch
+    where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job()
     job.train()
@@ -341,7 +326,7 @@ def test_memory_that_runs_out_at_the_end_of_a_window_needs_no_step_behind_it(
         raise MemoryError
 
     with MultiStepStager(job.optimizer, window_steps=3) as stager, monkeypatch.context() as patched:
-        pending = stager.begin(job.state, falls_back=falls_back)
+        pending = stager.begin(job.state)
         job.train()
         stager.end_of_step()
         if where == "a step made again":
@@ -351,14 +336,9 @@ def test_memory_that_runs_out_at_the_end_of_a_window_needs_no_step_behind_it(
             patched.setattr(stager.link, "copy", refuses)
         stager.end_of_step()
         assert where != "the last part" or pending.done()
-        if falls_back:
-            snapshot = pending.result(SECONDS)
-            assert snapshot.fallback == "host memory ran out" and snapshot.steps == 2
-            check(snapshot.state, job.state())
-        else:
-            with pytest.raises(CheckpointError, match="host memory ran out"):
-                pending.result(SECONDS)
-        assert not stager.is_open or not falls_back
+        with pytest.raises(CheckpointError, match="host memory ran out"):
+            pending.result(SECONDS)
+        assert not stager.is_open
 
 
 @pytest.mark.parametrize("when", ["before", "behind"])
@@ -374,9 +354,8 @@ def test_a_change_of_the_state_alone_is_seen(when: str) -> None:
         else:
             job.optimizer.state[next(job.model.parameters())]["exp_avg"].zero_()
         stager.end_of_step()
-        snapshot = pending.result(SECONDS)
-    check(snapshot.state, job.state())
-    assert "or its state was" in snapshot.fallback
+        with pytest.raises(CheckpointError, match="or its state was"):
+            pending.result(SECONDS)
 
 
 @pytest.mark.parametrize("make", [functools.partial(torch.optim.AdamW, fused=True), torch.optim.AdamW])
@@ -400,7 +379,6 @@ def test_parameters_that_are_not_contiguous(make: Callable[..., torch.optim.Opti
             stager.end_of_step()
         snapshot = pending.result(SECONDS)
     check(snapshot.state["optimizer"], optimizer.state_dict())
-    assert not snapshot.fallback
 
 
 def test_waiting_for_steps_that_nobody_makes_is_refused() -> None:

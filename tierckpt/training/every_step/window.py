@@ -25,7 +25,6 @@ import torch
 from ...errors import CheckpointError, ConfigError
 from ...format.layout import WINDOWS_DIR, Location, step_name
 from ...planning.transfer_times import STEPS_MAX, Traffic
-from ...quantities import human_bytes
 from ...replay.link import COPY_TIMEOUT_SECONDS
 from ...replay.multi_step import COPY_HANGS, OUT_OF_MEMORY, MultiStepStager, checked_steps
 from ...replay.optimizers import optimizers_in
@@ -43,7 +42,6 @@ log = logger("checkpointer")
 State: TypeAlias = Mapping[str, Any]
 
 DONE, PENDING = "", "pending"
-WARNING_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +122,6 @@ class _Window:
     failure: str = ""
 
     @property
-    def work(self) -> list[Future[Any]]:
-        return [*self.copies, *self.rest]
-
-    @property
     def is_sealed(self) -> bool:
         return self.made == self.steps
 
@@ -178,7 +172,7 @@ class SaveWindow:
         log.debug("a window of %d steps begins at step %d", steps, step)
 
         def begin(stager: MultiStepStager) -> None:
-            window.copies.append(stager.begin(stager.tensors, steps, falls_back=False))
+            window.copies.append(stager.begin(stager.tensors, steps))
 
         self._advance(window, step, state, begin)
         return window.handle
@@ -203,15 +197,12 @@ class SaveWindow:
         if window is None:
             return
         if window.is_sealed:
-            started_at, record = time.perf_counter(), window.handle.record
+            started_at = time.perf_counter()
             futures.wait(window.rest, COPY_TIMEOUT_SECONDS)
             for stager, copied in zip(self._stagers, window.copies, strict=True):
                 if not copied.done() and (stager.failure or not stager.wait([copied])):
                     window.failure = window.failure or stager.failure or COPY_HANGS
-            waited = time.perf_counter() - started_at
-            record.blocked_seconds += waited
-            if waited >= WARNING_SECONDS:
-                log.info("%s: waited %.1f s until its parts were at one version", record.uri, waited)
+            window.handle.record.blocked_seconds += time.perf_counter() - started_at
             self._settle(window)
         else:
             self._copy_whole(window, reason)
@@ -317,11 +308,6 @@ class SaveWindow:
         record.moved_bytes = sum(one.moved_bytes for one in snapshots)
         record.waited_bytes = sum(one.waited_bytes for one in snapshots)
         record.blocked_seconds += sum(one.blocked_seconds for one in snapshots)
-        if record.waited_bytes:
-            log.info(
-                "%s: waited for %s of %s that did not fit into %d steps",
-                *(record.uri, human_bytes(record.waited_bytes), human_bytes(record.moved_bytes), window.steps),
-            )
         tree = fill(window.tree, copies)
         if redos:
             record.uri = self._location.child(WINDOWS_DIR).child(step_name(record.step)).uri
@@ -371,7 +357,8 @@ def _by_place(states: Iterable[Mapping[str, Mapping[str, torch.Tensor]]]) -> dic
 
 
 def _outcome(window: _Window) -> str:
-    failed = [error for one in window.work if one.done() and (error := one.exception()) is not None]
+    work: list[Future[Any]] = [*window.copies, *window.rest]
+    failed = [error for one in work if one.done() and (error := one.exception()) is not None]
     if window.failure or failed:
         return window.failure or str(failed[0])
-    return DONE if all(one.done() for one in window.work) else PENDING
+    return DONE if all(one.done() for one in work) else PENDING
