@@ -15,7 +15,7 @@ import torch
 
 from ..errors import IntegrityError, StateMismatchError
 from .capture import Step
-from .optimizers import base_of, creates_state_at_once, overwrites_gradients
+from .optimizers import base_of, overwrites_gradients
 
 Key = tuple[str, str]
 """Key of a parameter, and name of a tensor in its state; "" for the parameter itself."""
@@ -131,7 +131,7 @@ class Replay:
             for key, tensor in self.parameters.items():
                 if self._state[key]:
                     self._optimizer.state[tensor] = self._state[key]
-                elif not creates_state_at_once(self.kind):
+                elif self.kind is not torch.optim.Adagrad:  # its constructor makes the state
                     self._optimizer.state.pop(tensor, None)
             self._state.clear()
         return self._optimizer

@@ -19,7 +19,6 @@ from ..resources import ThreadPool
 from .optimizers import tensors_of
 
 _VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK_ELEMENTS = 1 << 20
 ROW_ELEMENTS = 1 << 12
 SAMPLE_ELEMENTS = 64
 SMALL_BYTES, SMALL_TENSORS_MAX = 1 << 14, 1 << 10
@@ -38,26 +37,12 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
         data = torch.view_as_real(data)
     flat = data.contiguous().view(-1)
     bits = flat.view(_VIEWS[flat.element_size()])
-    if not bits.is_cpu:
-        return _checksum_by_rows(bits)
-    weights = _weights(bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for begin in range(0, bits.numel(), CHUNK_ELEMENTS):
-        part = bits[begin : begin + CHUNK_ELEMENTS]
-        total += (weights[: part.numel()] * part).sum()
-        if begin:
-            total += 2 * begin * part.sum(dtype=torch.int64)
-    return total
-
-
-def _checksum_by_rows(bits: torch.Tensor) -> torch.Tensor:
-    """2 (row x ROW_ELEMENTS + column) + 1 = row weight + column weight."""
     weights = _weights(bits.device)
     whole = bits.numel() // ROW_ELEMENTS * ROW_ELEMENTS
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    if whole:
+    if whole:  # 2 (row x ROW_ELEMENTS + column) + 1 = row weight + column weight
         rows = bits[:whole].view(-1, ROW_ELEMENTS)
-        total += (rows.sum(0, dtype=torch.int64) * weights[:ROW_ELEMENTS]).sum()
+        total += (rows.sum(0, dtype=torch.int64) * weights).sum()
         if len(rows) > 1:
             numbers = torch.arange(0, 2 * whole, 2 * ROW_ELEMENTS, device=bits.device)
             total += (rows.sum(1, dtype=torch.int64) * numbers).sum()
@@ -68,7 +53,7 @@ def _checksum_by_rows(bits: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> torch.Tensor:
-    return torch.arange(1, 2 * CHUNK_ELEMENTS, 2, device=device)
+    return torch.arange(1, 2 * ROW_ELEMENTS, 2, device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,6 @@ from .optimizers import (
 
 log = logger("replay")
 
-REPORTED_WAIT_SECONDS = 1.0
 LINK_HANGS = "gradients do not reach host memory: the link hangs"
 
 Attachment = bytes | Callable[[], bytes | tuple[bytes, Check]]
@@ -126,7 +125,6 @@ class GradientLog:
         self._newest_step = 0
         self._writer: LogWriter | None = None
         self._layouts: dict[str, str] = {}
-        self._reported_seconds = 0.0
         self._guard = Guard(self.optimizers)
 
     def __enter__(self) -> GradientLog:
@@ -174,7 +172,6 @@ class GradientLog:
             if self._recorders and not (recovered or self.has_pending_step or self._has_failed()):
                 writer.switch_base(Base(base_step, [base]))
                 self._guard.rebase()
-                self._report_waits(writer)
                 return
             if writer.is_hung:
                 writer.end("its disk hangs")
@@ -188,7 +185,6 @@ class GradientLog:
         }
         self._guard.begin(base_step, check)
         self._layouts = layouts_of(self.optimizers)
-        self._reported_seconds = 0.0
         parameters = itertools.chain.from_iterable(map(parameters_of, self.optimizers.values()))
         size_bytes = sum(local_shard(one.tensor.detach()).nbytes for one in parameters)
         self._writer = LogWriter(
@@ -233,7 +229,6 @@ class GradientLog:
         self._close_recorders()
         if self._writer is not None:
             self._writer.finish()
-            self._report_waits(self._writer)
         self._guard.close()
         if self._owns_link:
             self._link.close()
@@ -255,11 +250,6 @@ class GradientLog:
         for recorder in self._recorders.values():
             recorder.close()
         self._recorders = {}
-
-    def _report_waits(self, writer: LogWriter) -> None:
-        seconds, self._reported_seconds = writer.blocked_seconds - self._reported_seconds, writer.blocked_seconds
-        if seconds >= REPORTED_WAIT_SECONDS:
-            log.info("steps up to %d waited %.1f s for the disk of %s", self._newest_step, seconds, self.directory)
 
 
 class _Recorder(Capture):

@@ -250,9 +250,7 @@ class LogWriter:
         with self._changed:
             self.durable_step = self._unsynced[-1]
             self._pending_frames -= len(self._unsynced)
-            if self._has_warned and self._pending_frames <= self._every_steps:
-                self._has_warned = False
-                log.warning("%s is writable again; steps up to %d are durable", self._directory, self.durable_step)
+            self._has_warned &= self._pending_frames > self._every_steps
             self._unsynced.clear()
             self._changed.notify_all()
 

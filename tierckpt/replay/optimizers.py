@@ -35,14 +35,6 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.RAdam,
 )
 CLASS_BY_NAME = {one.__name__: one for one in ELEMENTWISE}
-_REASONS = {
-    "LBFGS": "it calls the model several times a step, and its update depends on dot products over all parameters",
-    "Muon": "its update orthogonalises whole matrices",
-    "Adafactor": "its second moments are sums over rows and columns",
-    "SparseAdam": "its gradients are sparse",
-    "ASGD": "its averaging reads state across steps of its own schedule",
-    "Rprop": "it changes its gradients",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +55,6 @@ def overwrites_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(group.get("nesterov") for group in optimizer.param_groups)
 
 
-def creates_state_at_once(kind: type[torch.optim.Optimizer]) -> bool:
-    return kind is torch.optim.Adagrad
-
-
 def optimizers_in(state: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
     return {name: one for name, one in state.items() if isinstance(one, torch.optim.Optimizer)}
 
@@ -77,19 +65,18 @@ def base_of(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 def check_replayable(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError if ``optimizer`` cannot be replayed (R1)."""
-    kind = type(optimizer)
-    hint = f'Use one of {", ".join(CLASS_BY_NAME)}, or save whole checkpoints (mode="async")'
+    kind, reason = type(optimizer), ""
     if not issubclass(kind, ELEMENTWISE):
-        reason = _REASONS.get(kind.__name__, "it is not a supported optimizer of torch.optim")
-        raise ConfigError(f"steps of {kind.__name__} cannot be replayed: {reason}", hint=hint)
-    base = base_of(kind)
-    if inspect.unwrap(kind.step) is not inspect.unwrap(base.step):  # torch wraps the step of each class
+        reason = "it may not be elementwise"
+    elif inspect.unwrap(kind.step) is not inspect.unwrap(base_of(kind).step):  # torch wraps the step of each class
+        reason = f"it replaces the step of {base_of(kind).__name__}"
+    elif any(group.get("differentiable") for group in optimizer.param_groups):
+        reason = "it is differentiable"
+    if reason:
         raise ConfigError(
-            f"steps of {kind.__name__} cannot be replayed: it replaces the step of {base.__name__}", hint=hint
+            f"steps of {kind.__name__} cannot be replayed: {reason}",
+            hint=f'Use one of {", ".join(CLASS_BY_NAME)}, or save whole checkpoints (mode="async")',
         )
-    for number, group in enumerate(optimizer.param_groups):
-        if group.get("differentiable"):
-            raise ConfigError(f"group {number} of {kind.__name__} is differentiable: it cannot be replayed", hint=hint)
     for parameter in parameters_of(optimizer):
         if parameter.tensor.is_meta:
             raise ConfigError(
@@ -175,11 +162,6 @@ def implementation_of(group: Mapping[str, Any]) -> str:
 
 
 def layout_digest(optimizer: torch.optim.Optimizer) -> str:
-    described = [
-        type(optimizer).__name__,
-        *(
-            [p.key, str(local_shard(p.tensor).dtype), list(local_shard(p.tensor).shape)]
-            for p in parameters_of(optimizer)
-        ),
-    ]
+    shards = [(one.key, local_shard(one.tensor)) for one in parameters_of(optimizer)]
+    described = [type(optimizer).__name__, *([key, str(shard.dtype), list(shard.shape)] for key, shard in shards)]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]
