@@ -22,8 +22,11 @@ from tests.fault.scenario_tools import of_each_rank
 from tests.held_drains import hold_drains
 from tierckpt import AutoInterval, Checkpointer, EveryStep
 from tierckpt.checkpoint.journal import LOCAL_ONLY, Journal
+from tierckpt.config import Settings
 from tierckpt.format.layout import SUPERSEDED, local_dir, parse_uri, step_of
+from tierckpt.training.drain_decider import DrainDecider
 from tierckpt.training.interval import PROFILE_STEPS
+from tierckpt.training.saves import SaveRecord
 
 HERE = "tests.integration.test_interval"
 
@@ -193,6 +196,14 @@ def test_tierckpt_drain_sends_the_newest_checkpoint_of_a_dead_job(
     shutil.rmtree(local_root)
     state = {"w": torch.zeros(1000)}
     assert Checkpointer(file_uri).restore(state) == 4
+
+
+def test_throughput_is_measured_in_every_save_of_a_long_job() -> None:
+    decider, records = DrainDecider(Settings.load(exposure_seconds_max=3600)), list[SaveRecord]()
+    for step in range(200):
+        records.append(SaveRecord(step, "", 1000, local_commit_seconds=1.0 if step < 100 else 0.1))
+        decider.decide(step, records[-64:], 1, 1.0)
+    assert decider._state.local_rate == pytest.approx(10_000, rel=0.01)  # private: only the decisions show it
 
 
 # --- several ranks -------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class DrainDecider:
         self._settings, self._disk_worker = settings, Errands(settings.local_root)
         self._since_sent = math.inf
         self._state = drain_policy.PolicyState()
-        self._observed: set[tuple[str, int]] = set()
+        self._observed: set[tuple[str, float]] = set()
         self._throttle: float | None = None
         self._slowdown = 0.0
 
@@ -100,8 +100,8 @@ class DrainDecider:
         self, step: int, records: Sequence[SaveRecord], every: int, interval_seconds: float, view: RankView
     ) -> SaveDirective:
         usable = [(number, one) for number, one in enumerate(records, 1) if not one.error][-VERSIONS_MAX:]
-        for number, one in usable:
-            self._observe(number, one)
+        for _, one in usable:
+            self._observe(one)
         self._learn_slowdown(view.drain_slowdown)
         size_bytes = float(_usual_bytes(records))
         on_ssd = {number for number, _ in usable}
@@ -171,20 +171,20 @@ class DrainDecider:
     def _is_on_ssd(self, one: SaveRecord) -> bool:
         return not one.uri or (local_dir(self._settings.local_root, parse_uri(one.uri)) / MANIFEST).exists()
 
-    def _observe(self, number: int, one: SaveRecord) -> None:
+    def _observe(self, one: SaveRecord) -> None:
         rules = Rules()
         local, shared = one.local_commit_seconds, one.shared_commit_seconds
-        if local is not None and not one.is_direct_put and ("local", number) not in self._observed:
-            self._observed.add(("local", number))
+        if local is not None and not one.is_direct_put and ("local", one.begun_at) not in self._observed:
+            self._observed.add(("local", one.begun_at))
             self._state = drain_policy.observe(self._state, rules, "local", one.size_bytes, local)
-        if shared is not None and one.is_sent and ("shared", number) not in self._observed:
-            self._observed.add(("shared", number))
+        if shared is not None and one.is_sent and ("shared", one.begun_at) not in self._observed:
+            self._observed.add(("shared", one.begun_at))
             seconds = max(shared - (0.0 if one.is_direct_put else local or 0.0), 1e-3)
             throttle = math.inf if self._throttle is None or one.is_direct_put else self._throttle
             if one.size_bytes / seconds <= THROTTLED_SHARE * throttle:
                 self._state = drain_policy.observe(self._state, rules, "shared", one.size_bytes, seconds)
         if len(self._observed) > 4 * VERSIONS_MAX:
-            self._observed = {views for views in self._observed if views[1] > number - VERSIONS_MAX}
+            self._observed = set(sorted(self._observed, key=lambda seen: seen[1])[-2 * VERSIONS_MAX :])
 
     def _learn_slowdown(self, measured: float | None) -> None:
         if measured is None:
