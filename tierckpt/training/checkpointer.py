@@ -45,7 +45,7 @@ from .drain_decider import DrainDecider, SaveDirective
 from .every_step.redo_log import make_checkpoint
 from .every_step.step_log import StepLog
 from .every_step.window import EveryStep, SaveWindow
-from .final_save import FinalSave, LastStep, cost_of
+from .final_save import FinalSave, LastStep, seconds_to_local
 from .interval import Interval, IntervalController, Phase
 from .preemption import Notices
 from .pruning import BackgroundPruning
@@ -164,7 +164,7 @@ class Checkpointer:
         self._looked_at = 0.0
         self.grace_seconds = self.settings.grace_seconds
         self._final_save = FinalSave(
-            self._job, lambda: cost_of(self.stats[-RECORDS_USED:], len(self._running.unfinished()))
+            self._job, lambda: seconds_to_local(self.stats[-RECORDS_USED:], len(self._running.unfinished()))
         )
         self._steps_seen = 0
         self._last_step = LastStep(is_on=interval is not None)
@@ -265,23 +265,17 @@ class Checkpointer:
             self.stats[-1].blocked_seconds = self.stats[-1].age_seconds
         return future
 
-    def _save(self, step: int, state: Mapping[str, Any], *, is_asked: bool, is_retry: bool = False) -> Future[None]:
+    def _save(self, step: int, state: Mapping[str, Any], *, is_asked: bool) -> Future[None]:
         record = SaveRecord(step, self.location.child(step_name(step)).uri)
-        return self._save_record(record, state, None, is_asked=is_asked, is_retry=is_retry)
+        return self._save_record(record, state, None, is_asked=is_asked)
 
     def _save_record(
-        self,
-        record: SaveRecord,
-        state: Mapping[str, Any],
-        collected: dict[str, Any] | None,
-        *,
-        is_asked: bool,
-        is_retry: bool = False,
+        self, record: SaveRecord, state: Mapping[str, Any], collected: dict[str, Any] | None, *, is_asked: bool
     ) -> Future[None]:
         started_at, step = time.monotonic(), record.step
         if (refused := self._running.refuses(record.uri)) is not None:
             self._note(record)
-            return left_out(record, refused, is_retry=is_retry)
+            return left_out(record, refused)
         skip_error = self._disk_worker.run_checked(self._probe_disk)
         order = self._interval.before_save(step, self.stats[-RECORDS_USED:], is_asked=is_asked)
         record.is_sent, record.is_direct_put = order.is_sent, order.is_direct_put
@@ -317,7 +311,7 @@ class Checkpointer:
                 )
         except CheckpointSkippedError as error:
             self._note(record)
-            return left_out(record, error, is_retry=is_retry)
+            return left_out(record, error)
         staged, failure = stage(self._stager, plan, planner, state, is_copied=collected is not None)
         # torch releases the interpreter lock per freed tensor: 13,000 tensors took 0.5 s.
         planner.state_dict = {}

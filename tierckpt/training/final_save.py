@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -21,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..dcp.stager import storage_id
 from ..poll import BRIEF, Poll
-from ..quantities import human_bytes
 from ..rank_store import RankStore
 from ..replay.optimizers import parameters_of
 from ..resources import start_thread
@@ -41,26 +39,16 @@ SAVES_JUDGED = 5
 AHEAD_STEPS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    size_bytes: int = 0
-    local_seconds: float | None = None
-    shared_seconds: float | None = None
-
-
-def cost_of(records: Sequence[SaveRecord], unfinished: int) -> Cost:
-    known = [record for record in records if record.local_commit_seconds is not None][-SAVES_JUDGED:]
-    if not known:
-        return Cost()
-    local = max(record.local_commit_seconds or 0.0 for record in known) * (1 + unfinished)
-    drains = (seconds for record in known if (seconds := record.drain_seconds) is not None)
-    return Cost(known[-1].size_bytes, local, max(drains, default=None))
+def seconds_to_local(records: Sequence[SaveRecord], unfinished: int) -> float | None:
+    """Return the time of another save to the SSD, by the latest ones; None before the first."""
+    known = [one.local_commit_seconds for one in records if one.local_commit_seconds is not None][-SAVES_JUDGED:]
+    return max(known) * (1 + unfinished) if known else None
 
 
 class FinalSave:
     """``end_step`` and ``done`` run on the caller's thread; ``request`` on any."""
 
-    def __init__(self, job: str, cost: Callable[[], Cost]) -> None:
+    def __init__(self, job: str, cost: Callable[[], float | None]) -> None:
         self._key, self._cost = f"tierckpt/{job}/last", cost
         self._lock = threading.Lock()
         self._round = 0
@@ -96,9 +84,8 @@ class FinalSave:
     def end_step(self, step: int) -> bool:
         """Return whether to save ``step``, the final one. The same on every rank."""
         if not is_distributed():
-            return self._is_requested and self._settle(
-                *fits_deadline(step, self._cost(), self._deadline - time.monotonic())
-            )
+            seconds = self._deadline - time.monotonic()
+            return self._is_requested and self._settle(*fits_deadline(step, self._cost(), seconds))
         if self._thread is None:
             self._thread = start_thread(threading.Thread(target=self._watch, name="tierckpt-last-save", daemon=True))
         with self._lock:
@@ -150,10 +137,9 @@ class FinalSave:
     def _agree(self, store: RankStore, current: int) -> None:
         with self._lock:
             promise = self._promise = self._step + AHEAD_STEPS
-        seconds, cost = self._deadline - time.monotonic(), self._cost()
+        seconds = self._deadline - time.monotonic()
         store.put(f"{current}/note", {"seconds": seconds, "reason": self._reason})
-        promised = [promise, seconds, cost.size_bytes, cost.local_seconds, cost.shared_seconds]
-        store.put(f"{current}/at/{store.rank}", promised)
+        store.put(f"{current}/at/{store.rank}", [promise, seconds, self._cost()])
         for _ in Poll(self._deadline - time.monotonic(), BRIEF):
             if self._closed.is_set():
                 return
@@ -173,28 +159,16 @@ def _decide(store: RankStore, current: int) -> None:
     announced = store.peek([f"{current}/at/{rank}" for rank in range(store.world_size)])
     if announced is None:
         return
-    steps, seconds, sizes, *measured = zip(*announced, strict=True)
-    local, shared = (max((one for one in some if one is not None), default=None) for some in measured)
-    fits, why = fits_deadline(max(steps), Cost(max(sizes), local, shared), min(seconds))
+    steps, seconds, costs = zip(*announced, strict=True)
+    fits, why = fits_deadline(max(steps), max((one for one in costs if one is not None), default=None), min(seconds))
     store.put(f"{current}/decision", {"step": max(steps), "fits": fits, "why": why})
 
 
-def fits_deadline(step: int, cost: Cost, seconds: float) -> tuple[bool, str]:
+def fits_deadline(step: int, cost_seconds: float | None, seconds: float) -> tuple[bool, str]:
     """Return whether a save of ``step`` reaches the SSD within ``seconds``, and why."""
-    if cost.local_seconds is None:
-        return seconds > 0, f"step {step} is saved: nothing was measured yet"
-    rate = cost.size_bytes / max(cost.local_seconds, 1e-9)
-    takes = f"{human_bytes(cost.size_bytes)} at {human_bytes(rate)}/s take {cost.local_seconds:.3g} s to the SSD"
-    if cost.local_seconds >= seconds:
-        return False, f"step {step} is not saved: {takes}, and {max(0.0, seconds):.3g} s are left"
-    if cost.shared_seconds is None:
-        return True, f"step {step} is saved: {takes}, and {seconds:.3g} s are left"
-    both = cost.local_seconds + cost.shared_seconds
-    reach = "fits too" if both < seconds else "does not fit, and is drained later"
-    return True, (
-        f"step {step} is saved: {takes}, and {seconds:.3g} s are left; shared storage ({cost.shared_seconds:.3g} s "
-        f"more) {reach}"
-    )
+    fits = seconds > (cost_seconds or 0.0)
+    cost = "nothing was measured yet" if cost_seconds is None else f"a save takes {cost_seconds:.3g} s to the SSD"
+    return fits, f"step {step} is {'' if fits else 'not '}saved: {cost}, and {max(0.0, seconds):.3g} s are left"
 
 
 class LastStep:

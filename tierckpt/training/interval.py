@@ -176,32 +176,22 @@ class IntervalController:
         return pace.every
 
     def _explain(self, pace: Pace, profile: JobProfile, share: float) -> None:
-        known = {"local": self.goal.local_mtbf_seconds, "shared": self.goal.shared_mtbf_seconds}
         fields = {
             "interval_steps": pace.steps,
+            "interval_seconds": pace.steps * profile.step_seconds,
             "shared_every": pace.every,
-            "step_seconds": round(profile.step_seconds, 6),
-            "blocked_seconds": round(profile.blocked_seconds, 6),
-            "durable_seconds": round(profile.durable_seconds, 6),
-            "shared_seconds": profile.shared_seconds,
-            "overhead": round(share, 6),
+            "reason": pace.reason,
+            "step_seconds": profile.step_seconds,
+            "blocked_seconds": profile.blocked_seconds,
+            "durable_seconds": profile.durable_seconds,
+            "overhead": share,
             "overhead_max": self.goal.overhead_max,
-            "mtbf_seconds": known if self.goal.knows_failures else None,
         }
-        shared = f"{profile.shared_seconds:.3g} s to shared storage, " if profile.shared_seconds is not None else ""
         log.info(
-            "a checkpoint every %d steps (%.3g s), each %s to shared storage: %s; a step takes %.3g s, a save blocks "
-            "%.3g s and is durable after %.3g s, %soverhead was %.2f%% of at most %.2f%%",
-            pace.steps,
-            pace.steps * profile.step_seconds,
-            "one" if pace.every == 1 else f"{pace.every}th",
-            pace.reason,
-            profile.step_seconds,
-            profile.blocked_seconds,
-            profile.durable_seconds,
-            shared,
-            100 * share,
-            100 * self.goal.overhead_max,
+            "a checkpoint every %(interval_steps)d steps (%(interval_seconds).3g s), one of %(shared_every)d to shared "
+            "storage: %(reason)s; a step takes %(step_seconds).3g s, a save blocks %(blocked_seconds).3g s and is "
+            "durable after %(durable_seconds).3g s, overhead %(overhead).2g of at most %(overhead_max).2g",
+            fields,
             extra=fields,
         )
 

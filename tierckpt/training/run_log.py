@@ -21,7 +21,6 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from ..checkpoint.run_records import Lines, has_ended_here, parse_lines
 from ..client import get_client
 from ..config import Settings
-from ..disk.durable import make_dirs
+from ..disk.durable import fsync_file, make_dirs
 from ..disk.illness import ILL_SECONDS
 from ..disk.local_root import use_local_root
 from ..disk.processes import pid_namespace, start_ticks
@@ -135,7 +134,8 @@ class RunLog:
                     reached_step=self._step,
                 )
         if self._flush(LAST_SEND_SECONDS):
-            _make_durable(self._path)
+            with contextlib.suppress(OSError):  # L1; a power cut loses at most the lines since the last checkpoint
+                fsync_file(self._path)
         self.send()
         self._check_jobs()
 
@@ -313,18 +313,6 @@ class RunLog:
             self._lock.notify_all()
         if self._thread is not None:
             self._thread.join(ILL_SECONDS)
-
-
-def _make_durable(path: Path) -> None:
-    """Sync the file: a power cut loses at most the lines newer than the last checkpoint."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:  # L1
-        log.debug("a power cut may lose the records: %s", error)
 
 
 async def _put(mover: Mover, location: Location, key: str, data: bytes) -> None:

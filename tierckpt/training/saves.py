@@ -46,7 +46,6 @@ PROMPT_SECONDS = 0.02
 ROUND_SECONDS = 0.1
 FINAL_SAVE_ATTEMPTS = 10
 LAST_PAUSE_SECONDS = 1.0
-NAMES_SHOWN = 4
 
 Notes = dict[str, str | int | bool]
 
@@ -162,11 +161,11 @@ class StagedSave:
         return decode_results(outcome[0], chunk_size_bytes, where="results of a rank"), outcome[1]
 
 
-def left_out(record: SaveRecord, why: CheckpointSkippedError, *, is_retry: bool = False) -> Future[None]:
+def left_out(record: SaveRecord, why: CheckpointSkippedError) -> Future[None]:
     """Record a skipped save. Returns its future, which raises the error. Only the rank that the error names logs it."""
     context = {"rank": 0, **why.context, "checkpoint": record.uri}
     error = CheckpointSkippedError(f"step {record.step} was left out: {why.message}", hint=why.hint, **context)
-    is_owner = not is_retry and context["rank"] == (dist.get_rank() if is_distributed() else 0)
+    is_owner = context["rank"] == (dist.get_rank() if is_distributed() else 0)
     log.log(logging.WARNING if is_owner else logging.DEBUG, "%s", error)
     record.error = f"{type(error).__name__}: {error}"
     skipped: Future[None] = Future()
@@ -174,19 +173,19 @@ def left_out(record: SaveRecord, why: CheckpointSkippedError, *, is_retry: bool 
     return skipped
 
 
-def retry_final_save(save: Callable[..., Future[None]], records: list[SaveRecord]) -> None:
+def retry_final_save(save: Callable[[], Future[None]], records: list[SaveRecord]) -> None:
     """Call ``save`` up to ``FINAL_SAVE_ATTEMPTS`` times if a hanging disk skips it.
 
     ``records`` gets only the last try's record.
     """
     pauses = Poll(pauses=Pauses(LAST_PAUSE_SECONDS, LAST_PAUSE_SECONDS))
-    for number in range(FINAL_SAVE_ATTEMPTS - 1):
-        future = save(is_retry=number > 0)
+    for _ in range(FINAL_SAVE_ATTEMPTS - 1):
+        future = save()
         if not future.done() or not isinstance(future.exception(), CheckpointSkippedError):
             return
         records.pop()
         pauses.pause()
-    save(is_retry=True)
+    save()
 
 
 def kept_records(records: Sequence[SaveRecord], rule: Rule) -> list[SaveRecord]:
@@ -416,13 +415,9 @@ def describe_wait(
     location: Location, settings: Settings, running: RunningSaves, stats: Sequence[SaveRecord], deadline: float
 ) -> str:
     saving = sum(record.local_commit_seconds is None for record, _ in running.unfinished())
-    if saving:
-        return f"closing: writing {saving} save(s) of {location.uri} to the SSD"
-    records = [record for record in stats if not record.error and record.is_sent]
-    names = [step_name(record.step) for record in records if record.shared_commit_seconds is None]
-    shown = f"{', '.join(names[-NAMES_SHOWN:])}{' and others' if len(names) > NAMES_SHOWN else ''}"
+    draining = sum(one.is_sent and not one.error and one.shared_commit_seconds is None for one in stats)
     return (
-        f"closing: waiting for {shown or 'retention'} to reach {location.uri}, "
+        f"closing: waiting for {saving} save(s) to reach the SSD, {draining} to reach {location.uri}, and retention; "
         f"{max(0.0, deadline - time.monotonic()):.0f} of {settings.exit_timeout_seconds:g} s left "
         "(exit_timeout_seconds). Ctrl-C stops: the rest stays on this node, `tierckpt drain --wait` finishes it"
     )
