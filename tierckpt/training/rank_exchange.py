@@ -24,8 +24,6 @@ from ..telemetry import logger
 
 T = TypeVar("T")
 
-RANKS_SHOWN = 4
-
 VERDICT_SECONDS = 10.0
 """The other ranks wait this much longer, for rank 0's own timeout report."""
 
@@ -114,15 +112,14 @@ def is_distributed() -> bool:
 def agree_on_name(uri: str) -> str:
     """Return a name for the job, the same on every rank. Raises ConfigError on all ranks if their ``uri`` differ."""
     gathered = all_gather((uuid.uuid4().hex, uri))
-    first = gathered[0][1]
-    others = [f"rank {rank} has {other}" for rank, (_, other) in enumerate(gathered) if other != first]
-    if others:
-        more = f" and {len(others) - RANKS_SHOWN} more" if len(others) > RANKS_SHOWN else ""
-        raise ConfigError(
-            f"the ranks of this job have different URIs: rank 0 has {first}, {', '.join(others[:RANKS_SHOWN])}{more}",
-            hint="Give every rank the same URI. A relative path depends on the working directory",
-        )
-    return str(gathered[0][0])
+    name, first = gathered[0]
+    for rank, (_, other) in enumerate(gathered):
+        if other != first:
+            raise ConfigError(
+                f"the ranks of this job have different URIs: rank 0 has {first}, rank {rank} has {other}",
+                hint="Give every rank the same URI. A relative path depends on the working directory",
+            )
+    return str(name)
 
 
 def same_outcome(work: Callable[[], T]) -> T:
@@ -143,16 +140,16 @@ def same_outcome(work: Callable[[], T]) -> T:
 def broadcast(work: Callable[[], T]) -> T:
     if not is_distributed():
         return work()
-    gathered: list[Any] = [None]
+    outcome: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            gathered = [("ok", work())]
+            outcome = [work()]
         except Exception as error:
-            gathered = [("error", portable(error))]
-    dist.broadcast_object_list(gathered, src=0)
-    if gathered[0][0] == "error":
-        raise gathered[0][1]
-    return cast(T, gathered[0][1])
+            outcome = [portable(error)]
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], TierckptError):
+        raise outcome[0]
+    return cast(T, outcome[0])
 
 
 def all_gather(value: Any) -> list[Any]:
@@ -184,11 +181,9 @@ def exchange_addresses(settings: Settings) -> None:
         address_list = store.append(os.environ.get("TORCHELASTIC_RUN_ID", ""), f"{own_address},")
         if len(address_list) > ADDRESSES_BYTES_MAX:
             address_list = address_list[-ADDRESSES_BYTES_MAX:].partition(",")[2]
-        other_addresses = [
-            address for address in dict.fromkeys(address_list.split(",")) if address not in ("", own_address)
-        ]
-        contact.ask({"op": "peer_addresses", "addresses": other_addresses})
-        log.info("found %d other agents of the job", len(other_addresses))
+        others = [one for one in dict.fromkeys(address_list.split(",")) if one not in ("", own_address)]
+        contact.ask({"op": "peer_addresses", "addresses": others})
+        log.info("found %d other agents of the job", len(others))
     except (TierckptError, OSError, ValueError) as error:
         log.warning("cannot find the agents of the job's other nodes: %s", error)
 

@@ -401,10 +401,9 @@ def _below(prefix: str, metadata: Metadata, where: str) -> list[str]:
     names = [name for name in metadata.state_dict_metadata if not name.startswith(f"{STRUCTURE}.")]
     found = [name for name in names if not prefix or name.startswith(f"{prefix}.")]
     if not found:
-        entries = sorted({name.partition(".")[0] for name in names})
-        more = f" and {len(entries) - NAMES_SHOWN} more" if len(entries) > NAMES_SHOWN else ""
+        entries = sorted({name.partition(".")[0] for name in names})[:NAMES_SHOWN]
         raise StateMismatchError(
-            f"nothing in {where} is under {prefix!r}; its entries: {', '.join(entries[:NAMES_SHOWN])}{more}",
+            f"nothing in {where} is under {prefix!r}; its entries: {', '.join(entries)}",
             hint="Pass the name that the model was saved under as prefix, or '' if it has none",
         )
     return found
@@ -430,7 +429,5 @@ class unwrapped:
                 raise own from None
             typed_error = next((cause for cause in causes.values() if isinstance(cause, TierckptError)), None)
             if typed_error is not None:
-                typed_error.context.setdefault(
-                    "rank", min(rank for rank, cause in causes.items() if cause is typed_error)
-                )
+                typed_error.context.setdefault("rank", next(r for r, cause in causes.items() if cause is typed_error))
                 raise typed_error from error

@@ -77,9 +77,6 @@ class ParameterNames:
         ]
 
     def _owner(self, optimizer: torch.optim.Optimizer) -> str:
-        if len(self._first_names) == 1:
-            [(entry, names)] = self._first_names.items()
-            return entry if any(id(one) in names for one in parameters_of(optimizer)) else ""
         ids = {id(one) for one in parameters_of(optimizer)}
         known = {entry: ids & names.keys() for entry, names in self._first_names.items()}
         every = set().union(*known.values())

@@ -358,10 +358,10 @@ class Encoder:
             raise _refused(path, value, "has no shape before the first forward pass of its module")
         if kind is not DTensor and hasattr(value, "__tensor_flatten__"):
             return self._subclass(value, path)
-        if kind not in (torch.Tensor, torch.nn.Parameter, DTensor) or value.layout != torch.strided:
-            raise _refused(path, value, f"is a {kind.__name__} of layout {value.layout}; only dense tensors are saved")
-        if value.is_quantized:
-            raise _refused(path, value, "is quantized: DCP restores it as another type")
+        is_known = kind in (torch.Tensor, torch.nn.Parameter, DTensor)
+        if not is_known or value.layout != torch.strided or value.is_quantized:
+            what = f"is a {kind.__name__} of {value.layout} and {value.dtype}; only dense tensors are saved"
+            raise _refused(path, value, what)
         self._split_values += 1
         name = ".".join(map(str, path))
         if self._is_ambiguous:
@@ -482,13 +482,8 @@ def _class_name(value: Any, path: PathOf, fits: Callable[[type], bool]) -> tuple
 
 
 def _why_not(value: Any) -> str:
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType):
-        return f"is the function {value.__qualname__}"
-    if isinstance(value, type):
-        return f"is the class {value.__qualname__}"
-    if hasattr(value, "state_dict"):
-        return f"is a {type(value).__qualname__} inside a container: give it its own name in the state"
-    return f"is a {type(value).__module__}.{type(value).__qualname__}"
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return f"is a {kind}" + (", which needs its own name in the state" if hasattr(value, "state_dict") else "")
 
 
 def _refused(path: PathOf, value: Any, what: str) -> StateMismatchError:

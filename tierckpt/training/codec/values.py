@@ -162,11 +162,8 @@ class ModuleTarget:
         pending = [key for key, one in tensors if one.is_meta and self._names.saved(key) not in self._live]
         made = [key for key, one in tensors if not one.is_meta]
         if pending or made:
-            some = pending or [key for key, one in tensors if one.is_meta]
-            self.problems.append(
-                f"{some[0]} and {len(some) - 1} more are on the meta device, but "
-                + ("the checkpoint has no buffers of this name" if pending else "other tensors of the module are not")
-            )
+            what = f"the checkpoint has no {pending[0]}" if pending else f"{made[0]} is not"
+            self.problems.append(f"{self._name} is on the meta device, but {what}")
 
     @property
     def replaces_parameters(self) -> bool:

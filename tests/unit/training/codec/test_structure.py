@@ -7,16 +7,14 @@ import collections
 import dataclasses
 import datetime
 import enum
-import fractions
 import functools
 import io
 import json
 import math
 import pathlib
 import types
-import uuid
 import zoneinfo
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -39,7 +37,7 @@ from tierckpt.errors import StateMismatchError, UnsafeCheckpointError
 from tierckpt.training.codec import job_state as states
 from tierckpt.training.codec import reconstruction
 from tierckpt.training.codec.reconstruction import Decoder
-from tierckpt.training.codec.structure import DEPTH_MAX, Encoder, text_of
+from tierckpt.training.codec.structure import DEPTH_MAX, Encoder
 
 
 class Colour(enum.Enum):
@@ -221,6 +219,7 @@ def test_round_trip_preserves_types_and_values(value: Any) -> None:
         torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1)).state_dict(),
         collections.defaultdict(None, {1: 2}),
         {1 << 20_000: torch.ones(1)},
+        [Decimal("1.20"), Decimal("NaN")],
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -255,12 +254,6 @@ def test_large_arrays_are_stored_as_tensors() -> None:
     assert len(saved["__tierckpt__"]["state"]["x"]) < 200
 
 
-def test_long_lists_of_numbers_are_encoded_in_bulk() -> None:
-    order = list(range(300_000))
-    node, _ = Encoder("").encode({"order": order}, ("x",))
-    assert node["dict"]["order"] is order
-
-
 # --- values that a save rejects because they cannot be restored ------------------------------------------------------
 
 
@@ -282,11 +275,10 @@ class Attributes(dict[str, Any]):
 
 
 UNSUPPORTED: list[tuple[str, Any]] = [
-    ("the function", lambda: 0),
-    ("the function", functools.partial),
+    ("builtins.function", lambda: 0),
     ("functools.partial", functools.partial(print, 1)),
-    ("the function", len),
-    ("the class", int),
+    ("builtins.builtin_function", len),
+    ("builtins.type", int),
     ("Attributes", Attributes(a=1)),
     ("object", object()),
     ("__del__|its own code", Finalized("/tmp")),
@@ -294,9 +286,9 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("no module has by that name", local_class()),
     ("contains itself", within_itself()),
     ("nested more than", functools.reduce(lambda inner, _: [inner], range(DEPTH_MAX + 1), [])),
-    ("layout", torch.eye(2).to_sparse()),
-    ("quantized", torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)),
-    ("Linear inside a container", torch.nn.Linear(1, 1)),
+    ("sparse_coo", torch.eye(2).to_sparse()),
+    ("qint8; only dense", torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)),
+    ("Linear, which needs its own name", torch.nn.Linear(1, 1)),
     ("default_factory", collections.defaultdict(lambda: 0)),
     ("time zone", datetime.datetime(2024, 1, 1, tzinfo=type("Zone", (datetime.tzinfo,), {})())),
     ("numpy", np.ma.array([1])),
@@ -310,8 +302,6 @@ UNSUPPORTED: list[tuple[str, Any]] = [
     ("why", "value"), UNSUPPORTED, ids=[f"{index}-{why}" for index, (why, _) in enumerate(UNSUPPORTED)]
 )
 def test_unsupported_values_are_rejected_by_name(why: str, value: Any) -> None:
-    if value is functools.partial:
-        why = "the class"
     with pytest.raises(StateMismatchError, match=why) as caught:
         states.collect({"job": {"inner": [0, value]}})
     assert "'job.inner.1" in caught.value.message
@@ -429,17 +419,3 @@ def test_the_device_of_a_tensor_is_recorded() -> None:
     tensor = torch.ones(2, device=accelerator or "cpu")
     node, _ = Encoder("").encode(tensor, ("x",))
     assert node == {"tensor": ["x", "", False, *([accelerator.type] if accelerator else [])]}
-
-
-def test_text_size_is_the_size_of_its_values() -> None:
-    node, _ = Encoder("").encode({str(index): [index, float(index)] for index in range(1000)}, ("x",))
-    assert len(text_of(node)) < 30_000
-
-
-def iterator() -> Iterator[int]:
-    yield 1
-
-
-def test_fractions_and_decimals_round_trip() -> None:
-    for value in (Decimal("1.20"), Decimal("NaN"), fractions.Fraction(1 << 200, 3), uuid.UUID(int=5)):
-        assert repr(round_trip(value)) == repr(value)
