@@ -233,14 +233,6 @@ def element(loop: Loop, tensor: torch.Tensor) -> None:
     tensor.view(-1)[loop.chosen.randrange(tensor.numel())] += 0.5
 
 
-def edit_data(loop: Loop) -> None:
-    stepped(loop).data.mul_(1.01)
-
-
-def edit_element(loop: Loop) -> None:
-    element(loop, stepped(loop).data)
-
-
 def edit_traced(loop: Loop) -> None:
     with torch.no_grad():
         one = stepped(loop)
@@ -265,25 +257,13 @@ def replace_data(loop: Loop) -> None:
     one.data = one.data * 1.5
 
 
-def step_foreign(loop: Loop) -> None:
-    """An optimizer that the state does not have, over the same parameters."""
-    for group in loop.foreign.param_groups:
+def step_other(optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer that the state does not have."""
+    for group in optimizer.param_groups:
         for one in group["params"]:
             one.grad = torch.full_like(one, 0.5)
-    loop.foreign.step()
-    loop.foreign.zero_grad()
-
-
-def step_frozen(loop: Loop) -> None:
-    """One over parameters that no optimizer of the state has."""
-    for one in loop.model["frozen"].parameters():
-        one.grad = torch.full_like(one, 0.5)
-    loop.other.step()
-    loop.other.zero_grad()
-
-
-def edit_frozen(loop: Loop) -> None:
-    element(loop, loop.model["frozen"].get_parameter("weight").data)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def edit_average(loop: Loop) -> None:
@@ -296,33 +276,20 @@ def edit_buffer(loop: Loop) -> None:
         element(loop, one.data) if one.is_floating_point() else one.data.add_(1)
 
 
-def zero_moment(loop: Loop) -> None:
+def zero_data(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.data.zero_()
+    return tensor
+
+
+def edit_moment(loop: Loop, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
     if found := moments(loop):
-        found[0][found[1]].zero_()
-
-
-def zero_moment_data(loop: Loop) -> None:
-    if found := moments(loop):
-        found[0][found[1]].data.zero_()
-
-
-def replace_moment(loop: Loop) -> None:
-    if found := moments(loop):
-        found[0][found[1]] = torch.zeros_like(found[0][found[1]])
+        found[0][found[1]] = edit(found[0][found[1]])
 
 
 def drop_state(loop: Loop) -> None:
     loop.optimizers[0].state.clear()
     if isinstance(loop.optimizers[0], torch.optim.Adagrad):  # its constructor makes its state
         loop.optimizers[0].__init__(loop.optimizers[0].param_groups)  # type: ignore[misc]
-
-
-def load_optimizer(loop: Loop) -> None:
-    loop.optimizers[0].load_state_dict(loop.optimizers[0].state_dict())
-
-
-def load_model(loop: Loop) -> None:
-    loop.model.load_state_dict({name: one * 1 for name, one in loop.model.state_dict().items()})
 
 
 def change_options(loop: Loop) -> None:
@@ -339,10 +306,8 @@ def freeze(loop: Loop) -> None:
 
 
 def replace_parameter(loop: Loop) -> None:
-    head = loop.model["head"]
-    old = head.get_parameter("weight")
-    new = nn.Parameter(old.detach() * 1.1)
-    head.weight = new
+    old = forget_parameter(loop)
+    new = loop.model.get_parameter("head.weight")
     for optimizer in loop.optimizers:
         for group in optimizer.param_groups:
             group["params"] = [new if one is old else one for one in group["params"]]
@@ -350,9 +315,11 @@ def replace_parameter(loop: Loop) -> None:
             optimizer.state[new] = optimizer.state.pop(old)
 
 
-def forget_parameter(loop: Loop) -> None:
-    """The module has another one, which the optimizer does not know."""
-    loop.model["head"].weight = nn.Parameter(loop.model.get_parameter("head.weight").detach() * 1.1)
+def forget_parameter(loop: Loop) -> nn.Parameter:
+    """Give the module another parameter, which the optimizer does not know. Returns the old one."""
+    old = loop.model.get_parameter("head.weight")
+    loop.model["head"].weight = nn.Parameter(old.detach() * 1.1)
+    return old
 
 
 def quiet(_: object) -> None:
@@ -376,10 +343,6 @@ def hook_gradient(loop: Loop) -> None:
         one.register_hook(lambda gradient: gradient * 0.5)  # type: ignore[no-untyped-call]
 
 
-def update_twice(loop: Loop) -> None:
-    loop.optimizers[0].step()
-
-
 def update_unhooked(loop: Loop) -> None:
     """The step itself, past hooks: as a step that is part of the backward pass."""
     update: Any = type(loop.optimizers[0]).step
@@ -392,15 +355,35 @@ def add_group(loop: Loop) -> None:
         loop.add_group()
 
 
-EVENTS: dict[str, Callable[[Loop], None]] = {
-    one.__name__: one
-    for one in (
-        edit_data, edit_element, edit_traced, edit_numpy, edit_storage, replace_data, step_foreign, step_frozen,
-        edit_frozen, edit_average, edit_buffer, zero_moment, zero_moment_data, replace_moment, drop_state,
-        load_optimizer, load_model, change_options, freeze, replace_parameter, forget_parameter, hook_edit,
-        hook_before, hook_gradient, update_twice, update_unhooked, add_group,
-    )
-}  # fmt: skip
+EVENTS: dict[str, Callable[[Loop], object]] = {
+    "edit_data": lambda loop: stepped(loop).data.mul_(1.01),
+    "edit_element": lambda loop: element(loop, stepped(loop).data),
+    "edit_traced": edit_traced,
+    "edit_numpy": edit_numpy,
+    "edit_storage": edit_storage,
+    "replace_data": replace_data,
+    "step_foreign": lambda loop: step_other(loop.foreign),  # over the same parameters
+    "step_frozen": lambda loop: step_other(loop.other),  # over parameters that no optimizer of the state has
+    "edit_frozen": lambda loop: element(loop, loop.model["frozen"].get_parameter("weight").data),
+    "edit_average": edit_average,
+    "edit_buffer": edit_buffer,
+    "zero_moment": lambda loop: edit_moment(loop, torch.Tensor.zero_),
+    "zero_moment_data": lambda loop: edit_moment(loop, zero_data),
+    "replace_moment": lambda loop: edit_moment(loop, torch.zeros_like),
+    "drop_state": drop_state,
+    "load_optimizer": lambda loop: loop.optimizers[0].load_state_dict(loop.optimizers[0].state_dict()),
+    "load_model": lambda loop: loop.model.load_state_dict({n: one * 1 for n, one in loop.model.state_dict().items()}),
+    "change_options": change_options,
+    "freeze": freeze,
+    "replace_parameter": replace_parameter,
+    "forget_parameter": forget_parameter,
+    "hook_edit": hook_edit,
+    "hook_before": hook_before,
+    "hook_gradient": hook_gradient,
+    "update_twice": lambda loop: loop.optimizers[0].step(),
+    "update_unhooked": update_unhooked,
+    "add_group": add_group,
+}
 
 
 # --- one loop ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,15 +82,10 @@ def _model_for(name: str) -> Callable[[int], nn.Module]:
 def optimizer_shapes() -> list[Shape]:
     shapes = [Shape(name, optimized(make, _model_for(name)), needs=name) for name, make in OPTIMIZERS.items()]
     shapes += [Shape(name, optimized(make)) for name, make in VARIANTS.items()]
+    stepped = "{} into one that has made a step"
     trained = [
-        Shape(
-            f"{name} into one that has made a step",
-            optimized(make, _model_for(name)),
-            change=lambda one: one.step(9),
-            needs=name,
-        )
-        for name, make in OPTIMIZERS.items()
-        if name in ("AdamW", "LBFGS", "SGD", "SparseAdam", "NAdam")
+        Shape(stepped.format(name), optimized(OPTIMIZERS[name], _model_for(name)), change=train_one_step)
+        for name in ("AdamW", "LBFGS", "SGD", "SparseAdam", "NAdam")
     ]
     narrow = functools.partial(mlp, dtype=torch.bfloat16)
     low_precision = [
@@ -137,14 +133,6 @@ def set_options(**options: Any) -> Callable[[Job], None]:
     return lambda one: one.state["optimizer"].param_groups[0].update(options)
 
 
-def drop_option(name: str) -> Callable[[Job], None]:
-    def drop(one: Job) -> None:
-        for found in one.state["optimizer"].param_groups:
-            del found[name]
-
-    return drop
-
-
 def add_group(one: Job) -> None:
     extra = nn.Linear(4, 4)
     one.state["model"].append(extra)
@@ -186,91 +174,80 @@ def named(seed: int) -> Job:
     return job(model=model, optimizer=ADAMW(model.named_parameters()))
 
 
+def add_parameter(one: Job) -> None:
+    one.state["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def drop_group(one: Job) -> None:
+    one.state["optimizer"].param_groups.pop()
+
+
+def drop_options(*names: str) -> Callable[[Job], None]:
+    def drop(one: Job) -> None:
+        for found, name in itertools.product(one.state["optimizer"].param_groups, names):
+            del found[name]
+
+    return drop
+
+
+def drop_one_state(one: Job) -> None:
+    one.state["optimizer"].state.popitem()
+
+
+def add_state(one: Job) -> None:
+    one.state["optimizer"].state.update(shared={"count": 3, "mean": torch.ones(2)})
+
+
+def train_one_step(one: Job) -> None:
+    one.step(5)
+
+
 EMPTY = group(lr=0.02, betas=(0.5, 0.6))
 COSINE = functools.partial(lr_scheduler.CosineAnnealingLR, T_max=10)
+ONE, TWO, FOR_LOOP = grouped(group(0, 1)), grouped(group(0), group(1)), grouped(group(0, 1, foreach=False))
+NEWER_OPTIONS = ("foreach", "fused", "maximize", "capturable", "differentiable")
 GROUPS = [
     Shape("two groups with options of their own", grouped(group(0, lr=0.3, name="a"), group(1, betas=(0.5, 0.9)))),
     Shape("an empty group first", grouped(EMPTY, group(0, 1)), before=set_options(lr=0.7)),
     Shape("an empty group second", grouped(group(0, 1), EMPTY)),
     Shape("only empty groups", grouped(EMPTY, EMPTY), after=0),
-    Shape("options that were changed", grouped(group(0, 1)), before=set_options(lr=0.7, betas=[0.5, 0.6], eps=1e-3)),
-    Shape(
-        "own keys of a group", grouped(group(0, 1)), before=set_options(name="x", lr_scale=0.5, tags={"a": [1, None]})
-    ),
-    Shape(
-        "own keys that are tensors",
-        grouped(group(0, 1)),
-        before=set_options(scale=torch.ones(3), pair=(torch.ones(()), 1)),
-    ),
-    Shape("own keys of the restored job alone", grouped(group(0, 1)), change=set_options(name="x", lr_scale=0.5)),
-    Shape("a tensor lr into a number", grouped(group(0, 1, foreach=False)), before=set_options(lr=torch.tensor(0.2))),
-    Shape("a number lr into a tensor", grouped(group(0, 1, foreach=False)), change=set_options(lr=torch.tensor(0.2))),
+    Shape("options that were changed", ONE, before=set_options(lr=0.7, betas=[0.5, 0.6], eps=1e-3)),
+    Shape("own keys of a group", ONE, before=set_options(name="x", lr_scale=0.5, tags={"a": [1, None]})),
+    Shape("own keys that are tensors", ONE, before=set_options(scale=torch.ones(3), pair=(torch.ones(()), 1))),
+    Shape("own keys of the restored job alone", ONE, change=set_options(name="x", lr_scale=0.5)),
+    Shape("a tensor lr into a number", FOR_LOOP, before=set_options(lr=torch.tensor(0.2))),
+    Shape("a number lr into a tensor", FOR_LOOP, change=set_options(lr=torch.tensor(0.2))),
     Shape("initial_lr without the scheduler", without_scheduler(COSINE), scheduled(None)),
     Shape("a scheduler made before the restore, not saved", scheduled(None), without_scheduler(COSINE)),
-    Shape("an option newer than the checkpoint", grouped(group(0, 1)), before=drop_option("decoupled_weight_decay")),
-    Shape(
-        "several options newer than the checkpoint",
-        grouped(group(0, 1)),
-        before=lambda one: [
-            drop_option(name)(one) for name in ("foreach", "fused", "maximize", "capturable", "differentiable")
-        ],
-    ),
-    Shape("an option that this torch no longer has", grouped(group(0, 1)), before=set_options(legacy=True)),
-    Shape("capturable turned on before the save", grouped(group(0, 1)), before=set_options(capturable=True), after=0),
-    Shape("capturable in the restored job", grouped(group(0, 1)), change=set_options(capturable=True)),
-    Shape("a group added to both", grouped(group(0, 1)), before=add_group, change=add_group, after=0),
-    Shape(
-        "a group added after the save",
-        grouped(group(0, 1)),
-        change=lambda one: one.state["optimizer"].add_param_group({"params": [nn.Parameter(torch.ones(2))]}),
-        expect="error",
-    ),
-    Shape(
-        "a group removed after the save",
-        grouped(group(0), group(1)),
-        change=lambda one: one.state["optimizer"].param_groups.pop(),
-        expect="error",
-    ),
-    Shape("one group where there were two", grouped(group(0), group(1)), grouped(group(0, 1)), expect="error"),
-    Shape("fewer parameters in a group", grouped(group(0, 1)), grouped(group(0)), expect="error"),
-    Shape("more parameters in a group", grouped(group(0)), grouped(group(0, 1)), expect="error"),
-    Shape("frozen parameters", grouped(group(0, 1)), before=freeze(0), change=freeze(0)),
-    Shape("parameters frozen from the first step", grouped(group(0), group(1)), change=freeze(1)),
+    Shape("an option newer than the checkpoint", ONE, before=drop_options("decoupled_weight_decay")),
+    Shape("several options newer than the checkpoint", ONE, before=drop_options(*NEWER_OPTIONS)),
+    Shape("an option that this torch no longer has", ONE, before=set_options(legacy=True)),
+    Shape("capturable turned on before the save", ONE, before=set_options(capturable=True), after=0),
+    Shape("capturable in the restored job", ONE, change=set_options(capturable=True)),
+    Shape("a group added to both", ONE, before=add_group, change=add_group, after=0),
+    Shape("a group added after the save", ONE, change=add_parameter, expect="error"),
+    Shape("a group removed after the save", TWO, change=drop_group, expect="error"),
+    Shape("one group where there were two", TWO, ONE, expect="error"),
+    Shape("fewer parameters in a group", ONE, grouped(group(0)), expect="error"),
+    Shape("more parameters in a group", grouped(group(0)), ONE, expect="error"),
+    Shape("frozen parameters", ONE, before=freeze(0), change=freeze(0)),
+    Shape("parameters frozen from the first step", TWO, change=freeze(1)),
     Shape("frozen parameters outside the optimizer", filtered),
     Shape("all parameters where there were the trainable ones", filtered, optimized(ADAMW), expect="error"),
-    Shape("saved before the first step", grouped(group(0, 1)), train=0),
-    Shape(
-        "saved before the first step, into a trained job", grouped(group(0, 1)), change=lambda one: one.step(5), train=0
-    ),
-    Shape(
-        "a state with part of the parameters",
-        grouped(group(0, 1)),
-        before=lambda one: one.state["optimizer"].state.popitem(),
-    ),
-    Shape(
-        "a state with part of the parameters, into a trained job",
-        grouped(group(0, 1)),
-        before=lambda one: one.state["optimizer"].state.popitem(),
-        change=lambda one: one.step(5),
-    ),
+    Shape("saved before the first step", ONE, train=0),
+    Shape("saved before the first step, into a trained job", ONE, change=train_one_step, train=0),
+    Shape("a state with part of the parameters", ONE, before=drop_one_state),
+    Shape("a state with part of the parameters, into a trained job", ONE, before=drop_one_state, change=train_one_step),
     Shape("names of parameters in the groups", named),
     Shape("names of parameters in the saved groups", named, optimized(ADAMW)),
     Shape("names of parameters in the restored groups", optimized(ADAMW), named),
     Shape("momentum of one group", grouped(group(0, momentum=0.9), group(1), make=PLAIN_SGD)),
     Shape("momentum from the save on", grouped(group(0, 1), make=PLAIN_SGD), before=set_options(momentum=0.9)),
-    Shape(
-        "a state under a string",
-        grouped(group(0, 1)),
-        before=lambda one: one.state["optimizer"].state.update(shared={"count": 3, "mean": torch.ones(2)}),
-    ),
+    Shape("a state under a string", ONE, before=add_state),
     Shape("Adam into AdamW", optimized(optim.Adam), optimized(optim.AdamW)),
     Shape("AdamW into amsgrad", optimized(ADAMW), optimized(VARIANTS["AdamW amsgrad"])),
     Shape("amsgrad into AdamW", optimized(VARIANTS["AdamW amsgrad"]), optimized(ADAMW)),
-    Shape(
-        "SGD without momentum into SGD with it",
-        optimized(VARIANTS["SGD without momentum"]),
-        optimized(OPTIMIZERS["SGD"]),
-    ),
+    Shape("SGD without momentum into SGD with it", optimized(PLAIN_SGD), optimized(OPTIMIZERS["SGD"])),
     Shape("AdamW into fused AdamW", optimized(ADAMW), optimized(VARIANTS["AdamW fused"])),
     Shape("fused AdamW into AdamW", optimized(VARIANTS["AdamW fused"]), optimized(ADAMW)),
 ]
@@ -317,16 +294,8 @@ def optimizer_alone(seed: int) -> Job:
 def other_order(seed: int) -> Job:
     """Groups list their parameters in another order than the module."""
     model = mlp(seed, layers=3)
-    return job(
-        model=model,
-        optimizer=ADAMW(
-            [
-                {"params": list(model[2].parameters())},
-                {"params": list(model[0].parameters())[::-1]},
-                {"params": list(model[1].parameters())},
-            ]
-        ),
-    )
+    first, second, third = (list(layer.parameters()) for layer in model)
+    return job(model=model, optimizer=ADAMW([{"params": one} for one in (third, first[::-1], second)]))
 
 
 def twice(seed: int) -> Job:
@@ -411,6 +380,10 @@ def _odd(name: str, seed: int) -> Any:
     return objects.Loader(dict(objects.odd_values(seed))[name])
 
 
+def _notes(seed: int) -> dict[Any, Any]:
+    return {"a": [seed, (1, None)], 2: {"b": torch.full((2,), seed)}}
+
+
 def object_shapes() -> list[Shape]:
     shapes = [Shape(f"scheduler {name}", scheduled(make), train=6, after=8) for name, make in SCHEDULERS.items()]
     shapes += [
@@ -422,13 +395,7 @@ def object_shapes() -> list[Shape]:
         *shapes,
         Shape("GradScaler", with_objects(scaler=_scaler)),
         Shape("GradScaler that is off", with_objects(scaler=lambda _: torch.amp.GradScaler("cpu", enabled=False))),
-        Shape(
-            "plain values",
-            with_objects(
-                epoch=lambda seed: seed, notes=lambda seed: {"a": [seed, (1, None)], 2: {"b": torch.full((2,), seed)}}
-            ),
-            after=0,
-        ),
+        Shape("plain values", with_objects(epoch=lambda seed: seed, notes=_notes), after=0),
     ]
 
 

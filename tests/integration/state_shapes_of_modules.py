@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.integration import state_modules as modules
 from tests.integration.state_compare import Job, Shape
+from tests.integration.state_modules import EXTRA_STATES
 from tests.integration.state_objects import job, mlp
 from tests.integration.state_shapes import ADAMW, OPTIMIZERS, optimized
 
@@ -71,6 +72,17 @@ def compiled(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: torch.compile(make(), backend="eager")  # type: ignore[return-value]
 
 
+def compiled_in_place() -> nn.Module:
+    model = TWO()
+    model.compile(backend="eager")
+    return model
+
+
+def twice() -> nn.Module:
+    layer = LINEAR()
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
 def ddp(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: nn.parallel.DistributedDataParallel(make())
 
@@ -112,17 +124,28 @@ def channels_last() -> nn.Module:
     return CONV().to(memory_format=torch.channels_last)
 
 
+def consolidate(one: Job) -> None:
+    one.state["optimizer"].consolidate_state_dict()
+
+
+def train_both(one: Job) -> None:
+    for number in range(9, 15):
+        one.step(number)
+
+
+def add_gradients(one: Job) -> None:
+    for parameter in one.state["model"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+in_group = functools.partial(Shape, needs="process group")
+
+
 def module_shapes() -> list[Shape]:
     many = functools.partial
     return [
-        *(
-            Shape(f"extra state: {form}", module(sequential(LINEAR, many(modules.Extra, form))))
-            for form in modules.EXTRA_STATES
-        ),
-        *(
-            Shape(f"a buffer: {name}", module(many(modules.Buffers, [name])), expect=expect)
-            for name, expect in BUFFERS.items()
-        ),
+        *(Shape(f"extra state: {one}", module(sequential(LINEAR, many(modules.Extra, one)))) for one in EXTRA_STATES),
+        *(Shape(f"a buffer: {n}", module(many(modules.Buffers, [n])), expect=expect) for n, expect in BUFFERS.items()),
         Shape("buffers that share storage", module(many(modules.Buffers, ["whole", "rows", "column"]))),
         Shape("a buffer that is not persistent", module(many(modules.Buffers, ["bool"], False)), after=0),
         Shape("BatchNorm", module(sequential(LINEAR, NORM, LINEAR))),
@@ -131,20 +154,13 @@ def module_shapes() -> list[Shape]:
         Shape("tied weights into untied ones", bare(modules.Tied), bare(many(modules.Tied, False))),
         Shape("untied weights into tied ones", bare(many(modules.Tied, False)), bare(modules.Tied)),
         Shape("a branch that trains later", module(modules.Branches), after=4),
-        Shape(
-            "a branch that trains later, into a job that has trained it",
-            module(modules.Branches),
-            change=lambda one: [one.step(number) for number in range(9, 15)],
-            after=4,
-        ),
+        Shape("a branch that trains later, into a trained job", module(modules.Branches), change=train_both, after=4),
         Shape("dynamic quantization", bare(quantized_linear), train=0, after=0, expect="same or refused"),
         Shape("a nested state dict of a module", module(modules.Nested)),
         Shape("an LSTM", module(modules.Recurrent)),
         Shape("pruned weights", module(sequential(lambda: prune.random_unstructured(LINEAR(), "weight", 0.5), LINEAR))),
         Shape("the older weight_norm", module(sequential(lambda: nn.utils.weight_norm(LINEAR()), LINEAR))),
-        Shape(
-            "a layer twice in a model", module(lambda: (lambda layer: nn.Sequential(layer, nn.Tanh(), layer))(LINEAR()))
-        ),
+        Shape("a layer twice in a model", module(twice)),
         Shape("ParameterList, ParameterDict, ModuleDict", module(modules.ListsAndDicts)),
         Shape("weight_norm", module(sequential(lambda: parametrizations.weight_norm(LINEAR()), LINEAR))),
         Shape("spectral_norm", module(sequential(lambda: parametrizations.spectral_norm(LINEAR()), LINEAR))),
@@ -163,27 +179,15 @@ def module_shapes() -> list[Shape]:
         Shape("torch.compile", module(compiled(TWO))),
         Shape("torch.compile into a plain module", module(compiled(TWO)), module(TWO), translate=_strip("_orig_mod.")),
         Shape("a plain module into torch.compile", module(TWO), module(compiled(TWO)), translate=_add("_orig_mod.")),
-        Shape(
-            "torch.compile in place", module(lambda: (lambda model: (model.compile(backend="eager"), model)[1])(TWO()))
-        ),
+        Shape("torch.compile in place", module(compiled_in_place)),
         Shape("a compiled layer", module(sequential(LINEAR, compiled(LINEAR)))),
-        Shape("DDP", module(ddp(TWO)), needs="process group"),
-        Shape(
-            "DDP into a plain module", module(ddp(TWO)), module(TWO), translate=_strip("module."), needs="process group"
-        ),
-        Shape(
-            "a plain module into DDP", module(TWO), module(ddp(TWO)), translate=_add("module."), needs="process group"
-        ),
-        Shape("DDP of a compiled module", module(ddp(compiled(TWO))), needs="process group"),
+        in_group("DDP", module(ddp(TWO))),
+        in_group("DDP into a plain module", module(ddp(TWO)), module(TWO), translate=_strip("module.")),
+        in_group("a plain module into DDP", module(TWO), module(ddp(TWO)), translate=_add("module.")),
+        in_group("DDP of a compiled module", module(ddp(compiled(TWO)))),
         Shape("a plain module whose child is called module", module(modules.Inner)),
         Shape("AveragedModel", averaged),
-        Shape(
-            "ZeroRedundancyOptimizer, consolidated",
-            zero_redundancy,
-            before=lambda one: one.state["optimizer"].consolidate_state_dict(),
-            expect="same or refused",
-            needs="process group",
-        ),
+        in_group("ZeroRedundancyOptimizer, whole", zero_redundancy, before=consolidate, expect="same or refused"),
         Shape("convolutions and linear layers", module(CONV)),
         Shape("channels_last", module(channels_last)),
         Shape("channels_last from contiguous", module(CONV), module(channels_last)),
@@ -192,12 +196,7 @@ def module_shapes() -> list[Shape]:
         Shape("0-dim parameters", module(many(modules.OneParameter))),
         Shape("float64 parameters", module(many(modules.OneParameter, 2, dtype=torch.float64))),
         Shape("parameters without gradients", bare(lambda: TWO().requires_grad_(False)), after=0),
-        Shape(
-            "gradients that are there",
-            module(TWO),
-            change=lambda one: [setattr(p, "grad", torch.ones_like(p)) for p in one.state["model"].parameters()],
-            after=0,
-        ),
+        Shape("gradients that are there", module(TWO), change=add_gradients, after=0),
         Shape("a module without parameters", bare(nn.Identity), train=0, after=0),
     ]
 
@@ -213,23 +212,24 @@ def prefixed() -> nn.Module:
     return nn.ModuleDict({"a": LINEAR(), "a_b": LINEAR()})
 
 
+def _counter(dtype: torch.dtype) -> Callable[[int], Job]:
+    def make() -> nn.Module:
+        found = LINEAR()
+        found.register_buffer("count", torch.arange(5).to(dtype))
+        return found
+
+    return bare(make)
+
+
+NO_DIMENSION, ONE_ELEMENT = bare(modules.OneParameter), bare(functools.partial(modules.OneParameter, 1))
 BIG, SMALL = optimized(ADAMW, functools.partial(mlp, layers=4)), optimized(ADAMW)
 OTHER_MODELS = [
     Shape("float32 into bfloat16", SMALL, _dtype(torch.bfloat16)),
     Shape("bfloat16 into float32", _dtype(torch.bfloat16), SMALL),
     Shape("float32 into float64", SMALL, _dtype(torch.float64)),
     Shape("float64 into float16", _dtype(torch.float64), _dtype(torch.float16), after=0),
-    Shape(
-        "an int buffer into a float one",
-        bare(lambda: _counter(torch.int64)),
-        bare(lambda: _counter(torch.float32)),
-        after=0,
-    ),
-    Shape(
-        "one element into a 0-dim parameter",
-        bare(functools.partial(modules.OneParameter, 1)),
-        bare(modules.OneParameter),
-    ),
+    Shape("an int buffer into a float one", _counter(torch.int64), _counter(torch.float32), after=0),
+    Shape("one element into a 0-dim parameter", ONE_ELEMENT, NO_DIMENSION),
     Shape("a name that is a prefix of another", bare(prefixed), train=0, after=0),
 ]
 
@@ -250,20 +250,11 @@ MISMATCHES: dict[str, tuple[Callable[[int], Job], Callable[[int], Job]]] = {
     ),
     "without biases": (bare(TWO), bare(functools.partial(mlp, 1, bias=False))),
     "a convolution where a linear layer was": (module(sequential(nn.Flatten, LINEAR)), module(CONV)),
-    "a 0-dim parameter into one of one element": (
-        bare(modules.OneParameter),
-        bare(functools.partial(modules.OneParameter, 1)),
-    ),
+    "a 0-dim parameter into one of one element": (NO_DIMENSION, ONE_ELEMENT),
     "without extra state": (bare(LINEAR), bare(lambda: modules.with_extra(LINEAR()))),
     "extra state that the model has not": (bare(lambda: modules.with_extra(LINEAR())), bare(LINEAR)),
 }
 """A saved job, and another one into which it cannot be loaded."""
-
-
-def _counter(dtype: torch.dtype) -> nn.Module:
-    found = LINEAR()
-    found.register_buffer("count", torch.arange(5).to(dtype))
-    return found
 
 
 SHAPES = [

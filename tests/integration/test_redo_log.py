@@ -14,13 +14,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tierckpt
+from tests.command_line import CommandLine
 from tests.compat.worker import launch
 from tests.fault.training_jobs import Deferring
 from tests.integration.test_multi_step_save import Job, check
 from tests.states import flip
 from tests.unit.replay.test_redo import OTHER, flipped
 from tierckpt import Checkpointer, EveryStep
-from tierckpt.cli.ui.app import run as run_cli
 from tierckpt.client import close_all, get_client
 from tierckpt.errors import IntegrityError, TierckptError
 from tierckpt.format.layout import WINDOWS_DIR, parse_uri
@@ -189,22 +189,20 @@ def test_mismatched_parameters_are_refused_before_any_change(run: Path) -> None:
     check(other.model.state_dict(), job.kept[1]["model"])
 
 
-def test_retention_ls_verify_and_info_of_redo_logs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_retention_ls_verify_and_info_of_redo_logs(run: Path, cli: CommandLine) -> None:
     _, steps = trained(run, windows=4, keep_last=2)
     kept = {path.name for path in (run / WINDOWS_DIR).iterdir()}
     assert kept == {f"step-{step}" for step in steps[-2:]}
     close_all()
     newest = run / WINDOWS_DIR / f"step-{steps[-1]}"
-    assert run_cli(["ls", str(run), "--json"]) == 0
-    assert f"{WINDOWS_DIR}/{newest.name}" in capsys.readouterr().out
-    assert run_cli(["verify", str(run), "--read-data"]) == 0 and run_cli(["status"]) == 0
-    assert run_cli(["info", str(newest)]) == 0
-    shown = capsys.readouterr().out
+    assert f"{WINDOWS_DIR}/{newest.name}" in cli("ls", run).out
+    assert cli.text("verify", run, "--read-data").code == cli.text("status").code == 0
+    shown = cli.text("info", newest).out
     assert "redo log" in shown and "AdamW, SGD" in shown
-    assert run_cli(["prune", str(run), "--keep-last", "1", "--yes"]) == 0
+    cli.answer("prune", run, "--keep-last", "1", "--yes")
     assert [path.name for path in (run / WINDOWS_DIR).iterdir()] == [newest.name]
     flip(next(newest.glob("*.distcp")))
-    assert run_cli(["verify", str(run), "--read-data"]) != 0
+    assert cli.text("verify", run, "--read-data").code != 0
 
 
 def test_retention_removes_a_redo_log_older_than_enough_checkpoints(run: Path) -> None:

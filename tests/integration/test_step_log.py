@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import random
 import re
@@ -18,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import tierckpt
+from tests.command_line import CommandLine
 from tests.fault.step_log_scenarios import Job
 from tests.fault.training_jobs import Deferring
 from tierckpt import Checkpointer, EveryStep
-from tierckpt.cli.ui.app import run as main
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import GRADIENTS_DIR, local_dir, parse_uri
 from tierckpt.replay import checksum
@@ -50,15 +49,32 @@ def directory(local_root: Path, uri: str, rank: int = 0) -> Path:
     return local_dir(local_root, parse_uri(uri)) / GRADIENTS_DIR / f"rank-{rank}"
 
 
-def train(checkpointer: Checkpointer, job: Job, steps: int) -> str:
-    """Train to step ``steps``, flush the log and return the digest of the state."""
+def advance(
+    checkpointer: Checkpointer, job: Job, steps: int, beside: Callable[[int], object] = lambda number: None
+) -> dict[int, str]:
+    """Train to step ``steps``; call ``beside`` after each step. Returns the digest after each step."""
+    digests: dict[int, str] = {}
     while job.state["step"] < steps:
         number = job.train()
+        digests[number] = job.digest()
         saved = checkpointer.step(number, job.state)
         if saved is not None:
             saved.result(60)
+        beside(number)
+    return digests
+
+
+def train(checkpointer: Checkpointer, job: Job, steps: int) -> str:
+    """Train to step ``steps``, flush the log and return the digest of the state."""
+    advance(checkpointer, job, steps)
     checkpointer.close()
     return job.digest()
+
+
+def reference(steps: int) -> dict[int, str]:
+    """The digests of a job without interruptions."""
+    job = Job()
+    return {job.train(): job.digest() for _ in range(steps)}
 
 
 def resumed(checkpointer: Checkpointer) -> tuple[Job, int | None]:
@@ -75,30 +91,18 @@ def test_killed_job_resumes_at_its_last_logged_step(run: Runs, setting: bool | s
     expected = train(checkpointer, job, 12)
     job, step = resumed(run())
     assert (step, job.digest()) == (12, expected)
-    reference = Job()
-    while reference.state["step"] < 12:
-        reference.train()
-    assert reference.digest() == expected
+    assert reference(12)[12] == expected
 
 
-def test_status_and_report_show_the_log(
-    run: Runs, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_and_report_show_the_log(run: Runs, file_uri: str, cli: CommandLine) -> None:
     train(run(interval=5), Job(), 8)
     checkpointer = run()
     job, _ = resumed(checkpointer)
     train(checkpointer, job, 9)
-
-    def cli(*arguments: str) -> Any:
-        capsys.readouterr()
-        assert main([*arguments, "--json", "--local-root", str(local_root)]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    [log] = cli("status")["gradient_logs"]
+    [log] = cli.answer("status")["gradient_logs"]
     assert (log["uri"], log["rank"], log["newest_step"]) == (file_uri, 0, 9) and log["size_bytes"] > 4096
-    assert cli("report", file_uri)["replayed_steps"] == 3
-    assert main(["report", file_uri, "--local-root", str(local_root)]) == 0
-    assert "3 steps without a checkpoint" in capsys.readouterr().out
+    assert cli.answer("report", file_uri)["replayed_steps"] == 3
+    assert "3 steps without a checkpoint" in cli.text("report", file_uri).out
 
 
 def train_with_window(checkpointer_of_run: Checkpointer, job: Job, steps: int) -> dict[int, str]:
@@ -142,7 +146,7 @@ def test_steps_after_a_window_are_logged_with_one_gradient_copy(
 
 
 def test_info_shows_the_logs_of_a_run_and_of_a_checkpoint(
-    run: Runs, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+    run: Runs, file_uri: str, local_root: Path, cli: CommandLine
 ) -> None:
     train(run(interval=5), Job(), 8)
     checkpointer = run()
@@ -150,28 +154,20 @@ def test_info_shows_the_logs_of_a_run_and_of_a_checkpoint(
     again = Job()
     checkpointer.restore(again.state, step=5)
     train(checkpointer, again, 7)
-
-    def cli(*arguments: str) -> Any:
-        capsys.readouterr()
-        assert main(["info", *arguments, "--json", "--local-root", str(local_root)]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    document = cli(file_uri)
+    document = cli.answer("info", file_uri)
     assert document["kind"] == "run" and document["checkpoints"] >= 2
     [log] = document["gradient_logs"]  # from the first saved step; no valid checkpoint needs the abandoned log
     assert (log["rank"], log["base_step"], log["newest_step"], log["steps"], log["ended"]) == (0, 5, 7, 2, "")
     assert log["verified_step"] >= 6 and log["size_bytes"] > 4096
-    assert [one["base_step"] for one in cli(f"{file_uri}/step-5")["gradient_logs"]] == [5]
+    assert [one["base_step"] for one in cli.answer("info", f"{file_uri}/step-5")["gradient_logs"]] == [5]
     [*_, newest] = log_segments.paths_in(directory(local_root, file_uri))
     data = newest.read_bytes()
     newest.write_bytes(data[:-4096])
     for step in (5, 6):
         shutil.rmtree(local_dir(local_root, parse_uri(file_uri)) / f"step-{step}")
-    document = cli(file_uri)
-    log, *_ = document["gradient_logs"]
+    log, *_ = cli.answer("info", file_uri)["gradient_logs"]
     assert log["newest_step"] == 6 and "cut short" in log["ended"] and "is missing" in log["ended"]
-    assert main(["info", file_uri, "--local-root", str(local_root)]) == 0
-    assert "is missing" in " ".join(capsys.readouterr().out.split())
+    assert "is missing" in " ".join(cli.text("info", file_uri).out.split())
 
 
 def test_gradient_log_accepts_only_a_step_count_or_a_duration(run: Runs) -> None:
@@ -237,8 +233,7 @@ def test_log_without_its_checkpoint_is_ignored(run: Runs, file_uri: str, local_r
 def test_damaged_frame_restores_the_previous_step_with_a_warning(
     run: Runs, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reference = Job()
-    digests = {reference.train(): reference.digest() for _ in range(8)}
+    digests = reference(8)
     train(run(), Job(), 8)
     run_directory = local_dir(local_root, parse_uri(file_uri))
     kept = shutil.copytree(run_directory, run_directory.with_name("kept"))
@@ -375,18 +370,13 @@ def test_loop_that_rewinds_logs_a_new_history(run: Runs, file_uri: str, local_ro
     """In one process, with other data from that step on. A rank without log frames since is not mistaken for one
     that has them. A node that was disconnected still has the abandoned history, which is longer (G4)."""
     checkpointer, job = run(interval=5), Job()
-    for at in (9, 7):
-        while job.state["step"] < at:
-            number = job.train()
-            if (saved := checkpointer.step(number, job.state)) is not None:
-                saved.result(60)
-        if at == 9:
-            log = directory(local_root, file_uri)
-            given_up = jobs_in(log)
-            shutil.copytree(log, log.parent / COPIES / "other-node" / log.name)
-            assert checkpointer.restore(job.state, step=5) == 5
-            torch.manual_seed(99)
-    checkpointer.close()
+    advance(checkpointer, job, 9)
+    log = directory(local_root, file_uri)
+    given_up = jobs_in(log)
+    shutil.copytree(log, log.parent / COPIES / "other-node" / log.name)
+    assert checkpointer.restore(job.state, step=5) == 5
+    torch.manual_seed(99)
+    train(checkpointer, job, 7)
     assert len(given_up) == len(jobs_in(log) - given_up) == 1
     again, step = resumed(run())
     assert (step, again.digest()) == (7, job.digest())
@@ -517,36 +507,24 @@ def test_repeatedly_ending_logs_lead_to_fewer_checkpoints(run: Runs) -> None:
 
 def test_restore_of_an_earlier_step(run: Runs) -> None:
     train(run(interval=4), Job(), 10)
-    reference = Job()
-    while reference.state["step"] < 6:
-        reference.train()
     job = Job()
     assert run().restore(job.state, step=4) == 4
     assert resumed(run())[1] == 10  # restoring without training changes nothing
     checkpointer = run()
     assert checkpointer.restore(job.state, step=4) == 4
-    assert train(checkpointer, job, 6) == reference.digest()
+    assert train(checkpointer, job, 6) == reference(6)[6]
     assert resumed(run())[1] == 6  # the checkpoint of step 8 exists, but is abandoned
 
 
-def test_abandoned_base_checkpoint_of_a_log_is_listed_and_pruned(
-    run: Runs, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first = run(interval=4, drain=True)
-    train(first, Job(), 9)
-    first.close()
-    job = Job()
-    second = run(drain=True)
+def test_abandoned_base_checkpoint_of_a_log_is_listed_and_pruned(run: Runs, file_uri: str, cli: CommandLine) -> None:
+    train(run(interval=4, drain=True), Job(), 9)
+    job, second = Job(), run(drain=True)
     assert second.restore(job.state, step=4) == 4
     train(second, job, 6)
-    second.close()
-    assert main(["ls", file_uri, "--json", "--local-root", str(local_root)]) == 0
-    listed = {one["step"]: one.get("abandoned", False) for one in json.loads(capsys.readouterr().out)["checkpoints"]}
+    listed = {one["step"]: one.get("abandoned", False) for one in cli.answer("ls", file_uri)["checkpoints"]}
     assert listed[8] and not listed[4]
-    assert main(["prune", file_uri, "--abandoned", "--yes", "--local-root", str(local_root)]) == 0
-    capsys.readouterr()
-    assert main(["ls", file_uri, "--json", "--local-root", str(local_root)]) == 0
-    assert 8 not in [one["step"] for one in json.loads(capsys.readouterr().out)["checkpoints"]]
+    cli.answer("prune", file_uri, "--abandoned", "--yes")
+    assert 8 not in [one["step"] for one in cli.answer("ls", file_uri)["checkpoints"]]
     assert resumed(run())[1] == 6
 
 
@@ -613,42 +591,23 @@ def test_save_by_another_writer_hides_no_logged_step(
     folder, job, options = tmp_path / "files", Job(), {"drain": False, "local_root": local_root}
     folder.mkdir()
     checkpointer = run()
-    digests = {}
-    for _ in range(20):
-        number = job.train()
-        digests[number] = job.digest()
-        saved = checkpointer.step(number, job.state)
-        if saved is not None:
-            saved.result(60)
+    if how == "Checkpointer":
+        options["keep_last"] = 1
+
+    def beside(number: int) -> None:
         if number in (8, 12):
-            keep = {"keep_last": 1} if how == "Checkpointer" else {}
-            save_beside(how, job, number, file_uri, folder, **options, **keep)
+            save_beside(how, job, number, file_uri, folder, **options)
+
+    digests = advance(checkpointer, job, 20, beside)
     end_log(checkpointer)
-    again, resumed = Job(), run()
-    assert resumed.restore(again.state) == 20
-    assert again.digest() == digests[20]
+    continued = run()
+    again, step = resumed(continued)
+    assert step == 20 and again.digest() == digests[20]
     again.train()
-    saved = resumed.step(21, again.state)
-    assert saved is None, "the log must continue"
-    digests[21] = again.digest()
-    end_log(resumed)
-    last = Job()
-    assert run().restore(last.state) == 21 and last.digest() == digests[21]
-
-
-def killed_beside(run: Runs, file_uri: str, steps: int, **options: Any) -> dict[int, str]:
-    """Log ``steps`` while another Checkpointer saves the eighth, then stop."""
-    job, digests, checkpointer = Job(), {}, run()
-    for number in range(1, steps + 1):
-        job.train()
-        digests[number] = job.digest()
-        saved = checkpointer.step(number, job.state)
-        if saved is not None:
-            saved.result(60)
-        if number == 8:
-            save_beside("Checkpointer", job, 8, file_uri, Path(), **options)
-    end_log(checkpointer)
-    return digests
+    assert continued.step(21, again.state) is None, "the log must continue"
+    end_log(continued)
+    last, step = resumed(run())
+    assert step == 21 and last.digest() == again.digest()
 
 
 @pytest.mark.parametrize(
@@ -658,8 +617,14 @@ def killed_beside(run: Runs, file_uri: str, steps: int, **options: Any) -> dict[
 def test_save_is_restored_when_the_log_ends_before_it(
     damage: str, reached: int, run: Runs, file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    steps = 8 if "older" in damage else 14
-    digests = killed_beside(run, file_uri, steps, drain=False, local_root=local_root)
+    job, checkpointer = Job(), run()
+
+    def beside(number: int) -> None:
+        if number == 8:
+            save_beside("Checkpointer", job, 8, file_uri, Path(), drain=False, local_root=local_root)
+
+    digests = advance(checkpointer, job, 8 if "older" in damage else 14, beside)
+    end_log(checkpointer)
     [path] = log_segments.paths_in(directory(local_root, file_uri))
     data = bytearray(path.read_bytes())
     frame = (len(data) - 4096) // data.count(log_segments.FRAME)
@@ -670,6 +635,6 @@ def test_save_is_restored_when_the_log_ends_before_it(
     if damage == "the base":
         for one in local_dir(local_root, parse_uri(f"{file_uri}/step-1")).glob("*.distcp"):
             one.write_bytes(bytes(one.stat().st_size))
-    again = Job()
-    assert run().restore(again.state) == reached, caplog.text
+    again, step = resumed(run())
+    assert step == reached, caplog.text
     assert again.digest() == digests[reached]

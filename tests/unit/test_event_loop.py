@@ -23,8 +23,8 @@ def loop(tmp_path: Path) -> Iterator[LoopThread]:
     made.close()
 
 
-@pytest.mark.parametrize("state", ["queued", "executing", "waiting"])
-def test_an_interrupt_in_the_request_ends_the_call(
+@pytest.mark.parametrize("state", ["queued", "executing", "waiting", "started"])
+def test_an_interrupt_in_the_request_ends_the_call_or_leaves_started_work_to_close(
     loop: LoopThread, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
@@ -32,7 +32,7 @@ def test_an_interrupt_in_the_request_ends_the_call(
 
     async def work() -> None:
         begun.set()
-        if state == "executing":
+        if state in ("executing", "started"):
             may_go_on.wait(SECONDS)
         try:
             await asyncio.sleep(SECONDS)
@@ -43,42 +43,20 @@ def test_an_interrupt_in_the_request_ends_the_call(
         monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", request)
         request(call, on)
         assert state == "queued" or begun.wait(SECONDS)
-        threading.Timer(0.05, may_go_on.set).start()
+        if state != "started":
+            threading.Timer(0.05, may_go_on.set).start()
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        loop.run(work())
+        (loop.start if state == "started" else loop.run)(work())
+    if state == "started":
+        may_go_on.set()
+        loop.close()
+        assert ended.is_set()
+        return
     assert ended.is_set() == begun.is_set()
     assert loop.run(asyncio.sleep(0, "next")) == "next"
-
-
-def test_an_interrupt_in_the_request_leaves_started_work_to_close(
-    loop: LoopThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    request = asyncio.run_coroutine_threadsafe
-
-    async def work() -> None:
-        begun.set()
-        may_go_on.wait(SECONDS)
-        try:
-            await asyncio.sleep(SECONDS)
-        finally:
-            ended.set()
-
-    def interrupted(call: Any, on: asyncio.AbstractEventLoop) -> Any:
-        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", request)
-        request(call, on)
-        assert begun.wait(SECONDS)
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        loop.start(work())
-    may_go_on.set()
-    loop.close()
-    assert ended.is_set()
 
 
 def test_an_interrupted_constructor_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

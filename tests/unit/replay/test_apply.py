@@ -185,13 +185,6 @@ def trained(kind: Make, steps: int = STEPS, **options: Any) -> Run:
     return run
 
 
-@pytest.mark.parametrize("drop", [0, 3], ids=["the first is missing", "one between is missing"])
-def test_a_missing_step_is_refused(drop: int) -> None:
-    run = trained(torch.optim.AdamW)
-    with pytest.raises(IntegrityError, match=f"step {drop + 2} of the log cannot follow version {drop}"):
-        run.again(steps=run.steps[:drop] + run.steps[drop + 1 :])
-
-
 def test_tied_weights_and_gradients_that_accumulate() -> None:
     model = nn.Sequential(nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 13))
     model[2].weight = model[0].weight

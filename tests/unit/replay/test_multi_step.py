@@ -116,16 +116,6 @@ def test_every_optimizer_is_brought_to_one_version(kind: str, implementation: st
     assert kind in FUSED or implementation != "fused"
 
 
-@pytest.mark.parametrize("steps", range(1, 9))
-def test_windows_of_every_length(steps: int, slow_link: Link) -> None:
-    job = Job()
-    job.train()
-    with MultiStepStager(job.optimizer, window_steps=steps, link=slow_link) as stager:
-        snapshot, states = windowed(job, stager, steps)
-    assert snapshot.steps == steps - 1
-    check(snapshot.state, states[snapshot.steps])
-
-
 def test_bytes_moved_are_the_state_and_the_gradients_of_parts_that_wait() -> None:
     """1 + r (K - 1) / 2, with r = 1/3 here: gradients are float32."""
     weights = [nn.Parameter(torch.randn(1 << 12)) for _ in range(140)]
@@ -176,33 +166,6 @@ def test_a_step_waits_for_its_part_and_for_nothing_else(slow_link: Link) -> None
     assert snapshot.blocked_seconds > 0.2 * snapshot.moved_bytes / slow_link.bytes_per_second
 
 
-def test_a_replay_starts_after_the_next_part_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay holds the interpreter lock, for which the training thread would wait: 10 ms of a window."""
-    job, events, apply = Job(), [], multi_step.Replay.apply
-    monkeypatch.setattr(multi_step.Replay, "apply", lambda *step: (events.append("replay"), apply(*step))[1])
-
-    class NotedLink(Link):
-        def copy(self, sources: Any, priority: int, *, yields_to_update: bool = False) -> Any:
-            if priority == PARTS:
-                time.sleep(0.05)  # a replay that is queued already begins now
-                events.append("part")
-            return super().copy(sources, priority, yields_to_update=yields_to_update)
-
-    link = NotedLink()
-    job.train()
-    with MultiStepStager(job.optimizer, 3, link=link) as stager:
-        pending = stager.begin(job.state)
-        for step in range(1, 3):
-            job.train()
-            stager.end_of_step()
-            assert any(events.count("replay") >= step * (step + 1) // 2 for _ in Poll(SECONDS))
-        job.train()
-        stager.end_of_step()
-        pending.result(SECONDS)
-    link.close()
-    assert events[:6] == ["part", "part", "replay", "part", "replay", "replay"]
-
-
 @pytest.mark.slow
 def test_gradients_overtake_parts(slow_link: Link) -> None:
     part = slow_link.copy([torch.ones(1 << 20)], PARTS)
@@ -249,20 +212,6 @@ def test_what_breaks_a_window_is_the_error_of_its_future(reason: str) -> None:
             windowed(job, stager, 4, functools.partial(changes()[reason], job), changed_step=2)
         after, states = windowed(job, stager, 4)
         check(after.state, states[after.steps])
-
-
-def test_a_moment_that_is_changed_without_a_trace_is_seen() -> None:
-    """At the last step of the window, before the change has an effect on parameters."""
-    job = Job()
-    job.train()
-
-    def halve_moments() -> None:
-        for state in job.optimizer.state.values():
-            state["exp_avg"].data.mul_(0.5)
-
-    reason = "exp_avg of parameter .* outside the optimizer"
-    with MultiStepStager(job.optimizer, window_steps=2) as stager, pytest.raises(CheckpointError, match=reason):
-        windowed(job, stager, 2, halve_moments)
 
 
 def test_a_change_between_two_parts_is_seen_though_no_step_was_made() -> None:
@@ -341,20 +290,30 @@ def test_memory_that_runs_out_at_the_end_of_a_window_needs_no_step_behind_it(
         assert not stager.is_open
 
 
-@pytest.mark.parametrize("when", ["before", "behind"])
-def test_a_change_of_the_state_alone_is_seen(when: str) -> None:
+def first_moment(job: Job) -> torch.Tensor:
+    moment: torch.Tensor = job.optimizer.state[next(job.model.parameters())]["exp_avg"]
+    return moment
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda job: first_moment(job).data.mul_(0.5), "exp_avg of parameter .* outside the optimizer"),
+        (lambda job: first_moment(job).zero_(), "or its state was"),
+        (lambda job: job.optimizer.state.clear(), "or its state was"),
+    ],
+    ids=["without a trace", "in place", "replaced"],
+)
+def test_a_change_of_the_state_alone_is_seen(edit: Callable[[Job], None], reason: str) -> None:
     """At the last step: no later step has an effect on parameters."""
     job = Job()
     job.train()
     with MultiStepStager(job.optimizer, window_steps=2) as stager:
         pending = stager.begin(job.state)
         job.train()
-        if when == "behind":
-            job.optimizer.state.clear()
-        else:
-            job.optimizer.state[next(job.model.parameters())]["exp_avg"].zero_()
+        edit(job)
         stager.end_of_step()
-        with pytest.raises(CheckpointError, match="or its state was"):
+        with pytest.raises(CheckpointError, match=reason):
             pending.result(SECONDS)
 
 
