@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -30,44 +31,37 @@ VERDICT_SECONDS = 10.0
 _HINT = "A rank died or hangs; the previous checkpoint is intact"
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
+@dataclass
 class Exchange:
     """One gather and one broadcast through the rendezvous store, on any thread.
 
     An error of one rank becomes an error of all.
     """
 
-    def __init__(self, key: str, previous_key: str, timeout_seconds: float) -> None:
-        self.key = key
-        self.previous_key = previous_key
-        self.timeout_seconds = timeout_seconds
-        self.may_be_done = False
-        """Rank 0 may have used this rank's value."""
+    key: str
+    previous_key: str
+    timeout_seconds: float
+    may_be_done: bool = False
+    """Rank 0 may have used this rank's value."""
 
-    def gather_then(
-        self,
-        work: Callable[[], Any],
-        then: Callable[[list[Any]], Any],
-        encode: Callable[[Any], Any] = _same,
-        decode: Callable[[Any], Any] = _same,
-    ) -> Any:
-        """Run ``work`` on every rank, then ``then`` on rank 0 with all results. Returns its JSON value on all ranks."""
+    def gather_then(self, work: Callable[[], Any], then: Callable[[list[Any]], Any]) -> Any:
+        """Run ``work`` on every rank, then ``then`` on rank 0 with all results. Returns its value on all ranks.
+
+        With several ranks, results and value are JSON.
+        """
         if not is_distributed():
             value = then([work()])
             self.may_be_done = True
             return value
         store, failure = RankStore(self.key, self.timeout_seconds), None
         try:
-            value = encode(work())
+            value = work()
         except BaseException as error:
             value = failure = portable(error)
         self.may_be_done = failure is None and store.rank != 0
         store.put(str(store.rank), value)
         if store.rank == 0:
-            verdict = self._decide(store, then, decode)
+            verdict = self._decide(store, then)
             self.may_be_done = not isinstance(verdict, TierckptError)
             store.put("verdict", verdict)
         else:
@@ -80,14 +74,14 @@ class Exchange:
             raise verdict
         return verdict
 
-    def _decide(self, store: RankStore, then: Callable[[list[Any]], Any], decode: Callable[[Any], Any]) -> Any:
+    def _decide(self, store: RankStore, then: Callable[[list[Any]], Any]) -> Any:
         try:
             ranks = [str(rank) for rank in range(store.world_size)]
             outcomes = store.wait(ranks, "some ranks did not write their shards", _HINT)
             if self.previous_key:  # every rank has read the previous verdict
                 store.delete("verdict", self.previous_key)
             _raise_if_failed(outcomes)
-            return then([decode(outcome) for outcome in outcomes])
+            return then(outcomes)
         except BaseException as error:
             return portable(error)
 

@@ -91,10 +91,6 @@ class SaveRecord:
         return max(0.0, self.shared_commit_seconds - self.local_commit_seconds)
 
 
-def _encode(outcome: tuple[list[Any], bool]) -> tuple[dict[str, Any], bool]:
-    return encode_results(outcome[0]), outcome[1]
-
-
 @dataclass
 class StagedSave:
     session: SaveSession
@@ -115,23 +111,26 @@ class StagedSave:
         """Write this rank's shards and have the coordinator commit. Sets the record's size and route, or its error."""
         record, session = self.record, self.session
 
-        def write() -> tuple[list[Any], bool]:
+        def write() -> tuple[Any, bool]:
             if self.prepared is not None:
                 self.prepared.result()
             self.staged.wait(slots.SLOT_SECONDS)
             results = session.write(self.plan, self.staged)
             self.staged.release()
-            return results, session.is_direct_put
+            return encode_results(results) if is_distributed() else results, session.is_direct_put
 
-        def commit(outcomes: list[tuple[list[Any], bool]]) -> tuple[int, bool]:
+        def commit(outcomes: list[tuple[Any, bool]]) -> tuple[int, bool]:
             if self.metadata is None:
                 raise RuntimeError("only the coordinator commits")
             results, is_direct_put = [one for one, _ in outcomes], any(is_direct for _, is_direct in outcomes)
+            if is_distributed():
+                chunk_size_bytes = int(session.settings.chunk_size_bytes)
+                results = [decode_results(one, chunk_size_bytes, where="results of a rank") for one in results]
             session.commit(self.metadata, results, has_direct_put_ranks=is_direct_put)
             return sum(file.size_bytes for file in files_of(results)), is_direct_put
 
         try:
-            record.size_bytes, record.is_direct_put = self.exchange.gather_then(write, commit, _encode, self._decode)
+            record.size_bytes, record.is_direct_put = self.exchange.gather_then(write, commit)
             record.is_sent |= record.is_direct_put
             session.hand_over(has_direct_put_ranks=record.is_direct_put)
             if record.is_direct_put:
@@ -155,10 +154,6 @@ class StagedSave:
                 self.staged.release()
             self.staged = StagedItems()
             self.metadata = None
-
-    def _decode(self, outcome: tuple[dict[str, Any], bool]) -> tuple[list[Any], bool]:
-        chunk_size_bytes = int(self.session.settings.chunk_size_bytes)
-        return decode_results(outcome[0], chunk_size_bytes, where="results of a rank"), outcome[1]
 
 
 def left_out(record: SaveRecord, why: CheckpointSkippedError) -> Future[None]:

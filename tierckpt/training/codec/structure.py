@@ -239,16 +239,10 @@ class Encoder:
             self._open.discard(id(value))
 
     def _container(self, value: Any, kind: Any, path: PathOf) -> tuple[Any, Any]:
-        before = self._split_values
         if kind is list:
             return self._items(value, path)
         if kind is dict:
             return self._dict(value, path)
-        if kind in (tuple, deque):
-            node, flat = self._items(list(value), path)
-            return ({"tuple": node} if kind is tuple else {"deque": [value.maxlen, node]}), self._shown(
-                value, flat, before
-            )
         if kind in (set, frozenset):
             return {kind.__name__: [self._key(item, path) for item in value]}, value
         if kind in (OrderedDict, Counter):
@@ -260,26 +254,32 @@ class Encoder:
             if factory is not None and FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
                 raise _refused(path, value, "has a default_factory that is not a plain type of Python")
             return {"defaultdict": [None if factory is None else factory.__name__, node]}, flat
-        if kind in (argparse.Namespace, types.SimpleNamespace):
-            node, flat = self._dict(vars(value), path)
-            return {kind.__name__: node}, self._shown(value, flat, before)
         if kind is torch.Generator:
             node, flat = self._tensor(value.get_state(), path)
             return {"Generator": [str(value.device), node]}, flat
         if isinstance(value, enum.Enum):
             return self._enum(value, path), value
+        before = self._split_values
+        node, flat = self._record(value, kind, path)
+        return node, value if self._split_values == before else flat
+
+    def _record(self, value: Any, kind: Any, path: PathOf) -> tuple[Any, Any]:
+        """Encode a value that DCP saves whole if it has no tensors."""
+        if kind in (tuple, deque):
+            node, flat = self._items(list(value), path)
+            return {"tuple": node} if kind is tuple else {"deque": [value.maxlen, node]}, flat
+        if kind in (argparse.Namespace, types.SimpleNamespace):
+            node, flat = self._dict(vars(value), path)
+            return {kind.__name__: node}, flat
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             node, flat = self._items(list(value), path)
-            return {"namedtuple": [*_class_name(value, path, is_namedtuple), node]}, self._shown(value, flat, before)
+            return {"namedtuple": [*_class_name(value, path, is_namedtuple), node]}, flat
         if dataclasses.is_dataclass(value) and not hasattr(value, "state_dict"):
             node, flat = self._dict(fields_of(value), path)
-            return {"dataclass": [*_class_name(value, path, is_dataclass), node]}, self._shown(value, flat, before)
+            return {"dataclass": [*_class_name(value, path, is_dataclass), node]}, flat
         if kind.__module__.partition(".")[0] == "numpy" and "numpy" in sys.modules:
             return self._numpy(value, path)
         raise _refused(path, value, _why_not(value))
-
-    def _shown(self, value: Any, flat: Any, before: int) -> Any:
-        return value if self._split_values == before else flat
 
     def _items(self, items: list[Any], path: PathOf) -> tuple[Any, Any]:
         if is_json(items):
@@ -332,7 +332,6 @@ class Encoder:
     def _numpy(self, value: Any, path: PathOf) -> tuple[Any, Any]:
         import numpy as np
 
-        before = self._split_values
         if isinstance(value, np.dtype):
             return {"numpy.dtype": _dtype_name(value, path)}, value
         if isinstance(value, np.generic):
@@ -342,8 +341,8 @@ class Encoder:
             raise _refused(path, value, _why_not(value))
         order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
         if value.dtype == object:
-            items = self._items(list(value.ravel(order="C")), path)
-            return {"objects": [list(value.shape), items[0]]}, self._shown(value, items[1], before)
+            node, flat = self._items(list(value.ravel(order="C")), path)
+            return {"objects": [list(value.shape), node]}, flat
         name = _dtype_name(value.dtype, path)
         if value.nbytes < LARGE_BYTES:
             return {"ndarray": [name, list(value.shape), order, _base64(value.tobytes(order=cast(Any, order)))]}, value
