@@ -8,21 +8,19 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.agents import until
 from tests.fault import training_scenarios
 from tests.fault.runner import Job, start
-from tests.services import REPOSITORY
+from tests.services import REPOSITORY, HttpServer
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
 from tierckpt.format.layout import local_dir, parse_uri
@@ -143,40 +141,26 @@ def test_what_fits_is_judged_by_measured_times_and_said(
 # --- notices -------------------------------------------------------------------------------------------------------
 
 
-class Metadata:
+class Metadata(HttpServer):
     """A metadata server: what it answers for each path, and what it was asked."""
+
+    verbs = ("GET", "PUT")
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, bytes]] = {}
         self.asked: list[tuple[str, str, dict[str, str]]] = []
-        self.url = ""
+        super().__init__()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        headers = {key.lower(): value for key, value in request.headers.items()}
+        self.asked.append((request.command, request.path, headers))
+        self.say(request, *self.answers.get(f"{request.command} {request.path}", (404, b"")))
 
 
-@contextmanager
-def metadata_server() -> Iterator[Metadata]:
-    metadata = Metadata()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            metadata.asked.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
-            code, body = metadata.answers.get(f"{self.command} {self.path}", (404, b""))
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_PUT = do_GET
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    metadata.url = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield metadata
-    finally:
-        server.shutdown()
-        server.server_close()
+@pytest.fixture
+def server() -> Iterator[Metadata]:
+    with closing(Metadata()) as made:
+        yield made
 
 
 def look_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,52 +203,47 @@ def test_each_clouds_notice_is_heard_and_its_quiet_is_not(
     notice: bytes,
     seconds: tuple[float, float],
     header: tuple[str, str],
+    server: Metadata,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heard: list[float] = []
-    event = threading.Event()
-    with metadata_server() as server:
-        server.answers = {"PUT /latest/api/token": (200, b"a token"), path: quiet}
-        look_at(server.url, monkeypatch)
-        settings = Settings.load(preempt_notices=cloud)
-        notices = Notices(settings, lambda left, why: (heard.append(left), event.set()))  # type: ignore[func-returns-value]
-        until(lambda: sum(f"{method} {asked}" == path for method, asked, _ in server.asked) >= 3, "three requests")
-        assert not heard
-        server.answers[path] = (200, notice)
-        assert event.wait(60)
-        notices.close()
+    server.answers = {"PUT /latest/api/token": (200, b"a token"), path: quiet}
+    look_at(server.endpoint, monkeypatch)
+    notices = Notices(Settings.load(preempt_notices=cloud), lambda left, why: heard.append(left))
+    until(lambda: sum(f"{method} {asked}" == path for method, asked, _ in server.asked) >= 3, "three requests")
+    assert not heard
+    server.answers[path] = (200, notice)
+    until(lambda: heard, "the notice")
+    notices.close()
     assert seconds[0] <= heard[0] <= seconds[1]
     asked = next(headers for method, asked, headers in server.asked if f"{method} {asked}" == path)
     assert asked[header[0]] == header[1]
 
 
 def test_nobody_is_asked_unless_it_is_wanted_and_a_broken_answer_harms_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    server: Metadata, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[float] = []
-    with metadata_server() as server:
-        look_at(server.url, monkeypatch)
-        off = Notices(Settings.load(), lambda left, why: heard.append(left))
-        server.answers = {"PUT /latest/api/token": (200, b"t"), AWS: (200, b"<html>")}
-        settings = Settings.load(preempt_notices="aws")
-        broken = Notices(settings, lambda left, why: heard.append(left))
-        until(lambda: sum(path.endswith("instance-action") for _, path, _ in server.asked) >= 3, "three requests")
-        count = len(server.asked)
-        off.close()
-        broken.close()
+    look_at(server.endpoint, monkeypatch)
+    off = Notices(Settings.load(), lambda left, why: heard.append(left))
+    server.answers = {"PUT /latest/api/token": (200, b"t"), AWS: (200, b"<html>")}
+    broken = Notices(Settings.load(preempt_notices="aws"), lambda left, why: heard.append(left))
+    until(lambda: sum(path.endswith("instance-action") for _, path, _ in server.asked) >= 3, "three requests")
+    count = len(server.asked)
+    off.close()
+    broken.close()
     assert heard == []
     assert count >= 6
     assert sum("does not report preemptions" in message for message in caplog.messages) == 1
 
 
-def test_a_notice_saves_and_training_goes_on(tmp_path: Path, local_root: Path, file_uri: str) -> None:
-    with metadata_server() as server:
-        server.answers = {GCP: (200, b"FALSE")}
-        options = {"preempt_notices": "gcp", "metadata": server.url}
-        job = start(training_scenarios.train, tmp_path, 2, uri=file_uri, step_seconds=0.02, interval=1000, **options)
-        until_step(job, tmp_path, 5, 2)
-        server.answers = {GCP: (200, b"TRUE")}
-        assert set(job.codes(60)) == {0}, job.output()[-3000:]  # the loop leaves when it is told that it may
+def test_a_notice_saves_and_training_goes_on(server: Metadata, tmp_path: Path, local_root: Path, file_uri: str) -> None:
+    server.answers = {GCP: (200, b"FALSE")}
+    options = {"preempt_notices": "gcp", "metadata": server.endpoint}
+    job = start(training_scenarios.train, tmp_path, 2, uri=file_uri, step_seconds=0.02, interval=1000, **options)
+    until_step(job, tmp_path, 5, 2)
+    server.answers = {GCP: (200, b"TRUE")}
+    assert set(job.codes(60)) == {0}, job.output()[-3000:]  # the loop leaves when it is told that it may
     saved = newest(local_root, file_uri)
     assert saved >= 5
     assert saved == steps_done(tmp_path)
