@@ -48,12 +48,12 @@ from .every_step.window import EveryStep, SaveWindow
 from .final_save import FinalSave, LastStep, seconds_to_local
 from .interval import Interval, IntervalController, Phase
 from .preemption import Notices
-from .pruning import BackgroundPruning
 from .rank_exchange import Exchange, agree_on_name, is_distributed
 from .restore_state import Restored, Restoring, agreed_latest, newest_base, restore_from, restore_newest, unwrapped
 from .run_branch import RunBranch
 from .run_log import RunLog
 from .saves import (
+    BackgroundPruning,
     RunningSaves,
     SaveRecord,
     StagedSave,
