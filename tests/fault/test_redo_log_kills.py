@@ -48,17 +48,12 @@ def check_run(run: Path, steps: set[int]) -> None:
     assert job.checksum() == Job().train_to(job.step).checksum()
 
 
-@pytest.fixture
-def root(local_root: Path) -> Path:
-    return local_root
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("when", SIDES)
 @pytest.mark.parametrize("point", SAVE if IS_FULL else ("commit",))
-def test_kill_during_the_write_of_a_redo_log(point: str, when: str, root: Path, tmp_path: Path) -> None:
+def test_kill_during_the_write_of_a_redo_log(point: str, when: str, local_root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert run_job(save_redo_log, root, run, point=point, when=when) == -signal.SIGKILL
+    assert run_job(save_redo_log, local_root, run, point=point, when=when) == -signal.SIGKILL
     is_committed = (point, when) in {("commit", "after"), ("drain", "before"), ("drain", "after")}
     check_run(run, {REDO} if is_committed else {PLAIN, REDO})
     close_all()
@@ -67,11 +62,11 @@ def test_kill_during_the_write_of_a_redo_log(point: str, when: str, root: Path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", SIDES)
 @pytest.mark.parametrize("point", FOLD if IS_FULL else ("replay", "commit"))
-def test_kill_during_the_replay_of_a_redo_log(point: str, when: str, root: Path, tmp_path: Path) -> None:
+def test_kill_during_the_replay_of_a_redo_log(point: str, when: str, local_root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert run_job(save_redo_log, root, run) == 0
+    assert run_job(save_redo_log, local_root, run) == 0
     assert not (run / f"step-{REDO}").exists()
-    assert run_job(restore_redo_log, root, run, point=point, when=when) == -signal.SIGKILL
+    assert run_job(restore_redo_log, local_root, run, point=point, when=when) == -signal.SIGKILL
     if FOLD.index(point) < FOLD.index("write"):
         assert tierckpt.latest(run) == str(run / f"step-{PLAIN}")
     check_run(run, {REDO})
@@ -80,32 +75,32 @@ def test_kill_during_the_replay_of_a_redo_log(point: str, when: str, root: Path,
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments(root: Path, tmp_path: Path) -> None:
+def test_kills_at_random_moments(local_root: Path, tmp_path: Path) -> None:
     chosen = random.Random(7)
     for number in range(20 if IS_FULL else 1):
         run = tmp_path / f"run-{number}"
-        run_job(save_redo_log, root, run, chosen.uniform(0.0, 6.0))
+        run_job(save_redo_log, local_root, run, chosen.uniform(0.0, 6.0))
         for _ in range(2):
-            run_job(restore_redo_log, root, run, chosen.uniform(0.0, 5.0))
+            run_job(restore_redo_log, local_root, run, chosen.uniform(0.0, 5.0))
         check_run(run, {0, PLAIN, REDO})
         close_all()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", ["a missing step", *in_full(["a stale hyperparameter"])])
-def test_wrong_redo_log_is_skipped(bug: str, root: Path, tmp_path: Path) -> None:
+def test_wrong_redo_log_is_skipped(bug: str, local_root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert run_job(save_redo_log, root, run, bug=bug) == 0
+    assert run_job(save_redo_log, local_root, run, bug=bug) == 0
     check_run(run, {PLAIN})
     assert not (run / f"step-{REDO}").exists()
     close_all()
 
 
 @pytest.mark.slow
-def test_control_mixed_version_is_found(root: Path, tmp_path: Path) -> None:
+def test_control_mixed_version_is_found(local_root: Path, tmp_path: Path) -> None:
     """Control: a window published as a checkpoint before its replay."""
     run = tmp_path / "run"
-    assert run_job(save_redo_log, root, run, bug="a mixed version as a checkpoint") == 0
+    assert run_job(save_redo_log, local_root, run, bug="a mixed version as a checkpoint") == 0
     assert (run / f"step-{REDO}" / ".metadata").exists()
     with pytest.raises(AssertionError, match=rf"step-{REDO}"):
         check_run(run, {REDO})

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from tierckpt.replay import link as links
-from tierckpt.replay import log as logs
 from tierckpt.replay.capture import Step
 from tierckpt.replay.frame import Frame, decode, encode
 from tierckpt.replay.link import GRADIENTS, JOINED_GRADIENT_BYTES, Link
-from tierckpt.replay.log import GradientLog, roll_forward
 
 
 @pytest.fixture
@@ -91,37 +88,3 @@ def test_a_yielding_copy_waits_for_the_update_and_not_for_one_that_raised(
     monkeypatch.setattr(links, "UPDATE_TIMEOUT_SECONDS", 0.01)
     link.update_begins()  # without ``update_ends``
     link.copy([rounded(8)], GRADIENTS, yields_to_update=True).done.result(60)
-
-
-@pytest.mark.parametrize(
-    ("written", "waits"),
-    [("anew", [False, True, True]), ("in place", [False, False, False]), ("", [False, True, True])],
-)
-def test_gradients_that_nobody_writes_over_are_copied_behind_the_update(
-    written: str, waits: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weight = torch.nn.Parameter(torch.ones(8))
-    optimizer = torch.optim.AdamW([weight], lr=0.1)
-    asked: list[bool] = []
-    can_wait = logs._Recorder._can_wait  # private: the effect is visible only in time
-    monkeypatch.setattr(
-        logs._Recorder,  # private: as above
-        "_can_wait",
-        lambda *given: asked.append(can_wait(*given)) or asked[-1],  # type: ignore[func-returns-value]
-    )
-    with GradientLog(optimizer, tmp_path) as log:
-        log.begin("base")
-        weight.grad = rounded(8)
-        for number in range(1, 4):
-            optimizer.step()
-            log.end_of_step(number)
-            log.sync()
-            if written == "in place":
-                weight.grad.copy_(rounded(8))
-            elif written == "anew":
-                weight.grad = rounded(8)
-        assert not log.failure
-    assert asked == waits
-    again = torch.nn.Parameter(torch.ones(8))
-    assert roll_forward(torch.optim.AdamW([again], lr=0.1), tmp_path, "base").step == 3
-    assert torch.equal(again, weight)
