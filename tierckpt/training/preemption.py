@@ -83,12 +83,9 @@ class Notices:
         token = self._ask("/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}, "PUT")
         headers = {"X-aws-ec2-metadata-token": (token or b"").decode("ascii", "replace").strip()}
         answer = self._ask("/latest/meta-data/spot/instance-action", headers)
-        if answer is None:
-            return None
-        notice = _object(answer)
-        if notice.get("action") not in ("terminate", "stop", "hibernate"):
-            return None
-        return self._until(str(notice.get("time", "")))
+        notice = _object(answer or b"{}")
+        is_ending = notice.get("action") in ("terminate", "stop", "hibernate")
+        return self._until(str(notice.get("time", ""))) if is_ending else None
 
     def _poll_gcp(self) -> float | None:
         answer = self._ask("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
@@ -98,9 +95,7 @@ class Notices:
         answer = self._ask("/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"})
         events = _object(answer or b"{}").get("Events", [])
         ending = [one for one in events if isinstance(one, dict) and one.get("EventType") in MEMORY_LOSS_EVENTS]
-        if not ending:
-            return None
-        return min(self._until(str(one.get("NotBefore", ""))) for one in ending)
+        return min((self._until(str(one.get("NotBefore", ""))) for one in ending), default=None)
 
     def _until(self, when: str) -> float:
         try:

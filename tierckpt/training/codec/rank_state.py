@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
@@ -48,13 +49,8 @@ class _Rng:
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": _listed(random.getstate())}
-        try:
-            import numpy as np
-
-            name, keys, *rest = np.random.get_state()
-            state["numpy"] = [name, [int(key) for key in keys], *rest]
-        except ImportError:
-            pass
+        name, keys, *rest = np.random.get_state()
+        state["numpy"] = [name, [int(key) for key in keys], *rest]
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state()
         return state
@@ -63,8 +59,6 @@ class _Rng:
         torch.set_rng_state(state["torch"].cpu())
         random.setstate(_as_tuples(state["python"]))
         if "numpy" in state:
-            import numpy as np
-
             name, keys, *rest = state["numpy"]
             np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
         if "cuda" in state and torch.cuda.is_available():

@@ -20,6 +20,7 @@ from typing import Any, cast
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -204,8 +205,6 @@ class Decoder:
         return made
 
     def _ndarray(self, body: Any, live: Any, depth: int) -> Any:
-        import numpy as np
-
         name, shape, order, data = body
         dtype = numpy_dtype(name)
         if type(data) is str:
@@ -216,8 +215,6 @@ class Decoder:
         return array.reshape(shape) if order == "C" else array.reshape(shape[::-1]).T
 
     def _objects(self, body: Any, live: Any, depth: int) -> Any:
-        import numpy as np
-
         shape, items = body
         array = np.empty(len(items), dtype=object)
         for index, item in enumerate(self._list(items, None, depth)):
@@ -320,8 +317,6 @@ def _bytes(text: Any) -> bytes:
 
 
 def _numpy_scalar(body: Any) -> Any:
-    import numpy as np
-
     name, data = body
     dtype = numpy_dtype(name)
     return np.frombuffer(_bytes(data), dtype=dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]

@@ -35,6 +35,7 @@ from typing import Any, cast
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
@@ -105,7 +106,7 @@ def is_key(value: Any) -> bool:
         return all(map(is_key, value))
     if isinstance(value, enum.Enum):
         return kind.__hash__ in _KEY_HASHES
-    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].generic) and kind.__module__ == "numpy"
+    return isinstance(value, np.generic) and kind.__module__ == "numpy"
 
 
 def found_class(module: Any, qualname: Any) -> Any:
@@ -160,8 +161,6 @@ def join_flags(kind: Any, names: Iterable[str]) -> Any:
 
 
 def numpy_dtype(name: Any) -> Any:
-    import numpy as np
-
     dtype = np.lib.format.descr_to_dtype(_as_tuples(name)) if type(name) is list else np.dtype(str(name))
     if dtype.hasobject:
         raise bad("an array has pointers")
@@ -277,7 +276,7 @@ class Encoder:
         if dataclasses.is_dataclass(value) and not hasattr(value, "state_dict"):
             node, flat = self._dict(fields_of(value), path)
             return {"dataclass": [*_class_name(value, path, is_dataclass), node]}, flat
-        if kind.__module__.partition(".")[0] == "numpy" and "numpy" in sys.modules:
+        if kind.__module__.partition(".")[0] == "numpy":
             return self._numpy(value, path)
         raise _refused(path, value, _why_not(value))
 
@@ -330,8 +329,6 @@ class Encoder:
         return {"flags": [*name, parts]}
 
     def _numpy(self, value: Any, path: PathOf) -> tuple[Any, Any]:
-        import numpy as np
-
         if isinstance(value, np.dtype):
             return {"numpy.dtype": _dtype_name(value, path)}, value
         if isinstance(value, np.generic):
@@ -461,8 +458,6 @@ def _integer(value: Any) -> Any:
 
 
 def _dtype_name(dtype: Any, path: PathOf) -> Any:
-    import numpy as np
-
     with contextlib.suppress(Exception):
         name: Any = dtype.str if dtype.fields is None else np.lib.format.dtype_to_descr(dtype)
         if not dtype.metadata and numpy_dtype(json.loads(json.dumps(name))) == dtype:
