@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler
 
@@ -313,13 +312,6 @@ def test_a_module_on_meta_is_refused_at_save(file_uri: str) -> None:
         with pytest.raises(TierckptError, match="meta"):
             checkpointer.save(1, {"model": partly_meta()})
         assert checkpointer.latest_step() is None
-
-
-def test_a_module_of_fsdp1_is_refused_at_save(file_uri: str) -> None:
-    inner = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-    nn.Module.__init__(inner)
-    with Checkpointer(file_uri) as checkpointer, pytest.raises(StateMismatchError, match="FSDP1"):
-        checkpointer.save(1, {"model": nn.Sequential(nn.Linear(2, 2), inner)})
 
 
 class WithHandle(nn.Linear):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -389,7 +390,11 @@ def _load_model(
 def _load(reader: TierStorageReader, target: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load({}, storage_reader=reader, planner=TargetPlanner(target), no_dist=not is_distributed())
+        # Only DCP's planner unpacks FSDP1's ShardedTensor.
+        unsupported = (one for one in target.values() if type(one) not in (torch.Tensor, str))
+        is_nested = any(hasattr(one, "local_shards") for one in unsupported)
+        state, planner = (target, DefaultLoadPlanner()) if is_nested else ({}, TargetPlanner(target))
+        load(state, storage_reader=reader, planner=planner, no_dist=not is_distributed())
 
 
 def _below(prefix: str, metadata: Metadata, where: str) -> list[str]:

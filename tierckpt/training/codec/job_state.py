@@ -24,7 +24,7 @@ NUMBERED = "tensors"
 """The entry for tensors of values that DCP would flatten to equal names."""
 PROBLEMS_SHOWN = 5
 
-Target = values.ModuleTarget | optimizers.OptimizerTarget | ValueTarget
+Target = values.ModuleTarget | optimizers.OptimizerTarget | optimizers.FlatTarget | ValueTarget
 
 
 def structure_name(name: str, *, per_rank: bool = False) -> str:
@@ -178,6 +178,8 @@ class RestorePlan:
         if isinstance(value, torch.nn.Module):
             return values.ModuleTarget(value, stored, name, text)
         if isinstance(value, torch.optim.Optimizer):
+            if (owner := names.flat_owner(value)) is not None:
+                return optimizers.FlatTarget(owner, value, stored, name)
             return optimizers.OptimizerTarget(value, names, stored, name, objects, text)
         return ValueTarget(state, stored, name, text)
 

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +27,7 @@ from ... import torch_internals
 from ...near_storage.optimizer import NearStorageOptimizer
 from .reconstruction import Decoder, NewTensors, has_device
 from .stored import STRUCTURE, Path, Stored, is_plain, nested, not_plain, not_plain_below
-from .values import parameters_by_name
+from .values import is_flat, parameters_by_name
 
 UNNAMED = "param."
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -35,6 +36,7 @@ STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 class ParameterNames:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.modules = {name: one for name, one in state.items() if isinstance(one, torch.nn.Module)}
+        self._flat = [entry for entry, one in self.modules.items() if is_flat(one)]
         self._first_names: dict[str, dict[int, str]] = {}
         self._other_names: dict[tuple[str, int], list[str]] = {}
         for entry, module in self.modules.items():
@@ -42,6 +44,11 @@ class ParameterNames:
             for name, parameter in parameters_by_name(module):
                 if found.setdefault(id(parameter), name) is not name:
                     self._other_names.setdefault((entry, id(parameter)), []).append(name)
+
+    def flat_owner(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
+        """Return the module of FSDP1, as only DCP can name its parameters."""
+        ids = {id(one) for one in parameters_of(optimizer)} if self._flat else set()
+        return next((self.modules[entry] for entry in self._flat if ids & self._first_names[entry].keys()), None)
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[list[list[str]]]:
         """Return the possible names of each parameter of each group. A save uses the first."""
@@ -121,6 +128,9 @@ exactly."""
 
 
 def state_of(optimizer: torch.optim.Optimizer, names: ParameterNames) -> Saved | None:
+    if (owner := names.flat_owner(optimizer)) is not None:
+        tree = _flat_state(owner, optimizer)
+        return tree, "", _unsupported_values(tree)
     holder = _holder(optimizer)
     with optimizer.mapped() if isinstance(optimizer, NearStorageOptimizer) else contextlib.nullcontext():
         saved = holder.state_dict()
@@ -165,6 +175,19 @@ def _is_of_torch(saved: Any, optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def _flat_state(owner: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state by DCP, without its fake step for an optimizer without state."""
+    if optimizer.state:
+        return dict(get_optimizer_state_dict(owner, optimizer))
+    try:
+        optimizer.state.update((one, {}) for one in parameters_of(optimizer))
+        saved = dict(get_optimizer_state_dict(owner, optimizer))
+    finally:
+        optimizer.state.clear()
+    saved.pop(STATE, None)
+    return saved
+
+
 def _unsupported_values(tree: Mapping[str, Any]) -> list[tuple[Path, Any]]:
     found = not_plain({key: one for key, one in tree.items() if key not in (STATE, GROUPS)})
     found += not_plain_below(tree.get(STATE, {}), (STATE,))
@@ -196,6 +219,34 @@ def _loads_as_torch(optimizer: torch.optim.Optimizer) -> bool:
         and kind.__setstate__.__module__.startswith("torch.")
         and not any(torch_internals.load_hooks_of(optimizer))
     )
+
+
+class FlatTarget:
+    is_plain = False
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    problems: Sequence[str] = ()
+
+    def __init__(self, owner: torch.nn.Module, optimizer: torch.optim.Optimizer, stored: Stored, name: str) -> None:
+        self._owner, self._optimizer, self._stored, self._name = owner, optimizer, stored, name
+        self._paths: dict[str, Any] = {}
+
+    def destinations(self) -> dict[str, Any]:
+        saved = dict(get_optimizer_state_dict(self._owner, self._optimizer))
+        if not any(path[0] == STATE for path in self._stored.below(self._name)):
+            saved.pop(STATE, None)
+            self._optimizer.state.clear()
+        flat, self._paths = torch_internals.flatten_state_dict({self._name: saved})
+        return {key: value for key, value in flat.items() if key in self._stored.items}
+
+    def load(self, loaded: Mapping[str, Any], *, strict: bool) -> None:
+        made = nested({self._paths[key][1:]: loaded[key] for key in self._paths if key in self._stored.items})
+        if STATE in made:
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(self._owner, self._optimizer, made, options=options)
+            return
+        for group, saved in zip(self._optimizer.param_groups, made[GROUPS], strict=True):
+            group.update({key: value for key, value in saved.items() if key != PARAMS})
 
 
 def is_rank(key: Any) -> bool:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import torch_internals
-from ...errors import StateMismatchError
 from ...replay.optimizers import local_shard
 from ...telemetry import logger
 from .rank_state import PerRank, rank_key
@@ -76,12 +76,14 @@ def _submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
         pending += [(f"{prefix}{key}.", child) for key, child in reversed(one._modules.items()) if child is not None]
 
 
+def is_flat(module: torch.nn.Module) -> bool:
+    """True for FSDP1, as only DCP can name its parameters."""
+    return any(isinstance(one, FullyShardedDataParallel) for _, one in _submodules(module))
+
+
 def state_of(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    if any(isinstance(one, FullyShardedDataParallel) for _, one in _submodules(module)):
-        raise StateMismatchError(
-            "a module is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters have no names of their own",
-            hint="Shard it by torch.distributed.fsdp.fully_shard, or save it by dcp.save with a TierStorageWriter",
-        )
+    if is_flat(module):
+        return dict(get_model_state_dict(module)), {}
     names, found = ModuleKeys(module), module.state_dict()
     saved = {names.saved(key): value for key, value in found.items()} if names.differ else dict(found)
     versions = getattr(found, "_metadata", None) or {}
@@ -101,6 +103,7 @@ class ModuleTarget:
 
     def __init__(self, module: torch.nn.Module, stored: Stored, name: str, text: Any) -> None:
         self._module, self._name = module, name
+        self._is_flat = is_flat(module)
         self._names = ModuleKeys(module)
         self._live = state_of(module)[0]
         self._decoder = Decoder(text, stored.metadata, self._live_values)
@@ -109,7 +112,7 @@ class ModuleTarget:
         self._below = {path: key for path, key in below.items() if str(path[0]) not in replaced}
         self._items = {path: stored.items[key] for path, key in self._below.items()}
         own = torch_internals.submodules_that_load_themselves(module)
-        self.is_plain = not own
+        self.is_plain = not own and not self._is_flat
         self._compare(tuple(f"{self._names.saved(path)}." if path else "" for path in own))
 
     def _live_values(self) -> dict[Any, Any]:
@@ -134,7 +137,7 @@ class ModuleTarget:
             return ""
         live = self._live.get(str(path[0])) if len(path) == 1 else None
         is_alike = isinstance(live, torch.Tensor) and _sizes(live) == tuple(found.size)
-        return new.like(found, live if is_alike else None)
+        return live if is_alike and self._is_flat else new.like(found, live if is_alike else None)
 
     def _compare(self, loose: tuple[str, ...]) -> None:
         """Compare keys and shapes. Submodules with a prefix in ``loose`` have their own rules."""
@@ -175,7 +178,9 @@ class ModuleTarget:
         values |= {path[0]: value for path, value in own.items()}
         foreign = set(self.unexpected)
         values = {key: value for key, value in values.items() if key not in foreign}
-        if self.is_plain and not self.is_meta:
+        if self._is_flat:
+            set_model_state_dict(self._module, values, options=StateDictOptions(strict=strict))
+        elif self.is_plain and not self.is_meta:
             _copy([(self._live[key], value) for key, value in values.items()])
         else:
             state: Any = OrderedDict((self._names.live(key), value) for key, value in values.items())
