@@ -153,7 +153,7 @@ def test_check_finds_missing_files_and_read_data_damaged_ones(tierckpt_: Callabl
     assert absent.document["missing"] == {name: len(data) for name, data in FILES.items()}
     with open_cached(MODEL) as view:
         view.read("config.json")
-    assert tierckpt_("cache", "check", MODEL).document["state"] == "partial"
+    assert tierckpt_("prefetch", MODEL, "--check").document["state"] == "partial"
     directory = Path(tierckpt_("prefetch", MODEL).document["directory"])
     whole = tierckpt_("cache", "check", MODEL, "--read-data")
     assert (whole.code, whole.document["state"], whole.document["bad"]) == (0, "whole", {})
@@ -167,7 +167,7 @@ def test_check_finds_missing_files_and_read_data_damaged_ones(tierckpt_: Callabl
     bucket.put("run/model/config.json", b"{}")
     outdated = tierckpt_("cache", "check", MODEL)
     assert (outdated.code, outdated.document["state"]) == (3, "outdated")
-    listed = tierckpt_("cache", "ls").document
+    listed = tierckpt_("prefetch", "--check").document
     assert [(entry["uri"], entry["state"]) for entry in listed["entries"]] == [(MODEL, "complete")]
 
 
@@ -185,11 +185,11 @@ def test_evict_keeps_pins_and_lists_evicted_and_kept(
     assert refused.error["error"] == "CapacityError"
     assert (refused.error["needed_bytes"], refused.error["pinned_bytes"]) == (8 * CHUNK, TOTAL)
     assert MODEL in refused.error["pinned"]
-    kept = tierckpt_("cache", "evict", MODEL)
+    kept = tierckpt_("prefetch", MODEL, "--evict")
     assert (kept.code, kept.document["evicted"], kept.document["kept"][0]["pinned"]) == (3, [], True)
     assert tierckpt_("cache", "unpin", MODEL).document == {"unpinned": [MODEL]}
     assert tierckpt_("cache", "pin", MODEL).document == {"pinned": [MODEL]}
-    assert tierckpt_("cache", "unpin", MODEL).document == {"unpinned": [MODEL]}
+    assert tierckpt_("prefetch", MODEL, "--unpin").document == {"unpinned": [MODEL]}
     plan = tierckpt_("prefetch", "s3://bucket/run/other", "--dry-run").document
     assert (plan["would_fetch_bytes"], plan["fits"]) == (8 * CHUNK, True)
     assert plan["would_evict"] == [{"uri": MODEL, "size_bytes": TOTAL}]
@@ -268,7 +268,16 @@ def test_unclaimed_shards_of_a_save_are_not_a_model(tmp_path: Path, file_uri: st
     assert (served / ".metadata").read_bytes() == metadata
 
 
-@pytest.mark.parametrize("arguments", [(), (MODEL, "--dry-run", "--pin"), (MODEL, MODEL, "--to", "/tmp/nowhere")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        (MODEL, "--check", "--evict"),
+        (MODEL, "--evict", "--pin"),
+        (MODEL, "--dry-run", "--pin"),
+        (MODEL, MODEL, "--to", "/tmp/nowhere"),
+    ],
+)
 def test_invalid_option_combinations_are_a_usage_error(
     tierckpt_: Callable[..., Done], arguments: tuple[str, ...], bucket: Bucket
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,13 +27,23 @@ from ..restore.prefetch import PrefetchRequest, fetch
 from ..restore.prefetch import check as check_prefetched
 from ..restore.prefetch import plan as plan_prefetch
 from ..types import Json
+from . import cache
 from .cache import join_reports
 from .ui.output import Report, facts, human_bytes, redrawing
 from .ui.session import ProgressSession, Session, location_of, size_of
 
 PENDING_SECONDS = 1800.0
 
+MANAGED = ("check", "evict", "unpin")
+"""Options that are verbs of `tierckpt cache` too."""
+
 EXCLUDED = (
+    *(
+        ({one, other}, f"--{one} and --{other.replace('_', '-')} exclude each other")
+        for one, other in product(MANAGED, (*MANAGED, "pin", "dry_run", "watch"))
+        if one != other
+    ),
+    *(({one, "hf_cache"}, f"--{one} is about the node cache, not the cache of --hf-cache") for one in MANAGED[1:]),
     ({"watch", "several URIs"}, "--watch shows a fetch of one URI"),
     ({"watch", "dry_run"}, "--dry-run fetches nothing that --watch could show"),
     ({"pin", "dry_run"}, "--dry-run fetches nothing that --pin could keep"),
@@ -59,6 +70,10 @@ def prefetch(
     include: Annotated[list[str] | None, Option(metavar="GLOB", help="Only matching files; may be repeated.")] = None,
     exclude: Annotated[list[str] | None, Option(metavar="GLOB", help="No matching files; may be repeated.")] = None,
     pin: Annotated[bool, Option(help="Keep it in the cache until it is unpinned.")] = False,
+    unpin: Annotated[bool, Option(hidden=True, help="`tierckpt cache unpin`.")] = False,
+    check: Annotated[bool, Option(hidden=True, help="`tierckpt cache check`.")] = False,
+    read_data: Annotated[bool, Option(hidden=True, help="`tierckpt cache check --read-data`.")] = False,
+    evict: Annotated[bool, Option(hidden=True, help="`tierckpt cache evict`.")] = False,
     dry_run: Annotated[bool, Option(help="Show which files would be fetched and evicted.")] = False,
     max_bytes: Annotated[
         str | None,
@@ -84,10 +99,16 @@ def prefetch(
     for options, message in EXCLUDED:
         if options <= given:
             raise ConfigError(message, hint="`tierckpt prefetch --help` describes the options")
+    if check and not locations and not hf_cache:
+        return cache.ls(session)
     if not locations and not watch:
         raise ConfigError("no URI is given", hint="`tierckpt cache ls` lists the cached files")
     if not locations and watch:
         return _watch_rollout(session, None)
+    if check:
+        return cache.check(session, uris or [], to, include, exclude, read_data, hf_cache)
+    if evict or unpin:
+        return cache.evict(session, uris) if evict else cache.unpin(session, uris or [])
     size_bytes_max = size_of("--max-bytes", max_bytes)
     is_cached = to is None and not hf_cache
     limits: dict[str, Any] = {"cache_bytes_max": size_bytes_max} if size_bytes_max is not None and is_cached else {}

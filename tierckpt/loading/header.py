@@ -120,9 +120,13 @@ def _text(size_bytes: int, read: Callable[[ByteRange], Buffer]) -> bytes:
 
 
 def parse_header(text: bytes, size_bytes: int) -> Header:
-    """Return the tensors and metadata. Raises ``Malformed``. Ignores unknown fields, as safetensors does."""
+    """Return the tensors and metadata. Raises ``Malformed``.
+
+    As in safetensors 0.8, unknown fields are ignored, the last of two tensors with one name wins, and an array may
+    replace the fields of a tensor.
+    """
     try:
-        fields = json.loads(text.decode(), object_pairs_hook=_unique)
+        fields = json.loads(text.decode(), object_pairs_hook=_object)
         if b"\\u" in text:
             json.dumps(fields, ensure_ascii=False).encode()  # fails for half a character
     except (ValueError, RecursionError) as error:
@@ -142,21 +146,23 @@ def parse_header(text: bytes, size_bytes: int) -> Header:
 
 
 _METADATA = "__metadata__"
+_FIELDS = ("dtype", "shape", "data_offsets")
 _COUNT_MAX = 1 << 64
 """The format's own reader overflows here."""
 _SIZE_MAX = (1 << 63) - 1
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("it has a name twice")
+    if len(found) < len(pairs) and any([name for name, _ in pairs].count(one) > 1 for one in (_METADATA, *_FIELDS)):
+        raise ValueError("it has a field twice")
     return found
 
 
 def parse_entry(name: str, fields: Any, begin: int) -> TensorEntry:
     try:
-        dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+        keys = range(3) if isinstance(fields, list) and len(fields) == 3 else _FIELDS
+        dtype, shape, offsets = (fields[key] for key in keys)
     except (KeyError, TypeError):
         raise Malformed(f"{_shown(name)} has no dtype, shape and data_offsets", name) from None
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
