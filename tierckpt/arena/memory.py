@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -78,7 +78,8 @@ class Memory:
         self.size_bytes, self.kind, self.fd = size_bytes, kind, fd
         self._huge: bool | None = False
         self._map: mmap.mmap | None = None
-        self._before_close: list[Callable[[], object]] = []
+        self.pinned_by = 0
+        """The process that registered it with CUDA."""
         try:
             self._map_pages()
         except BaseException:
@@ -167,7 +168,7 @@ class Memory:
             what = _target_of(fd)
             os.close(fd)
             hint = "Its owner may have ended and its pid may have been reused"
-            raise ConfigError(f"{what} is not {'an' if kind is None else f'a {kind}'} arena", hint=hint)
+            raise ConfigError(f"{what} is not an arena of kind {kind}", hint=hint)
         memory = cls(size_bytes, kind, fd)
         if not fill:
             return memory
@@ -214,14 +215,11 @@ class Memory:
         """Free the pages, for all processes. The memory reads as zeros."""
         self._advise(_MADV_REMOVE)
 
-    def before_close(self, action: Callable[[], object]) -> None:
-        """Run ``action`` while the memory is still mapped. Last added runs first."""
-        self._before_close.append(action)
-
     def close(self) -> None:
         """Release the memory. Idempotent. Slices and tensors of ``view`` stay valid; the last frees the pages."""
-        while self._before_close:
-            self._before_close.pop()()
+        if self.pinned_by == os.getpid():  # else the registration is the parent's
+            self.pinned_by = 0
+            _unpin(self.address)
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -235,7 +233,7 @@ class Memory:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_before_close"):
+        if hasattr(self, "pinned_by"):
             self.close()
 
     def __repr__(self) -> str:
@@ -414,12 +412,11 @@ def _no_memory(size_bytes: int, kind: Kind, code: int) -> CapacityError:
 
 
 _PORTABLE = 1  # for every CUDA context of this process
-_pinned: dict[int, int] = {}  # by address, the process that pinned it
 
 
 def pin(memory: Memory) -> bool:
     """Register ``memory`` with CUDA until it is closed. False without CUDA, or if it refuses (logged)."""
-    if _pinned.get(memory.address) == os.getpid():
+    if memory.pinned_by == os.getpid():
         return True
     runtime = cuda_runtime()
     if runtime is None:
@@ -427,16 +424,14 @@ def pin(memory: Memory) -> bool:
     if not _call("cudaHostRegister", lambda: runtime.cudaHostRegister(memory.address, memory.size_bytes, _PORTABLE)):
         forget_error()
         return False
-    _pinned[memory.address] = os.getpid()
-    memory.before_close(functools.partial(_unregister, memory.address))
+    memory.pinned_by = os.getpid()
     return True
 
 
-def _unregister(address: int) -> bool:
-    if _pinned.pop(address, None) != os.getpid():
-        return False  # not pinned, or the registration is the parent's
+def _unpin(address: int) -> None:
     runtime = cuda_runtime()
-    return runtime is not None and _call("cudaHostUnregister", lambda: runtime.cudaHostUnregister(address))
+    if runtime is not None:
+        _call("cudaHostUnregister", lambda: runtime.cudaHostUnregister(address))
 
 
 def cuda_runtime() -> Any:

@@ -7,13 +7,12 @@ MPOL_PREFERRED: with MPOL_BIND the kernel kills a process that exceeds the memor
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import platform
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import CapacityError, ConfigError
 from .capacity import ROOT, margin_bytes, mebibytes, meminfo_bytes
@@ -80,10 +79,9 @@ def existing_nodes(root: Path = ROOT) -> list[int]:
 def check_nodes(nodes: Sequence[int]) -> None:
     """Raise ConfigError unless every node exists and is named once."""
     there = existing_nodes()
-    unknown = [node for node in nodes if node not in there]
-    if unknown or len(set(nodes)) != len(nodes):
-        what = f"there is no NUMA node {unknown[0]} with memory" if unknown else "a NUMA node is named twice"
-        raise ConfigError(f"{what} in {list(nodes)}", hint=f"The nodes of this machine: {', '.join(map(str, there))}")
+    if not set(nodes) <= {*there} or len(set(nodes)) != len(nodes):
+        hint = f"The nodes of this machine: {', '.join(map(str, there))}"
+        raise ConfigError(f"numa_nodes {list(nodes)} must be different nodes with memory", hint=hint)
 
 
 def free_bytes(nodes: Sequence[int], *, huge_pool: bool = False, root: Path = ROOT) -> dict[int, int]:
@@ -130,11 +128,11 @@ def prefer(address: int, stretches: Sequence[Stretch]) -> None:
         mask[node // 64] = 1 << (node % 64)
         arguments = (address, size_bytes, _MPOL_PREFERRED, ctypes.addressof(mask), _NODES_MAX, 0)
         if _libc.syscall(ctypes.c_long(number), *map(ctypes.c_ulong, arguments)) != 0:
-            code = ctypes.get_errno()
-            hint = "Is it allowed? See Mems_allowed_list in /proc/self/status"
-            if code in (errno.ENOSYS, errno.EPERM):
-                hint = "This kernel or its seccomp filter does not allow mbind; leave the node list empty"
-            raise ConfigError(f"memory cannot be placed on NUMA node {node}: {os.strerror(code)}", hint=hint)
+            raise ConfigError(
+                f"memory cannot be placed on NUMA node {node}: {os.strerror(ctypes.get_errno())}",
+                hint="See Mems_allowed_list in /proc/self/status; a kernel or seccomp filter may forbid mbind: then "
+                "leave the node list empty",
+            )
         address += size_bytes
 
 
@@ -146,27 +144,22 @@ _WANTED = {"always", "within_size", "advise", "force"}
 _HUGE_FIELDS = {"AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"}
 
 
-@dataclass(frozen=True, slots=True)
-class HugePool:
+class HugePool(NamedTuple):
     free_bytes: int
-    growth_bytes: int
-
-    @property
-    def usable_bytes(self) -> int:
-        return self.free_bytes + self.growth_bytes
+    usable_bytes: int
+    """With what the kernel may add."""
 
 
 def huge_pool(root: Path = ROOT) -> HugePool:
-
     def count(name: str) -> int:
         try:
             return int((root / _POOL / name).read_text())
         except (OSError, ValueError):
             return 0
 
-    free = count("free_hugepages") - count("resv_hugepages")
-    growth = count("nr_overcommit_hugepages") - count("surplus_hugepages")
-    return HugePool(max(0, free) * HUGE_PAGE_BYTES, max(0, growth) * HUGE_PAGE_BYTES)
+    free = max(0, count("free_hugepages") - count("resv_hugepages"))
+    growth = max(0, count("nr_overcommit_hugepages") - count("surplus_hugepages"))
+    return HugePool(free * HUGE_PAGE_BYTES, (free + growth) * HUGE_PAGE_BYTES)
 
 
 def huge_bytes(address: int, size_bytes: int) -> int:
@@ -197,17 +190,11 @@ def chosen(path: Path) -> str:
 
 
 def private_is_huge(root: Path = ROOT) -> bool:
-    own = chosen(root / _THP / "hugepages-2048kB/enabled")
-    return (chosen(root / _THP / "enabled") if own in ("", "inherit") else own) in ("always", "madvise")
+    return chosen(root / _THP / "enabled") in ("always", "madvise")
 
 
 def memory_files_are_huge(root: Path = ROOT) -> bool:
-    """A general setting ``deny`` or ``force`` wins; otherwise this page size's, which may inherit (Linux 6.11)."""
-    general = chosen(root / _THP / "shmem_enabled")
-    own = chosen(root / _THP / "hugepages-2048kB/shmem_enabled")
-    if general in ("deny", "force") or own in ("", "inherit"):
-        return general in _WANTED
-    return own in _WANTED
+    return chosen(root / _THP / "shmem_enabled") in _WANTED
 
 
 def shared_memory_is_huge(size_bytes: int = 1 << 30, root: Path = ROOT) -> bool:
@@ -226,12 +213,9 @@ def advice(shared_bytes: int = 1 << 30, root: Path = ROOT, *, collapses: bool = 
     if chosen(thp / "enabled") and not private_is_huge(root):
         said.append(f"private staging memory has no huge pages ({why}): echo madvise > {thp / 'enabled'}")
     if not (collapses or shared_memory_is_huge(shared_bytes, root)):
-        switch = thp / "shmem_enabled"
-        own = thp / "hugepages-2048kB/shmem_enabled"
-        if chosen(own) not in ("", "inherit") and chosen(switch) != "deny":
-            switch = own
         said.append(
-            f"shared staging memory has no huge pages ({why}). As root, run one of: echo advise > {switch}; "
+            f"shared staging memory has no huge pages ({why}). As root, run one of: echo advise > "
+            f"{thp / 'shmem_enabled'}; "
             f"sysctl -w vm.nr_overcommit_hugepages={-(-shared_bytes // HUGE_PAGE_BYTES)}"
         )
     return said

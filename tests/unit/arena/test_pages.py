@@ -150,11 +150,10 @@ def test_the_usual_kernel_is_told_two_ways_to_share_huge_pages(tmp_path: Path) -
     "files",
     [
         {f"{THP}/shmem_enabled": "always within_size [advise] never deny force"},
-        {f"{THP}/hugepages-2048kB/shmem_enabled": "always inherit within_size [advise] never"},
         {f"{POOL}/free_hugepages": 600, f"{POOL}/resv_hugepages": 80},
         {f"{POOL}/free_hugepages": 0, f"{POOL}/nr_overcommit_hugepages": 512, f"{POOL}/surplus_hugepages": 0},
     ],
-    ids=["advise", "advise for this size", "pool", "growing pool"],
+    ids=["advise", "pool", "growing pool"],
 )
 def test_any_one_of_them_is_enough(tmp_path: Path, files: dict[str, object]) -> None:
     assert pages.advice(GiB, root=machine(tmp_path, USUAL | files)) == []
@@ -164,13 +163,9 @@ def test_any_one_of_them_is_enough(tmp_path: Path, files: dict[str, object]) -> 
     "files",
     [
         {f"{THP}/shmem_enabled": "always within_size advise never [deny] force"},
-        {
-            f"{THP}/shmem_enabled": "always within_size [advise] never deny force",
-            f"{THP}/hugepages-2048kB/shmem_enabled": "always inherit within_size advise [never]",
-        },
         {f"{POOL}/free_hugepages": 600, f"{POOL}/resv_hugepages": 100},
     ],
-    ids=["denied", "never for this size", "pool too small"],
+    ids=["denied", "pool too small"],
 )
 def test_and_these_are_not(tmp_path: Path, files: dict[str, object]) -> None:
     assert len(pages.advice(root=machine(tmp_path, USUAL | files))) == 1

@@ -324,7 +324,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         memory = real(size_bytes)
         count[0] += 1
         count[1] = max(count)
-        memory.before_close(lambda: count.__setitem__(0, count[0] - 1))
+        weakref.finalize(memory, lambda: count.__setitem__(0, count[0] - 1))
         return memory
 
     monkeypatch.setattr(Memory, "allocate", allocate)
