@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..disk.durable import durable_write, read_whole, translated
+from ..disk.durable import durable_write, read_record
 from ..errors import EndpointError, IntegrityError, ObjectNotFoundError, StoreError, TierckptError
 from ..format.layout import CLAIM, DRAINED, MANIFEST, Location, checks_file
 from ..format.manifest import FileEntry, Manifest
@@ -19,13 +19,11 @@ from ..stores.verified_read import LocalFiles, check_file
 from ..telemetry import ProgressCounter, ignore_progress, logger
 from ..types import Json, ProgressListener, Tier
 from . import local_commit, shared_commit
-from .catalog import Checkpoint
+from .catalog import Checkpoint, file_size
 from .peer_copies import PeerCopies
 from .select import Selector
 
 log = logger("verify")
-
-CHECKS_BYTES_MAX = 1 << 16
 
 OnBytes: TypeAlias = Callable[[int], None]
 """Called with the number of bytes read. None: only existence and sizes are checked."""
@@ -66,11 +64,7 @@ def record_check(local_root: Path, verb: str, document: Json) -> None:
 
 
 def read_checks(local_root: Path) -> Json:
-    try:
-        body = json.loads(read_whole(checks_file(local_root), CHECKS_BYTES_MAX))
-    except (OSError, TierckptError, ValueError):
-        body = {}
-    found = body if isinstance(body, dict) else {}
+    found = read_record(checks_file(local_root))
     return {verb: row if isinstance(row := found.get(verb), dict) else None for verb in ("verify", "drill")}
 
 
@@ -164,7 +158,7 @@ async def _verify_file(
 ) -> None:
     source: RangeSource = LocalFiles(checkpoint.directory) if tier is Tier.LOCAL else checkpoint.store
     if tier is Tier.LOCAL:
-        size_bytes = await asyncio.to_thread(_size_of, checkpoint.directory / entry.key)
+        size_bytes = await asyncio.to_thread(file_size, checkpoint.directory / entry.key)
     else:
         size_bytes = (await checkpoint.store.head(entry.key)).size_bytes
     where = f"{source.uri}/{entry.key}"
@@ -186,11 +180,3 @@ async def _verify_on_peers(
         await copies.chunk(holders[0], entry, index)
         if on_bytes is not None:
             on_bytes(byte_range.size_bytes)
-
-
-def _size_of(path: Path) -> int:
-    with translated(path):
-        try:
-            return path.stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return -1

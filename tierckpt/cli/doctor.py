@@ -24,8 +24,9 @@ from ..arena import memory, pages
 from ..checkpoint.journal import Journal
 from ..checkpoint.retention import nearest_existing
 from ..config import GiB, Settings, unknown_variables
+from ..disk.durable import read_record
 from ..disk.file_io import open_direct
-from ..disk.io_tuner import MODEL_READ_MODES, READ_MODES, ReadMode, device_of, read_tuner_for, recorded
+from ..disk.io_tuner import MODEL_READ_MODES, READ_MODES, ReadMode, device_of, read_tuner_for
 from ..disk.local_root import MEMORY_FILESYSTEMS, filesystem_type
 from ..errors import IntegrityError, ObjectNotFoundError, PreconditionFailedError, StoreError, TierckptError
 from ..format.layout import Location
@@ -145,7 +146,7 @@ def _reads(name: str, base: Path, settings: Settings, ways: tuple[ReadMode, ...]
     finally:
         os.close(file)
     way = tuner.mode(device)
-    rates = recorded(tuner.path).get(device, {}).get("bytes_per_second", {})
+    rates = read_record(tuner.path).get(device, {}).get("bytes_per_second", {})
     found = ", ".join(f"{tried} {human_bytes(rate)}/s" for tried, rate in rates.items())
     return Finding(name, OK, f"{way} (measured: {found})" if found else f"{way} until a large load has measured it")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import secrets
 import shutil
@@ -30,21 +31,31 @@ from ..errors import (
 )
 from ..ownership import check, file_mode, mode_of, root_of
 from ..resources import exhausted
-from ..types import Buffer, Tier
+from ..types import Buffer, Json, Tier
 from .illness import requests
 from .processes import current_umask, stem_of, temporary_of_this_process
 from .quarantine import open_regular, set_aside
 
 MAKES_MAX = 100
+NAME_BYTES_MAX = 255
 PATH_BYTES_MAX = 4095 - 200
 """Our files below a path, and temporary names, take the rest."""
 SET_LOCAL_ROOT = "Set TIERCKPT_LOCAL_ROOT (or local_root=) to a writable directory of this user on node-local SSD"
 UNKNOWN_BYTES = 1 << 62
+RECORD_BYTES_MAX = 1 << 20
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
+_NO_ROOM = {
+    errno.ENOSPC: "",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "it is larger than a file can be there",
+}
 _NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EISDIR, errno.EPERM, errno.EACCES}
 """Errors of an fsync of a directory, or of a file open for reading."""
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_DENIED = {
+    errno.EACCES: "no permission",
+    errno.EPERM: "the file system does not permit this",
+    errno.EROFS: "it is on a read-only mount",
+}
 _NOT_SUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.ENOLCK, errno.EXDEV, errno.ENOTTY}
 _MISSING = {errno.ENOENT, errno.ENOTDIR}
 # Errors of a network mount or FUSE daemon during an outage of its server.
@@ -64,40 +75,26 @@ class Space(NamedTuple):
 def translate_os_error(error: OSError, path: Path, tier: Tier) -> TierckptError:
     if isinstance(error, TierckptError):
         return error
-    if error.errno == errno.EFBIG:
-        return CapacityError(
-            f"{path} is larger than a file can be there",
-            hint="Choose a directory on another file system (vfat has files of up to 4 GiB), or raise `ulimit -f`",
-            path=path,
-            tier=tier,
-        )
     if (found := exhausted(error)) is not None:
         return found
     if error.errno in _NO_ROOM:
         free = 0
         with contextlib.suppress(OSError):
             free = space_of(path).free_bytes
-        what = "the quota is used up" if error.errno == errno.EDQUOT else f"{free} bytes are free"
+        why = _NO_ROOM[error.errno] or f"{free} bytes are free"
         return CapacityError(
-            f"no room to write {path}: {what}",
-            hint="Free some space or the quota, keep fewer checkpoints, or choose another directory",
+            f"no room to write {path}: {why}",
+            hint="Free some space or the quota, keep fewer checkpoints, raise `ulimit -f`, or choose another directory",
             path=path,
             tier=tier,
             free_bytes=free,
         )
     if error.errno in _DENIED:
-        if error.errno == errno.EPERM:
-            message = f"{path}: the file system does not permit this"
-            hint = "It may lack the call (links, modes, times), or the file is immutable: choose another place"
-        elif error.errno == errno.EROFS:
-            message, hint = f"{path} is on a read-only mount", "Remount it writable, or choose another place"
-        else:
-            users = " (users who share it need one group, umask 002, and `chmod g+s` on its directory)"
-            message = f"no permission for {path}"
-            hint = f"Check its owner and mode{users if tier is Tier.SHARED else ''}, or choose another place"
-        if root_of(path) is not None:
-            hint = SET_LOCAL_ROOT
-        return PermissionDeniedError(message, hint=hint, path=path, tier=tier)
+        users = (
+            "Check its owner and mode (users who share it need one group, umask 002, and `chmod g+s` on its directory)"
+        )
+        hint = f"{users}, or choose another place" if root_of(path) is None else SET_LOCAL_ROOT
+        return PermissionDeniedError(f"{path}: {_DENIED[error.errno]}", hint=hint, path=path, tier=tier)
     if error.errno == errno.ENAMETOOLONG:
         return _too_long(path, "")
     if error.errno in _MISSING:
@@ -123,24 +120,13 @@ def space_of(path: Path) -> Space:
 
 
 def check_names(directory: Path, paths: Iterable[str] = ()) -> None:
-    name_bytes_max = _name_bytes_max(directory)
     for path in ("", *paths):
         whole = os.fsencode(directory / path)
         longest = max(map(len, whole.split(b"/")))
-        if longest > name_bytes_max:
-            raise _too_long(directory / path, f" ({longest} bytes in one name, {name_bytes_max} are the limit there)")
+        if longest > NAME_BYTES_MAX:
+            raise _too_long(directory / path, f" ({longest} bytes in one name, {NAME_BYTES_MAX} are the limit)")
         if len(whole) > PATH_BYTES_MAX:
             raise _too_long(directory / path, f" ({len(whole)} bytes, {PATH_BYTES_MAX} are the limit)")
-
-
-def _name_bytes_max(directory: Path) -> int:
-    for candidate in (directory, *directory.parents):
-        try:
-            limit = os.pathconf(candidate, "PC_NAME_MAX")
-            return limit if limit > 0 else 255
-        except OSError:
-            continue
-    return 255
 
 
 def _too_long(path: Path, why: str) -> ConfigError:
@@ -249,6 +235,15 @@ def read_whole(path: Path, size_bytes_max: int) -> bytes:
         if size_bytes > size_bytes_max:
             raise ManifestError(f"{path}: {size_bytes} bytes is larger than any that tierckpt writes", tier=Tier.LOCAL)
         return file.read(size_bytes)
+
+
+def read_record(path: Path) -> Json:
+    """Return {} if the file is missing, damaged or another user's."""
+    try:
+        found = json.loads(read_whole(path, RECORD_BYTES_MAX))
+    except (TierckptError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def durable_write(path: Path, data: Buffer, *, tier: Tier = Tier.LOCAL) -> None:

@@ -53,9 +53,6 @@ def open_beneath(directory: Path, relative: str) -> int:
 
 PAGE_BYTES = mmap.PAGESIZE
 
-WINDOW_BYTES = 64 << 20
-"""Range of a cached result: a load checks each 2 MiB."""
-
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
@@ -65,7 +62,6 @@ class Resident:
 
     def __init__(self, file: int) -> None:
         self._map: mmap.mmap | None = None
-        self._is_empty: dict[int, bool] = {}
         try:
             self._size_bytes = os.fstat(file).st_size
             # Copy-on-write, so that ctypes may have its address; never written.
@@ -78,16 +74,7 @@ class Resident:
         start = byte_range.start // PAGE_BYTES * PAGE_BYTES
         if self._map is None or not start < byte_range.stop <= self._size_bytes:
             return False
-        windows = range(start // WINDOW_BYTES, -(-byte_range.stop // WINDOW_BYTES))
-        if all(self._was_empty(window) for window in windows):
-            return False
         return b"\0" not in self.pages(start, byte_range.stop)
-
-    def _was_empty(self, window: int) -> bool:
-        if window not in self._is_empty:
-            start = window * WINDOW_BYTES
-            self._is_empty[window] = b"\1" not in self.pages(start, min(start + WINDOW_BYTES, self._size_bytes))
-        return self._is_empty[window]
 
     def pages(self, start: int, stop: int) -> bytes:
         """Return one byte per page: 1 in the page cache; 0 not, or unknown."""

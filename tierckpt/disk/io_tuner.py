@@ -15,14 +15,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..config import Settings
 from ..errors import TierckptError
 from ..format.layout import model_read_modes, read_modes
 from ..telemetry import logger
-from ..types import Json
-from .durable import durable_write, make_dirs, read_whole
+from .durable import durable_write, make_dirs, read_record
 from .file_lock import try_lock
 from .local_root import use_local_root
 from .processes import boot_id
@@ -199,7 +198,7 @@ class ReadTuner:
 
     def _recorded(self) -> dict[str, ReadMode]:
         modes = {}
-        for device, entry in recorded(self.path).items():
+        for device, entry in read_record(self.path).items():
             with contextlib.suppress(KeyError, TypeError, ValueError):
                 modes[device] = ReadMode.parse(entry["mode"])
         return modes
@@ -207,7 +206,7 @@ class ReadTuner:
     def _record(self, device: str, mode: ReadMode, rates: Mapping[ReadMode, float]) -> None:
         entry = {"mode": str(mode), "bytes_per_second": {str(tried): round(rate) for tried, rate in rates.items()}}
         boot = device.rpartition(" ")[2]
-        kept = {known: value for known, value in recorded(self.path).items() if known.endswith(boot)}
+        kept = {known: value for known, value in read_record(self.path).items() if known.endswith(boot)}
         try:
             durable_write(self.path, json.dumps({**kept, device: entry}, indent=1).encode())
         except (OSError, TierckptError) as error:
@@ -218,18 +217,6 @@ def best(rates: Mapping[ReadMode, float]) -> ReadMode:
     """The page cache must be faster by a quarter."""
     worth = {mode: rate if mode.direct else rate / BUFFERED_GAIN_MIN for mode, rate in rates.items()}
     return cheapest(worth)
-
-
-RECORD_BYTES_MAX = 1 << 20
-
-
-def recorded(path: Path) -> dict[str, Any]:
-    """Return {} if the file is missing or another user's."""
-    try:
-        found: Json = json.loads(read_whole(path, RECORD_BYTES_MAX))
-    except (TierckptError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def device_of(file: int) -> str:
@@ -244,23 +231,17 @@ def device_of(file: int) -> str:
 
 tuners: dict[tuple[Path, tuple[ReadMode, ...]], ReadTuner] = {}
 _write_tuners: dict[int, WriteTuner] = {}
-_making = threading.Lock()
 
 
 def read_tuner_for(settings: Settings, modes: tuple[ReadMode, ...] = READ_MODES) -> ReadTuner:
-    with _making:
-        return tuners.setdefault((settings.local_root, modes), ReadTuner(settings, modes))
+    return tuners.setdefault((settings.local_root, modes), ReadTuner(settings, modes))
 
 
 def write_tuner_for(directory: Path) -> WriteTuner:
-    device = directory.stat().st_dev
-    with _making:
-        return _write_tuners.setdefault(device, WriteTuner(SHAPES))
+    return _write_tuners.setdefault(directory.stat().st_dev, WriteTuner(SHAPES))
 
 
 def _reset_after_fork() -> None:
-    global _making
-    _making = threading.Lock()
     tuners.clear()
     _write_tuners.clear()
 

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 from ..config import Settings
-from ..errors import ConfigError, TierckptError
+from ..errors import TierckptError
 from ..ownership import open_root
 from ..telemetry import logger
-from .durable import SET_LOCAL_ROOT, make_dirs
+from .durable import make_dirs
 from .file_lock import try_lock
 from .processes import is_abandoned, is_temporary
 
@@ -38,17 +38,9 @@ def use_local_root(settings: Settings) -> None:
 
 def make_local_root(settings: Settings) -> Path:
     """Raises PermissionDeniedError: not safe to use, or not writable. ConfigError: it cannot be a directory."""
-    root = settings.local_root
     use_local_root(settings)
-    try:
-        make_dirs(root)
-    except TierckptError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise type(error)(
-            f"local_root {root} cannot be used: {error.message}", hint=SET_LOCAL_ROOT, **error.context
-        ) from error
-    return root
+    make_dirs(settings.local_root)
+    return settings.local_root
 
 
 def check_local_root(settings: Settings) -> None:

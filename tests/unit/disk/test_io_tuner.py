@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from pathlib import Path
 
 from tierckpt.disk.io_tuner import (
     EQUAL_RATE_SHARE,
@@ -14,7 +12,6 @@ from tierckpt.disk.io_tuner import (
     TRIES_MIN,
     IoShape,
     WriteTuner,
-    write_tuner_for,
 )
 
 BIG = MEASURED_BYTES_MIN * 4
@@ -70,28 +67,8 @@ def test_small_flushes_teach_nothing_and_are_no_experiments() -> None:
     assert tuner.flushes == 0 and tuner.choose(1) == SHAPES[0]
 
 
-def test_there_is_one_tuner_for_each_device(tmp_path: Path) -> None:
-    assert write_tuner_for(tmp_path) is write_tuner_for(tmp_path / "..")
-    assert write_tuner_for(tmp_path) is not write_tuner_for(Path("/proc"))
-
-
 def test_of_shapes_that_are_as_good_the_cheapest_is_taken() -> None:
     for loss, expected in ((EQUAL_RATE_SHARE + 0.01, SHAPES[0]), (EQUAL_RATE_SHARE - 0.01, SHAPES[-1])):
         tuner = WriteTuner(SHAPES)
         drive(tuner, {shape: 1.0 if shape == SHAPES[-1] else loss for shape in SHAPES}, len(SHAPES) * TRIES_MIN)
         assert tuner.choose(1) == expected
-
-
-def test_no_more_writes_than_threads() -> None:
-    assert all(1 <= shape.writes_max <= shape.threads for shape in SHAPES)
-
-
-def test_threads_may_share_it() -> None:
-    tuner = WriteTuner(SHAPES)
-    rates = {shape: 1.0 + index for index, shape in enumerate(SHAPES)}
-    threads = [threading.Thread(target=drive, args=(tuner, rates, 200)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert tuner.flushes == 800 and tuner.choose(1) == SHAPES[-1]

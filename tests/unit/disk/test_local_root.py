@@ -45,8 +45,3 @@ def test_of_a_writer_that_was_killed_nothing_stays_and_of_a_live_one_all(tmp_pat
     assert clear_leftovers(tmp_path) == 1
     assert [path.name for path in target.parent.iterdir()] == ["ab12.json"]
     assert target.read_bytes() == b"before"
-
-
-def test_a_name_of_another_container_is_nobodys_to_judge() -> None:
-    assert not is_abandoned(f".x.json.{1:08x}{2**22:08x}{7:016x}{0:08x}.tmp")
-    assert not is_abandoned(".x.json.0123456789ab.tmp")
