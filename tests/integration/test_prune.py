@@ -235,7 +235,7 @@ def test_foreign_entries_of_a_run_stay_and_are_listed(file_uri: str) -> None:
     assert done.code == 0
     assert done.document["others"] == {
         "step-0": "saved by stock PyTorch",
-        "export-0": "not of tierckpt",
+        "export-0": "without a commit of tierckpt",
         "best": "a link",
     }
     assert outcomes(done)["step-2", "shared"] == ("kept", "best links to it")

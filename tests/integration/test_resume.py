@@ -25,7 +25,7 @@ from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tests.services import S3Server, free_port
 from tests.states import flip
 from tierckpt import Checkpointer
-from tierckpt.checkpoint import select
+from tierckpt.checkpoint import peer_copies, select
 from tierckpt.checkpoint.description import describe_run
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
@@ -60,7 +60,7 @@ def proxy(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProx
         monkeypatch.setattr(retry, "RETRIES_MAX", 1)
         monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "10")
         monkeypatch.setenv("TIERCKPT_STORE_WAIT_SECONDS", "1")
-        monkeypatch.setattr(select, "DENIED_SECONDS", 0.5)
+        monkeypatch.setattr(peer_copies, "DENIED_SECONDS", 0.5)
         monkeypatch.setattr(select, "SEARCH_SECONDS_MIN", 2.0)
         yield proxy
         heal(proxy)
@@ -266,20 +266,6 @@ async def _never(self: Drainer, token: str, *, patient: bool = True) -> None:
 
 
 @pytest.mark.slow
-def test_step_of_a_run_without_drains_is_resumed(
-    moto: S3Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with moto.bucket() as bucket:
-        uri = f"s3://{bucket}/run"
-        with Checkpointer(uri, drain=False) as checkpointer:
-            checkpointer.save(7, {"value": 7})
-        refused(proxy, uri, monkeypatch)
-        close_all()
-        assert Checkpointer(uri, drain=False).restore({"value": 0}) == 7
-        close_all()
-
-
-@pytest.mark.slow
 def test_newer_drained_step_supersedes_an_older_pending_one(
     run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +300,7 @@ def test_transient_denial_is_retried(
 ) -> None:
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
     monkeypatch.setenv("TIERCKPT_STORE_WAIT_SECONDS", "60")
-    monkeypatch.setattr(select, "DENIED_SECONDS", 20.0)
+    monkeypatch.setattr(peer_copies, "DENIED_SECONDS", 20.0)
     left = [2]
 
     def answer(verb: str, *_: object) -> bytes | None:

@@ -176,11 +176,7 @@ def commit_local_fragment(directory: Path, location: Location, fragment: Manifes
     """Write one rank's fragment. Commits and returns the merged manifest once all ranks' fragments are here."""
     with _locked(directory):
         make_dirs(directory / PARTS_DIR)
-        durable_write(
-            directory
-            / part(f"{fragment.attempt}-{fragment.files[0].rank if fragment.files else fragment.metadata[0].rank}"),
-            fragment.encode(),
-        )
+        durable_write(directory / part(f"{fragment.attempt}-{fragment.entries[0].rank}"), fragment.encode())
         parts = matching(directory / PARTS_DIR, f"{fragment.attempt}-*.json")
         if len(parts) < fragment.world_size:
             return None

@@ -9,7 +9,6 @@ V4  Everything else (data sets, models, checkpoints of stock DCP) is shown as th
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
@@ -39,6 +38,7 @@ from . import local_commit, select
 from .branches import abandoned_here
 from .catalog import Checkpoint
 from .journal import Journal, JournalEntry
+from .retention import marked_directories
 
 log = logger("catalog")
 
@@ -357,13 +357,9 @@ def _files(checkpoint: Checkpoint | None) -> list[Thing]:
 
 
 def _commits(directory: Path) -> Iterator[str]:
-    for path, names, _ in os.walk(directory):
-        if PRIVATE_DIR in names and Path(path, MANIFEST).exists():
-            relative = str(Path(path).relative_to(directory))
-            yield "" if relative == "." else relative
-            names.clear()
-        elif PRIVATE_DIR in names:
-            names.remove(PRIVATE_DIR)
+    for path in marked_directories(directory):
+        if (path / MANIFEST).exists():
+            yield str(path)[len(str(directory)) + 1 :]
 
 
 def _has_commit(directory: Path) -> bool:
@@ -388,11 +384,7 @@ def _is_sufficient_alone(directory: Path) -> bool:
 
 
 def _with_commits(directory: Path) -> set[str]:
-    try:
-        children = [entry.name for entry in os.scandir(directory) if entry.is_dir()]
-    except OSError:
-        return set()
-    return {name for name in children if name != PRIVATE_DIR and _has_commit(directory / name)}
+    return {name for name in select.directories_in(directory) if _has_commit(directory / name)}
 
 
 def _name_conflict(location: Location, journal: Journal) -> str:

@@ -10,7 +10,7 @@ from typing import Protocol
 from ..errors import PermissionDeniedError
 from ..format.layout import Location
 from ..format.manifest import FileEntry, Manifest
-from ..poll import Pauses, Poll
+from ..poll import Pauses, Poll, announced
 from ..telemetry import logger
 from ..types import Buffer, Json
 
@@ -69,11 +69,23 @@ class PeerLookup(Protocol):
 log = logger("select")
 
 DENIED_SECONDS = 5.0
-"""Nodes receive a new secret at different moments; a longer refusal is permanent."""
+"""A longer refusal is permanent: credentials are renewed within moments, and nodes receive a new secret."""
 FIRST_REPORT_SECONDS = 2.0
-REPORT_SECONDS = 10.0
 HOW_LONG = "Ctrl-C stops; store_wait_seconds (TIERCKPT_STORE_WAIT_SECONDS) says how long to wait"
 PAUSES = Pauses(0.2, 1.0)
+
+
+class Refusal:
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def is_permanent(self, is_denied: bool) -> bool:
+        """Note an answer: whether it was a refusal, and all answers were for ``DENIED_SECONDS``."""
+        if not is_denied:
+            self._since = None
+            return False
+        self._since = self._since or time.monotonic()
+        return time.monotonic() - self._since >= DENIED_SECONDS
 
 
 class SilentPeers:
@@ -87,32 +99,26 @@ class SilentPeers:
         """Return the nodes that have not reported their checkpoints of ``run``. Raises PermissionDeniedError."""
         if self._cluster is None:
             return []
-        begun = time.monotonic()
-        tell_at, denied_at = begun + FIRST_REPORT_SECONDS, None
+        begun, refusal = time.monotonic(), Refusal()
         silent: list[str] = []
         denial: PermissionDeniedError | None = None
-        async for _ in Poll(self._seconds, PAUSES):
-            now = time.monotonic()
-            try:
-                silent, denial, denied_at = await self._cluster.silent(run), None, None
-            except PermissionDeniedError as error:
-                denial, denied_at = error, denied_at or now
-                if now - denied_at >= DENIED_SECONDS:
+
+        def describe() -> str:
+            text = f"waiting for {', '.join(silent)} to say which checkpoints of {run.uri} they have"
+            return f"{text}, {time.monotonic() - begun:.0f} of {self._seconds:.0f} s. {HOW_LONG}" if silent else ""
+
+        with announced(log, describe, FIRST_REPORT_SECONDS):
+            async for _ in Poll(self._seconds, PAUSES):
+                try:
+                    silent, denial = await self._cluster.silent(run), None
+                except PermissionDeniedError as error:
+                    denial = error
+                if refusal.is_permanent(denial is not None):
                     break
-                continue
-            self._given_up &= {*silent}
-            if self._given_up >= {*silent}:
-                return silent
-            if now >= tell_at:
-                tell_at = now + REPORT_SECONDS
-                log.warning(
-                    "waiting for %s to say which checkpoints of %s they have, %.0f of %.0f s. %s",
-                    ", ".join(silent),
-                    run.uri,
-                    now - begun,
-                    self._seconds,
-                    HOW_LONG,
-                )
+                if denial is None:
+                    self._given_up &= {*silent}
+                    if self._given_up >= {*silent}:
+                        return silent
         if denial is not None:
             raise denial
         self._given_up |= {*silent}

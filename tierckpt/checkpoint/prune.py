@@ -64,12 +64,10 @@ class PruneResult:
     leftovers: list[str] = field(default_factory=list)
     errors: list[TierckptError] = field(default_factory=list)
 
-    def join(self, other: PruneResult, *, below: str) -> None:
-        self.outcomes += [
-            replace(one, copy=replace(one.copy, name=f"{below}/{one.copy.name}")) for one in other.outcomes
-        ]
-        self.others |= {f"{below}/{name}": why for name, why in other.others.items()}
-        self.leftovers += [f"{below}/{name}" for name in other.leftovers]
+    def join(self, other: PruneResult) -> None:
+        self.outcomes += other.outcomes
+        self.others |= other.others
+        self.leftovers += other.leftovers
         self.errors += other.errors
 
     def only(self, outcome: str) -> list[Outcome]:
@@ -78,16 +76,14 @@ class PruneResult:
 
 @dataclass(slots=True)
 class _RunEntry:
+    name: str
+    """Below the run."""
     location: Location
     local: Manifest | None = None
     shared: Manifest | None = None
     other: str = ""
     begun: list[Manifest] = field(default_factory=list)
     is_empty: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.location.name
 
     @property
     def copies(self) -> list[tuple[Tier, Manifest]]:
@@ -135,9 +131,7 @@ class Pruner:
         result = await self._judge(steps, policy, dry_run, branch, noted, own)
         if windows:
             kept = [one.copy for one in result.only(KEPT) if not one.copy.is_abandoned]
-            beside = [replace(copy, name=f"beside/{copy.name}") for copy in kept]
-            redo_logs = await self._judge(windows, policy, dry_run, branch, noted, own, beside)
-            result.join(redo_logs, below=layout.WINDOWS_DIR)
+            result.join(await self._judge(windows, policy, dry_run, branch, noted, own, kept))
         if not dry_run:
             finished = await asyncio.to_thread(finish_local, self._root, self._journal)
             result.leftovers += [directory.name for directory in finished]
@@ -171,7 +165,7 @@ class Pruner:
     async def _look_at_run(self, run: Location, *, level: int = logging.WARNING) -> _Run:
 
         async def look(names: Iterable[str]) -> list[_RunEntry]:
-            return await asyncio.gather(*(self._read_location(run.child(name)) for name in names))
+            return await asyncio.gather(*(self._read_location(_RunEntry(name, run.child(name))) for name in names))
 
         names = await self._run_selector.names(run, level=level)
         return await look(names), await look(await self._run_selector.windows(run, level=level))
@@ -202,8 +196,8 @@ class Pruner:
                 await self._finish(one, dry_run, result)
         return result
 
-    async def _read_location(self, location: Location) -> _RunEntry:
-        seen = _RunEntry(location)
+    async def _read_location(self, seen: _RunEntry) -> _RunEntry:
+        location = seen.location
         if location.scheme == "file" and await asyncio.to_thread(Path(location.path).is_symlink):
             seen.other = "a link"
             return seen
@@ -218,7 +212,7 @@ class Pruner:
                     raise
                 log.info("%s: there is no shared tier to look at (%s)", location.uri, error)
         if seen.local is None and seen.shared is None and not (seen.begun or seen.is_empty) and not seen.other:
-            seen.other = "not committed" if await self._is_marked(location) else "not of tierckpt"
+            seen.other = "without a commit of tierckpt"
         return seen
 
     async def _look_at_shared(self, seen: _RunEntry) -> None:
@@ -241,14 +235,6 @@ class Pruner:
         except ManifestError as error:
             log.warning("retention leaves it alone: %s", error)
             return None
-
-    async def _is_marked(self, location: Location) -> bool:
-        if await asyncio.to_thread((local_dir(self._root, location) / PRIVATE_DIR).is_dir):
-            return True
-        try:
-            return bool(await self._store(location).list_dirs(PRIVATE_DIR))
-        except StoreError:
-            return False
 
     async def copies_of(self, seen: Sequence[_RunEntry], branch: Branch | None) -> list[CheckpointCopy]:
         journaled_uris = {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}
@@ -292,22 +278,20 @@ class Pruner:
     async def _with_health(self, copies: list[CheckpointCopy], seen: dict[str, _RunEntry]) -> list[CheckpointCopy]:
         """Check each tier down to its first whole copy: older ones protect nothing."""
         known: dict[tuple[str, Tier], Health] = {}
+        manifests = {(one.name, tier): manifest for one in seen.values() for tier, manifest in one.copies}
         for tier in (Tier.LOCAL, Tier.SHARED):
             here = [copy for copy in copies if copy.tier is tier]
             here.sort(key=lambda copy: (not copy.is_abandoned, copy.step), reverse=True)
             for copy in here:
-                known[copy.name, tier] = await self._health(seen[copy.name], tier)
+                known[copy.name, tier] = await self._health(seen[copy.name].location, tier, manifests[copy.name, tier])
                 if known[copy.name, tier] is Health.WHOLE:
                     break
         return [replace(copy, health=known.get((copy.name, copy.tier))) for copy in copies]
 
-    async def _health(self, seen: _RunEntry, tier: Tier) -> Health:
-        manifest = seen.local if tier is Tier.LOCAL else seen.shared
-        if manifest is None:
-            return Health.DAMAGED
+    async def _health(self, location: Location, tier: Tier, manifest: Manifest) -> Health:
         if tier is Tier.SHARED:
-            return await retention.shared_health(self._store(seen.location), manifest)
-        return await asyncio.to_thread(retention.local_health, local_dir(self._root, seen.location), manifest)
+            return await retention.shared_health(self._store(location), manifest)
+        return await asyncio.to_thread(retention.local_health, local_dir(self._root, location), manifest)
 
     async def _carry_out(
         self, verdict: Verdict, location: Location, dry_run: bool, errors: list[TierckptError]
@@ -431,7 +415,6 @@ def finish_local(local_root: Path, journal: Journal) -> list[Path]:
                     log.info("finished the removal of %s that was cut short", directory)
         except (OSError, TierckptError) as error:
             log.warning("leftovers in %s stay: %s", directory, error)
-    read_lease.forget_dead(local_root)
     return found
 
 

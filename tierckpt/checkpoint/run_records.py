@@ -10,7 +10,6 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Collection
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -118,19 +117,12 @@ def newest_lines(directory: Path, pattern: str = "*.jsonl") -> Lines:
     """Blocking; reads at most ``TAIL_BYTES``."""
     for path in matching(directory / HISTORY_DIR, pattern)[:-2:-1]:
         try:
-            status = path.stat()
-            return _tail(path, status.st_ino, status.st_size, status.st_mtime_ns)
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+                return parse_lines(file.read(TAIL_BYTES))
         except OSError as error:
             log.debug("%s: %s", path, error)
     return []
-
-
-@lru_cache(maxsize=64)
-def _tail(path: Path, inode: int, size_bytes: int, changed_ns: int) -> Lines:
-    """Cached: status and page call it every second or two."""
-    with path.open("rb") as file:
-        file.seek(max(0, size_bytes - TAIL_BYTES))
-        return parse_lines(file.read(TAIL_BYTES))
 
 
 def has_ended_here(first: dict[str, Any]) -> bool:

@@ -13,7 +13,6 @@ N5  A step that a job abandoned by going back is no candidate (branches.py).
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..config import Settings
+from ..disk.durable import matching
 from ..errors import (
     BucketNotFoundError,
     CheckpointError,
@@ -45,14 +45,12 @@ from ..types import Json, Tier
 from . import branches, catalog, local_commit
 from .branches import Branch
 from .catalog import LISTINGS_MAX, Checkpoint, changing_run_error, retry_listing
-from .peer_copies import FIRST_REPORT_SECONDS, HOW_LONG, PeerLookup, SilentPeers
+from .peer_copies import FIRST_REPORT_SECONDS, HOW_LONG, PeerLookup, Refusal, SilentPeers
 
 log = logger("select")
 
 T = TypeVar("T")
 
-DENIED_SECONDS = 5.0
-"""A longer refusal is permanent: credentials are renewed within moments."""
 SEARCH_SECONDS_MIN = 10.0
 """Time of one search, so that ``store_wait_seconds=0`` means one attempt and not none."""
 PAUSE_SECONDS = 1.0
@@ -332,7 +330,7 @@ class Selector:
         ]
 
     async def _names_near(self, location: Location, is_again: bool = False) -> list[str]:
-        local = await asyncio.to_thread(_directories, self.directory_of(location))
+        local = await asyncio.to_thread(directories_in, self.directory_of(location))
         if self._peers is None:
             return local
         return local + list(await self._peers.committed(location, is_fresh=is_again))
@@ -403,7 +401,7 @@ class _Wait:
         self._begun = time.monotonic()
         self._end = self._begun + self._seconds
         self._problem = "no answer yet"
-        self._denied_at: float | None = None
+        self._refusal = Refusal()
         self.advice = ""
         """The user's options with the checkpoints of this node."""
 
@@ -441,61 +439,35 @@ class _Wait:
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _is_over(self, error: StoreError) -> bool:
-        now = time.monotonic()
-        if isinstance(error, EndpointError):
-            return True
-        if isinstance(error, PermissionDeniedError):
-            self._denied_at = self._denied_at or now
-            if now - self._denied_at >= DENIED_SECONDS:
-                return True
-        else:
-            self._denied_at = None
-        return now >= self._end
+        is_final = self._refusal.is_permanent(isinstance(error, PermissionDeniedError))
+        return is_final or isinstance(error, EndpointError) or time.monotonic() >= self._end
 
     def _describe(self) -> str:
-        endpoint, seconds = _endpoint(self._location), time.monotonic() - self._begun
-        where = f"{self._location.uri} at {endpoint}" if endpoint else self._location.uri
-        text = f"waiting for {where} to say which checkpoints it has"
+        text = f"waiting for {self._location.uri} to say which checkpoints it has"
+        seconds = time.monotonic() - self._begun
         return f"{text}, {seconds:.0f} of {self._seconds:.0f} s ({self._problem}). {HOW_LONG}"
 
     def _unanswered_error(self, error: StoreError) -> StoreError:
-        if isinstance(error, EndpointError):
-            hint = f"{error.hint}. This does not mean that there are none.{self.advice}"
-            message = f"which checkpoints {self._location.uri} has is not known: {error.message}"
-            return EndpointError(message, hint=hint, **error.context)
-        is_denied = isinstance(error, PermissionDeniedError)
-        todo = "the credentials and their permissions" if is_denied else "that the store is up and can be reached"
-        reason = f"{error.hint}. " if is_denied and error.hint else ""
-        endpoint = error.context.get("endpoint") or _endpoint(self._location) or None
-        return (PermissionDeniedError if is_denied else StoreUnavailableError)(
+        kinds = (EndpointError, PermissionDeniedError, StoreUnavailableError)
+        endpoint = os.environ.get("AWS_ENDPOINT_URL") if self._location.scheme == "s3" else None
+        context = {"uri": self._location.uri, "endpoint": endpoint, "tier": Tier.SHARED} | error.context
+        return next(kind for kind in kinds if isinstance(error, kind))(
             f"which checkpoints {self._location.uri} has is not known: {error.message}",
-            hint=f"This does not mean that there are none. {reason}Check {todo}"
-            f"{', and the endpoint (AWS_ENDPOINT_URL)' if self._location.scheme == 's3' else ''}, and run again; "
+            hint=f"This does not mean that there are none. {f'{error.hint}. ' if error.hint else ''}Check the "
+            "credentials, and that the store is up and can be reached (AWS_ENDPOINT_URL for s3://); "
             f"store_wait_seconds (TIERCKPT_STORE_WAIT_SECONDS) waits longer than {self._seconds:g} s.{self.advice}",
-            uri=self._location.uri,
-            endpoint=endpoint,
-            tier=Tier.SHARED,
-            waited_seconds=round(time.monotonic() - self._begun, 1),
+            **context | {"waited_seconds": round(time.monotonic() - self._begun, 1)},
         )
 
 
 def _advice(offered: Checkpoint | None) -> str:
     if offered is None:
         return ""
-    how = (
-        f"restore(state, step={offered.step}), or its URI {offered.location.uri},"
-        if offered.step is not None
-        else (f"its URI {offered.location.uri}")
-    )
     where = "This node has" if Tier.LOCAL in offered.tiers else "Other nodes have"
     return (
         f" {where} {offered.location.name} complete; other nodes may have continued from it, so it is not used without "
-        f"your consent: {how} accepts it"
+        f"your consent: restore(state, step={offered.step}), or its URI {offered.location.uri}, accepts it"
     )
-
-
-def _endpoint(location: Location) -> str:
-    return os.environ.get("AWS_ENDPOINT_URL", "") if location.scheme == "s3" else ""
 
 
 def age_of(name: str) -> tuple[bool, int]:
@@ -523,10 +495,5 @@ def _newest_first(names: set[str], step_max: int | None = None) -> list[str]:
     return sorted(filter(is_wanted, names), key=lambda name: (*age_of(name), name), reverse=True)
 
 
-def _directories(directory: Path) -> list[str]:
-    try:
-        return [path.name for path in directory.iterdir() if path.is_dir() and path.name != PRIVATE_DIR]
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            raise
-        return []
+def directories_in(directory: Path) -> list[str]:
+    return [path.name for path in matching(directory, "*") if path.is_dir() and path.name != PRIVATE_DIR]

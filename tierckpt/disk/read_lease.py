@@ -19,7 +19,7 @@ from ..errors import TierckptError
 from ..format.manifest import digest_of
 from ..poll import BRIEF, Poll
 from ..telemetry import logger
-from .durable import make_dirs, matching
+from .durable import make_dirs
 from .file_lock import try_lock
 
 log = logger("leases")
@@ -99,13 +99,6 @@ def holders(path: Path) -> list[int]:
         locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         return [int(lock[4]) for lock in locks if lock[1:4:2] == ["FLOCK", "READ"] and lock[5] == device] or [0]
     return [0]
-
-
-def forget_dead(local_root: Path) -> None:
-    """Remove lease files of killed holders, which hold no lock."""
-    for path in matching(local_root / "leases", "*.lock"):
-        with contextlib.suppress(OSError, TierckptError), try_lock(path, remove=True):
-            pass
 
 
 def lease_path(local_root: Path, directory: Path) -> Path:
