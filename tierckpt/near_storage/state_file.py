@@ -376,7 +376,7 @@ def directory_lock(directory: Path, trainer: int) -> Iterator[None]:
             )
     raise OperationTimeoutError(
         f"an optimizer process still holds {directory} {LOCK_SECONDS:g} s after its trainer ended",
-        hint="Look for a hanging disk, and for a process `python -m tierckpt.near_storage`",
+        hint="Look for a hanging disk, and for a process `python -m tierckpt.near_storage.updater`",
         path=directory,
     )
 

@@ -460,3 +460,7 @@ def main() -> None:
             send(connection, {"failed": to_message(error)})
         sys.stderr.flush()
         os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

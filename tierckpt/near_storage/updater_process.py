@@ -74,7 +74,7 @@ class UpdaterProcess:
             order = self.order | {"connection": child_end.fileno(), "trainer": os.getpid(), "last_step": last_step}
             try:
                 self._process = start_python(
-                    "tierckpt.near_storage",
+                    "tierckpt.near_storage.updater",
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,  # readers of the trainer's stdout must not wait for it
                     pass_fds=(child_end.fileno(), *self._descriptors),
