@@ -42,10 +42,9 @@ def limits(root: Path = ROOT) -> list[Limit]:
 
 def require(more_bytes: int, *, asked_bytes: int, root: Path = ROOT) -> None:
     """Raise CapacityError, with a remedy, unless ``more_bytes`` fit under every limit."""
-    exceeded = [limit for limit in limits(root) if limit.usable_bytes < more_bytes]
-    if not exceeded:
+    limit = min(limits(root), key=lambda limit: limit.usable_bytes, default=None)
+    if limit is None or limit.usable_bytes >= more_bytes:
         return
-    limit = min(exceeded, key=lambda limit: limit.usable_bytes)
     kept_bytes = margin_bytes(limit.total_bytes)
     raise CapacityError(
         f"no room for {mebibytes(asked_bytes)} of staging memory: {mebibytes(limit.free_bytes)} of "

@@ -109,15 +109,12 @@ class Memory:
             raise ConfigError("private memory cannot be shared", hint="Leave out kind=, or use Kind.SHM")
         pages.check_nodes(numa_nodes)
         size_bytes = round_up(size_bytes, HUGE_PAGE_BYTES)
-        kinds = [kind or (Kind.SHM if shared else Kind.PRIVATE)]
         if kind is None and shared and pages.huge_pool().usable_bytes >= size_bytes:
-            kinds = [Kind.HUGETLB, Kind.SHM]
-        for candidate in kinds[:-1]:
             try:
-                return cls._allocate(size_bytes, candidate, numa_nodes)
+                return cls._allocate(size_bytes, Kind.HUGETLB, numa_nodes)
             except CapacityError as error:
-                log.info("no %s memory for the arena, trying the next kind: %s", candidate, error)
-        return cls._allocate(size_bytes, kinds[-1], numa_nodes)
+                log.info("no memory for the arena in the pool of huge pages: %s", error)
+        return cls._allocate(size_bytes, kind or (Kind.SHM if shared else Kind.PRIVATE), numa_nodes)
 
     @classmethod
     def _allocate(cls, size_bytes: int, kind: Kind, numa_nodes: Sequence[int]) -> Memory:

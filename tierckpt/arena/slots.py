@@ -352,7 +352,6 @@ class BounceBufferPool:
 
 shared_arenas: dict[tuple[object, ...], Arena] = {}
 _bounces: dict[str, BounceBufferPool] = {}
-_shared_lock = threading.Lock()
 
 
 def arena_for(
@@ -367,18 +366,15 @@ def arena_for(
         "read_elsewhere": read_elsewhere,
         "numa_nodes": tuple(numa_nodes),
     }
-    with _shared_lock:
-        return shared_arenas.setdefault(tuple(options.values()), Arena(**options))
+    return shared_arenas.setdefault(tuple(options.values()), Arena(**options))
 
 
 def write_buffers() -> BounceBufferPool:
-    with _shared_lock:
-        return _bounces.setdefault("write", BounceBufferPool(WRITE_THREADS_MAX, "write"))
+    return _bounces.setdefault("write", BounceBufferPool(WRITE_THREADS_MAX, "write"))
 
 
 def read_buffers() -> BounceBufferPool:
-    with _shared_lock:
-        return _bounces.setdefault("read", BounceBufferPool(READ_THREADS_MAX, "read"))
+    return _bounces.setdefault("read", BounceBufferPool(READ_THREADS_MAX, "read"))
 
 
 def leases() -> list[Lease]:
@@ -386,17 +382,13 @@ def leases() -> list[Lease]:
 
 
 def close_arenas() -> None:
-    with _shared_lock:
-        for arena in shared_arenas.values():
-            arena.close()
-        shared_arenas.clear()
-        _bounces.clear()
+    while shared_arenas:
+        shared_arenas.popitem()[1].close()
+    _bounces.clear()
 
 
 def _reset_after_fork() -> None:
     """The parent's leases read as zeros here, and its locks are not ours."""
-    global _shared_lock
-    _shared_lock = threading.Lock()
     shared_arenas.clear()
     _bounces.clear()
 
