@@ -70,7 +70,7 @@ def mebibytes(size_bytes: int) -> str:
 
 def meminfo_bytes(path: Path) -> dict[str, int]:
     fields: dict[str, int] = {}
-    for line in _read(path).splitlines():
+    for line in read_text(path).splitlines():
         name, _, value = line.partition(":")
         words = value.split()
         if len(words) == 2 and words[0].isdigit():
@@ -87,11 +87,11 @@ def _machine(root: Path) -> Iterator[Limit]:
 def _cgroups(root: Path) -> Iterator[Limit]:
     for directory, version in _memory_groups(root):
         if version == 2:
-            limit, used = _number(directory / "memory.max"), _number(directory / "memory.current")
+            limit, used = read_number(directory / "memory.max"), read_number(directory / "memory.current")
             cache = _fields(directory / "memory.stat", "inactive_file", "active_file")
         else:
-            limit = _number(directory / "memory.limit_in_bytes")
-            used = _number(directory / "memory.usage_in_bytes")
+            limit = read_number(directory / "memory.limit_in_bytes")
+            used = read_number(directory / "memory.usage_in_bytes")
             cache = _fields(directory / "memory.stat", "total_inactive_file", "total_active_file")
         if limit is None or used is None or limit >= _UNLIMITED_BYTES:
             continue
@@ -101,7 +101,7 @@ def _cgroups(root: Path) -> Iterator[Limit]:
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
     paths = _own_paths(root)
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         kind, _, options = right.partition(" ")
         version = (
@@ -119,7 +119,7 @@ def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
 
 def _own_paths(root: Path) -> dict[int, str]:
     paths: dict[int, str] = {}
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             paths[2] = path
@@ -128,17 +128,17 @@ def _own_paths(root: Path) -> dict[int, str]:
     return paths
 
 
-def _number(path: Path) -> int | None:
-    text = _read(path).strip()
+def read_number(path: Path) -> int | None:
+    text = read_text(path).strip()
     return int(text) if text.isdigit() else None
 
 
 def _fields(path: Path, *names: str) -> int:
-    pairs = (line.split() for line in _read(path).splitlines())
+    pairs = (line.split() for line in read_text(path).splitlines())
     return sum(int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names)
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CapacityError, ConfigError
-from .capacity import ROOT, margin_bytes, mebibytes, meminfo_bytes
+from .capacity import ROOT, margin_bytes, mebibytes, meminfo_bytes, read_number, read_text
 
 MEASURE_INTERVAL = 32
 """Of so many pieces, the first two are measured, one of each kind."""
@@ -65,14 +65,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def existing_nodes(root: Path = ROOT) -> list[int]:
-    try:
-        text = (root / _NODES / "has_memory").read_text()
-    except OSError:
-        return [0]
     nodes: list[int] = []
-    for part in text.strip().split(","):
+    for part in (read_text(root / _NODES / "has_memory").strip() or "0").split(","):
         first, _, last = part.partition("-")
-        nodes += range(int(first), int(last or first) + 1) if first else []
+        nodes += range(int(first), int(last or first) + 1)
     return nodes
 
 
@@ -152,10 +148,7 @@ class HugePool(NamedTuple):
 
 def huge_pool(root: Path = ROOT) -> HugePool:
     def count(name: str) -> int:
-        try:
-            return int((root / _POOL / name).read_text())
-        except (OSError, ValueError):
-            return 0
+        return read_number(root / _POOL / name) or 0
 
     free = max(0, count("free_hugepages") - count("resv_hugepages"))
     growth = max(0, count("nr_overcommit_hugepages") - count("surplus_hugepages"))
@@ -182,11 +175,7 @@ def huge_bytes(address: int, size_bytes: int) -> int:
 
 
 def chosen(path: Path) -> str:
-    try:
-        words = path.read_text().split()
-    except OSError:
-        return ""
-    return next((word.strip("[]") for word in words if word.startswith("[")), "")
+    return next((word.strip("[]") for word in read_text(path).split() if word.startswith("[")), "")
 
 
 def private_is_huge(root: Path = ROOT) -> bool:

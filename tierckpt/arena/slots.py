@@ -34,10 +34,6 @@ COLLECT_SECONDS = 0.5
 MiB = 1 << 20
 
 
-def whole_huge_pages(size_bytes: int) -> int:
-    return round_up(size_bytes, HUGE_PAGE_BYTES)
-
-
 def slot_taken_error() -> CheckpointSkippedError:
     return CheckpointSkippedError(
         "the staged copy has given its place to a newer checkpoint",
@@ -182,7 +178,7 @@ class Arena:
             CheckpointSkippedError: the disk hangs, and no slot becomes free first.
             OperationTimeoutError: no slot became free within ``timeout_seconds``.
         """
-        size_bytes_kept = whole_huge_pages(size_bytes)
+        size_bytes_kept = round_up(size_bytes, HUGE_PAGE_BYTES)
         if self.size_bytes_max is not None and size_bytes_kept > self.size_bytes_max:
             raise CapacityError(
                 f"staging needs {size_bytes_kept} bytes and staging_bytes_max is {self.size_bytes_max}",
@@ -267,7 +263,7 @@ class Arena:
     def _has_room(self, size_bytes: int) -> bool:
         leased_bytes = sum(lease.memory.size_bytes for lease in self._leases)
         return len(self._leases) < self.slots_max and (
-            self.size_bytes_max is None or leased_bytes + whole_huge_pages(size_bytes) <= self.size_bytes_max
+            self.size_bytes_max is None or leased_bytes + round_up(size_bytes, HUGE_PAGE_BYTES) <= self.size_bytes_max
         )
 
     def _give_back(self, lease: Lease) -> None:

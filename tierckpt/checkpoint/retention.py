@@ -57,20 +57,18 @@ LOCAL_ONLY_MAX = 2
 """Never superseded; the second one in case the first is damaged."""
 
 
-def supersede_older(local_root: Path, journal: Journal, newest: JournalEntry) -> list[str]:
+def supersede_older(local_root: Path, journal: Journal, newest: JournalEntry) -> None:
     """Supersede local-only checkpoints older than ``newest``, which is committed here. Never fails a save."""
-    superseded: list[str] = []
     try:
         entries = journal.entries()
         ages = _Ages(local_root, newest.location.parent, entries)
-        superseded_entries = [one for one in entries if _is_behind(one, newest, ages)]
-        replaced = [one for one in superseded_entries if one.uri == newest.uri]
-        behind = sorted((one for one in superseded_entries if one.uri != newest.uri), key=ages.of, reverse=True)
-        candidates = replaced + behind[LOCAL_ONLY_MAX - 1 :]
-        superseded.extend(entry.uri for entry in candidates if _supersede(local_root, journal, entry))
+        older = [one for one in entries if _is_behind(one, newest, ages)]
+        replaced = [one for one in older if one.uri == newest.uri]
+        behind = sorted((one for one in older if one.uri != newest.uri), key=ages.of, reverse=True)
+        for entry in replaced + behind[LOCAL_ONLY_MAX - 1 :]:
+            _supersede(local_root, journal, entry)
     except (TierckptError, OSError) as error:
         log.warning("local-only checkpoints older than %s stay in the journal: %s", newest.uri, error)
-    return superseded
 
 
 def promote_newest(local_root: Path, journal: Journal, run: Location | None = None) -> list[JournalEntry]:
@@ -104,22 +102,21 @@ def drop_superseded(
                 _supersede(local_root, journal, entry)
 
 
-def _supersede(local_root: Path, journal: Journal, entry: JournalEntry) -> bool:
+def _supersede(local_root: Path, journal: Journal, entry: JournalEntry) -> None:
     directory = local_dir(local_root, entry.location)
     with journal.own(entry.token) as free:
         current = journal.read(entry.token)
         if not free or current is None or current.state != LOCAL_ONLY:
-            return False
+            return
         local = local_commit.read_local_manifest(directory)
         if local is not None and entry.token in {local.attempt, *local.tokens}:
             local_commit.mark_superseded(directory, local.attempt)
         else:
             with read_lease.removing(local_root, directory) as unread:
                 if not unread:
-                    return False
+                    return
                 local_commit.remove_unfinished(directory, entry.token)
         journal.remove(entry.token)
-        return True
 
 
 def _is_behind(one: JournalEntry, newest: JournalEntry, ages: _Ages) -> bool:

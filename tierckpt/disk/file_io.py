@@ -89,21 +89,17 @@ log = logger("disk")
 
 FICLONERANGE = 0x4020940D
 DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
-devices_without: set[int] = set()
 
 
 def open_direct(path: Path, flags: int) -> int | None:
-    """None if unsupported, logged once per device. Raises OSError."""
+    """None if unsupported. Raises OSError."""
     try:
         with requests.counted():
             return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, file_mode(path))
     except OSError as error:
         if error.errno not in DIRECT_REFUSED:
             raise
-        device = path.parent.stat().st_dev
-        if device not in devices_without:
-            devices_without.add(device)
-            log.info("%s: no O_DIRECT here (%s), the page cache is used", path.parent, error.strerror)
+        log.debug("%s: no O_DIRECT here (%s), the page cache is used", path.parent, error.strerror)
         return None
 
 
