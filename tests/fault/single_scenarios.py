@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
-from tests.fault.scenario_tools import after, before, counted_state, die, until
+from tests.fault.scenario_tools import counted_state, die, until
 from tests.states import raises_ours, same
-from tierckpt.checkpoint import local_commit, shared_commit
-from tierckpt.dcp.shard_delivery import ShardDelivery
+from tierckpt.checkpoint import shared_commit
 from tierckpt.drain import drainer
 from tierckpt.errors import AlreadyCommittedError
 from tierckpt.format.layout import pending
-from tierckpt.save import flush
 
 
 def race(uri: str, folder: Path, root: str, value: int, of: int) -> str:
@@ -40,28 +37,6 @@ def race(uri: str, folder: Path, root: str, value: int, of: int) -> str:
         return "won"
     except AlreadyCommittedError as error:
         return f"lost {error.context['winner']}"
-
-
-def _half(directory: Path, location: Any, manifest: Any, metadata: Any) -> None:
-    for entry in manifest.metadata:
-        local_commit.durable_write(directory / entry.path, metadata[entry.path])
-    die()
-
-
-POINTS: dict[str, Callable[[], None]] = {
-    "before shards": lambda: before(ShardDelivery, "write"),
-    "in a shard": lambda: before(flush.ShardFile, "write"),
-    "before the commit": lambda: before(local_commit, "commit_local"),
-    # private: between the two writes of one local commit there is nothing public
-    "between metadata and manifest": lambda: setattr(local_commit, "_publish", _half),
-    "after the commit": lambda: after(local_commit, "commit_local"),
-}
-
-
-def die_at(uri: str, folder: Path, point: str) -> None:
-    POINTS[point]()
-    state = {"w": torch.full((100_000,), 2.0)}
-    dcp.save(state, storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)
 
 
 def die_after_the_first_file(uri: str, folder: Path) -> None:

@@ -36,8 +36,7 @@ from tierckpt.checkpoint.verify import verify
 from tierckpt.client import Client, close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.dcp import save_planning, save_session, shard_delivery
-from tierckpt.disk import durable, file_io
-from tierckpt.drain import file_transfer
+from tierckpt.disk import durable
 from tierckpt.errors import CapacityError, ManifestError, StoreError, TierckptError
 from tierckpt.format import layout
 from tierckpt.format import manifest as manifests
@@ -781,57 +780,8 @@ def test_rename_without_fsync_may_lose_the_data_or_the_name(tmp_path: Path) -> N
     }
 
 
-def test_durable_write_leaves_the_old_or_the_new_file(tmp_path: Path) -> None:
-    recorder = recorded(tmp_path / "world", lambda root: durable.durable_write(root / "old", b"new"))
-    assert {dict(state)["old"] for state in contents(recorder)} == {b"old", b"new"}
-
-
-def test_recorder_records_every_kind_of_change(tmp_path: Path) -> None:
-    def change(root: Path) -> None:
-        durable.make_dirs(root / "a/b")
-        (root / "a/text").write_text("text")
-        (root / "a/text").rename(root / "a/b/moved")
-        os.link(root / "a/b/moved", root / "linked")
-        with (root / "linked").open("ab", buffering=0) as file:
-            file.write(b"more")
-        with (root / "linked").open("r+b") as file:
-            file.seek(2)
-            file.write(b"X")
-            file.truncate(6)
-        descriptor = os.open(root / "a", os.O_TMPFILE | os.O_WRONLY)
-        file_io.allocate(descriptor, 4096)
-        os.pwrite(descriptor, b"named later", 1)
-        os.link(f"/proc/self/fd/{descriptor}", root / "named", src_dir_fd=descriptor)
-        os.close(descriptor)
-        descriptor = file_transfer.create_file(root / "sized", 5000)
-        file_io.pwrite_all(descriptor, b"x" * 10, 4990, root / "sized")
-        os.ftruncate(descriptor, 4995)
-        os.close(descriptor)
-        (root / "a/b").rename(root / "b")
-        (root / "gone/below").mkdir(parents=True)
-        (root / "gone/below/file").write_bytes(b"x")
-        shutil.rmtree(root / "gone")
-        (root / "old").unlink()
-
-    recorder = recorded(tmp_path / "world", change)
-    assert recorder.differences() == []
-    assert flatten(Recorder(tmp_path / "world").start)["linked"] == b"teXtmo"
-
-
 def test_differences_names_an_unrecorded_change(tmp_path: Path) -> None:
     def change(root: Path) -> None:
         subprocess.run(["sh", "-c", f"echo else > {root}/old; mkdir {root}/else"], check=True)
 
     assert recorded(tmp_path / "world", change).differences() == ["else/", "old"]
-
-
-@pytest.mark.parametrize("change", [lambda p: os.truncate(p / "old", 1), lambda p: (p / "link").symlink_to("x")])
-def test_unsupported_call_raises_not_implemented(change: Callable[[Path], None], tmp_path: Path) -> None:
-    with pytest.raises(NotImplementedError):
-        recorded(tmp_path / "world", change)
-
-
-def test_crash_states_are_deterministic_for_a_seed(tmp_path: Path) -> None:
-    recorder = recorded(tmp_path / "world", lambda root: (root / "old").write_bytes(b"x" * 5000))
-    first, again, other = ([state.tree for state in crash_states(recorder, 50, seed)] for seed in (1, 1, 2))
-    assert first == again != other

@@ -12,14 +12,12 @@ import pytest
 import torch
 
 import tierckpt
-from tests.agents import until
 from tests.compat.worker import launch
 from tests.fault import rank_scenarios, single_scenarios
 from tests.fault.runner import start
 from tests.states import load, save
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_commit import read_local_manifest
-from tierckpt.client import close_all
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.stores import open_store
 
@@ -80,34 +78,6 @@ def test_exactly_one_of_concurrent_saves_commits(node: str, shared_uri: str, tmp
     assert all(outcome.startswith("lost ") for index, outcome in enumerate(outcomes) if index not in winners), outcomes
     loaded = load(f"{shared_uri}/step-1", {"w": torch.zeros(1000)}, local_root=tmp_path / "fresh")
     assert loaded["w"].unique().tolist() == [float(winners[0])]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("point", "survivor"),
-    [
-        ("before shards", 1.0),
-        ("in a shard", 1.0),
-        ("before the commit", 1.0),
-        ("between metadata and manifest", 1.0),
-        ("after the commit", 2.0),
-    ],
-)
-def test_killed_save_leaves_the_old_or_the_new_checkpoint(
-    point: str, survivor: float, s3_uri: str, local_root: Path, tmp_path: Path
-) -> None:  # P2, P3
-    uri = f"{s3_uri}/step-1"
-    save(uri, {"w": torch.full((100_000,), 1.0)})
-    tierckpt.wait(uri, timeout_seconds=60)
-    saver = start(single_scenarios.die_at, tmp_path / "saver", uri=uri, point=point)
-    assert saver.codes() == [-signal.SIGKILL], saver.output()  # the kill happened
-    assert load(uri, {"w": torch.zeros(100_000)})["w"].unique().tolist() == [survivor]
-    close_all()  # as in a restarted job, the journal is read again
-    save(uri, {"w": torch.full((100_000,), 3.0)})  # the next save works and removes the leftovers
-    tierckpt.wait(uri, timeout_seconds=60)
-    assert load(uri, {"w": torch.zeros(100_000)})["w"].unique().tolist() == [3.0]
-    until(lambda: Journal(local_root).entries() == [], "the journal to be empty")
-    assert len(list(local_dir(local_root, parse_uri(uri)).glob("*.distcp"))) == 1
 
 
 def test_killed_drain_publishes_nothing_and_the_next_mover_finishes(

@@ -16,9 +16,7 @@ import torch
 import tierckpt
 from tests.integration.state_objects import Loader
 from tierckpt import Checkpointer, RngState
-from tierckpt.checkpoint.description import describe_run
 from tierckpt.errors import CheckpointError, ConfigError
-from tierckpt.format.layout import local_dir, parse_uri
 
 
 def job(seed: int) -> dict[str, Any]:
@@ -71,34 +69,6 @@ def test_resumed_run_equals_an_uninterrupted_one(shared_uri: str, local_root: Pa
         assert checkpointer.restore(job(3), step=5) == 5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keep", "local", "shared"), [(2, 2, 2), ({"local": 1, "shared": 3}, 1, 3), ({"shared": 1}, 5, 1)]
-)
-def test_keep_last_on_each_tier(keep: Any, local: int, shared: int, shared_uri: str, local_root: Path) -> None:
-    with Checkpointer(shared_uri, keep_last=keep) as checkpointer:
-        for step in range(1, 6):
-            checkpointer.save(step, {"value": torch.full((10,), step)})
-            checkpointer.wait()
-    directory = local_dir(local_root, parse_uri(shared_uri))
-    kept = sorted(path.parent.parent.name for path in directory.glob("*/.tierckpt/manifest.json"))
-    assert kept == [f"step-{step}" for step in range(6 - local, 6)]
-    shutil.rmtree(local_root)
-    client = tierckpt.client.get_client(tierckpt.Settings.load())
-    rows = client.run(describe_run(client.mover.selector, parse_uri(shared_uri)))
-    assert [(row.step, row.shared) for row in rows] == [(step, "committed") for step in range(6 - shared, 6)]
-
-
-def test_retention_keeps_undrained_checkpoints(s3_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "tierckpt.drain.background_drains.BackgroundDrains.submit", lambda self, token: None
-    )  # drains block
-    checkpointer = Checkpointer(s3_uri, keep_last=1)
-    for step in (1, 2, 3):
-        checkpointer.save(step, {"value": step}).result(timeout=60)
-    assert len(list(local_dir(local_root, parse_uri(s3_uri)).glob("step-*/.tierckpt/manifest.json"))) == 3
-
-
 def test_records_describe_each_save(s3_uri: str) -> None:
     with Checkpointer(s3_uri) as checkpointer:
         checkpointer.save(1, {"value": torch.zeros(1000)})
@@ -127,12 +97,6 @@ def test_closed_checkpointer_raises(file_uri: str) -> None:
     checkpointer.close()
     with pytest.raises(CheckpointError, match="closed"):
         checkpointer.save(1, {"value": 1})
-
-
-@pytest.mark.parametrize("keep", [0, -1, {"local": 0}, {"attic": 3}])
-def test_retention_of_zero_checkpoints_is_refused(keep: Any, file_uri: str) -> None:
-    with pytest.raises(ConfigError, match="keep_last"):
-        Checkpointer(file_uri, keep_last=keep)
 
 
 def test_ctrl_c_in_a_restore_is_a_keyboard_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -129,13 +128,3 @@ def test_permanently_refused_step_is_still_refused(file_uri: str, local_root: Pa
         checkpointer.save(1, {"w": torch.zeros(3)}).result(60)
     causes = [cause for cause, _ in getattr(caught.value, "failures", {0: (caught.value, None)}).values()]
     assert any(isinstance(cause, AlreadyCommittedError) for cause in causes)
-
-
-def test_quarantined_file_is_reported_once(file_uri: str, local_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(file_uri, (1,))
-    DAMAGES["empty"](local_dir(local_root, parse_uri(f"{file_uri}/step-1")) / MANIFEST)
-    close_all()
-    caplog.set_level(logging.ERROR)
-    save(file_uri, (1,), 10)
-    save(file_uri, (1,), 20)
-    assert caplog.text.count("was renamed to") == 1

@@ -24,8 +24,8 @@ from tierckpt.errors import StoreError
 from tierckpt.format.layout import MANIFEST, local_dir, parse_uri
 
 
-def fail_commit(monkeypatch: pytest.MonkeyPatch, *, undo: bool) -> list[str]:
-    """Fail the directory's fsync after the rename, once, and with ``undo`` what undoes the commit, too."""
+def fail_commit(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Fail the directory's fsync after the rename, once, and what undoes the commit."""
     fired: list[str] = []
 
     def durable_write(path: Path, data: bytes) -> None:
@@ -39,8 +39,7 @@ def fail_commit(monkeypatch: pytest.MonkeyPatch, *, undo: bool) -> list[str]:
         raise StoreError("nor can it be undone (injected)")
 
     monkeypatch.setattr(local_commit, "durable_write", durable_write)
-    if undo:
-        monkeypatch.setattr(local_commit, "undo_commit", take_back)
+    monkeypatch.setattr(local_commit, "undo_commit", take_back)
     return fired
 
 
@@ -56,7 +55,7 @@ def test_commit_that_cannot_be_undone_is_complete_and_drains(
         tierckpt.wait(uri, timeout_seconds=60)
     if way == "direct put":
         monkeypatch.setattr(writer, "SaveDescription", functools.partial(SaveDescription, route="direct put"))
-    fired = fail_commit(monkeypatch, undo=True)
+    fired = fail_commit(monkeypatch)
     with pytest.raises(StoreError, match="no fsync"):
         save(uri, small_state(2))
     assert fired == ["commit", "take back"]
@@ -69,16 +68,3 @@ def test_commit_that_cannot_be_undone_is_complete_and_drains(
     assert same(load(uri, small_state(2)), small_state(2))
     assert same(load(uri, small_state(2), local_root=local_root.parent / "another"), small_state(2))
     assert Journal(local_root).entries() == []
-
-
-def test_undone_commit_leaves_nothing(file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: a single error leaves nothing of the save, and the same save then succeeds."""
-    fail_commit(monkeypatch, undo=False)
-    uri = f"{file_uri}/step-1"
-    with pytest.raises(StoreError, match="no fsync"):
-        save(uri, small_state(2))
-    directory = local_dir(local_root, parse_uri(uri))
-    assert read_local_manifest(directory) is None and not list(directory.rglob("*.distcp"))
-    assert Journal(local_root).entries() == []
-    save(uri, small_state(3))
-    assert same(load(uri, small_state(3)), small_state(3))

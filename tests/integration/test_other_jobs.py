@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hosts import container, needs_namespaces
 from tierckpt import Checkpointer
 from tierckpt.checkpoint.run_records import has_ended_here
 from tierckpt.client import close_all
@@ -141,13 +139,6 @@ def test_store_without_conditional_puts_warns_at_the_first_save(caplog: pytest.L
     assert "another job saves there" not in caplog.text
 
 
-ASKED = """
-import json, sys
-from tierckpt.checkpoint.run_records import has_ended_here
-print(has_ended_here(json.loads(sys.argv[1])))
-"""
-
-
 def test_record_of_a_former_process_with_the_same_pid() -> None:
     own = identity()
     namespace, began = own["process"].split("-")
@@ -158,12 +149,3 @@ def test_record_of_a_former_process_with_the_same_pid() -> None:
 def test_record_without_process_is_ignored() -> None:
     for process in (None, "", "1", "a-b", "0-0", "1-1-1"):
         assert not has_ended_here({**identity(), "process": process})
-
-
-@needs_namespaces
-def test_pids_of_a_container_with_the_same_host_name_are_ignored() -> None:
-    wrap = [word for word in container() if word != "--uts"]
-    done = subprocess.run(
-        [*wrap, sys.executable, "-c", ASKED, json.dumps(identity())], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "False"

@@ -64,16 +64,6 @@ def test_read_stops_at_a_torn_request(tmp_path: Path) -> None:
     assert writelog.read(log)[:2] == whole[:2]
 
 
-def test_read_accepts_a_log_without_superblock(tmp_path: Path) -> None:
-    assert len(writelog.read(log_of(tmp_path / "log", [(1, block("a"), 0)], superblock=False))) == 1
-
-
-def test_read_rejects_a_file_that_is_no_log(tmp_path: Path) -> None:
-    (tmp_path / "log").write_bytes(block("x"))
-    with pytest.raises(ValueError, match="no log of writes"):
-        writelog.read(tmp_path / "log")
-
-
 REQUESTS = [(0, block("a"), 0), (1, block("b"), 0), FLUSHED, (1, block("c"), 0), (2, block("d") * 2, 0)]
 
 
@@ -117,10 +107,3 @@ def test_events_allow_old_and_new_save_until_acknowledgement() -> None:
     recorded.append(Event(4, REMOVABLE, "step-1", LOCAL))
     assert events.allowed(recorded)[local] == {None, "b"}
     assert events.acknowledged(recorded) == {}
-
-
-def test_event_decodes_from_a_line_and_from_a_block() -> None:
-    event = Event(7, DONE, "step-3", SHARED, "label")
-    assert events.decode(event.encode() + b"\n") == event
-    assert events.decode(event.encode().ljust(events.BLOCK_BYTES, b"\0")) == event
-    assert events.decode(bytes(events.BLOCK_BYTES)) is None

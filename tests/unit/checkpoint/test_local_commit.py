@@ -424,12 +424,6 @@ def test_a_claim_that_came_from_elsewhere_with_the_files_is_one(store: Store) ->
     assert claim is not None
 
 
-def test_a_drained_mark_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
-    committed(tmp_path, "one")
-    (tmp_path / DRAINED).mkdir()
-    assert not local_commit.is_drained(tmp_path, "one")
-
-
 # --- notes next to a copy ------------------------------------------------------------------------------------------
 
 
@@ -452,14 +446,6 @@ def test_a_note_is_about_one_attempt_and_a_damaged_one_about_none(
         if (tmp_path / note).exists():
             (tmp_path / note).write_bytes(b"{}")
     assert not is_marked(tmp_path, "one")
-
-
-@pytest.mark.parametrize(
-    "mark", [local_commit.mark_drained, local_commit.mark_superseded, local_commit.mark_replicated]
-)
-def test_where_nothing_of_ours_is_no_note_is_left(mark: Callable[[Path, str], None], tmp_path: Path) -> None:
-    mark(tmp_path / "none", "one")
-    assert not list(tmp_path.rglob("*"))
 
 
 def test_peers_that_cannot_be_told_fail_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

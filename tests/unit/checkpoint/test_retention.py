@@ -33,35 +33,11 @@ def removed(verdicts: Sequence[Verdict], tier: Tier) -> list[int]:
     return sorted(verdict.copy.step for verdict in verdicts if verdict.remove and verdict.copy.tier is tier)
 
 
-def why(verdicts: Sequence[Verdict], step: int, tier: Tier) -> str:
-    return next(one.reason for one in verdicts if one.copy.step == step and one.copy.tier is tier)
-
-
 def run_of(*steps: int) -> list[CheckpointCopy]:
     return [copy for step in steps for copy in (local(step), shared(step))]
 
 
 # --- kept by a rule ---------------------------------------------------------------------------------------------
-
-
-def test_the_newest_are_kept() -> None:
-    verdicts = Policy.of(keep_last=2).judge(run_of(1, 2, 3, 4))
-    assert removed(verdicts, Tier.LOCAL) == removed(verdicts, Tier.SHARED) == [1, 2]
-    assert why(verdicts, 3, Tier.SHARED) == "among the newest 2"
-    assert why(verdicts, 1, Tier.SHARED) == "not among the newest 2"
-
-
-def test_every_nth_step_is_kept_by_its_number_and_not_by_its_place() -> None:
-    verdicts = Policy.of(keep_every=100).judge(run_of(50, 100, 150, 199, 200, 201))
-    assert removed(verdicts, Tier.SHARED) == [50, 150, 199]
-    assert why(verdicts, 100, Tier.SHARED) == "a multiple of 100"
-    assert why(verdicts, 201, Tier.SHARED) == "the newest"
-
-
-def test_without_a_rule_everything_is_kept() -> None:
-    verdicts = Policy.of({"local": 1}).judge(run_of(1, 2, 3))
-    assert removed(verdicts, Tier.SHARED) == []
-    assert why(verdicts, 1, Tier.SHARED) == "no rule for this tier"
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "3", {"local": 0}, {"attic": 3}])
@@ -79,7 +55,8 @@ def test_on_one_node_of_several_a_partial_copy_is_sound_and_a_whole_one_is_kept_
         [local(1), local(2), local(3, PARTIAL), local(4, PARTIAL), *map(shared, (1, 2, 3, 4))]
     )
     assert removed(verdicts, Tier.LOCAL) == [1, 3]
-    assert why(verdicts, 2, Tier.LOCAL) == "the newest whole one"
+    reasons = {one.copy.step: one.reason for one in verdicts if one.copy.tier is Tier.LOCAL}
+    assert reasons[2] == "the newest whole one"
 
 
 def test_a_local_copy_may_go_after_the_shared_tier_has_given_that_step_up() -> None:
