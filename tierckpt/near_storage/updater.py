@@ -377,7 +377,7 @@ class Updater:
             "take": self.take, "end_step": self.end_step, "settle": self._settle, "hold": self.hold,
             "release": self.release,
         }  # fmt: skip
-        try:
+        with suppress(EOFError, ConnectionError):
             while self._connection.poll(1.0) or os.getppid() == trainer:
                 if not self._connection.poll(0):
                     continue
@@ -389,8 +389,6 @@ class Updater:
                     self.begin_step(payload)
                 else:
                     verbs[verb](**message)
-        except (EOFError, ConnectionError):
-            pass
         self._end()
 
     def _settle(self, number: int) -> None:
@@ -414,11 +412,8 @@ class Updater:
         self._memory.close()
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        try:
-            with self._sending:
-                send(self._connection, message)
-        except OSError:  # ``serve`` detects the dead trainer
-            pass
+        with suppress(OSError), self._sending:  # ``serve`` detects the dead trainer
+            send(self._connection, message)
 
     def _on_blocks(self, call: Callable[[LiveBlock], None]) -> list[Future[None]]:
         return [self._do(live.worker, call, live) for live in self._blocks]

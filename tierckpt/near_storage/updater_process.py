@@ -84,11 +84,8 @@ class UpdaterProcess:
                 own_end.close()
                 raise self.lost(f"cannot be started: {error}") from error
         assert self._process.stdin is not None
-        try:
-            with self._process.stdin as file:
-                file.write(json.dumps(order).encode())
-        except BrokenPipeError:
-            pass  # the closed connection reports it
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as file:  # the closed connection reports it
+            file.write(json.dumps(order).encode())
         own_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._timeout_seconds) + 1, 0))
         with self.changed:
             self._connection, self._failure, self.step = Connection(own_end.detach()), None, -1
@@ -172,13 +169,11 @@ class UpdaterProcess:
         )
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(TierckptError, subprocess.TimeoutExpired):
             if self.is_alive:
                 self.send({"op": "close"})
                 if self._process is not None:
                     self._process.wait(END_SECONDS)
-        except (TierckptError, subprocess.TimeoutExpired):
-            pass
         self.stop()
 
     def stop(self) -> None:
@@ -203,7 +198,7 @@ class UpdaterProcess:
 
     def _receive(self, connection: Connection) -> None:
         failure: TierckptError = self.lost()
-        try:
+        with contextlib.suppress(EOFError, OSError):
             while True:
                 message, _ = receive(connection)
                 with self.changed:
@@ -214,8 +209,6 @@ class UpdaterProcess:
                     else:
                         self._answers.pop(message["number"]).set_result(message)
                     self.changed.notify_all()
-        except (EOFError, OSError):
-            pass
         if self._has_met_bad_disk():
             failure = IntegrityError(
                 f"the optimizer's state in {self.order['directory']} cannot be read: its process died of SIGBUS",
