@@ -14,14 +14,12 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TextIO, TypeAlias
 
-from .process_start import MESSAGE_SECONDS, is_writable
 from .redaction import redact, redact_all
 from .types import FileProgress, Progress, ProgressListener
 
@@ -160,7 +158,6 @@ LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 REPEAT_SECONDS = 60.0
 EVENTS_PER_MINUTE = 120
-SOURCES_MAX = 256
 
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
@@ -192,69 +189,16 @@ def logger(name: str) -> logging.Logger:
     return found
 
 
-_stuck: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
-"""Their last event was dropped."""
-
-
 def _call_handlers(log: logging.Logger, record: logging.LogRecord) -> None:
-    """Keep handlers from raising or blocking (T2): a closed standard error raises ValueError, a gone pipe SystemExit in
-    rich.
-    """
-    handlers, each = list[logging.Handler](), log
-    while each is not None:
-        handlers += each.handlers
-        each = each.parent if each.propagate else None  # type: ignore[assignment]
-    if not handlers and logging.lastResort is not None:
-        handlers = [logging.lastResort]
-    for handler in handlers:
-        with contextlib.suppress(Exception, SystemExit):
-            if record.levelno >= handler.level and _takes_events(handler):
-                handler.handle(record)
-
-
-def _takes_events(handler: logging.Handler) -> bool:
-    """Wait ``MESSAGE_SECONDS`` once for a full pipe."""
-    try:
-        descriptor = handler.stream.fileno()  # type: ignore[attr-defined]
-    except (AttributeError, OSError, ValueError):
-        return True
-    if is_writable(descriptor, 0.0 if handler in _stuck else MESSAGE_SECONDS):
-        _stuck.discard(handler)
-        return True
-    _stuck.add(handler)
-    return False
+    """Keep handlers from raising (T2): a closed standard error raises ValueError, a gone pipe SystemExit in rich."""
+    with contextlib.suppress(Exception, SystemExit):
+        logging.Logger.callHandlers(log, record)
 
 
 def log_failure(log: logging.Logger, error: BaseException, message: str, *arguments: object, level: int) -> None:
     """Log at DEBUG if ``error`` is part of an outage that has its own record."""
     level = logging.DEBUG if getattr(error, "is_logged", False) else level
     log.log(level, message, *arguments, stacklevel=2)
-
-
-class Repeats:
-    """Logs the first event of each source at once, then once a minute with a count. Thread-safe.
-
-    Sources beyond ``SOURCES_MAX`` count as one.
-    """
-
-    def __init__(self, log: logging.Logger, level: int, what: str) -> None:
-        self._log, self._level, self._what = log, level, what
-        self.seen: dict[str, tuple[float, int]] = {}
-        self._lock = threading.Lock()
-
-    def note(self, source: str, reason: object) -> None:
-        now = time.monotonic()
-        with self._lock:
-            if source not in self.seen and len(self.seen) >= SOURCES_MAX:
-                self.seen = {key: one for key, one in self.seen.items() if now - one[0] < REPEAT_SECONDS}
-                if len(self.seen) >= SOURCES_MAX:
-                    source = "others"
-            said_at, count = self.seen.get(source, (-REPEAT_SECONDS, 0))
-            is_due = now - said_at >= REPEAT_SECONDS
-            self.seen[source] = (now, 0) if is_due else (said_at, count + 1)
-        if is_due:
-            more = f" (and {count} more since the last message)" if count else ""
-            self._log.log(self._level, f"{self._what}%s", source, reason, more)
 
 
 class _Sparing(logging.Filter):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import logging
-import os
 import threading
 import timeit
 
@@ -91,26 +89,6 @@ def test_a_handler_that_fails_harms_no_thread_that_logs(error: BaseException) ->
     finally:
         tree.removeHandler(failing)
     assert heard.getvalue().count("the disk is odd") == 1
-
-
-def test_a_full_pipe_holds_up_no_thread_that_logs() -> None:
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writing, b"x" * 4096)
-    os.set_blocking(writing, True)
-    heard = io.StringIO()
-    with os.fdopen(writing, "w") as pipe, os.fdopen(reading, "rb") as reader:
-        stops = [log_to(pipe, "text", "warning"), log_to(heard, "text", "warning")]
-        for number in range(3):
-            logger("somewhere").warning("event %d", number)
-        reader.read1(1 << 16)
-        logger("somewhere").warning("it is read again")
-        assert b"it is read again" in reader.read1(1 << 16)
-        for stop in stops:
-            stop()
-    assert heard.getvalue().count("event") == 3
 
 
 def test_a_closed_standard_error_harms_no_thread_that_logs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,31 +257,6 @@ class Seconds:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(telemetry.time, "monotonic", lambda: self.now)
-
-
-def test_what_repeats_is_said_once_a_minute_for_each_source(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = Seconds(monkeypatch)
-    repeats = telemetry.Repeats(logger("test"), logging.WARNING, "refused from %s: %s")
-    for _ in range(1000):
-        repeats.note("one", "no proof")
-        repeats.note("two", "no proof")
-    assert caplog.messages == ["refused from one: no proof", "refused from two: no proof"]
-    seconds.now += telemetry.REPEAT_SECONDS
-    repeats.note("one", "a wrong proof")
-    assert caplog.messages[2:] == ["refused from one: a wrong proof (and 999 more since the last message)"]
-
-
-def test_sources_without_number_are_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = Seconds(monkeypatch)
-    repeats = telemetry.Repeats(logger("test"), logging.WARNING, "refused from %s: %s")
-    for minute in range(3):
-        for number in range(5000):
-            repeats.note(f"{minute}-{number}", "no proof")
-        assert len(repeats.seen) <= telemetry.SOURCES_MAX + 1
-        seconds.now += telemetry.REPEAT_SECONDS + 1
-    assert len(caplog.messages) <= 3 * (telemetry.SOURCES_MAX + 1)
 
 
 def test_a_line_that_is_said_again_and_again_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
