@@ -7,9 +7,8 @@ import json
 import os
 import re
 import stat
-import sys
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -255,11 +254,7 @@ class Settings(BaseSettings):
                 return settings
             return cls(**{**settings.model_dump(), **overrides})
         except ValidationError as error:
-            # A keyword in **overrides may be a misspelling of the caller's own arguments.
-            caller = sys._getframe(1).f_code
-            arguments = caller.co_varnames[: caller.co_argcount + caller.co_kwonlyargcount]
-            names = {*cls.model_fields, *(name for name in arguments if name not in ("self", "cls"))}
-            problems = [_problem(item, names) + _source_of(item["loc"], overrides) for item in error.errors()]
+            problems = [_problem(item) + _source_of(item["loc"], overrides) for item in error.errors()]
             raise ConfigError(
                 f"invalid settings: {'; '.join(problems)}",
                 hint="`tierckpt.Settings` documents each setting, and docs/guide/settings.md lists them",
@@ -283,12 +278,12 @@ def unknown_variables() -> dict[str, str]:
     return found
 
 
-def _problem(item: Any, names: Collection[str]) -> str:
+def _problem(item: Any) -> str:
     name = ".".join(map(str, item["loc"]))
     if item["type"] != "extra_forbidden":
         return ": ".join(filter(None, (name, item["msg"].removeprefix("Value error, "))))
-    near = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.7)
-    return f"unknown setting {name!r}" + (f" (did you mean {' or '.join(near)}?)" if near else "")
+    near = difflib.get_close_matches(name, Settings.model_fields, n=1, cutoff=0.7)
+    return f"unknown setting {name!r}" + (f" (did you mean {near[0]}?)" if near else "")
 
 
 def read_settings_file() -> dict[str, Any]:

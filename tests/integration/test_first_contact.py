@@ -72,7 +72,7 @@ MISTAKES = {
     "unknown scheme": ("Checkpointer('s4://bucket/run')", "unknown scheme 's4'"),
     "one slash": ("Checkpointer('s3:/bucket/run')", "looks like a misspelt URL|Write s3://bucket/run"),
     "of a framework": ("Directories('s3://no-such-bucket/run').restore('out')", "s3://no-such-bucket does not exist"),
-    "misspelt": ("Checkpointer('run', keep_lst=3, local_rot='/x')", "(did you mean keep_last?)|mean local_root?)"),
+    "misspelt": ("Checkpointer('run', keep_lst=3, local_rot='/x')", "unknown setting 'keep_lst'|mean local_root?)"),
     "no setting": ("tierckpt.Settings.load(share_reads_over_group=True)", "unknown setting 'share_reads_over_group'"),
     "misspelt verb": ("tierckpt.latest('run', store_timeout=3)", "did you mean store_timeout_seconds"),
     "no such step": ("here.restore(state, step=77)", "no checkpoint at"),
