@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 MARK, STOP, REDUCE, BUILD, APPEND, SETITEM, APPENDS, SETITEMS = b"(.Rbaseu"
 EMPTY_TUPLE, EMPTY_LIST, EMPTY_DICT, TUPLE = b")]}t"
-NONE, BININT, BININT1, BININT2, BINGET, LONG_BINGET = b"NJKMhj"
+BININT, BININT1, BININT2, BINGET, LONG_BINGET = b"JKMhj"
+CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 PROTO, NEWOBJ, TUPLE1, TUPLE2, TUPLE3, SHORT_BINUNICODE, MEMOIZE = b"\x80\x81\x85\x86\x87\x8c\x94"
 NEW_WITH_STATE = bytes((NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK))
 CALL = bytes((MEMOIZE, REDUCE, MEMOIZE))
@@ -163,8 +165,6 @@ class PickleMachine:
             elif op == APPEND:
                 item = stack.pop()
                 _append(stack[-1], (item,))
-            elif op == NONE:
-                stack.append(None)
             elif op == TUPLE2:
                 last = stack.pop()
                 stack[-1] = (stack[-1], last)
@@ -188,6 +188,8 @@ class PickleMachine:
             elif op == SETITEM:
                 items = [stack.pop(-2), stack.pop()]
                 self._set_items(stack[-1], items)
+            elif op in CONSTANTS:
+                stack.append(CONSTANTS[op])
             elif op == STOP:
                 return self.result(stack, outer, position)
             else:
@@ -222,42 +224,35 @@ class PickleMachine:
             raise RefusedPickle("a key of a dict is neither a string nor an integer nor an index")
         target.update(zip(keys, items[1::2], strict=True))
 
-    def _true(self, stack: list[Any], position: int) -> int:
-        stack.append(True)
-        return position
-
-    def _false(self, stack: list[Any], position: int) -> int:
-        stack.append(False)
-        return position
+    def _sized(self, position: int, width: int) -> tuple[bytes, int]:
+        """Return the bytes after their own number, and the position after them."""
+        start = position + width
+        taken = self.take(start, int.from_bytes(self.data[position:start], "little"))
+        return taken, start + len(taken)
 
     def _long(self, stack: list[Any], position: int) -> int:
         """Accept at most 64 bits: wider integers could all share one hash."""
-        count = self.data[position]
-        if count > 8:
-            raise RefusedPickle(f"an integer of {count} bytes at byte {position}")
-        stack.append(int.from_bytes(self.take(position + 1, count), "little", signed=True))
-        return position + 1 + count
+        number, end = self._sized(position, 1)
+        if len(number) > 8:
+            raise RefusedPickle(f"an integer of {len(number)} bytes at byte {position}")
+        stack.append(int.from_bytes(number, "little", signed=True))
+        return end
 
     def _float(self, stack: list[Any], position: int) -> int:
         stack.append(_unpack_double(self.data, position)[0])
         return position + 8
 
     def _text(self, stack: list[Any], position: int) -> int:
-        count: int = _unpack_unsigned(self.data, position)[0]
-        text = str(self.take(position + 4, count), "utf-8", "surrogatepass")
+        taken, end = self._sized(position, 4)
+        text = str(taken, "utf-8", "surrogatepass")
         # As dict keys, two long equal texts would be compared each time.
         stack.append(self.texts.setdefault(text, text))
-        return position + 4 + count
+        return end
 
-    def _short_bytes(self, stack: list[Any], position: int) -> int:
-        count = self.data[position]
-        stack.append(self.take(position + 1, count))
-        return position + 1 + count
-
-    def _bytes(self, stack: list[Any], position: int) -> int:
-        count: int = _unpack_unsigned(self.data, position)[0]
-        stack.append(self.take(position + 4, count))
-        return position + 4 + count
+    def _bytes(self, stack: list[Any], position: int, width: int = 4) -> int:
+        taken, end = self._sized(position, width)
+        stack.append(taken)
+        return end
 
     def _frame(self, stack: list[Any], position: int) -> int:
         count = _unpack_long(self.data, position)[0]
@@ -265,11 +260,8 @@ class PickleMachine:
             raise RefusedPickle(f"a frame of {count} bytes at byte {position} is longer than the file")
         return position + 8
 
-    def _put(self, stack: list[Any], position: int) -> int:
-        return self.put_at(stack, self.data[position], position + 1)
-
-    def _long_put(self, stack: list[Any], position: int) -> int:
-        return self.put_at(stack, _unpack_unsigned(self.data, position)[0], position + 4)
+    def _put(self, stack: list[Any], position: int, width: int = 1) -> int:
+        return self.put_at(stack, int.from_bytes(self.data[position : position + width], "little"), position + width)
 
     def put_at(self, stack: list[Any], index: int, position: int) -> int:
         """Picklers number memo entries consecutively. Another index would only enlarge the memo."""
@@ -301,16 +293,14 @@ class PickleMachine:
 
 
 _RARE: dict[int, Callable[[PickleMachine, list[Any], int], int]] = {
-    0x88: PickleMachine._true,
-    0x89: PickleMachine._false,
     0x8A: PickleMachine._long,
     ord("G"): PickleMachine._float,
     ord("X"): PickleMachine._text,
-    ord("C"): PickleMachine._short_bytes,
+    ord("C"): partial(PickleMachine._bytes, width=1),
     ord("B"): PickleMachine._bytes,
     0x95: PickleMachine._frame,
     ord("q"): PickleMachine._put,
-    ord("r"): PickleMachine._long_put,
+    ord("r"): partial(PickleMachine._put, width=4),
     0x93: PickleMachine._stack_global,
     ord("c"): PickleMachine._global,
 }
