@@ -29,11 +29,9 @@ def exhausted(error: BaseException) -> CapacityError | None:
         what = "descriptors"
     else:
         return None
-    return CapacityError(
-        f"the system gives this process no more {what}: {error or type(error).__name__}",
-        hint=_REMEDIES[what],
-        resource=what,
-    )
+    hint = _REMEDIES[what]
+    message = f"the system gives this process no more {what}: {error or type(error).__name__}"
+    return CapacityError(message, hint=hint, resource=what)
 
 
 def start_thread(thread: Thread) -> Thread:

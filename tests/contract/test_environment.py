@@ -94,7 +94,7 @@ def system_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
 def private(moto: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Regional, Path]]:
     """A server with a certificate of a private authority, and a bundle with that authority after another one."""
     authority = Authority(tmp_path)
-    server = Regional(moto, 301, has_header=True, tls=authority.server_side())
+    server = Regional(moto, 301, tls=authority.server_side())
     for name, value in {**moto.environment(), "AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": HOME}.items():
         monkeypatch.setenv(name, value)
     bundle = tmp_path / "bundle.pem"

@@ -41,8 +41,7 @@ def test_unknown_scheme() -> None:
     with pytest.raises(ConfigError) as caught:
         open_uri("nosuch://place/run")
     assert "'nosuch'" in caught.value.message
-    for known in ("s3", "az", "gs", "file", "memory", "sftp"):
-        assert known in caught.value.hint
+    assert "s3://" in caught.value.hint
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +49,7 @@ def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
     with pytest.raises(MissingExtraError) as caught:
         open_uri("sftp://host/run")
-    assert "sftp" in caught.value.message
-    assert "pip install paramiko" in caught.value.hint
+    assert "sftp" in caught.value.message and "paramiko" in caught.value.message
 
 
 def test_importing_stores_imports_no_client() -> None:

@@ -35,8 +35,8 @@ class Regional(HttpServer):
 
     verbs = ("GET", "HEAD", "PUT", "POST", "DELETE")
 
-    def __init__(self, behind: S3Server, status: int, *, has_header: bool, tls: ssl.SSLContext | None = None) -> None:
-        self.behind, self.status, self.has_header = urlsplit(behind.endpoint).netloc, status, has_header
+    def __init__(self, behind: S3Server, status: int, tls: ssl.SSLContext | None = None) -> None:
+        self.behind, self.status = urlsplit(behind.endpoint).netloc, status
         self.taken = HOME
         self.refused: list[str] = []
         self.direct: list[str] = []
@@ -48,9 +48,8 @@ class Regional(HttpServer):
         scope = _SIGNED_FOR.search(request.headers.get("Authorization", "") + unquote(request.path))
         if scope is None or scope[1] != self.taken:
             self.refused.append(f"{request.command} {request.path}")
-            headers = {"x-amz-bucket-region": HOME} if self.has_header else {}
             status = self.status if scope else 403
-            self.say(request, status, BODIES[self.status].encode() if scope else b"", headers)
+            self.say(request, status, BODIES[self.status].encode() if scope else b"", {"x-amz-bucket-region": HOME})
             return
         if request.headers.get("User-Agent") == "tierckpt":
             self.direct.append(request.headers["Range"])
@@ -67,9 +66,9 @@ class Regional(HttpServer):
 _HOP = {"content-length", "transfer-encoding", "connection", "server", "date"}
 
 
-@pytest.fixture(params=[(301, True), (400, True), (400, False)], ids=["301", "400", "400 without a header"])
+@pytest.fixture(params=[301, 400])
 def regional(request: pytest.FixtureRequest, moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Regional]:
-    server = Regional(moto, request.param[0], has_header=request.param[1])
+    server = Regional(moto, request.param)
     for name, value in {**moto.environment(), "AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": "us-east-1"}.items():
         monkeypatch.setenv(name, value)
     yield server
@@ -149,7 +148,7 @@ async def test_followed_by_whatever_comes_first(regional: Regional, moto: S3Serv
 async def test_a_region_that_does_not_help_is_asked_for_once(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that names the region which it then refuses: an error soon, and no circle."""
     monkeypatch.setattr(retry, "RETRIES_MAX", 1)
-    server = Regional(moto, 301, has_header=True)
+    server = Regional(moto, 301)
     server.taken = "nowhere"
     bucket = f"test-{secrets.token_hex(6)}"
     for name, value in {**moto.environment(), "AWS_ENDPOINT_URL": server.endpoint}.items():

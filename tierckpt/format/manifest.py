@@ -216,11 +216,9 @@ def merge(fragments: Sequence[Manifest]) -> Manifest:
     for entry in (entry for fragment in fragments for entry in fragment.files):
         other = files.setdefault(entry.path, entry)  # ranks with a common directory
         if (other.size_bytes, other.digests) != (entry.size_bytes, entry.digests):
-            raise ManifestError(
-                f"{entry.path} of rank {entry.rank} differs from the file of rank {other.rank}",
-                hint="Give the file another name on each rank, or write the same bytes on all ranks",
-                attempt=first.attempt,
-            )
+            hint = "Give the file another name on each rank, or write the same bytes on all ranks"
+            message = f"{entry.path} of rank {entry.rank} differs from the file of rank {other.rank}"
+            raise ManifestError(message, hint=hint, attempt=first.attempt)
     merged = replace(
         first,
         metadata=tuple(sorted((entry for fragment in fragments for entry in fragment.metadata), key=lambda e: e.path)),

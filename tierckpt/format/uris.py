@@ -202,11 +202,9 @@ def _inner_uri(text: str) -> tuple[str, str]:
 def _file_path(text: str, rest: str) -> str:
     path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
     if not path.startswith("/"):
-        raise ConfigError(
-            f"{text} names the host {rest.partition('/')[0]!r}, and a file URL is of this node",
-            hint=f"Write file:///{rest}, or the path: of this directory, of the home, or of the mounted share",
-            uri=text,
-        )
+        hint = f"Write file:///{rest}, or the path: of this directory, of the home, or of the mounted share"
+        message = f"{text} names the host {rest.partition('/')[0]!r}, and a file URL is of this node"
+        raise ConfigError(message, hint=hint, uri=text)
     return str(absolute(path))
 
 
@@ -215,11 +213,9 @@ def _container(text: str, authority: str) -> str:
     container, _, host = authority.partition("@")
     account, environment_account = host.partition(".")[0], _azure_account()
     if account and environment_account and account != environment_account:
-        raise ConfigError(
-            f"{text} names the account {account}, and the environment has credentials of {environment_account}",
-            hint=f"Set AZURE_STORAGE_ACCOUNT_NAME={account} and its key, or write az://{container}",
-            uri=text,
-        )
+        hint = f"Set AZURE_STORAGE_ACCOUNT_NAME={account} and its key, or write az://{container}"
+        message = f"{text} names the account {account}, and the environment has credentials of {environment_account}"
+        raise ConfigError(message, hint=hint, uri=text)
     return container
 
 

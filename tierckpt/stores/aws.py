@@ -43,14 +43,7 @@ REGION_TIMEOUT_SECONDS: Final = 5.0
 _HINT: Final = (
     "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or AWS_SKIP_SIGNATURE to true for a public bucket"
 )
-_DOMAINS: Final = {
-    "cn-": "amazonaws.com.cn",
-    "us-iso-": "c2s.ic.gov",
-    "us-isob-": "sc2s.sgov.gov",
-    "us-isof-": "csp.hci.ic.gov",
-    "eu-isoe-": "cloud.adc-e.uk",
-    "eusc-": "amazonaws.eu",
-}
+_DOMAINS: Final = {"cn-": "amazonaws.com.cn", "eusc-": "amazonaws.eu"}
 _CLIENT_OPTIONS: Final = (
     "checksum_algorithm",
     "conditional_put",
@@ -66,7 +59,6 @@ _CLIENT_OPTIONS: Final = (
 )
 _NEEDS_BOTOCORE: Final = ("role_arn", "sso_session", "sso_start_url", "login_session", "credential_process")
 _REGION: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
-_TOLD_REGION: Final = re.compile(r"<Region>([a-z0-9-]{2,32})</Region>|expecting '([a-z0-9-]{2,32})'")
 
 _regions: dict[tuple[str, str], str] = {}
 
@@ -147,11 +139,6 @@ def _url(bucket: str, endpoint: str, region: str, profile: AwsProfile) -> str:
     scheme, _, host = url.partition("://")
     is_whole = not _is_virtual(profile) or host.startswith(f"{bucket}.")
     return url if is_whole else f"{scheme}://{bucket}.{host}"
-
-
-def region_in_error(text: str) -> str:
-    match = _TOLD_REGION.search(text)
-    return (match[1] or match[2]) if match else ""
 
 
 def fetch_region(bucket: str, access: Access) -> str:
@@ -316,11 +303,9 @@ def _by_botocore(session: Any, profile: AwsProfile, uri: str, region: str) -> _C
         found = session.get_credentials()
         first = found.get_frozen_credentials() if found is not None else None
     except (ConnectionError, HTTPClientError) as error:
-        raise StoreUnavailableError(
-            f"the service that issues credentials for {uri} cannot be reached: {type(error).__name__}",
-            hint=f"{_HINT}, or try again later",
-            uri=uri,
-        ) from printable(error)
+        hint = f"{_HINT}, or try again later"
+        message = f"the service that issues credentials for {uri} cannot be reached: {type(error).__name__}"
+        raise StoreUnavailableError(message, hint=hint, uri=uri) from printable(error)
     except (BotoCoreError, ClientError, OSError, ValueError) as error:
         raise PermissionDeniedError(
             f"no credentials found for {uri}: botocore says: {error}", hint=_HINT, uri=uri

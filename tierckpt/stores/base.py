@@ -1,4 +1,4 @@
-"""The store protocol, async only: the object operations that the mover needs. And checks that all stores share.
+"""The store protocol, async only: the object operations that the mover needs. And checks and errors that stores share.
 
 Contract, tested for every store (tests/contract/store_contract.py):
     S1  ``put`` and ``put_stream`` are all or nothing: an error or a cancellation leaves the old object. A piece may be
@@ -20,11 +20,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, runtime_checkable
+from urllib.parse import urlsplit
 
 from ..config import MiB
-from ..errors import ConfigError, IntegrityError, StoreError, StoreUnavailableError, TierckptError
+from ..errors import ConfigError, EndpointError, IntegrityError, StoreError, StoreUnavailableError, TierckptError
 from ..quantities import round_up
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
+from .proxies import proxy_for
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -215,11 +217,9 @@ async def closing(pieces: AsyncIterator[Buffer]) -> AsyncIterator[AsyncIterator[
 def check_size(uri: str, key: str, expected_bytes: int, got_bytes: int) -> None:
     """Raise IntegrityError for a wrong total: no object beats a short one."""
     if got_bytes != expected_bytes:
-        raise IntegrityError(
-            f"the pieces of {key} were to be {expected_bytes} bytes and are {got_bytes}",
-            hint="The object was not written; the source changed while it was read",
-            uri=uri,
-        )
+        hint = "The object was not written; the source changed while it was read"
+        message = f"the pieces of {key} were to be {expected_bytes} bytes and are {got_bytes}"
+        raise IntegrityError(message, hint=hint, uri=uri)
 
 
 def retries_spent(what: str, reason: str, **context: object) -> StoreUnavailableError:
@@ -227,14 +227,43 @@ def retries_spent(what: str, reason: str, **context: object) -> StoreUnavailable
     return StoreUnavailableError(f"{what}: {reason}", hint=hint, tier=Tier.SHARED, **context)
 
 
+def untrusted(target: str, server: str, reason: str, scheme: str, **context: object) -> EndpointError:
+    variables = "AWS_CA_BUNDLE, or SSL_CERT_FILE," if scheme == "s3" else "SSL_CERT_FILE"
+    return EndpointError(
+        f"{target} cannot be reached: TLS with {server} fails ({reason})",
+        hint=f"Set {variables} to a PEM file with the authority of its certificate, check its names and dates and the "
+        "clock of this node; client certificates are not supported",
+        **context,
+    )
+
+
+def no_such_name(target: str, url: str, variable: str, **context: object) -> EndpointError:
+    proxy = proxy_for(url) if url.startswith("http") else None
+    name, setting = (proxy.name, proxy.variable) if proxy is not None else (urlsplit(url).hostname, variable)
+    hint = f"Check {setting}, and the DNS of this node"
+    return EndpointError(f"{target} cannot be reached: the name of {name} does not exist", hint=hint, **context)
+
+
+def proxy_refused(target: str, url: str, status: int, **context: object) -> StoreError:
+    proxy = proxy_for(url)
+    name, variable = (proxy.name, proxy.variable) if proxy is not None else ("a proxy", "HTTPS_PROXY")
+    message, context = f"{target} cannot be reached: {name} answers HTTP {status}", {**context, "status": status}
+    if status >= 500:
+        return StoreUnavailableError(message, hint="Try again later", **context)
+    hint = (
+        f"It wants a user and a password: write {variable}=http://USER:PASSWORD@HOST:PORT"
+        if status == 407
+        else "Have it allow the host of the store, or name that host in NO_PROXY"
+    )
+    return EndpointError(message, hint=hint, **context)
+
+
 def short_answer(uri: str, key: str, byte_range: ByteRange, got_bytes: int | None) -> IntegrityError:
     got = "fewer" if got_bytes is None else str(got_bytes)
     start, stop = byte_range.start, byte_range.stop
-    return IntegrityError(
-        f"bytes {start}-{stop} of {key} were asked for and {got} came back: the object is too short",
-        hint="`tierckpt verify` lists damaged files",
-        uri=uri,
-    )
+    hint = "`tierckpt verify` lists damaged files"
+    message = f"bytes {start}-{stop} of {key} were asked for and {got} came back: the object is too short"
+    return IntegrityError(message, hint=hint, uri=uri)
 
 
 def check_range(byte_range: ByteRange) -> ByteRange:

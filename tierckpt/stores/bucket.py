@@ -13,7 +13,7 @@ from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..redaction import printable
 from ..telemetry import logger
 from .access import Access, azure_access, drop_empty, gcs_access
-from .aws import fetch_region, region_in_error, remember_region, s3_access
+from .aws import fetch_region, remember_region, s3_access
 from .base import to_completion
 from .obstore_errors import error_code, first_line, http_status, is_expiry, still_refused
 from .obstore_module import Module
@@ -116,11 +116,7 @@ class Bucket:
             if self._has_asked_region or self._access is None:
                 return False
             self._has_asked_region = True
-            region = region_in_error(str(error)) or await to_completion(
-                asyncio.to_thread(fetch_region, self.authority, self._access)
-            )
-            if not region and http_status(error) == 400:
-                region = await self._signed_region()
+            region = await to_completion(asyncio.to_thread(fetch_region, self.authority, self._access))
             if region in ("", self._access.options["region"]):
                 return False
             remember_region(self.authority, self._access, region)
@@ -129,15 +125,6 @@ class Bucket:
             self._clients.clear()
         log.info("%s is in region %s: set AWS_REGION to save a request", self.name, region)
         return True
-
-    async def _signed_region(self) -> str:
-        """Send a signed request with a response body: only there some servers name the region."""
-        for client in list(self._clients.values())[:1]:
-            try:
-                await obstore.list_with_delimiter_async(client, None)
-            except (obstore_errors.BaseError, OSError, ValueError) as error:
-                return region_in_error(str(error))
-        return ""
 
     async def renew(self, generation: int, refusal: PermissionDeniedError) -> bool:
         """Replace refused credentials of ``generation``. True if newer ones exist."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
-from fsspec.registry import available_protocols, known_implementations
+from fsspec.registry import known_implementations
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from ..config import MiB
@@ -27,7 +27,6 @@ from ..disk.durable import translate_os_error
 from ..disk.processes import is_temporary, stem_of
 from ..errors import (
     ConfigError,
-    EndpointError,
     MissingExtraError,
     ObjectNotFoundError,
     PermissionDeniedError,
@@ -40,9 +39,20 @@ from ..format.layout import Location
 from ..redaction import printable
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .access import drop_empty
-from .base import FolderMarkers, check_key, check_prefix, check_range, check_size, closing, short_answer, to_completion
+from .base import (
+    FolderMarkers,
+    check_key,
+    check_prefix,
+    check_range,
+    check_size,
+    closing,
+    no_such_name,
+    short_answer,
+    to_completion,
+    untrusted,
+)
 from .proxies import proxy_for
-from .schemes import check_read_as
+from .schemes import check_location, check_read_as
 
 T = TypeVar("T")
 
@@ -74,15 +84,12 @@ def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSys
 
     Raises ConfigError: unknown scheme or bad URL. MissingExtraError: the scheme's package is missing.
     """
+    check_location(location)
     try:
         fsspec.get_filesystem_class(location.scheme)
     except ImportError as error:
-        raise _missing_package(location.scheme, error) from None
-    except ValueError:
-        known = sorted({"file", "s3", "az", "gs", *available_protocols()})
-        raise ConfigError(
-            f"no store knows the scheme {location.scheme!r}", hint=f"Known are: {', '.join(known)}", uri=location.uri
-        ) from None
+        said = known_implementations.get(location.scheme, {}).get("err") or str(error)
+        raise MissingExtraError(f"{location.scheme}:// needs a package that is not installed: {said}") from None
     drop_empty()  # s3fs, adlfs and gcsfs read the environment
     if location.scheme in ("http", "https") and (proxy := proxy_for(location.uri)) is not None:
         options["proxy"] = proxy.url
@@ -94,14 +101,6 @@ def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSys
         raise _translate(error, location.uri) from printable(error)
     check_read_as(location, root)
     return fs, root
-
-
-def _missing_package(scheme: str, error: ImportError) -> MissingExtraError:
-    cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-    package = (cause.name or "").partition(".")[0]
-    said = known_implementations.get(scheme, {}).get("err") or str(error)
-    command = f"pip install {package}" if package else "pip install the package it names"
-    return MissingExtraError(f"{scheme}:// needs a package that is not installed: {said}", hint=f"Run `{command}`")
 
 
 class UniversalStore:
@@ -266,12 +265,8 @@ class UniversalStore:
         return await self._call(self._list_dirs, check_prefix(prefix))
 
     def _list_dirs(self, prefix: str) -> builtins.list[str]:
-        self.fs.invalidate_cache()
-        try:
-            infos = self.fs.ls(self._directory(prefix), detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted({info["name"].rstrip("/").rpartition("/")[2] for info in infos if info["type"] == "directory"})
+        level = self._list_level(prefix)
+        return level[1] if level is not None else []
 
     async def list_level(self, prefix: str = "") -> tuple[builtins.list[ObjectInfo], builtins.list[str]] | None:
         return await self._call(self._list_level, check_prefix(prefix))
@@ -379,18 +374,10 @@ def _translate(error: Exception, uri: str) -> TierckptError:
         return PreconditionFailedError(f"exists: {said}", **context)
     certificate = getattr(error, "certificate_error", error)
     if isinstance(certificate, ssl.SSLCertVerificationError):
-        return EndpointError(
-            f"{uri} cannot be reached: its certificate is not accepted ({certificate.verify_message})",
-            hint="Set SSL_CERT_FILE to a PEM file with the certificate of its authority; check the clock of this node",
-            **context,
-        )
+        return untrusted(uri, "its server", certificate.verify_message, "", **context)
     cause = getattr(error, "os_error", error)
     if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
-        return EndpointError(
-            f"{uri} cannot be reached: the name of its host does not exist",
-            hint="Check the URL, and the DNS of this node",
-            **context,
-        )
+        return no_such_name(uri, uri, "the URL", **context)
     if isinstance(error, NotImplementedError | TypeError | AttributeError | ValueError):
         return StoreError(f"{uri}: the filesystem cannot do this: {said}", **context)
     is_away = isinstance(error, ConnectionError | TimeoutError) or "ClientConnectionError" in names

@@ -192,11 +192,8 @@ def range_header(byte_range: ByteRange) -> dict[str, str]:
 
 
 def _ranges_ignored(uri: str, host: str) -> RangesIgnoredError:
-    return RangesIgnoredError(
-        f"{uri}: {host} sends the whole object for a range",
-        hint="Fetch it whole: `tierckpt prefetch`",
-        tier=Tier.SHARED,
-    )
+    hint = "Fetch it whole: `tierckpt prefetch`"
+    return RangesIgnoredError(f"{uri}: {host} sends the whole object for a range", hint=hint, tier=Tier.SHARED)
 
 
 def _open(uri: str, url: str, headers_for: Callable[[str], Headers]) -> Any:

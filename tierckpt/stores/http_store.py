@@ -70,12 +70,9 @@ class HttpStore(UrlStore, UniversalStore):
     def _head(self, key: str) -> ObjectInfo:
         info = self.fs.info(self._path(key))
         if not isinstance(info.get("size"), int):
-            raise StoreError(
-                f"{self.uri}: the server does not say how long {key} is",
-                hint="It has to answer HEAD or GET with Content-Length",
-                tier=Tier.SHARED,
-                file=key,
-            )
+            hint = "It has to answer HEAD or GET with Content-Length"
+            message = f"{self.uri}: the server does not say how long {key} is"
+            raise StoreError(message, hint=hint, tier=Tier.SHARED, file=key)
         own, last_modified = str(info.get("ETag") or ""), str(info.get("Last-Modified") or "")
         etag = own or last_modified or None
         self._versions[key, etag] = _FileVersion(
@@ -105,9 +102,8 @@ class HttpStore(UrlStore, UniversalStore):
         except NotThisWay as answer:
             data = await UniversalStore.get_range(self, key, byte_range, if_match=if_match)
             if len(data) != byte_range.size_bytes:
-                raise IntegrityError(
-                    f"{self.uri}: {key} is answered with {answer}", tier=Tier.SHARED, file=key
-                ) from None
+                message = f"{self.uri}: {key} is answered with {answer}"
+                raise IntegrityError(message, tier=Tier.SHARED, file=key) from None
             into[: byte_range.size_bytes] = data
 
     @contextlib.asynccontextmanager
@@ -140,11 +136,9 @@ class HttpStore(UrlStore, UniversalStore):
         try:
             shown = self.fs.ls(directory, detail=True)
         except FileNotFoundError:
-            raise ObjectNotFoundError(
-                f"{directory} is not found, or has no index page",
-                hint="HTTP has no other listing: have the server show one, or name a file",
-                tier=Tier.SHARED,
-            ) from None
+            hint = "HTTP has no other listing: have the server show one, or name a file"
+            message = f"{directory} is not found, or has no index page"
+            raise ObjectNotFoundError(message, hint=hint, tier=Tier.SHARED) from None
         for info in shown:
             name = unquote(str(info["name"]).removeprefix(directory))
             is_below = str(info["name"]).startswith(directory) and not {"?", "#"} & set(str(info["name"]))
@@ -173,12 +167,9 @@ def _named(uri: str, head: Callable[[str], ObjectInfo], key: str) -> ObjectInfo:
         with errors_of(uri):
             return head(key)
     except ObjectNotFoundError as error:
-        raise StoreError(
-            f"{uri}: the server shows {key} on a page, and does not give it",
-            hint="Leave it out (--exclude), or have the link removed",
-            tier=Tier.SHARED,
-            file=key,
-        ) from error
+        hint = "Leave it out (--exclude), or have the link removed"
+        message = f"{uri}: the server shows {key} on a page, and does not give it"
+        raise StoreError(message, hint=hint, tier=Tier.SHARED, file=key) from error
 
 
 def _weak(etag: str) -> str:

@@ -316,18 +316,16 @@ class LocalStore:
             for entry in self._entries(prefix):
                 key = f"{prefix}/{entry.name}" if prefix else entry.name
                 try:
-                    if entry.is_dir():
-                        real = os.path.realpath(entry.path) if entry.is_symlink() else f"{above[-1]}/{entry.name}"
-                        if real in above:
-                            other_entries[key] = f"is a link to {real}, which it is in"
-                        else:
-                            waiting.append((key, (*above, real)))
-                    elif entry.is_file():
+                    if entry.is_file():
                         if not is_made_here(entry.name):
                             status = entry.stat()
                             infos.append(ObjectInfo(key, status.st_size, stat_version(status)))
-                    else:
+                    elif not entry.is_dir():
                         other_entries[key] = _entry_kind(Path(entry.path))
+                    elif (real := os.path.realpath(entry.path)) in above:
+                        other_entries[key] = f"is a link to {real}, which it is in"
+                    else:
+                        waiting.append((key, (*above, real)))
                 except FileNotFoundError:
                     continue
                 except OSError as error:

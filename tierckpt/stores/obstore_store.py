@@ -41,7 +41,6 @@ from .base import (
     PART_SIZE_BYTES_MIN,
     FolderMarkers,
     OddKeyError,
-    RangesIgnoredError,
     check_key,
     check_prefix,
     check_range,
@@ -56,16 +55,14 @@ from .base import (
 )
 from .bucket import Client
 from .obstore_errors import (
-    describe_endpoint,
     error_code,
     first_line,
     foreign_body,
+    foreign_protocol,
     http_status,
-    ignores_ranges,
     in_another_region,
     is_missing,
     is_tunnel_refused,
-    may_be_wrong_protocol,
     refused,
     renewed_meanwhile,
     still_refused,
@@ -240,7 +237,7 @@ class RemoteStore:
 
         async def call(client: Client) -> Any:
             meta = await self._meta(client, key)
-            await self._check_language(meta["e_tag"], key)
+            self._check_language(meta["e_tag"], key)
             return meta
 
         return self._info(await self._request(key, call))
@@ -265,22 +262,7 @@ class RemoteStore:
         if if_match is not None:
             options["if_match"] = if_match
 
-        async def call(client: Client) -> Buffer:
-            try:
-                return await self._read(client, key, options)
-            except obstore_errors.GenericError as error:
-                if http_status(error) == 416:
-                    raise short_answer(self.uri, key, byte_range, 0) from None
-                if ignores_ranges(error):
-                    raise RangesIgnoredError(
-                        f"{self.uri}: the store sends all of {key} for a range",
-                        hint="Fetch it whole: `tierckpt prefetch`",
-                        key=key,
-                        tier=Tier.SHARED,
-                    ) from None
-                raise
-
-        data = await self._request(key, call)
+        data = await self._request(key, lambda client: self._read(client, key, options))
         if len(data) != byte_range.size_bytes:
             raise short_answer(self.uri, key, byte_range, len(data))
         return data
@@ -301,42 +283,6 @@ class RemoteStore:
             except NotThisWay as reason:
                 self._bucket.ranges.count_unused(reason)
         into[:size_bytes] = await self.get_range(key, byte_range, if_match=if_match)
-
-    @contextlib.asynccontextmanager
-    async def reading(
-        self, key: str, *, if_match: str | None = None
-    ) -> AsyncIterator[Callable[[memoryview], Awaitable[None]]]:
-        """Each piece must arrive within a window."""
-        check_key(key)
-        options: GetOptions = {"if_match": if_match} if if_match is not None else {}
-        window, name = self._limit_seconds(MiB), self._prefix + key
-        answer = await self._request(
-            key, lambda client: limited(obstore.get_async(client, name, options=options), window)
-        )
-        pieces, piece = aiter(answer.stream(min_chunk_size=MiB)), memoryview(b"")
-
-        async def fill(view: memoryview) -> None:
-            nonlocal piece
-            done = 0
-            while done < len(view):
-                if not len(piece):
-                    piece = await self._next_piece(key, pieces, window)
-                count = min(len(piece), len(view) - done)
-                view[done : done + count] = piece[:count]
-                piece, done = piece[count:], done + count
-
-        yield fill
-
-    async def _next_piece(self, key: str, pieces: AsyncIterator[Any], window: float) -> memoryview:
-        try:
-            async with asyncio.timeout(window), self._errors(key, writing=False):
-                return memoryview(await anext(pieces)).cast("B")
-        except TimeoutError:
-            raise self._too_slow(key, window) from None
-        except StopAsyncIteration:
-            raise StoreUnavailableError(
-                f"{self.uri}/{key} ends early", hint="Retries are spent; try again later", tier=Tier.SHARED
-            ) from None
 
     async def _receive(
         self, client: Client, key: str, byte_range: ByteRange, into: memoryview, if_match: str | None
@@ -361,7 +307,7 @@ class RemoteStore:
         try:
             async with asyncio.timeout(window) as limit:
                 answer = await obstore.get_async(client, self._prefix + key, options=options)
-                await self._check_language(answer.meta["e_tag"], key)
+                self._check_language(answer.meta["e_tag"], key)
                 if not self._is_watching:
                     return memoryview(await answer.bytes_async())
                 pieces = []
@@ -641,22 +587,21 @@ class RemoteStore:
     @contextlib.asynccontextmanager
     async def _errors(self, key: str | None, *, writing: bool = False) -> AsyncIterator[None]:
         bucket = self._bucket
-        generation, was_proven = bucket.generation, bucket.is_proven  # others may renew the credentials
+        credentials = bucket.generation, bucket.is_proven  # others may renew them
         try:
             yield
         except (TierckptError, asyncio.CancelledError):
             raise
         except (obstore_errors.BaseError, OSError, ValueError) as error:
             # Bind no name: an error named by a frame of its own traceback is a cycle.
-            raise await self._typed_error(error, key, writing, (generation, was_proven)) from printable(error)
+            raise await self._typed_error(error, key, writing, *credentials) from printable(error)
         else:
             bucket.exists = True
-            bucket.note_accepted(generation)
+            bucket.note_accepted(credentials[0])
 
     async def _typed_error(
-        self, error: Exception, key: str | None, writing: bool, credentials: tuple[int, bool]
+        self, error: Exception, key: str | None, writing: bool, generation: int, was_proven: bool
     ) -> TierckptError:
-        generation, was_proven = credentials
         if await self._bucket.follow_region(generation, error):
             return in_another_region(self.location, key)
         typed_error = await self._endpoint_error(error, key, was_proven) or self._translate(error, key, was_proven)
@@ -679,16 +624,13 @@ class RemoteStore:
             return await asyncio.to_thread(tunnel_refused, self.location, key, endpoint)
         if was_proven or self._bucket.exists or not endpoint:
             return None
-        what = foreign_body(error, endpoint)
-        if not what and may_be_wrong_protocol(error):
-            what = await asyncio.to_thread(describe_endpoint, endpoint)
+        what = foreign_body(error, endpoint) or foreign_protocol(error)
         return wrong_protocol_error(self.location, key, endpoint, what) if what else None
 
-    async def _check_language(self, etag: str | None, key: str | None) -> None:
+    def _check_language(self, etag: str | None, key: str | None) -> None:
         """Raise EndpointError if a first response has no ETag."""
         if etag is None and not self._bucket.exists and self._bucket.endpoint:
-            what = await asyncio.to_thread(describe_endpoint, self._bucket.endpoint)
-            raise wrong_protocol_error(self.location, key, self._bucket.endpoint, what or "its answer has no ETag")
+            raise wrong_protocol_error(self.location, key, self._bucket.endpoint, "its answer has no ETag")
 
     async def _check_empty(self, client: Client) -> None:
         """Raise EndpointError if a first, empty listing is no store's."""
@@ -696,10 +638,13 @@ class RemoteStore:
             try:
                 answer = await obstore.get_async(client, self._prefix + CLAIM)
             except (obstore_errors.BaseError, OSError) as error:
-                if what := foreign_body(error, self._bucket.endpoint):
-                    raise wrong_protocol_error(self.location, None, self._bucket.endpoint, what) from None
+                self._check_body(error, None)
                 return
-            await self._check_language(answer.meta["e_tag"], None)
+            self._check_language(answer.meta["e_tag"], None)
+
+    def _check_body(self, error: Exception, key: str | None) -> None:
+        if what := foreign_body(error, self._bucket.endpoint):
+            raise wrong_protocol_error(self.location, key, self._bucket.endpoint, what) from None
 
     async def _bucket_is_missing(self, key: str | None, writing: bool) -> bool:
         """Distinguish a missing bucket from a missing key by one listing per bucket: their responses are equal."""
@@ -712,8 +657,7 @@ class RemoteStore:
         except StopAsyncIteration:
             pass
         except (obstore_errors.BaseError, OSError) as error:
-            if what := foreign_body(error, self._bucket.endpoint):
-                raise wrong_protocol_error(self.location, key, self._bucket.endpoint, what) from None
+            self._check_body(error, key)
             return is_missing(error)
         self._bucket.exists = True
         return False

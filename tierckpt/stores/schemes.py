@@ -21,11 +21,8 @@ def check_location(location: Location) -> Location:
 
     if location.scheme in known_implementations or location.scheme in registry:
         return location
-    raise ConfigError(
-        f"unknown scheme {location.scheme!r} in {location.uri}",
-        hint=f"Use a path, {', '.join(f'{scheme}://' for scheme in OWN_SCHEMES)} or a scheme fsspec knows",
-        uri=location.uri,
-    )
+    hint = f"Use a path, {', '.join(f'{scheme}://' for scheme in OWN_SCHEMES)} or a scheme fsspec knows"
+    raise ConfigError(f"unknown scheme {location.scheme!r} in {location.uri}", hint=hint, uri=location.uri)
 
 
 def check_object_name(location: Location) -> None:
@@ -77,11 +74,9 @@ def check_mirrored_target(location: Location, local_root: Path) -> None:
 
 def check_read_as(location: Location, path: str) -> None:
     if not path.rstrip("/").endswith(location.path):
-        raise ConfigError(
-            f"{location.uri}: fsspec takes it apart, and reads the path {path}",
-            hint="Give it a name without '?' and '::'",
-            uri=location.uri,
-        )
+        hint = "Give it a name without '?' and '::'"
+        message = f"{location.uri}: fsspec takes it apart, and reads the path {path}"
+        raise ConfigError(message, hint=hint, uri=location.uri)
 
 
 def _check_fsspec_name(location: Location) -> None:

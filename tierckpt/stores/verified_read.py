@@ -128,13 +128,9 @@ def expect(good: bool, entry: FileEntry, byte_range: ByteRange, tier: Tier, wher
 
 
 def corrupt(path: str, byte_range: ByteRange, tier: Tier, where: str) -> IntegrityError:
-    return IntegrityError(
-        f"bytes {byte_range.start}-{byte_range.stop} of {path} are not the bytes that were saved",
-        hint="Restore reads another copy when there is one; `tierckpt verify --read-data` lists every bad file",
-        file=path,
-        tier=tier,
-        where=where,
-    )
+    hint = "Restore reads another copy when there is one; `tierckpt verify --read-data` lists every bad file"
+    message = f"bytes {byte_range.start}-{byte_range.stop} of {path} are not the bytes that were saved"
+    return IntegrityError(message, hint=hint, file=path, tier=tier, where=where)
 
 
 def check_bytes(data: bytes, entry: FileEntry, chunk_size_bytes: int, where: str) -> None:
@@ -143,9 +139,5 @@ def check_bytes(data: bytes, entry: FileEntry, chunk_size_bytes: int, where: str
         has_digest(view[chunk.start : chunk.stop], digest) for chunk, digest in entry.chunks(chunk_size_bytes)
     )
     if not good:
-        raise IntegrityError(
-            f"{entry.key} is not what was saved",
-            hint="It was damaged on its way or in the store",
-            file=entry.path,
-            where=where,
-        )
+        hint = "It was damaged on its way or in the store"
+        raise IntegrityError(f"{entry.key} is not what was saved", hint=hint, file=entry.path, where=where)

@@ -12,7 +12,7 @@ import pytest
 from tests.services import S3Server
 from tierckpt.errors import ConfigError, MissingExtraError, PermissionDeniedError
 from tierckpt.stores.access import Access
-from tierckpt.stores.aws import region_in_error, s3_access
+from tierckpt.stores.aws import s3_access
 
 KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
 CONFIG = """
@@ -303,15 +303,3 @@ def test_sources_name_variables_and_no_secret(monkeypatch: pytest.MonkeyPatch) -
     assert "AWS_DEFAULT_REGION" in said
     assert "'keys'" in access.sources["credentials"]
     assert "of-credentials" not in said + repr(access)
-
-
-@pytest.mark.parametrize(
-    ("text", "region"),
-    [
-        ("<Error><Code>AuthorizationHeaderMalformed</Code><Region>eu-west-1</Region></Error>", "eu-west-1"),
-        ("the region 'us-east-1' is wrong; expecting 'eu-west-1'", "eu-west-1"),
-        ("<Error><Code>AccessDenied</Code></Error>", ""),
-    ],
-)
-def test_region_from_an_error_message(text: str, region: str) -> None:
-    assert region_in_error(text) == region

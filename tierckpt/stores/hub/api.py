@@ -45,7 +45,7 @@ from ...redaction import redact
 from ...telemetry import logger
 from ...types import ByteRange, Tier
 from ..access import path_of, variable
-from ..base import retries_spent
+from ..base import no_such_name, proxy_refused, retries_spent, untrusted
 from ..http_client import describe_error
 from ..http_reader import ANSWER_SECONDS_MAX, REDIRECTS_MAX, opener, range_header
 from ..obstore_errors import body_kind
@@ -58,7 +58,6 @@ log = logger("stores.hub")
 BODY_BYTES_MAX: Final = 64 << 20
 """Git holds no larger files."""
 PAGES_MAX: Final = 10_000
-TREES_MAX: Final = 4
 RATE_LIMIT_SECONDS_MAX: Final = 600.0
 """Two of the Hub's five-minute windows."""
 RATE_LIMIT_SECONDS: Final = 30.0
@@ -152,8 +151,6 @@ class Hub:
         self._settings, self._retries = settings, retries
         self._breaker = retries.breaker(self.host)
         self._next_request_at = 0.0
-        self._trees: dict[tuple[str, str, str], list[HubFile]] = {}
-        self._listing = asyncio.Lock()
 
     async def commit(self, repository: Repository) -> str:
         """Return the current commit of a revision. No request for a commit.
@@ -171,17 +168,7 @@ class Hub:
         return commit
 
     async def tree(self, repository: Repository, commit: str) -> list[HubFile]:
-        """Return every file of a commit, cached. One request per 1000 files."""
-        key = repository.kind, repository.name, commit
-        async with self._listing:
-            if key not in self._trees:
-                files = await self._list(repository, commit)
-                if len(self._trees) >= TREES_MAX:
-                    del self._trees[next(iter(self._trees))]
-                self._trees[key] = files
-            return self._trees[key]
-
-    async def _list(self, repository: Repository, commit: str) -> list[HubFile]:
+        """Return every file of a commit. One request per 1000 files."""
         url = f"/api/{repository.kind}/{repository.name}/tree/{commit}?recursive=true&expand=false"
         files = []
         for _ in range(PAGES_MAX):
@@ -239,12 +226,9 @@ class Hub:
 
     async def _ask(self, url: str, headers: Mapping[str, str], form: bytes | None = None) -> Answer:
         if variable("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE").is_true:
-            raise HubOfflineError(
-                f"{self.host} is not asked: HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set",
-                hint="`tierckpt cache ls` lists the models on this node; unset it to fetch more",
-                tier=Tier.SHARED,
-                attempts=0,
-            )
+            hint = "`tierckpt cache ls` lists the models on this node; unset it to fetch more"
+            message = f"{self.host} is not asked: HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set"
+            raise HubOfflineError(message, hint=hint, tier=Tier.SHARED, attempts=0)
         deadline = 0.0
 
         async def ask() -> Answer:
@@ -266,13 +250,9 @@ class Hub:
         """Raises StoreUnavailableError: the wait would end after ``deadline``."""
         seconds = max(1.0, _seconds_to_wait(answer.headers))  # zero would retry without a pause
         if time.monotonic() + seconds > deadline:
-            raise StoreUnavailableError(
-                f"{self.host} takes no more requests for {seconds:g} s",
-                hint="Try again later; with a token (HF_TOKEN) the limit is higher",
-                tier=Tier.SHARED,
-                status=429,
-                attempts=1,
-            )
+            hint = "Try again later; with a token (HF_TOKEN) the limit is higher"
+            message = f"{self.host} takes no more requests for {seconds:g} s"
+            raise StoreUnavailableError(message, hint=hint, tier=Tier.SHARED, status=429, attempts=1)
         log.warning("%s takes no more requests for %g s: waiting", self.host, seconds)
         self._next_request_at = max(self._next_request_at, time.monotonic() + seconds)
 
@@ -292,51 +272,37 @@ class Hub:
         return {"Authorization": f"Bearer {token}"} if token else {}
 
     def _refusal(self, answer: Answer, repository: Repository, path: str) -> StoreError:
-        where = f"{repository.page}@{repository.revision}"
+        where, page = f"{repository.page}@{repository.revision}", f"{self.endpoint}/{repository.page}"
         code, status, reason = answer.headers.get("x-error-code", ""), answer.status, answer.reason
         unseen = "this token may not see it" if hub_token() else "it is not to be seen without HF_TOKEN"
         says = f": the Hub says: {reason}" if reason else ""
         context: dict[str, Any] = {"tier": Tier.SHARED, "code": code or None, "reason": reason or None}
+
+        def denied(message: str, hint: str) -> StoreError:
+            return PermissionDeniedError(f"{message}{says}", hint=hint, **context)
+
         what = body_kind(answer.body.decode("utf-8", "replace"))
         if not code and status in (404, 405) and what.startswith("it sends an HTML"):
             return not_a_hub(answer.url, what)
         if status == 401 and hub_token() and (not code or "invalid" in reason.lower()):
-            return PermissionDeniedError(
-                f"{self.host} refuses the token of {_token_source()}{says or f' for {where}'}",
-                hint=f"It is invalid, or has expired: make another at {self.endpoint}/settings/tokens",
-                **context,
-            )
+            hint = f"It is invalid, or has expired: make another at {self.endpoint}/settings/tokens"
+            return denied(f"{self.host} refuses the token of {_token_source()}", hint)
         if code == "GatedRepo":
-            return PermissionDeniedError(
-                f"{where} is gated, and {unseen}{says}",
-                hint=f"Accept its conditions at {self.endpoint}/{repository.page}, and set {_token_source()}",
-                **context,
-            )
+            hint = f"Accept its conditions at {page}, and set {_token_source()}"
+            return denied(f"{where} is gated, and {unseen}", hint)
         if code == "DisabledRepo" or reason == "Access to this resource is disabled.":
-            return PermissionDeniedError(
-                f"{repository.page} is disabled{says}", hint=f"See {self.endpoint}/{repository.page}", **context
-            )
+            return denied(f"{repository.page} is disabled", f"See {page}")
         if code == "RevisionNotFound":
-            return BucketNotFoundError(
-                f"{repository.page} has no revision {repository.revision!r}",
-                hint=f"Look at {self.endpoint}/{repository.page}/tree/main",
-                tier=Tier.SHARED,
-                revision=repository.revision,
-            )
+            message = f"{repository.page} has no revision {repository.revision!r}"
+            return BucketNotFoundError(message, hint=f"Look at {page}/tree/main", **context)
         if path and (code == "EntryNotFound" or (status == 404 and not code)):
             return no_object(where, path)
         if code == "RepoNotFound" or status == 404:
-            return BucketNotFoundError(
-                f"{self.host} has no repository {repository.page}, or {unseen}",
-                hint="Check the name; a private one needs HF_TOKEN",
-                **context,
-            )
+            message = f"{self.host} has no repository {repository.page}, or {unseen}"
+            return BucketNotFoundError(message, hint="Check the name; a private one needs HF_TOKEN", **context)
         if status in (401, 403):
-            return PermissionDeniedError(
-                f"{self.host} refuses {where} ({unseen}){says}",
-                hint=f"Set {_token_source()} to a token with the right to read it",
-                **context,
-            )
+            hint = f"Set {_token_source()} to a token with the right to read it"
+            return denied(f"{self.host} refuses {where} ({unseen})", hint)
         return StoreError(f"{self.host} refuses {where}: HTTP {status}{says}", **context, status=status)
 
 
@@ -367,14 +333,13 @@ def request(url: str, headers: Mapping[str, str], form: bytes | None = None) -> 
         reason = getattr(error, "reason", error)
         raise _failure(url, reason if isinstance(reason, BaseException) else error) from None
     if answer.status == 407:
-        raise _refused_by_proxy(url, 407)
+        raise proxy_refused(host, url, 407, tier=Tier.SHARED)
     _proven_hosts.add(host)
     return answer
 
 
 _proven_hosts: set[str] = set()
 """Hosts that have answered this process: their names exist."""
-_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 _NOT_TLS = {"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE", "PACKET_LENGTH_TOO_LONG"}
 _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})")
 
@@ -382,51 +347,23 @@ _TUNNEL = re.compile(r"Tunnel connection failed: (\d{3})")
 def _failure(url: str, error: BaseException) -> StoreError:
     host, proxy = check_http(url), proxy_for(url)
     if isinstance(error, ssl.SSLCertVerificationError):
-        return EndpointError(
-            f"{host} cannot be reached: its certificate is not accepted ({error.verify_message})",
-            hint="Set SSL_CERT_FILE to a PEM file with the certificate of its authority; check the clock of this node",
-            tier=Tier.SHARED,
-        )
+        return untrusted(host, host, error.verify_message, "hf", tier=Tier.SHARED)
     if isinstance(error, ssl.SSLError) and error.reason in _NOT_TLS:
         return not_a_hub(url, "it does not speak TLS: is it http://?")
     if (refusal := _TUNNEL.search(str(error))) is not None:
-        return _refused_by_proxy(url, int(refusal[1]))
+        return proxy_refused(host, url, int(refusal[1]), tier=Tier.SHARED)
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, http.client.RemoteDisconnected):
         return not_a_hub(url, f"it says {str(error).strip()[:60]!r}")
-    if isinstance(error, socket.gaierror) and error.errno in _NO_SUCH_NAME and host not in _proven_hosts:
-        name, setting = (proxy.name, proxy.variable) if proxy is not None else (host, "HF_ENDPOINT")
-        return EndpointError(
-            f"{host} cannot be reached: the name of {name} does not exist",
-            hint=f"Check {setting}, and the DNS of this node",
-            tier=Tier.SHARED,
-        )
-    reason = f"{proxy.name}: {describe_error(error)}" if proxy is not None else describe_error(error)
-    return unavailable(host, reason)
-
-
-def _refused_by_proxy(url: str, status: int) -> StoreError:
-    host, proxy = check_http(url), proxy_for(url)
-    name, setting = (proxy.name, proxy.variable) if proxy is not None else ("a proxy", "HTTPS_PROXY")
-    if status >= 500:
-        return unavailable(host, f"{name}: HTTP {status}", status=status)
-    what = "wants a user and a password" if status == 407 else f"refuses to connect to it (HTTP {status})"
-    return EndpointError(
-        f"{host} cannot be reached: {name} {what}",
-        hint=f"Write them as {setting}=http://USER:PASSWORD@HOST:PORT"
-        if status == 407
-        else f"Have it allow {host}, or name {host} in NO_PROXY",
-        tier=Tier.SHARED,
-        status=status,
-    )
+    if isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME and host not in _proven_hosts:
+        return no_such_name(host, url, "HF_ENDPOINT", tier=Tier.SHARED)
+    return unavailable(host, f"{f'{proxy.name}: ' if proxy is not None else ''}{describe_error(error)}")
 
 
 def not_a_hub(url: str, what: str) -> EndpointError:
     host = urlsplit(url).netloc
-    return EndpointError(
-        f"{host} does not answer as a Hub does{f': {what}' if what else ''}",
-        hint="Set HF_ENDPOINT to the address of a Hub, or to nothing for https://huggingface.co",
-        tier=Tier.SHARED,
-    )
+    hint = "Set HF_ENDPOINT to the address of a Hub, or to nothing for https://huggingface.co"
+    message = f"{host} does not answer as a Hub does{f': {what}' if what else ''}"
+    return EndpointError(message, hint=hint, tier=Tier.SHARED)
 
 
 def check_http(url: str) -> str:
@@ -452,12 +389,9 @@ def _answer(reply: Any, url: str, request: Mapping[str, str]) -> Answer:
 
 
 def no_object(where: str, path: str) -> ObjectNotFoundError:
-    return ObjectNotFoundError(
-        f"{where} lists {path}, and has no object for it",
-        hint="Its pointer was committed and its bytes were not: inform the owner of the repository",
-        tier=Tier.SHARED,
-        file=path,
-    )
+    hint = "Its pointer was committed and its bytes were not: inform the owner of the repository"
+    message = f"{where} lists {path}, and has no object for it"
+    return ObjectNotFoundError(message, hint=hint, tier=Tier.SHARED, file=path)
 
 
 def unavailable(host: str, reason: str, **context: object) -> StoreUnavailableError:

@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 
 from ...config import Settings
 from ...errors import (
-    EndpointError,
     IntegrityError,
     ObjectNotFoundError,
     PermissionDeniedError,
@@ -30,7 +29,7 @@ from ...errors import (
 )
 from ...format.layout import Location
 from ...types import ByteRange, ObjectInfo, Tier
-from ..base import RangesIgnoredError, check_key, check_prefix, check_range, short_answer
+from ..base import RangesIgnoredError, check_key, check_prefix, check_range, short_answer, untrusted
 from ..http_reader import UrlStore
 from ..retry import Retries
 from ..signed_requests import NotThisWay
@@ -62,11 +61,8 @@ class HubStore(UrlStore):
     @property
     def repository(self) -> Repository:
         if self._repository is None:
-            raise ObjectNotFoundError(
-                f"{self.uri} names no repository",
-                hint="Write hf://ORG/NAME or hf://ORG/NAME@REVISION",
-                tier=Tier.SHARED,
-            )
+            hint = "Write hf://ORG/NAME or hf://ORG/NAME@REVISION"
+            raise ObjectNotFoundError(f"{self.uri} names no repository", hint=hint, tier=Tier.SHARED)
         return self._repository
 
     async def _probe(self) -> bool:
@@ -78,10 +74,11 @@ class HubStore(UrlStore):
             is_old = not repository.is_commit and time.monotonic() - self._listed_at > LISTED_SECONDS
             if not self._listed_at or is_old:
                 commit = await hub.commit(repository)
-                below = f"{repository.path}/" if repository.path else ""
-                found = await hub.tree(repository, commit)
-                self._listed = {file.path.removeprefix(below): file for file in found if file.path.startswith(below)}
-                self._commits |= {(key, file.etag): (commit, file) for key, file in self._listed.items()}
+                if commit != self.commit:
+                    below = f"{repository.path}/" if repository.path else ""
+                    found = [file for file in await hub.tree(repository, commit) if file.path.startswith(below)]
+                    self._listed = {file.path.removeprefix(below): file for file in found}
+                    self._commits |= {(key, file.etag): (commit, file) for key, file in self._listed.items()}
                 self._listed_at, self.commit = time.monotonic(), commit
             return self._listed
 
@@ -137,12 +134,7 @@ class HubStore(UrlStore):
                 if self._urls.get((commit, file.path)) == url:
                     del self._urls[commit, file.path]
         if reason.startswith("TLS"):
-            raise EndpointError(
-                f"{file.path} of {self.uri} cannot be read: the certificate of {urlsplit(url).netloc} is not accepted "
-                f"({reason})",
-                hint="Set SSL_CERT_FILE to a PEM file with the certificate of its authority",
-                tier=Tier.SHARED,
-            )
+            raise untrusted(f"{file.path} of {self.uri}", urlsplit(url).netloc, reason, "hf", tier=Tier.SHARED)
         if reason == "HTTP 404":
             raise no_object(self.uri, file.path)
         raise StoreError(f"{file.path} of {self.uri} cannot be read: {reason}", file=file.path, tier=Tier.SHARED)
@@ -167,12 +159,9 @@ class HubStore(UrlStore):
         if len(data) != byte_range.size_bytes:
             sent = found.headers.get("content-length", "more") if found.is_more else len(data)
             what = "a pointer without its object" if found.body.startswith(_POINTER) else f"{sent} bytes"
-            raise IntegrityError(
-                f"{self.uri} lists {file.path} with {file.size_bytes} bytes, and sends {what}",
-                hint="The repository is damaged: inform its owner",
-                file=file.path,
-                tier=Tier.SHARED,
-            )
+            hint = "The repository is damaged: inform its owner"
+            message = f"{self.uri} lists {file.path} with {file.size_bytes} bytes, and sends {what}"
+            raise IntegrityError(message, hint=hint, file=file.path, tier=Tier.SHARED)
         self._urls[commit, file.path] = DIRECT
         into[: len(data)] = data
         return None
