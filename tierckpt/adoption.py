@@ -211,10 +211,8 @@ def _part_of(location: Location, path: Path, ranks: tuple[int, int] | None, atte
     if world_size == 1 or attempt is not None:
         return _RankPart(attempt or secrets.token_hex(8), rank, world_size)
     if of_job is None:
-        raise ConfigError(
-            f"rank {rank} of {world_size} has no common attempt name with the other ranks",
-            hint="Pass all of them the same attempt='NAME', new each time, or call it in a torch.distributed job",
-        )
+        hint = "Pass all of them the same attempt='NAME', new each time, or call it in a torch.distributed job"
+        raise ConfigError(f"rank {rank} of {world_size} has no common attempt name with the other ranks", hint=hint)
     store = RankStore.numbered(f"tierckpt/adopt/{location.uri}/{world_size}", RANKS_SECONDS, (rank, world_size))
     late = f"some ranks have not called adopt for {location.uri}"
     hint = "Every rank must call adopt, in the same order, or one calls it with ranks=(0, 1)"

@@ -205,15 +205,11 @@ class _Watch:
             self._work, self._moved_at = details.get("work"), now
         if not self._has_told and now - self._begun > WARNING_SECONDS:
             self._has_told = True
-            log.warning(
-                "waiting for the agent to write the staged saves of ended trainers (%s saves, %s bytes): up to %g s",
-                details.get("saves"),
-                details.get("size_bytes"),
-                SETTLE_SECONDS,
-            )
+            saves, size_bytes = details.get("saves"), details.get("size_bytes")
+            text = "waiting for the agent to write the staged saves of ended trainers (%s saves, %s bytes): up to %g s"
+            log.warning(text, saves, size_bytes, SETTLE_SECONDS)
         if now - self._moved_at > STALLED_SECONDS:
-            waited = now - self._begun
-            raise OperationTimeoutError("the agent makes no progress", waited_seconds=waited)
+            raise OperationTimeoutError("the agent makes no progress", waited_seconds=now - self._begun)
 
 
 _tally = MetricsRelay()

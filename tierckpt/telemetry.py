@@ -117,8 +117,6 @@ class MetricsRelay:
             if metric.kind == "histogram":
                 if len(self._values) < RELAYED_VALUES_MAX:
                     self._values.append((metric.name, value, dict(labels)))
-            elif metric.kind == "gauge":
-                self._sums[key] = value
             else:
                 self._sums[key] = self._sums.get(key, 0.0) + value
 

@@ -15,8 +15,7 @@ import tierckpt
 from tierckpt import errors
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError, TierckptError
-from tierckpt.format.layout import Location, local_dir, parse_uri, step_of
-from tierckpt.stores.schemes import check_location
+from tierckpt.format.layout import Location, parse_uri, step_of
 
 SETTINGS_MAX = 30
 ALL_ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, TierckptError)]
@@ -65,21 +64,10 @@ def test_errors_are_also_the_builtins_people_catch() -> None:
     assert issubclass(errors.AlreadyCommittedError, FileExistsError)
 
 
-def test_the_local_tier_mirrors_the_uri(tmp_path: Path) -> None:
-    assert local_dir(tmp_path, parse_uri("s3://bucket/run/step-1")) == tmp_path / "checkpoints/s3/bucket/run/step-1"
-    assert local_dir(tmp_path, parse_uri("/mnt/run")) == tmp_path / "checkpoints/file/_/mnt/run"
-
-
 @pytest.mark.parametrize("bad", ["", "  ", "s3://", "s3:///key", "az://", "s3://bucket/a/../b", 5, None])
 def test_uris_that_name_no_place_are_refused(bad: object) -> None:
     with pytest.raises(ConfigError):
         parse_uri(bad)
-
-
-def test_an_unknown_scheme_is_refused_and_the_known_ones_named() -> None:
-    with pytest.raises(ConfigError, match="s3://") as caught:
-        check_location(parse_uri("s4://bucket/run"))
-    assert "s4" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +99,7 @@ def test_settings_come_from_arguments_then_environment_then_file(
     [
         {"concurrency": 0},
         {"chunk_size_bytes": "much"},
+        {"chunk_size_bytes": 0},
         {"colour": "red"},
         {"drain": "perhaps"},
         {"staging_bytes_max": 0},
@@ -123,11 +112,10 @@ def test_settings_that_cannot_work_are_named(bad: dict[str, object]) -> None:
         Settings.load(**bad)
 
 
-@pytest.mark.parametrize(("size", "next_valid"), [("10KB", 12288), (4097, 8192), (8191, 8192), (1, 4096), (0, 4096)])
-def test_a_chunk_that_o_direct_cannot_write_is_refused_and_the_next_size_named(size: object, next_valid: int) -> None:
-    with pytest.raises(ConfigError, match=rf"chunk_size_bytes: .*multiple of 4096.*{next_valid}\. "):
+@pytest.mark.parametrize("size", ["10KB", 4097, 8191, 1])
+def test_a_chunk_that_o_direct_cannot_write_is_refused(size: object) -> None:
+    with pytest.raises(ConfigError, match=r"chunk_size_bytes: .*multiple of 4096"):
         Settings.load(chunk_size_bytes=size)
-    assert Settings.load(chunk_size_bytes=next_valid).chunk_size_bytes == next_valid
 
 
 def test_every_setting_is_on_its_page_and_no_other() -> None:

@@ -87,10 +87,8 @@ def parse_uri(uri: object) -> Location:
     if scheme == "tierckpt":
         scheme, text = _inner_uri(text)
     if not text.strip():
-        raise ConfigError(
-            "the checkpoint URI is empty",
-            hint="Give s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path",
-        )
+        hint = "Give s3://bucket/key, az://container/key, gs://bucket/key, file:///path or a path"
+        raise ConfigError("the checkpoint URI is empty", hint=hint)
     if not scheme:
         return Location("file", "", str(absolute(text)))
     scheme = _ALIASES.get(scheme, scheme)
@@ -100,10 +98,8 @@ def parse_uri(uri: object) -> Location:
             hint="Give the plain URI, and the credential by the environment variables of the store",
         )
     if found := UNPRINTABLE.search(text):
-        raise ConfigError(
-            f"{text!r} holds the control character {found[0]!r}, which no URL has",
-            hint=f"Write {text.strip()}" if not UNPRINTABLE.search(text.strip()) else "Give it a name without",
-        )
+        hint = f"Write {text.strip()}" if not UNPRINTABLE.search(text.strip()) else "Give it a name without"
+        raise ConfigError(f"{text!r} holds the control character {found[0]!r}, which no URL has", hint=hint)
     rest = text.partition("://")[2]
     if scheme == "file":
         return Location("file", "", _file_path(text, rest))
@@ -118,10 +114,8 @@ def scheme_of(text: str) -> str:
     trimmed = text.lstrip()
     if _CHAINED.search(trimmed) and re.match(r"[A-Za-z][\w+.\-]*:[:/]", trimmed):
         last = trimmed.rpartition("::")[2]
-        raise ConfigError(
-            f"{redact(text)} chains file systems of fsspec",
-            hint=f"Write {redact(last)}; a directory of that name is ./{redact(text)}",
-        )
+        hint = f"Write {redact(last)}; a directory of that name is ./{redact(text)}"
+        raise ConfigError(f"{redact(text)} chains file systems of fsspec", hint=hint)
     match = _SCHEME.match(trimmed)
     if match is None:
         _refuse_misspelt(trimmed)
@@ -150,10 +144,8 @@ def local_path(value: str | os.PathLike[str], what: str) -> Path:
     if match is None:
         return absolute(os.fspath(value))
     below = re.sub(r"^/+", "/", text[match.end(1) + 1 :])
-    raise ConfigError(
-        f"{what} is {redact(text)}, a URL: it has to be a directory of this node",
-        hint=f"Give its path: {below}" if match[1].lower() == "file" else "Give a path, like /mnt/ssd/dir",
-    )
+    hint = f"Give its path: {below}" if match[1].lower() == "file" else "Give a path, like /mnt/ssd/dir"
+    raise ConfigError(f"{what} is {redact(text)}, a URL: it has to be a directory of this node", hint=hint)
 
 
 def absolute(path: str) -> Path:
@@ -182,10 +174,8 @@ def _refuse_misspelt(text: str) -> None:
         return
     scheme, rest = match["scheme"].lower(), match["rest"]
     meant = f"a path (/{rest}) or file:///{rest}" if scheme in ("file", "local") else f"{scheme}://{rest}"
-    raise ConfigError(
-        f"{redact(text)} looks like a misspelt URL",
-        hint=f"Write {redact(meant)}, as text (a Path folds its slashes); a directory of that name is ./{redact(text)}",
-    )
+    hint = f"Write {redact(meant)}, as text (a Path folds its slashes); a directory of that name is ./{redact(text)}"
+    raise ConfigError(f"{redact(text)} looks like a misspelt URL", hint=hint)
 
 
 def _inner_uri(text: str) -> tuple[str, str]:

@@ -44,10 +44,8 @@ class Found(str):
         found = super().__new__(cls, text.strip())
         found.source = source if found else ""
         if any(character < " " or character == "\x7f" for character in found):
-            raise ConfigError(
-                f"{source} holds a line feed or another control character",
-                hint="Write its value as one line; of a mounted secret, look at the file with `cat -A`",
-            )
+            hint = "Write its value as one line; of a mounted secret, look at the file with `cat -A`"
+            raise ConfigError(f"{source} holds a line feed or another control character", hint=hint)
         return found
 
     @property
@@ -66,10 +64,8 @@ def secret(*names: str) -> Found:
 
 def ascii_only(found: Found) -> Found:
     if not found.isascii():
-        raise ConfigError(
-            f"{found.source} holds characters that no HTTP header can carry",
-            hint="Copy the value again; quotation marks of a word processor are a frequent cause",
-        )
+        hint = "Copy the value again; quotation marks of a word processor are a frequent cause"
+        raise ConfigError(f"{found.source} holds characters that no HTTP header can carry", hint=hint)
     return found
 
 
@@ -108,12 +104,12 @@ def _read_bundle(found: Found) -> str:
         pem = "\n".join(block.decode("ascii") for block in _CERTIFICATE.findall(text))
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and not isinstance(error, ssl.SSLError) else ""
-        raise ConfigError(
-            f"{found.source} names {str(path)!r}, which "
-            f"{f'cannot be read: {reason}' if reason else 'holds no certificates in PEM format'}",
-            hint=f"Correct {found.source}, or remove it to trust the certificates of the system",
-        ) from None
+        is_read = isinstance(error, ssl.SSLError | ValueError)
+        fault = (
+            "holds no certificates in PEM format" if is_read else f"cannot be read: {getattr(error, 'strerror', '')}"
+        )
+        hint = f"Correct {found.source}, or remove it to trust the certificates of the system"
+        raise ConfigError(f"{found.source} names {str(path)!r}, which {fault}", hint=hint) from None
     return pem
 
 
@@ -239,8 +235,7 @@ def azure_access(container: str) -> Access:
         endpoint = variable("AZURE_STORAGE_ENDPOINT", "AZURE_STORAGE_SERVICE_ENDPOINT", "AZURE_ENDPOINT")
     if not account:
         raise no_credentials(uri, endpoint, f"Set AZURE_STORAGE_ACCOUNT_NAME, or {_CONNECTION_STRING}")
-    domain = "fabric.microsoft.com" if variable("AZURE_USE_FABRIC_ENDPOINT").is_true else "core.windows.net"
-    url = check_endpoint(endpoint) if endpoint else f"https://{account}.blob.{domain}"
+    url = check_endpoint(endpoint) if endpoint else f"https://{account}.blob.core.windows.net"
     kind, found, source = _azure_credential(options, text.source)
     if not kind and not metadata_service_answers("az"):
         raise no_credentials(uri, endpoint or f"account {account}", _AZURE_HINT)
@@ -248,7 +243,7 @@ def azure_access(container: str) -> Access:
     trusted = certificates() if url.startswith("https:") else ""
     keys = digest(found.get("account_key", ""), found.get("sas_key", ""))
     # The signature is in the URL, which a redirect target would get as Referer.
-    hosts = (host_of(endpoint) if endpoint else domain,) if kind == "sas_token" else ()
+    hosts = (host_of(endpoint) or "core.windows.net",) if kind == "sas_token" else ()
     return Access(
         str(endpoint),
         # the client would prefer the environment's kind
@@ -275,8 +270,6 @@ def _azure_credential(options: dict[str, Any], text: str) -> tuple[str, dict[str
         return "access_key", {"account_key": key}, key.source
     if sas := secret("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY"):
         return "sas_token", {"sas_key": sas.lstrip("?")}, sas.source
-    if fabric := secret("AZURE_FABRIC_SESSION_TOKEN"):
-        return "auto", {}, fabric.source
     client = secret("AZURE_CLIENT_ID", "AZURE_STORAGE_CLIENT_ID")
     tenant = secret("AZURE_TENANT_ID", "AZURE_STORAGE_TENANT_ID")
     authority = variable("AZURE_AUTHORITY_HOST")
@@ -381,15 +374,12 @@ def _key_file(found: Found, kinds: Collection[str] | None) -> str:
     try:
         document = json.loads(path.read_bytes())
         kind = document["type"] if kinds else ""
+        reason = f"holds credentials of type {kind!r}, which is not supported" if kinds and kind not in kinds else ""
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError):
         reason = "is no JSON of a service account or user"
-    else:
-        if not kinds or kind in kinds:
-            return str(path)
-        reason = f"holds credentials of type {kind!r}, which is not supported"
-    raise ConfigError(
-        f"{found.source} names {str(path)!r}, which {reason}",
-        hint="Name a key file of a service account, or run `gcloud auth application-default login`",
-    )
+    if reason:
+        hint = "Name a key file of a service account, or run `gcloud auth application-default login`"
+        raise ConfigError(f"{found.source} names {str(path)!r}, which {reason}", hint=hint)
+    return str(path)

@@ -76,8 +76,12 @@ def s3_access(bucket: str) -> Access:
         raise ConfigError(f"{region.source}={str(region)!r} is not a region", hint="Write one like eu-central-1")
     if bucket_region := _regions.get((endpoint, bucket)):
         region = Found(bucket_region, "the answer of the server")
-    url = _url(bucket, endpoint, region, profile)
-    is_virtual = _is_virtual(profile)
+    style = variable("AWS_VIRTUAL_HOSTED_STYLE_REQUEST")
+    is_virtual = style.is_true if style else profile.get("s3", "addressing_style") == "virtual"
+    url = str(endpoint) or _cloud_url(region, profile)
+    scheme, _, host = url.partition("://")
+    if is_virtual and not host.startswith(f"{bucket}."):
+        url = f"{scheme}://{bucket}.{host}"
     options: dict[str, Any] = {
         name: str(value) for name in _CLIENT_OPTIONS if (value := variable(f"AWS_{name.upper()}"))
     }
@@ -120,25 +124,15 @@ def _domain(region: str) -> str:
     return next((domain for start, domain in _DOMAINS.items() if region.startswith(start)), "amazonaws.com")
 
 
-def _is_virtual(profile: AwsProfile) -> bool:
-    style = variable("AWS_VIRTUAL_HOSTED_STYLE_REQUEST")
-    return style.is_true if style else profile.get("s3", "addressing_style") == "virtual"
-
-
-def _url(bucket: str, endpoint: str, region: str, profile: AwsProfile) -> str:
-    url = endpoint
-    if not url:
-        fips = variable("AWS_USE_FIPS_ENDPOINT") or profile.get("use_fips_endpoint")
-        dualstack = (
-            variable("AWS_USE_DUALSTACK_ENDPOINT")
-            or profile.get("s3", "use_dualstack_endpoint")
-            or profile.get("use_dualstack_endpoint")
-        )
-        service = f"s3{'-fips' * fips.is_true}{'.dualstack' * dualstack.is_true}"
-        url = f"https://{service}.{region}.{_domain(region)}"
-    scheme, _, host = url.partition("://")
-    is_whole = not _is_virtual(profile) or host.startswith(f"{bucket}.")
-    return url if is_whole else f"{scheme}://{bucket}.{host}"
+def _cloud_url(region: str, profile: AwsProfile) -> str:
+    fips = variable("AWS_USE_FIPS_ENDPOINT") or profile.get("use_fips_endpoint")
+    dualstack = (
+        variable("AWS_USE_DUALSTACK_ENDPOINT")
+        or profile.get("s3", "use_dualstack_endpoint")
+        or profile.get("use_dualstack_endpoint")
+    )
+    service = f"s3{'-fips' * fips.is_true}{'.dualstack' * dualstack.is_true}"
+    return f"https://{service}.{region}.{_domain(region)}"
 
 
 def fetch_region(bucket: str, access: Access) -> str:
@@ -223,10 +217,8 @@ def _parse(path: str) -> dict[str, dict[str, Any]]:
     try:
         parser.read(path, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{path} is not an AWS profile file: {type(error).__name__}",
-            hint="Correct it; `aws configure list` reads it too",
-        ) from None
+        hint = "Correct it; `aws configure list` reads it too"
+        raise ConfigError(f"{path} is not an AWS profile file: {type(error).__name__}", hint=hint) from None
     found = {
         section: {key: _nested(value) if value.startswith("\n") else value for key, value in parser.items(section)}
         for section in parser.sections()
@@ -274,12 +266,8 @@ def _credentials(profile: AwsProfile, uri: str, endpoint: str, region: str) -> _
     if key_id:
         raise no_credentials(uri, endpoint, f"AWS_ACCESS_KEY_ID is set and AWS_SECRET_ACCESS_KEY is not. {_HINT}")
     if not profile.is_there:
-        raise PermissionDeniedError(
-            f"no credentials found for {uri}: {profile.name.source}={profile.name} is neither in {profile.files[0]} "
-            f"nor in {profile.files[1]}",
-            hint=_HINT,
-            uri=uri,
-        )
+        where = " nor in ".join(profile.files)
+        raise no_credentials(uri, endpoint, f"{profile.name.source}={profile.name} is neither in {where}. {_HINT}")
     if variable("AWS_ROLE_ARN") and (token_file := variable("AWS_WEB_IDENTITY_TOKEN_FILE")):
         existing_file(token_file)
     try:
@@ -307,9 +295,8 @@ def _by_botocore(session: Any, profile: AwsProfile, uri: str, region: str) -> _C
         message = f"the service that issues credentials for {uri} cannot be reached: {type(error).__name__}"
         raise StoreUnavailableError(message, hint=hint, uri=uri) from printable(error)
     except (BotoCoreError, ClientError, OSError, ValueError) as error:
-        raise PermissionDeniedError(
-            f"no credentials found for {uri}: botocore says: {error}", hint=_HINT, uri=uri
-        ) from printable(error)
+        message = f"no credentials found for {uri}: botocore says: {error}"
+        raise PermissionDeniedError(message, hint=_HINT, uri=uri) from printable(error)
     if found is None or first is None:
         return None
     source = f"{found.method} of profile {profile.name!r}" if profile.values else str(found.method)

@@ -258,11 +258,10 @@ def proxy_refused(target: str, url: str, status: int, **context: object) -> Stor
     return EndpointError(message, hint=hint, **context)
 
 
-def short_answer(uri: str, key: str, byte_range: ByteRange, got_bytes: int | None) -> IntegrityError:
-    got = "fewer" if got_bytes is None else str(got_bytes)
+def short_answer(uri: str, key: str, byte_range: ByteRange, got_bytes: int) -> IntegrityError:
     start, stop = byte_range.start, byte_range.stop
     hint = "`tierckpt verify` lists damaged files"
-    message = f"bytes {start}-{stop} of {key} were asked for and {got} came back: the object is too short"
+    message = f"bytes {start}-{stop} of {key} were asked for and {got_bytes} came back: the object is too short"
     return IntegrityError(message, hint=hint, uri=uri)
 
 

@@ -252,10 +252,10 @@ _REFUSALS = {
     "AuthorizationPermissionMismatch": "The identity needs the role Storage Blob Data Reader (to save: Contributor) on "
     "{bucket!r}; of a SAS token, the permission",
 }
-_REFUSALS |= dict.fromkeys(
-    ["ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"],
-    "The session has expired: renew the credentials where they come from (AWS_SESSION_TOKEN, profile, `aws sso login`)",
+_EXPIRED = (
+    "The session has expired: renew the credentials where they come from (AWS_SESSION_TOKEN, profile, `aws sso login`)"
 )
+_REFUSALS = dict.fromkeys(EXPIRED_CODES, _EXPIRED) | _REFUSALS
 
 
 def refused(location: Location, key: str | None, endpoint: str, code: str) -> PermissionDeniedError:

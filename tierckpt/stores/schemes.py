@@ -58,10 +58,8 @@ def check_target(location: Location, local_root: Path) -> None:
     if location.scheme not in OWN_SCHEMES:
         _check_fsspec_name(location)
     if location.scheme == "file" and Path(location.path).is_relative_to(local_root):
-        raise ConfigError(
-            f"{location.path} is inside local_root {local_root}",
-            hint="Save to a directory outside it; local_root belongs to tierckpt",
-        )
+        hint = "Save to a directory outside it; local_root belongs to tierckpt"
+        raise ConfigError(f"{location.path} is inside local_root {local_root}", hint=hint)
     if location.scheme == "file":
         check_names(Path(location.path))
 

@@ -114,9 +114,8 @@ class Get(Call):
         if headers.get("content-encoding", "identity") not in ("identity", "", "aws-chunked"):
             raise NotThisWay("an encoded answer")
         etag = headers.get("etag")
-        if self.if_match is not None and etag is not None and etag.strip('"') != self.if_match.strip('"'):
-            raise PreconditionFailedError(f"{self.uri} has changed", tier=Tier.SHARED)
-        if self._is_version is not None and not self._is_version(headers):
+        is_other = self.if_match is not None and etag is not None and etag.strip('"') != self.if_match.strip('"')
+        if is_other or (self._is_version is not None and not self._is_version(headers)):
             raise PreconditionFailedError(f"{self.uri} has changed", tier=Tier.SHARED)
         return self.into[: byte_range.size_bytes]
 
