@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,6 @@ import tierckpt
 from tests.command_line import CommandLine, python
 from tests.compat.worker import launch
 from tests.fault.scenario_tools import of_each_rank
-from tierckpt.format.layout import parse_uri
-from tierckpt.stores.fsspec_store import open_universal
 
 SELF = "tests.integration.test_first_contact"
 
@@ -196,16 +192,6 @@ def test_invalid_location_error_names_it_with_a_hint(
     fails(6, "AWS_SKIP_SIGNATURE to true", "ls", "s3://bucket/run")
 
 
-def test_backend_error_is_cut_to_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: str) -> None:
-        raise OSError("Unable to load libjvm\\ndlopen(/usr/lib/jvm) failed" * 100)
-
-    monkeypatch.setattr(fsspec, "url_to_fs", fail)
-    with pytest.raises(tierckpt.errors.StoreUnavailableError, match="OSError: Unable to load libjvm") as caught:
-        open_universal(parse_uri("memory://run"))
-    assert len(str(caught.value)) < 500
-
-
 def test_invalid_step_state_and_directory_raise(file_uri: str, tmp_path: Path) -> None:
     module: Any = torch.nn.Linear(2, 2)
     with tierckpt.Checkpointer(file_uri) as checkpointer:
@@ -233,18 +219,6 @@ def test_verify_of_a_run_checks_its_newest_step(file_uri: str, cli: CommandLine)
         stream.seek(8000)
         stream.write(b"damage")
     assert cli("verify", file_uri, "--read-data").code == 5
-
-
-def test_simulation_shows_progress(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
-    seen: dict[str, set[int]] = {}
-
-    @contextlib.contextmanager
-    def collect(**_: object) -> Iterator[Any]:
-        yield lambda progress: seen.setdefault(progress.what, set()).add(progress.done_bytes)
-
-    monkeypatch.setattr("tierckpt.cli.simulate.progress_bar", collect)
-    cli.answer("simulate", "--params", "7e9", "--dp", "8", "--days", "2")
-    assert len(seen) > 2 and all(len(moves) == 100 for moves in seen.values()), seen.keys()
 
 
 @pytest.mark.slow

@@ -165,13 +165,6 @@ def test_branch_that_moves_during_a_prefetch_changes_nothing(hub: FakeHub, tmp_p
     assert holds(fetch(tmp_path / "later", local_root=tmp_path / "later-root"), newer)
 
 
-def test_expired_url_is_renewed(hub: FakeHub, tmp_path: Path) -> None:
-    files = published(hub, model(files=1, size_bytes=2 * MIB))
-    hub.expires_after = 5
-    assert holds(fetch(tmp_path), files)
-    assert hub.calls["resolve"] > 3  # three files with data
-
-
 # --- secrets and places --------------------------------------------------------------------------------------------
 
 
@@ -241,15 +234,6 @@ def test_rate_limit_is_retried_after_its_delay(header: dict[str, str], hub: Fake
     begun = time.monotonic()
     assert holds(fetch(tmp_path), files)
     assert time.monotonic() - begun >= 1
-
-
-def test_rate_limit_beyond_the_deadline_raises(hub: FakeHub, tmp_path: Path) -> None:
-    published(hub)
-    hub.limited = [{"Retry-After": "100000"}]
-    with pytest.raises(StoreUnavailableError, match="takes no more requests for 100000 s") as error:
-        fetch(tmp_path)
-    assert error.value.exit_code == 7
-    assert hub.requests == 1
 
 
 def test_transient_hub_errors_are_retried(hub: FakeHub, tmp_path: Path) -> None:

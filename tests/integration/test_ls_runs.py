@@ -115,12 +115,6 @@ def test_unreadable_directories_are_skipped(file_uri: str, cli: CommandLine, mon
     assert "lost+found is passed over" in document["warnings"][0]
 
 
-def test_empty_place_is_reported(file_uri: str, cli: CommandLine) -> None:
-    put(file_uri, "data/a.bin")
-    done = cli("ls", file_uri)
-    assert done.code == 4 and "no checkpoint at or under" in done.err
-
-
 def adopted(directory: Path, uri: str, size_bytes: int) -> None:
     directory.mkdir(exist_ok=True)
     (directory / "model.bin").write_bytes(bytes(size_bytes))

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-import tierckpt
 from tests.integration.test_cli import tierckpt_
 from tierckpt import Checkpointer, TierStorageReader, TierStorageWriter, latest, load_safetensors, prefetch, wait
 from tierckpt.config import Settings
@@ -86,29 +84,6 @@ def test_tilde_is_expanded_without_a_shell(tmp_path: Path, monkeypatch: pytest.M
     assert parse_uri("~nobody-of-that-name/run").path == f"{tmp_path}/~nobody-of-that-name/run"
 
 
-EVERYWHERE: dict[str, Callable[[str], Any]] = {
-    "writer": TierStorageWriter,
-    "reader": TierStorageReader,
-    "checkpointer": Checkpointer,
-    "latest": latest,
-    "wait": lambda uri: wait(uri, timeout_seconds=1),
-    "prefetch": prefetch,
-    "load_safetensors": load_safetensors,
-    "load_model": lambda uri: tierckpt.load_model(uri, torch.nn.Linear(1, 1)),
-    "export": lambda uri: export_safetensors(uri, "out"),
-}
-
-
-@pytest.mark.parametrize("verb", EVERYWHERE)
-def test_every_verb_refuses_a_misspelt_url_and_creates_nothing(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="s3://bucket/run"):
-        EVERYWHERE[verb]("s3:/bucket/run")
-    assert not list(tmp_path.rglob("s3:*"))
-
-
 @pytest.mark.parametrize("kind", [TierStorageWriter, Checkpointer])
 def test_saving_over_http_is_refused(kind: Callable[[str], Any]) -> None:
     with pytest.raises(ConfigError, match="HTTP"):
@@ -138,30 +113,6 @@ def test_checkpoint_saved_through_a_tierckpt_url_is_found_by_every_verb(
         assert tierckpt_(*verb, place).code == 0
     assert tierckpt_("restore", f"{run}/step-1", "--to", tmp_path / "restored").code == 0
     assert not list((tmp_path / "another node").rglob("checkpoints/tierckpt"))
-
-
-NAMES = ["a#1", "a?x=1", "a?x=2", "a%20b", "a b"]
-
-
-@pytest.mark.parametrize("kind", ["path", "file", pytest.param("s3", marks=[pytest.mark.server, pytest.mark.slow])])
-def test_run_names_with_url_syntax_are_distinct(
-    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = request.getfixturevalue("s3_uri") if kind == "s3" else tmp_path / "shared"
-    runs = {f"file://{place}/{name}" if kind == "file" else f"{place}/{name}": name for name in NAMES}
-    for number, run in enumerate(runs):
-        state = {"x": torch.full((2,), float(number))}
-        dcp.save(state, storage_writer=TierStorageWriter(f"{run}/step-{number}"), no_dist=True)
-        wait(f"{run}/step-{number}", timeout_seconds=60)
-    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "another node"))
-    for number, (run, name) in enumerate(runs.items()):
-        assert latest(run) == parse_uri(f"{run}/step-{number}").uri
-        into = {"x": torch.zeros(2)}
-        dcp.load(into, storage_reader=TierStorageReader(f"{run}/step-{number}"), no_dist=True)
-        assert into["x"][0] == number
-        if kind != "s3":
-            stock = FileSystemReader(f"{place}/{name}/step-{number}")
-            dcp.load(into, storage_reader=stock, no_dist=True)
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/dir", "s3:/bucket/dir", "file:///mnt/dir", "tierckpt://s3/bucket/dir"])

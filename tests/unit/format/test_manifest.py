@@ -142,17 +142,6 @@ def test_a_manifest_with_another_digest_is_refused_by_name() -> None:
     assert "release that wrote it" in (caught.value.hint or "")
 
 
-def test_deep_nesting_is_refused_not_a_crash() -> None:
-    with pytest.raises(ManifestError):
-        manifests.decode(b"[" * 200_000)
-
-
-@given(st.binary(max_size=300))
-def test_noise_is_refused(data: bytes) -> None:
-    with pytest.raises(ManifestError):
-        manifests.decode(data)
-
-
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
@@ -237,12 +226,6 @@ def test_a_record_that_is_no_manifest_is_refused(data: bytes) -> None:
         manifests.decode(data)
 
 
-def test_more_bytes_than_any_manifest_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifests, "MANIFEST_BYTES_MAX", 100)
-    with pytest.raises(ManifestError, match="larger than any"):
-        manifests.decode(checkpoint().encode())
-
-
 # --- small records ------------------------------------------------------------------------------------------------
 
 FIELDS = frozenset({"attempt"})
@@ -280,8 +263,3 @@ def test_any_flipped_bit_of_a_record_is_found() -> None:  # M3
 def test_records_with_other_fields_are_refused(data: bytes) -> None:
     with pytest.raises(ManifestError):
         unsealed(data)
-
-
-def test_a_record_of_more_than_a_mebibyte_is_refused() -> None:
-    with pytest.raises(ManifestError, match="larger than any"):
-        unsealed(manifests.seal({"attempt": "a" * (1 << 20)}))

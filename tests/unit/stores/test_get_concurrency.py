@@ -74,14 +74,6 @@ def too_slow(moved_bytes: int = 0) -> StoreUnavailableError:
 Make = Callable[..., Gets]
 
 
-async def test_no_limit_without_slow_gets(gets: Make) -> None:
-    some = gets(200)
-    await turns()
-    assert some.under_way == [*range(200)]
-    await some.end(*range(200))
-    assert some.concurrency.gets_max == GETS_MAX
-
-
 async def test_a_slow_get_halves_the_limit(gets: Make) -> None:
     some = gets(16)
     await turns()
@@ -146,19 +138,6 @@ async def test_barely_fast_enough_gets_do_not_raise_the_limit(gets: Make, monkey
     assert concurrency.gets_max == 2
 
 
-async def test_gets_start_in_order_of_arrival(gets: Make) -> None:
-    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
-    concurrency.gets_max = 1
-    some = gets(5, concurrency)
-    order = []
-    for _ in range(5):
-        await turns()
-        order += some.under_way
-        concurrency.gets_max = 1
-        await some.end(*some.under_way)
-    assert order == [0, 1, 2, 3, 4]
-
-
 async def test_a_cancelled_get_releases_its_slot(gets: Make) -> None:
     concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
     concurrency.gets_max = 2
@@ -220,17 +199,3 @@ async def test_a_repeatedly_slow_get_fails(gets: Make) -> None:
         tries += 1
     assert tries == CROWDED_RETRIES_MAX + 1
     assert isinstance(some.tasks[0].exception(), StoreUnavailableError)
-
-
-async def test_an_error_has_the_queueing_time(gets: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    VirtualTime(monkeypatch)
-    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
-    concurrency.gets_max = 1
-    some = gets(2, concurrency)
-    await asyncio.sleep(0.3)
-    await some.end(0)
-    await asyncio.sleep(0.3)
-    await some.end(1, error=too_slow(moved_bytes=1))
-    error = some.tasks[1].exception()
-    assert isinstance(error, StoreUnavailableError)
-    assert error.context["crowded_seconds"] == 0.3

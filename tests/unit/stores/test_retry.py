@@ -270,15 +270,6 @@ def test_one_success_resets_the_failure_count() -> None:
     assert not breaker.is_open
 
 
-def test_the_outage_log_line_has_the_pending_drains(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    policy = Retries(Settings.load(local_root=tmp_path))
-    breaker = policy.breaker("s3://b")
-    policy.waiting_bytes["s3://b"] += 3 << 20
-    with caplog.at_level("WARNING", "tierckpt"):
-        breaker.report("no answer", "", 0.0)
-    assert "3.0 MiB wait" in caplog.text
-
-
 async def test_probes_back_off_and_success_releases_all_requests(clock: VirtualTime) -> None:
     breaker, probes, under_way = opened(), [], 0
 
