@@ -66,11 +66,8 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        return Location(
-            self.scheme,
-            self.authority,
-            self.path.rstrip("/").rpartition("/")[0] or ("/" if self.scheme == "file" else ""),
-        )
+        above = self.path.rstrip("/").rpartition("/")[0]
+        return Location(self.scheme, self.authority, above or "/" * (self.scheme == "file"))
 
 
 def parse_uri(uri: object) -> Location:
