@@ -14,12 +14,14 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TextIO, TypeAlias
 
+from .process_start import MESSAGE_SECONDS, is_writable
 from .redaction import redact, redact_all
 from .types import FileProgress, Progress, ProgressListener
 
@@ -187,10 +189,37 @@ def logger(name: str) -> logging.Logger:
     return found
 
 
+_stuck: weakref.WeakSet[logging.Handler] = weakref.WeakSet()
+"""Their last event was dropped."""
+
+
 def _call_handlers(log: logging.Logger, record: logging.LogRecord) -> None:
-    """Keep handlers from raising (T2): a closed standard error raises ValueError, a gone pipe SystemExit in rich."""
-    with contextlib.suppress(Exception, SystemExit):
-        logging.Logger.callHandlers(log, record)
+    """Keep handlers from raising or blocking (T2): a closed standard error raises ValueError, a gone pipe SystemExit in
+    rich.
+    """
+    handlers, each = list[logging.Handler](), log
+    while each is not None:
+        handlers += each.handlers
+        each = each.parent if each.propagate else None  # type: ignore[assignment]
+    if not handlers and logging.lastResort is not None:
+        handlers = [logging.lastResort]
+    for handler in handlers:
+        with contextlib.suppress(Exception, SystemExit):
+            if record.levelno >= handler.level and _takes_events(handler):
+                handler.handle(record)
+
+
+def _takes_events(handler: logging.Handler) -> bool:
+    """Wait ``MESSAGE_SECONDS`` once for a full pipe."""
+    try:
+        descriptor = handler.stream.fileno()  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):
+        return True
+    if is_writable(descriptor, 0.0 if handler in _stuck else MESSAGE_SECONDS):
+        _stuck.discard(handler)
+        return True
+    _stuck.add(handler)
+    return False
 
 
 def log_failure(log: logging.Logger, error: BaseException, message: str, *arguments: object, level: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
+import os
 import threading
 
 import pytest
@@ -82,6 +84,26 @@ def test_a_handler_that_fails_harms_no_thread_that_logs(error: BaseException) ->
     finally:
         tree.removeHandler(failing)
     assert heard.getvalue().count("the disk is odd") == 1
+
+
+def test_a_full_pipe_holds_up_no_thread_that_logs() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    heard = io.StringIO()
+    with os.fdopen(writing, "w") as pipe, os.fdopen(reading, "rb") as reader:
+        stops = [log_to(pipe, "text", "warning"), log_to(heard, "text", "warning")]
+        for number in range(3):
+            logger("somewhere").warning("event %d", number)
+        reader.read1(1 << 16)
+        logger("somewhere").warning("it is read again")
+        assert b"it is read again" in reader.read1(1 << 16)
+        for stop in stops:
+            stop()
+    assert heard.getvalue().count("event") == 3
 
 
 def test_a_closed_standard_error_harms_no_thread_that_logs(monkeypatch: pytest.MonkeyPatch) -> None:

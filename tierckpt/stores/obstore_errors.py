@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import http.client
 import re
+import socket
+import ssl
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -189,14 +191,29 @@ def tunnel_refused(location: Location, key: str | None, endpoint: str) -> Tierck
     return proxy_refused(target, url, status if status >= 300 else 503, **context)
 
 
-def foreign_protocol(error: Exception) -> str:
-    """Return what another protocol than HTTP, TLS or XML shows; '' for other errors."""
+def foreign_protocol(error: Exception, endpoint: str) -> str:
+    """Return what another protocol than HTTP, TLS or XML shows; '' for other errors. Blocking."""
     failure = _client_failure(error)
+    is_dropped = "ConnectionReset" in failure or "IncompleteMessage" in failure
+    if is_dropped and endpoint.startswith("http://") and proxy_for(endpoint) is None and _speaks_tls(endpoint):
+        return "it speaks TLS: write https://"
     if "InvalidMessage" in failure:
         return "it does not speak TLS: is it http://?"
     if "UnexpectedMessage" in failure or "Parse(" in failure:
         return "it does not speak HTTP"
     return "it sends no XML" if is_no_xml(error) else ""
+
+
+def _speaks_tls(endpoint: str) -> bool:
+    """Some servers answer HTTP on a port of TLS by a reset, as a server that is down does."""
+    parts, context = urlsplit(endpoint), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    address = parts.hostname or "", parts.port or 80
+    try:
+        with socket.create_connection(address, PROBE_SECONDS_MAX) as plain, context.wrap_socket(plain):
+            return True
+    except OSError:
+        return False
 
 
 def is_no_xml(error: Exception) -> bool:

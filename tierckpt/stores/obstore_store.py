@@ -624,7 +624,7 @@ class RemoteStore:
             return await asyncio.to_thread(tunnel_refused, self.location, key, endpoint)
         if was_proven or self._bucket.exists or not endpoint:
             return None
-        what = foreign_body(error, endpoint) or foreign_protocol(error)
+        what = foreign_body(error, endpoint) or await asyncio.to_thread(foreign_protocol, error, endpoint)
         return wrong_protocol_error(self.location, key, endpoint, what) if what else None
 
     def _check_language(self, etag: str | None, key: str | None) -> None:

@@ -111,6 +111,7 @@ CASES: dict[str, Case] = {
     "JSON 404": ("s3", lambda w: w.says(404, b'{"detail": "Not Found"}'), 2, [*NOT_S3, "JSON"]),
     "empty 200": ("s3", lambda w: w.says(200), 2, NOT_S3),
     "HTTP behind https": ("s3", lambda w: w.says(200).replace("http:", "https:"), 2, [*NOT_S3, "is it http://?"]),
+    "TLS behind http": ("s3", lambda w: w.tls().replace("https:", "http:"), 2, [*NOT_S3, "write https://"]),
     "SSH": ("s3", lambda w: w.greets("http", b"SSH-2.0-OpenSSH_9.2\r\n"), 2, [*NOT_S3, "does not speak HTTP"]),
     "SSH behind https": ("s3", lambda w: w.greets("https", b"SSH-2.0\r\n"), 2, [*NOT_S3, "does not speak TLS"]),
     "no such name": ("s3", lambda _: "http://store.invalid", 2, ["store.invalid does not exist", "AWS_ENDPOINT_URL"]),
