@@ -163,7 +163,6 @@ def test_transient_errors_remain_retryable(
         world.says(502, HTML),
         world.greets("http", b""),
         world.greets("https", b""),
-        world.tls().replace("https:", "http:"),
     ):
         uri = point(monkeypatch, "s3", endpoint)
         assert cli(["prefetch", uri, "--to", str(world.directory / "to")]) == 7, capsys.readouterr().err
