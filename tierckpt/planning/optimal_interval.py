@@ -26,6 +26,12 @@ def young(stall_seconds: float, mtbf_seconds: float) -> float:
     return math.sqrt(2 * not_negative(stall_seconds, "stall of a checkpoint") * positive(mtbf_seconds, "MTBF"))
 
 
+def daly(stall_seconds: float, mtbf_seconds: float) -> float:
+    """Daly 2006: two more terms; μ itself from C = 2μ on."""
+    first_order, ratio = young(stall_seconds, mtbf_seconds), stall_seconds / (2 * mtbf_seconds)
+    return mtbf_seconds if ratio >= 1 else first_order * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_seconds
+
+
 def exact(stall_seconds: float, mtbf_seconds: float) -> float:
     """Return the interval that maximises ``ettr.exact``: the root of e^((Δ+C)/μ) (1 - Δ/μ) = 1."""
     ratio = not_negative(stall_seconds, "stall of a checkpoint") / positive(mtbf_seconds, "MTBF")
@@ -36,6 +42,22 @@ def exact(stall_seconds: float, mtbf_seconds: float) -> float:
             break
         low, high = (middle, high) if middle + ratio + math.log1p(-middle) > 0 else (low, middle)
     return low * mtbf_seconds
+
+
+def to_steps(interval_seconds: float, step_seconds: float, stall_seconds: float, mtbf_seconds: float) -> int:
+    """Return the neighbouring number of whole steps with the higher ETTR."""
+    steps = interval_seconds / positive(step_seconds, "step time")
+    nearest = sorted({max(1, math.floor(steps)), max(1, math.ceil(steps))})
+    return max(nearest, key=lambda k: ettr.exact(k * step_seconds, stall_seconds, mtbf_seconds, 0.0))
+
+
+def two_level(
+    local_stall_seconds: float, local_mtbf_seconds: float, shared_stall_seconds: float, shared_mtbf_seconds: float
+) -> tuple[float, int]:
+    """Return the local interval, and how many make a shared one: W = √(2C/λ) (Benoit et al.)."""
+    local = young(local_stall_seconds, local_mtbf_seconds)
+    shared = young(shared_stall_seconds, shared_mtbf_seconds)
+    return local, max(1, round(shared / local)) if local > 0 else 1
 
 
 def checkfreq_steps(

@@ -5,7 +5,8 @@ Parameters count as spread evenly over tensor- and pipeline-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -42,6 +43,12 @@ def from_number(text: str | float, expert_text: str | float | None = None) -> Mo
     """Parse ``"175e9"``, ``"70b"``. Raises ConfigError."""
     experts = parse_count(expert_text, "expert parameters") if expert_text else 0
     return Model(parse_count(text, "parameters"), experts)
+
+
+def from_shapes(shapes: Mapping[str, Sequence[int]], name: str = "") -> Model:
+    """Count full shapes. Names with ``.experts.`` are experts. Raises ConfigError: no parameters."""
+    counts = {key: math.prod(shape) for key, shape in shapes.items()}
+    return Model(sum(counts.values()), sum(count for key, count in counts.items() if EXPERT_MARK in key), name=name)
 
 
 def from_config(config: Mapping[str, Any]) -> Model:
@@ -204,23 +211,26 @@ class TrainingState:
         return sum(part.bytes_per_parameter for part in self.saved)
 
 
-def state_of(optimizer: str = "adam", weights: str = "bf16", *, master: bool | None = None) -> TrainingState:
+def state_of(
+    optimizer: str = "adam", weights: str = "bf16", *, master: bool | None = None, gradients: str | None = None
+) -> TrainingState:
     """Return the state per parameter of training with ``optimizer``, a key of ``OPTIMIZERS``.
 
-    ``master``: a copy of the weights in fp32; None: if the weights are smaller. Gradients have the weights' dtype.
-    Raises ConfigError with the known names.
+    ``master``: a copy of the weights in fp32; None: if the weights are smaller. ``gradients``: None is the weights'
+    dtype. Raises ConfigError with the known names.
     """
     moments = OPTIMIZERS.get(optimizer.lower())
     if moments is None:
         raise ConfigError(f"optimizer is {optimizer!r}: known are {', '.join(OPTIMIZERS)}")
-    size = DTYPE_BYTES.get(weights)
-    if size is None:
-        raise ConfigError(f"weights dtype is {weights!r}: known are {', '.join(DTYPE_BYTES)}")
+    for dtype in (weights, gradients or weights):
+        if dtype not in DTYPE_BYTES:
+            raise ConfigError(f"dtype is {dtype!r}: known are {', '.join(DTYPE_BYTES)}")
+    size = DTYPE_BYTES[weights]
     parts = [Component("weights", size, "weights")]
     if (size < 4) if master is None else master:
         parts.append(Component("master", 4.0, "optimizer"))
     parts += [Component(name, value, "optimizer") for name, value in moments.items()]
-    parts.append(Component("gradients", size, "gradients"))
+    parts.append(Component("gradients", DTYPE_BYTES[gradients or weights], "gradients"))
     return TrainingState(tuple(parts))
 
 

@@ -11,7 +11,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tierckpt.errors import ConfigError
-from tierckpt.planning import Level, checkfreq_steps, ettr, exact, optimal_interval, plan, young
+from tierckpt.planning import (
+    Level,
+    checkfreq_steps,
+    daly,
+    ettr,
+    exact,
+    optimal_interval,
+    plan,
+    to_steps,
+    two_level,
+    young,
+)
 
 stalls = st.floats(1e-3, 1e3)
 ratios = st.floats(3.0, 1e6)
@@ -38,8 +49,22 @@ def test_the_exact_optimum_equals_a_search(stall: float, ratio: float) -> None:
     assert found == pytest.approx(searched(stall, stall * ratio), rel=1e-4)
 
 
+@given(stall=stalls, ratio=ratios)
+@settings(max_examples=200, deadline=None)
+def test_daly_is_closer_to_the_optimum_than_young(stall: float, ratio: float) -> None:
+    mtbf = stall * ratio
+    best = exact(stall, mtbf)
+    assert abs(daly(stall, mtbf) - best) <= abs(young(stall, mtbf) - best) + 1e-9 * best
+    assert best < young(stall, mtbf)
+
+
 def test_published_values() -> None:
     assert young(2, 3600) == pytest.approx(120)
+    assert daly(2, 3600) == pytest.approx(118.670, abs=0.001)
+    assert daly(60, 20) == 20
+    assert two_level(2, 3600, 60, 36000) == (pytest.approx(120), 17)
+    assert to_steps(exact(2, 3600), 50.0, 2, 3600) == 2  # 118.7 s are between 2 and 3 steps
+    assert to_steps(1.0, 50.0, 2, 3600) == 1
     assert exact(60, 600) == pytest.approx(229.91, abs=0.01)
     assert exact(0, 600) == 0
 

@@ -16,7 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierckpt.errors import ConfigError
-from tierckpt.planning import Bandwidths, Mesh, Model, Site, Sizing, from_config, from_number, size, state_of
+from tierckpt.planning import (
+    Bandwidths,
+    Mesh,
+    Model,
+    Site,
+    Sizing,
+    from_config,
+    from_number,
+    from_shapes,
+    size,
+    state_of,
+)
 from tierckpt.planning.checked_numbers import parse_bytes, parse_count, parse_rate, parse_seconds
 from tierckpt.planning.ettr import mtbf_seconds
 from tierckpt.planning.training_state import Tensor, component_of, take_stock
@@ -155,7 +166,8 @@ def test_sizes_of_a_live_model_and_optimizer() -> None:
     model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     counted, state = measure(model, optimizer)
-    assert counted.parameters == 8 * 16 + 16 + 16 * 4 + 4
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert counted.parameters == from_shapes(shapes).parameters == 8 * 16 + 16 + 16 * 4 + 4
     parts = {part.name: part.bytes_per_parameter for part in state.saved}
     assert parts["weights"] == parts["exp_avg"] == parts["exp_avg_sq"] == 2
     assert size(counted, state).model_bytes == 2 * counted.parameters
@@ -264,7 +276,7 @@ def test_each_added_tier_raises_ettr() -> None:
         (lambda: Mesh(dp=8, ep=8).check(Model(10)), "ep is 8, and the model has no experts"),
         (lambda: Mesh(pp=16, dp=8).check(Model(10, layers=8)), "pp is 16: .* has 8 layers"),
         (lambda: state_of("adamx"), "optimizer is 'adamx': known are adam, adamw"),
-        (lambda: state_of("adam", "int4"), "weights dtype is 'int4': known are fp32"),
+        (lambda: state_of("adam", "int4"), "dtype is 'int4': known are fp32"),
         (lambda: replace(RATES, nic=0.0), "nic is 0: it must be a number above 0"),
         (lambda: Site(mtbf_seconds=0), "mtbf seconds is 0"),
         (lambda: Site(step_seconds=math.nan), "step seconds is nan"),
