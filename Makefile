@@ -96,13 +96,13 @@ compat-frameworks: ## install every framework that has an adapter, in .venv-fram
 
 # Each harness of tests/fault, as long as it is worth; what it is in CI is in docs/internals/testing.md. TORTURE takes a part.
 TORTURE ?= sweeps crash bits fuzz stores deaths preemption agent load safetensors readers fsspec order simulated fanout replicas evil nodes histories strange leaks forks interrupts log loops near-storage redo cases properties
-TORTURE_sweeps := TIERCKPT_TEST_SWEEP=full test_sweeps.py
+TORTURE_sweeps := TIERCKPT_TEST_SWEEP=long test_sweeps.py
 TORTURE_crash := TIERCKPT_TEST_CRASH_STATES=600000 test_crash_states.py
 TORTURE_bits := TIERCKPT_TEST_BIT_FLIPS=every test_bit_faults.py
-TORTURE_fuzz := TIERCKPT_TEST_FUZZ_SECONDS=1800 test_fuzz.py tests/fault/test_attacks.py
+TORTURE_fuzz := TIERCKPT_TEST_FUZZ_SECONDS=900 test_fuzz.py tests/fault/test_attacks.py
 TORTURE_stores := TIERCKPT_TEST_STORE_FAULT_SECONDS=600 test_store_faults.py
 TORTURE_deaths := TIERCKPT_TEST_RANK_DEATHS=10 test_rank_deaths.py
-TORTURE_preemption := TIERCKPT_TEST_PREEMPTIONS=17 test_preemption.py
+TORTURE_preemption := TIERCKPT_TEST_PREEMPTIONS=5 test_preemption.py
 TORTURE_agent := TIERCKPT_TEST_CASES=all test_agent.py tests/fault/test_epochs.py
 TORTURE_load := TIERCKPT_TEST_SAVERS=64 test_load.py
 TORTURE_safetensors := TIERCKPT_TEST_FUZZ_SECONDS=1800 test_safetensors_fuzz.py
@@ -111,11 +111,11 @@ TORTURE_fsspec := TIERCKPT_TEST_FSSPEC=all ../contract/test_fsspec.py
 TORTURE_fanout := TIERCKPT_TEST_SWEEP=full test_fanout.py
 TORTURE_replicas := TIERCKPT_TEST_REPLICA_KILLS=100 test_replica_faults.py
 TORTURE_evil := TIERCKPT_TEST_PEER_FLOOD=10000 test_evil_peer.py
-TORTURE_leaks := TIERCKPT_TEST_LEAK_OPERATIONS=5000 test_leaks.py
+TORTURE_leaks := TIERCKPT_TEST_LEAK_OPERATIONS=1200 test_leaks.py
 TORTURE_forks := TIERCKPT_TEST_FORKS=every test_forks.py
 TORTURE_interrupts := TIERCKPT_TEST_INTERRUPTS=50 test_interrupts.py
-TORTURE_log := TIERCKPT_TEST_LOG_KILLS=300 test_gradient_log.py tests/fault/test_step_log_kills.py
-TORTURE_loops := TIERCKPT_TEST_TRAINING_LOOPS=2000 test_training_loops.py
+TORTURE_log := TIERCKPT_TEST_LOG_KILLS=60 test_gradient_log.py tests/fault/test_step_log_kills.py
+TORTURE_loops := TIERCKPT_TEST_TRAINING_LOOPS=400 test_training_loops.py
 TORTURE_near-storage := TIERCKPT_TEST_NEAR_STORAGE_KILLS=300 test_near_storage_kills.py
 TORTURE_redo := TIERCKPT_TEST_CASES=all test_redo_log_kills.py tests/fault/test_multi_step_kills.py
 TORTURE_cases := TIERCKPT_TEST_CASES=all ../unit/near_storage/test_optimizer.py tests/fault/test_near_storage_kills.py tests/fault/test_flush_faults.py tests/fault/test_step_log_kills.py
@@ -128,7 +128,7 @@ TORTURE_simulated := TIERCKPT_TEST_SWEEP=full ../integration/test_simulated_run.
 torture: $(STAMP) ## every fault harness at full length (hours); TORTURE="sweeps crash" for a part
 	@for part in $(TORTURE); do echo "== $$part"; $(MAKE) --no-print-directory torture-$$part || exit 1; done
 
-PROPERTY_ROUNDS ?= 50
+PROPERTY_ROUNDS ?= 10
 
 torture-properties: $(STAMP) ## every property of the tests with other examples, again and again
 	@for round in $$(seq $(PROPERTY_ROUNDS)); do \

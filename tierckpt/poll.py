@@ -105,14 +105,15 @@ ANNOUNCED_EVERY_SECONDS = 10.0
 def announced(
     log: logging.Logger, describe: Callable[[], str], first_seconds: float = ANNOUNCED_AFTER_SECONDS
 ) -> Iterator[None]:
-    """Log ``describe()`` as a warning after ``first_seconds``, then every ten seconds, unless it is empty."""
+    """Log ``describe()`` as a warning after ``first_seconds`` or once it is not empty, then every ten seconds."""
     is_done = threading.Event()
 
     def tell() -> None:
         pause = first_seconds
         while not is_done.wait(pause):
-            pause = ANNOUNCED_EVERY_SECONDS
-            if text := describe():
+            text = describe()
+            pause = ANNOUNCED_EVERY_SECONDS if text else first_seconds
+            if text:
                 log.warning("%s", text)
 
     thread = threading.Thread(target=tell, name="tierckpt-announce", daemon=True)

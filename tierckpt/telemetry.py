@@ -158,6 +158,7 @@ LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 REPEAT_SECONDS = 60.0
 EVENTS_PER_MINUTE = 120
+SOURCES_MAX = 256
 
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
@@ -226,6 +227,32 @@ def log_failure(log: logging.Logger, error: BaseException, message: str, *argume
     """Log at DEBUG if ``error`` is part of an outage that has its own record."""
     level = logging.DEBUG if getattr(error, "is_logged", False) else level
     log.log(level, message, *arguments, stacklevel=2)
+
+
+class Repeats:
+    """Logs the first event of each source at once, then once a minute with a count. Thread-safe.
+
+    Sources beyond ``SOURCES_MAX`` count as one.
+    """
+
+    def __init__(self, log: logging.Logger, level: int, what: str) -> None:
+        self._log, self._level, self._what = log, level, what
+        self.seen: dict[str, tuple[float, int]] = {}
+        self._lock = threading.Lock()
+
+    def note(self, source: str, reason: object) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if source not in self.seen and len(self.seen) >= SOURCES_MAX:
+                self.seen = {key: one for key, one in self.seen.items() if now - one[0] < REPEAT_SECONDS}
+                if len(self.seen) >= SOURCES_MAX:
+                    source = "others"
+            said_at, count = self.seen.get(source, (-REPEAT_SECONDS, 0))
+            is_due = now - said_at >= REPEAT_SECONDS
+            self.seen[source] = (now, 0) if is_due else (said_at, count + 1)
+        if is_due:
+            more = f" (and {count} more since the last message)" if count else ""
+            self._log.log(self._level, f"{self._what}%s", source, reason, more)
 
 
 class _Sparing(logging.Filter):

@@ -81,7 +81,7 @@ MISTAKES = {
     "text": ("load_safetensors('text.safetensors')", "it begins with b'These are notes and "),
     "no CUDA": ("load_safetensors('good.safetensors', 'cuda')", "there is no device 'cuda'"),
     "no ninth": ("load_safetensors('good.safetensors', device='cuda:9')", "there is no device 'cuda:9'"),
-    "no device": ("load_model('run', device='gpu')", "no device 'gpu'|'cuda'"),
+    "no device": ("load_model('run', device='gpu')", "no device 'gpu'|cuda"),
     "no model": ("load_model('nothing')", "no checkpoint at"),
     "no prefix": ("load_model('run', prefix='net')", "model"),
     "nothing there": ("prefetch('s3://no-such-bucket/model')", "s3://no-such-bucket does not exist"),

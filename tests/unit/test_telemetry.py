@@ -274,6 +274,31 @@ class Seconds:
         monkeypatch.setattr(telemetry.time, "monotonic", lambda: self.now)
 
 
+def test_what_repeats_is_said_once_a_minute_for_each_source(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = Seconds(monkeypatch)
+    repeats = telemetry.Repeats(logger("test"), logging.WARNING, "refused from %s: %s")
+    for _ in range(1000):
+        repeats.note("one", "no proof")
+        repeats.note("two", "no proof")
+    assert caplog.messages == ["refused from one: no proof", "refused from two: no proof"]
+    seconds.now += telemetry.REPEAT_SECONDS
+    repeats.note("one", "a wrong proof")
+    assert caplog.messages[2:] == ["refused from one: a wrong proof (and 999 more since the last message)"]
+
+
+def test_sources_without_number_are_bounded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = Seconds(monkeypatch)
+    repeats = telemetry.Repeats(logger("test"), logging.WARNING, "refused from %s: %s")
+    for minute in range(3):
+        for number in range(5000):
+            repeats.note(f"{minute}-{number}", "no proof")
+        assert len(repeats.seen) <= telemetry.SOURCES_MAX + 1
+        seconds.now += telemetry.REPEAT_SECONDS + 1
+    assert len(caplog.messages) <= 3 * (telemetry.SOURCES_MAX + 1)
+
+
 def test_a_line_that_is_said_again_and_again_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, stream = Seconds(monkeypatch), io.StringIO()
     stop = log_to(stream, "text", "info", is_sparing=True)

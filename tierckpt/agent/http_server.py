@@ -12,6 +12,7 @@ L4  A client that does not receive its answer in time is disconnected, as is one
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import ssl
 from collections import Counter
@@ -24,7 +25,7 @@ from aiohttp import web as web
 
 from ..errors import ConfigError
 from ..stores import get_concurrency
-from ..telemetry import logger
+from ..telemetry import Repeats, logger
 
 log = logger("agent.http")
 
@@ -55,6 +56,8 @@ class HttpServer:
         self.counts: Counter[str] = Counter()
         self.by_host: Counter[str] = Counter()
         self._listener: asyncio.Server | None = None
+        self._malformed = Repeats(log, logging.INFO, "malformed requests from %s: %s")
+        self._failures = Repeats(log, logging.ERROR, f"cannot answer a request to {name}: %s: %s")
 
     async def start(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """Listen; port 0 selects a free one. Raises ConfigError: cannot listen on the address."""
@@ -93,7 +96,7 @@ class HttpServer:
 
     def note_malformed(self, host: str, reason: object) -> None:
         self.counts["malformed"] += 1
-        log.info("a malformed request from %s: %s", host, reason)
+        self._malformed.note(host, reason)
 
     def admit(self, host: str) -> bool:
         """Count a connection of ``host``. False if there are too many (L2)."""
@@ -117,7 +120,7 @@ class HttpServer:
             log.debug("a connection to %s ends: %s", self.name, type(error).__name__)
         except Exception as error:
             log.debug("cannot answer a request to %s", self.name, exc_info=True)
-            log.error("cannot answer a request to %s: %s: %s", self.name, type(error).__name__, error)
+            self._failures.note(type(error).__name__, error)
         else:
             connection.set_answering(False)
             return response

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import ssl
 import time
@@ -44,7 +45,7 @@ from ..peer.peer_http import (
     route,
 )
 from ..resources import ThreadPool
-from ..telemetry import BYTES, logger
+from ..telemetry import BYTES, Repeats, logger
 from ..types import ByteRange, Json, Tier
 from .http_server import HttpServer, begin, refusal, send_seconds, web, write
 
@@ -105,6 +106,7 @@ class PeerServer:
         self.holdings, self.members = holdings, members
         self._where = check_listen(settings)
         self.verifier = Verifier(read_secret(settings), members.me.name)
+        self._strangers = Repeats(log, logging.WARNING, "requests from %s are rejected: %s")
         self._tls = tls_context(settings, ssl.PROTOCOL_TLS_SERVER)
         self._answers = answers or Answers()
         self._threads = ThreadPool(THREADS_MAX, thread_name_prefix="tierckpt-peer")
@@ -160,7 +162,7 @@ class PeerServer:
             return self._signed(refusal(HTTPStatus.UNAUTHORIZED, {TIME: str(int(error.now))}), error.nonce)
         except RejectedRequest as error:
             self.counts["refused"] += 1
-            log.warning("a request from %s is rejected: %s", client, error)
+            self._strangers.note(client, error)
             return refusal(HTTPStatus.UNAUTHORIZED)
         except Crowded as error:
             self.counts["busy"] += 1

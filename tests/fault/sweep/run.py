@@ -6,7 +6,8 @@ pairs    two errors in one run
 bugs     each seeded bug with its harness
 
 SHARE OF: this process takes every OF-th point from SHARE on. TIERCKPT_TEST_SWEEP=full takes every call of
-every phase with every error. Otherwise a fixed sample is taken, with each phase and each kind of call in it.
+every phase with every error: a night. Otherwise a fixed sample is taken, with each phase and each kind of call in it;
+``long`` is the sample of ``make torture``.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ from tests.fault.sweep.child import Ended
 from tests.fault.sweep.phases import BY_NAME, PHASES, Phase
 
 LENGTH = os.environ.get("TIERCKPT_TEST_SWEEP", "part")
-KILLS, ERRNOS, HALVES = (20, 60, 4) if LENGTH == "quick" else (50, 120, 20)
+KILLS, ERRNOS, HALVES, PAIRS = {
+    "quick": (20, 60, 4, 0),
+    "part": (50, 120, 20, 0),
+    "long": (500, 1200, 200, 250),
+    "full": (0, 0, 0, 2500),
+}[LENGTH]
+"""Points over all phases. A full sweep takes every point, and draws its pairs."""
 TRIES = 3
 """Runs to wait for a call that happens only with some timings."""
 KILL_AGAIN_EVERY = 3
 """After every third kill, the next process is killed too."""
-PAIRS = int(os.environ.get("TIERCKPT_TEST_SWEEP_PAIRS", "2500"))
-"""Points over all phases, for a sweep that is not full (PAIRS: for a full one)."""
-
 FILES = (".tmp", ".distcp", ".json", ".metadata")
 _RANDOM = re.compile(r"[0-9a-f]{8,}")
 T = TypeVar("T")

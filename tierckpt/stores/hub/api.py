@@ -58,6 +58,7 @@ log = logger("stores.hub")
 BODY_BYTES_MAX: Final = 64 << 20
 """Git holds no larger files."""
 PAGES_MAX: Final = 10_000
+TREES_MAX: Final = 4
 RATE_LIMIT_SECONDS_MAX: Final = 600.0
 """Two of the Hub's five-minute windows."""
 RATE_LIMIT_SECONDS: Final = 30.0
@@ -151,6 +152,8 @@ class Hub:
         self._settings, self._retries = settings, retries
         self._breaker = retries.breaker(self.host)
         self._next_request_at = 0.0
+        self._trees: dict[tuple[str, str, str], list[HubFile]] = {}
+        self._listing = asyncio.Lock()
 
     async def commit(self, repository: Repository) -> str:
         """Return the current commit of a revision. No request for a commit.
@@ -168,7 +171,17 @@ class Hub:
         return commit
 
     async def tree(self, repository: Repository, commit: str) -> list[HubFile]:
-        """Return every file of a commit. One request per 1000 files."""
+        """Return every file of a commit, cached for all stores of this Hub. One request per 1000 files."""
+        key = repository.kind, repository.name, commit
+        async with self._listing:
+            if key not in self._trees:
+                files = await self._list(repository, commit)
+                if len(self._trees) >= TREES_MAX:
+                    del self._trees[next(iter(self._trees))]
+                self._trees[key] = files
+            return self._trees[key]
+
+    async def _list(self, repository: Repository, commit: str) -> list[HubFile]:
         url = f"/api/{repository.kind}/{repository.name}/tree/{commit}?recursive=true&expand=false"
         files = []
         for _ in range(PAGES_MAX):
@@ -294,7 +307,9 @@ class Hub:
             return denied(f"{repository.page} is disabled", f"See {page}")
         if code == "RevisionNotFound":
             message = f"{repository.page} has no revision {repository.revision!r}"
-            return BucketNotFoundError(message, hint=f"Look at {page}/tree/main", **context)
+            return BucketNotFoundError(
+                message, hint=f"Look at {page}/tree/main", tier=Tier.SHARED, revision=repository.revision
+            )
         if path and (code == "EntryNotFound" or (status == 404 and not code)):
             return no_object(where, path)
         if code == "RepoNotFound" or status == 404:
