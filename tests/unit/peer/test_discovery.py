@@ -112,7 +112,7 @@ def test_the_way_to_a_peer_tells_our_address_and_its_speed(tmp_path: Path) -> No
         ({"peer_listen": "7117"}, "is not an address"),
         ({"peer_listen": "host"}, "is not an address"),
         ({"peer_listen": "host:70000"}, "is not an address"),
-        ({"peer_domain": "rack\n1"}, "printable"),
+        ({"peer_domain": "rack\n1"}, "peer_domain"),
         ({"replicas": 2}, "needs peers"),
     ],
 )
