@@ -30,7 +30,7 @@ LENGTH = os.environ.get("TIERCKPT_TEST_SWEEP", "part")
 KILLS_MIN, ANSWERS_MIN, PAIRS_MIN, RACES = {
     "quick": (18, 60, 0, 25),
     "part": (45, 110, 0, 25),
-    "long": (450, 1100, 200, 250),
+    "long": (450, 700, 200, 250),
     "full": (5000, 5000, 2000, 2000),
 }[LENGTH]
 SECONDS_MAX = 6 * 3600 if PAIRS_MIN else 400
