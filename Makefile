@@ -125,7 +125,7 @@ TORTURE_nodes := TIERCKPT_TEST_TWO_NODES=120 test_two_nodes.py
 TORTURE_histories := TIERCKPT_TEST_HISTORIES=300 test_histories.py
 TORTURE_simulated := TIERCKPT_TEST_SWEEP=full ../integration/test_simulated_run.py
 
-torture: $(STAMP) ## every fault harness at full length (hours); TORTURE="sweeps crash" for a part
+torture: $(STAMP) ## every fault harness, ten times as long as in CI or more (hours); TORTURE="sweeps crash" for a part
 	@for part in $(TORTURE); do echo "== $$part"; $(MAKE) --no-print-directory torture-$$part || exit 1; done
 
 PROPERTY_ROUNDS ?= 10

@@ -60,7 +60,6 @@ class PeerSources:
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Chunks read from shared storage instead of a peer, by reason."""
     banned: set[str] = field(default_factory=set)
-    slowest: tuple[float, str, str] = (0.0, "", "")
 
     def peers(self) -> list[Json]:
         return [
@@ -74,11 +73,9 @@ class PeerSources:
         ]
 
     def report(self) -> Json:
-        seconds, what, source = self.slowest
         return {
             "by_source": {"peer": sum(self.peer_bytes.values()), "shared": self.shared_bytes},
             "by_peer": dict(self.peer_bytes),
-            "slowest": {"what": what, "seconds": seconds, "from": source} if what else None,
         }
 
 

@@ -411,14 +411,6 @@ class FetchSession:
             self._marked.discard(ordinal)
             self._filling.mark_shared(*self._work[ordinal], False)
 
-    def completed(self, request: ChunkRequest, seconds: float) -> None:
-        if seconds > self.sources.slowest[0]:
-            index, chunk = self._work[request.chunk]
-            at = self.frozen.chunk_range(index, chunk)
-            what = f"{self.frozen.files[index].path} {at.start}-{at.stop}"
-            self.sources.slowest = (seconds, what, request.source or "shared")
-        self.scheduler.completed(request, time.monotonic())
-
     def failed(self, request: ChunkRequest, error: BaseException | None) -> None:
         """Without ``error`` the request was cancelled."""
         why = next((why for kind, why in REASONS.items() if isinstance(error, kind)), "unreachable")
@@ -435,21 +427,21 @@ class _HedgedRequest:
 
     def __init__(self, session: FetchSession, ordinal: int, into: memoryview) -> None:
         self._session, self._ordinal, self._into = session, ordinal, into
-        self.running: dict[asyncio.Task[str], tuple[ChunkRequest, memoryview, float]] = {}
+        self.running: dict[asyncio.Task[str], tuple[ChunkRequest, memoryview]] = {}
         self.tried: set[str | None] = set()
         self.store_error: BaseException | None = None
 
     def begin(self, request: ChunkRequest) -> None:
-        is_second = any(memory is self._into for _, memory, _ in self.running.values())
+        is_second = any(memory is self._into for _, memory in self.running.values())
         memory = memoryview(bytearray(len(self._into))) if is_second else self._into
         task = asyncio.ensure_future(self._session.send(request, memory))
-        self.running[task] = (request, memory, time.monotonic())
+        self.running[task] = (request, memory)
         self._session.requests[id(request)] = task
 
     async def wait(self) -> ReceivedChunk | None:
         scheduler = self._session.scheduler
         now = time.monotonic()
-        due = min(scheduler.hedge_at(request) for request, _, _ in self.running.values())
+        due = min(scheduler.hedge_at(request) for request, _ in self.running.values())
         done, _ = await asyncio.wait(
             self.running, timeout=max(due - now, LATE_SECONDS), return_when=asyncio.FIRST_COMPLETED
         )
@@ -464,7 +456,7 @@ class _HedgedRequest:
         return None
 
     async def _finished(self, task: asyncio.Task[str]) -> ReceivedChunk | None:
-        request, memory, begun = self.running.pop(task)
+        request, memory = self.running.pop(task)
         self._session.requests.pop(id(request), None)
         self.tried.add(request.source)
         error = None if task.cancelled() else task.exception()
@@ -478,19 +470,19 @@ class _HedgedRequest:
         await self.end()
         if memory is not self._into:
             self._into[:] = memory
-        self._session.completed(request, time.monotonic() - begun)
+        self._session.scheduler.completed(request, time.monotonic())
         return ReceivedChunk(task.result(), request.source)
 
     async def end(self) -> None:
         """Cancel the requests in flight, and wait until they no longer write to the caller's memory."""
         left = dict(self.running)
         self.running.clear()
-        for task, (request, _, _) in left.items():
+        for task, (request, _) in left.items():
             task.cancel()
             self._session.requests.pop(id(request), None)
         if left:
             await asyncio.wait(left)
-        for task, (request, _, _) in left.items():
+        for task, (request, _) in left.items():
             if not task.cancelled():
                 task.exception()  # marks it as retrieved
             self._session.failed(request, None)
