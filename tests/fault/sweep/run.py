@@ -157,7 +157,7 @@ class Sweep:
         rng = random.Random("pairs")
         recorded = self.calls()
         points = []
-        for _ in range(PAIRS):
+        while len(points) < PAIRS:
             name = rng.choice(sorted(recorded))
             first, second = sorted(rng.sample(range(len(recorded[name])), 2))
             pair = [(recorded[name][at], rng.choice(injections_for(recorded[name][at]))) for at in (first, second)]
