@@ -123,7 +123,9 @@ class ClusterDrains:
     async def document(self) -> Json:
         own = await self.own()
         members = self._peers.members()[:NODES_MAX] if self._peers is not None else []
-        await self._ask(member for member, state, _ in members if state != "left")
+        with contextlib.suppress(TimeoutError):  # of many silent nodes the next documents ask the rest
+            async with asyncio.timeout(2 * ANSWER_SECONDS):
+                await self._ask(member for member, state, _ in members if state != "left")
         me = self._peers.gossip.me if self._peers is not None and self._peers.gossip is not None else None
         unreachable = self._peers.unreachable_nodes() if self._peers is not None else []
         known = {place for member, _, _ in members for place in (member.address, host_and_port(member.address)[0])}
@@ -155,6 +157,7 @@ class ClusterDrains:
     async def _ask(self, members: Iterable[Member]) -> None:
         since, gate = time.monotonic() - ASK_SECONDS, asyncio.Semaphore(ASKED_AT_A_TIME)
         due = [member for member in members if self._told.setdefault(member.name, _Told()).asked_at <= since]
+        due.sort(key=lambda member: self._told[member.name].asked_at)
         await asyncio.gather(*(self._ask_one(member, self._told[member.name], gate) for member in due))
 
     async def _ask_one(self, member: Member, reply: _Told, gate: asyncio.Semaphore) -> None:

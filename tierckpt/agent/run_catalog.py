@@ -231,7 +231,9 @@ class RunCatalog:
             async with asyncio.timeout(STORE_SECONDS):
                 return await work, ""
         except TimeoutError:
-            return default, redact(f"{location.uri} has not answered for {STORE_SECONDS:g} s")
+            store, outages = f"{location.scheme}://{location.authority}", self._mover.drainer.retries.outages
+            cause = next((row["cause"] for row in outages if row["store"] == store), "")
+            return default, redact(cause or f"{location.uri} has not answered for {STORE_SECONDS:g} s")
         except (TierckptError, OSError) as error:
             return default, redact(str(error))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,21 @@ async def test_512_nodes_are_asked_once_in_a_while(answer: Json) -> None:
     assert nodes["n-002"]["answers"] and "version" in nodes["n-002"]["problem"]
     assert nodes["n-004"]["drains"] == answer
     assert document["unreachable"] == ["10.9.9.9:7117"]
+
+
+class SilentPeers(Peers):
+    async def ask_drains(self, member: Member) -> Any:
+        self.asked[member.name] += 1
+        await asyncio.sleep(60)
+
+
+async def test_silent_nodes_hold_a_document_up_for_two_seconds(answer: Json) -> None:
+    peers = SilentPeers(answer)
+    drains = ClusterDrains(Settings.load(), lambda: STATUS, peers)  # type: ignore[arg-type]
+    async with asyncio.timeout(5 * page_documents.ANSWER_SECONDS):
+        await drains.document()
+    first = set(peers.asked)
+    async with asyncio.timeout(5 * page_documents.ANSWER_SECONDS):
+        await drains.document()
+    assert 0 < len(first) < page_documents.NODES_MAX
+    assert set(peers.asked) > first and max(peers.asked.values()) == 1  # the rest is asked first
