@@ -76,12 +76,12 @@ class Bench:
     def _kill(self, act: Callable[[], None], name: str, number: int) -> Ended:
         return child.trace(act, "act", self.folder / "trace", [f"{name}:signal=KILL:when={number}"], name)
 
-    def inject(self, phase: Phase, injections: Sequence[str]) -> tuple[Ended, list[Call]]:
-        """Run ``phase`` with injected results of system calls."""
+    def inject(self, phase: Phase, injections: Sequence[str]) -> tuple[Ended, list[Call], bool]:
+        """Run ``phase`` with injected results of system calls. True: one of them hit a file that is not the test's."""
         self.set_up(phase)
         log = self.folder / "trace"
         ended = child.trace(self.act(phase), "act", log, injections)
-        return ended, calls.read(log, self.world.root)
+        return ended, calls.read(log, self.world.root), calls.strayed(log, self.world.root)
 
     def short_write(self, phase: Phase, number: int) -> Ended:
         """Run ``phase`` with a short ``number``-th write. The answer is True if there was such a write."""

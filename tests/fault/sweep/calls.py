@@ -52,8 +52,16 @@ class Call:
 
 def read(log: Path, root: Path) -> list[Call]:
     """Return the calls on paths below ``root``. All calls are numbered, as strace does it."""
-    below = f"{root}/"
-    return [call for call in _all(log) if any(path.startswith(below) or path == str(root) for path in call.paths)]
+    return [call for call in _all(log) if _is_below(root, call)]
+
+
+def strayed(log: Path, root: Path) -> bool:
+    """Say whether an injection hit a call outside ``root``, such as a read of Python's import."""
+    return any(call.is_injected and not _is_below(root, call) for call in _all(log))
+
+
+def _is_below(root: Path, call: Call) -> bool:
+    return any(path.startswith(f"{root}/") or path == str(root) for path in call.paths)
 
 
 def _all(log: Path) -> Iterator[Call]:
