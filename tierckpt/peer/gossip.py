@@ -126,7 +126,7 @@ class Gossip:
         else:
             self._denials.pop(address, None)
             self.table.merge_answer(answer, address)
-            if isinstance(answer.get("me"), dict):
+            if isinstance(answer, dict) and isinstance(answer.get("me"), dict):
                 self._names[address] = str(answer["me"].get("name", ""))
         finally:
             del self._probes[address]

@@ -145,6 +145,7 @@ class Bucket:
                     raise still_refused(refusal) from refusal
                 return False
             self._access, self.is_proven = newer, False
+            self.ranges.trust(newer.trusted)
             self.generation += 1
             self._clients.clear()
         self._counts["credentials_renewed"] += 1

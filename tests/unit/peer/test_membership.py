@@ -379,6 +379,7 @@ def test_whatever_those_asked_do_the_task_goes_on_and_nobody_is_asked_twice_at_a
         return ["no", "object"]  # type: ignore[return-value]
 
     looks = 0
+    unhandled: list[Any] = []
 
     async def look_up() -> list[str]:
         nonlocal looks
@@ -388,6 +389,7 @@ def test_whatever_those_asked_do_the_task_goes_on_and_nobody_is_asked_twice_at_a
         return [f"10.0.0.{number}:7117" for number in range(2, 7)]
 
     async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
         gossip = Gossip(table, ask, look_up, random.Random(0))
         task = asyncio.create_task(gossip.run())
         deadline = time.monotonic() + 60
@@ -400,6 +402,7 @@ def test_whatever_those_asked_do_the_task_goes_on_and_nobody_is_asked_twice_at_a
         await asyncio.wait([task])
 
     asyncio.run(run())
+    assert not unhandled
     assert [member.name for member in table.live()] == ["good", "me"]
     assert set(asked) == {f"10.0.0.{number}:7117" for number in range(2, 7)}
     assert asked.count("10.0.0.4:7117") < asked.count("10.0.0.2:7117"), "silent nodes get fewer requests"
