@@ -34,6 +34,8 @@ reported: set[str] = set()
 FILE_NAME = "tierckpt.toml"
 FILE_BYTES_MAX = 1 << 20
 reported_files: set[tuple[str, str]] = set()
+PEER_PORT = 7117
+"""Port of an agent's peer server, and of an address in ``peers`` without a port."""
 
 log = logger("config")
 
@@ -145,9 +147,10 @@ class Settings(BaseSettings):
 
     peers: str | None = None
     """Addresses of the other nodes' agents: ``host[:port],...``, ``slurm[:port]`` (the job's node list),
-    ``dns:NAME[:port]`` (a headless service), or ``torchrun`` (the rendezvous store of the job). None: no peers."""
+    ``dns:NAME[:port]`` (a headless service), or ``torchrun`` (the rendezvous store of the job). None: no peers. A
+    missing port is ``PEER_PORT``, whatever ``peer_listen`` is."""
 
-    peer_listen: str = "0.0.0.0:7117"
+    peer_listen: str = f"0.0.0.0:{PEER_PORT}"
     """Address on which this node's agent serves ``peers``. An address beyond loopback needs a secret or TLS."""
 
     peer_secret_file: Path | None = None
@@ -197,7 +200,7 @@ class Settings(BaseSettings):
         """The host is resolved when it is used."""
         match = _LISTEN.fullmatch(value)
         if match is None or int(match["port"]) > 65535:
-            raise ValueError(f"{value[:100]!r} is not an address; write 0.0.0.0:7117 or [::]:7117")
+            raise ValueError(f"{value[:100]!r} is not an address; write 0.0.0.0:{PEER_PORT} or [::]:{PEER_PORT}")
         return value
 
     @model_validator(mode="after")

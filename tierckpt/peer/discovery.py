@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..config import PEER_PORT
 from ..errors import ConfigError
 from ..telemetry import logger
 from .membership import MEMBERS_MAX, is_forbidden, is_plain_address
@@ -29,7 +30,6 @@ from .peer_http import address_of, host_and_port
 
 log = logger("peer")
 
-PORT = 7117
 LOOKUP_SECONDS = 5.0
 VALID = (
     "Write host[:port],... (ranges like node[01-08] too), slurm[:port], dns:NAME[:port] or torchrun; an IPv6 address "
@@ -44,7 +44,7 @@ _SIOCGIFADDR = 0x8915
 class PeersSetting:
     kind: Literal["static", "slurm", "dns", "torchrun"]
     hosts: tuple[tuple[str, int], ...] = ()
-    port: int = PORT
+    port: int = PEER_PORT
 
 
 def parse(text: str) -> PeersSetting:
@@ -53,7 +53,7 @@ def parse(text: str) -> PeersSetting:
     if text == "torchrun":
         return PeersSetting("torchrun")
     if text == "slurm" or text.startswith("slurm:"):
-        return PeersSetting("slurm", port=_port(text[6:], text) if ":" in text else PORT)
+        return PeersSetting("slurm", port=_port(text[6:], text) if ":" in text else PEER_PORT)
     if text.startswith("dns:"):
         return PeersSetting("dns", (_host_and_port(text[4:]),))
     hosts = tuple(_host_and_port(item) for item in expand(text))
@@ -112,11 +112,11 @@ def _host_and_port(item: str) -> tuple[str, int]:
         host, closing, port = item[1:].partition("]")
         if not closing or (port and not port.startswith(":")):
             raise _bad(item, "is not an IPv6 address in brackets")
-        return _checked(host, item), _port(port[1:], item) if port else PORT
+        return _checked(host, item), _port(port[1:], item) if port else PEER_PORT
     if item.count(":") > 1:
-        return _checked(item, item), PORT
+        return _checked(item, item), PEER_PORT
     host, colon, port = item.partition(":")
-    return _checked(host, item), _port(port, item) if colon else PORT
+    return _checked(host, item), _port(port, item) if colon else PEER_PORT
 
 
 def _checked(host: str, item: str) -> str:

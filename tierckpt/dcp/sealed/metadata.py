@@ -88,7 +88,7 @@ def _refusing(where: str) -> Iterator[None]:
 
 
 def unsafe_error(message: str, wanted: str = "", **context: Any) -> UnsafeCheckpointError:
-    if wanted.startswith("torch.distributed.") or wanted.rpartition(".")[0] == "torch":
+    if wanted.startswith("torch."):
         hint = (
             f"If a PyTorch newer than {torch.__version__} wrote it, use a tierckpt newer than {_version()} that was "
             "released after that PyTorch, or the PyTorch that wrote it; otherwise the file is damaged: use another "

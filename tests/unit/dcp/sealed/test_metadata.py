@@ -475,6 +475,12 @@ def test_only_unknown_globals_have_the_trust_hint() -> None:
     assert "trust_pickle" not in caught.value.hint
 
 
+def test_an_unknown_global_of_torch_has_the_hint_of_a_newer_torch() -> None:
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        read(b"\x80\x04ctorch.serialization\n_new_helper\n.")
+    assert "PyTorch newer than" in caught.value.hint and "trust_pickle" not in caught.value.hint
+
+
 @pytest.mark.parametrize("dumps", [pickle.dumps, encode])
 def test_truncation_at_every_byte_is_refused(dumps: Callable[[Metadata], bytes]) -> None:
     data = dumps(small())
