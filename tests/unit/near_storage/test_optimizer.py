@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import shutil
 import struct
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader, load, save
 
 import tierckpt
 from tests.services import in_full
+from tests.states import flip
 from tierckpt.arena.memory import Memory
 from tierckpt.errors import (
     CheckpointError,
@@ -38,19 +38,17 @@ from tierckpt.replay.frame import Frame
 from tierckpt.save import log_segments
 
 STEPS = 20
-KINDS: dict[str, Any] = {
-    "AdamW": functools.partial(dict, kind=torch.optim.AdamW, lr=0.01),
-    "AdamW, foreach": functools.partial(dict, kind=torch.optim.AdamW, lr=0.01, foreach=True),
-    "AdamW, fused": functools.partial(dict, kind=torch.optim.AdamW, lr=0.01, fused=True),
-    "Adam, amsgrad and decay": functools.partial(dict, kind=torch.optim.Adam, amsgrad=True, weight_decay=0.1),
-    "SGD, momentum": functools.partial(dict, kind=torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
-    "SGD, Nesterov, fused": functools.partial(
-        dict, kind=torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, fused=True
-    ),
-    "SGD": functools.partial(dict, kind=torch.optim.SGD, lr=0.1),
-    "Adagrad": functools.partial(dict, kind=torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
-    "RMSprop": functools.partial(dict, kind=torch.optim.RMSprop, momentum=0.9, centered=True),
-    "NAdam": functools.partial(dict, kind=torch.optim.NAdam),
+KINDS: dict[str, dict[str, Any]] = {
+    "AdamW": {"kind": torch.optim.AdamW, "lr": 0.01},
+    "AdamW, foreach": {"kind": torch.optim.AdamW, "lr": 0.01, "foreach": True},
+    "AdamW, fused": {"kind": torch.optim.AdamW, "lr": 0.01, "fused": True},
+    "Adam, amsgrad and decay": {"kind": torch.optim.Adam, "amsgrad": True, "weight_decay": 0.1},
+    "SGD, momentum": {"kind": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "dampening": 0.1},
+    "SGD, Nesterov, fused": {"kind": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "nesterov": True, "fused": True},
+    "SGD": {"kind": torch.optim.SGD, "lr": 0.1},
+    "Adagrad": {"kind": torch.optim.Adagrad, "lr": 0.1, "initial_accumulator_value": 0.1},
+    "RMSprop": {"kind": torch.optim.RMSprop, "momentum": 0.9, "centered": True},
+    "NAdam": {"kind": torch.optim.NAdam},
 }
 
 
@@ -80,25 +78,45 @@ class Model(nn.Module):
         return [{"params": named[:3], "weight_decay": 0.2}, {"params": named[3:]}]
 
 
-class Reference:
+class Trainer:
+    """A training with an optimizer near storage."""
+
+    optimizer: Any
+
+    def __init__(self, directory: Path, optimizer: str = "AdamW", **options: Any) -> None:
+        self.model = Model()
+        options = {"persist_every": 4} | KINDS[optimizer] | options
+        self.optimizer = NearStorageOptimizer(self.model.groups(), options.pop("kind"), directory=directory, **options)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+
+    def train(self, *numbers: int) -> None:
+        for number in numbers:
+            self.model.backward(number)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+            if number != 4:  # a GradScaler skips this step
+                self.step()
+            for one in self.model.parameters():
+                one.grad = None
+            self.schedule.step()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class Reference(Trainer):
     """The same training with float32 masters and an optimizer in this process."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, *numbers: int, optimizer: str = "AdamW") -> None:
         self.model = Model()
         self.named = dict(self.model.named_parameters())
         self.masters = {name: one.detach().float() for name, one in self.named.items()}
-        names = [[name for name, _ in group["params"]] for group in self.model.groups()]
-        kind = options.pop("kind")
+        options = dict(KINDS[optimizer])
         groups = [
-            group | {"params": [self.masters[name] for name in found]}
-            for group, found in zip(self.model.groups(), names, strict=True)
+            group | {"params": [self.masters[name] for name, _ in group["params"]]} for group in self.model.groups()
         ]
-        self.optimizer = kind(groups, **options)
+        self.optimizer = options.pop("kind")(groups, **options)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-
-    def train(self, number: int) -> None:
-        train(self.model, number, self.step)
-        self.schedule.step()
+        self.train(*numbers)
 
     def step(self) -> None:
         for name, one in self.named.items():
@@ -123,27 +141,6 @@ def save_step(run: Path, step: int, model: nn.Module, optimizer: torch.optim.Opt
     with tierckpt.Checkpointer(run) as checkpointer:
         checkpointer.save(step, {"model": model, "optimizer": optimizer}).result()
     return stock(run / f"step-{step}")
-
-
-def train(model: Model, number: int, step: Any) -> None:
-    model.backward(number)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    if number != 4:  # a GradScaler skips this step
-        step()
-    for one in model.parameters():
-        one.grad = None
-
-
-class Trainer:
-    def __init__(self, directory: Path, options: dict[str, Any], **more: Any) -> None:
-        self.model = Model()
-        kind = options.pop("kind")
-        self.optimizer = NearStorageOptimizer(self.model.groups(), kind, directory=directory, **options, **more)
-        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-
-    def train(self, number: int) -> None:
-        train(self.model, number, self.optimizer.step)
-        self.schedule.step()
 
 
 def equal_all(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool:
@@ -175,7 +172,7 @@ def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bo
     ],
 )
 def test_steps_are_bit_identical_to_the_reference_optimizer(kind: str, tmp_path: Path) -> None:
-    reference, trainer = Reference(KINDS[kind]()), Trainer(tmp_path / "near", KINDS[kind](), persist_every=3)
+    reference, trainer = Reference(optimizer=kind), Trainer(tmp_path / "near", kind, persist_every=3)
     with trainer.optimizer as optimizer:
         for number in range(1, STEPS + 1):
             trainer.train(number)
@@ -190,20 +187,17 @@ def test_steps_are_bit_identical_to_the_reference_optimizer(kind: str, tmp_path:
 class TestTraining:
     @pytest.fixture
     def trainer(self, tmp_path: Path) -> Iterator[Trainer]:
-        trainer = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
+        trainer = Trainer(tmp_path / "near")
         yield trainer
         trainer.optimizer.close()
 
     @pytest.mark.slow
     def test_a_rank_rolls_back_to_the_newest_common_step(self, trainer: Trainer, tmp_path: Path) -> None:
         """Later steps reuse the numbers and count."""
-        reference = Reference(KINDS["AdamW"]())
-        for number in (1, 2, 3, 5, 6, 7, 8, 9):
-            trainer.train(number)
-            if number < 9:
-                reference.train(number)
+        reference = Reference(1, 2, 3, 5, 6, 7, 8)
+        trainer.train(1, 2, 3, 5, 6, 7, 8, 9)
         trainer.optimizer.close()
-        again = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
+        again = Trainer(tmp_path / "near")
         with pytest.raises(ConfigError, match="resume"):
             again.optimizer.step()
         with pytest.raises(CheckpointError, match="resume"), again.optimizer.mapped():
@@ -219,7 +213,7 @@ class TestTraining:
         again.train(11)
         reference.train(11)
         again.optimizer.close()
-        last = Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
+        last = Trainer(tmp_path / "near")
         with last.optimizer as optimizer:
             assert optimizer.resume() == 8
             assert equal_all(last.model.parameters(), reference.model.parameters())
@@ -240,24 +234,20 @@ class TestTraining:
 
     @pytest.mark.slow
     def test_restore_into_an_empty_directory(self, trainer: Trainer, tmp_path: Path) -> None:
-        for number in (1, 2):
-            trainer.train(number)
+        trainer.train(1, 2)
         save_step(tmp_path / "run", 2, trainer.model, trainer.optimizer)
         trainer.train(3)
-        other = Trainer(tmp_path / "other", KINDS["AdamW"](), persist_every=4)
+        other = Trainer(tmp_path / "other")
         with other.optimizer as optimizer, tierckpt.Checkpointer(tmp_path / "run") as checkpointer:
             assert checkpointer.restore({"model": other.model, "optimizer": optimizer}) == 2
             assert optimizer.steps == 2
             assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.81)
             other.train(3)
             assert equal_all(other.model.parameters(), trainer.model.parameters())
-        reference = Reference(KINDS["AdamW"]())
-        for number in (1, 2):
-            reference.train(number)
         model = Model()
         with tierckpt.Checkpointer(tmp_path / "run") as checkpointer:
             assert checkpointer.restore({"model": model}, only="model") == 2
-        assert equal_all(model.parameters(), reference.model.parameters())
+        assert equal_all(model.parameters(), Reference(1, 2).model.parameters())
 
     @pytest.mark.slow
     def test_a_mismatched_checkpoint_changes_nothing(self, trainer: Trainer, tmp_path: Path) -> None:
@@ -280,8 +270,7 @@ class TestTraining:
         staged, stage = list[Any](), near_optimizer.stage
         monkeypatch.setattr(near_optimizer, "stage", lambda *given: staged.append(stage(*given)) or staged[-1])
         job = {"model": trainer.model, "optimizer": trainer.optimizer}
-        full = Reference(KINDS["AdamW"]())
-        full.train(1)
+        full = Reference(1)
         with tierckpt.Checkpointer(tmp_path / "run") as checkpointer:
             saved = checkpointer.save(1, job)
             trainer.train(2)  # during the save
@@ -301,8 +290,7 @@ class TestTraining:
     @pytest.mark.slow
     def test_state_dict_has_groups_and_no_state(self, trainer: Trainer, tmp_path: Path) -> None:
         """Loaded without state, it is incomplete."""
-        for number in (1, 2):
-            trainer.train(number)
+        trainer.train(1, 2)
         state = trainer.optimizer.state_dict()
         assert not any(state["state"].values())
         assert trainer.optimizer.resume() == 2
@@ -314,8 +302,7 @@ class TestTraining:
         trainer.train(3)
         with pytest.raises(StateMismatchError, match="step 2"):
             trainer.optimizer.load_state_dict(state)
-        full = Reference(KINDS["AdamW"]())
-        full.train(1)
+        full = Reference(1)
         trainer.optimizer.load_state_dict(full.optimizer.state_dict())
         found, wanted = save_step(tmp_path / "run", 9, trainer.model, trainer.optimizer), full.state()
         moments = [name for name in wanted if name.startswith("optimizer.state") and not name.endswith("master")]
@@ -325,7 +312,7 @@ class TestTraining:
     @pytest.mark.slow
     def test_one_trainer_per_directory(self, trainer: Trainer, tmp_path: Path) -> None:
         with pytest.raises(PreconditionFailedError, match="running"):
-            Trainer(tmp_path / "near", KINDS["AdamW"]())
+            Trainer(tmp_path / "near")
 
     @pytest.mark.slow
     def test_parameter_groups_and_gradient_dtypes_are_fixed(self, trainer: Trainer) -> None:
@@ -357,9 +344,9 @@ class TestTraining:
 
 @pytest.mark.slow
 def test_a_directory_of_a_different_optimizer_is_rejected(tmp_path: Path) -> None:
-    Trainer(tmp_path / "near", KINDS["SGD"]()).optimizer.close()
+    Trainer(tmp_path / "near", "SGD").optimizer.close()
     with pytest.raises(StateMismatchError, match="is of SGD"):
-        Trainer(tmp_path / "near", KINDS["AdamW"]())
+        Trainer(tmp_path / "near")
 
 
 def test_unsupported_models_and_optimizers_are_rejected(tmp_path: Path) -> None:
@@ -388,14 +375,6 @@ def test_unsupported_models_and_optimizers_are_rejected(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="whole numbers above 0"):
             build(model.parameters(), torch.optim.AdamW, **options)
     assert not list(tmp_path.iterdir())
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        [byte] = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 0x40]))
 
 
 class TestDamage:
@@ -445,9 +424,8 @@ class TestDamage:
     def trained(cls, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[torch.Tensor]]:
         """The directory of step 8 (first block recorded then); the arguments of its process; the masters."""
         directory = tmp_path_factory.mktemp("trained") / "near"
-        trainer = Trainer(directory, KINDS["AdamW"](), persist_every=4)
-        for number in (1, 2, 3, 5, 6, 7, 8, 9):
-            trainer.train(number)
+        trainer = Trainer(directory)
+        trainer.train(1, 2, 3, 5, 6, 7, 8, 9)
         order = trainer.optimizer._process.order  # private: the arguments for a process of another directory
         trainer.optimizer.close()
         memory = Memory.allocate(1 << 22, shared=True)
@@ -504,8 +482,8 @@ class TestDamage:
             case "the newest version of a block":
                 data[newest * half + 200] ^= 1
             case "both versions of a block":
-                for version in (0, 1):
-                    data[version * half + 200] ^= 1
+                data[200] ^= 1
+                data[half + 200] ^= 1
             case "blocks in each other's place" | "blocks and records in each other's place":
                 for version in (0, 1):
                     swap(data, version * half, version * half + blocks[1].offset, 8192)
@@ -523,7 +501,7 @@ class TestDamage:
                 del data[half:]
             case "a gradient":
                 [log] = [one for one in logs if log_segments.step_of_path(one) == 4]
-                flip(log, log.stat().st_size // 2)
+                flip(log)
             case "the head of the gradient file":
                 for log in logs:
                     flip(log, 30)
@@ -549,7 +527,7 @@ class TestDamage:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Damage between steps and during saves. If no version is intact, the next call raises the error."""
-        reference, trainer = Reference(KINDS["AdamW"]()), Trainer(tmp_path / "near", KINDS["AdamW"](), persist_every=4)
+        reference, trainer = Reference(), Trainer(tmp_path / "near")
         wait, [path] = StateHold.wait, list((tmp_path / "near").glob("*/state"))
 
         def counted() -> int:
@@ -562,9 +540,8 @@ class TestDamage:
             flip(path, counted() * path.stat().st_size // 2 + 4096)
 
         with trainer.optimizer as optimizer, tierckpt.Checkpointer(tmp_path / "run") as checkpointer:
-            for number in (1, 2, 3, 5, 6):
-                trainer.train(number)
-                reference.train(number)
+            trainer.train(1, 2, 3, 5, 6)
+            reference.train(1, 2, 3, 5, 6)
             state = {"model": trainer.model, "optimizer": optimizer}
             monkeypatch.setattr(StateHold, "wait", wait_and_flip)
             checkpointer.save(6, state)
