@@ -37,7 +37,6 @@ class Outcome:
     local_max: float = 0.0
     stalls: int = 0
     lost_newest: int = 0
-    decisions: list[tuple[int, Decision]] = field(default_factory=list)
 
 
 def run(rules: Rules, seconds: int, shared: Trace, local: Trace, decide: Decide = drain_policy.decide) -> Outcome:
@@ -129,7 +128,6 @@ class _World:
         )
         newest = max((one.number for one in self.versions if one.on_local), default=None)
         self.state, decision = self.decide(self.state, self.rules, seen)
-        self.result.decisions.append((now, decision))
         self.place = decision.place
         self.result.lost_newest += newest is not None and newest in decision.remove
         if decision.send is not None:
@@ -155,17 +153,11 @@ class _World:
         self.versions = [replace(one, **changes) if one.number == number else one for one in self.versions]  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Oracle:
-    """Lower bound of the cost of any policy that knows the trace; None if even it exceeds the RPO."""
+def oracle(rpo_seconds: float, seconds: int, shared: Trace, local: Trace) -> float | None:
+    """Lower bound of the cost of any policy that knows the trace; None if even it exceeds the RPO.
 
-    cost: float
-
-
-def oracle(rpo_seconds: float, seconds: int, shared: Trace, local: Trace) -> Oracle | None:
-    """Choose the saves to send by dynamic programming over all schedules. Sends never wait for the SSD: a lower bound.
-
-    A label is (cost until its end, end) of a schedule ending with that version; dominated labels are dropped.
+    Chooses the saves to send by dynamic programming over all schedules. Sends never wait for the SSD. A label is
+    (cost until its end, end) of a schedule ending with that version; dominated labels are dropped.
     """
     moved = list(itertools.accumulate((shared(now) for now in range(seconds)), initial=0.0))
     labels: dict[int, list[tuple[float, int]]] = {0: [(0.0, 0)]}
@@ -183,7 +175,7 @@ def oracle(rpo_seconds: float, seconds: int, shared: Trace, local: Trace) -> Ora
                 if finish > seconds or finish - taken > rpo_seconds:
                     continue
                 _add(labels.setdefault(after, []), (cost + PRICE + NODE_LOSS * _ages(end, finish, taken), finish))
-    return None if best is None else Oracle(best + CRASH * _ages_anywhere(seconds, shared, local))
+    return None if best is None else best + CRASH * _ages_anywhere(seconds, shared, local)
 
 
 def _ages(begin: int, end: int, taken: int) -> float:

@@ -21,23 +21,19 @@ async def nothing() -> None:
 
 def test_no_call_waits_for_a_loop_that_has_ended(local_root: Path) -> None:
     """A thread that waits for ever keeps the process from ending: retention did, at the end of a job."""
-
-    def ask(client: Client, begun: threading.Event) -> None:
-        while True:
-            begun.set()
-            client.run(nothing())
-
     for _ in range(20):
         client, begun = Client(Settings.load(local_root=local_root)), threading.Event()
         ended: list[BaseException] = []
 
-        def asked(client: Client = client, begun: threading.Event = begun, ended: list[BaseException] = ended) -> None:
+        def ask(client: Client = client, begun: threading.Event = begun, ended: list[BaseException] = ended) -> None:
             try:
-                ask(client, begun)
+                while True:
+                    begun.set()
+                    client.run(nothing())
             except (TierckptError, concurrent.futures.CancelledError, asyncio.CancelledError) as error:
                 ended.append(error)
 
-        threads = [threading.Thread(target=asked, daemon=True) for _ in range(6)]
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(6)]
         for thread in threads:
             thread.start()
         begun.wait(60)

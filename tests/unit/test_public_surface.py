@@ -35,9 +35,7 @@ def test_who_loads_a_model_does_not_wait_for_the_import_of_torch_distributed_che
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_every_public_name_exists() -> None:
-    for name in tierckpt.__all__:
-        assert getattr(tierckpt, name) is not None
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError):
         tierckpt.nothing  # noqa: B018
 
@@ -136,12 +134,6 @@ def test_a_process_without_torch_ends_in_order() -> None:
     code = "import sys; sys.modules['torch'] = None; import tierckpt; assert tierckpt.latest('/none/here') is None"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_python_m_tierckpt_is_the_command() -> None:
-    usage = subprocess.run([sys.executable, "-m", "tierckpt", "--help"], capture_output=True, text=True, timeout=120)
-    assert usage.returncode == 0
-    assert "prefetch" in usage.stdout and "restore" in usage.stdout
 
 
 def test_an_id_that_holds_a_checkpoint_is_refused_in_the_words_of_stock_dcp(file_uri: str) -> None:

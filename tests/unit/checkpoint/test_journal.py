@@ -17,6 +17,14 @@ from tierckpt.format.layout import local_dir, parse_uri
 LOCATION = parse_uri("s3://bucket/run/step-1")
 
 
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    """A journal with the entry ``aa``."""
+    made = Journal(tmp_path)
+    made.open("aa", LOCATION, 0, 4096)
+    return made
+
+
 def test_an_entry_comes_back_as_it_was_written(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     opened = journal.open("aa", LOCATION, 3, 4096)
@@ -34,10 +42,9 @@ def test_entries_are_newest_first(tmp_path: Path) -> None:
 
 
 def test_that_an_unfinished_save_is_gone_is_durable_before_its_entry_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal, made_durable = Journal(tmp_path), []
-    journal.open("aa", LOCATION, 0, 4096)
+    made_durable = []
     directory = local_dir(tmp_path, LOCATION)
     directory.mkdir(parents=True)
 
@@ -49,34 +56,27 @@ def test_that_an_unfinished_save_is_gone_is_durable_before_its_entry_goes(
     assert made_durable == [(directory, True)]
 
 
-def test_an_unreadable_entry_hides_no_other(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.open("aa", LOCATION, 0, 4096)
+def test_an_unreadable_entry_hides_no_other(journal: Journal) -> None:
     for name, data in {"torn": b'{"token": "to', "empty": b"", "list": b"[]"}.items():
         (journal.directory / f"{name}.json").write_bytes(data)
     assert [item.token for item in journal.entries()] == ["aa"]
 
 
-def test_one_owner_at_a_time_even_in_one_process(tmp_path: Path) -> None:  # J2
-    journal = Journal(tmp_path)
-    journal.open("aa", LOCATION, 0, 4096)
+def test_one_owner_at_a_time_even_in_one_process(journal: Journal) -> None:  # J2
     with journal.own("aa") as first, journal.own("aa") as second:
         assert (bool(first), bool(second)) == (True, False)
     with journal.own("aa") as again:
         assert again
 
 
-def test_no_lock_file_outlives_its_entry(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+def test_no_lock_file_outlives_its_entry(journal: Journal) -> None:
     with journal.own("gone"):
         pass
-    assert list(journal.directory.iterdir()) == []
+    assert [path.name for path in journal.directory.iterdir()] == ["aa.json"]
 
 
-def test_a_damaged_entry_is_an_error_that_names_it(tmp_path: Path) -> None:  # J4
+def test_a_damaged_entry_is_an_error_that_names_it(journal: Journal) -> None:  # J4
     """One wrong digit in its URI would send a checkpoint to another place."""
-    journal = Journal(tmp_path)
-    journal.open("aa", LOCATION, 0, 4096)
     path = journal.directory / "aa.json"
     path.write_bytes(path.read_bytes().replace(b"step-1", b"step-3"))
     with pytest.raises(ManifestError, match=r"aa\.json.*digest"):
@@ -85,9 +85,7 @@ def test_a_damaged_entry_is_an_error_that_names_it(tmp_path: Path) -> None:  # J
     assert path.exists()  # left for a person to look at
 
 
-def test_an_entry_under_another_name_is_refused(tmp_path: Path) -> None:  # J4
-    journal = Journal(tmp_path)
-    journal.open("aa", LOCATION, 0, 4096)
+def test_an_entry_under_another_name_is_refused(journal: Journal) -> None:  # J4
     (journal.directory / "aa.json").rename(journal.directory / "bb.json")
     with pytest.raises(ManifestError, match=r"bb\.json.*entry of aa"):
         journal.read("bb")
@@ -108,9 +106,7 @@ IMPOSSIBLE: dict[str, list[object]] = {
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field in IMPOSSIBLE for value in IMPOSSIBLE[field]])
-def test_an_entry_with_an_impossible_value_is_refused(field: str, value: object, tmp_path: Path) -> None:  # J4
-    journal = Journal(tmp_path)
-    journal.open("aa", LOCATION, 0, 4096)
+def test_an_entry_with_an_impossible_value_is_refused(field: str, value: object, journal: Journal) -> None:  # J4
     path = journal.directory / "aa.json"
     body = json.loads(path.read_bytes())
     del body["self_digest"]
@@ -119,9 +115,7 @@ def test_an_entry_with_an_impossible_value_is_refused(field: str, value: object,
         journal.read("aa")
 
 
-def test_the_error_of_the_last_try_is_kept_once(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.open("aa", LOCATION, 0, 4096)
+def test_the_error_of_the_last_try_is_kept_once(journal: Journal) -> None:
     journal.fail("aa", "no network")
     before = (journal.directory / "aa.json").stat().st_ino
     journal.fail("aa", "no network")  # said already: not written again
@@ -132,11 +126,9 @@ def test_the_error_of_the_last_try_is_kept_once(tmp_path: Path) -> None:
 
 
 def test_an_entry_that_ends_while_the_journal_is_read_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal(tmp_path)
-    for token in ("aa", "bb"):
-        journal.open(token, LOCATION, 0, 4096)
+    journal.open("bb", LOCATION, 0, 4096)
     read = journals.read_entry
 
     def read_while_others_work(path: Path) -> journals.JournalEntry:
@@ -148,9 +140,7 @@ def test_an_entry_that_ends_while_the_journal_is_read_is_passed_over(
     assert [item.token for item in journal.entries()] == ["bb"]
 
 
-def test_a_damaged_entry_can_be_removed(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.open("aa", LOCATION, 0, 4096)
+def test_a_damaged_entry_can_be_removed(journal: Journal) -> None:
     (journal.directory / "aa.json").write_bytes(b"{")
     journal.remove("aa")
     assert list(journal.directory.iterdir()) == []

@@ -101,13 +101,6 @@ def test_a_save_that_was_not_told_of_another_does_not_replace_it(tmp_path: Path)
     assert stands(tmp_path, "one")
 
 
-def test_the_replaced_files_go_with_the_commit(tmp_path: Path) -> None:
-    committed(tmp_path, "one")
-    committed(tmp_path, "two", "one")
-    assert stands(tmp_path, "two")
-    assert not {name for name in names(tmp_path) if "one" in name}
-
-
 @pytest.mark.parametrize("before", [(), ("one",)], ids=["first", "replacing"])
 @pytest.mark.parametrize("failing", [METADATA, "manifest.json"])
 def test_a_commit_that_cannot_be_made_durable_is_taken_back(
@@ -134,13 +127,17 @@ def test_a_commit_that_cannot_be_made_durable_is_taken_back(
         assert not (tmp_path / METADATA).exists()
 
 
-def test_a_commit_that_cannot_clean_up_after_itself_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("can_clean_up", [True, False])
+def test_the_replaced_files_go_with_the_commit_or_with_the_next_removal(
+    can_clean_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     committed(tmp_path, "one")
     with monkeypatch.context() as patch:
-        patch.setattr(local_commit, "finish_locked_removal", denied)
+        if not can_clean_up:
+            patch.setattr(local_commit, "finish_locked_removal", denied)
         committed(tmp_path, "two", "one")
     assert stands(tmp_path, "two")
-    assert local_commit.finish_removal(tmp_path)
+    assert can_clean_up or local_commit.finish_removal(tmp_path)
     assert not {name for name in names(tmp_path) if "one" in name}
 
 
@@ -153,7 +150,6 @@ def test_forgetting_a_save_that_did_commit_deletes_nothing(tmp_path: Path) -> No
 def test_forgetting_a_save_leaves_the_one_that_stands(tmp_path: Path) -> None:
     committed(tmp_path, "one")
     manifest, metadata = saved(tmp_path, "two", "one")
-    local_commit.write_attempt_metadata(tmp_path, manifest, metadata)
     (tmp_path / METADATA).write_bytes(metadata[METADATA])  # it got that far
     assert local_commit.discard_attempt(tmp_path, "two", manifest)
     assert stands(tmp_path, "one")
@@ -287,8 +283,7 @@ def test_what_is_committed_is_known_by_the_token_of_any_of_its_ranks(tmp_path: P
 def test_what_an_unfinished_save_left_goes_and_what_stands_stays(tmp_path: Path) -> None:
     committed(tmp_path, "one")
     before = names(tmp_path)
-    _, metadata = saved(tmp_path, "two")
-    durable.durable_write(tmp_path / attempt_metadata("two"), metadata[METADATA])
+    saved(tmp_path, "two")
     local_commit.remove_unfinished(tmp_path, "two")
     assert names(tmp_path) == before
     assert stands(tmp_path, "one")
@@ -318,8 +313,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def drained(store: Store, attempt: str, *replaces: str) -> Manifest:
-    manifest, metadata = saved(store.root, attempt, *replaces)
-    local_commit.write_attempt_metadata(store.root, manifest, metadata)
+    manifest, _ = saved(store.root, attempt, *replaces)
     asyncio.run(shared_commit.commit_shared(store, at(store.root), manifest))
     return manifest
 
@@ -363,8 +357,7 @@ def test_the_first_manifest_is_put_only_where_none_is(winner: str | None, store:
 
 
 def test_metadata_that_was_damaged_on_its_way_is_not_published(store: Store) -> None:
-    manifest, metadata = saved(store.root, "one")
-    local_commit.write_attempt_metadata(store.root, manifest, metadata)
+    manifest, _ = saved(store.root, "one")
     (store.root / attempt_metadata("one")).write_bytes(b"metadata of onE")
     with pytest.raises(IntegrityError, match="not what was saved"):
         asyncio.run(shared_commit.commit_shared(store, at(store.root), manifest))
@@ -420,8 +413,7 @@ def test_a_claim_that_names_no_attempt_is_refused(body: dict[str, Any], store: S
 def test_a_claim_that_came_from_elsewhere_with_the_files_is_one(store: Store) -> None:
     body = {"attempt": "one", "replaces": [], "uri": "s3://elsewhere/step-1"}
     asyncio.run(store.put(CLAIM, manifests.seal(body)))
-    claim = asyncio.run(shared_commit.read_claim(store))
-    assert claim is not None
+    assert asyncio.run(shared_commit.read_claim(store)) is not None
 
 
 # --- notes next to a copy ------------------------------------------------------------------------------------------

@@ -44,14 +44,6 @@ def restored(uri: str, tmp_path: Path) -> int | None:
     return step
 
 
-def model_of(uri: str, tmp_path: Path) -> int:
-    return int(tierckpt.load_model(uri)["w"][0])
-
-
-def exported(uri: str, tmp_path: Path) -> int | None:
-    return step_of(export_safetensors(uri, tmp_path / "exported").uri.rpartition("/")[2])
-
-
 def copied(uri: str, tmp_path: Path) -> int | None:
     client = get_client(Settings.load())
     return step_of(client.run(restore(client.mover, parse_uri(uri), tmp_path / "copied")).location.name)
@@ -61,8 +53,8 @@ LOOKS: dict[str, Look] = {
     "latest": lambda uri, _: step_of((tierckpt.latest(uri) or "").rpartition("/")[2]),
     "latest_step": lambda uri, _: Checkpointer(uri).latest_step(),
     "restore": restored,
-    "load_model": model_of,
-    "export": exported,
+    "load_model": lambda uri, _: int(tierckpt.load_model(uri)["w"][0]),
+    "export": lambda uri, tmp_path: step_of(export_safetensors(uri, tmp_path / "to").uri.rpartition("/")[2]),
     "copy": copied,
 }
 
