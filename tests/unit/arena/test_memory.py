@@ -27,18 +27,16 @@ from tierckpt.poll import Poll
 MiB, GiB = 1 << 20, 1 << 30
 
 
-def missing() -> dict[Kind, str]:
-    """Kinds that an administrator must provide and this machine lacks, with its messages."""
-    said = {}
+def has_hugetlb() -> bool:
+    """True if an administrator has provided a pool of huge pages."""
     try:
         Memory.allocate(64 * MiB, kind=Kind.HUGETLB).close()
-    except CapacityError as error:
-        said[Kind.HUGETLB] = str(error)
-    return said
+    except CapacityError:
+        return False
+    return True
 
 
-MISSING = missing()
-SHARED = [kind for kind in (Kind.HUGETLB, Kind.SHM) if kind not in MISSING]
+SHARED = [Kind.HUGETLB, Kind.SHM] if has_hugetlb() else [Kind.SHM]
 
 
 @pytest.fixture(params=[Kind.PRIVATE, *SHARED], ids=str)
@@ -77,6 +75,12 @@ def minor_faults(who: int = resource.RUSAGE_THREAD) -> int:
     return resource.getrusage(who).ru_minflt
 
 
+def faults_of_a_write(memory: Memory) -> int:
+    before = minor_faults()
+    ctypes.memset(memory.address, 0xA5, memory.size_bytes)
+    return minor_faults() - before
+
+
 def descriptors() -> int:
     return len(open_files("/memfd:"))
 
@@ -108,9 +112,7 @@ def test_later_use_takes_no_page_faults(kind: Kind) -> None:
     faults = []
     for _ in range(3):
         with Memory.allocate(16 * MiB, kind=kind) as memory:
-            before = minor_faults()
-            ctypes.memset(memory.address, 0xA5, memory.size_bytes)
-            faults.append(minor_faults() - before)
+            faults.append(faults_of_a_write(memory))
     assert min(faults) < 8, faults  # 8 of huge pages or 4096 of small ones if they were not there
 
 
@@ -133,11 +135,8 @@ def test_where_the_kernel_makes_no_huge_pages_of_a_memory_file_it_has_small_ones
     monkeypatch.setattr(memory_module, advice, 9999)  # as an older kernel answers
     with Memory.allocate(8 * MiB, kind=Kind.SHM) as memory:
         assert memory.huge == pages.memory_files_are_huge()
-        before = minor_faults()
-        ctypes.memset(memory.address, 0xA5, memory.size_bytes)
-        assert minor_faults() - before < 8 + (
-            memory.size_bytes // mmap.PAGESIZE if advice == "_MADV_POPULATE_WRITE" else 0
-        )
+        unpopulated = memory.size_bytes // mmap.PAGESIZE if advice == "_MADV_POPULATE_WRITE" else 0
+        assert faults_of_a_write(memory) < 8 + unpopulated
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(mmap.MADV_HUGEPAGE, True), (mmap.MADV_NOHUGEPAGE, False)])
@@ -290,9 +289,7 @@ def test_fork_neither_copies_private_memory_nor_makes_the_parent_fault() -> None
         if child == 0:
             os.read(wait, 1)  # a DataLoader worker: alive, and holding whatever fork gave it
             os._exit(0 if rollup("Anonymous") < anonymous_bytes - 48 * MiB else 1)
-        before = minor_faults()
-        ctypes.memset(ours.address, 0xA5, ours.size_bytes)
-        faults = minor_faults() - before
+        faults = faults_of_a_write(ours)
         os.write(go, b"x")
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         os.close(go)
@@ -320,12 +317,6 @@ def test_a_forked_child_shares_shared_memory(shared: Memory) -> None:
 
 
 # --- no room ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    with shared_memory_alone():
-        yield
 
 
 @pytest.mark.parametrize("kind", [Kind.PRIVATE, Kind.SHM, None])
@@ -359,7 +350,7 @@ def test_an_address_space_limit_is_an_error_of_ours() -> None:
     assert run_python(code) == "True True"
 
 
-@pytest.mark.usefixtures("alone")
+@shared_memory_alone()
 def test_memory_that_goes_while_it_is_being_filled_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when all ranks of a node allocate at once: each saw enough, together they have not."""
     before, calls = meminfo("Shmem"), []
@@ -379,18 +370,14 @@ def test_memory_that_goes_while_it_is_being_filled_is_given_back(monkeypatch: py
     assert 4 <= len(calls) <= 5  # neither thread goes on after the error
 
 
-def test_a_kernel_without_populate_gets_its_pages_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
+def test_a_kernel_without_populate_gets_its_pages_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "populate", lambda start, size_bytes: errno.EINVAL)
     for kind in (Kind.PRIVATE, Kind.SHM):
         with Memory.allocate(16 * MiB, kind=kind) as made:
-            before = minor_faults()
-            ctypes.memset(made.address, 1, made.size_bytes)
-            assert minor_faults() - before < 8
+            assert faults_of_a_write(made) < 8
             if made.name is not None:
                 with Memory.open(made.name) as again:
-                    assert again.view[-1] == 1  # opening does not write
+                    assert again.view[-1] == 0xA5  # opening does not write
 
 
 def test_a_refused_mapping_leaves_the_neighbours_alone() -> None:
@@ -414,9 +401,6 @@ def test_sizes_and_kinds_that_cannot_be() -> None:
             Memory.allocate(size_bytes)
     with pytest.raises(ConfigError):
         Memory.allocate(2 * MiB, kind=Kind.PRIVATE, shared=True)
-
-
-# --- NUMA -------------------------------------------------------------------------------------------------------
 
 
 def pages_by_node(address: int, size_bytes: int) -> dict[int, int]:
@@ -449,9 +433,6 @@ def test_a_node_that_is_not_there_names_those_that_are() -> None:
     for wrong in (999, pages.existing_nodes()[0]):
         with pytest.raises(ConfigError, match=f"different nodes .* The nodes of this machine: {there}$"):
             Memory.allocate(2 * MiB, numa_nodes=[pages.existing_nodes()[0], wrong])
-
-
-# --- pinning ----------------------------------------------------------------------------------------------------
 
 
 class Runtime:

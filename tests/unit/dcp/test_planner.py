@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tierckpt
 from tests.compat.scenarios import local_parts
 from tests.compat.worker import launch
 from tests.states import same, zeros_like
+from tests.unit.dcp.test_split import as_rank
 from tierckpt.dcp import planner as planner_module
 from tierckpt.dcp.planner import TierSavePlanner
 from tierckpt.errors import CheckpointError
@@ -92,12 +92,6 @@ def base() -> State:
     }
 
 
-def test_a_repeated_structure_uses_the_cached_plan() -> None:
-    planner = TierSavePlanner()
-    assert [is_as_stock(planner, base()) for _ in range(3)] == [True, False, False]
-    assert not is_as_stock(TierSavePlanner(), base()), "new planner instances share the cache"
-
-
 def change(path: str, value: Any) -> Callable[[State], State]:
     *parents, last = path.split(".")
 
@@ -113,25 +107,6 @@ def change(path: str, value: Any) -> Callable[[State], State]:
 
 class Name(StrEnum):
     MODEL = "model"
-
-
-def renamed(state: State) -> State:
-    state["model"]["prejudice"] = state["model"].pop("bias")
-    return state
-
-
-def reordered(state: State) -> State:
-    state["model"] = dict(reversed(state["model"].items()))
-    return state
-
-
-def text_keys(state: State) -> State:
-    state["optimizer"]["state"] = {False: state["optimizer"]["state"][0], True: state["optimizer"]["state"][1]}
-    return state
-
-
-def named_by_enum(state: State) -> State:
-    return {Name.MODEL: state.pop("model"), **state}
 
 
 STRUCTURES: dict[str, Callable[[State], State]] = {
@@ -155,10 +130,10 @@ STRUCTURES: dict[str, Callable[[State], State]] = {
     "a list without its tensors": change("history", lambda: [1, 2, 3]),
     "a tuple of tensors": change("history", lambda: (torch.rand(2), torch.rand(2))),
     "an ordered mapping": change("model", lambda: OrderedDict(weight=torch.rand(4, 3), bias=torch.rand(3))),
-    "another name": renamed,
-    "another order": reordered,
-    "keys that are equal and not the same": text_keys,
-    "a name that is equal and not the same": named_by_enum,
+    "another name": change("model", lambda: {"weight": torch.rand(4, 3), "prejudice": torch.rand(3)}),
+    "another order": lambda state: state | {"model": dict(reversed(state["model"].items()))},
+    "keys that are equal and not the same": change("optimizer.state", lambda: {False: {"step": 1}, True: {"step": 2}}),
+    "a name that is equal and not the same": lambda state: {Name(k) if k == "model" else k: state[k] for k in state},
 }
 
 
@@ -351,12 +326,9 @@ class Ranks:
         locals_ = []
         for rank, planner in enumerate(planners):
             self.act_as(rank)
-            with_group(rank, len(planners))
-            try:
+            with as_rank(rank, len(planners)):
                 planner.set_up_planner(state_of(rank), None, rank == 0)
                 locals_.append(pickle.loads(pickle.dumps(planner.create_local_plan())))
-            finally:
-                dist.destroy_process_group()
         self.act_as(0)
         plans, metadata = planners[0].create_global_plan(locals_)
         finals = []
@@ -364,10 +336,6 @@ class Ranks:
             self.act_as(rank)
             finals.append(planner.finish_plan(pickle.loads(pickle.dumps(ours))))
         return finals, metadata, [local.usable for local in locals_]
-
-
-def with_group(rank: int, world_size: int) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def sharded_state(shape: tuple[int, int], placements: list[Placement], mesh_shape: tuple[int, ...], _: int) -> State:
@@ -482,14 +450,14 @@ STEPS = [
 ]
 
 
-def saves(folder: str, kind: str, one_planner: bool) -> dict[str, Any]:
-    """Save each of STEPS and load it with stock FileSystemReader; return the full plans by rank, and differences."""
+def saves(folder: str, kind: str, one_planner: bool) -> list[dict[str, Any]]:
+    """Save each of STEPS and load it with stock FileSystemReader."""
     planner, outcome = Watching(), []
     for step, (dtype, extra) in enumerate(STEPS):
         planner = planner if one_planner else Watching()
         path, state = f"{folder}/step-{step}", state_of_rank(step, dtype, extra)
         outcome.append(save_and_compare(path, kind, planner, state))
-    return {"rounds": outcome}
+    return outcome
 
 
 def save_and_compare(path: str, kind: str, planner: Watching, state: State) -> dict[str, Any]:
@@ -520,8 +488,7 @@ def save_and_compare(path: str, kind: str, planner: Watching, state: State) -> d
 @pytest.mark.parametrize("one_planner", [True, False], ids=["one planner", "a new one for each save"])
 @pytest.mark.parametrize("kind", ["stock", "tier"])
 def test_two_ranks_save_correctly_after_changes(kind: str, one_planner: bool, tmp_path: Path) -> None:
-    outcome = launch(f"{HERE}:saves", 2, folder=str(tmp_path / "shared"), kind=kind, one_planner=one_planner)
-    rounds = outcome["rounds"]
+    rounds = launch(f"{HERE}:saves", 2, folder=str(tmp_path / "shared"), kind=kind, one_planner=one_planner)
     assert [step["right"] for step in rounds] == [[True, True]] * len(STEPS)
     assert [step["dtype"] for step in rounds] == [[True, True]] * len(STEPS)
     # Again, then back to an earlier structure: both ranks send only a reference. After a change both get plans.
@@ -531,74 +498,59 @@ def test_two_ranks_save_correctly_after_changes(kind: str, one_planner: bool, tm
     assert {count for step in rounds for count in step["chunks"]} == ({2} if kind == "tier" else {1})
 
 
-def writers_in_turn(folder: str) -> dict[str, Any]:
+def writers_in_turn(folder: str) -> list[dict[str, Any]]:
     planner = Watching()
-    rounds = []
-    for step, kind in enumerate(["stock", "tier", "tier", "stock", "stock", "tier"]):
-        rounds.append(
-            save_and_compare(f"{folder}/step-{step}", kind, planner, state_of_rank(step, torch.float32, False))
-        )
-    return {"rounds": rounds}
+    return [
+        save_and_compare(f"{folder}/step-{step}", kind, planner, state_of_rank(step, torch.float32, False))
+        for step, kind in enumerate(["stock", "tier", "tier", "stock", "stock", "tier"])
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_plans_are_not_reused_for_another_writer(tmp_path: Path) -> None:
     """TierStorageWriter splits replicated tensors into parts that the stock writer does not understand."""
-    rounds = launch(f"{HERE}:writers_in_turn", 2, folder=str(tmp_path / "shared"))["rounds"]
+    rounds = launch(f"{HERE}:writers_in_turn", 2, folder=str(tmp_path / "shared"))
     assert [step["right"] for step in rounds] == [[True, True]] * 6
     assert [step["small"][0] for step in rounds] == [False, False, True, False, True, False]
 
 
-class Failing(dcp.FileSystemWriter):
-    """Fails on the last rank, in the configured phase."""
+def failing_writer(path: str, phase: str) -> dcp.FileSystemWriter:
+    """A writer that fails in the method ``phase``, on the coordinator or the last rank."""
 
-    def __init__(self, path: str, phase: str) -> None:
-        super().__init__(path)
-        self.phase = phase
+    def fail(*_: Any) -> Any:
+        raise OSError(f"failed in {phase}")
 
-    def _fail(self, phase: str) -> None:
-        if self.phase == phase and dist.get_rank() == (0 if phase == "global" else 1):
-            raise OSError(f"failed in {phase}")
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self._fail("local")
-        return super().prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._fail("global")
-        return super().prepare_global_plan(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        self._fail("write")
-        return super().write_data(plan, planner)
+    writer = dcp.FileSystemWriter(path)
+    if dist.get_rank() == (0 if phase == "prepare_global_plan" else 1):
+        setattr(writer, phase, fail)
+    return writer
 
 
-def saves_after_failures(folder: str) -> dict[str, Any]:
+def saves_after_failures(folder: str) -> list[dict[str, Any]]:
     """A save that fails in each phase, with a cached and with a new structure; then successful ones."""
     planner, rounds = Watching(), []
-    for step, phase in enumerate(["local", "global", "write", "local", "global", "write"]):
+    for step, phase in enumerate(["prepare_local_plan", "prepare_global_plan", "write_data"] * 2):
         known = step >= 3
         if known:
             good = state_of_rank(step, torch.float64, False)
             rounds.append(save_and_compare(f"{folder}/step-{step}-before", "stock", planner, good))
-        state = state_of_rank(
-            step, torch.float64 if known else [torch.float32, torch.bfloat16, torch.float16][step], True
-        )
+        dtype = torch.float64 if known else (torch.float32, torch.bfloat16, torch.float16)[step]
+        state = state_of_rank(step, dtype, True)
         try:
-            dcp.save(state, storage_writer=Failing(f"{folder}/step-{step}-failed", phase), planner=planner)
+            dcp.save(state, storage_writer=failing_writer(f"{folder}/step-{step}-failed", phase), planner=planner)
             raise AssertionError("the save must fail")
         except dcp.CheckpointException as error:
             assert "failed in" in str(error), error
         for attempt in range(2):
             rounds.append(save_and_compare(f"{folder}/step-{step}-{attempt}", "stock", planner, state))
             assert rounds[-1]["small"][0] or attempt == 0, "the second good save must be a small one"
-    return {"rounds": rounds}
+    return rounds
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_failure_in_any_phase_leaves_no_stale_cache(tmp_path: Path) -> None:
-    rounds = launch(f"{HERE}:saves_after_failures", 2, folder=str(tmp_path / "shared"))["rounds"]
+    rounds = launch(f"{HERE}:saves_after_failures", 2, folder=str(tmp_path / "shared"))
     assert all(step["right"] == [True, True] and step["dtype"] == [True, True] for step in rounds)
     assert len(rounds) == 15

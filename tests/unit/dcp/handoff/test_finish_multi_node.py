@@ -33,8 +33,11 @@ PARTS = (split.Part("model.w", ((0, 0), (8, 2)), ((4, 0), (4, 2))),)
 
 @pytest.fixture
 def exchange(file_uri: str, local_root: Path) -> Iterator[ResultExchange]:
+    """An exchange with the results of rank 1."""
     client = Client(Settings.load(local_root=local_root))
-    yield ResultExchange(client, parse_uri(file_uri), "job/7", CHUNK, wait_seconds=0.2)
+    made = ResultExchange(client, parse_uri(file_uri), "job/7", CHUNK, wait_seconds=0.2)
+    made.write(1, attach_files(list(RESULTS), FILES, PARTS))
+    yield made
     client.close()
 
 
@@ -44,7 +47,6 @@ def record(uri: str) -> Path:
 
 
 def test_reported_results_are_received(exchange: ResultExchange) -> None:
-    exchange.write(1, attach_files(list(RESULTS), FILES, PARTS))
     exchange.write(2, [])
     heard = exchange.read({1, 2})
     assert heard[2] == []
@@ -57,25 +59,21 @@ def test_reported_results_are_received(exchange: ResultExchange) -> None:
 
 
 def test_the_error_names_ranks_without_results(exchange: ResultExchange) -> None:
-    exchange.write(1, attach_files(list(RESULTS), FILES, PARTS))
     with pytest.raises(OperationTimeoutError, match=r"what ranks \[0, 3\] had written"):
         exchange.read({0, 1, 3})
 
 
 def test_results_of_another_save_are_ignored(exchange: ResultExchange) -> None:
-    exchange.write(1, attach_files(list(RESULTS), FILES, PARTS))
     with pytest.raises(OperationTimeoutError):
         dataclasses.replace(exchange, save="job/8").read({1})
 
 
 def test_a_record_with_another_chunk_size_is_rejected(exchange: ResultExchange) -> None:
-    exchange.write(1, attach_files(list(RESULTS), FILES, PARTS))
     with pytest.raises(ManifestError, match="another save"):
         dataclasses.replace(exchange, chunk_size_bytes=2 * CHUNK).read({1})
 
 
 def test_damage_to_any_byte_of_a_record_is_detected(exchange: ResultExchange, file_uri: str) -> None:
-    exchange.write(1, attach_files(list(RESULTS), FILES, PARTS))
     path = record(file_uri)
     data = path.read_bytes()
     for position in range(0, len(data), 7):
@@ -87,7 +85,6 @@ def test_damage_to_any_byte_of_a_record_is_detected(exchange: ResultExchange, fi
 
 
 def test_forget_removes_the_records(exchange: ResultExchange, file_uri: str) -> None:
-    exchange.write(1, [])
     assert record(file_uri)
     exchange.remove([1, 2])
     assert not list(Path(file_uri).rglob("*.json"))

@@ -498,7 +498,16 @@ def saved(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def test_a_bytesio_is_data(file_uri: str) -> None:
+def archive(data: bytes) -> bytes:
+    """An item with this pickle."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as made:
+        made.writestr("archive/data.pkl", data)
+        made.writestr("archive/version", "3\n")
+    return stream.getvalue()
+
+
+def test_a_bytesio_is_data() -> None:
     """Trainers often keep counters in a BytesIO."""
     before = set(torch.serialization.get_safe_globals())
     made = Objects().inert(saved(io.BytesIO(b"abc")), "x")
@@ -553,10 +562,8 @@ def test_user_classes_must_be_registered_or_trusted(file_uri: str, caplog: pytes
     with caplog.at_level(logging.WARNING, "tierckpt"):
         for _ in range(2):
             assert load(uri, state, trust_pickle=True)["mine"] == Mine(3)
-    assert (
-        len([r for r in caplog.records if r.name.startswith("tierckpt") and "is read with trust" in r.getMessage()])
-        == 1
-    )
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("tierckpt")]
+    assert len([text for text in said if "is read with trust" in text]) == 1
 
 
 def test_the_hint_does_not_suggest_to_register_functions() -> None:
@@ -674,12 +681,8 @@ def test_integers_of_up_to_255_bytes() -> None:
 def test_a_wide_integer_is_no_way_to_an_unpickler_that_recurses() -> None:
     """A deep tuple as a key crashes Python's own unpickler, as its hash recurses in C."""
     wide = b"\x8b" + struct.pack("<i", 800) + bytes(799) + b"\1" + b"0"
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as made:
-        made.writestr("archive/data.pkl", b"\x80\x02]" + wide + b"})" + b"\x85" * 1_000_000 + b"K\1s.")
-        made.writestr("archive/version", "3\n")
     with pytest.raises(UnsafeCheckpointError):
-        Objects().inert(stream.getvalue(), "x")
+        Objects().inert(archive(b"\x80\x02]" + wide + b"})" + b"\x85" * 1_000_000 + b"K\1s."), "x")
 
 
 def test_names_with_a_lone_surrogate(file_uri: str) -> None:
@@ -803,12 +806,9 @@ def test_compressed_items_are_rejected_before_decompression() -> None:
 
 @pytest.mark.parametrize("kind", ["builtins bytearray", "torch Tensor"])
 def test_lengths_instead_of_data_are_rejected(kind: str) -> None:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as made:
-        made.writestr("archive/data.pkl", b"\x80\x02c" + kind.replace(" ", "\n").encode() + b"\nJ\0\0\0\x10\x85R.")
-        made.writestr("archive/version", "3\n")
+    data = archive(b"\x80\x02c" + kind.replace(" ", "\n").encode() + b"\nJ\0\0\0\x10\x85R.")
     with pytest.raises(UnsafeCheckpointError, match="much more would come of its"):
-        Objects().inert(stream.getvalue(), "x")
+        Objects().inert(data, "x")
 
 
 class Endless(Flipped):
