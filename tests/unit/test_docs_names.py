@@ -79,9 +79,6 @@ def test_internals_pages_open_with_a_figure_and_keep_to_the_line_length(page: st
 
 
 def test_unknown_names_are_found() -> None:
-    assert unknown_names("see `tierckpt/mover/copies.py`, `Testament(1)`, `TIERCKPT_SHELF`") == [
-        "tierckpt/mover/copies.py",
-        "Testament(1)",
-        "TIERCKPT_SHELF",
-    ]
+    wrong = ["tierckpt/mover/copies.py", "Testament(1)", "TIERCKPT_SHELF"]
+    assert unknown_names(f"see `{wrong[0]}`, `{wrong[1]}`, `{wrong[2]}`") == wrong
     assert unknown_names("see `tierckpt/client.py`, `Checkpointer`, `TIERCKPT_LOCAL_ROOT`") == []

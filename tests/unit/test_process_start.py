@@ -126,9 +126,6 @@ def test_the_first_interrupt_ends_a_command_whose_threads_hang_and_the_second_at
         assert child.wait(60) == status
 
 
-# --- process 1 -------------------------------------------------------------------------------------------------
-
-
 def begin_as_init(code: str) -> subprocess.Popen[bytes]:
     """``code`` as process 1 of a namespace."""
     return subprocess.Popen([*pid_namespace(), sys.executable, "-c", BEGIN + code], cwd=REPOSITORY)

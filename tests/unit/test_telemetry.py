@@ -7,7 +7,7 @@ import io
 import json
 import logging
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -43,14 +43,8 @@ def test_every_listener_hears_until_it_stops_and_a_failing_one_harms_nobody() ->
 def test_a_tally_adds_up_across_threads_and_keeps_a_bound() -> None:
     tally = MetricsRelay()
     stop = listen(tally)
-    threads = [
-        threading.Thread(target=lambda: [BYTES.emit(2, tier="local", direction="read") for _ in range(1000)])
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda value: BYTES.emit(value, tier="local", direction="read"), [2] * 4000))
     for _ in range(RELAYED_VALUES_MAX + 10):
         telemetry.FLUSH_SECONDS.emit(0.1)
     stop()
@@ -221,18 +215,9 @@ def test_what_people_need_to_read_stays(text: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_documents_are_redacted_by_name_and_by_value() -> None:
-    document = {
-        "secret_access_key": "anything",
-        "nested": [{"url": f"http://h?sig={SECRET}"}],
-        "count": 3,
-        "none": None,
-    }
-    assert redact_all(document) == {
-        "secret_access_key": "***",
-        "nested": [{"url": "http://h?sig=***"}],
-        "count": 3,
-        "none": None,
-    }
+    document = {"secret_access_key": "anything", "nested": [{"url": f"http://h?sig={SECRET}"}], "count": 3, "no": None}
+    redacted = {"secret_access_key": "***", "nested": [{"url": "http://h?sig=***"}], "count": 3, "no": None}
+    assert redact_all(document) == redacted
 
 
 def test_an_error_is_a_printable_cause_unless_its_text_or_that_of_what_it_came_from_tells_a_secret() -> None:

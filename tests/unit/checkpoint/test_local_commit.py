@@ -416,9 +416,6 @@ def test_a_claim_that_came_from_elsewhere_with_the_files_is_one(store: Store) ->
     assert asyncio.run(shared_commit.read_claim(store)) is not None
 
 
-# --- notes next to a copy ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("mark", "is_marked"),
     [

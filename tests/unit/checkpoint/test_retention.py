@@ -37,17 +37,11 @@ def run_of(*steps: int) -> list[CheckpointCopy]:
     return [copy for step in steps for copy in (local(step), shared(step))]
 
 
-# --- kept by a rule ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "3", {"local": 0}, {"attic": 3}])
 @pytest.mark.parametrize("name", ["keep_last", "keep_every"])
 def test_a_rule_that_makes_no_sense_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=name):
         Policy.of(**{name: value})
-
-
-# --- never removed ----------------------------------------------------------------------------------------------
 
 
 def test_on_one_node_of_several_a_partial_copy_is_sound_and_a_whole_one_is_kept_too() -> None:

@@ -129,9 +129,6 @@ def test_a_lock_holds_where_inode_numbers_change_at_each_look(tmp_path: Path) ->
                 assert second  # K3
 
 
-# --- record locks ------------------------------------------------------------------------------------------------
-
-
 def record_of_a_child(path: Path, kind: str, is_process: bool) -> subprocess.Popen[str]:
     """A process that locks byte 1 of ``path`` and waits."""
     lines = (

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -195,17 +196,9 @@ def test_of_many_that_overtake_a_host_one_gets_the_lease(tmp_path: Path) -> None
         path.write_text("dead")
         age(path, 3600)
         everyone = [HostLease(path, f"{number}") for number in range(6)]
-        line, won = threading.Barrier(len(everyone)), []
-
-        def race(lease: HostLease, line: threading.Barrier = line, won: list[bool] = won) -> None:
-            line.wait()
-            won.append(lease.take())
-
-        threads = [threading.Thread(target=race, args=(lease,)) for lease in everyone]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        line = threading.Barrier(len(everyone))
+        with ThreadPoolExecutor(len(everyone), initializer=line.wait) as pool:
+            won = list(pool.map(HostLease.take, everyone))
         assert won.count(True) == 1
         for lease in everyone:
             lease.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.mark.parametrize(
-    ("share_max", "busy_seconds", "idle_seconds", "written_seconds", "rested_seconds"),
+    ("share_max", "busy", "idle", "written", "rested"),
     [
         (0.1, 0.03, 0.0, 0.01, 0.09),  # the training step
         (0.1, 0.03, 0.0, 0.03, 0.0),  # its own work
@@ -56,18 +56,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     ],
 )
 def test_it_rests_while_this_process_is_busy_with_other_work(
-    share_max: float,
-    busy_seconds: float,
-    idle_seconds: float,
-    written_seconds: float,
-    rested_seconds: float,
-    clock: Clock,
+    share_max: float, busy: float, idle: float, written: float, rested: float, clock: Clock
 ) -> None:
     steps = CpuThrottle(share_max)
-    clock.spin(busy_seconds)
-    clock.now += idle_seconds
-    steps.throttle_after(written_seconds)
-    assert clock.rested == pytest.approx(rested_seconds)
+    clock.spin(busy)
+    clock.now += idle
+    steps.throttle_after(written)
+    assert clock.rested == pytest.approx(rested)
 
 
 @pytest.mark.parametrize(("user", "niced", "rests"), [(90, 0, True), (0, 90, False), (20, 70, False)])
@@ -87,11 +82,8 @@ def test_other_processes_count_and_flushes_do_not(
 
 def test_all_threads_of_a_flush_share_it(clock: Clock) -> None:
     steps = CpuThrottle(0.5)
-    threads = [threading.Thread(target=lambda: [steps.throttle_after(0.0001) for _ in range(100)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(steps.throttle_after, [0.0001] * 400))
     assert steps.used_seconds == pytest.approx(0.04)
 
 

@@ -54,13 +54,18 @@ def test_what_is_no_file_is_set_aside_and_counted(root: Path, counted: list[floa
 
 
 @pytest.mark.parametrize("kind", NOT_FILES)
-def test_a_lock_and_a_record_take_the_place_of_what_is_no_file(root: Path, kind: str) -> None:
-    KINDS[kind](root / "x.lock")
+def test_locks_records_claims_and_leases_take_the_place_of_what_is_no_file(root: Path, kind: str) -> None:
+    for name in ("x.lock", "record", "claims", "host"):
+        KINDS[kind](root / name)
     with lock(root / "x.lock", 5, "x"), try_lock(root / "x.lock") as second:
         assert not second
-    KINDS[kind](root / "record")
     durable_write(root / "record", b"good")
     assert read_whole(root / "record", 100) == b"good" and not (root / "record").is_symlink()
+    claims, lease = Claims(root / "claims"), HostLease(root / "host", "1")
+    assert claims.take(1) and lease.take()
+    assert not Claims(root / "claims").take(1) and not HostLease(root / "host", "2").take()
+    claims.close()
+    lease.release()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("directory", "link_to_a_directory")])
@@ -68,17 +73,6 @@ def test_a_directory_takes_the_place_of_what_is_none(root: Path, kind: str) -> N
     KINDS[kind](root / "below")
     make_dirs(root / "below" / "deep")
     assert (root / "below" / "deep").is_dir() and not (root / "below").is_symlink()
-
-
-@pytest.mark.parametrize("kind", NOT_FILES)
-def test_claims_and_a_lease_take_the_place_of_what_is_no_file(root: Path, kind: str) -> None:
-    KINDS[kind](root / "claims")
-    KINDS[kind](root / "host")
-    claims, lease = Claims(root / "claims"), HostLease(root / "host", "1")
-    assert claims.take(1) and lease.take()
-    assert not Claims(root / "claims").take(1) and not HostLease(root / "host", "2").take()
-    claims.close()
-    lease.release()
 
 
 @pytest.mark.parametrize("kind", ["directory", "fifo"])

@@ -154,17 +154,17 @@ def version(number: int, **more: bool | float) -> Version:
 MEASURED = PolicyState(local_rate=10.0, shared_rate=2.0)
 
 
+def decided(now: Situation, rules: Rules = RULES) -> Decision:
+    return drain_policy.decide(MEASURED, rules, now)[1]
+
+
 def test_d1_drains_the_newest_and_skips_older_saves() -> None:
-    _, decision = drain_policy.decide(
-        MEASURED, RULES, situation(version(1, on_shared=True), version(2), version(3), version(4))
-    )
+    decision = decided(situation(version(1, on_shared=True), version(2), version(3), version(4)))
     assert (decision.send, decision.skip) == (4, (2, 3))
 
 
 def test_d2_finishes_a_running_drain() -> None:
-    _, decision = drain_policy.decide(
-        MEASURED, RULES, situation(version(1, sent_bytes=1.0), version(2), version(3), sending=1)
-    )
+    decision = decided(situation(version(1, sent_bytes=1.0), version(2), version(3), sending=1))
     assert decision.send is None
     assert 1 not in decision.skip
     assert "being sent" in decision.reason
@@ -174,17 +174,16 @@ def test_d3_stops_waiting_before_the_rpo_breaks() -> None:
     rules = replace(RULES, every=100)
     fresh = situation(version(1, on_shared=True), version(2), now=200.0)
     old = situation(version(1, on_shared=True), version(2), now=480.0)
-    assert drain_policy.decide(MEASURED, rules, fresh)[1].send is None
-    decision = drain_policy.decide(MEASURED, rules, old)[1]
+    assert decided(fresh, rules).send is None
+    decision = decided(old, rules)
     assert decision.send == 2
     assert "bound of 900 s" in decision.reason
 
 
 def test_d4_evicts_the_oldest_but_never_the_newest_two() -> None:
     held = (version(1), version(2, on_shared=True), version(3), version(4), version(5), version(6))
-    _, decision = drain_policy.decide(MEASURED, RULES, situation(*held, sending=3))
-    assert decision.remove == (1,)
-    _, decision = drain_policy.decide(MEASURED, replace(RULES, local_bytes_max=2 * SIZE), situation(*held, sending=3))
+    assert decided(situation(*held, sending=3)).remove == (1,)
+    decision = decided(situation(*held, sending=3), replace(RULES, local_bytes_max=2 * SIZE))
     assert decision.remove == (1, 2, 4)
     assert decision.place == "shared"
 
@@ -201,21 +200,24 @@ def test_d5_switches_after_three_votes_or_a_large_factor() -> None:
     assert drain_policy.decide(clear, rules, look)[1].place == "shared"
 
 
-def test_d7_training_has_priority_until_the_rpo_is_near() -> None:
-    held = (version(1, on_shared=True), version(2))
-    calm = situation(*held, now=100.0, sending=2, training_bytes_per_second=1.5)
-    near = situation(*held, now=500.0, sending=2, training_bytes_per_second=1.5)
-    late = situation(*held, now=700.0, sending=2, training_bytes_per_second=1.5)
-    assert drain_policy.decide(MEASURED, RULES, calm)[1].rate_bytes_per_second == pytest.approx(0.5)
-    assert drain_policy.decide(MEASURED, RULES, near)[1].rate_bytes_per_second == pytest.approx(1.0)
-    assert drain_policy.decide(MEASURED, RULES, late)[1].rate_bytes_per_second is None
-    starved = replace(calm, training_bytes_per_second=100.0)
-    unbound = replace(RULES, rpo_seconds=math.inf)
-    assert drain_policy.decide(MEASURED, unbound, starved)[1].rate_bytes_per_second == pytest.approx(0.1)
-    slowed = replace(calm, training_bytes_per_second=0.0, step_slowdown=0.06)
-    assert drain_policy.decide(MEASURED, RULES, slowed)[1].rate_bytes_per_second == pytest.approx(1.0)
-    idle = replace(calm, training_bytes_per_second=0.0)
-    assert drain_policy.decide(MEASURED, RULES, idle)[1].rate_bytes_per_second is None
+@pytest.mark.parametrize(
+    ("change", "rules", "rate"),
+    [
+        ({}, RULES, 0.5),
+        ({"now": 500.0}, RULES, 1.0),
+        ({"now": 700.0}, RULES, None),
+        ({"training_bytes_per_second": 100.0}, replace(RULES, rpo_seconds=math.inf), 0.1),
+        ({"training_bytes_per_second": 0.0, "step_slowdown": 0.06}, RULES, 1.0),
+        ({"training_bytes_per_second": 0.0}, RULES, None),
+    ],
+    ids=["calm", "the RPO is near", "the RPO is very near", "starved without an RPO", "slowed", "idle"],
+)
+def test_d7_training_has_priority_until_the_rpo_is_near(
+    change: dict[str, float], rules: Rules, rate: float | None
+) -> None:
+    calm = situation(version(1, on_shared=True), version(2), now=100.0, sending=2, training_bytes_per_second=1.5)
+    found = decided(replace(calm, **change), rules).rate_bytes_per_second  # type: ignore[arg-type]
+    assert found == (None if rate is None else pytest.approx(rate))
 
 
 def test_a_zero_measurement_is_an_outage() -> None:

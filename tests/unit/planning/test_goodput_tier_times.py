@@ -98,11 +98,8 @@ def test_two_saves_of_one_step_are_distinct() -> None:
     assert (shared.reached, shared.maximum_seconds, shared.skipped_steps) == (2, 3, ())
     soon = Start([Save(1, 10.0, 0.2), Save(1, 10.3, 0.2)])
     *_, shared = tiers(soon, commits=[commit(1, 10.1, 10.2), commit(1, 10.4, 40.3)])
-    assert (shared.reached, shared.median_seconds, shared.maximum_seconds) == (
-        2,
-        pytest.approx(15.1),
-        pytest.approx(30),
-    )
+    assert shared.reached == 2
+    assert (shared.median_seconds, shared.maximum_seconds) == pytest.approx((15.1, 30))
 
 
 def test_only_the_newest_save_is_pending_on_peers() -> None:

@@ -266,9 +266,6 @@ def test_an_exposure_bound_drains_earlier() -> None:
     assert sent(25.0) == 4
 
 
-# --- adaptive drains: path and rate --------------------------------------------------------------------------------
-
-
 def test_a_save_in_progress_counts_with_the_previous_size() -> None:
     """Its own size is unknown, and must not count as 0."""
     adaptive = sending(exposure_seconds_max=math.inf)

@@ -68,9 +68,8 @@ def test_no_window_helps_if_gradients_exceed_the_link() -> None:
     assert slow["gradient log"].stalled_share(50) == pytest.approx(1.0)
 
 
-def job(**more: float) -> Sizing:
-    rates = Bandwidths(shared_write=1e11, shared_read=1e11, local_write=1e10, local_read=4e10, nic=25e9, pcie=LINK)
-    site = Site(step_seconds=2.0, mtbf_seconds=10800.0, ssd_dwpd=3.0, rates=rates, **more)  # type: ignore[arg-type]
+def job() -> Sizing:
+    site = Site(step_seconds=2.0, mtbf_seconds=10800.0, ssd_dwpd=3.0, rates=RATES)
     return size(from_number("70e9"), state_of(), Mesh(dp=128, stage=3), site)
 
 
@@ -98,9 +97,6 @@ def test_the_best_interval_is_in_whole_steps_and_bounded_by_the_disks() -> None:
         if mode.stall_seconds:
             at = [ettr.exact(one, mode.stall_seconds, 10800.0, 300.0) for one in (interval / 2, interval, 2 * interval)]
             assert max(at) == at[1]
-
-
-# --- the simulator ------------------------------------------------------------------------------------------------
 
 
 def simulated(mode: Mode, sizing: Sizing, interval: float, days: float, *, wipes: bool = False) -> SimulationResult:
