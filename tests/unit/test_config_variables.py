@@ -29,9 +29,7 @@ def _clear_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         ("TIER_CKPT_MOVER", "TIERCKPT_MOVER"),
     ],
 )
-def test_a_misspelled_variable_names_the_nearest_setting(
-    variable: str, meant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelled_variable_names_the_setting(variable: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "a-secret-value")
     [(name, problem)] = unknown_variables().items()
     assert name == variable and f"did you mean {meant}?" in problem and "a-secret-value" not in problem
@@ -59,9 +57,7 @@ def test_known_variables_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> No
     assert unknown_variables() == {}
 
 
-def test_the_warning_appears_once_and_only_if_the_environment_is_read(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_warning_when_variables_are_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     read = Settings.load()
     monkeypatch.setenv("TIERCKPT_LOCAL_ROT", "/mnt")
     with caplog.at_level(logging.WARNING, "tierckpt"):

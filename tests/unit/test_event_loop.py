@@ -24,7 +24,7 @@ def loop(tmp_path: Path) -> Iterator[LoopThread]:
 
 
 @pytest.mark.parametrize("state", ["queued", "executing", "waiting", "started"])
-def test_an_interrupt_in_the_request_ends_the_call_or_leaves_started_work_to_close(
+def test_an_interrupt_ends_a_call_not_started_work(
     loop: LoopThread, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     begun, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()

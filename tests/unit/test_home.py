@@ -52,9 +52,7 @@ def test_a_user_without_entry_and_without_home_has_the_root_directory(monkeypatc
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users")
 @pytest.mark.parametrize("closed", ["", ".cache"])
-def test_a_home_that_this_user_may_not_enter_counts_as_not_set(
-    monkeypatch: pytest.MonkeyPatch, shared_tmp: Path, closed: str
-) -> None:
+def test_a_closed_home_counts_as_not_set(monkeypatch: pytest.MonkeyPatch, shared_tmp: Path, closed: str) -> None:
     monkeypatch.setenv("HOME", str(shared_tmp / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     (shared_tmp / "home" / closed).mkdir(parents=True)

@@ -81,9 +81,7 @@ def test_a_location_knows_its_children() -> None:
     assert root.child("a").parent == Location("s3", "bucket", "")
 
 
-def test_settings_come_from_arguments_then_environment_then_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_settings_come_from_arguments_environment_and_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tierckpt.toml").write_text('shard_size_bytes_max = "2MiB"\nchunk_size_bytes = "1MiB"\nconcurrency = 2\n')
     monkeypatch.setenv("TIERCKPT_CHUNK_SIZE_BYTES", "64KiB")

@@ -123,7 +123,7 @@ def test_peek_returns_at_once(shared: Any) -> None:
     assert store.peek(["a"]) is None
 
 
-def test_each_use_of_a_prefix_has_keys_of_its_own_and_the_next_one_removes_them(
+def test_each_use_of_a_prefix_has_its_own_keys_and_removes_the_last(
     shared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_store, "own_store", lambda: shared)

@@ -254,9 +254,7 @@ class Seconds:
         monkeypatch.setattr(telemetry.time, "monotonic", lambda: self.now)
 
 
-def test_what_repeats_is_said_once_a_minute_for_each_source(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeat_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = Seconds(monkeypatch)
     repeats = telemetry.Repeats(logger("test"), logging.WARNING, "refused from %s: %s")
     for _ in range(1000):

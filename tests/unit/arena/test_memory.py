@@ -129,9 +129,7 @@ def test_huge_is_what_the_kernel_did_not_what_was_asked(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("advice", ["_MADV_COLLAPSE", "_MADV_POPULATE_WRITE"])
-def test_where_the_kernel_makes_no_huge_pages_of_a_memory_file_it_has_small_ones(
-    advice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_kernel_support_shared_memory_has_small_pages(advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, advice, 9999)  # as an older kernel answers
     with Memory.allocate(8 * MiB, kind=Kind.SHM) as memory:
         assert memory.huge == pages.memory_files_are_huge()

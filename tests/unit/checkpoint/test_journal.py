@@ -41,9 +41,7 @@ def test_entries_are_newest_first(tmp_path: Path) -> None:
     assert [item.token for item in journal.entries()] == ["c", "b", "a"]
 
 
-def test_that_an_unfinished_save_is_gone_is_durable_before_its_entry_goes(
-    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remove_syncs_the_directory_first(journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made_durable = []
     directory = local_dir(tmp_path, LOCATION)
     directory.mkdir(parents=True)
@@ -125,9 +123,7 @@ def test_the_error_of_the_last_try_is_kept_once(journal: Journal) -> None:
     assert entry.error == "no network"
 
 
-def test_an_entry_that_ends_while_the_journal_is_read_is_passed_over(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_removed_during_a_read_is_skipped(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     journal.open("bb", LOCATION, 0, 4096)
     read = journals.read_entry
 

@@ -128,9 +128,7 @@ def test_a_commit_that_cannot_be_made_durable_is_taken_back(
 
 
 @pytest.mark.parametrize("can_clean_up", [True, False])
-def test_the_replaced_files_go_with_the_commit_or_with_the_next_removal(
-    can_clean_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_removes_replaced_files(can_clean_up: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committed(tmp_path, "one")
     with monkeypatch.context() as patch:
         if not can_clean_up:
@@ -202,9 +200,7 @@ def test_a_damaged_note_of_a_removal_removes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("remove", [local_commit.remove_local, local_commit.finish_removal])
-def test_a_removal_that_is_not_allowed_says_so(
-    remove: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_denied_removals_raise(remove: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committed(tmp_path, "one")
     monkeypatch.setattr(local_commit, "finish_locked_removal", denied)
     with pytest.raises(PermissionDeniedError):

@@ -105,9 +105,7 @@ def check_i5(copies: list[CheckpointCopy], verdicts: Sequence[Verdict], *, drain
 @pytest.mark.slow
 @given(runs(), policies, st.booleans())
 @settings(max_examples=600, deadline=None)
-def test_never_the_last_good_one_of_a_tier_and_never_the_only_copy(
-    copies: list[CheckpointCopy], policy: Policy, drains: bool
-) -> None:
+def test_the_last_good_copy_and_the_only_copy_stay(copies: list[CheckpointCopy], policy: Policy, drains: bool) -> None:
     check_i5(copies, policy.judge(copies, drains=drains), drains=drains)
 
 

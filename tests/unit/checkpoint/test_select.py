@@ -87,16 +87,12 @@ class Job:
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_a_run_whose_listed_step_has_gone_is_listed_again(
-    look: str, file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removed_steps_are_relisted(look: str, file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Job(file_uri, tmp_path / "job", monkeypatch, times=2)
     assert LOOKS[look](file_uri, tmp_path) == 3
 
 
-def test_a_step_that_was_uncommitted_when_it_was_read_is_read_again(
-    file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_uncommitted_step_is_read_again(file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 2 is committed after its check, and step 1 removed before its own: no name is found, and none is usable."""
     job = Job(file_uri, tmp_path / "job", monkeypatch)
     (Path(file_uri) / "step-2").mkdir()
@@ -105,9 +101,7 @@ def test_a_step_that_was_uncommitted_when_it_was_read_is_read_again(
     assert LOOKS["latest"](file_uri, tmp_path) == 2
 
 
-def test_an_older_step_is_not_taken_when_a_newer_one_has_come_for_those_that_have_gone(
-    file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_step_is_preferred_to_an_older(file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader keeps step 1 from being removed; steps 2 and 3 are each replaced by the next."""
     job = Job(file_uri, tmp_path / "job", monkeypatch)
     save(file_uri, tmp_path / "job", 3)
@@ -117,9 +111,7 @@ def test_an_older_step_is_not_taken_when_a_newer_one_has_come_for_those_that_hav
     assert LOOKS["latest"](file_uri, tmp_path) == 4
 
 
-def test_steps_that_go_faster_than_they_are_read_are_an_error(
-    file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_removed_before_each_read_raise(file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (select, catalog):
         monkeypatch.setattr(module, "LISTINGS_MAX", 2)
     Job(file_uri, tmp_path / "job", monkeypatch, times=5)
@@ -136,9 +128,7 @@ def test_a_run_of_unfinished_saves_has_none(file_uri: str) -> None:
     assert Checkpointer(file_uri).restore({"w": torch.zeros(1)}) is None
 
 
-def test_a_step_that_is_removed_before_it_is_listed_as_a_row(
-    file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_removed_before_its_row_is_read(file_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(file_uri, tmp_path / "job", 1)
     described, saved = catalog.describe, [2, 3]
 

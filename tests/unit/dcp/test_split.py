@@ -230,7 +230,7 @@ def unreplicated_items(rank: int) -> State:
 
 
 @pytest.mark.parametrize(
-    ("state_of", "part_bytes_min", "difference_bytes"),
+    ("state_of", "part_bytes_min", "spread_bytes"),
     [
         (lambda _: {f"layer {i}": torch.empty(64 + i, 1000) for i in range(10)}, 64 * KIB, 4000),  # one row
         (nested_groups, 1000, 800),
@@ -239,14 +239,12 @@ def unreplicated_items(rank: int) -> State:
     ],
     ids=["equal layers", "nested groups", "unreplicated items", "wide rows"],
 )
-def test_ranks_write_equal_amounts(
-    state_of: Callable[[int], State], part_bytes_min: int, difference_bytes: int
-) -> None:
+def test_ranks_write_equal_amounts(state_of: Callable[[int], State], part_bytes_min: int, spread_bytes: int) -> None:
     plans = plan(4, state_of, part_bytes_min=part_bytes_min)
     loads = [bytes_of(ours) for ours in plans]
     tensors = {name: tensor for rank in range(4) for name, tensor in state_of(rank).items()}
     assert sum(loads) == sum(tensor.nbytes for tensor in tensors.values())
-    assert max(loads) - min(loads) <= difference_bytes
+    assert max(loads) - min(loads) <= spread_bytes
     names = [{item.index.fqn for item in ours.items} for ours in plans]
     assert all(written <= state_of(rank).keys() for rank, written in enumerate(names))
 

@@ -67,9 +67,7 @@ def test_a_file_that_is_there_is_not_written(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"kept"
 
 
-def test_where_direct_io_is_refused_the_page_cache_takes_it(
-    tmp_path: Path, memory: memoryview, refused: list[Path]
-) -> None:
+def test_refused_direct_io_uses_the_page_cache(tmp_path: Path, memory: memoryview, refused: list[Path]) -> None:
     for name in ("one", "two"):
         assert written(tmp_path / name, memory) == (memory[:SIZE], False)
     assert open_direct(tmp_path / "one", os.O_RDONLY) is None
@@ -86,7 +84,7 @@ def test_other_errors_are_raised(tmp_path: Path, code: int, monkeypatch: pytest.
         DirectFile().create(tmp_path / "file")
 
 
-def test_a_short_direct_write_goes_on_from_the_last_whole_block(
+def test_a_short_write_continues_at_a_block(
     tmp_path: Path, memory: memoryview, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, offsets = os.pwrite, []
@@ -101,9 +99,7 @@ def test_a_short_direct_write_goes_on_from_the_last_whole_block(
     assert len(offsets) == 6
 
 
-def test_a_write_that_takes_nothing_is_a_full_disk(
-    tmp_path: Path, memory: memoryview, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_write_is_a_full_disk(tmp_path: Path, memory: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda *_: 511)
     file = DirectFile()
     file.create(tmp_path / "file")
@@ -132,9 +128,7 @@ def test_reads_end_with_the_file(tmp_path: Path, memory: memoryview, is_buffered
     os.close(file)
 
 
-def test_an_error_ends_a_direct_read_with_what_there_was(
-    tmp_path: Path, memory: memoryview, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_shortens_a_direct_read(tmp_path: Path, memory: memoryview, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real = tmp_path / "file", os.preadv
     path.write_bytes(memory[:SIZE])
 

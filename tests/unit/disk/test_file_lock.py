@@ -143,9 +143,7 @@ def record_of_a_child(path: Path, kind: str, is_process: bool) -> subprocess.Pop
 
 
 @pytest.mark.parametrize("is_process", [False, True])
-def test_a_record_lock_is_of_one_byte_ends_with_its_holder_and_is_seen_without_taking_it(
-    tmp_path: Path, is_process: bool
-) -> None:
+def test_a_record_lock_of_one_byte_is_visible_and_ends_with_its_holder(tmp_path: Path, is_process: bool) -> None:
     path = tmp_path / "file"
     path.touch()
     file = os.open(path, os.O_RDWR)

@@ -175,9 +175,7 @@ def test_a_silent_host_is_overtaken(tmp_path: Path) -> None:
     assert path.read_text() == "3" and not other.take()
 
 
-def test_a_host_that_stays_silent_is_overtaken_by_the_clock_of_the_one_that_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_host_is_overtaken_by_the_clock_of_the_waiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the file server is an hour ahead."""
     path = tmp_path / "host"
     path.write_text("1")

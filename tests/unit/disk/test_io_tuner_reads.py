@@ -47,15 +47,13 @@ DIRECT, CACHE = READ_MODES
     ("rates", "expected"),
     [((2.0, 1.0), DIRECT), ((1.0, 1.0), DIRECT), ((1.0, 1.2), DIRECT), ((1.0, 1.4), CACHE), ((1.0, 3.0), CACHE)],
 )
-def test_the_cheapest_of_the_fastest_is_taken_and_the_page_cache_must_gain_a_quarter(
+def test_the_page_cache_must_be_a_quarter_faster_than_direct_reads(
     rates: tuple[float, ...], expected: ReadMode
 ) -> None:
     assert best(dict(zip(READ_MODES, rates, strict=True))) == expected
 
 
-def test_what_was_decided_is_known_to_the_next_process_until_the_next_boot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decision_is_known_to_other_processes_until_a_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tmp_path.joinpath("file").open("wb") as file:
         device = device_of(file.fileno())
     first = tuner(tmp_path)
@@ -156,6 +154,7 @@ def test_what_cannot_be_kept_does_not_stop_the_load(small: None, path: Path) -> 
 # --- model files: there is one way more ------------------------------------------------------------------------------
 
 MiB = 1 << 20
+Reads = list[tuple[int, ReadMode]]
 
 
 @pytest.fixture
@@ -178,9 +177,9 @@ def load_model(folder: Path, root: Path, **settings: Any) -> None:
 
 
 @pytest.fixture
-def ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ReadMode]]:
+def ways_taken(monkeypatch: pytest.MonkeyPatch) -> Reads:
     """Offset and mode of each read, headers excluded."""
-    taken: list[tuple[int, ReadMode]] = []
+    taken: Reads = []
     real = LocalCopy.read
 
     def read(copy: LocalCopy, byte_range: ByteRange, *given: Any) -> Any:
@@ -194,9 +193,7 @@ def ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ReadMode]]:
     return taken
 
 
-def test_the_first_large_load_of_model_files_tries_each_way_and_each_gives_the_bytes(
-    model: Path, ways_taken: list[tuple[int, ReadMode]]
-) -> None:
+def test_the_first_large_load_of_a_model_tries_each_way(model: Path, ways_taken: Reads) -> None:
     root = model.parent
     load_model(model, root)
     assert len({start for start, _ in ways_taken}) == len(ways_taken)  # no byte twice
@@ -212,9 +209,7 @@ def test_the_first_large_load_of_model_files_tries_each_way_and_each_gives_the_b
 
 
 @pytest.mark.parametrize("way", MODEL_READ_MODES, ids=str)
-def test_each_way_reads_model_files(
-    model: Path, way: ReadMode, ways_taken: list[tuple[int, ReadMode]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_way_reads_a_model(model: Path, way: ReadMode, ways_taken: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReadTuner, "mode", lambda *_: way)
     monkeypatch.setattr(ReadTuner, "is_known", lambda *_: True)
     load_model(model, model.parent)
@@ -222,9 +217,7 @@ def test_each_way_reads_model_files(
     assert not model_read_modes(model.parent).exists()
 
 
-def test_a_read_that_fails_while_ways_are_tried_fails_the_load(
-    model: Path, ways_taken: list[tuple[int, ReadMode]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_trial_fails_the_load(model: Path, ways_taken: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     real, seeded = LocalCopy.read, [StoreError("seeded")]
 
     def fail_in_the_second_way(copy: LocalCopy, *given: Any) -> Any:

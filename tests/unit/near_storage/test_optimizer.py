@@ -263,9 +263,7 @@ class TestTraining:
         assert sorted((tmp_path / "near").iterdir()) == had
 
     @pytest.mark.slow
-    def test_a_checkpointer_saves_the_state_files(
-        self, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_saves_copy_no_state_files(self, trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         trainer.train(1)
         staged, stage = list[Any](), near_optimizer.stage
         monkeypatch.setattr(near_optimizer, "stage", lambda *given: staged.append(stage(*given)) or staged[-1])
@@ -523,9 +521,7 @@ class TestDamage:
             assert step == 8 and equal_all(found, masters)
 
     @pytest.mark.slow
-    def test_training_and_saves_continue_from_the_intact_version(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_training_continues_from_the_intact_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Damage between steps and during saves. If no version is intact, the next call raises the error."""
         reference, trainer = Reference(), Trainer(tmp_path / "near")
         wait, [path] = StateHold.wait, list((tmp_path / "near").glob("*/state"))

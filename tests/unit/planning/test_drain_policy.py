@@ -212,9 +212,7 @@ def test_d5_switches_after_three_votes_or_a_large_factor() -> None:
     ],
     ids=["calm", "the RPO is near", "the RPO is very near", "starved without an RPO", "slowed", "idle"],
 )
-def test_d7_training_has_priority_until_the_rpo_is_near(
-    change: dict[str, float], rules: Rules, rate: float | None
-) -> None:
+def test_d7_training_has_priority_far_from_the_rpo(change: dict[str, float], rules: Rules, rate: float | None) -> None:
     calm = situation(version(1, on_shared=True), version(2), now=100.0, sending=2, training_bytes_per_second=1.5)
     found = decided(replace(calm, **change), rules).rate_bytes_per_second  # type: ignore[arg-type]
     assert found == (None if rate is None else pytest.approx(rate))

@@ -166,9 +166,7 @@ def recorded(
     return run, jobs[0].records
 
 
-def measured(
-    cluster: Cluster, configuration: Configuration, days: float, seed: int
-) -> tuple[SimulationResult, Goodput]:
+def measure(cluster: Cluster, configuration: Configuration, days: float, seed: int) -> tuple[SimulationResult, Goodput]:
     run, records = recorded(cluster, configuration, days=days, seed=seed)
     return run, report(*records)
 
@@ -185,7 +183,7 @@ TIERED = Configuration(
     [(BLOCKING, ettr.exact(230, 60, MTBF, 40)), (BACKGROUND, ettr.exact(230, 5, MTBF, 40, 60))],
 )
 def test_measured_ettr_matches_simulation_and_model(configuration: Configuration, expected: float) -> None:
-    run, found = measured(CLUSTER, configuration, 15, 3)
+    run, found = measure(CLUSTER, configuration, 15, 3)
     assert len(found.failures) == sum(run.failures.values()) > 2000
     assert found.ettr == pytest.approx(run.ettr, rel=2e-3)
     assert found.spent["lost"] == pytest.approx(run.lost_seconds, rel=0.01)
@@ -196,7 +194,7 @@ def test_measured_ettr_matches_simulation_and_model(configuration: Configuration
 def test_the_formula_with_measured_means_agrees_within_three_percent() -> None:
     """`tierckpt report` prints both values. For a job whose failures leave the SSDs intact."""
     cluster = Cluster(NODES, RATES, (failing(1800, "process", wipes=False),))
-    run, found = measured(cluster, TIERED, 20, 2)
+    run, found = measure(cluster, TIERED, 20, 2)
     assert found.expected_ettr == pytest.approx(run.ettr, rel=0.03)
     assert found.mtbf_seconds == pytest.approx(1800, rel=0.05)
 

@@ -41,9 +41,7 @@ STEP = 0.5
         (0.0, 0.0, 1, "there is no shorter one"),
     ],
 )
-def test_without_a_failure_rate_the_interval_follows_checkfreq(
-    blocked: float, durable: float, steps: int, why: str
-) -> None:
+def test_without_an_mtbf_the_interval_follows_checkfreq(blocked: float, durable: float, steps: int, why: str) -> None:
     assert choose(JobProfile(STEP, blocked, durable), Goal()).steps == steps, why
 
 
