@@ -18,26 +18,22 @@ def _clear_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "meant"),
+    ("variable", "advice"),
     [
-        ("TIERCKPT_LOCAL_ROT", "TIERCKPT_LOCAL_ROOT"),
-        ("TIERCKPT_LOCAL_DIR", "TIERCKPT_LOCAL_ROOT"),
-        ("tierckpt_replica", "TIERCKPT_REPLICAS"),
-        ("TIERCKPT_CHUNK_SIZE", "TIERCKPT_CHUNK_SIZE_BYTES"),
-        ("TIERCKPT_STORE_TIMEOUT", "TIERCKPT_STORE_TIMEOUT_SECONDS"),
-        ("TIERCHKPT_LOCAL_ROOT", "TIERCKPT_LOCAL_ROOT"),
-        ("TIER_CKPT_MOVER", "TIERCKPT_MOVER"),
+        ("TIERCKPT_LOCAL_ROT", "did you mean TIERCKPT_LOCAL_ROOT?"),
+        ("TIERCKPT_LOCAL_DIR", "did you mean TIERCKPT_LOCAL_ROOT?"),
+        ("tierckpt_replica", "did you mean TIERCKPT_REPLICAS?"),
+        ("TIERCKPT_CHUNK_SIZE", "did you mean TIERCKPT_CHUNK_SIZE_BYTES?"),
+        ("TIERCKPT_STORE_TIMEOUT", "did you mean TIERCKPT_STORE_TIMEOUT_SECONDS?"),
+        ("TIERCHKPT_LOCAL_ROOT", "did you mean TIERCKPT_LOCAL_ROOT?"),
+        ("TIER_CKPT_MOVER", "did you mean TIERCKPT_MOVER?"),
+        ("TIERCKPT_FROBNICATE", "docs/guide/settings.md"),  # no setting has a similar name
     ],
 )
-def test_a_misspelled_variable_names_the_setting(variable: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelled_variable_names_the_setting(variable: str, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "a-secret-value")
     [(name, problem)] = unknown_variables().items()
-    assert name == variable and f"did you mean {meant}?" in problem and "a-secret-value" not in problem
-
-
-def test_an_unknown_variable_without_a_near_match_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TIERCKPT_FROBNICATE", "1")
-    assert "docs/guide/settings.md" in unknown_variables()["TIERCKPT_FROBNICATE"]
+    assert name == variable and advice in problem and "a-secret-value" not in problem
 
 
 def test_known_variables_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:

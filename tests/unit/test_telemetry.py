@@ -20,9 +20,6 @@ from tierckpt.telemetry import BYTES, RELAYED_VALUES_MAX, Metric, MetricsRelay, 
 SECRET = "wJalrXUtnFEMIcanaryK7MDENGbPxRfiCYEXAMPLEKEY"
 
 
-# --- metrics ---------------------------------------------------------------------------------------------------
-
-
 def test_every_listener_hears_until_it_stops_and_a_failing_one_harms_nobody() -> None:
     heard: list[tuple[str, float]] = []
 
@@ -243,9 +240,6 @@ def test_a_uri_with_a_credential_in_it_is_refused_without_repeating_it(uri: str)
 )
 def test_other_uris_are_what_they_were(uri: str) -> None:
     parse_uri(uri)
-
-
-# --- what repeats ------------------------------------------------------------------------------------------------
 
 
 class Seconds:

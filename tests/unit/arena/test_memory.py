@@ -152,9 +152,6 @@ def test_the_measure_of_huge_pages_agrees_with_the_total_of_the_process(asked: i
         assert counted == rollup("AnonHugePages") - before
 
 
-# --- closing ----------------------------------------------------------------------------------------------------
-
-
 def test_close_gives_everything_back_at_once() -> None:
     resident, open_before = rollup("Rss"), descriptors()
     for _ in range(5):
@@ -257,9 +254,6 @@ def test_what_is_not_an_arena_is_refused(tmp_path: Path, shared: Memory) -> None
         with pytest.raises(ConfigError):
             Memory.from_fd(shared.fd, kind)
     assert descriptors() == open_before
-
-
-# --- fork -------------------------------------------------------------------------------------------------------
 
 
 def test_a_forked_child_of_a_private_owner_sees_zeros_and_cannot_harm_it() -> None:

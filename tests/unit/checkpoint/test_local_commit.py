@@ -404,32 +404,28 @@ def test_a_claim_that_names_no_attempt_is_refused(body: dict[str, Any], store: S
     asyncio.run(store.put(CLAIM, manifests.seal(body)))
     with pytest.raises(ManifestError, match=r"claim\.json"):
         asyncio.run(shared_commit.read_claim(store))
-
-
-def test_a_claim_that_came_from_elsewhere_with_the_files_is_one(store: Store) -> None:
-    body = {"attempt": "one", "replaces": [], "uri": "s3://elsewhere/step-1"}
-    asyncio.run(store.put(CLAIM, manifests.seal(body)))
+    elsewhere = {"attempt": "one", "replaces": [], "uri": "s3://elsewhere/step-1"}  # it came with copied files
+    asyncio.run(store.put(CLAIM, manifests.seal(elsewhere)))
     assert asyncio.run(shared_commit.read_claim(store)) is not None
 
 
 @pytest.mark.parametrize(
-    ("mark", "is_marked"),
+    ("note", "mark", "is_marked"),
     [
-        (local_commit.mark_drained, local_commit.is_drained),
-        (local_commit.mark_superseded, local_commit.is_evictable),
-        (local_commit.mark_replicated, local_commit.is_replicated),
+        (DRAINED, local_commit.mark_drained, local_commit.is_drained),
+        (SUPERSEDED, local_commit.mark_superseded, local_commit.is_evictable),
+        (REPLICATED, local_commit.mark_replicated, local_commit.is_replicated),
     ],
 )
 def test_a_note_is_about_one_attempt_and_a_damaged_one_about_none(
-    mark: Callable[[Path, str], None], is_marked: Callable[[Path, str], bool], tmp_path: Path
+    note: str, mark: Callable[[Path, str], None], is_marked: Callable[[Path, str], bool], tmp_path: Path
 ) -> None:
     committed(tmp_path, "one")
     assert not is_marked(tmp_path, "one")
     mark(tmp_path, "one")
     assert is_marked(tmp_path, "one") and not is_marked(tmp_path, "two")
-    for note in (DRAINED, SUPERSEDED, REPLICATED):
-        if (tmp_path / note).exists():
-            (tmp_path / note).write_bytes(b"{}")
+    assert (tmp_path / note).exists()
+    (tmp_path / note).write_bytes(b"{}")
     assert not is_marked(tmp_path, "one")
 
 

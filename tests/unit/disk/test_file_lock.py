@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,16 @@ from tierckpt.disk.file_lock import lock, lock_record, record_holder, try_lock
 from tierckpt.errors import OperationTimeoutError, StoreError
 
 
-def test_who_is_refused_does_not_remove_the_lock_of_who_holds_it(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
+@pytest.fixture(params=["local", "inode numbers that change at each look"])
+def path(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    if request.param == "local":
+        yield tmp_path / "lock"
+        return
+    with mounted(tmp_path, inodes="changing") as mount:
+        yield mount.path / "lock"
+
+
+def test_who_is_refused_does_not_remove_the_lock_of_who_holds_it(path: Path) -> None:
     with try_lock(path, remove=True) as first:
         assert first
         for _ in range(2):
@@ -28,8 +37,7 @@ def test_who_is_refused_does_not_remove_the_lock_of_who_holds_it(tmp_path: Path)
     assert not path.exists()
 
 
-def test_a_lock_on_a_removed_file_is_no_lock(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
+def test_a_lock_on_a_removed_file_is_no_lock(path: Path) -> None:
     with try_lock(path) as first:
         assert first
         path.unlink()
@@ -114,19 +122,6 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, number: int) -> No
         with pytest.raises(StoreError, match="no file locks") as caught, try_lock(mount.path / "lock"):
             raise AssertionError("there is no lock")
         assert str(mount.path) in caught.value.message and "TIERCKPT_LOCAL_ROOT" in caught.value.hint
-
-
-def test_a_lock_holds_where_inode_numbers_change_at_each_look(tmp_path: Path) -> None:
-    with mounted(tmp_path, inodes="changing") as mount:
-        path = mount.path / "lock"
-        with try_lock(path, remove=True) as first, try_lock(path) as second:
-            assert first and not second
-        assert not path.exists()
-        with try_lock(path) as first:
-            assert first
-            path.unlink()
-            with try_lock(path) as second:
-                assert second  # K3
 
 
 def record_of_a_child(path: Path, kind: str, is_process: bool) -> subprocess.Popen[str]:

@@ -38,8 +38,6 @@ def tuner(root: Path, ways: tuple[ReadMode, ...] = READ_MODES, **settings: Any) 
     return ReadTuner(Settings.load(None, local_root=root, **settings), ways)
 
 
-# --- the choice ------------------------------------------------------------------------------------------------------
-
 DIRECT, CACHE = READ_MODES
 
 
@@ -75,9 +73,6 @@ def test_a_decision_is_known_to_other_processes_until_a_boot(tmp_path: Path, mon
 def test_a_damaged_result_is_no_result(kept: bytes, tmp_path: Path) -> None:
     read_modes(tmp_path).write_bytes(kept)
     assert not tuner(tmp_path).is_known("d") and tuner(tmp_path).mode("d") == DIRECT
-
-
-# --- the trial -------------------------------------------------------------------------------------------------------
 
 
 class Noted(LocalCopy):

@@ -210,9 +210,6 @@ def test_omitted_restarts_are_detected() -> None:
     assert found.goodput != pytest.approx(run.ettr, rel=0.03)
 
 
-# --- kept, lost and unsaved steps ------------------------------------------------------------------------------------
-
-
 def start_of(
     at: float, steps: range, saves: Iterable[int], *, resumes: int | None = None, end: str = "", by: str = "step"
 ) -> list[dict[str, Any]]:

@@ -104,9 +104,6 @@ def test_extreme_failure_rates_do_not_stop_training() -> None:
     assert "as often as possible" in found.reason
 
 
-# --- adapting -----------------------------------------------------------------------------------------------------
-
-
 def test_the_interval_grows_by_a_quarter_and_shrinks_gradually() -> None:
     choice = Pace(20, 1, "profile")
     pace = adapt(None, choice, 0.0, 0.035)

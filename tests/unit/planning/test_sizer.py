@@ -15,28 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.planning.test_simulator import GB, RATES, TB
 from tierckpt.errors import ConfigError
-from tierckpt.planning import (
-    Bandwidths,
-    Mesh,
-    Model,
-    Site,
-    Sizing,
-    from_config,
-    from_number,
-    from_shapes,
-    size,
-    state_of,
-)
+from tierckpt.planning import Mesh, Model, Site, Sizing, from_config, from_number, from_shapes, size, state_of
 from tierckpt.planning.checked_numbers import parse_bytes, parse_count, parse_rate, parse_seconds
 from tierckpt.planning.ettr import mtbf_seconds
 from tierckpt.planning.training_state import Tensor, component_of, take_stock
 from tierckpt.training.sizing import measure
 
-GB, TB = 1e9, 1e12
-RATES = Bandwidths(
-    shared_write=100 * GB, shared_read=100 * GB, local_write=10 * GB, local_read=40 * GB, nic=25 * GB, pcie=25 * GB
-)
 SUPERPOD = Mesh(tp=8, pp=16, dp=8)
 
 
