@@ -348,30 +348,24 @@ def test_a_directory_of_a_different_optimizer_is_rejected(tmp_path: Path) -> Non
 
 
 def test_unsupported_models_and_optimizers_are_rejected(tmp_path: Path) -> None:
-    def build(params: Any, *arguments: Any, **options: Any) -> None:
-        NearStorageOptimizer(params, *arguments, directory=tmp_path, **options)
-
-    model = nn.Linear(2, 2, dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match="LBFGS"):
-        build(model.parameters(), torch.optim.LBFGS)
-    with pytest.raises(ConfigError, match="meta"):
-        build(nn.Linear(2, 2, dtype=torch.bfloat16, device="meta").parameters(), torch.optim.AdamW)
-    with pytest.raises(ConfigError, match=r"is float32.*gradient_log"):  # parameters of autocast and a GradScaler
-        build(nn.Linear(2, 2).parameters(), torch.optim.AdamW)
-    model.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="has float32 gradients"):
-        build(model.parameters(), torch.optim.AdamW)
-    for given in ((torch.optim.AdamW(model.parameters()),), (model.parameters(), torch.optim.AdamW)):
-        with pytest.raises(ConfigError, match=r"supports only mode=.*gradient_log"):
-            build(*given, mode="shadow")
-    with pytest.raises(ConfigError, match="in the trainer"):
-        build(torch.optim.AdamW(model.parameters()), mode="offload")
-    for unknown in (None, "AdamW", nn.Linear):
-        with pytest.raises(ConfigError, match="not an optimizer class"):
-            build(model.parameters(), unknown)
-    for options in ({"workers": 0}, {"workers": "two"}, {"persist_every": 1.5}):
-        with pytest.raises(ConfigError, match="whole numbers above 0"):
-            build(model.parameters(), torch.optim.AdamW, **options)
+    model, other = (nn.Linear(2, 2, dtype=torch.bfloat16) for _ in range(2))
+    other.weight.main_grad = torch.zeros(2, 2)  # type: ignore[assignment]
+    adam, meta = torch.optim.AdamW, nn.Linear(2, 2, dtype=torch.bfloat16, device="meta")
+    for match, arguments, options in [
+        ("LBFGS", (model.parameters(), torch.optim.LBFGS), {}),
+        ("meta", (meta.parameters(), adam), {}),
+        (r"is float32.*gradient_log", (nn.Linear(2, 2).parameters(), adam), {}),  # of autocast and a GradScaler
+        ("has float32 gradients", (other.parameters(), adam), {}),
+        (r"supports only mode=.*gradient_log", (adam(model.parameters()),), {"mode": "shadow"}),
+        (r"supports only mode=.*gradient_log", (model.parameters(), adam), {"mode": "shadow"}),
+        ("in the trainer", (adam(model.parameters()),), {"mode": "offload"}),
+        *(("not an optimizer class", (model.parameters(), one), {}) for one in (None, "AdamW", nn.Linear)),
+        ("whole numbers above 0", (model.parameters(), adam), {"workers": 0}),
+        ("whole numbers above 0", (model.parameters(), adam), {"workers": "two"}),
+        ("whole numbers above 0", (model.parameters(), adam), {"persist_every": 1.5}),
+    ]:
+        with pytest.raises(ConfigError, match=match):
+            NearStorageOptimizer(*arguments, directory=tmp_path, **options)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 
