@@ -56,32 +56,22 @@ def test_waiting_has_a_deadline(tmp_path: Path) -> None:
             pytest.fail("two holders")
 
 
-def test_a_lock_is_let_go_of_though_its_file_cannot_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "lock"
-
-    def fail(path: Path) -> None:
-        raise OSError(errno.EIO, "Input/output error", str(path))
-
-    with monkeypatch.context() as patch, try_lock(path, remove=True) as held:
-        patch.setattr(Path, "unlink", fail)
-        assert held
-    with try_lock(path) as held:
-        assert held
-
-
-def test_a_lock_is_let_go_of_though_unlocking_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closing the file has the same effect; a leaked descriptor would hold the lock until the process exits."""
+@pytest.mark.parametrize("failing", ["removal", "unlock"])
+def test_a_lock_is_released_although_its_removal_or_unlock_fails(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing the file releases it too; a leaked descriptor would hold the lock until the process exits."""
     flock = fcntl.flock
 
-    def no_unlock(file: int, operation: int) -> None:
-        if operation == fcntl.LOCK_UN:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        flock(file, operation)
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", no_unlock)
-        with lock(tmp_path / "lock", 1.0, "it"):
-            pass
+    def no_unlock(file: int, operation: int) -> None:
+        (fail if operation == fcntl.LOCK_UN else flock)(file, operation)
+
+    with monkeypatch.context() as patch, try_lock(tmp_path / "lock", remove=failing == "removal") as held:
+        assert held
+        patch.setattr(*((Path, "unlink", fail) if failing == "removal" else (fcntl, "flock", no_unlock)))
     with try_lock(tmp_path / "lock") as held:
         assert held
 
