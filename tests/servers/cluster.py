@@ -11,7 +11,6 @@ import json
 import random
 import shutil
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +20,10 @@ from tests.peer_node import secret_file
 from tests.servers.fleet import Ended, Fleet, Process
 from tests.servers.origin import Origin
 from tierckpt.checkpoint.catalog import file_size
+from tierckpt.poll import BRIEF, Poll
 
 MiB = 1 << 20
 READY_SECONDS = 60.0
-POLL_SECONDS = 0.02
 SECRET = "not a secret: this cluster lives for one test"
 
 
@@ -168,12 +167,11 @@ class Cluster:
 
     def await_members(self, count: int, timeout_seconds: float = READY_SECONDS) -> None:
         """Return when every agent that runs knows ``count`` live members. Raises with their logs."""
-        deadline = time.monotonic() + timeout_seconds
-        while any(node.agent and len(self.live(node)) < count for node in self.nodes):
-            if time.monotonic() > deadline:
-                told = "\n".join(node.log() for node in self.nodes)
-                raise TimeoutError(f"after {timeout_seconds:g} s the agents do not know each other\n{told}")
-            time.sleep(POLL_SECONDS)
+        for _ in Poll(timeout_seconds, BRIEF):
+            if all(not node.agent or len(self.live(node)) >= count for node in self.nodes):
+                return
+        told = "\n".join(node.log() for node in self.nodes)
+        raise TimeoutError(f"after {timeout_seconds:g} s the agents do not know each other\n{told}")
 
     def live(self, node: Node) -> list[str]:
         """The members that a node's agent believes to be alive, including itself; [] while it is unreachable."""
@@ -244,23 +242,20 @@ class Cluster:
 
     def until_sent(self, share: float, timeout_seconds: float = 60.0) -> int:
         """Wait until the store has sent this share of the model. Returns the bytes sent by then."""
-        deadline = time.monotonic() + timeout_seconds
-        while (sent := self.origin.sent_bytes()) < share * self.model.size_bytes:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the store has sent {sent} bytes in {timeout_seconds:g} s, of which {share:g} x")
-            time.sleep(POLL_SECONDS)
-        return sent
+        for _ in Poll(timeout_seconds, BRIEF):
+            if (sent := self.origin.sent_bytes()) >= share * self.model.size_bytes:
+                return sent
+        raise TimeoutError(f"the store has sent {sent} bytes in {timeout_seconds:g} s, of which {share:g} x")
 
     def until_landed(self, node: Node, timeout_seconds: float = 60.0) -> None:
         """Return when a chunk of the model has landed on a node: its progress has a line, or the whole has a receipt
         (cache/partial_entry.py)."""
-        deadline = time.monotonic() + timeout_seconds
         name = self.model.name
         places = f".{name}-*.incoming/.tierckpt/filling/progress-*", f"{name}-*/.tierckpt/prefetched.json"
-        while not any(file_size(file) > 0 for place in places for file in (node.local_root / "cache").glob(place)):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"nothing has landed on {node.name} in {timeout_seconds:g} s\n{node.log()}")
-            time.sleep(POLL_SECONDS)
+        for _ in Poll(timeout_seconds, BRIEF):
+            if any(file_size(file) > 0 for place in places for file in (node.local_root / "cache").glob(place)):
+                return
+        raise TimeoutError(f"nothing has landed on {node.name} in {timeout_seconds:g} s\n{node.log()}")
 
     def agents_cpu_seconds(self) -> float:
         """Return the resources used so far by the running agents."""

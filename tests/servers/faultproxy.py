@@ -61,7 +61,6 @@ class Plan:
     requests: int = 0
     eligible: int = 0
     fired: int = 0
-    connections: int = 0
     times: list[float] = field(default_factory=list)
     verbs: Counter[str] = field(default_factory=Counter)
     recent: list[bytes] = field(default_factory=list)

@@ -11,8 +11,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -303,10 +302,6 @@ class FakeHub:
         request.end_headers()
 
 
-@contextmanager
-def fake_hub() -> Iterator[FakeHub]:
-    hub = FakeHub()
-    try:
-        yield hub
-    finally:
-        hub.close()
+def fake_hub() -> closing[FakeHub]:
+    """``with fake_hub() as hub``."""
+    return closing(FakeHub())

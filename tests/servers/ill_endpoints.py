@@ -10,8 +10,7 @@ import ssl
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
 
 from tests.services import HttpServer
@@ -63,66 +62,43 @@ class Greets:
         self._server.close()
 
 
-class Proxy:
+class Proxy(HttpServer):
     """A HTTP proxy: CONNECT and absolute URLs. Every name resolves to this machine. ``seen``: its requests."""
+
+    verbs = ("CONNECT", "GET", "HEAD", "PUT", "POST", "DELETE")
 
     def __init__(self, refusal: int = 0, authorization: str = "") -> None:
         """``refusal``: the status of every answer. ``authorization``: USER:PASSWORD that it wants, else 407."""
         self.seen: list[str] = []
-        proxy = self
-        wanted = f"Basic {base64.b64encode(authorization.encode()).decode()}" if authorization else None
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: Any) -> None: ...
-
-            def _is_refused(self) -> bool:
-                proxy.seen.append(f"{self.command} {self.path}")
-                is_known = wanted is None or self.headers.get("Proxy-Authorization") == wanted
-                if is_known and not proxy.refusal:
-                    return False
-                self.send_response(proxy.refusal or 407)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return True
-
-            def do_CONNECT(self) -> None:
-                self.close_connection = True
-                if self._is_refused():
-                    return
-                port = int(self.path.rpartition(":")[2])
-                with socket.create_connection(("127.0.0.1", port)) as origin:
-                    self.send_response(200)
-                    self.end_headers()
-                    _pump(self.connection, origin)
-
-            def do_GET(self) -> None:
-                if self._is_refused():
-                    return
-                self.close_connection = True
-                parts = urlsplit(self.path)
-                with socket.create_connection(("127.0.0.1", parts.port or 80)) as origin:
-                    target = parts.path + (f"?{parts.query}" if parts.query else "")
-                    lines = [f"{self.command} {target} HTTP/1.1"]
-                    skipped = ("proxy-authorization", "proxy-connection", "connection")
-                    lines += [f"{name}: {value}" for name, value in self.headers.items() if name.lower() not in skipped]
-                    body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                    origin.sendall("\r\n".join([*lines, "Connection: close", "", ""]).encode() + body)
-                    while data := origin.recv(65536):
-                        self.connection.sendall(data)
-
-            do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
-
         self.refusal = refusal
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        self.address = f"127.0.0.1:{self._server.server_port}"
+        self.wanted = f"Basic {base64.b64encode(authorization.encode()).decode()}" if authorization else None
+        super().__init__()
+        self.address = self.endpoint.removeprefix("http://")
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        request.close_connection = True
+        self.seen.append(f"{request.command} {request.path}")
+        if self.refusal or (self.wanted and request.headers.get("Proxy-Authorization") != self.wanted):
+            self.say(request, self.refusal or 407, b"")
+        elif request.command == "CONNECT":
+            with socket.create_connection(("127.0.0.1", int(request.path.rpartition(":")[2]))) as origin:
+                request.send_response(200)
+                request.end_headers()
+                _pump(request.connection, origin)
+        else:
+            self._forward(request)
+
+    def _forward(self, request: BaseHTTPRequestHandler) -> None:
+        parts = urlsplit(request.path)
+        with socket.create_connection(("127.0.0.1", parts.port or 80)) as origin:
+            target = parts.path + (f"?{parts.query}" if parts.query else "")
+            skipped = ("proxy-authorization", "proxy-connection", "connection")
+            kept = [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in skipped]
+            lines = [f"{request.command} {target} HTTP/1.1", *kept, "Connection: close", "", ""]
+            body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+            origin.sendall("\r\n".join(lines).encode() + body)
+            while data := origin.recv(65536):
+                request.connection.sendall(data)
 
 
 def _pump(one: socket.socket, other: socket.socket) -> None:

@@ -18,6 +18,7 @@ from tierckpt.config import Settings
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.ipc.agent_client import AgentClient
 from tierckpt.peer import membership
+from tierckpt.poll import Poll
 from tierckpt.replication import replicator
 
 SECRET = "not a secret: this cluster lives for one test"
@@ -105,11 +106,8 @@ class Nodes:
         self.until(lambda: all(node.knows() >= at_least for node in running), "the nodes to meet")
 
     def until(self, is_true: Callable[[], bool], what: str, timeout_seconds: float = READY_SECONDS) -> None:
-        deadline = time.monotonic() + timeout_seconds
-        while not is_true():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"waited {timeout_seconds:g} s for {what}\n{self.told()}")
-            time.sleep(0.03)
+        if not any(is_true() for _ in Poll(timeout_seconds)):
+            raise AssertionError(f"waited {timeout_seconds:g} s for {what}\n{self.told()}")
 
 
 @contextlib.contextmanager

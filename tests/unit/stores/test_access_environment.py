@@ -15,13 +15,6 @@ from tierckpt.redaction import redact
 from tierckpt.stores.access import Found, certificates, tls_context, variable
 
 
-@pytest.fixture(autouse=True)
-def system_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's certificates, whatever this machine's variables name."""
-    for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def test_the_first_nonempty_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"AWS_ONE": "", "AWS_TWO": " \n", "AWS_THREE": " x\r\n"}.items():
         monkeypatch.setenv(name, value)

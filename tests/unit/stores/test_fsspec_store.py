@@ -14,13 +14,6 @@ from tierckpt.format.layout import parse_uri
 from tierckpt.stores import open_store
 
 
-@pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http", "https", "all", "no"):
-        monkeypatch.delenv(f"{name}_proxy", raising=False)
-        monkeypatch.delenv(f"{name}_proxy".upper(), raising=False)
-
-
 async def get(url: str) -> bytes:
     store = open_store(parse_uri(url), Settings.load())
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -52,15 +52,23 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
+Begin = Callable[..., Awaitable[Gets]]
+
+
 @pytest.fixture
-async def gets() -> AsyncIterator[Callable[[int], Gets]]:
+async def begin() -> AsyncIterator[Begin]:
+    """Begin GETs, with another limit than that of a new store or those of another test's ``concurrency``."""
     made: list[Gets] = []
 
-    def make(count: int, concurrency: GetConcurrency | None = None) -> Gets:
-        made.append(Gets(count, concurrency or GetConcurrency("s3://bucket", MINIMUM_RATE)))
+    async def begin(count: int, most: int = GETS_MAX, concurrency: GetConcurrency | None = None) -> Gets:
+        if concurrency is None:
+            concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
+            concurrency.gets_max = most
+        made.append(Gets(count, concurrency))
+        await turns()
         return made[-1]
 
-    yield make
+    yield begin
     for one in made:
         for task in one.tasks:
             task.cancel()
@@ -71,34 +79,28 @@ def too_slow(moved_bytes: int = 0) -> StoreUnavailableError:
     return StoreUnavailableError("too little moved", too_slow=True, moved_bytes=moved_bytes)
 
 
-Make = Callable[..., Gets]
-
-
-async def test_a_slow_get_halves_the_limit(gets: Make) -> None:
-    some = gets(16)
-    await turns()
+async def test_a_slow_get_halves_the_limit(begin: Begin) -> None:
+    some = await begin(16)
     await some.end(3, error=too_slow())
     assert some.concurrency.gets_max == 8
-    late = gets(1, some.concurrency)
+    late = await begin(1, concurrency=some.concurrency)
     await some.end(*range(4, 11))  # eight are left
     assert late.under_way == []
     await some.end(11)
     assert late.under_way == [0]
 
 
-async def test_concurrent_slow_gets_count_once(gets: Make) -> None:
-    some = gets(16)
-    await turns()
+async def test_concurrent_slow_gets_count_once(begin: Begin) -> None:
+    some = await begin(16)
     await some.end(*range(16), error=too_slow())
     assert some.concurrency.gets_max == 8
 
 
-async def test_later_slow_gets_halve_the_limit_down_to_one(gets: Make) -> None:
+async def test_later_slow_gets_halve_the_limit_down_to_one(begin: Begin) -> None:
     concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
     found = []
     for _ in range(6):
-        some = gets(16, concurrency)
-        await turns()
+        some = await begin(16, concurrency=concurrency)
         while some.under_way:
             await some.end(*some.under_way, error=too_slow())
         found.append(concurrency.gets_max)
@@ -106,43 +108,34 @@ async def test_later_slow_gets_halve_the_limit_down_to_one(gets: Make) -> None:
 
 
 @pytest.mark.parametrize("error", [StoreUnavailableError("HTTP 503", status=503), ObjectNotFoundError("none")])
-async def test_other_failures_do_not_change_the_limit(gets: Make, error: Exception) -> None:
-    some = gets(16)
-    await turns()
+async def test_other_failures_do_not_change_the_limit(begin: Begin, error: Exception) -> None:
+    some = await begin(16)
     await some.end(3, error=error)
     assert some.concurrency.gets_max == GETS_MAX
 
 
-async def test_the_limit_grows_by_one_per_round_of_successes(gets: Make) -> None:
-    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
-    concurrency.gets_max = 4
-    some = gets(100, concurrency)
-    await turns()
+async def test_the_limit_grows_by_one_per_round_of_successes(begin: Begin) -> None:
+    some = await begin(100, most=4)
     assert some.under_way == [0, 1, 2, 3]
     await some.end(0, 1, 2, 3)
-    assert math.floor(concurrency.gets_max) == 4  # growth is a little less than one, as it grows meanwhile
+    assert math.floor(some.concurrency.gets_max) == 4  # growth is a little less than one, as it grows meanwhile
     await some.end(*some.under_way)
     assert len(some.under_way) == 5
 
 
-async def test_barely_fast_enough_gets_do_not_raise_the_limit(gets: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_barely_fast_enough_gets_do_not_raise_the_limit(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     VirtualTime(monkeypatch)
-    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
-    concurrency.gets_max = 1
-    some = gets(3, concurrency)
+    some = await begin(3, most=1)
     await asyncio.sleep(0.1)
     await some.end(0, size_bytes=150)  # 1.5 times the minimum
-    assert concurrency.gets_max == 1
+    assert some.concurrency.gets_max == 1
     await asyncio.sleep(0.1)
     await some.end(1, size_bytes=10**6)
-    assert concurrency.gets_max == 2
+    assert some.concurrency.gets_max == 2
 
 
-async def test_a_cancelled_get_releases_its_slot(gets: Make) -> None:
-    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
-    concurrency.gets_max = 2
-    some = gets(5, concurrency)
-    await turns()
+async def test_a_cancelled_get_releases_its_slot(begin: Begin) -> None:
+    some = await begin(5, most=2)
     for number in (0, 3):  # one in flight, one waiting
         some.tasks[number].cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -153,11 +146,8 @@ async def test_a_cancelled_get_releases_its_slot(gets: Make) -> None:
     assert some.under_way == [2, 4]
 
 
-async def test_a_get_cancelled_when_granted_passes_on_its_slot(gets: Make) -> None:
-    concurrency = GetConcurrency("s3://bucket", MINIMUM_RATE)
-    concurrency.gets_max = 1
-    some = gets(3, concurrency)
-    await turns()
+async def test_a_get_cancelled_when_granted_passes_on_its_slot(begin: Begin) -> None:
+    some = await begin(3, most=1)
     some._ends[0].set_result(1)
     await asyncio.sleep(0)  # the first ends and wakes the second, which has not run yet
     some.tasks[1].cancel()
@@ -166,9 +156,8 @@ async def test_a_get_cancelled_when_granted_passes_on_its_slot(gets: Make) -> No
 
 
 @pytest.mark.parametrize("moved_bytes", [1, 0], ids=["slow", "stalled"])
-async def test_a_slow_get_among_many_is_repeated(gets: Make, moved_bytes: int) -> None:
-    some = gets(5)
-    await turns()
+async def test_a_slow_get_among_many_is_repeated(begin: Begin, moved_bytes: int) -> None:
+    some = await begin(5)
     await some.end(4)  # others make progress
     await some.end(0, error=too_slow(moved_bytes))
     assert some.under_way == [1, 2, 3]
@@ -180,16 +169,14 @@ async def test_a_slow_get_among_many_is_repeated(gets: Make, moved_bytes: int) -
 
 
 @pytest.mark.parametrize(("count", "moved_bytes"), [(1, 1), (4, 0)], ids=["crept alone", "stood"])
-async def test_a_slow_get_without_competition_fails(gets: Make, count: int, moved_bytes: int) -> None:
-    some = gets(count)
-    await turns()
+async def test_a_slow_get_without_competition_fails(begin: Begin, count: int, moved_bytes: int) -> None:
+    some = await begin(count)
     await some.end(0, error=too_slow(moved_bytes))
     assert isinstance(some.tasks[0].exception(), StoreUnavailableError)
 
 
-async def test_a_repeatedly_slow_get_fails(gets: Make) -> None:
-    some = gets(2)
-    await turns()
+async def test_a_repeatedly_slow_get_fails(begin: Begin) -> None:
+    some = await begin(2)
     tries = 0
     while not some.tasks[0].done():
         some.concurrency.gets_max = 2

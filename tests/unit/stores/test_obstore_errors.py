@@ -13,16 +13,12 @@ import pytest
 
 from tests.certificates import Authority
 from tests.servers.ill_endpoints import Greets, Says
-from tests.services import free_port
+from tests.services import AzureServer, S3Server, free_port
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.stores import retry
 
 HTML = b"<!DOCTYPE html>\n<html><head><title>Object Browser</title></head><body>Please log in</body></html>"
 TIMEOUT_SECONDS = 60.0
-PLAIN = [
-    *("AWS_SESSION_TOKEN", "AWS_PROFILE", "AZURE_STORAGE_CONNECTION_STRING", "SSL_CERT_FILE", "AWS_CA_BUNDLE"),
-    *(spelling for name in ("http", "https", "all", "no") for spelling in (f"{name}_proxy", f"{name}_proxy".upper())),
-]
 
 
 def code(name: str, message: str = "m") -> bytes:
@@ -59,8 +55,6 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    for name in PLAIN:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TIERCKPT_STORE_TIMEOUT_SECONDS", str(TIMEOUT_SECONDS))
     world = World(tmp_path)
     yield world
@@ -71,17 +65,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def point(monkeypatch: pytest.MonkeyPatch, scheme: str, endpoint: str) -> str:
     """Set the variables of a cloud; return the URI of a directory in one of its buckets."""
     values = {
-        "s3": {
-            "AWS_ENDPOINT_URL": endpoint,
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_REGION": "us-east-1",
-        },
-        "az": {
-            "AZURE_STORAGE_ENDPOINT": endpoint,
-            "AZURE_STORAGE_ACCOUNT_NAME": "account",
-            "AZURE_STORAGE_ACCOUNT_KEY": "a2V5",
-        },
+        "s3": S3Server(endpoint, "key", "secret").environment(),
+        "az": AzureServer(endpoint, "account", "a2V5").environment(),
         "gs": {"GOOGLE_BASE_URL": endpoint, "GOOGLE_SKIP_SIGNATURE": "true"},
     }
     for name, value in values[scheme].items():

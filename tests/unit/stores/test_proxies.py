@@ -12,7 +12,7 @@ import pytest
 from tests.certificates import Authority
 from tests.servers.hub import Repository, fake_hub
 from tests.servers.ill_endpoints import Proxy, Says
-from tests.services import HttpServer, free_port
+from tests.services import HttpServer, S3Server, free_port
 from tierckpt.cli.ui.app import run as cli
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError, EndpointError
@@ -21,19 +21,6 @@ from tierckpt.stores import retry
 from tierckpt.stores.obstore_store import DIRECT_BYTES_MIN, RemoteStore
 from tierckpt.stores.proxies import proxy_for
 from tierckpt.types import ByteRange
-
-VARIABLES = [
-    *(spelling for name in ("http", "https", "all", "no") for spelling in (f"{name}_proxy", f"{name}_proxy".upper())),
-    *("REQUEST_METHOD", "AWS_SESSION_TOKEN", "SSL_CERT_FILE", "HF_TOKEN", "HF_HUB_OFFLINE"),
-]
-
-
-@pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-
 
 # --- proxy selection -------------------------------------------------------------------------------------------------
 
@@ -123,19 +110,12 @@ class S3(HttpServer):
     """One object."""
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        body, status = DATA, 200
+        headers = {"ETag": '"1"', "Last-Modified": "Mon, 01 Jan 2024 00:00:00 GMT"}
+        first, last = 0, len(DATA) - 1
         if asked := request.headers.get("Range"):
             first, last = map(int, asked.removeprefix("bytes=").split("-"))
-            body, status = DATA[first : last + 1], 206
-        request.send_response(status)
-        if status == 206:
-            request.send_header("Content-Range", f"bytes {first}-{last}/{len(DATA)}")
-        request.send_header("ETag", '"1"')
-        request.send_header("Last-Modified", "Mon, 01 Jan 2024 00:00:00 GMT")
-        request.send_header("Content-Length", str(len(body)))
-        request.end_headers()
-        if request.command != "HEAD":
-            request.wfile.write(body)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(DATA)}"
+        self.say(request, 206 if asked else 200, DATA[first : last + 1], headers)
 
 
 async def read(store: RemoteStore) -> None:
@@ -147,13 +127,7 @@ async def read(store: RemoteStore) -> None:
 
 
 def s3(monkeypatch: pytest.MonkeyPatch, endpoint: str, token: str = "") -> RemoteStore:
-    for name, value in (
-        ("AWS_ENDPOINT_URL", endpoint),
-        ("AWS_ACCESS_KEY_ID", "key"),
-        ("AWS_SECRET_ACCESS_KEY", "secret"),
-        ("AWS_REGION", "us-east-1"),
-        *([("AWS_SESSION_TOKEN", token)] if token else []),
-    ):
+    for name, value in (S3Server(endpoint, "key", "secret").environment() | {"AWS_SESSION_TOKEN": token}).items():
         monkeypatch.setenv(name, value)
     return RemoteStore(parse_uri("s3://bucket/run"), Settings.load(store_timeout_seconds=10))
 

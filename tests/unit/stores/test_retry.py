@@ -31,12 +31,6 @@ def retries(**settings: object) -> Retries:
     return Retries(Settings.load(**settings))
 
 
-@pytest.fixture
-def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries per request, set by the test's parameter."""
-    monkeypatch.setattr(retry, "RETRIES_MAX", request.param)
-
-
 def failure(**context: object) -> StoreUnavailableError:
     return StoreUnavailableError("busy", **context)
 
@@ -169,10 +163,9 @@ async def test_permanent_errors_are_not_retried(error: Exception) -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("few", [2], indirect=True)
-async def test_nested_retries_do_not_multiply() -> None:
+async def test_nested_retries_do_not_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
     """An operation is not retried if a request in it has used up its own attempts."""
+    monkeypatch.setattr(retry, "RETRIES_MAX", 2)
     policy = retries()
     breaker = policy.breaker("s3://b")
     request, calls = failing(99)
@@ -181,13 +174,12 @@ async def test_nested_retries_do_not_multiply() -> None:
     assert len(calls) == caught.value.context["attempts"] == 3
 
 
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("few", [3], indirect=True)
 async def test_an_exhausted_budget_ends_work_without_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     async def refuse(self: RetryBudget, timeout_seconds: float) -> bool:
         return False
 
     monkeypatch.setattr(RetryBudget, "wait", refuse)
+    monkeypatch.setattr(retry, "RETRIES_MAX", 3)
     policy = retries()
     request, calls = failing(99)
     with pytest.raises(StoreUnavailableError):
@@ -341,11 +333,10 @@ async def test_a_failure_after_a_probe_reopens_with_longer_pauses() -> None:
     assert not breaker.is_open
 
 
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("few", [0], indirect=True)
 @pytest.mark.parametrize("status", [409, 403, 404])
-async def test_refusals_do_not_open_the_breaker(status: int) -> None:
+async def test_refusals_do_not_open_the_breaker(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Conflicts and expired credentials are retried, and do not count as failures of the server."""
+    monkeypatch.setattr(retry, "RETRIES_MAX", 0)
     policy = retries()
     breaker = policy.breaker("s3://b")
     for _ in range(2 * FAILURES_TO_OPEN):

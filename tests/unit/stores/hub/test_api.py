@@ -18,14 +18,6 @@ from tierckpt.stores.hub import api
 HTML = b"<!DOCTYPE html><html><head><title>Sign in</title></head></html>"
 
 
-@pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "HF_HUB_CACHE",
-                 "TRANSFORMERS_OFFLINE", "HF_HUB_DISABLE_IMPLICIT_TOKEN", "SSL_CERT_FILE", "http_proxy"):  # fmt: skip
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-
-
 Refusal = tuple[int, dict[str, str], bytes, str, int, list[str]]
 """Status, headers, body, token; exit code and message."""
 GATED = "Access to model org/model is restricted and you are not in the authorized list."
