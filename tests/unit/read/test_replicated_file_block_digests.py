@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import random
 from collections.abc import Callable
@@ -12,15 +11,16 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128
 
+from tests.unit.read.test_replicated_file_copies import Counted, missing, pulled
 from tierckpt.arena.slots import BounceBufferPool
-from tierckpt.errors import IntegrityError, ManifestError, ObjectNotFoundError
+from tierckpt.errors import IntegrityError, ManifestError
 from tierckpt.format import manifest as manifests
 from tierckpt.format.layout import blocks_file
 from tierckpt.format.manifest import DIGEST_BLOCK_BYTES as BLOCK
 from tierckpt.format.manifest import FileEntry, Flushed, Manifest, digest_of
 from tierckpt.read import parallel_read as pulling
 from tierckpt.read import replicated_file
-from tierckpt.read.parallel_read import NEAR_BYTES, Piece, pull
+from tierckpt.read.parallel_read import NEAR_BYTES
 from tierckpt.read.replicated_file import FileCopy, LocalCopy, RemoteCopy, ReplicatedFile, ShardBlockDigests
 from tierckpt.types import ByteRange, Tier
 
@@ -130,18 +130,6 @@ def test_a_file_of_another_size_than_the_shards_need_is_not_used(tmp_path: Path,
 # --- reading by them -------------------------------------------------------------------------------------------------
 
 
-class Counted(LocalCopy):
-    """A copy that records its reads."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.asked: list[tuple[int, int]] = []
-
-    def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> memoryview | bytes:
-        self.asked.append((byte_range.start, byte_range.stop))
-        return super().read(byte_range, into)  # type: ignore[return-value]
-
-
 class Place:
     """A shard and its block digests in a directory."""
 
@@ -161,17 +149,15 @@ class Place:
         self, copies: ReplicatedFile, buffers: BounceBufferPool, *spans: tuple[int, int], peeks: tuple[int, ...] = ()
     ) -> bool:
         """Pull ``spans``; True when they are right."""
-        memories = [bytearray(stop - start) for start, stop in spans]
-        addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
-        pieces = [
-            Piece(*span, address, is_unverified=index in peeks)
-            for index, (span, address) in enumerate(zip(spans, addresses, strict=True))
-        ]
-        try:
-            pull([(copies, pieces)], buffers)
-        finally:
-            copies.close()
-        return all(bytes(memory) == self.data[slice(*span)] for memory, span in zip(memories, spans, strict=True))
+        return pulled(copies, spans, buffers, peeks) == [self.data[slice(*span)] for span in spans]
+
+    def damage(self, at: int) -> bytearray:
+        """Flip a bit of the shard. Returns its bytes."""
+        damaged = bytearray(self.data)
+        damaged[at] ^= 1
+        self.path.write_bytes(damaged)
+        self.copy = Counted(self.path)
+        return damaged
 
 
 @pytest.fixture
@@ -223,10 +209,7 @@ def test_remote_block_digests(place: Place, buffers: BounceBufferPool, monkeypat
 
 def test_next_copy_of_a_bad_part(place: Place, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulling, "READ_BYTES", BLOCK)
-    damaged = bytearray(place.data)
-    damaged[BLOCK] ^= 1
-    place.path.write_bytes(damaged)
-    place.copy = Counted(place.path)
+    place.damage(BLOCK)
     whole = RemoteCopy("node-2", lambda at: place.data[at.start : at.stop], Tier.PEER, chunk_size_bytes=CHUNK)
     assert place.pulled(place.copies(whole), buffers, (0, SIZE))
     assert place.path.with_name("shard.bad").exists()
@@ -234,10 +217,7 @@ def test_next_copy_of_a_bad_part(place: Place, buffers: BounceBufferPool, monkey
 
 def test_only_damage_in_the_needed_blocks_matters(place: Place, buffers: BounceBufferPool) -> None:
     for at, is_read in ((3 * BLOCK, True), (BLOCK, False), (2 * BLOCK - 1, False)):
-        damaged = bytearray(place.data)
-        damaged[at] ^= 1
-        place.path.write_bytes(damaged)
-        place.copy = Counted(place.path)
+        place.damage(at)
         if is_read:
             assert place.pulled(place.copies(), buffers, (BLOCK + 5, BLOCK + 6))
             continue
@@ -285,9 +265,7 @@ def test_good_block_digests_of_another_copy_are_found(place: Place, buffers: Bou
 
 def test_damaged_block_digests_never_pass_damaged_blocks(place: Place, buffers: BounceBufferPool) -> None:
     """Both are wrong, and agree with each other."""
-    damaged = bytearray(place.data)
-    damaged[BLOCK] ^= 1
-    place.path.write_bytes(damaged)
+    damaged = place.damage(BLOCK)
     kept = bytearray(place.kept_path.read_bytes())
     kept[16:32] = xxh3_128(damaged[BLOCK : 2 * BLOCK]).digest()
     place.kept_path.write_bytes(kept)
@@ -299,17 +277,12 @@ def test_a_peek_reads_a_page_and_is_not_verified(place: Place, buffers: BounceBu
     assert place.pulled(place.copies(), buffers, (5, 90), (3 * BLOCK, CHUNK), peeks=(0,))
     assert sorted(place.copy.asked) == [(0, 4096), (3 * BLOCK, CHUNK)]
     assert place.pulled(place.copies(), buffers, (4090, 4099), (5000, CHUNK), peeks=(0,))  # within other reads
-    damaged = bytearray(place.data)
-    damaged[6] ^= 1
-    place.path.write_bytes(damaged)
+    place.damage(6)
     assert not place.pulled(place.copies(), buffers, (5, 90), (3 * BLOCK, CHUNK), peeks=(0,))
     assert not place.path.with_name("shard.bad").exists()
 
 
 def test_an_unverified_read_of_a_lost_file_is_empty(place: Place, buffers: BounceBufferPool) -> None:
-    def missing(_: ByteRange) -> bytes:
-        raise ObjectNotFoundError("it is gone")
-
     copies = ReplicatedFile(place.entry, CHUNK, [RemoteCopy("s3://b/x", missing)])
     assert not place.pulled(copies, buffers, (5, 90), peeks=(0,))
 

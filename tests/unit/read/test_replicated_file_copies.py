@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,8 @@ from tierckpt.disk.file_io import Resident
 from tierckpt.errors import CapacityError, IntegrityError, ObjectNotFoundError, TierckptError
 from tierckpt.format.manifest import FileEntry, digest_of
 from tierckpt.read.parallel_read import Piece, WorkerThreads, pull
-from tierckpt.read.replicated_file import LocalCopy, RemoteCopy, ReplicatedFile
-from tierckpt.types import ByteRange, Tier
+from tierckpt.read.replicated_file import FileCopy, LocalCopy, RemoteCopy, ReplicatedFile
+from tierckpt.types import ByteRange
 
 CHUNK = 16 * 1024
 SIZE = 10 * CHUNK + 123
@@ -33,6 +35,13 @@ def content(size: int = SIZE) -> bytes:
     return random.Random(size).randbytes(size)
 
 
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    """A file with the content of ``content()``."""
+    (tmp_path / "shard").write_bytes(content())
+    return tmp_path / "shard"
+
+
 def entry_of(data: bytes) -> FileEntry:
     return FileEntry("shard", len(data), tuple(digest_of(data[at : at + CHUNK]) for at in range(0, len(data), CHUNK)))
 
@@ -40,25 +49,33 @@ def entry_of(data: bytes) -> FileEntry:
 class Counted(LocalCopy):
     """A copy that records its reads."""
 
-    def __init__(self, path: Path, tier: Tier = Tier.LOCAL) -> None:
-        super().__init__(path, tier)
-        self.asked: list[int] = []
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[tuple[int, int]] = []
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
     def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> memoryview | bytes:
-        self.asked.append(byte_range.start // CHUNK)
+        self.asked.append((byte_range.start, byte_range.stop))
         if byte_range.start:
             assert self.may_go_on.wait(60)
         return super().read(byte_range, into)  # type: ignore[return-value]
 
 
-def pulled(copies: ReplicatedFile, spans: list[tuple[int, int]], buffers: BounceBufferPool) -> list[bytes]:
+def pieces_of(spans: Sequence[tuple[int, int]], peeks: Sequence[int] = ()) -> tuple[list[bytearray], list[Piece]]:
+    """Memory for each of ``spans`` and the pieces to read into it. Those in ``peeks`` are not verified."""
     memories = [bytearray(stop - start) for start, stop in spans]
     addresses = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
-    pieces = [Piece(*span, address) for span, address in zip(spans, addresses, strict=True)]
-    pull([(copies, pieces)], buffers)
-    copies.close()
+    places = enumerate(zip(spans, addresses, strict=True))
+    return memories, [Piece(*span, address, is_unverified=index in peeks) for index, (span, address) in places]
+
+
+def pulled(
+    copies: ReplicatedFile, spans: Sequence[tuple[int, int]], buffers: BounceBufferPool, peeks: Sequence[int] = ()
+) -> list[bytes]:
+    memories, pieces = pieces_of(spans, peeks)
+    with contextlib.closing(copies):
+        pull([(copies, pieces)], buffers)
     return [bytes(memory) for memory in memories]
 
 
@@ -72,19 +89,19 @@ SPANS = [
 ]
 
 
-def is_right(found: list[bytes], data: bytes) -> bool:
-    return found == [data[start:stop] for start, stop in SPANS]
+def is_right(buffers: BounceBufferPool, *copies: FileCopy) -> bool:
+    """Whether the spans come right from these copies of the content."""
+    found = pulled(ReplicatedFile(entry_of(content()), CHUNK, [*copies]), SPANS, buffers)
+    return found == [content()[start:stop] for start, stop in SPANS]
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_each_needed_chunk_is_read_once(cached: bool, tmp_path: Path, buffers: BounceBufferPool) -> None:
-    data, path = content(), tmp_path / "shard"
-    path.write_bytes(data)
+def test_each_needed_chunk_is_read_once(cached: bool, shard: Path, buffers: BounceBufferPool) -> None:
     if not cached:
-        forget(path)
-    copy = Counted(path)
-    assert is_right(pulled(ReplicatedFile(entry_of(data), CHUNK, [copy]), SPANS, buffers), data)
-    assert sorted(copy.asked) == [0, 1, 3, 4, 5, 6, 10]
+        forget(shard)
+    copy = Counted(shard)
+    assert is_right(buffers, copy)
+    assert [start // CHUNK for start, _ in sorted(copy.asked)] == [0, 1, 3, 4, 5, 6, 10]
 
 
 def test_chunks_that_are_no_blocks_are_read_too(tmp_path: Path, buffers: BounceBufferPool) -> None:
@@ -99,11 +116,10 @@ def damaged(data: bytes, index: int) -> bytes:
 
 
 def test_two_copies_with_damage_in_different_chunks_give_all_of_them(tmp_path: Path, buffers: BounceBufferPool) -> None:
-    data, path = content(), tmp_path / "shard"
-    path.write_bytes(damaged(data, 4))
-    other = damaged(data, 5)
+    (tmp_path / "shard").write_bytes(damaged(content(), 4))
+    other = damaged(content(), 5)
     store = RemoteCopy("s3://bucket/shard", lambda byte_range: other[byte_range.start : byte_range.stop])
-    assert is_right(pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path), store]), SPANS, buffers), data)
+    assert is_right(buffers, LocalCopy(tmp_path / "shard"), store)
     assert [found.name for found in tmp_path.iterdir()] == ["shard.bad"]
 
 
@@ -121,23 +137,19 @@ def test_an_error_of_a_file_with_damage_names_the_range_that_is_bad(tmp_path: Pa
 
 
 @pytest.mark.parametrize("size", [0, 3 * CHUNK, SIZE - 1])
-def test_a_short_copy_is_a_bad_one(size: int, tmp_path: Path, buffers: BounceBufferPool) -> None:
-    data, path = content(), tmp_path / "shard"
-    path.write_bytes(data[:size])
+def test_a_short_copy_is_a_bad_one(size: int, shard: Path, buffers: BounceBufferPool) -> None:
+    os.truncate(shard, size)
     with pytest.raises(IntegrityError, match="no good copy of shard"):
-        pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers)
+        is_right(buffers, LocalCopy(shard))
 
 
-def test_a_copy_that_cannot_be_read_is_passed_over_and_stays(tmp_path: Path, buffers: BounceBufferPool) -> None:
-    data, path = content(), tmp_path / "shard"
-    path.write_bytes(data)
+def missing(_: ByteRange) -> bytes:
+    raise ObjectNotFoundError("it is gone")
 
-    def missing(_: ByteRange) -> bytes:
-        raise ObjectNotFoundError("it is gone")
 
-    copies = ReplicatedFile(entry_of(data), CHUNK, [RemoteCopy("s3://bucket/shard", missing), LocalCopy(path)])
-    assert is_right(pulled(copies, SPANS, buffers), data)
-    assert path.exists()
+def test_a_copy_that_cannot_be_read_is_passed_over_and_stays(shard: Path, buffers: BounceBufferPool) -> None:
+    assert is_right(buffers, RemoteCopy("s3://bucket/shard", missing), LocalCopy(shard))
+    assert shard.exists()
 
 
 def test_an_error_ends_the_load(tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +186,7 @@ def test_an_error_ends_the_load(tmp_path: Path, buffers: BounceBufferPool, monke
     assert len(good.asked) < 10
 
 
-def test_threads_that_digest(tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_digest(shard: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     now, reading, digesting, met = Counter[str](), [0], [0], threading.Condition()
 
@@ -199,21 +211,17 @@ def test_threads_that_digest(tmp_path: Path, buffers: BounceBufferPool, monkeypa
             doing("digest", digesting, 1)
             return True
 
-    data, path = content(), tmp_path / "shard"
-    path.write_bytes(data)
-    assert is_right(pulled(Watched(entry_of(data), CHUNK, [Slow(path)]), SPANS, buffers), data)
+    pulled(Watched(entry_of(content()), CHUNK, [Slow(shard)]), SPANS, buffers)
     assert (reading, digesting) == ([buffers.count_max], [1])
 
 
 @pytest.mark.parametrize(("ranks", "processors", "threads"), [("1", 2, 8), ("2", 2, 4), ("8", 2, 2), ("8", 64, 8)])
 def test_ranks_of_a_node_share_the_threads_that_its_disk_likes(
-    ranks: str, processors: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: str, processors: int, threads: int, shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr(os, "cpu_count", lambda: processors)
-    data, path, buffers, seen = content(), tmp_path / "shard", BounceBufferPool(8, "read"), set[int]()
-    path.write_bytes(data)
-    met = threading.Condition()
+    buffers, seen, met = BounceBufferPool(8, "read"), set[int](), threading.Condition()
 
     class Slow(LocalCopy):
         def read(self, byte_range: ByteRange, into: memoryview | None = None, /) -> memoryview | bytes:
@@ -226,23 +234,20 @@ def test_ranks_of_a_node_share_the_threads_that_its_disk_likes(
             time.sleep(0.03)
             return super().read(byte_range, into)  # type: ignore[return-value]
 
-    [found] = pulled(ReplicatedFile(entry_of(data), CHUNK, [Slow(path)]), [(0, SIZE)], buffers)
-    assert (found, len(seen)) == (data, threads)
+    [found] = pulled(ReplicatedFile(entry_of(content()), CHUNK, [Slow(shard)]), [(0, SIZE)], buffers)
+    assert (found, len(seen)) == (content(), threads)
 
 
-def test_a_load_takes_the_buffers_that_other_loads_leave_and_waits_for_one_only(tmp_path: Path) -> None:
-    data, path = content(), tmp_path / "shard"
-    path.write_bytes(data)
+def test_a_load_takes_the_buffers_that_other_loads_leave_and_waits_for_one_only(shard: Path) -> None:
     buffers = BounceBufferPool(3, "read")
     with buffers.take(2, CHUNK, 0.0):
-        assert is_right(pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers), data)
+        assert is_right(buffers, LocalCopy(shard))
     with buffers.take(3, CHUNK, 0.0) as all_of_them:
         assert len(all_of_them) == 3, "the load returned its memory"
 
 
-def test_a_thread_that_cannot_start(tmp_path: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    data, path, started, start = content(), tmp_path / "shard", list[threading.Thread](), threading.Thread.start
-    path.write_bytes(data)
+def test_a_thread_that_cannot_start(shard: Path, buffers: BounceBufferPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, start = list[threading.Thread](), threading.Thread.start
 
     def start_one(thread: threading.Thread) -> None:
         if started:
@@ -253,17 +258,14 @@ def test_a_thread_that_cannot_start(tmp_path: Path, buffers: BounceBufferPool, m
     monkeypatch.setattr(threading.Thread, "start", start_one)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     with pytest.raises(CapacityError, match="new thread"):
-        pulled(ReplicatedFile(entry_of(data), CHUNK, [LocalCopy(path)]), SPANS, buffers)
+        is_right(buffers, LocalCopy(shard))
     assert not started[0].is_alive(), "its target memory would be freed"
 
 
-def test_files_without_digests_are_taken_as_they_are(tmp_path: Path, buffers: BounceBufferPool) -> None:
+def test_files_without_digests_are_taken_as_they_are(shard: Path, buffers: BounceBufferPool) -> None:
     """Stock DCP's."""
-    data, path = content(), tmp_path / "shard"
-    path.write_bytes(data)
-    assert is_right(
-        pulled(ReplicatedFile(FileEntry("shard", SIZE, ()), CHUNK, [LocalCopy(path)]), SPANS, buffers), data
-    )
+    copies = ReplicatedFile(FileEntry("shard", SIZE, ()), CHUNK, [LocalCopy(shard)])
+    assert pulled(copies, [(5, SIZE)], buffers) == [content()[5:]]
 
 
 # --- the page cache ----------------------------------------------------------------------------------------------
@@ -276,13 +278,11 @@ def forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def test_cached_ranges_are_known(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(content())
-    with path.open("rb") as file:
+def test_cached_ranges_are_known(shard: Path) -> None:
+    with shard.open("rb") as file:
         assert Resident(file.fileno()).has(ByteRange(0, SIZE))
         assert not Resident(file.fileno()).has(ByteRange(0, SIZE + 1))
-        forget(path)
+        forget(shard)
         assert not Resident(file.fileno()).has(ByteRange(0, SIZE))
         os.pread(file.fileno(), 1, 2 * CHUNK)
         assert not Resident(file.fileno()).has(ByteRange(0, SIZE))

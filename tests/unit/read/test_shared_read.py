@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import multiprocessing
 import os
@@ -17,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.read.test_replicated_file_copies import pieces_of
 from tierckpt.arena.shared_buffer import PASSED_ALL, UNITS_MAX, Process, SharedWindow, reserve
 from tierckpt.arena.slots import BounceBufferPool
 from tierckpt.disk.processes import start_ticks
 from tierckpt.errors import ConfigError
 from tierckpt.format.manifest import FileEntry, digest_of
-from tierckpt.read.parallel_read import Piece
 from tierckpt.read.replicated_file import LocalCopy, ReplicatedFile
 from tierckpt.read.shared_read import (
     ReadInterest,
@@ -236,9 +235,7 @@ def take(number: int, path: Path, seed: int, die_at: int, pipe: Any) -> None:
     window.slots = SLOTS  # fewer than there would be room for
     together = SharedRead(plan, window, 20.0, lambda item: ("f", []))
     copy = Watched(path, die_at)
-    memories = [bytearray(stop - start) for start, stop in wanted]
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in memories]
-    pieces = [Piece(*span, address) for span, address in zip(wanted, addresses, strict=True)]
+    memories, pieces = pieces_of(wanted)
     copies = ReplicatedFile(entry, CHUNK, [copy])
     half = len(pieces) // 2
     together.pull(
