@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,15 @@ class Clock:
     def __call__(self) -> float:
         return self.now - BEGIN
 
-    def history(self) -> History:
-        return History(self)
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def history(clock: Clock) -> History:
+    return History(clock)
 
 
 def waiting(uri: str, size_bytes: int, age_seconds: float, now: float, state: str = READY) -> JournalEntry:
@@ -42,9 +50,7 @@ def values(history: History, ring: str, run: str, now: float) -> dict[str, list[
     return {field: [value for value in found[field] if value is not None] for field in FIELDS}
 
 
-def test_a_slot_has_the_rate_and_the_lag_of_a_run_and_of_all() -> None:
-    clock = Clock()
-    history = clock.history()
+def test_a_slot_has_the_rate_and_the_lag_of_a_run_and_of_all(clock: Clock, history: History) -> None:
     for _ in range(3):
         clock.now += 2
         history.count_sent(f"{RUN}/step-1", 400)
@@ -71,9 +77,7 @@ def test_a_slot_has_the_rate_and_the_lag_of_a_run_and_of_all() -> None:
     assert history.to_json("s3://bucket/unknown", now=clock.now)["recent"]["lag_bytes"] == [None] * 300
 
 
-def test_a_slot_without_a_sample_has_no_value_and_old_ones_go() -> None:
-    clock = Clock()
-    history = clock.history()
+def test_a_slot_without_a_sample_has_no_value_and_old_ones_go(clock: Clock, history: History) -> None:
     for seconds in (2, 2, 6, 2):
         clock.now += seconds
         history.sample([], clock.now)
@@ -86,10 +90,9 @@ def test_a_slot_without_a_sample_has_no_value_and_old_ones_go() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 40])
-def test_what_is_asked_for_in_parts_is_the_whole(step: int) -> None:
+def test_what_is_asked_for_in_parts_is_the_whole(clock: Clock, history: History, step: int) -> None:
     """As the page asks: from the last slot that it has, which may have changed since."""
-    clock, made = Clock(), random.Random(step)
-    history = clock.history()
+    made = random.Random(step)
     kept: dict[int, float | None] = {}
     last = -1
     for number in range(400):
@@ -105,9 +108,7 @@ def test_what_is_asked_for_in_parts_is_the_whole(step: int) -> None:
     assert [kept[whole["first"] + n] for n in range(RINGS["recent"][1])] == whole["lag_bytes"]
 
 
-def test_its_memory_does_not_grow_with_the_runs() -> None:
-    clock = Clock()
-    history = clock.history()
+def test_its_memory_does_not_grow_with_the_runs(clock: Clock, history: History) -> None:
     for _ in range(40):
         clock.now += 2
         entries = [waiting(f"s3://bucket/run-{number}/step-1", number, 1, clock.now) for number in range(5 * RUNS_MAX)]
@@ -118,9 +119,7 @@ def test_its_memory_does_not_grow_with_the_runs() -> None:
         assert values(history, ring, newest, clock.now)["lag_bytes"][-1] == 5 * RUNS_MAX - 1
 
 
-def test_a_restart_leaves_it(local_root: Path) -> None:
-    clock = Clock()
-    history = clock.history()
+def test_a_restart_leaves_it(clock: Clock, history: History, local_root: Path) -> None:
     assert history.unwritten() is None
     clock.now += 2
     history.sample([waiting(f"{RUN}/step-1", 1000, 5, clock.now)], clock.now)
@@ -136,23 +135,20 @@ def test_a_restart_leaves_it(local_root: Path) -> None:
     assert values(again, "recent", RUN, clock.now)["lag_bytes"] == [1000.0, 0.0]
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "absent"])
-def test_a_damaged_file_costs_the_history_only(local_root: Path, damage: str) -> None:
-    clock = Clock()
-    history = clock.history()
+@pytest.mark.parametrize(
+    "damaged",
+    [lambda data: data[:-10], lambda data: data.replace(b"1000.0", b"1001.0"), lambda data: b"", None],
+    ids=["cut", "flipped", "empty", "absent"],
+)
+def test_a_damaged_file_costs_the_history_only(
+    clock: Clock, history: History, local_root: Path, damaged: Callable[[bytes], bytes] | None
+) -> None:
     clock.now += 2
     history.sample([waiting(f"{RUN}/step-1", 1000, 5, clock.now)], clock.now)
-    path, data = agent_dir(local_root) / FILE, history.encode()
+    path = agent_dir(local_root) / FILE
     path.parent.mkdir(parents=True)
-    path.write_bytes(data)
-    if damage == "cut":
-        path.write_bytes(data[:-10])
-    elif damage == "flipped":
-        path.write_bytes(data.replace(b"1000.0", b"1001.0"))
-    elif damage == "empty":
-        path.write_bytes(b"")
-    else:
-        path.unlink()
+    if damaged is not None:
+        path.write_bytes(damaged(history.encode()))
     again = History.read(local_root)
     again.sample([], clock.now)
     assert [value for value in again.to_json(now=clock.now)["day"]["lag_bytes"] if value is not None] == [0.0]

@@ -13,7 +13,9 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,16 +38,14 @@ from tierckpt.types import FileProgress, Progress
 
 @pytest.fixture
 def output() -> Iterator[Output]:
-    printer = Output(as_json=False)
-    yield printer
-    printer.close()
+    with closing(Output(as_json=False)) as printer:
+        yield printer
 
 
 @pytest.fixture
 def json_output() -> Iterator[Output]:
-    printer = Output(as_json=True)
-    yield printer
-    printer.close()
+    with closing(Output(as_json=True)) as printer:
+        yield printer
 
 
 @pytest.mark.parametrize(
@@ -123,18 +123,20 @@ def test_warnings_for_people_go_to_stderr(output: Output, capsys: pytest.Capture
     assert (printed.out, printed.err) == ("", "warning: the disk is odd\n")
 
 
-def test_an_error_as_json_keeps_its_context_and_its_failures(
+def test_an_error_as_json_is_one_line_with_its_context_and_its_failures(
     json_output: Output, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    json_output.error(
-        PartialTransferError("2 of 3", hint="again", uri="s3://b/m", failures={"f": "gone", "g": "denied"})
-    )
-    assert json.loads(capsys.readouterr().err) == {
+    failures = {"f": "gone", "g": "denied"}
+    json_output.error(PartialTransferError("2 of 3", hint="again", uri="s3://b/m", failures=failures))
+    json_output.show(Report({"a": 1}))
+    printed = capsys.readouterr()
+    assert printed.out == '{\n  "a": 1\n}\n' and len(printed.err.splitlines()) == 1
+    assert json.loads(printed.err) == {
         "error": "PartialTransferError",
         "message": "2 of 3",
         "hint": "again",
         "uri": "s3://b/m",
-        "failures": {"f": "gone", "g": "denied"},
+        "failures": failures,
     }
 
 
@@ -143,9 +145,9 @@ def test_each_failure_is_named_to_people(output: Output, capsys: pytest.CaptureF
     assert capsys.readouterr().err == "error: 2 of 3\n  f: gone\n  g: denied\nhint: Again\n"
 
 
-@pytest.mark.parametrize("as_json", [True, False])
-def test_no_bar_is_drawn_when_nobody_looks(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar(as_json=as_json) as listener:
+@pytest.mark.parametrize("options", [{"as_json": True}, {"as_json": False}, {"as_json": False, "progress": "none"}])
+def test_no_bar_is_drawn_when_nobody_looks(options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar(**options) as listener:
         assert listener is ignore_progress
     assert capsys.readouterr().err == ""
 
@@ -193,19 +195,6 @@ def test_progress_as_json_is_a_line_now_and_then_and_one_at_the_end(
         ("2", 1, 2),
     ]
     assert told[0]["note"] == "a\nb"
-    with progress_bar(as_json=False, progress="none") as listener:
-        assert listener is ignore_progress
-
-
-def test_an_error_beside_progress_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    output = Output(as_json=True)
-    output.error(PartialTransferError("2 of 3", failures={"f": "gone"}))
-    output.show(Report({"a": 1}))
-    output.close()
-    captured = capsys.readouterr()
-    assert len(captured.err.splitlines()) == 1
-    assert json.loads(captured.err)["failures"] == {"f": "gone"}
-    assert captured.out == '{\n  "a": 1\n}\n'
 
 
 def test_an_error_that_is_no_error_of_ours_is_called_a_bug(
