@@ -48,8 +48,12 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "node" / "model"
 
 
-def test_a_complete_entry_is_published_with_its_receipt(target: Path) -> None:
-    filling = begin(target)
+@pytest.fixture
+def filling(target: Path) -> PartialEntry:
+    return begin(target)
+
+
+def test_a_complete_entry_is_published_with_its_receipt(target: Path, filling: PartialEntry) -> None:
     land(filling)
     assert not target.exists()
     assert filling.publish()
@@ -65,8 +69,7 @@ def test_a_complete_entry_is_published_with_its_receipt(target: Path) -> None:
     assert sorted(path.name for path in (target / ".tierckpt").iterdir()) == ["prefetched.json"]
 
 
-def test_a_late_filler_leaves_no_second_directory(target: Path) -> None:
-    filling = begin(target)
+def test_a_late_filler_leaves_no_second_directory(target: Path, filling: PartialEntry) -> None:
     unfinished = begin(target.with_name("other"))
     land(filling)
     assert filling.publish()
@@ -84,8 +87,7 @@ def test_a_late_filler_leaves_no_second_directory(target: Path) -> None:
     assert same(target)
 
 
-def test_an_incomplete_entry_is_not_published(target: Path) -> None:
-    filling = begin(target)
+def test_an_incomplete_entry_is_not_published(target: Path, filling: PartialEntry) -> None:
     land(filling, (0, 2))
     assert not filling.publish()
     assert not target.exists()
@@ -139,8 +141,7 @@ def test_a_second_filler_adopts_the_chunk_size(target: Path) -> None:
     assert second.landed_bytes == first.landed_bytes
 
 
-def test_a_torn_progress_line_is_ignored(target: Path) -> None:
-    filling = begin(target)
+def test_a_torn_progress_line_is_ignored(target: Path, filling: PartialEntry) -> None:
     land(filling, (0, 0), (2, 0))
     [progress] = (filling.incoming / FILLING).glob("progress-*")
     digest = digest_of(DATA["two.bin"])
@@ -152,8 +153,10 @@ def test_a_torn_progress_line_is_ignored(target: Path) -> None:
     assert (last.has(0, 0), last.has(2, 0)) == (True, False)
 
 
-def test_a_short_write_of_a_progress_line_is_repeated(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filling, real, shorted = begin(target), os.write, []
+def test_a_short_write_of_a_progress_line_is_repeated(
+    target: Path, filling: PartialEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, shorted = os.write, []
 
     def half(file: int, data: bytes) -> int:
         if len(shorted) < 3:
@@ -188,8 +191,7 @@ def test_a_concurrent_first_chunk_is_not_damage(target: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("record", ["", "nonsense", '{"uri": 1}'])
-def test_a_damaged_file_list_restarts_the_fill(record: str, target: Path) -> None:
-    filling = begin(target)
+def test_a_damaged_file_list_restarts_the_fill(record: str, target: Path, filling: PartialEntry) -> None:
     land(filling, (0, 0))
     filling.close()
     (filling.incoming / ENTRY).write_text(record)
@@ -200,8 +202,7 @@ def test_a_damaged_file_list_restarts_the_fill(record: str, target: Path) -> Non
     assert same(target)
 
 
-def test_a_removed_file_is_fetched_again(target: Path) -> None:
-    filling = begin(target)
+def test_a_removed_file_is_fetched_again(target: Path, filling: PartialEntry) -> None:
     land(filling, (2, 0))
     filling.close()
     (filling.incoming / "a/one.bin").unlink()
@@ -217,8 +218,9 @@ def test_a_removed_file_is_fetched_again(target: Path) -> None:
     assert same(target)
 
 
-def test_a_file_with_a_failed_fsync_is_discarded(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    filling = begin(target)
+def test_a_file_with_a_failed_fsync_is_discarded(
+    target: Path, filling: PartialEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     land(filling, (0, 0))
     real = os.fsync
     bad = (filling.incoming / "a/one.bin").stat().st_ino
@@ -237,8 +239,7 @@ def test_a_file_with_a_failed_fsync_is_discarded(target: Path, monkeypatch: pyte
     assert again.has(2, 0)
 
 
-def test_a_receipt_matches_one_version_and_its_file_sizes(target: Path) -> None:
-    filling = begin(target)
+def test_a_receipt_matches_one_version_and_its_file_sizes(target: Path, filling: PartialEntry) -> None:
     land(filling)
     filling.publish()
     assert whole_receipt(target, frozen().version) is not None
@@ -256,8 +257,7 @@ def test_partial_entries_of_other_versions_are_removed_unless_in_use(target: Pat
     assert busy.incoming.exists()
 
 
-def test_removal_during_a_fill_raises(target: Path) -> None:
-    filling = begin(target)
+def test_removal_during_a_fill_raises(target: Path, filling: PartialEntry) -> None:
     filling.store_chunk(2, 0, DATA["two.bin"])
     module.remove_dir(filling.incoming)
     with pytest.raises(ObjectNotFoundError):

@@ -55,8 +55,14 @@ def node(local_root: Path) -> Pool:
     return pool
 
 
-def steps(root: Path) -> set[int]:
-    return {int(path.name[5:]) for path in local_dir(root, parse_uri(RUN)).iterdir() if path.name != ".tierckpt"}
+def steps(node: Pool) -> set[int]:
+    found = local_dir(node.settings.local_root, parse_uri(RUN)).iterdir()
+    return {int(path.name[5:]) for path in found if path.name != ".tierckpt"}
+
+
+def make_room(node: Pool, **changed: int) -> None:
+    """Make room for a save of one byte."""
+    space.make_room(node.settings.model_copy(update=changed), 1, node.settings.local_root / "checkpoints/new")
 
 
 @pytest.fixture
@@ -92,55 +98,49 @@ def lack(evicted: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Callable
 
 
 def test_a_save_evicts_old_checkpoints_before_models(node: Pool, lack: Lack) -> None:
-    root = node.settings.local_root
     for lacking_bytes, left, models in ((1, {2, 3}, "abc"), (STEP_BYTES + 1, {3}, "bc")):
         lack(lacking_bytes)
-        space.make_room(node.settings, 1, root / "checkpoints/new")
-        assert steps(root) == left and present(node) == {*models}
+        make_room(node)
+        assert steps(node) == left and present(node) == {*models}
     lack(1 << 30)
     with pytest.raises(CapacityError):
-        space.make_room(node.settings, 1, root / "checkpoints/new")
-    assert steps(root) == {3}, "the newest checkpoint stays"
+        make_room(node)
+    assert steps(node) == {3}, "the newest checkpoint stays"
 
 
 def test_the_checkpoint_quota_evicts_no_model(node: Pool) -> None:
-    root = node.settings.local_root
-    settings = node.settings.model_copy(update={"local_bytes_max": STEP_BYTES})
     with pytest.raises(CapacityError):
-        space.make_room(settings, 1, root / "checkpoints/new")
-    assert steps(root) == {3} and present(node) == {*"abc"}
+        make_room(node, local_bytes_max=STEP_BYTES)
+    assert steps(node) == {3} and present(node) == {*"abc"}
 
 
 def test_a_peer_copy_evicts_no_model(node: Pool, lack: Lack) -> None:
-    root = node.settings.local_root
     lack(1 << 30)
-    assert not space.has_room(node.settings, 1, root / "checkpoints/new")
-    assert steps(root) == {3} and present(node) == {*"abc"}
+    assert not space.has_room(node.settings, 1, node.settings.local_root / "checkpoints/new")
+    assert steps(node) == {3} and present(node) == {*"abc"}
 
 
 def test_a_prefetch_evicts_no_checkpoint(node: Pool, lack: Lack) -> None:
-    root = node.settings.local_root
     node.pin(model("a").name)
     lack(SIZE + 2)
     with pytest.raises(CapacityError) as caught:
         space.reserve(node, model("d"), SIZE)
     assert caught.value.context["pinned_bytes"] == SIZE
-    assert steps(root) == {1, 2, 3} and present(node) == {*"abc"}
+    assert steps(node) == {1, 2, 3} and present(node) == {*"abc"}
 
 
 def test_evictions_are_counted_by_kind(node: Pool, lack: Lack, evicted: dict[str, float]) -> None:
     lack(2 * STEP_BYTES + 1)
-    space.make_room(node.settings, 1, node.settings.local_root / "checkpoints/new")
+    make_room(node)
     assert evicted == {"checkpoint": 2 * STEP_BYTES, "cache": SIZE}
 
 
 def test_a_hanging_admission_does_not_fail_a_save(node: Pool, lack: Lack, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = node.settings.local_root
     monkeypatch.setattr(space, "SAVE_ADMISSION_SECONDS", 0.01)
     lack(1)
-    with try_lock(root / "admission.lock"):
-        space.make_room(node.settings, 1, root / "checkpoints/new")
-    assert steps(root) == {2, 3}
+    with try_lock(node.settings.local_root / "admission.lock"):
+        make_room(node)
+    assert steps(node) == {2, 3}
 
 
 def test_a_model_leased_during_eviction_is_not_counted(node: Pool, lack: Lack, monkeypatch: pytest.MonkeyPatch) -> None:

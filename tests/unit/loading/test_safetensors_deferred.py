@@ -152,14 +152,20 @@ def test_kept_tensors_are_read_before_the_file_is_closed(
     assert torch.equal(kept * 1, plain[6])
 
 
+def opened_beside(plain: Tensor, path: Path, ranks: int) -> Tensor:
+    """Save a tensor and open it as one of ``ranks`` of this node that read it together."""
+    save_file({"w": plain}, path)
+    modes = (replace(SHARED_READ_MODES[0], ranks=ranks),)
+    wanted = WantedTensors(path, "cpu", None, "", Parts(), Settings(local_root=path.parent / "root"), modes)
+    ((_, tensor),) = wanted.stream(1 << 30, Deferral())
+    return tensor
+
+
 @pytest.mark.parametrize("ranks", [1, 4], ids=["others elsewhere", "all on this node"])
 def test_column_shards_read_only_their_pieces(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes between the pieces are read only if other ranks of this node need them."""
     plain, path = torch.randn(64, 16384), tmp_path / "model.safetensors"
-    save_file({"w": plain}, path)
-    ways = (replace(SHARED_READ_MODES[0], ranks=ranks),)
-    wanted = WantedTensors(path, "cpu", None, "", Parts(), Settings(local_root=tmp_path / "root"), ways)
-    ((_, tensor),) = wanted.stream(1 << 30, Deferral())
+    tensor = opened_beside(plain, path, ranks)
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -175,10 +181,7 @@ def test_column_shards_read_only_their_pieces(ranks: int, tmp_path: Path, monkey
 
 def test_a_file_truncated_between_reads_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    save_file({"w": torch.randn(64, 16384)}, path)
-    mode = replace(SHARED_READ_MODES[0], ranks=4)
-    wanted = WantedTensors(path, "cpu", None, "", Parts(), Settings(local_root=tmp_path / "root"), (mode,))
-    ((_, tensor),) = wanted.stream(1 << 30, Deferral())
+    tensor = opened_beside(torch.randn(64, 16384), path, 4)
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(IntegrityError, match="became shorter"):
         tensor.narrow(1, 4096, 4096) + 0

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from tests.unit.planning.test_replica_placement import brute_force
 from tierckpt.peer.membership import Member
 from tierckpt.peer.replica_policy import (
     FreshCheckpoint,
@@ -21,11 +22,6 @@ from tierckpt.peer.replica_policy import (
     sources,
 )
 from tierckpt.planning.replica_placement import group_placement, spread_placement, survival_probability, survives
-
-
-def brute_force(placed: list[tuple[int, ...]], lost: int) -> float:
-    ways = list(itertools.combinations(range(len(placed)), lost))
-    return sum(survives(placed, set(way)) for way in ways) / len(ways)
 
 
 def lost_with_a_domain(domains: tuple[str, ...], placed: list[tuple[int, ...]]) -> int:
