@@ -67,6 +67,11 @@ class MemoryPlace(Place):
         self.fs.pipe_file(self.prefix + key, data)
 
 
+def inside(prefix: str, keys: set[str]) -> set[str]:
+    assert all(key.startswith(prefix) for key in keys), "a store wrote outside its prefix"
+    return {key.removeprefix(prefix) for key in keys}
+
+
 class S3Place(Place):
     """A prefix of a bucket, looked at with boto3."""
 
@@ -82,10 +87,7 @@ class S3Place(Place):
 
     def raw_keys(self) -> set[str]:
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket)
-        keys = {item["Key"] for page in pages for item in page.get("Contents", [])}
-        outside = {key for key in keys if not key.startswith(self.prefix)}
-        assert not outside, "a store wrote outside its prefix"
-        return {key.removeprefix(self.prefix) for key in keys}
+        return inside(self.prefix, {item["Key"] for page in pages for item in page.get("Contents", [])})
 
     def raw_get(self, key: str) -> bytes:
         data: bytes = self.client.get_object(Bucket=self.bucket, Key=self.prefix + key)["Body"].read()
@@ -127,10 +129,7 @@ class AzurePlace(Place):
         return open_store(self.location, Settings.load())
 
     def raw_keys(self) -> set[str]:
-        keys = {blob.name for blob in self.client.list_blobs()}
-        outside = {key for key in keys if not key.startswith(self.prefix)}
-        assert not outside, "a store wrote outside its prefix"
-        return {key.removeprefix(self.prefix) for key in keys}
+        return inside(self.prefix, {blob.name for blob in self.client.list_blobs()})
 
     def raw_get(self, key: str) -> bytes:
         data: bytes = self.client.download_blob(self.prefix + key).readall()

@@ -65,9 +65,16 @@ class Journal:
         monkeypatch.setattr(Path, "replace", on_replace)
         monkeypatch.setattr(os, "link", on_link)
 
-    def short(self) -> list[str]:
-        """Return the events with temporary names as 'temporary'."""
-        return [f"{verb} {'temporary' if name.endswith('.tmp') else name}" for verb, name in self.events]
+    def take(self) -> list[str]:
+        """Return the events since the last call, with temporary names as 'temporary'."""
+        taken, self.events = self.events, []
+        return [f"{verb} {'temporary' if name.endswith('.tmp') else name}" for verb, name in taken]
+
+
+async def etag_of(store: LocalStore, key: str) -> str:
+    etag = (await store.head(key)).etag
+    assert etag is not None
+    return etag
 
 
 async def test_every_put_is_durable_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,25 +83,21 @@ async def test_every_put_is_durable_before_it_returns(tmp_path: Path, monkeypatc
     journal = Journal(monkeypatch)
     await store.put("dir/a", b"1")
     made = [f"fsync {tmp_path.name}", "fsync root"]
-    assert journal.short() == [*made, "fsync temporary", "rename a", "fsync dir"]
-    journal.events.clear()
+    assert journal.take() == [*made, "fsync temporary", "rename a", "fsync dir"]
     await store.put("dir/b", b"1", if_absent=True)
-    assert journal.short() == ["fsync temporary", "link b", "fsync dir"]
-    journal.events.clear()
+    assert journal.take() == ["fsync temporary", "link b", "fsync dir"]
     await store.put_stream("dir/c", Pieces([b"1"]).iterate(), 1)
-    assert journal.short() == ["fsync temporary", "rename c", "fsync dir"]
-    journal.events.clear()
+    assert journal.take() == ["fsync temporary", "rename c", "fsync dir"]
     assert await store.link("dir/d", tmp_path / "source")
-    assert journal.short() == ["link d", "fsync d", "fsync dir"]
+    assert journal.take() == ["link d", "fsync d", "fsync dir"]
 
 
 def test_make_dirs_syncs_the_parent_of_each_new_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(monkeypatch)
     make_dirs(tmp_path / "a" / "b" / "c")
-    assert journal.short() == [f"fsync {tmp_path.name}", "fsync a", "fsync b"]
-    journal.events.clear()
+    assert journal.take() == [f"fsync {tmp_path.name}", "fsync a", "fsync b"]
     make_dirs(tmp_path / "a" / "b")
-    assert journal.events == []
+    assert journal.take() == []
 
 
 def test_make_dirs_where_a_file_stands(tmp_path: Path) -> None:
@@ -162,8 +165,7 @@ async def test_one_of_many_replaces_a_version_where_flock_holds_within_one_host(
     with mounted(tmp_path, no=("flock",)) as mount:
         stores = [LocalStore(mount.path) for _ in range(8)]
         await stores[0].put("claim", b"old")
-        etag = (await stores[0].head("claim")).etag
-        assert etag is not None
+        etag = await etag_of(stores[0], "claim")
         came = await asyncio.gather(
             *(store.replace("claim", f"{at:3}".encode(), etag=etag) for at, store in enumerate(stores)),
             return_exceptions=True,
@@ -179,9 +181,7 @@ async def test_the_mark_of_a_killed_writer_is_removed(tmp_path: Path, monkeypatc
     await store.put("claim", b"old")
     for left in (b"", b"somebody"):
         (tmp_path / ".claim.00000000.tmp").write_bytes(left)
-        etag = (await store.head("claim")).etag
-        assert etag is not None
-        await store.replace("claim", b"new" + left, etag=etag)
+        await store.replace("claim", b"new" + left, etag=await etag_of(store, "claim"))
     assert await store.get("claim") == b"newsomebody" and names_in(tmp_path) == ["claim"]
 
 
@@ -195,9 +195,9 @@ async def test_a_change_calls_no_fsync_under_its_mark(tmp_path: Path, monkeypatc
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", look)
-    await store.replace("claim", b"new", etag=(await store.head("claim")).etag or "")
+    await store.replace("claim", b"new", etag=await etag_of(store, "claim"))
     assert marked == [False, False]  # the data, then the directory
-    await store.remove("claim", etag=(await store.head("claim")).etag or "")
+    await store.remove("claim", etag=await etag_of(store, "claim"))
     assert marked == [False, False, False] and names_in(tmp_path) == []
 
 
@@ -205,7 +205,7 @@ async def test_a_lock_that_others_always_hold_is_an_error(tmp_path: Path, monkey
     monkeypatch.setattr(local, "LOCK_SECONDS", 0.3)
     store = LocalStore(tmp_path)
     await store.put("claim", b"old")
-    etag = (await store.head("claim")).etag
+    etag = await etag_of(store, "claim")
     mark, done = tmp_path / ".claim.00000000.tmp", threading.Event()
 
     def hold() -> None:
@@ -218,7 +218,6 @@ async def test_a_lock_that_others_always_hold_is_an_error(tmp_path: Path, monkey
     thread = threading.Thread(target=hold)
     thread.start()
     try:
-        assert etag is not None
         with pytest.raises(StoreUnavailableError, match="locked"):
             await store.replace("claim", b"new", etag=etag)
     finally:
@@ -232,10 +231,10 @@ async def test_each_write_is_another_version_also_in_one_tick_of_a_coarse_clock(
         store, etags = LocalStore(mount.path), []
         await store.put("claim", b"1")
         for data in (b"2", b"3", b"4"):
-            etags.append((await store.head("claim")).etag)
-            await store.replace("claim", data, etag=etags[-1] or "")
+            etags.append(await etag_of(store, "claim"))
+            await store.replace("claim", data, etag=etags[-1])
         await store.put("claim", b"5")
-        etags.append((await store.head("claim")).etag)
+        etags.append(await etag_of(store, "claim"))
         assert len(set(etags)) == 4
 
 
@@ -243,8 +242,8 @@ async def test_an_inode_number_is_no_part_of_a_version(tmp_path: Path) -> None:
     with mounted(tmp_path, inodes="changing") as mount:
         store = LocalStore(mount.path)
         await store.put("a/b/c", b"data")
-        etag = (await store.head("a/b/c")).etag
-        assert etag == (await store.head("a/b/c")).etag and etag is not None
+        etag = await etag_of(store, "a/b/c")
+        assert etag == await etag_of(store, "a/b/c")
         assert await store.get_range("a/b/c", ByteRange(1, 3), if_match=etag) == b"at"
         await store.replace("a/b/c", b"other", etag=etag)
         await store.delete_dir("a")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.services import AzureServer, HttpServer, S3Server
 from tierckpt.config import Settings
-from tierckpt.errors import ConfigError
+from tierckpt.errors import ConfigError, StoreError
 from tierckpt.format.layout import parse_uri
 from tierckpt.stores import open_store
 from tierckpt.stores.base import Conditional, ReadsInto
@@ -134,19 +134,28 @@ async def test_of_google(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("key", ["run//x", "run/../x", "run/a\x01b"])
-async def test_a_key_that_no_uri_names_is_listed_and_read(key: str, s3_uri: str, moto: S3Server) -> None:
-    location = parse_uri(s3_uri)
-    moto.client().put_object(Bucket=location.authority, Key="run/step-1/x", Body=b"1")
-    moto.client().put_object(Bucket=location.authority, Key=key, Body=b"of another tool")
+@pytest.mark.parametrize(
+    ("key", "unlisted"), [*((key, ConfigError) for key in ("/x", "../x", "step-1//x")), ("a\x01b", StoreError)]
+)
+async def test_a_key_that_no_uri_names_is_read_once_it_is_listed_and_deleted(
+    key: str, unlisted: type[Exception], s3_uri: str, moto: S3Server
+) -> None:
+    location, client = parse_uri(s3_uri), moto.client()
+    for name, data in (("step-1/x", b"1"), (key, b"of another tool")):
+        client.put_object(Bucket=location.authority, Key=f"run/{name}", Body=data)
     store = open_store(location, Settings.load())
+    with pytest.raises(unlisted):
+        await store.get_range(key, ByteRange(0, 2))
     assert await store.list_dirs() == ["step-1"]
     found = {info.key: info async for info in store.list()}
-    assert found.keys() == {"step-1/x", key.removeprefix("run/")}
-    odd = found[key.removeprefix("run/")]
-    assert bytes(await store.get_range(odd.key, ByteRange(0, 2), if_match=odd.etag)) == b"of"
+    assert found.keys() == {"step-1/x", key}
+    assert bytes(await store.get_range(key, ByteRange(0, 2), if_match=found[key].etag)) == b"of"
+    assert await store.get("step-1/x") == b"1"
+    if unlisted is StoreError:  # moto removes no control character beside other keys
+        client.delete_object(Bucket=location.authority, Key=f"run/{key}")
+    await store.delete_dir("")
+    assert [info async for info in store.list()] == []
     await store.close()
-    moto.client().delete_object(Bucket=location.authority, Key=key)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "az", "gs"])

@@ -62,12 +62,6 @@ def test_importing_stores_imports_no_client() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_stores_pickle_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "someone")
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "very-secret")
-    assert "very-secret" not in repr(azure_access("container"))
-
-
 def test_development_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "UseDevelopmentStorage=true")
     access = azure_access("container")

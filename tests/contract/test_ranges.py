@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.certificates import Authority
-from tests.services import HttpServer
+from tests.services import HttpServer, S3Server
 from tierckpt.config import Settings
 from tierckpt.errors import (
     EndpointError,
@@ -119,12 +119,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def served(made: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """``made`` is the S3 server of the environment, until the test is over."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": made.endpoint,
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-        "AWS_REGION": "us-east-1",
-    }.items():
+    for name, value in S3Server(made.endpoint, "testing", "testing").environment().items():
         monkeypatch.setenv(name, value)
     yield made
     made.is_over.set()

@@ -85,12 +85,8 @@ async def ask_everything(store: RemoteStore) -> None:
 
 
 async def s3(endpoint: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": "canaryKey",
-        "AWS_SECRET_ACCESS_KEY": "canarySecret",
-        "AWS_SESSION_TOKEN": TOKEN,
-    }.items():
+    keys = S3Server(endpoint, "canaryKey", "canarySecret").environment()
+    for name, value in (keys | {"AWS_SESSION_TOKEN": TOKEN}).items():
         monkeypatch.setenv(name, value)
     await ask_everything(RemoteStore(parse_uri("s3://bucket/run"), settings))
 
