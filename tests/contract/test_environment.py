@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.certificates import Authority
 from tests.contract.test_regions import HOME, Regional, first_delete, first_list, first_parts, first_put, opened
 from tests.services import HttpServer, S3Server
 from tierckpt.config import Settings
-from tierckpt.errors import ConfigError, TierckptError
+from tierckpt.errors import TierckptError
 from tierckpt.format.layout import parse_uri
 from tierckpt.stores import retry
 from tierckpt.stores.obstore_store import RemoteStore
@@ -72,15 +73,12 @@ class Emulator(HttpServer):
 
 
 async def test_an_emulator_of_gcs_needs_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Emulator()
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.endpoint.removeprefix("http://"))
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
-    try:
+    with closing(Emulator()) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.endpoint.removeprefix("http://"))
         store = RemoteStore(parse_uri("gs://bucket/run"), Settings.load())
         assert await store.get("key") == b"value"
         assert "STORAGE_EMULATOR_HOST" in store.sources["endpoint"]
-    finally:
-        server.close()
 
 
 @pytest.fixture(autouse=True)
@@ -123,14 +121,3 @@ async def test_a_private_authority_is_believed_on_every_way(
         await store.remove("new", etag=(await store.head("new")).etag or "")
         await first_parts(store)
         await first_delete(store)
-
-
-@pytest.mark.server
-async def test_an_authority_that_nothing_names(private: tuple[Regional, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "RETRIES_MAX", 0)
-    with pytest.raises(TierckptError):
-        await opened("bucket").head("key")
-    assert not private[0].refused
-    monkeypatch.setenv("AWS_CA_BUNDLE", "/nonexistent.pem")
-    with pytest.raises(ConfigError, match=r"AWS_CA_BUNDLE names '/nonexistent\.pem'"):
-        await opened("bucket").head("key")

@@ -7,6 +7,7 @@ import re
 import secrets
 import ssl
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -148,14 +149,10 @@ async def test_followed_by_whatever_comes_first(regional: Regional, moto: S3Serv
 async def test_a_region_that_does_not_help_is_asked_for_once(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that names the region which it then refuses: an error soon, and no circle."""
     monkeypatch.setattr(retry, "RETRIES_MAX", 1)
-    server = Regional(moto, 301)
-    server.taken = "nowhere"
-    bucket = f"test-{secrets.token_hex(6)}"
-    for name, value in {**moto.environment(), "AWS_ENDPOINT_URL": server.endpoint}.items():
-        monkeypatch.setenv(name, value)
-    try:
+    with closing(Regional(moto, 301)) as server:
+        server.taken = "nowhere"
+        for name, value in {**moto.environment(), "AWS_ENDPOINT_URL": server.endpoint}.items():
+            monkeypatch.setenv(name, value)
         with pytest.raises(TierckptError):
-            await opened(bucket).head("key")
+            await opened(f"test-{secrets.token_hex(6)}").head("key")
         assert len(server.refused) < 10
-    finally:
-        server.close()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -49,15 +49,16 @@ async def serving(body_bytes_max: int = 0) -> AsyncIterator[HttpServer]:
         await server.close()
 
 
-async def connect(server: HttpServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection(*server.address)
+async def connect(server: HttpServer, request: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(request)
+    return reader, writer
 
 
 async def ask(server: HttpServer, request: bytes) -> bytes:
     """All that the server sends until it closes the connection."""
-    reader, writer = await connect(server)
+    reader, writer = await connect(server, request)
     async with asyncio.timeout(PATIENCE_SECONDS):
-        writer.write(request)
         try:
             return await reader.read()
         except ConnectionError:
@@ -69,10 +70,8 @@ async def ask(server: HttpServer, request: bytes) -> bytes:
 async def until_closed(reader: asyncio.StreamReader) -> float:
     begun = time.monotonic()
     async with asyncio.timeout(PATIENCE_SECONDS):
-        try:
+        with suppress(ConnectionError):
             await reader.read()
-        except ConnectionError:
-            pass
     return time.monotonic() - begun
 
 
@@ -134,8 +133,7 @@ async def test_an_answer_names_no_version_and_a_connection_is_used_again() -> No
 async def test_the_head_of_a_later_request_has_a_deadline_from_its_first_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.5)
     async with serving() as server:
-        reader, writer = await connect(server)
-        writer.write(get())
+        reader, writer = await connect(server, get())
         await reader.readuntil(b"GET /")
         await asyncio.sleep(0.6)
         writer.write(get())  # an idle connection has longer
@@ -147,8 +145,7 @@ async def test_the_head_of_a_later_request_has_a_deadline_from_its_first_byte(mo
 async def test_an_idle_connection_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "IDLE_SECONDS", 0.3)
     async with serving() as server:
-        reader, writer = await connect(server)
-        writer.write(get())
+        reader, _ = await connect(server, get())
         await reader.readuntil(b"GET /")
         assert 0.2 <= await until_closed(reader) < SOON_SECONDS
 
@@ -171,8 +168,7 @@ async def test_a_connection_counts_until_its_request_is_answered(monkeypatch: py
     monkeypatch.setattr(http_server, "CONNECTIONS_MAX", 4)  # two from one address
     async with serving() as server:
         for _ in range(2):
-            _, writer = await connect(server)
-            writer.write(get("/waits"))
+            _, writer = await connect(server, get("/waits"))
             await asyncio.sleep(0.2)
             writer.transport.abort()
         assert await ask(server, get()) == b""
@@ -213,8 +209,7 @@ async def test_a_request_that_fails_is_not_answered_and_the_log_says_why(caplog:
 
 async def test_close_ends_what_is_under_way_at_once_and_may_be_called_again() -> None:
     async with serving() as server:
-        reader, writer = await connect(server)
-        writer.write(get("/waits"))
+        reader, _ = await connect(server, get("/waits"))
         await asyncio.sleep(0.1)
         where = server.address
         async with asyncio.timeout(PATIENCE_SECONDS):

@@ -156,7 +156,7 @@ def test_the_digest_is_xxh3_128_of_seed_0_in_canonical_form(data: bytes, expecte
 
 
 def test_the_digest_of_a_larger_chunk_is_that_of_the_digests_of_its_blocks() -> None:
-    """A fixed value too; tests/unit/read/test_block_digests.py shows its derivation."""
+    """A fixed value too; tests/unit/read/test_replicated_file_block_digests.py shows its derivation."""
     data = bytes(range(256)) * 4097
     assert digest_of(data) == digest_of(memoryview(data)) == "t1295ddf8c543ee248d02b6a84eb4706c"
 

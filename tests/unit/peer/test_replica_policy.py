@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -199,12 +200,7 @@ def test_copies_of_several_nodes_go_when_all_of_them_are_replaced() -> None:
 
 
 def test_own_work_and_what_somebody_fetched_for_itself_is_never_outdated() -> None:
-    told = {"n1": [told_of(2, is_safe=True)]}
-    own = FreshCheckpoint(
-        "s3://bucket/run/step-1", "attempt-1", 1.0, frozenset({"mine"}), frozenset({"t"}), False, {"t": "n1"}
-    )
-    fetched = FreshCheckpoint(
-        "s3://bucket/run/step-1", "attempt-1", 1.0, frozenset(), frozenset({"t", "v"}), False, {"t": "n1"}
-    )
+    told, copy = {"n1": [told_of(2, is_safe=True)]}, copy_of(1, t="n1")
+    own, fetched = replace(copy, own=frozenset({"mine"})), replace(copy, held=frozenset({"t", "v"}))
     assert outdated([own, fetched], told) == []
-    assert outdated([copy_of(1, t="n1")], told, {"s3://bucket/run/step-1"}) == []
+    assert outdated([copy], told, {copy.uri}) == []

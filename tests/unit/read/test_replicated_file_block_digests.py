@@ -133,17 +133,18 @@ def test_a_file_of_another_size_than_the_shards_need_is_not_used(tmp_path: Path,
 class Place:
     """A shard and its block digests in a directory."""
 
-    def __init__(self, directory: Path, data: bytes) -> None:
-        self.path, self.data = directory / "shard", data
-        shard = flushed(self.path, data)
+    def __init__(self, directory: Path, data: bytes, chunk: int = CHUNK) -> None:
+        self.path, self.data, self.chunk = directory / "shard", data, chunk
+        shard = flushed(self.path, data, chunk)
         self.entry = entry_of(shard)
-        [self.kept] = replicated_file.write_digests(directory, [shard], 0, "aa", CHUNK)
+        replicated_file.write_digests(directory, [shard], 0, "aa", chunk)
         self.kept_path = directory / blocks_file("aa")
         self.copy = Counted(self.path)
 
     def copies(self, *more: FileCopy, known: list[FileCopy] | None = None) -> ReplicatedFile:
         sources = [LocalCopy(self.kept_path)] if known is None else known
-        return ReplicatedFile(self.entry, CHUNK, [self.copy, *more], ShardBlockDigests(self.entry, CHUNK, 0, sources))
+        digests = ShardBlockDigests(self.entry, self.chunk, 0, sources)
+        return ReplicatedFile(self.entry, self.chunk, [self.copy, *more], digests)
 
     def pulled(
         self, copies: ReplicatedFile, buffers: BounceBufferPool, *spans: tuple[int, int], peeks: tuple[int, ...] = ()
@@ -292,22 +293,16 @@ def test_an_unverified_read_of_a_lost_file_is_empty(place: Place, buffers: Bounc
 
 def test_ranges_of_a_remote_file_that_are_near_are_one_request(tmp_path: Path, buffers: BounceBufferPool) -> None:
     chunk = 16 * BLOCK
-    data = random.Random(4).randbytes(3 * chunk)
-    shard = flushed(tmp_path / "a", data, chunk)
-    [_] = replicated_file.write_digests(tmp_path, [shard], 0, "aa", chunk)
-    kept = (tmp_path / blocks_file("aa")).read_bytes()
+    place = Place(tmp_path, random.Random(4).randbytes(3 * chunk), chunk)
     asked: list[tuple[int, int]] = []
 
     def get(byte_range: ByteRange) -> memoryview:
         asked.append((byte_range.start, byte_range.stop))
-        return memoryview(data)[byte_range.start : byte_range.stop]
+        return memoryview(place.data)[byte_range.start : byte_range.stop]
 
-    known = ShardBlockDigests(
-        entry_of(shard), chunk, 0, [RemoteCopy("s3://b/k", lambda asked: kept[asked.start : asked.stop])]
-    )
-    place = Place(tmp_path, data[:CHUNK])
-    place.data = data
-    copies = ReplicatedFile(entry_of(shard), chunk, [RemoteCopy("s3://b/a", get)], known)
+    place.copy = RemoteCopy("s3://b/a", get)  # type: ignore[assignment]
+    kept = place.kept_path.read_bytes()
+    copies = place.copies(known=[RemoteCopy("s3://b/k", lambda asked: kept[asked.start : asked.stop])])
     near, far = BLOCK + NEAR_BYTES, 2 * BLOCK + NEAR_BYTES
     wanted = [(0, 1), (near, near + 1), (chunk, chunk + 1), (chunk + far, chunk + far + 1), (2 * chunk, 3 * chunk)]
     assert place.pulled(copies, buffers, *wanted)

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +47,25 @@ def interest(group: str = "node", **wanted: list[tuple[int, int]]) -> ReadIntere
     )
 
 
+def bytes_in(found: Iterable[tuple[int, int]]) -> set[int]:
+    return {at for start, stop in found for at in range(start, stop)}
+
+
 # --- the plan ---------------------------------------------------------------------------------------------------
 
 
 @given(ranges)
 def test_merged_ranges_are_in_order_apart_and_cover_the_same(found: list[tuple[int, int]]) -> None:
     together = merge_ranges(found)
-    assert {at for start, stop in found for at in range(start, stop)} == {
-        at for start, stop in together for at in range(start, stop)
-    }
+    assert bytes_in(found) == bytes_in(together)
     assert all(start < stop for start, stop in together)
     assert all(before[1] < after[0] for before, after in itertools.pairwise(together))
 
 
 @given(st.lists(ranges, max_size=4))
 def test_overlaps_are_what_two_or_more_want(lists: list[list[tuple[int, int]]]) -> None:
-    wanted = [{at for start, stop in found for at in range(start, stop)} for found in lists]
-    twice = {at for at in range(300) if sum(at in one for one in wanted) > 1}
-    assert {
-        at for start, stop in overlaps([merge_ranges(found) for found in lists]) for at in range(start, stop)
-    } == twice
+    twice = {at for at in range(300) if sum(at in bytes_in(found) for found in lists) > 1}
+    assert bytes_in(overlaps([merge_ranges(found) for found in lists])) == twice
 
 
 @given(st.lists(ranges, min_size=2, max_size=4), st.integers(0, 240), st.integers(1, 60))

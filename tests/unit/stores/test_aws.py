@@ -286,15 +286,12 @@ def test_virtual_hosted_addressing(monkeypatch: pytest.MonkeyPatch) -> None:
     options = resolved(KEYS | {"AWS_PROFILE": "virtual"}, monkeypatch).options
     assert options["endpoint"] == "https://bucket.oss.example"
     assert options["virtual_hosted_style_request"] is True
-    assert resolved({"AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "false"}, monkeypatch).options["endpoint"] == (
-        "https://oss.example"
-    )
-    monkeypatch.setenv(
-        "AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true"
-    )  # read by the client: its host name includes the bucket
-    assert resolved({"AWS_ENDPOINT_URL": "https://bucket.oss.example"}, monkeypatch).options["endpoint"] == (
-        "https://bucket.oss.example"
-    )
+    options = resolved({"AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "false"}, monkeypatch).options
+    assert options["endpoint"] == "https://oss.example"
+    # Read by the client: its host name includes the bucket.
+    monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "true")
+    options = resolved({"AWS_ENDPOINT_URL": "https://bucket.oss.example"}, monkeypatch).options
+    assert options["endpoint"] == "https://bucket.oss.example"
 
 
 def test_sources_name_variables_and_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
 
+from tierckpt.peer.fetch import scheduler
 from tierckpt.peer.fetch.peer_table import PeerTable
-from tierckpt.peer.fetch.scheduler import SHARED, ChunkRequest, FetchScheduler, StoreSlots, Tuning, WaitUntil
+from tierckpt.peer.fetch.scheduler import (
+    SHARED,
+    ChunkOwners,
+    ChunkRequest,
+    FetchScheduler,
+    StoreSlots,
+    Tuning,
+    WaitUntil,
+    ranked,
+)
 from tierckpt.peer.membership import Member
 
 VERSION = "0123456789abcdef" * 2
@@ -21,13 +32,17 @@ def member(name: str) -> Member:
     return Member(name, f"{name}:1")
 
 
-def schedule(others: Iterable[str] = ("b", "c", "d"), *, interested: bool = True, total: int = TOTAL) -> FetchScheduler:
-    """Of node ``a``, which has met ``others`` and has let the first moment pass."""
-    made = FetchScheduler(PeerTable(total, "a", rng=random.Random(3)), VERSION)
-    names = ["a", *others]
-    made.set_members([member(name) for name in names], names if interested else ["a"], 0.0)
+def schedule(
+    others: Iterable[str] = "bcd", *, me: str = "a", whole: str = "", total: int = TOTAL, seed: int = 3
+) -> FetchScheduler:
+    """Of node ``me``, which has met ``others`` and has let the first moment pass. Those in ``whole`` have all."""
+    made = FetchScheduler(PeerTable(total, me, rng=random.Random(seed)), VERSION)
+    names = [me, *others]
+    made.set_members([member(name) for name in names], names, 0.0)
     for name in others:
         made.table.update(name, 0.1)
+    for name in whole:
+        made.table.update(name, 0.2, whole=True)
     return made
 
 
@@ -86,9 +101,7 @@ def test_a_node_fetches_its_own_from_the_store_first_and_then_helps_who_is_behin
 def test_helpers_of_one_that_is_behind_take_different_chunks_from_the_end_of_its_own() -> None:
     taken: list[int] = []
     for name in "bcd":
-        made = FetchScheduler(PeerTable(TOTAL, name, rng=random.Random(1)), VERSION)
-        made.set_members([member(other) for other in "abcd"], "abcd", 0.0)
-        made.table.update("a", 0.1)
+        made = schedule("abcd".replace(name, ""), me=name, seed=1)
         for other in "bcd":
             made.table.update(
                 other, 0.1, new=[chunk for chunk in range(TOTAL) if owned_later(made, "a").count(chunk) == 0]
@@ -101,8 +114,7 @@ def test_helpers_of_one_that_is_behind_take_different_chunks_from_the_end_of_its
 
 
 def test_what_somebody_holds_is_asked_of_the_holder_even_when_it_is_our_own() -> None:
-    made = schedule()
-    made.table.update("b", 0.2, whole=True)
+    made = schedule(whole="b")
     asks = all_asks(made, SETTLED)
     assert asks
     assert {ask.source for ask in asks} == {"b"}
@@ -118,7 +130,7 @@ def test_what_another_fetches_from_the_store_is_not_fetched_too() -> None:
 
 
 def test_a_chunk_that_is_on_its_way_to_its_owner_is_waited_for_there_by_the_next_in_rank() -> None:
-    made = schedule(others=("b", "c"))
+    made = schedule("bc")
     all_asks(made, SETTLED)
     chunk = owned(made, "b")[0]
     made.table.update("b", SETTLED, fetching=[chunk])
@@ -129,8 +141,7 @@ def test_a_chunk_that_is_on_its_way_to_its_owner_is_waited_for_there_by_the_next
 def test_rare_chunks_come_first() -> None:
     hits = 0
     for seed in range(20):
-        again = FetchScheduler(PeerTable(TOTAL, "a", rng=random.Random(seed)), VERSION)
-        again.set_members([member(name) for name in "abc"], "abc", 0.0)
+        again = schedule("bc", seed=seed)
         again.table.update("b", 0.1, new=[*range(8), 50])
         again.table.update("c", 0.1, new=range(8))
         first = [ask.chunk for ask in all_asks(again, SETTLED) if ask.source is not SHARED][:3]
@@ -139,17 +150,14 @@ def test_rare_chunks_come_first() -> None:
 
 
 def test_the_window_that_the_loader_needs_next_comes_before_the_rest() -> None:
-    made = schedule(others=("b", "c"))
-    made.table.update("b", 0.2, whole=True)
-    made.table.update("c", 0.2, whole=True)
+    made = schedule("bc", whole="bc")
     window = range(20, 28)
     asked = [ask.chunk for _ in range(8) if isinstance(ask := made.choose(SETTLED, window), ChunkRequest)]
     assert set(asked) == set(window)
 
 
 def test_no_peer_has_more_than_its_part_of_the_requests() -> None:
-    made = schedule(others=("b", "c", "d", "e"))
-    made.table.update("b", 0.2, whole=True)
+    made = schedule("bcde", whole="b")
     for name in "cde":
         made.table.update(name, 0.2, new=[1])
     asks = all_asks(made, SETTLED)
@@ -157,7 +165,7 @@ def test_no_peer_has_more_than_its_part_of_the_requests() -> None:
 
 
 def test_one_that_does_not_answer_is_left_alone_and_its_chunks_go_to_the_next_in_rank() -> None:
-    made = schedule(others=("b",))
+    made = schedule("b")
     theirs = set(owned_later(made, "b"))
     made.table.mark_unreachable("b", SETTLED)
     first = made.source(min(theirs), SETTLED)
@@ -168,8 +176,7 @@ def test_one_that_does_not_answer_is_left_alone_and_its_chunks_go_to_the_next_in
 
 
 def test_what_a_peer_said_it_has_and_does_not_give_is_not_asked_of_it_again() -> None:
-    made = schedule(others=("b",))
-    made.table.update("b", 0.2, whole=True)
+    made = schedule("b", whole="b")
     first = made.choose(SETTLED)
     assert isinstance(first, ChunkRequest)
     made.failed(first, SETTLED, "missing")
@@ -178,8 +185,7 @@ def test_what_a_peer_said_it_has_and_does_not_give_is_not_asked_of_it_again() ->
 
 
 def test_one_that_is_busy_is_asked_again_a_moment_later() -> None:
-    made = schedule(others=("b",))
-    made.table.update("b", 0.2, whole=True)
+    made = schedule("b", whole="b")
     ask = made.choose(SETTLED)
     assert isinstance(ask, ChunkRequest)
     made.failed(ask, SETTLED, "busy")
@@ -189,7 +195,7 @@ def test_one_that_is_busy_is_asked_again_a_moment_later() -> None:
 
 
 def test_what_is_late_is_asked_of_another_holder_and_of_no_third() -> None:
-    made = schedule(others=("b", "c", "d"))
+    made = schedule()
     made.table.update("b", 0.2, new=[5])
     ask = made.source(5, SETTLED)
     assert isinstance(ask, ChunkRequest)
@@ -206,9 +212,7 @@ def test_what_is_late_is_asked_of_another_holder_and_of_no_third() -> None:
 
 
 def test_hedges_under_way_are_few() -> None:
-    made = schedule(others=("b", "c"))
-    for name in "bc":
-        made.table.update(name, 0.2, whole=True)
+    made = schedule("bc", whole="bc")
     asks = all_asks(made, SETTLED)
     hedges = [made.hedge(ask.chunk, SETTLED + 100.0) for ask in asks]
     assert sum(hedge is not None for hedge in hedges) == TUNING.hedges_max
@@ -226,7 +230,7 @@ def answered_by_all_but_b(made: FetchScheduler) -> float:
 
 
 def test_of_a_slow_peer_requests_are_taken_back_and_its_chunks_are_stood_in_for() -> None:
-    made = schedule(others=("b", "c", "d"), total=2048)
+    made = schedule(total=2048)
     for name in "bcd":
         made.table.update(name, 0.2, new=range(400))
     now = answered_by_all_but_b(made)
@@ -276,7 +280,7 @@ def test_who_is_slow_to_two_thirds_of_the_others_owns_nothing_until_they_say_so_
 
 @pytest.mark.parametrize(("owed_seconds", "is_slow"), [(0.8, False), (4.0, True)])
 def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seconds: float, is_slow: bool) -> None:
-    made = schedule(others=("b", "c", "d"), total=2048)
+    made = schedule(total=2048)
     for name in "bcd":
         made.table.update(name, 0.2, new=range(400))
     made.assign_owners(now := SETTLED)
@@ -295,7 +299,7 @@ def test_one_answer_that_is_late_as_some_are_does_not_make_a_peer_slow(owed_seco
 
 
 def test_when_nothing_moves_any_node_ends_up_at_the_store() -> None:
-    made = schedule(others=("b", "c", "d", "e", "f"))
+    made = schedule("bcdef")
     now, seen = SETTLED, set[int]()
     for _ in range(400):
         now += 0.25
@@ -309,7 +313,7 @@ def test_when_nothing_moves_any_node_ends_up_at_the_store() -> None:
 
 
 def test_somebody_who_reads_on_demand_asks_the_holder_then_the_owner_then_the_store() -> None:
-    made = schedule(others=("b", "c"))
+    made = schedule("bc")
     all_asks(made, SETTLED)
     chunk = owned(made, "b")[-1]
     first = made.source(chunk, SETTLED)
@@ -384,3 +388,78 @@ def test_what_is_late_makes_it_go_back_before_it_comes() -> None:
     assert slots.factor == 1
     run_rounds(slots, 1.0, 100)
     assert slots.factor == 1, "one try is enough"
+
+
+# --- whose chunk is it ------------------------------------------------------------------------------------------------
+# The same on every node, in proportion to weights, and little moves when members come and go.
+
+CHUNKS = 20_000
+
+
+def members(count: int, weight: float = 1.0) -> list[Member]:
+    return [Member(f"node-{number}", f"10.0.0.{number}:7117", weight) for number in range(count)]
+
+
+def owners(known: list[Member], version: str = VERSION) -> list[str]:
+    return ChunkOwners(version, known).owners(CHUNKS)
+
+
+def test_every_node_places_alike_in_whatever_order_it_has_heard_of_the_others() -> None:
+    known = members(9)
+    shuffled = random.Random(5).sample(known, len(known))
+    assert owners(known) == owners(shuffled)
+    assert ranked(f"{VERSION}/7", known) == ranked(f"{VERSION}/7", shuffled)
+
+
+@pytest.mark.parametrize("weights", [(1.0,) * 5, (1.0, 2.0, 3.0, 0.5, 1.5)])
+def test_owners_of_all_chunks_are_the_first_in_the_ranks_of_each(weights: tuple[float, ...]) -> None:
+    known = [Member(f"node-{number}", "", weight) for number, weight in enumerate(weights)]
+    place = ChunkOwners(VERSION, known)
+    found = place.owners(500)
+    for chunk in range(500):
+        names = [member.name for member in ranked(f"{VERSION}/{chunk}", known)]
+        assert place.ranks(chunk) == tuple(names)
+        assert found[chunk] == names[0]
+
+
+def test_parts_are_in_proportion_to_the_weights() -> None:
+    weights = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 1.0}
+    parts = Counter(owners([Member(name, "", weight) for name, weight in weights.items()]))
+    for name, weight in weights.items():
+        assert parts[name] / CHUNKS == pytest.approx(weight / 8.0, abs=0.015)
+
+
+def test_who_joins_takes_its_part_and_nothing_else_moves() -> None:
+    before, after = owners(members(8)), owners(members(9))
+    moved = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    assert {new for _, new in moved} == {"node-8"}
+    assert len(moved) / CHUNKS == pytest.approx(1 / 9, abs=0.015)
+
+
+def test_what_a_member_leaves_goes_to_who_was_next_in_rank() -> None:
+    known = members(8)
+    left = ChunkOwners(VERSION, known)
+    before, after = left.owners(2000), ChunkOwners(VERSION, known[:-1]).owners(2000)
+    for chunk in range(2000):
+        if before[chunk] == "node-7":
+            assert after[chunk] == left.ranks(chunk)[1]
+        else:
+            assert after[chunk] == before[chunk]
+
+
+def test_another_version_is_placed_otherwise() -> None:
+    same = sum(one == other for one, other in zip(owners(members(8)), owners(members(8), "f" * 32), strict=True))
+    assert same / CHUNKS == pytest.approx(1 / 8, abs=0.02)
+
+
+def test_a_weight_that_cannot_be_counts_as_the_least() -> None:
+    known = [*members(3), Member("liar", "", float("nan")), Member("idle", "", 0.0), Member("zero", "", -1.0)]
+    assert set(owners(known)) == {"node-0", "node-1", "node-2"}
+
+
+def test_of_very_many_members_some_share_the_chunks_and_they_hardly_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "OWNERS_MAX", 16)
+    known = members(100)
+    chosen, without = ChunkOwners(VERSION, known), ChunkOwners(VERSION, known[1:])
+    assert len(chosen.members) == 16
+    assert len(set(chosen.members) ^ set(without.members)) <= 2
