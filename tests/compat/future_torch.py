@@ -95,12 +95,6 @@ class _Finder:
         return spec
 
 
-def save(directory: Path) -> None:
-    from tests.compat import torch_version
-
-    torch_version.save(directory)
-
-
 def load(directory: Path) -> None:
     import tierckpt
     from tests.compat import torch_version
@@ -122,4 +116,6 @@ if __name__ == "__main__":
     _Loader.kind = sys.argv[1]
     if _Loader.kind != "none":
         sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
-    {"save": save, "load": load}[sys.argv[2]](Path(sys.argv[3]))
+    from tests.compat import torch_version
+
+    {"save": torch_version.save, "load": load}[sys.argv[2]](Path(sys.argv[3]))

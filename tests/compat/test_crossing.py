@@ -44,13 +44,6 @@ def assert_stock_loads(state: dict[str, Any], tmp_path: Path, *uris: str) -> Non
 
 
 @pytest.mark.slow
-def test_plain_pytorch_reads_both_tiers(file_uri: str, local_root: Path, tmp_path: Path) -> None:
-    uri, state = f"{file_uri}/step-1", everything(1)
-    save_ours(uri, state)
-    assert_stock_loads(state, tmp_path, uri, str(local_dir(local_root, parse_uri(uri))))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -80,7 +73,7 @@ def test_stock_reads_ours_from_s3(s3_uri: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stock_reads_what_replaced_an_older_checkpoint(file_uri: str, local_root: Path, tmp_path: Path) -> None:
+def test_stock_reads_both_tiers_of_a_replaced_checkpoint(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     uri = f"{file_uri}/step-1"
     for seed in (1, 2):
         save_ours(uri, everything(seed))

@@ -29,10 +29,10 @@ def run(kind: str, verb: str, directory: Path, later: str = "") -> Any:
     return json.loads(said) if said else None
 
 
-def python(arguments: list[str], directory: Path, more_env: dict[str, str]) -> str:
+def python(arguments: list[str], directory: Path, more_env: dict[str, str], interpreter: str = sys.executable) -> str:
     env = {**os.environ, "TIERCKPT_LOCAL_ROOT": str(directory / "root"), "TIERCKPT_MOVER": "inline", **more_env}
-    command = [sys.executable, "-W", "ignore", *arguments, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=env, cwd=ROOT)
+    command = [interpreter, "-W", "ignore", *arguments, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

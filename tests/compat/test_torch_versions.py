@@ -7,30 +7,25 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.compat.test_future_torch import ROOT, python
+
 PYTHONS = [name for name in os.environ.get("TIERCKPT_TEST_TORCHES", "").split(":") if name] or [sys.executable]
-ROOT = Path(__file__).parents[2]
 
 
-def run(python: str, verb: str, directory: Path) -> str:
-    env = {**os.environ, "TIERCKPT_LOCAL_ROOT": str(directory / "root"), "TIERCKPT_MOVER": "inline"}
-    env["PYTHONPATH"] = str(ROOT)
-    command = [python, "-m", "tests.compat.torch_version", verb, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(interpreter: str, verb: str, directory: Path) -> str:
+    return python(["-m", "tests.compat.torch_version", verb], directory, {"PYTHONPATH": str(ROOT)}, interpreter)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    made = {python: tmp_path_factory.mktemp("saved") for python in PYTHONS}
-    for python, directory in made.items():
-        run(python, "save", directory)
+    made = {interpreter: tmp_path_factory.mktemp("saved") for interpreter in PYTHONS}
+    for interpreter, directory in made.items():
+        run(interpreter, "save", directory)
     return made
 
 
