@@ -17,7 +17,7 @@ from tierckpt.cache import partial_entry
 from tierckpt.cache import pool as module
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.cache.partial_entry import PartialEntry, remove_dir
-from tierckpt.cache.pool import CacheRow, Pool
+from tierckpt.cache.pool import Pool
 from tierckpt.cache.space import reserve, shrink_cache
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError
@@ -260,10 +260,6 @@ def test_concurrent_reservations_stay_within_the_quota(local_root: Path) -> None
 # --- listing ----------------------------------------------------------------------------------------------------------
 
 
-def everything(local_root: Path) -> list[CacheRow]:
-    return Pool(settings(local_root)).rows()
-
-
 @pytest.fixture
 def filled(pool: Pool) -> Pool:
     fill(pool, model("a"))
@@ -274,14 +270,14 @@ def filled(pool: Pool) -> Pool:
 
 
 def test_the_listing_has_every_entry(filled: Pool, local_root: Path) -> None:
-    before = everything(local_root)
+    before = filled.rows()
     assert [(row.uri.rpartition("/")[2], row.state, row.is_pinned) for row in before] == [
         ("b", "complete", True),
         ("half", "partial", False),
         ("a", "complete", False),
     ]
     module.read_known.cache_clear()  # as in a new process
-    assert everything(local_root) == before
+    assert Pool(settings(local_root)).rows() == before
     assert filled.rows("s3://bucket/a", "s3://bucket/half") == before[1:]
 
 

@@ -83,10 +83,6 @@ def _files(count: int, folder: Path) -> list[int]:
     return [os.open(folder / str(number), os.O_CREAT | os.O_RDWR) for number in range(count)]
 
 
-def _names(descriptors: list[int]) -> list[str]:
-    return [Path(f"/proc/self/fd/{descriptor}").readlink().name for descriptor in descriptors]
-
-
 def test_descriptors_come_in_order_though_their_messages_are_cut_anywhere(
     pair: tuple[socket.socket, Connection], tmp_path: Path
 ) -> None:
@@ -104,7 +100,8 @@ def test_descriptors_come_in_order_though_their_messages_are_cut_anywhere(
     ours.sendall(second[1:])
     assert connection.read()
     assert take_message(connection.buffer) == {"op": "second", "descriptors": 3}
-    assert _names(connection.descriptors) == ["0", "1", "2", "3", "4"]
+    names = [Path(f"/proc/self/fd/{descriptor}").readlink().name for descriptor in connection.descriptors]
+    assert names == ["0", "1", "2", "3", "4"]
     for file in files:
         os.close(file)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.save.conftest import refuse_unnamed_files
 from tierckpt.cache import space
 from tierckpt.config import Settings
 from tierckpt.errors import CapacityError
@@ -30,18 +31,11 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
 
 @pytest.fixture(params=["named", "copied: no O_TMPFILE", "copied: no link"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    real = os.open
-
-    def refused(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "no")
-        return real(path, flags, *rest, **named)
-
     def unlinked(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOENT, "no /proc")
 
     if "O_TMPFILE" in request.param:
-        monkeypatch.setattr(os, "open", refused)
+        refuse_unnamed_files(monkeypatch)
     if "link" in request.param:
         monkeypatch.setattr(os, "link", unlinked)
     return str(request.param)

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.save.test_flush import Item, KiB, MiB, check, items_of, reference, staged_in
+from tests.unit.save.conftest import refuse_unnamed_files
+from tests.unit.save.test_flush import Item, KiB, MiB, check, items_of, reference, run, staged_in
 from tierckpt.arena.memory import Memory
 from tierckpt.disk.io_tuner import IoShape
 from tierckpt.errors import CapacityError, OperationTimeoutError, StoreError, TierckptError
@@ -23,8 +24,7 @@ from tierckpt.format.manifest import Flushed
 from tierckpt.poll import Poll
 from tierckpt.quantities import round_up
 from tierckpt.save import write_ahead as ahead_module
-from tierckpt.save.flush import flush
-from tierckpt.save.shard_plan import Image, Shard, ShardRecord
+from tierckpt.save.shard_plan import Image, ShardRecord
 from tierckpt.save.write_ahead import Span, TempFile, WriteAhead
 
 UNIT = 8 * KiB
@@ -53,9 +53,7 @@ def until(what: Callable[[], object]) -> None:
 
 
 def flushed(path: Path, records: list[ShardRecord], image: Image, slots: list[Memory], **options: Any) -> Flushed:
-    options = {"shape": IoShape(3, UNIT), "chunk_size_bytes": UNIT, "durable": False, **options}
-    (result,) = flush([Shard(path, records, image)], slots=slots, **options)
-    return result
+    return run(path, records, slots, image=image, **{"chunk_size_bytes": UNIT, **options})
 
 
 def one_large() -> list[Item]:
@@ -300,18 +298,13 @@ def test_without_unnamed_files(
     refuses: str, tmp_path: Path, slots: list[Memory], arena: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NFS and others know no O_TMPFILE; a full disk says so at once."""
-    real = os.open
-
-    def no_temporary(path: Any, flags: int, *rest: Any) -> int:
-        if refuses == "open" and flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return real(path, flags, *rest)
 
     def no_room(fd: int, size_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "open", no_temporary)
-    if refuses == "allocate":
+    if refuses == "open":
+        refuse_unnamed_files(monkeypatch)
+    else:
         monkeypatch.setattr(ahead_module, "allocate", no_room)
     items, records, image, ahead, _ = begun_large(tmp_path, arena)
     until(lambda: ahead.is_stopped)

@@ -131,8 +131,6 @@ def test_a_command_says_why_its_answer_is_lost(place: dict[str, str], tmp_path: 
 def test_a_lost_socket_of_a_verb_is_not_taken_for_a_lost_reader(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tierckpt.cli.ui.app import run
-
     def broken(*_: object, **__: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
