@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tierckpt
-from tests.states import same
+from tests.states import same, zeros_like
 
 WAIT_SECONDS = 60
 
@@ -34,10 +34,7 @@ def state_of_step(step: int) -> dict[str, Any]:
 
 
 def empty_state() -> dict[str, Any]:
-    return {
-        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else {"step": None, "text": None}
-        for key, value in state_of_step(0).items()
-    }
+    return dict(zeros_like(state_of_step(0)))
 
 
 def is_state_of(state: dict[str, Any], step: int) -> bool:

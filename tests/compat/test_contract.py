@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,52 +14,32 @@ from torch.distributed.checkpoint.staging import AsyncStager
 import tierckpt
 from tests.compat.everything import blank, differences, everything
 from tests.compat.worker import launch
+from tests.states import load
 from tierckpt.checkpoint.journal import Journal
 
 distributed = pytest.mark.distributed
 SCENARIOS = "tests.compat.scenarios"
 
 
-def all_true(outcome: dict[str, bool], count: int) -> None:
+WAYS: list[Any] = [
+    pytest.param("async_saves", "file_uri", {"executor": "thread"}, 3, marks=pytest.mark.slow),
+    pytest.param("async_saves", "file_uri", {"executor": "process"}, 3, marks=pytest.mark.slow),
+    pytest.param("async_saves", "s3_uri", {"executor": "process"}, 3, marks=[pytest.mark.slow, pytest.mark.server]),
+    pytest.param("one_writer_many_ids", "file_uri", {}, 2, marks=pytest.mark.slow),
+    pytest.param("cached_plans", "file_uri", {}, 4, marks=pytest.mark.slow),
+    pytest.param("without_collectives", "file_uri", {}, 4, marks=pytest.mark.slow),
+    ("sharded_tensors", "file_uri", {}, 16),
+]
+
+
+@distributed
+@pytest.mark.parametrize(("scenario", "place", "options", "count"), WAYS)
+def test_every_way_to_save_on_two_ranks_is_right(
+    scenario: str, place: str, options: dict[str, str], count: int, request: pytest.FixtureRequest
+) -> None:
+    outcome = launch(f"{SCENARIOS}:{scenario}", 2, folder=request.getfixturevalue(place), **options)
     assert len(outcome) == count
     assert [name for name, right in outcome.items() if right is not True] == []
-
-
-@pytest.mark.slow
-@distributed
-@pytest.mark.parametrize("executor", ["thread", "process"])
-def test_async_saves_on_two_ranks(executor: str, file_uri: str) -> None:
-    all_true(launch(f"{SCENARIOS}:async_saves", 2, folder=file_uri, executor=executor), 3)
-
-
-@pytest.mark.slow
-@distributed
-@pytest.mark.server
-def test_async_saves_drain_to_s3(s3_uri: str) -> None:
-    all_true(launch(f"{SCENARIOS}:async_saves", 2, folder=s3_uri, executor="process"), 3)
-
-
-@pytest.mark.slow
-@distributed
-def test_one_writer_serves_many_ids_on_two_ranks(file_uri: str) -> None:
-    all_true(launch(f"{SCENARIOS}:one_writer_many_ids", 2, folder=file_uri), 2)
-
-
-@pytest.mark.slow
-@distributed
-def test_cached_plans_on_two_ranks(file_uri: str) -> None:
-    all_true(launch(f"{SCENARIOS}:cached_plans", 2, folder=file_uri), 4)
-
-
-@pytest.mark.slow
-@distributed
-def test_saves_without_collectives(file_uri: str) -> None:
-    all_true(launch(f"{SCENARIOS}:without_collectives", 2, folder=file_uri), 4)
-
-
-@distributed
-def test_sharded_tensors(file_uri: str) -> None:
-    all_true(launch(f"{SCENARIOS}:sharded_tensors", 2, folder=file_uri), 16)
 
 
 @pytest.mark.slow
@@ -74,14 +55,14 @@ def test_one_id_saved_over_and_over_leaves_nothing_behind(
     assert Journal(local_root).entries() == []
 
 
-def test_no_process_group_and_no_flag(file_uri: str) -> None:
+def test_the_stock_keyword_path_takes_a_path_without_a_process_group_or_a_flag(tmp_path: Path) -> None:
     """DCP notices by itself that there is no process group."""
-    state = everything(1)
+    state, folder = everything(1), tmp_path / "shared" / "step-1"
     with pytest.warns(UserWarning, match="single process"):
-        dcp.save(state, storage_writer=tierckpt.TierStorageWriter(file_uri))
+        dcp.save(state, storage_writer=tierckpt.TierStorageWriter(path=folder))
     target = blank(state)
     with pytest.warns(UserWarning, match="single process"):
-        dcp.load(target, storage_reader=tierckpt.TierStorageReader(file_uri))
+        dcp.load(target, storage_reader=tierckpt.TierStorageReader(path=folder))
     assert differences(target, state) == []
 
 
@@ -93,17 +74,7 @@ def test_the_writer_pickles_and_the_copy_saves(file_uri: str) -> None:
     assert twin.storage_meta().checkpoint_id == writer.storage_meta().checkpoint_id
     state = everything(2)
     dcp.save(state, storage_writer=twin, checkpoint_id=f"{file_uri}/step-2", no_dist=True)
-    target = blank(state)
-    dcp.load(target, storage_reader=tierckpt.TierStorageReader(f"{file_uri}/step-2"), no_dist=True)
-    assert differences(target, state) == []
-
-
-def test_path_may_be_a_path_and_is_the_stock_keyword(tmp_path: Path) -> None:
-    folder = tmp_path / "shared" / "step-1"
-    dcp.save({"w": torch.ones(3)}, storage_writer=tierckpt.TierStorageWriter(path=folder), no_dist=True)
-    target = {"w": torch.zeros(3)}
-    dcp.load(target, storage_reader=tierckpt.TierStorageReader(path=folder), no_dist=True)
-    assert target["w"].tolist() == [1, 1, 1]
+    assert differences(load(f"{file_uri}/step-2", state), state) == []
 
 
 def test_the_writer_is_what_dcp_expects() -> None:
@@ -125,7 +96,5 @@ def test_a_writer_that_caches_its_staging_saves_each_step(cached: bool, file_uri
         state["w"].zero_()
         future.result(timeout=60)  # type: ignore[union-attr]
     for step in (1, 2, 3):
-        target = {"w": torch.zeros(500), "step": 0}
-        dcp.load(target, storage_reader=tierckpt.TierStorageReader(f"{file_uri}/step-{step}"), no_dist=True)
-        assert target["w"].unique().tolist() == [step]
-        assert target["step"] == step
+        found = load(f"{file_uri}/step-{step}", state)
+        assert (found["w"].unique().tolist(), found["step"]) == ([step], step)
