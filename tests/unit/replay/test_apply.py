@@ -111,7 +111,7 @@ def matrix() -> Iterator[Any]:
             yield pytest.param(kind, implementation, begun, marks=marks)
 
 
-@pytest.mark.parametrize(("kind", "implementation", "begun"), matrix())
+@pytest.mark.parametrize(("kind", "implementation", "begun"), list(matrix()))
 def test_every_optimizer_comes_back_bit_for_bit(kind: str, implementation: str, begun: int) -> None:
     """With clipping, a cosine schedule, a separate group without weight decay, and parts stepped separately."""
     model = model_of()
