@@ -1,4 +1,4 @@
-"""Checkpointer with several saves in flight: saves faster than the disk."""
+"""Saves in flight: saves faster than the disk, and ``tierckpt.wait`` for a save that is not yet written."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.compat.worker import launch
 from tests.fault.scenario_tools import of_each_rank
-from tierckpt import Checkpointer
+from tests.states import load, same, save
+from tests.waits import Disk
+from tierckpt import Checkpointer, TierStager, TierStorageWriter
 from tierckpt.arena.slots import arena_for
+from tierckpt.checkpoint import in_flight
 from tierckpt.dcp import staging
-from tierckpt.errors import CapacityError, CheckpointSkippedError, OperationTimeoutError
+from tierckpt.dcp import writer as writers
+from tierckpt.dcp.save_session import SaveSession
+from tierckpt.errors import (
+    AlreadyCommittedError,
+    CapacityError,
+    CheckpointError,
+    CheckpointSkippedError,
+    OperationTimeoutError,
+)
+from tierckpt.format.layout import parse_uri
 from tierckpt.save import flush
 
-
-class Gate(threading.Event):
-    """Set when the disk accepts writes. ``reached`` is set on the first write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reached = threading.Event()
+SLOW_SECONDS = 0.5
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """A disk that blocks writes until the gate opens."""
-    opened, real = Gate(), flush.ShardFile.write
-
-    def slow(self: flush.ShardFile, view: memoryview, offset: int) -> None:
-        opened.reached.set()
-        assert opened.wait(60), "the test did not open the gate"
-        real(self, view, offset)
-
-    monkeypatch.setattr(flush.ShardFile, "write", slow)
-    yield opened
-    opened.set()
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    """A disk that blocks writes until it is released."""
+    with Disk(monkeypatch, flush.ShardFile, "write") as disk:
+        disk.hangs.clear()
+        yield disk
 
 
 def state(value: float) -> dict[str, Any]:
@@ -55,32 +55,32 @@ def restored(uri: str, step: int | None = None) -> float:
     return float(target["w"][0].item())
 
 
-def test_save_does_not_wait_for_the_previous_one(file_uri: str, gate: Gate) -> None:
+def test_save_does_not_wait_for_the_previous_one(file_uri: str, disk: Disk) -> None:
     with Checkpointer(file_uri, checkpoints_in_flight_max=2) as checkpointer:
         first, second = checkpointer.save(1, state(1.0)), checkpointer.save(2, state(2.0))
-        assert not first.done(), "the first save must still wait at the gate"
-        gate.set()
+        assert not first.done(), "the first save must still wait for the disk"
+        disk.hangs.set()
         second.result(timeout=60)
     assert (restored(file_uri, 1), restored(file_uri, 2)) == (1.0, 2.0)
 
 
-def test_save_waits_for_the_oldest_when_all_slots_are_in_use(file_uri: str, gate: Gate) -> None:
+def test_save_waits_for_the_oldest_when_all_slots_are_in_use(file_uri: str, disk: Disk) -> None:
     with Checkpointer(file_uri, checkpoints_in_flight_max=1) as checkpointer:
         first = checkpointer.save(1, state(1.0))
-        threading.Timer(0.5, gate.set).start()
+        threading.Timer(0.5, disk.hangs.set).start()
         checkpointer.save(2, state(2.0))
-        assert gate.is_set() and first.done()
+        assert disk.hangs.is_set() and first.done()
     assert restored(file_uri) == 2.0
 
 
-def test_skip_policy_returns_a_skipped_future(file_uri: str, gate: Gate) -> None:
+def test_skip_policy_returns_a_skipped_future(file_uri: str, disk: Disk) -> None:
     options: dict[str, Any] = {"checkpoints_in_flight_max": 1, "staging_policy": "skip"}
     with Checkpointer(file_uri, **options) as checkpointer:
         checkpointer.save(1, state(1.0))
         skipped = checkpointer.save(2, state(2.0))
         assert isinstance(skipped.exception(timeout=0), CheckpointSkippedError)
         assert "CheckpointSkippedError" in checkpointer.stats[1].error
-        gate.set()
+        disk.hangs.set()
         checkpointer.wait("local")
         checkpointer.save(3, state(3.0))
     assert [record.step for record in checkpointer.stats if not record.error] == [1, 3]
@@ -88,13 +88,13 @@ def test_skip_policy_returns_a_skipped_future(file_uri: str, gate: Gate) -> None
     assert restored(file_uri) == 3.0
 
 
-def test_drop_policy_replaces_the_oldest_save_not_started(file_uri: str, gate: Gate) -> None:
+def test_drop_policy_replaces_the_oldest_save_not_started(file_uri: str, disk: Disk) -> None:
     options: dict[str, Any] = {"checkpoints_in_flight_max": 2, "staging_policy": "drop_oldest_unflushed"}
     checkpointer = Checkpointer(file_uri, **options)
     futures = [checkpointer.save(1, state(1.0))]
-    assert gate.reached.wait(60)
+    assert disk.in_it.wait(60)
     futures += [checkpointer.save(step, state(float(step))) for step in (2, 3)]
-    gate.set()
+    disk.hangs.set()
     checkpointer.wait("local")  # a dropped save is not a failure
     checkpointer.close()
     assert [future.exception(timeout=60) is None for future in futures] == [True, False, True]
@@ -102,8 +102,8 @@ def test_drop_policy_replaces_the_oldest_save_not_started(file_uri: str, gate: G
     assert (restored(file_uri, 1), restored(file_uri)) == (1.0, 3.0)
 
 
-def test_later_of_two_saves_of_one_id_wins(file_uri: str, gate: Gate) -> None:
-    threading.Timer(0.3, gate.set).start()
+def test_later_of_two_saves_of_one_id_wins(file_uri: str, disk: Disk) -> None:
+    threading.Timer(0.3, disk.hangs.set).start()
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, state(1.0))
         checkpointer.save(1, state(2.0))
@@ -130,12 +130,12 @@ def test_a_failed_save_is_raised_by_the_next(file_uri: str, monkeypatch: pytest.
     assert restored(file_uri) == 3.0
 
 
-def test_state_may_change_while_it_is_written(file_uri: str, gate: Gate) -> None:
+def test_state_may_change_while_it_is_written(file_uri: str, disk: Disk) -> None:
     live = state(1.0)
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, live)
         live["w"].fill_(9.0)
-        gate.set()
+        disk.hangs.set()
     assert restored(file_uri) == 1.0
 
 
@@ -196,7 +196,7 @@ def test_replicas_are_staged_and_written_once(file_uri: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_hung_save_times_out_once_and_is_named(file_uri: str, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_save_times_out_once_and_is_named(file_uri: str, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """``wait`` and ``close`` end at their timeout, however many saves are queued after the hung one."""
     monkeypatch.setattr("tierckpt.training.saves.EXTRA_SECONDS", 0.0)
     checkpointer = Checkpointer(file_uri, timeout_seconds=3.0, checkpoints_in_flight_max=2)
@@ -204,7 +204,107 @@ def test_hung_save_times_out_once_and_is_named(file_uri: str, gate: Gate, monkey
     last = checkpointer.save(2, state(2.0))
     with pytest.raises(OperationTimeoutError, match="step-1 has not finished"):
         checkpointer.wait("local")
-    gate.set()
+    disk.hangs.set()
     last.result(timeout=60)
     checkpointer.close()
     assert restored(file_uri) == 2.0
+
+
+# --- waiting for a save that this process has started but not yet written ---------------------------------------------
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delay the save thread before its first visible change on disk."""
+    set_up = writers.TierStorageWriter.set_up_storage_writer
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(SLOW_SECONDS)
+        set_up(self, *args, **kwargs)
+        time.sleep(SLOW_SECONDS)
+
+    monkeypatch.setattr(writers.TierStorageWriter, "set_up_storage_writer", late)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("how", ["own stager", "TierStager", "lazy", "checkpoint_id"])
+@pytest.mark.parametrize("tier", ["local", "shared"])
+def test_wait_includes_a_started_save(how: str, tier: str, file_uri: str, tmp_path: Path) -> None:
+    """Before the fix it returned at once, for the previous save."""
+    uri = f"{file_uri}/step-1"
+    save(uri, state(1.0))
+    tierckpt.wait(uri, timeout_seconds=60)
+    options: dict[str, Any] = {}
+    if how in ("TierStager", "lazy"):
+        options["async_stager"] = TierStager(mode="lazy" if how == "lazy" else "eager")
+    writer = TierStorageWriter(f"{file_uri}/step-0" if how == "checkpoint_id" else uri)
+    if how == "checkpoint_id":
+        options["checkpoint_id"] = uri
+    saving = dcp.async_save(state(2.0), storage_writer=writer, no_dist=True, **options)
+    tierckpt.wait(uri, tier=tier, timeout_seconds=60)
+    root = tmp_path / ("local" if tier == "local" else "fresh")
+    assert same(load(uri, state(0.0), local_root=root), state(2.0))
+    getattr(saving, "upload_completion", saving).result(timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("slow")
+def test_wait_raises_the_error_of_a_started_save(file_uri: str) -> None:
+    uri = f"{file_uri}/step-1"
+    save(uri, state(1.0))
+    refused = dcp.async_save(state(2.0), storage_writer=TierStorageWriter(uri, overwrite=False), no_dist=True)
+    with pytest.raises(AlreadyCommittedError):
+        tierckpt.wait(uri, timeout_seconds=60)
+    with pytest.raises(BaseException, match="belongs to another save"):
+        refused.result(timeout=60)
+    save(uri, state(3.0))
+    tierckpt.wait(uri, timeout_seconds=60)  # the newest save only
+
+
+def test_save_that_ends_without_calling_its_writer_is_an_error(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner raises in the save thread, without a call to the writer."""
+    uri, writer = f"{file_uri}/step-1", TierStorageWriter(f"{file_uri}/step-1")
+    dcp.save(state(1.0), storage_writer=writer, no_dist=True)
+
+    class Failing(dcp.DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            raise ValueError("seeded")
+
+    saving = dcp.async_save(state(2.0), storage_writer=writer, planner=Failing(), no_dist=True)
+    with pytest.raises(CheckpointError, match="that this process began has failed"):
+        tierckpt.wait(uri, timeout_seconds=60)
+    assert saving.exception(timeout=60) is not None
+
+
+def test_error_raised_in_the_callers_thread_is_not_raised_again(file_uri: str) -> None:
+    uri = f"{file_uri}/step-1"
+    save(uri, state(1.0))
+    with pytest.raises(BaseException, match="belongs to another save"):
+        dcp.save(state(2.0), storage_writer=TierStorageWriter(uri, overwrite=False), no_dist=True)
+    tierckpt.wait(uri, timeout_seconds=60)
+
+
+@pytest.mark.slow
+def test_wait_includes_saves_of_a_checkpointer(file_uri: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    uri = f"{file_uri}/step-1"
+    with Disk(monkeypatch, SaveSession, "commit") as disk, Checkpointer(file_uri) as checkpointer:
+        checkpointer.save(1, state(1.0)).result(timeout=60)
+        tierckpt.wait(uri, timeout_seconds=60)
+        disk.hangs.clear()
+        checkpointer.save(1, state(2.0))
+        with pytest.raises(OperationTimeoutError):
+            tierckpt.wait(uri, timeout_seconds=0.3)
+        threading.Timer(0.3, disk.hangs.set).start()
+        tierckpt.wait(uri, timeout_seconds=60)
+        assert same(load(uri, state(0.0), local_root=tmp_path / "fresh"), state(2.0))
+
+
+def test_wait_ignores_unsaved_staged_data(file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "ORPHAN_SECONDS", 0.3)
+    uri = f"{file_uri}/step-1"
+    save(uri, state(1.0))
+    TierStager().stage(state(2.0))
+    tierckpt.wait(uri, timeout_seconds=60)
+    in_flight.wait(local_root, parse_uri(uri).uri, 0.0)  # no save is registered
