@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -18,7 +16,6 @@ from tests.states import load, same, save
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
-from tierckpt.disk import priority
 from tierckpt.drain.rate_limiter import change_control
 from tierckpt.stores.local import LocalStore
 
@@ -55,7 +52,6 @@ class Drain:
         self.client = Client(Settings.load(drain=False, **SHARDS, **settings), self._listen)
         self.done_bytes = 0
         self.seconds = 0.0
-        self.moments: list[float] = []
         self._begun = time.monotonic()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -63,7 +59,6 @@ class Drain:
     def _listen(self, progress: Any) -> None:
         if progress.done_bytes:
             self.done_bytes = progress.done_bytes
-            self.moments.append(time.monotonic())
 
     def _run(self) -> None:
         self.result = self.client.run(self.client.mover.drains.drain_all(patient=True))
@@ -137,26 +132,6 @@ def test_status_reports_a_damaged_control_file(local_root: Path, cli: CommandLin
     assert "is not a control file" in cli.answer("status")["budget"]["problem"]
     cli.answer("drain", "--resume")
     assert cli.answer("status")["budget"]["problem"] is None
-
-
-@pytest.mark.slow
-def test_drain_yields_the_disk_to_a_flush_of_another_process(
-    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(priority, "STEP_BACK_SECONDS_MAX", 60.0)  # the other process may be slow
-    saved_and_not_drained(f"{file_uri}/step-1", local_root)
-    code = (
-        "import sys, time; from pathlib import Path; from tierckpt.disk.priority import flushing\n"
-        "with flushing(Path(sys.argv[1])):\n"
-        "    print('writing', flush=True); time.sleep(1.0); print(time.monotonic(), flush=True)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(local_root)], stdout=subprocess.PIPE) as writer:
-        assert writer.stdout is not None
-        writer.stdout.readline()
-        drain = Drain()
-        ended = float(writer.stdout.readline())
-        drain.finish()
-    assert drain.moments[0] >= ended
 
 
 def test_hard_links_are_made_while_drains_are_paused(
