@@ -1,4 +1,4 @@
-"""A rank of ``test_multi_step_save_ranks.py`` and ``test_redo_log.py``: trains and saves over several steps, or
+"""A rank of ``test_multi_step_save.py`` and ``test_redo_log.py``: trains and saves over several steps, or
 restores and compares."""
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import tierckpt
+from tests.command_line import python
 from tests.services import ENVIRONMENT
 
 BEGIN = """
@@ -31,19 +30,16 @@ SAVES = {
 ENDS = {"the end of the script": "", "an error": "raise ValueError", "Ctrl-C": "raise KeyboardInterrupt"}
 
 
-def run(script: str, where: Path, local_root: Path, mover: str) -> tuple[str, float]:
-    environment = {**ENVIRONMENT, "TIERCKPT_LOCAL_ROOT": str(local_root), "TIERCKPT_MOVER": mover}
-    begun = time.monotonic()
-    command = [sys.executable, "-c", BEGIN + script, str(where)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
-    return ended.stderr, time.monotonic() - begun
+def errors_of(script: str, where: Path, local_root: Path) -> str:
+    environment = {**ENVIRONMENT, "TIERCKPT_LOCAL_ROOT": str(local_root), "TIERCKPT_MOVER": "inline"}
+    return python(BEGIN + script, where, env=environment, timeout=150).stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("save", SAVES)
 def test_exit_waits_for_a_save_that_nobody_waits_for(save: str, end: str, tmp_path: Path, local_root: Path) -> None:
-    errors, _ = run(f"{SAVES[save]}\n{ENDS[end]}", tmp_path / "run", local_root, "inline")
+    errors = errors_of(f"{SAVES[save]}\n{ENDS[end]}", tmp_path / "run", local_root)
     assert "ERROR" not in errors and errors.count("Traceback") == bool(ENDS[end]), errors
     assert (tmp_path / "run" / "step-1" / ".metadata").exists(), errors
     assert tierckpt.latest(tmp_path / "run") == str(tmp_path / "run" / "step-1")
@@ -60,7 +56,7 @@ kept = dcp.async_save(state, storage_writer=writer, planner=Planner())
 assert isinstance(kept.exception(), BaseException)
 sys.stderr.write(f"failed at {time.monotonic()}\\n")
 """
-    errors, _ = run(script, tmp_path / "run", local_root, "inline")
+    errors = errors_of(script, tmp_path / "run", local_root)
     [failed_at] = [float(line.split()[-1]) for line in errors.splitlines() if line.startswith("failed at")]
     assert time.monotonic() - failed_at < 15, errors
     assert not (tmp_path / "run").exists()
