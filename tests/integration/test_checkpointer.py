@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import datetime
 import pickle
 import random
 import shutil
@@ -24,15 +26,17 @@ def job(seed: int) -> dict[str, Any]:
     random.seed(seed)
     np.random.seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=np.float64(1e-2))
     return {
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
         "rng": RngState(),
+        "generator": torch.Generator().manual_seed(seed),
         "loader": Loader({"seen": [], "workers": {}}),
         "epoch": seed,
         "notes": {"name": "x", "history": [1.5, 2.5], "table": torch.arange(3)},
+        "args": argparse.Namespace(begun=datetime.datetime(2024, 5, seed, tzinfo=datetime.UTC), out=Path(f"/{seed}")),
         "pair": (1, "two"),
     }
 
@@ -60,10 +64,14 @@ def test_resumed_run_equals_an_uninterrupted_one(shared_uri: str, local_root: Pa
                 checkpointer.save(step, state)
     shutil.rmtree(local_root)  # lose the node
     resumed = job(2)
+    generator = resumed["generator"]
     with Checkpointer(shared_uri) as checkpointer:
         assert checkpointer.restore(resumed) == 10
         assert (resumed["epoch"], resumed["pair"]) == (1, (1, "two"))
-        assert resumed["notes"]["history"] == [1.5, 2.5]
+        assert (resumed["notes"]["history"], resumed["args"]) == ([1.5, 2.5], state["args"])
+        assert type(resumed["optimizer"].param_groups[0]["lr"]) is np.float64
+        assert resumed["generator"] is generator
+        assert torch.equal(generator.get_state(), state["generator"].get_state())
         assert resumed["loader"].state["seen"] == list(range(1, 11))
         assert [train(resumed, step) for step in (11, 12)] == losses[10:]
         assert checkpointer.restore(job(3), step=5) == 5
