@@ -19,23 +19,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.servers.hub import FakeHub, Repository, fake_hub
+from tests.servers.hub import Repository, fake_hub
 from tests.services import ENVIRONMENT, REPOSITORY, free_port
 from tierckpt import TierStorageWriter
 from tierckpt.cli.ui.app import run
-from tierckpt.cli.ui.output import FILES_SHOWN
 from tierckpt.client import close_all
 from tierckpt.stores import retry
 
 UP = re.compile(r"(?:\x1b\[1A\x1b\[2K)+")
-
-
-@contextlib.contextmanager
-def hub_of(files: dict[str, bytes]) -> Iterator[FakeHub]:
-    with fake_hub() as hub:
-        hub.repositories["org/model"] = Repository()
-        hub.repositories["org/model"].commit(files)
-        yield hub
 
 
 def on_terminal(arguments: list[str], environment: Mapping[str, str], tmp_path: Path, columns: int = 100) -> str:
@@ -59,7 +50,9 @@ def on_terminal(arguments: list[str], environment: Mapping[str, str], tmp_path: 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_file_bars_and_total_progress(columns: int, tmp_path: Path) -> None:
     files = {f"model-{number}-of-3.safetensors": os.urandom(1 << 20) for number in range(1, 4)}
-    with hub_of(files) as hub:
+    with fake_hub() as hub:
+        hub.repositories["org/model"] = Repository()
+        hub.repositories["org/model"].commit(files)
         hub.bytes_per_second = 1 << 20
         environment = {"HF_ENDPOINT": hub.endpoint, "TIERCKPT_CHUNK_SIZE_BYTES": "131072"}
         text = on_terminal(["prefetch", "hf://org/model", "--to", str(tmp_path / "to")], environment, tmp_path, columns)
@@ -69,17 +62,6 @@ def test_file_bars_and_total_progress(columns: int, tmp_path: Path) -> None:
     for name in files:
         assert len({row for row in rows if row.endswith(f"% {name}")}) > 1, (name, rows)
     assert max(map(len, rows)) <= columns
-
-
-@pytest.mark.slow
-def test_thousand_files_need_few_rows(tmp_path: Path) -> None:
-    with hub_of({f"part-{number:04d}.json": b"{}" * 50 for number in range(1000)}) as hub:
-        environment = {"HF_ENDPOINT": hub.endpoint, "TIERCKPT_CONCURRENCY": "32"}
-        text = on_terminal(["prefetch", "hf://org/model", "--to", str(tmp_path / "to")], environment, tmp_path)
-    assert len(list((tmp_path / "to").glob("part-*"))) == 1000
-    rows = max(len(up) // len("\x1b[1A\x1b[2K") for up in UP.findall(text)) + 1
-    assert 2 < rows <= 2 + FILES_SHOWN
-    assert "more files" in text
 
 
 def test_every_transfer_verb_names_its_files(

@@ -43,10 +43,9 @@ def test_the_runs_of_a_bucket_are_listed(shared_uri: str, cli: CommandLine) -> N
     others = ("run-7/checkpoint-5", "lab/deep/er/final", "lab/deep/er/best")
     put(bucket, *steps, *(f"{name}/{METADATA}" for name in others))
     put(bucket, "lab/run-a/logs/1/events", "data/part-1/a.bin", "data/part-2/b.bin", "notes.txt", "gpt-2/model.bin")
-    done = cli("ls", bucket)
-    code, document = done.code, done.document
+    document = cli.answer("ls", bucket)
     runs = {"lab/run-a": (3, "step-10"), "run-7": (1, "checkpoint-5"), "lab/deep/er": (2, "final")}
-    assert (code, named(document), document["runs_complete"], document["checkpoints"]) == (0, runs, True, [])
+    assert (named(document), document["runs_complete"], document["checkpoints"]) == (runs, True, [])
     assert {item["newest"]["shared"] for item in document["runs"]} == {"stock"}
     assert named(cli("ls", f"{bucket}/lab").document) == {"run-a": (3, "step-10"), "deep/er": (2, "final")}
     assert "lab/run-a" in cli.text("ls", bucket).out
@@ -54,23 +53,19 @@ def test_the_runs_of_a_bucket_are_listed(shared_uri: str, cli: CommandLine) -> N
 
 def test_checkpoint_among_runs_hides_no_run(file_uri: str, cli: CommandLine) -> None:
     put(file_uri, f"step-3/{METADATA}", f"step-4/{METADATA}", f"eval/step-1/{METADATA}", "logs/1/events")
-    done = cli("ls", file_uri)
-    code, document = done.code, done.document
-    assert code == 0 and [row["name"] for row in document["checkpoints"]] == ["step-3", "step-4"]
+    document = cli.answer("ls", file_uri)
+    assert [row["name"] for row in document["checkpoints"]] == ["step-3", "step-4"]
     assert named(document) == {"eval": (1, "step-1")}
     put(file_uri, *(f"logs/{number}/events" for number in range(SEARCHED_DIRECTORIES_MAX)))
-    done = cli("ls", file_uri)
-    code, document = done.code, done.document  # for a run only its checkpoints are guaranteed
-    assert (code, document["runs_complete"]) == (0, False)
+    assert not cli.answer("ls", file_uri)["runs_complete"]  # for a run only its checkpoints are guaranteed
 
 
 def test_a_run_that_is_only_on_this_node_is_listed(file_uri: str, local_root: Path, cli: CommandLine) -> None:
     directory = local_dir(local_root, parse_uri(f"{file_uri}/lab/run/step-1"))
     directory.mkdir(parents=True)
     (directory / "__0_0-x.distcp").touch()
-    done = cli("ls", file_uri)
-    code, document = done.code, done.document
-    assert (code, named(document)) == (0, {"lab/run": (1, "step-1")})
+    document = cli.answer("ls", file_uri)
+    assert named(document) == {"lab/run": (1, "step-1")}
     assert document["runs"][0]["newest"]["local"] == "uncommitted"
 
 
@@ -91,8 +86,8 @@ def test_scan_of_a_large_tree_is_bounded(file_uri: str, cli: CommandLine, monkey
     for verb in ("head", "get", "list_dirs"):
         monkeypatch.setattr(LocalStore, verb, counted(getattr(LocalStore, verb)))
     done = cli("ls", file_uri)
-    code, document = done.code, done.document
-    assert (code, document["runs_complete"], named(document)) == (3, False, {"a/run": (1, "step-1")})
+    assert (done.code, done.document["runs_complete"]) == (3, False)
+    assert named(done.document) == {"a/run": (1, "step-1")}
     assert SEARCHED_DIRECTORIES_MAX < requests <= 6 * SEARCHED_DIRECTORIES_MAX
     requests = 0
     done = cli("ls", f"{file_uri}/data")
@@ -109,9 +104,8 @@ def test_unreadable_directories_are_skipped(file_uri: str, cli: CommandLine, mon
         return await list_dirs(store, prefix)
 
     monkeypatch.setattr(LocalStore, "list_dirs", refusing)
-    done = cli("ls", file_uri)
-    code, document = done.code, done.document
-    assert (code, named(document)) == (0, {"run": (1, "step-1")})
+    document = cli.answer("ls", file_uri)
+    assert named(document) == {"run": (1, "step-1")}
     assert "lost+found is passed over" in document["warnings"][0]
 
 
@@ -129,10 +123,9 @@ def test_the_newest_step_of_a_run_has_age_size_and_origin(shared_uri: str, tmp_p
     with tierckpt.Checkpointer(f"{bucket}/lab/ours") as checkpointer:
         checkpointer.save(7, {"weights": torch.ones(1000)})
     put(bucket, f"lab/stock/step-3/{METADATA}", "lab/stock/step-3/__0_0.distcp")
-    done = cli("ls", bucket)
-    code, document = done.code, done.document
+    document = cli.answer("ls", bucket)
     runs = {"lab/adopted": (2, "step-2"), "models": (1, "llama"), "lab/ours": (1, "step-7"), "lab/stock": (1, "step-3")}
-    assert (code, named(document), document["runs_complete"]) == (0, runs, True)
+    assert (named(document), document["runs_complete"]) == (runs, True)
     rows = {item["uri"].removeprefix(f"{document['uri'].rstrip('/')}/"): item["newest"] for item in document["runs"]}
     assert {name for name, row in rows.items() if row["adopted"]} == {"lab/adopted", "models"}
     sizes = {name: row["size_bytes"] for name, row in rows.items()}
@@ -164,10 +157,9 @@ def test_bucket_listing_cost_depends_on_directories(
     plan = proxy.plans[name] = Plan(Kind.RESET)  # counts without faults
     with proxy.running() as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        done = cli("ls", bucket)
+        document = cli.answer("ls", bucket)
         close_all()
-    code, document = done.code, done.document
-    assert (code, {steps for steps, _ in named(document).values()}, len(document["runs"])) == (0, {40}, 5)
+    assert ({steps for steps, _ in named(document).values()}, len(document["runs"])) == ({40}, 5)
     assert plan.requests <= 23 + 5 * len(document["runs"]), plan.after  # for 600 objects in 200 steps
     listings = [path for verb, path in plan.after if "list-type=2" in path and "delimiter" not in path]
     assert len(listings) <= 1 + 5 and all("step-39" in path for path in listings[1:]), "other objects were listed"
