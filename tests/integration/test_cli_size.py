@@ -87,10 +87,7 @@ def test_a_checkpoint_is_measured_by_component(tmp_path: Path, cli: CommandLine)
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("size --params 70b --tp 0", "tp is 0"),
         ("size --params 70b --dp 16 --gpus 32", "valid is 16 GPUs"),
-        ("size --params 70b --optimizer adamant", "optimizer is 'adamant': known are adam"),
-        ("size --params 70b --shared 0", "--shared is 0: it must be a number above 0"),
         ("size --params 70b --mtbf 1min", "MTBF is 60 s, and a restart takes"),
         ("size --params 70b --config x", "--params and --config given: exactly one is needed"),
         ("size", "none of --params, --config and --checkpoint given"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tierckpt
-from tests.states import load, same, save, small_state
+from tests.states import load, same, save, save_drained, small_state
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_commit import read_local_manifest
@@ -51,8 +51,7 @@ def test_commit_that_cannot_be_undone_is_complete_and_drains(
 ) -> None:
     uri = f"{s3_uri}/step-1"
     if before:
-        save(uri, small_state(1))
-        tierckpt.wait(uri, timeout_seconds=60)
+        save_drained(uri, small_state(1))
     if way == "direct put":
         monkeypatch.setattr(writer, "SaveDescription", functools.partial(SaveDescription, route="direct put"))
     fired = fail_commit(monkeypatch)

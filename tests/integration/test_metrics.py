@@ -6,6 +6,7 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import tierckpt
 from tests import loop_thread
-from tests.states import save
+from tests.states import save, save_drained
 from tierckpt import telemetry
 from tierckpt.agent.metrics import GAUGES, Metrics
 from tierckpt.checkpoint.journal import Journal
@@ -55,9 +56,8 @@ class Page:
 
 @pytest.fixture
 def page(local_root: Path) -> Iterator[Page]:
-    page = Page(local_root)
-    yield page
-    page.close()
+    with closing(Page(local_root)) as page:
+        yield page
 
 
 @pytest.mark.slow
@@ -97,8 +97,7 @@ def test_checkpoint_is_exported_as_pending_draining_and_committed(page: Page, s3
 @pytest.mark.server
 def test_failing_drain_is_counted_by_error(page: Page, s3_uri: str, local_root: Path) -> None:
     change_control(local_root, paused=True)
-    client = Client(Settings.load())
-    try:
+    with closing(Client(Settings.load())) as client:
         journal = client.mover.journal
         save(f"{s3_uri}/step-1", {"w": torch.randn(4)})
         close_all()
@@ -106,8 +105,6 @@ def test_failing_drain_is_counted_by_error(page: Page, s3_uri: str, local_root: 
         (local_dir(local_root, entry.location) / entry.files[0].key).unlink()
         change_control(local_root, paused=False)
         _, errors = client.run(client.mover.drains.drain_all(patient=False))
-    finally:
-        client.close()
     assert [type(error).__name__ for error in errors] == ["ObjectNotFoundError"]
     assert page.get("tierckpt_errors_total", operation="drain", error="ObjectNotFoundError") == 1
     assert page.get("tierckpt_queue_entries", state="failed") == 1
@@ -115,16 +112,12 @@ def test_failing_drain_is_counted_by_error(page: Page, s3_uri: str, local_root: 
 
 
 def test_current_rate_limit_is_exported(local_root: Path) -> None:
-    client = Client(Settings.load(drain_bytes_per_second="5MiB"))
-    page = Page(local_root, client)
-    try:
+    settings = Settings.load(drain_bytes_per_second="5MiB")
+    with closing(Client(settings)) as client, closing(Page(local_root, client)) as page:
         assert page.get("tierckpt_drain_limit_bytes_per_second") == 5 << 20
         client.mover.limiter.update(bytes_per_second=None, paused=True)
         assert page.get("tierckpt_drain_limit_bytes_per_second") == 0
         assert page.get("tierckpt_drain_paused") == 1
-    finally:
-        page.close()
-        client.close()
 
 
 def test_trainer_measurements_are_exported(page: Page) -> None:
@@ -147,8 +140,7 @@ def test_trainer_measurements_are_exported(page: Page) -> None:
 
 def test_metrics_page_survives_a_damaged_manifest_and_journal(page: Page, file_uri: str, local_root: Path) -> None:
     for step in (1, 2):
-        save(f"{file_uri}/step-{step}", {"w": torch.randn(4)})
-        tierckpt.wait(f"{file_uri}/step-{step}", timeout_seconds=60)
+        save_drained(f"{file_uri}/step-{step}", {"w": torch.randn(4)})
     newest = max(local_root.rglob("manifest.json"), key=str)
     newest.write_bytes(b"{")
     (local_root / "journal" / "bad.json").write_bytes(b"\0")
@@ -168,7 +160,6 @@ def test_close_stops_measurements_and_server(local_root: Path) -> None:
 
 # --- dashboard and alerts --------------------------------------------------------------------------------------
 
-_NAME = re.compile(r"\btierckpt_[a-z_]+")
 _USE = re.compile(r"(tierckpt_[a-z_]+)(?:\{([^}]*)\})?")
 
 
