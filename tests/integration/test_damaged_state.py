@@ -37,6 +37,7 @@ def save(uri: str, steps: tuple[int, ...], seed: int = 0, **options: object) -> 
     with Checkpointer(uri, **options) as checkpointer:  # type: ignore[arg-type]
         for step in steps:
             checkpointer.save(step, small_state(seed + step)).result(60)
+    close_all()
 
 
 @pytest.mark.parametrize(
@@ -55,10 +56,8 @@ def test_damaged_local_manifest_does_not_block_a_save_of_its_step(
     save(file_uri, (1, 2), drain=drain)
     directory = local_dir(local_root, parse_uri(f"{file_uri}/step-2"))
     DAMAGES[damage](directory / name)
-    close_all()
     for seed in (10, 20):
         save(file_uri, (2,), seed, drain=drain)
-        close_all()
     assert local_commit.read_local_manifest(directory) is not None
     state = zeros_like(small_state())
     with Checkpointer(file_uri, drain=drain) as checkpointer:
@@ -77,7 +76,6 @@ def test_damaged_local_manifest_does_not_block_a_save_of_its_step(
 @pytest.mark.slow
 def test_damage_to_any_small_file_of_the_local_root(file_uri: str, local_root: Path, tmp_path: Path) -> None:
     save(file_uri, (1, 2))
-    close_all()
     kept = tmp_path / "kept"
     shutil.copytree(local_root, kept / "local")
     shutil.copytree(Path(file_uri).parent, kept / "shared")
@@ -90,7 +88,6 @@ def test_damage_to_any_small_file_of_the_local_root(file_uri: str, local_root: P
             shutil.copytree(kept / place.name, place)
         DAMAGES["garbage"](local_root / name)
         save(file_uri, (2, 3), 10, keep_last=2)
-        close_all()
         state = zeros_like(small_state())
         with Checkpointer(file_uri) as checkpointer:
             assert checkpointer.restore(state) == 3 and same(state, small_state(13)), name
@@ -122,7 +119,6 @@ def test_permanently_refused_step_is_still_refused(file_uri: str, local_root: Pa
     """Damage is no permission to replace: the shared tier has a checkpoint of this id."""
     save(file_uri, (1,))
     DAMAGES["garbage"](local_dir(local_root, parse_uri(f"{file_uri}/step-1")) / MANIFEST)
-    close_all()
     checkpointer = Checkpointer(file_uri, overwrite=False)
     with pytest.raises(Exception) as caught:
         checkpointer.save(1, {"w": torch.zeros(3)}).result(60)
