@@ -24,11 +24,12 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.command_line import Done, python
+from tests.compat.test_crossing import assert_stock_loads
 from tests.compat.worker import launch
 from tests.files import flip, tmpfs
 from tests.servers.fleet import Fleet
 from tests.services import S3Server, free_port
-from tests.states import load, raises_ours, same, save, small_state
+from tests.states import load, raises_ours, same, save, save_drained, small_state
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.client import close_all
@@ -67,8 +68,7 @@ atexit.register(_held.close)
 def saved(uri: str, seed: int = 1, **options: Any) -> dict[str, Any]:
     """Save a state in several small shards and wait for the drain."""
     state = small_state(seed)
-    save(uri, state, **{**SMALL_SHARDS, **options})
-    tierckpt.wait(uri, timeout_seconds=60)
+    save_drained(uri, state, **{**SMALL_SHARDS, **options})
     close_all()
     return state
 
@@ -87,27 +87,6 @@ def lose_the_node() -> None:
 
 def local_shards(uri: str) -> list[Path]:
     return sorted(local_dir(Path(os.environ["TIERCKPT_LOCAL_ROOT"]), parse_uri(uri)).glob("*.distcp"))
-
-
-BY_STOCK_PYTORCH = """
-import sys
-sys.modules["tierckpt"] = None
-import torch, torch.distributed.checkpoint as dcp
-state = torch.load(sys.argv[2], weights_only=False)
-for tensor in state["model"].values(): tensor.zero_()
-state["step"], state["note"] = None, {"text": None, "list": [None, None, None]}
-dcp.load(state, storage_reader=dcp.FileSystemReader(sys.argv[1]), no_dist=True)
-torch.save(state, sys.argv[3])
-"""
-
-
-def read_by_stock_pytorch(directory: Path, state: dict[str, Any], scratch: Path) -> dict[str, Any]:
-    """Load ``directory`` with FileSystemReader in a process that cannot import tierckpt. Returns the state."""
-    like, out = scratch / "like.pt", scratch / "loaded.pt"
-    torch.save(state, like)
-    done = python(BY_STOCK_PYTORCH, directory, like, out)
-    assert done.returncode == 0, done.stderr
-    return torch.load(out, weights_only=False)  # type: ignore[no-any-return]
 
 
 # --- every verb, on every kind of storage -----------------------------------------------------------------------
@@ -154,14 +133,14 @@ def test_the_main_path_of_every_verb(shared_uri: str, tmp_path: Path) -> None:
     assert [row["local"] for row in tierckpt_("ls", shared_uri).document["checkpoints"]] == ["-", "-"]
     fetched = tierckpt_("prefetch", uri, "--to", tmp_path / "fetched").document
     assert fetched["fetched_bytes"] == fetched["size_bytes"] == manifest.size_bytes
-    assert same(read_by_stock_pytorch(tmp_path / "fetched", states[10], tmp_path), states[10])
+    assert_stock_loads(states[10], tmp_path, str(tmp_path / "fetched"))
     again = tierckpt_("prefetch", uri, "--to", tmp_path / "fetched").document
     assert (again["fetched_bytes"], again["files"]) == (0, len(manifest.entries))
 
     restored = tierckpt_("restore", shared_uri, "--to", tmp_path / "restored").document  # the newest of the run
     assert restored["uri"] == parse_uri(uri).uri
     assert (restored["local_bytes"], restored["shared_bytes"]) == (0, manifest.size_bytes)
-    assert same(read_by_stock_pytorch(tmp_path / "restored", states[10], tmp_path), states[10])
+    assert_stock_loads(states[10], tmp_path, str(tmp_path / "restored"))
 
     exported = tierckpt_("export", f"{shared_uri}/step-1", "--to", tmp_path / "exported", "--only", "model")
     assert (exported.code, exported.err) == (0, "")
@@ -210,7 +189,7 @@ def test_everything_but_export_runs_without_torch(s3_uri: str, tmp_path: Path) -
     done = python(WITHOUT_TORCH, json.dumps(verbs))
     assert done.stdout.splitlines()[-1:] == ["[0, 0, 0, 0, 0, 0, 0, 0, 2]"], done.stderr
     assert "pip install 'tierckpt[torch]'" in done.stderr
-    assert same(read_by_stock_pytorch(tmp_path / "fetched", state, tmp_path), state)
+    assert_stock_loads(state, tmp_path, str(tmp_path / "fetched"))
 
 
 # --- exit codes: missing, not committed, damaged, partial -------------------------------------------------------
@@ -251,14 +230,6 @@ def test_a_run_is_not_a_checkpoint(file_uri: str) -> None:
     done = tierckpt_("info", file_uri)
     assert done.code == 4
     assert f"{file_uri}/step-3" in done.error["hint"]
-
-
-@pytest.mark.slow
-def test_unreachable_storage_is_exit_7(s3_uri: str) -> None:
-    done = tierckpt_(
-        "ls", s3_uri, AWS_ENDPOINT_URL=f"http://127.0.0.1:{free_port()}", TIERCKPT_STORE_TIMEOUT_SECONDS="2"
-    )
-    assert (done.code, done.error["error"]) == (7, "StoreUnavailableError")
 
 
 def test_log_events_use_the_requested_format(tmp_path: Path) -> None:
@@ -342,7 +313,7 @@ def test_stock_pytorch_checkpoint_is_shown_and_restored_but_not_verified(file_ur
     assert done.code == 1
     assert "digests" in done.error["message"]
     assert tierckpt_("restore", uri, "--to", tmp_path / "out").code == 0
-    assert same(read_by_stock_pytorch(tmp_path / "out", state, tmp_path), state)
+    assert_stock_loads(state, tmp_path, str(tmp_path / "out"))
 
 
 def test_a_partial_prefetch_is_exit_3_names_the_file_and_publishes_nothing(
@@ -382,7 +353,7 @@ def test_restore_takes_good_local_copies_and_replaces_bad_ones(s3_uri: str, tmp_
     assert done.document["local_bytes"] + done.document["shared_bytes"] == done.document["size_bytes"]
     assert done.document["local_bytes"] > 0
     assert done.document["shared_bytes"] > size_bytes  # the missing file and the bad chunk, possibly a short last one
-    assert same(read_by_stock_pytorch(tmp_path / "out", state, tmp_path), state)
+    assert_stock_loads(state, tmp_path, str(tmp_path / "out"))
 
 
 @pytest.mark.slow
@@ -393,7 +364,7 @@ def test_restore_does_not_read_shared_storage_for_local_files(s3_uri: str, moto:
         moto.client().delete_object(Bucket=urlsplit(uri).netloc, Key=f"run/step-1/{shard.name}")
     done = tierckpt_("restore", uri, "--to", tmp_path / "out")
     assert (done.code, done.document["shared_bytes"]) == (0, 0)
-    assert same(read_by_stock_pytorch(tmp_path / "out", state, tmp_path), state)
+    assert_stock_loads(state, tmp_path, str(tmp_path / "out"))
 
 
 def test_restore_onto_its_own_source_is_refused(uri: str) -> None:
