@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import tierckpt
 from tests import loop_thread
 from tests.command_line import python
 from tests.files import contents
-from tests.integration.test_hugging_face import KIB, MIB, REPO, hub
+from tests.integration.test_hugging_face import KIB, MIB, REPO, Files, hub
 from tests.peer_node import Node, serving, settings_of
 from tests.servers.cluster import Cluster, Model
 from tests.servers.fleet import Fleet
@@ -53,13 +53,19 @@ def endpoint(hub: FakeHub, tmp_path: Path) -> Iterator[str]:
     loop_thread.run(proxy.close())
 
 
-def published(hub: FakeHub, files: int = 3, size_bytes: int = 300 * KIB, gated: bool = False) -> dict[str, bytes]:
+def published(hub: FakeHub, files: int = 3, size_bytes: int = 300 * KIB, gated: bool = False) -> Files:
     found = {f"model-{index:05d}.safetensors": os.urandom(size_bytes + index) for index in range(files)}
     found |= {"config.json": b'{"a": 1}', "sub dir/vocab.txt": b"a b c", "empty": b""}
     found |= {"d@x/a#1?b=%20[c]&é.txt": b"small", "d@x/a#2?b=%20[c]&é.bin": os.urandom(3000)}
     hub.repositories[REPO] = Repository(gated=gated)
     hub.repositories[REPO].commit(found)
     return found
+
+
+@pytest.fixture
+def files(hub: FakeHub) -> Files:
+    """The files that are on the Hub."""
+    return published(hub)
 
 
 def downloading(endpoint: str, into: Path, *more: str) -> subprocess.Popen[str]:
@@ -71,20 +77,17 @@ def downloading(endpoint: str, into: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def assert_downloaded(download: subprocess.Popen[str], into: Path, files: dict[str, bytes]) -> None:
+def assert_downloaded(download: subprocess.Popen[str], into: Path, files: Files) -> None:
     output = download.communicate(timeout=150)[0]
     assert download.returncode == 0, output
     assert contents(into) == files
 
 
 def ask(endpoint: str, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=60)
-    try:
+    with closing(http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=60)) as connection:
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
         answer = connection.getresponse()
         return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
-    finally:
-        connection.close()
 
 
 @pytest.mark.slow
@@ -96,9 +99,8 @@ def test_concurrent_hf_downloads_cost_one_copy_from_the_hub(hub: FakeHub, endpoi
     assert hub.requests <= len(files) + 3, hub.calls
 
 
-def test_prefetch_from_a_mirror(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
+def test_prefetch_from_a_mirror(hub: FakeHub, files: Files, endpoint: str, tmp_path: Path) -> None:
     """A Hub that sends ranges itself and never redirects, as mirrors do."""
-    files = published(hub)
     environment = os.environ | {"HF_ENDPOINT": endpoint, "TIERCKPT_LOCAL_ROOT": str(tmp_path / "other")}
     command = [sys.executable, "-m", "tierckpt", "prefetch", f"hf://{REPO}", "--to", str(tmp_path / "here")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -117,8 +119,7 @@ def test_hub_proxy_is_not_its_own_upstream(tmp_path: Path, monkeypatch: pytest.M
     loop_thread.run(proxy.close())
 
 
-def test_only_requested_files_are_fetched(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
-    files = published(hub)
+def test_only_requested_files_are_fetched(hub: FakeHub, files: Files, endpoint: str, tmp_path: Path) -> None:
     wanted = {name: data for name, data in files.items() if name in ("config.json", "model-00001.safetensors")}
     assert_downloaded(downloading(endpoint, tmp_path / "some", *wanted), tmp_path / "some", wanted)
     assert hub.sent.total() == sum(map(len, wanted.values()))
@@ -184,8 +185,7 @@ def test_waiting_client_receives_a_byte_before_its_timeout(
     assert hub.sent.total() == len(files["model-00001.safetensors"])
 
 
-def test_prefetched_model_is_not_fetched_again(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
-    files = published(hub)
+def test_prefetched_model_is_not_fetched_again(hub: FakeHub, files: Files, endpoint: str, tmp_path: Path) -> None:
     tierckpt.prefetch(f"hf://{REPO}@{hub.repositories[REPO].revisions['main']}", local_root=tmp_path / "root")
     before = hub.sent.total()
     for name, data in files.items():
@@ -208,9 +208,8 @@ OUTSIDE_READ_API = (
 
 
 @pytest.mark.parametrize("path", OUTSIDE_READ_API)
-def test_paths_outside_the_read_api_never_reach_the_hub(path: str, hub: FakeHub, endpoint: str) -> None:
+def test_paths_outside_the_read_api_never_reach_the_hub(path: str, hub: FakeHub, files: Files, endpoint: str) -> None:
     """A Hub answers some of these with the agent's tokens; others resolve to another path than they show."""
-    published(hub)
     assert ask(endpoint, path)[0] in (400, 404)
     assert not hub.requests
     assert ask(endpoint, f"/api/models/{REPO}/tree/main?recursive=true")[0] == 200
@@ -275,7 +274,7 @@ class ProxyNodes:
     def all_get(self, numbers: Sequence[int], files: Mapping[str, bytes], seed: int = 0) -> None:
         """Download all files through two clients on each node at once, each in its own order."""
 
-        def download(number: int, client: int) -> dict[str, bytes]:
+        def download(number: int, client: int) -> Files:
             names = random.Random(f"{seed} {number} {client}").sample(sorted(files), len(files))
             return {name: self.get(number, name) for name in names}
 
@@ -288,15 +287,6 @@ class ProxyNodes:
             loop_thread.run(proxy.close())
         for node in self.nodes:
             loop_thread.run(node.close())
-
-
-@contextmanager
-def several(folder: Path, count: int) -> Iterator[ProxyNodes]:
-    hubs = ProxyNodes(folder, count)
-    try:
-        yield hubs
-    finally:
-        hubs.close()
 
 
 def sizes(files: Mapping[str, bytes], *names: str) -> dict[str, int]:
@@ -315,7 +305,7 @@ def owner(hub: FakeHub, name: str, start: int, nodes: int) -> int:
 def test_hub_sends_each_byte_once_to_one_of_several_nodes(seed: int, hub: FakeHub, tmp_path: Path) -> None:
     """Small files too, in any start order, with two clients on each node."""
     files = published(hub)
-    with several(tmp_path, 4) as hubs:
+    with closing(ProxyNodes(tmp_path, 4)) as hubs:
         if seed == 1:
             hub.seconds_per_answer = 0.02
             assert hubs.get(3, "config.json") == files["config.json"]
@@ -330,10 +320,9 @@ def test_hub_sends_each_byte_once_to_one_of_several_nodes(seed: int, hub: FakeHu
 
 
 @pytest.mark.slow
-def test_late_nodes_fetch_from_nodes_that_hold_the_model(hub: FakeHub, tmp_path: Path) -> None:
+def test_late_nodes_fetch_from_nodes_that_hold_the_model(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     """The late nodes own chunks that other nodes already hold."""
-    files = published(hub)
-    with several(tmp_path, 4) as hubs:
+    with closing(ProxyNodes(tmp_path, 4)) as hubs:
         hubs.come = 2
         hubs.all_get(range(2), files)
         hubs.come = 4
@@ -359,7 +348,7 @@ def test_a_seeded_bug_is_found(
     files = published(hub, files=1)
     hub.seconds_per_answer = 0.05
     bug(monkeypatch)
-    with several(tmp_path, 3) as hubs:
+    with closing(ProxyNodes(tmp_path, 3)) as hubs:
         hubs.all_get(range(3), files)
     assert hub.sent.total() > sum(map(len, files.values())), bug.__name__
 
@@ -372,7 +361,7 @@ def test_lost_owner_costs_only_the_chunks_it_alone_held(
     """The next node in rank re-reads the chunks that only the lost owner held, and no others."""
     monkeypatch.setattr(hub_proxy, "SILENT_SECONDS", 6.0)  # longer than a healthy node takes on a busy machine
     files, first = published(hub), "model-00000.safetensors"
-    with several(tmp_path, 4) as hubs:
+    with closing(ProxyNodes(tmp_path, 4)) as hubs:
         assert hubs.get(0, first) == files[first]
         loop_thread.run(hubs.nodes[0].server.close())
         host, _, port = hubs.members[0].address.partition(":")
@@ -390,7 +379,7 @@ def test_chunk_damaged_at_its_owner_is_read_from_the_hub(hub: FakeHub, tmp_path:
     """An owner with some chunks of a file does not know that the Hub sent one of them damaged."""
     files, name = published(hub), "model-00001.safetensors"
     hub.damaged = {name}
-    with several(tmp_path, 3) as hubs:
+    with closing(ProxyNodes(tmp_path, 3)) as hubs:
         failed = 0
         for number in range(3):
             try:
@@ -406,8 +395,7 @@ NOT_COMMIT_FILES = ("file:///etc/passwd", f"hf://{REPO}/config.json", "hf://org"
 
 
 @pytest.mark.parametrize("uri", NOT_COMMIT_FILES)
-async def test_member_gets_only_files_of_commits(uri: str, hub: FakeHub, tmp_path: Path) -> None:
-    published(hub)
+async def test_member_gets_only_files_of_commits(uri: str, hub: FakeHub, files: Files, tmp_path: Path) -> None:
     proxy = HubProxy(settings_of(tmp_path / "proxied"))
     try:
         async with serving(tmp_path / "node", hub=proxy.fetch_range) as node:
@@ -487,8 +475,7 @@ def run_client(endpoint: str, home: Path, what: str, token: str = "None", **envi
 
 
 @pytest.mark.parametrize("token", ["None", "False", "hf_of_the_client"])
-def test_client_get_paths_info(token: str, hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
-    files = published(hub)
+def test_client_get_paths_info(token: str, hub: FakeHub, files: Files, endpoint: str, tmp_path: Path) -> None:
     found = run_client(endpoint, tmp_path / "home", "paths", token)
     assert sorted(found) == [
         ["RepoFile", "config.json", len(files["config.json"])],
@@ -497,8 +484,7 @@ def test_client_get_paths_info(token: str, hub: FakeHub, endpoint: str, tmp_path
     ]
 
 
-def test_client_file_system(hub: FakeHub, endpoint: str, tmp_path: Path) -> None:
-    files = published(hub)
+def test_client_file_system(hub: FakeHub, files: Files, endpoint: str, tmp_path: Path) -> None:
     names, size, is_dir, exists, data = run_client(endpoint, tmp_path / "home", "file system")
     assert f"{REPO}/config.json" in names and is_dir and not exists
     assert (size, data) == (len(files["sub dir/vocab.txt"]), files["model-00000.safetensors"][100:110].hex())
@@ -521,8 +507,7 @@ def test_a_dataset_is_loaded(hub: FakeHub, endpoint: str, tmp_path: Path) -> Non
     assert run_client(endpoint, tmp_path / "home", "dataset") == [1, 3]
 
 
-def test_other_posts_never_reach_the_hub(hub: FakeHub, endpoint: str) -> None:
-    published(hub)
+def test_other_posts_never_reach_the_hub(hub: FakeHub, files: Files, endpoint: str) -> None:
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     api = f"/api/models/{REPO}"
     for path in (f"{api}/commit/main", f"{api}/tree/main", f"/{REPO}/resolve/main/config.json"):

@@ -22,6 +22,7 @@ import fsspec
 import pytest
 
 import tierckpt
+from tests.agents import until
 from tests.command_line import CommandLine, Done
 from tests.files import contents, flip
 from tests.fuse_mount import mounted
@@ -43,6 +44,7 @@ from tierckpt.stores.hub import api
 
 KIB, MIB = 1 << 10, 1 << 20
 REPO = "org/model-1.5B"
+Files = dict[str, bytes]
 
 
 @pytest.fixture
@@ -60,14 +62,19 @@ def content(size_bytes: int, seed: int = 0) -> bytes:
     return bytes((index * 31 + seed) % 251 for index in range(1021)) * (size_bytes // 1021 + 1)
 
 
-def model(files: int = 4, size_bytes: int = 200 * KIB, seed: int = 0) -> dict[str, bytes]:
+def model(files: int = 4, size_bytes: int = 200 * KIB, seed: int = 0) -> Files:
     """Return a model of weights, stored by LFS, and small files, stored by git."""
     weights = {f"model-{index:05d}.safetensors": content(size_bytes, seed + index) for index in range(files)}
     return weights | {"config.json": b"{}", "sub/vocab.txt": b"a b c", "empty": b""}
 
 
-def published(hub: FakeHub, files: dict[str, bytes] | None = None, **repository: Any) -> dict[str, bytes]:
-    files = files if files is not None else model()
+@pytest.fixture
+def files(hub: FakeHub) -> Files:
+    """The model that is on the Hub."""
+    return published(hub, model())
+
+
+def published(hub: FakeHub, files: Files, **repository: Any) -> Files:
     hub.repositories[REPO] = Repository(**repository)
     hub.repositories[REPO].commit(files)
     return files
@@ -77,7 +84,7 @@ def fetch(tmp_path: Path, uri: str = f"hf://{REPO}", **settings: Any) -> Path:
     return tierckpt.prefetch(uri, tmp_path / "here", chunk_size_bytes=64 * KIB, **settings)
 
 
-def holds(directory: Path, files: dict[str, bytes]) -> bool:
+def holds(directory: Path, files: Files) -> bool:
     return contents(directory) == files
 
 
@@ -115,18 +122,16 @@ def test_model_of_64_files_needs_few_calls(hub: FakeHub, tmp_path: Path) -> None
     assert hub.sent.total() == sum(map(len, files.values()))
 
 
-def test_xet_file_is_read_through_its_http_bridge(hub: FakeHub, tmp_path: Path) -> None:
+def test_xet_file_is_read_through_its_http_bridge(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     """Through the redirect's signed URL, unchanged and renewed when it expires."""
     hub.xet, hub.expires_after = True, 3
-    files = published(hub)
     assert holds(fetch(tmp_path), files)
     assert hub.calls.keys() == {"revision", "tree", "resolve"}  # no token request for the Xet protocol
     assert hub.bridged and hub.cdn_authorizations == {""}
     assert hub.sent.total() == sum(map(len, files.values()))
 
 
-def test_hf_uri_uses_the_node_cache(hub: FakeHub, tmp_path: Path) -> None:
-    files = published(hub)
+def test_hf_uri_uses_the_node_cache(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     assert holds(tierckpt.prefetch(f"hf://{REPO}"), files)
     before = hub.sent.total()
     assert holds(tierckpt.prefetch(f"hf://{REPO}@main"), files)  # another URI, so a separate entry
@@ -134,15 +139,13 @@ def test_hf_uri_uses_the_node_cache(hub: FakeHub, tmp_path: Path) -> None:
     assert hub.sent.total() == 2 * before
 
 
-def test_commit_is_not_resolved_and_a_subdirectory_may_be_named(hub: FakeHub, tmp_path: Path) -> None:
-    published(hub)
+def test_commit_is_not_resolved_and_a_subdirectory_may_be_named(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     commit = hub.repositories[REPO].revisions["main"]
     assert holds(fetch(tmp_path, f"hf://{REPO}@{commit}/sub"), {"vocab.txt": b"a b c"})
     assert hub.calls["revision"] == 0
 
 
-def test_dataset_and_fsspec_url(hub: FakeHub, tmp_path: Path) -> None:
-    files = published(hub)
+def test_dataset_and_fsspec_url(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     assert holds(fetch(tmp_path, f"hf://datasets/{REPO}"), files)
     place = f"tierckpt://hf/{REPO}"
     assert fsspec.open(f"{place}/sub/vocab.txt").open().read() == b"a b c"
@@ -151,8 +154,7 @@ def test_dataset_and_fsspec_url(hub: FakeHub, tmp_path: Path) -> None:
     assert not fsspec.filesystem("tierckpt").exists("tierckpt://hf/org")
 
 
-def test_branch_that_moves_during_a_prefetch_changes_nothing(hub: FakeHub, tmp_path: Path) -> None:
-    files = published(hub)
+def test_branch_that_moves_during_a_prefetch_changes_nothing(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     newer = model(seed=7)
 
     def move() -> None:
@@ -171,7 +173,7 @@ def test_branch_that_moves_during_a_prefetch_changes_nothing(hub: FakeHub, tmp_p
 def test_token_is_sent_only_to_the_hub(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = published(hub, gated=True)
+    files = published(hub, model(), gated=True)
     with pytest.raises(PermissionDeniedError, match="gated") as error:
         fetch(tmp_path)
     assert error.value.exit_code == 6 and f"{hub.endpoint}/{REPO}" in str(error.value)
@@ -189,9 +191,8 @@ def test_token_is_sent_only_to_the_hub(
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_offline_mode_sends_no_request(
-    name: str, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, hub: FakeHub, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    published(hub)
     monkeypatch.setenv(name, "1")
     with pytest.raises(StoreUnavailableError, match=name):
         fetch(tmp_path)
@@ -211,8 +212,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("uri", MISSING)
-def test_missing_repository_revision_or_file_raises(uri: str, hub: FakeHub, tmp_path: Path) -> None:
-    published(hub)
+def test_missing_repository_revision_or_file_raises(uri: str, hub: FakeHub, files: Files, tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFoundError, match=MISSING[uri]):
         fetch(tmp_path, uri)
     assert hub.requests <= (4 if uri.endswith("/none") else 2)  # raised at the first refusal
@@ -229,15 +229,14 @@ def test_invalid_endpoint_is_a_config_error(endpoint: str, tmp_path: Path, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("header", [{"Retry-After": "1.5"}, {"Retry-After": "0"}, {"RateLimit": '"api";r=0;t=1'}])
 def test_rate_limit_is_retried_after_its_delay(header: dict[str, str], hub: FakeHub, tmp_path: Path) -> None:
-    files = published(hub)
+    files = published(hub, model())
     hub.limited = [header] * 2
     begun = time.monotonic()
     assert holds(fetch(tmp_path), files)
     assert time.monotonic() - begun >= 1
 
 
-def test_transient_hub_errors_are_retried(hub: FakeHub, tmp_path: Path) -> None:
-    files = published(hub)
+def test_transient_hub_errors_are_retried(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     hub.refused = [503, 500]
     assert holds(fetch(tmp_path), files)
 
@@ -282,8 +281,7 @@ def test_slow_drip_answer_times_out(begins: bytes, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("pointers", [False, True])
-def test_lfs_pointer_without_object_raises(pointers: bool, hub: FakeHub, tmp_path: Path) -> None:
-    published(hub)
+def test_lfs_pointer_without_object_raises(pointers: bool, hub: FakeHub, files: Files, tmp_path: Path) -> None:
     hub.lost, hub.pointers = {"model-00001.safetensors"}, pointers
     with pytest.raises(TierckptError, match=r"pointer without its object|no object for it") as error:
         fetch(tmp_path)
@@ -302,8 +300,7 @@ LISTINGS = {
 
 
 @pytest.mark.parametrize("listing", LISTINGS)
-def test_invalid_listing_is_refused(listing: str, hub: FakeHub, tmp_path: Path) -> None:
-    published(hub)
+def test_invalid_listing_is_refused(listing: str, hub: FakeHub, files: Files, tmp_path: Path) -> None:
     hub.listing = LISTINGS[listing]
     with pytest.raises(StoreError, match=r"as a Hub does|lists no files|lists a file that cannot be"):
         fetch(tmp_path)
@@ -311,15 +308,13 @@ def test_invalid_listing_is_refused(listing: str, hub: FakeHub, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/file"])
-def test_redirect_to_another_scheme_than_http_is_refused(url: str, hub: FakeHub, tmp_path: Path) -> None:
-    published(hub)
+def test_redirect_to_another_scheme_than_http_is_refused(url: str, hub: FakeHub, files: Files, tmp_path: Path) -> None:
     hub.leads_to = url
     with pytest.raises(TierckptError, match="not an HTTP URL"):
         fetch(tmp_path)
 
 
-def test_damaged_bytes_are_refused_and_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
-    files = published(hub)
+def test_damaged_bytes_are_refused_and_fetched_again(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     hub.damaged = {"model-00002.safetensors"}
     with pytest.raises(IntegrityError, match="sha256") as error:
         fetch(tmp_path)
@@ -329,8 +324,7 @@ def test_damaged_bytes_are_refused_and_fetched_again(hub: FakeHub, tmp_path: Pat
     assert hub.sent["model-00000.safetensors"] <= max(before, 200 * KIB)  # good chunks are not fetched again
 
 
-async def test_hf_store_is_read_only(hub: FakeHub) -> None:
-    published(hub)
+async def test_hf_store_is_read_only(hub: FakeHub, files: Files) -> None:
     store = open_store(parse_uri(f"hf://{REPO}"), Settings.load())
     for refused in (store.put("key", b"data"), store.delete("config.json"), store.delete_dir("sub")):
         with pytest.raises(PermissionDeniedError, match="read only"):
@@ -360,14 +354,13 @@ def run_hub_client(how: str, **environment: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def snapshot_holds(snapshot: Path, files: dict[str, bytes]) -> bool:
+def snapshot_holds(snapshot: Path, files: Files) -> bool:
     paths = [path for path in snapshot.rglob("*") if not path.is_dir()]
     assert not any(path.readlink().is_absolute() for path in paths)
     return {str(path.relative_to(snapshot)): path.read_bytes() for path in paths} == files
 
 
-def test_huggingface_hub_finds_the_snapshot_offline(hub: FakeHub, tmp_path: Path) -> None:
-    files = published(hub)
+def test_huggingface_hub_uses_the_snapshot_offline_and_online(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     commit = hub.repositories[REPO].revisions["main"]
     snapshot = tierckpt.prefetch(f"hf://{REPO}", hf_cache=True)
     root = tmp_path / "hf/hub/models--org--model-1.5B"
@@ -378,19 +371,12 @@ def test_huggingface_hub_finds_the_snapshot_offline(hub: FakeHub, tmp_path: Path
     found = run_hub_client("offline", HF_HUB_OFFLINE="1")
     assert found[:2] == [str(snapshot), str(snapshot / "sub/vocab.txt")]
     assert found[2] == f"0 [1] {sum(len(data) for data in files.values())}"
-
-
-def test_huggingface_hub_fetches_nothing_again(hub: FakeHub, tmp_path: Path) -> None:
-    """With the Hub reachable, the libraries compare etags with blob names."""
-    published(hub)
-    snapshot = tierckpt.prefetch(f"hf://{REPO}", hf_cache=True)
     before = hub.sent.total()
-    assert run_hub_client("online")[0] == str(snapshot)
+    assert run_hub_client("online")[0] == str(snapshot)  # compares etags with blob names
     assert hub.sent.total() == before
 
 
-def test_only_missing_blobs_are_fetched(hub: FakeHub, tmp_path: Path) -> None:
-    files = published(hub)
+def test_only_missing_blobs_are_fetched(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     first = tierckpt.prefetch(f"hf://{REPO}", tmp_path / "cache", hf_cache=True)
     newer = files | {"config.json": b'{"newer": true}', "model-00001.safetensors": content(300 * KIB, 77)}
     hub.repositories[REPO].commit(newer)
@@ -403,9 +389,8 @@ def test_only_missing_blobs_are_fetched(hub: FakeHub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("no", [["link"], ["symlink"], ["symlink", "link"]])
-def test_hf_cache_on_a_file_system_without_links(hub: FakeHub, tmp_path: Path, no: list[str]) -> None:
+def test_hf_cache_on_a_file_system_without_links(hub: FakeHub, files: Files, tmp_path: Path, no: list[str]) -> None:
     """SMB, exFAT: the snapshot holds the files themselves, as huggingface_hub writes them; nothing is stored twice."""
-    files = published(hub)
     (tmp_path / "fuse").mkdir()
     with mounted(tmp_path / "fuse", no=no) as mount:
         cache = mount.path / "cache"
@@ -421,16 +406,14 @@ def test_hf_cache_on_a_file_system_without_links(hub: FakeHub, tmp_path: Path, n
         close_all()
 
 
-def test_hf_cache_of_a_subdirectory_or_some_files(hub: FakeHub, tmp_path: Path) -> None:
-    files = published(hub)
+def test_hf_cache_of_a_subdirectory_or_some_files(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     found = tierckpt.prefetch(f"hf://{REPO}/sub", tmp_path / "cache", hf_cache=True)
     assert snapshot_holds(found, {"sub/vocab.txt": files["sub/vocab.txt"]})
     found = tierckpt.prefetch(f"hf://{REPO}", tmp_path / "cache", hf_cache=True, include=["*.json"])
     assert snapshot_holds(found, {name: files[name] for name in ("sub/vocab.txt", "config.json")})
 
 
-def test_damaged_bytes_never_reach_the_hf_cache(hub: FakeHub, tmp_path: Path) -> None:
-    published(hub)
+def test_damaged_bytes_never_reach_the_hf_cache(hub: FakeHub, files: Files, tmp_path: Path) -> None:
     hub.damaged = {"model-00002.safetensors"}
     with pytest.raises(IntegrityError, match="sha256"):
         tierckpt.prefetch(f"hf://{REPO}", tmp_path / "cache", hf_cache=True)
@@ -440,7 +423,7 @@ def test_damaged_bytes_never_reach_the_hf_cache(hub: FakeHub, tmp_path: Path) ->
 
 def test_snapshot_is_published_with_all_links(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that knows the commit opens the snapshot directory without reading a ref."""
-    files, symlink_to, links = published(hub), Path.symlink_to, []
+    files, symlink_to, links = published(hub, model()), Path.symlink_to, []
     commit, root = hub.repositories[REPO].revisions["main"], tmp_path / "cache/models--org--model-1.5B"
 
     def stopped(link: Path, *target: Any) -> None:
@@ -468,7 +451,7 @@ def checked(cache: Path, cli: CommandLine, *more: str) -> Done:
 
 
 def test_hf_cache_check_digests_every_file(hub: FakeHub, tmp_path: Path, cli: CommandLine) -> None:
-    files, cache = published(hub), tmp_path / "cache"
+    files, cache = published(hub, model()), tmp_path / "cache"
     done = checked(cache, cli)
     assert (done.code, done.document["state"], done.document["missing"].keys()) == (3, "absent", files.keys())
     snapshot = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
@@ -477,7 +460,6 @@ def test_hf_cache_check_digests_every_file(hub: FakeHub, tmp_path: Path, cli: Co
     assert (done.code, done.document["state"], done.document["directory"]) == (0, "whole", str(snapshot))
     assert done.document["here_bytes"] == done.document["size_bytes"] == sum(map(len, files.values()))
     assert checked(cache, cli, "--include", "*.json").document["files"] == 1
-    cli.answer("cache", "check", f"hf://{REPO}", "--hf-cache", "--to", cache)
     assert hub.sent.total() == sent, "a check must not fetch"
 
 
@@ -494,7 +476,7 @@ HARMS: dict[str, tuple[Callable[[Path], object], int]] = {
 def test_hf_cache_check_names_the_damaged_file(
     name: str, harm: str, hub: FakeHub, tmp_path: Path, cli: CommandLine
 ) -> None:
-    files, cache = published(hub), tmp_path / "cache"
+    files, cache = published(hub, model()), tmp_path / "cache"
     inflict, code = HARMS[harm]
     snapshot = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
     blob = (snapshot / name).resolve()
@@ -517,7 +499,7 @@ def test_hf_cache_check_names_the_damaged_file(
 
 
 def test_hf_cache_check_of_older_snapshots(hub: FakeHub, tmp_path: Path, cli: CommandLine) -> None:
-    files, cache = published(hub), tmp_path / "cache"
+    files, cache = published(hub, model()), tmp_path / "cache"
     old = tierckpt.prefetch(f"hf://{REPO}", cache, hf_cache=True)
     hub.repositories[REPO].commit(files | {"config.json": b'{"newer": true}'})
     done = checked(cache, cli)
@@ -558,9 +540,8 @@ def test_killed_prefetch_resumes(target: str, hub: FakeHub, tmp_path: Path) -> N
     }
     killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     total = sum(map(len, files.values()))
-    while hub.sent.total() < total // 2:
-        assert killed.poll() is None
-        time.sleep(0.01)
+    until(lambda: hub.sent.total() >= total // 2, "half of the files")
+    assert killed.poll() is None
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     hub.seconds_per_answer = 0.0
