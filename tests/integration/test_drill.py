@@ -6,13 +6,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.command_line import CommandLine, Done
+from tests.command_line import CommandLine
 from tests.services import S3Server
 from tests.states import save_drained, small_state
 from tierckpt.checkpoint.local_commit import read_local_manifest
@@ -24,11 +23,6 @@ from tierckpt.restore import drill as drills
 from tierckpt.restore.drill import PREFIX
 
 SMALL_SHARDS = {"shard_size_bytes_max": "64KiB", "chunk_size_bytes": "16KiB"}
-
-
-@pytest.fixture
-def drill(cli: CommandLine) -> Callable[..., Done]:
-    return partial(cli, "drill")
 
 
 def saved(uri: str, *steps: int) -> None:
@@ -64,12 +58,12 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes({"cut": data[:-1], "grow": data + b"\0"}.get(how, data))
 
 
-def test_a_good_checkpoint(shared_uri: str, drill: Callable[..., Done], local_root: Path) -> None:
+def test_a_good_checkpoint(shared_uri: str, cli: CommandLine, local_root: Path) -> None:
     saved(shared_uri, 1, 2, 3)
     manifest = read_local_manifest(local_dir(local_root, parse_uri(f"{shared_uri}/step-1")))
     assert manifest is not None
     shutil.rmtree(local_root)  # lose the node
-    found = drill(shared_uri, "--seed", 5)
+    found = cli("drill", shared_uri, "--seed", 5)
     assert found.code == 0
     assert found.document["good"] is True
     assert found.document["problems"] == []
@@ -81,90 +75,86 @@ def test_a_good_checkpoint(shared_uri: str, drill: Callable[..., Done], local_ro
 
 
 @pytest.mark.slow
-def test_seed_selects_the_step(file_uri: str, drill: Callable[..., Done]) -> None:
+def test_seed_selects_the_step(file_uri: str, cli: CommandLine) -> None:
     saved(file_uri, 1, 2, 3)
-    chosen = [drill(file_uri, "--seed", seed).document["uri"] for seed in (1, 1, *range(12))]
+    chosen = [cli("drill", file_uri, "--seed", seed).document["uri"] for seed in (1, 1, *range(12))]
     assert chosen[0] == chosen[1] == chosen[3]
     assert {uri.rpartition("/")[2] for uri in chosen} == {"step-1", "step-2", "step-3"}
-    assert drill(f"{file_uri}/step-2").document["uri"].endswith("step-2")
-    first = drill(file_uri).document["seed"]
-    assert drill(file_uri, "--seed", first).document["seed"] == first
+    assert cli("drill", f"{file_uri}/step-2").document["uri"].endswith("step-2")
+    first = cli("drill", file_uri).document["seed"]
+    assert cli("drill", file_uri, "--seed", first).document["seed"] == first
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "grow", "zero", "gone"])
 @pytest.mark.parametrize("victims", [["1"], ["0", "1", ".metadata"]])
 def test_damage_on_shared_storage(
-    how: str, victims: list[str], file_uri: str, drill: Callable[..., Done], local_root: Path
+    how: str, victims: list[str], file_uri: str, cli: CommandLine, local_root: Path
 ) -> None:
     saved(file_uri, 4)
     shards = sorted(Path(file_uri, "step-4").glob("*.distcp"))
     paths = [shards[int(one)] if one.isdigit() else Path(file_uri, "step-4", one) for one in victims]
     for path in paths:
         damage(path, how)
-    found = drill(file_uri)
+    found = cli("drill", file_uri)
     assert (found.code, found.document["good"]) == (5, False)
     assert sorted(row["file"] for row in found.document["problems"]) == sorted(path.name for path in paths)
     assert left_in(local_root) == []
     damage(Path(file_uri, "step-4/.tierckpt/manifest.json"), "flip")
-    assert drill(file_uri).code == 5
+    assert cli("drill", file_uri).code == 5
 
 
-def test_damage_on_the_scratch_disk(file_uri: str, drill: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_on_the_scratch_disk(file_uri: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second comparison: bytes received correctly and stored wrong."""
     saved(file_uri, 4)
     on_fetch(monkeypatch, lambda path: path.name.startswith("__0_0-") and damage(path, "flip"))
-    found = drill(file_uri)
+    found = cli("drill", file_uri)
     assert (found.code, len(found.document["problems"])) == (5, 1)
 
 
-def test_nothing_is_committed(file_uri: str, s3_uri: str, moto: S3Server, drill: Callable[..., Done]) -> None:
+def test_nothing_is_committed(file_uri: str, s3_uri: str, moto: S3Server, cli: CommandLine) -> None:
     Path(file_uri).mkdir(parents=True)
-    assert drill(file_uri).code == 4
+    assert cli("drill", file_uri).code == 4
     saved(file_uri, 1)
     Path(file_uri, "step-1/.tierckpt/manifest.json").unlink()  # files without a commit
-    assert drill(file_uri).code == 4
-    assert drill(s3_uri).code == 4
-    missing = drill("s3://there-is-no-such-bucket/run")
+    assert cli("drill", file_uri).code == 4
+    assert cli("drill", s3_uri).code == 4
+    missing = cli("drill", "s3://there-is-no-such-bucket/run")
     assert (missing.code, missing.error["error"]) == (4, "BucketNotFoundError")
 
 
-def test_scratch_and_cleanup(
-    file_uri: str, drill: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scratch_and_cleanup(file_uri: str, cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(file_uri, 1)
     scratch = tmp_path / "somewhere" / "else"
     scratch.mkdir(parents=True)
     (scratch / "drill-notes").mkdir()  # a user's own directory
     used: list[bool] = []
     on_fetch(monkeypatch, lambda path: used.append(path.is_relative_to(scratch)))
-    assert drill(file_uri, "--scratch", scratch).code == 0
+    assert cli("drill", file_uri, "--scratch", scratch).code == 0
     assert used and all(used)
     assert [path.name for path in scratch.iterdir()] == ["drill-notes"]
 
 
-def test_no_room(file_uri: str, drill: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, local_root: Path) -> None:
+def test_no_room(file_uri: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, local_root: Path) -> None:
     saved(file_uri, 1)
     on_fetch(monkeypatch, lambda _: pytest.fail("a byte was fetched"))
     monkeypatch.setattr(drills, "space_of", lambda _: Space(1000, 1000))
-    found = drill(file_uri)
+    found = cli("drill", file_uri)
     assert (found.code, found.error["error"]) == (1, "CapacityError")
     assert left_in(local_root) == []
 
 
-def test_unreachable_store(
-    file_uri: str, drill: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, local_root: Path
-) -> None:
+def test_unreachable_store(file_uri: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, local_root: Path) -> None:
     saved(file_uri, 1)
 
     async def away(*_: Any) -> None:
         raise StoreUnavailableError("the store is away")
 
     monkeypatch.setattr(drills, "fetch", away)
-    found = drill(file_uri)
+    found = cli("drill", file_uri)
     assert (found.code, found.error["error"], left_in(local_root)) == (7, "StoreUnavailableError", [])
 
 
-def test_next_drill_removes_files_of_a_killed_one(file_uri: str, drill: Callable[..., Done], local_root: Path) -> None:
+def test_next_drill_removes_files_of_a_killed_one(file_uri: str, cli: CommandLine, local_root: Path) -> None:
     saved(file_uri, 1)
     code = (
         "import asyncio, sys\n"
@@ -178,12 +168,12 @@ def test_next_drill_removes_files_of_a_killed_one(file_uri: str, drill: Callable
         assert process.stdout is not None
         process.stdout.readline()
         (alive,) = local_root.glob(f"{PREFIX}*")
-        assert drill(file_uri).code == 0
+        assert cli("drill", file_uri).code == 0
         assert alive.is_dir()  # a running drill's directory must stay
         process.kill()
         process.wait(60)
     assert alive.is_dir()
-    assert drill(file_uri).code == 0
+    assert cli("drill", file_uri).code == 0
     assert left_in(local_root) == []
 
 

@@ -1,4 +1,4 @@
-"""Saves, drains, restores, prefetches and loads on file systems with missing features or failures.
+"""Saves, drains, restores, prefetches and loads on file systems with missing features, failures or long names.
 
 Real file systems: FUSE (tests/fuse_mount.py), tmpfs, overlayfs.
 """
@@ -14,15 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import tierckpt
 from tests.fuse_mount import EVERYTHING, FuseMount, mounted
+from tierckpt import Checkpointer, TierStorageReader, TierStorageWriter
 from tierckpt.client import close_all
 from tierckpt.errors import (
     CapacityError,
+    ConfigError,
     PartialTransferError,
     PermissionDeniedError,
     StoreError,
@@ -30,6 +34,7 @@ from tierckpt.errors import (
     TierckptError,
 )
 from tierckpt.loading.cached_view import open_cached
+from tierckpt.loading.export import export_safetensors
 
 SECONDS = 60.0
 CLI = [sys.executable, "-m", "tierckpt"]
@@ -92,15 +97,15 @@ def prefetch_from(place: Path, plain: Path) -> None:
 
 
 def save_and_restore(uri: str) -> None:
-    with tierckpt.Checkpointer(uri) as checkpointer:
+    with Checkpointer(uri) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state(float(step))).result(SECONDS)
     tierckpt.wait(f"{uri}/step-2", tier="shared", timeout_seconds=SECONDS)
-    with tierckpt.Checkpointer(uri) as checkpointer:
+    with Checkpointer(uri) as checkpointer:
         checkpointer.save(2, state(3.0)).result(SECONDS)
     tierckpt.wait(f"{uri}/step-2", tier="shared", timeout_seconds=SECONDS)
     again = state(0.0)
-    assert tierckpt.Checkpointer(uri).restore(again) == 2 and float(again["w"][7]) == 3.0
+    assert Checkpointer(uri).restore(again) == 2 and float(again["w"][7]) == 3.0
 
 
 def shared(place: Path, plain: Path) -> None:
@@ -222,7 +227,7 @@ def test_failing_local_tier_fails_one_save(
     with on_fuse(tmp_path, no=["fallocate"]) as mount:
         monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(mount.path / "root"))
         uri = f"file://{tmp_path}/shared/run"
-        with tierckpt.Checkpointer(uri) as checkpointer:
+        with Checkpointer(uri) as checkpointer:
             checkpointer.save(1, state(1.0)).result(SECONDS)
             tierckpt.wait(f"{uri}/step-1", tier="shared", timeout_seconds=SECONDS)
             mount.set(**control)
@@ -241,7 +246,7 @@ def test_failing_shared_tier_keeps_the_checkpoint_for_a_later_drain(
 ) -> None:
     with on_fuse(tmp_path, no=["link"]) as mount:
         uri = f"file://{mount.path}/run"
-        with tierckpt.Checkpointer(uri) as checkpointer:
+        with Checkpointer(uri) as checkpointer:
             checkpointer.save(1, state(1.0)).result(SECONDS)
             tierckpt.wait(f"{uri}/step-1", tier="shared", timeout_seconds=SECONDS)
             mount.set(**control)
@@ -269,7 +274,7 @@ def check_message(error: TierckptError, said: str, path: Path) -> None:
 def check_kept(uri: str, newest: int) -> None:
     for step in (1, newest):
         again = state(0.0)
-        assert tierckpt.Checkpointer(uri).restore(again, step=step) == step and float(again["w"][7]) == step
+        assert Checkpointer(uri).restore(again, step=step) == step and float(again["w"][7]) == step
 
 
 def test_prefetch_resumes_after_a_full_disk(tmp_path: Path) -> None:
@@ -321,3 +326,56 @@ def test_names_that_collide_on_the_file_system(tmp_path: Path) -> None:
         assert f"{mount.path}/to takes README and readme for one name" in str(caught.value.failures)
         tierckpt.prefetch(source, mount.path / "to", exclude=["readme"])
         assert (mount.path / "to/README").read_bytes() == b"upper"
+
+
+# --- long names -------------------------------------------------------------------------------------------------------
+
+LONGEST = pytest.mark.parametrize("name", ["n" * 255, "é" * 127], ids=["ascii", "multi-byte"])
+
+
+def save_and_load(uri: Path) -> None:
+    dcp.save({"x": torch.ones(4)}, storage_writer=TierStorageWriter(str(uri)))
+    state = {"x": torch.zeros(4)}
+    dcp.load(state, storage_reader=TierStorageReader(str(uri)))
+    assert state["x"].sum() == 4
+
+
+@LONGEST
+def test_run_checkpoint_and_targets_of_the_longest_name(tmp_path: Path, name: str) -> None:
+    with Checkpointer(str(tmp_path / "runs" / name)) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(4)})
+    assert tierckpt.latest(str(tmp_path / "runs" / name))
+    uri = tmp_path / "checkpoints" / name
+    save_and_load(uri)
+    tierckpt.prefetch(str(uri), to=tmp_path / "prefetched" / name)
+    (tmp_path / "exported").mkdir()
+    export_safetensors(str(uri), tmp_path / "exported" / name)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).write_bytes(b"weights")
+    tierckpt.prefetch(str(tmp_path / "model"), to=tmp_path / "model-here")
+    assert (tmp_path / "model-here" / name).read_bytes() == b"weights"
+    tierckpt.adopt(tmp_path / "model", str(tmp_path / "adopted" / "step-1")).wait(timeout_seconds=60)
+
+
+@pytest.mark.parametrize("below", ["n" * 256, "é" * 128, "/".join(["d" * 200] * 22)], ids=["name", "bytes", "path"])
+def test_too_long_name_is_refused_with_its_length(tmp_path: Path, below: str) -> None:
+    for work in (
+        lambda: Checkpointer(str(tmp_path / below)),
+        lambda: TierStorageWriter(str(tmp_path / below)),
+        lambda: tierckpt.prefetch(str(tmp_path), to=tmp_path / "x" / below),
+        lambda: export_safetensors(str(tmp_path), tmp_path / below),
+    ):
+        with pytest.raises(ConfigError, match="too long for its file system"):
+            work()
+
+
+def test_key_too_long_for_a_file_gets_another_name_or_is_excluded(s3_uri: str, tmp_path: Path) -> None:
+    for key, data in {"good.bin": b"good", "k" * 300: b"long", "k" * 299: b"shorter"}.items():
+        with fsspec.open(f"{s3_uri}/model/{key}", "wb") as file:
+            file.write(data)
+    tierckpt.prefetch(f"{s3_uri}/model", to=tmp_path / "all")
+    named = {path.name: path.read_bytes() for path in (tmp_path / "all").glob("k*")}
+    assert sorted(named.values()) == [b"long", b"shorter"] and all(name.startswith("k" * 200) for name in named)
+    tierckpt.prefetch(f"{s3_uri}/model", to=tmp_path / "to", exclude=["k*"])
+    assert not list((tmp_path / "to").glob("k*"))
+    assert (tmp_path / "to" / "good.bin").read_bytes() == b"good"

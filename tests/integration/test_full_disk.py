@@ -19,7 +19,7 @@ import torch
 import tierckpt
 from tests.held_drains import hold_drains
 from tests.services import needs, unavailable
-from tests.states import load, save
+from tests.states import load, same, save
 from tierckpt.cache import space
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.client import close_all
@@ -78,8 +78,7 @@ def on_local(uri: str, root: Path) -> list[int]:
 
 
 def intact(uri: str, step: int, root: Path) -> bool:
-    loaded = load(f"{uri}/step-{step}", {"w": torch.zeros(STEP_BYTES // 4 - 2000)}, local_root=root)
-    return bool(loaded["w"].unique().tolist() == [step])
+    return same(load(f"{uri}/step-{step}", state_of(step), local_root=root), state_of(step))
 
 
 def used_share(disk: Path) -> float:
