@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tierckpt
+from tests.agents import until
 from tests.command_line import CommandLine
 from tests.states import load, same, save
 from tierckpt.checkpoint.journal import Journal
@@ -91,8 +92,7 @@ def test_drain_keeps_its_rate_limit(shared: str, local_root: Path) -> None:
 def test_command_changes_the_rate_of_a_running_drain(shared: str, local_root: Path, cli: CommandLine) -> None:
     saved_and_not_drained(shared, local_root)
     drain = Drain(drain_bytes_per_second="256KiB")
-    while drain.done_bytes < MIB:
-        time.sleep(0.02)
+    until(lambda: drain.done_bytes >= MIB, "the first MiB")
     begun, left = time.monotonic(), STATE_BYTES - drain.done_bytes
     document = cli.answer("drain", "--limit", "1GiB/s", "--concurrency", "2")
     assert (document["bytes_per_second"], document["concurrency"], document["paused"]) == (1 << 30, 2, False)
@@ -106,8 +106,7 @@ def test_pause_and_resume_apply_to_every_mover_of_the_node(file_uri: str, local_
     uri = f"{file_uri}/step-1"
     state = saved_and_not_drained(uri, local_root)
     drain = Drain(drain_bytes_per_second="3MiB")
-    while drain.done_bytes < MIB:
-        time.sleep(0.02)
+    until(lambda: drain.done_bytes >= MIB, "the first MiB")
     assert cli.answer("drain", "--pause")["paused"] is True
     stood_at = -1
     while stood_at != drain.done_bytes:  # each mover checks once a second

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ import pytest
 import torch
 
 import tierckpt
+from tests.agents import until
 from tests.command_line import CommandLine, python
 from tests.compat.worker import launch
 from tests.fault.scenario_tools import of_each_rank
+from tests.states import flip
 
 SELF = "tests.integration.test_first_contact"
 
@@ -215,9 +216,7 @@ def test_verify_of_a_run_checks_its_newest_step(file_uri: str, cli: CommandLine)
     done = cli.text("verify", file_uri, "--read-data")
     assert (done.code, "step-10" in done.out) == (0, True)
     [shard] = Path(file_uri, "step-10").glob("*.distcp")
-    with shard.open("r+b") as stream:  # one inode, so damaged on both tiers
-        stream.seek(8000)
-        stream.write(b"damage")
+    flip(shard)  # one inode, so damaged on both tiers
     assert cli("verify", file_uri, "--read-data").code == 5
 
 
@@ -229,10 +228,5 @@ def test_hundred_data_set_shards_are_one_status_line(tmp_path: Path, cli: Comman
         (data / f"{number:06d}.tar").write_bytes(b"x" * 1000)
         with fsspec.open(f"tierckpt://file{data}/{number:06d}.tar") as stream:
             stream.read()
-    for _ in range(100):  # wait until the last one has arrived in the cache
-        text = cli.text("status").out
-        if f"{data}/ (100 objects)" in text:
-            break
-        time.sleep(0.1)
-    assert f"{data}/ (100 objects)" in text
-    assert len(text.splitlines()) < 20
+    until(lambda: f"{data}/ (100 objects)" in cli.text("status").out, "the last one in the cache")
+    assert len(cli.text("status").out.splitlines()) < 20

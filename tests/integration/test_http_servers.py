@@ -50,7 +50,6 @@ class Server(HttpServer):
         self.redirects = False
         self.resets = 0
         """Answers that break off in the middle, of those with a body of more than a chunk."""
-        self.drips = False
         self.sent: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
         super().__init__()
@@ -133,10 +132,6 @@ class Server(HttpServer):
             request.connection.shutdown(socket.SHUT_RDWR)
             request.close_connection = True
             return
-        if self.drips and len(body) > CHUNK:
-            for at in range(len(body)):
-                request.wfile.write(body[at : at + 1])
-                time.sleep(0.05)
         if is_chunked:
             for at in range(0, len(body), 10_000):
                 piece = body[at : at + 10_000]
