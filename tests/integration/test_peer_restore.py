@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import signal
 import threading
@@ -23,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.command_line import CommandLine
 from tests.peer_node import secret_file
 from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
@@ -33,7 +33,6 @@ from tierckpt.checkpoint import peer_copies
 from tierckpt.checkpoint.catalog import Checkpoint
 from tierckpt.checkpoint.local_commit import is_drained, read_local_manifest
 from tierckpt.checkpoint.select import Selector
-from tierckpt.cli.ui.app import run
 from tierckpt.client import Client, close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.errors import CheckpointNotFoundError, PermissionDeniedError, StoreUnavailableError
@@ -141,22 +140,20 @@ def test_two_rollout_nodes_share_the_chunks_of_a_large_step(nodes: Nodes, uri: s
 
 
 def test_cli_restores_a_step_from_a_peer(
-    nodes: Nodes, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    nodes: Nodes, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     save_on(nodes, 0, f"{uri}/step-3", small_state(3))
     for name, value in nodes[1].env.items():
         monkeypatch.setenv(name, value)
-    assert run(["restore", uri, "--to", str(tmp_path / "out"), "--json"]) == 0
-    output = capsys.readouterr().out
-    assert '"shared_bytes": 0' in output
-    assert '"peer_bytes": 0' not in output
+    document = cli.answer("restore", uri, "--to", tmp_path / "out")
+    assert document["shared_bytes"] == 0 < document["peer_bytes"]
     state = zeros_like(small_state(3))
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
     assert same(state, small_state(3))
 
 
 def test_cli_verifies_copies_on_peers(
-    nodes: Nodes, uri: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    nodes: Nodes, uri: str, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     step = f"{uri}/step-4"
     save_on(nodes, 0, step, small_state(4))
@@ -164,15 +161,14 @@ def test_cli_verifies_copies_on_peers(
     def verify(node: Node) -> dict[str, Any]:
         for name, value in node.env.items():
             monkeypatch.setenv(name, value)
-        code = run(["verify", step, "--read-data", "--json"])
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        found = cli.answer("verify", step, "--read-data")
         close_all()
-        return {"code": code, "tiers": found["tiers"], "absent": len(found["absent_on_this_node"]), **found}
+        return found
 
     manifest = read_local_manifest(nodes[0].directory(step))
     assert manifest is not None
     found = verify(nodes[1])
-    assert (found["code"], found["tiers"], found["problems"]) == (0, ["peer"], [])
+    assert (found["tiers"], found["problems"]) == (["peer"], [])
     assert found["checked_bytes"] == manifest.size_bytes
     tierckpt.prefetch(step, settings=nodes[1].settings)
     close_all()
@@ -180,8 +176,8 @@ def test_cli_verifies_copies_on_peers(
     for shard in nodes[0].directory(step).glob("*.distcp"):
         shard.unlink()
     found = verify(nodes[0])
-    assert (found["code"], found["tiers"], found["problems"]) == (0, ["local", "peer"], [])
-    assert found["absent"], "its shards are only on the other node"
+    assert (found["tiers"], found["problems"]) == (["local", "peer"], [])
+    assert found["absent_on_this_node"], "its shards are only on the other node"
 
 
 def test_newest_step_of_ssd_peers_and_shared_storage_wins(nodes: Nodes, uri: str) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tierckpt
 from tests.agents import until
-from tests.integration.test_cli import Done, saved
+from tests.command_line import CommandLine
+from tests.integration.test_cli import saved
 from tests.servers.origin import Origin
 from tests.states import flip
 from tierckpt.cache.partial_entry import CLAIMS, FETCHES, read_entry
-from tierckpt.cli.ui.app import run
 from tierckpt.disk.file_lock import Claims
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, OperationTimeoutError, UncommittedCheckpointError
 from tierckpt.format.layout import parse_uri
@@ -76,34 +76,21 @@ def bucket(origin: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 MODEL = "s3://bucket/run/model"
 
 
-@pytest.fixture
-def tierckpt_(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Run ``tierckpt ARGUMENTS --json`` in this process; other tests cover separate processes."""
-
-    def verb(*arguments: object) -> Done:
-        capsys.readouterr()
-        code = run([*map(str, arguments), "--json"])
-        captured = capsys.readouterr()
-        return Done(code, captured.out, captured.err)
-
-    return verb
-
-
 def same(directory: str | Path, files: dict[str, bytes] = FILES) -> bool:
     found = {str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file()}
     whole = all(digest_of(Path(directory, name).read_bytes()) == digest_of(data) for name, data in files.items())
     return whole and found - {".tierckpt/prefetched.json"} == set(files)
 
 
-def test_model_is_cached_once_and_sources_are_reported(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
-    first = tierckpt_("prefetch", MODEL)
+def test_model_is_cached_once_and_sources_are_reported(cli: CommandLine, bucket: Bucket) -> None:
+    first = cli("prefetch", MODEL)
     assert first.code == 0, first.err
     document = first.document
     assert same(document["directory"])
     assert document["bytes_by_source"] == {"here": 0, "cache": 0, "peer": 0, "shared": TOTAL, "other_processes": 0}
     assert document["chunks_fetched"] == bucket.requests == CHUNKS
     assert document["slowest_chunk"]["seconds"] > 0
-    again = tierckpt_("prefetch", MODEL).document
+    again = cli("prefetch", MODEL).document
     assert (again["directory"], again["fetched_bytes"]) == (document["directory"], 0)
     assert again["bytes_by_source"]["here"] == TOTAL
     assert bucket.requests == CHUNKS
@@ -111,7 +98,7 @@ def test_model_is_cached_once_and_sources_are_reported(tierckpt_: Callable[..., 
 
 @pytest.mark.slow
 def test_model_changed_during_a_fetch_is_an_error_and_not_published(
-    tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path
+    cli: CommandLine, bucket: Bucket, local_root: Path
 ) -> None:
     name = "model-00002.safetensors"
     changed = FILES[name][:-4] + b"\x01\x02\x03\x04"
@@ -123,108 +110,106 @@ def test_model_changed_during_a_fetch_is_an_error_and_not_published(
     bucket.origin.pace(1 << 20)
     changing = threading.Thread(target=change)
     changing.start()
-    done = tierckpt_("prefetch", MODEL)
+    done = cli("prefetch", MODEL)
     changing.join()
     assert done.code == 5
     assert "changed in the store" in done.error["message"]
     assert [path for path in (local_root / "cache").iterdir() if path.is_dir() and path.name[0] != "."] == []
     bucket.origin.pace(None)
-    done = tierckpt_("prefetch", MODEL)
+    done = cli("prefetch", MODEL)
     assert done.code == 0
     assert same(done.document["directory"], FILES | {name: changed})
 
 
 @pytest.mark.slow
-def test_globs_select_files_and_reuse_complete_entries(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
-    chosen = tierckpt_("prefetch", MODEL, "--include", "*.safetensors", "--include", "*.json", "--exclude", "*00002*")
+def test_globs_select_files_and_reuse_complete_entries(cli: CommandLine, bucket: Bucket) -> None:
+    chosen = cli("prefetch", MODEL, "--include", "*.safetensors", "--include", "*.json", "--exclude", "*00002*")
     names = ["config.json", "model-00001.safetensors"]
     assert same(chosen.document["directory"], {name: FILES[name] for name in names})
-    assert tierckpt_("prefetch", MODEL, "--include", "*.gguf").code == 4
-    whole = tierckpt_("prefetch", MODEL).document["directory"]
+    assert cli("prefetch", MODEL, "--include", "*.gguf").code == 4
+    whole = cli("prefetch", MODEL).document["directory"]
     before = bucket.requests
-    again = tierckpt_("prefetch", MODEL, "--include", "original/*").document
+    again = cli("prefetch", MODEL, "--include", "original/*").document
     assert (again["directory"], bucket.requests) == (whole, before)
 
 
 @pytest.mark.slow
-def test_check_finds_missing_files_and_read_data_damaged_ones(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
-    absent = tierckpt_("cache", "check", MODEL)
+def test_check_finds_missing_files_and_read_data_damaged_ones(cli: CommandLine, bucket: Bucket) -> None:
+    absent = cli("cache", "check", MODEL)
     assert (absent.code, absent.document["state"]) == (3, "absent")
     assert absent.document["missing"] == {name: len(data) for name, data in FILES.items()}
     with open_cached(MODEL) as view:
         view.read("config.json")
-    assert tierckpt_("prefetch", MODEL, "--check").document["state"] == "partial"
-    directory = Path(tierckpt_("prefetch", MODEL).document["directory"])
-    whole = tierckpt_("cache", "check", MODEL, "--read-data")
+    assert cli("prefetch", MODEL, "--check").document["state"] == "partial"
+    directory = Path(cli("prefetch", MODEL).document["directory"])
+    whole = cli("cache", "check", MODEL, "--read-data")
     assert (whole.code, whole.document["state"], whole.document["bad"]) == (0, "whole", {})
     flip(directory / "model-00001.safetensors", 5 * CHUNK + 9)
-    assert tierckpt_("cache", "check", MODEL).code == 0
-    bad = tierckpt_("cache", "check", MODEL, "--read-data")
+    assert cli("cache", "check", MODEL).code == 0
+    bad = cli("cache", "check", MODEL, "--read-data")
     assert bad.code == 5
     name = "model-00001.safetensors"
     problem = f"bytes {5 * CHUNK}-{6 * CHUNK} of {name} are not the bytes that were saved"
     assert bad.document["bad"] == {name: problem}
     bucket.put("run/model/config.json", b"{}")
-    outdated = tierckpt_("cache", "check", MODEL)
+    outdated = cli("cache", "check", MODEL)
     assert (outdated.code, outdated.document["state"]) == (3, "outdated")
-    listed = tierckpt_("prefetch", "--check").document
+    listed = cli("prefetch", "--check").document
     assert [(entry["uri"], entry["state"]) for entry in listed["entries"]] == [(MODEL, "complete")]
 
 
 @pytest.mark.slow
 def test_evict_keeps_pins_and_lists_evicted_and_kept(
-    tierckpt_: Callable[..., Done], bucket: Bucket, local_root: Path, monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, bucket: Bucket, local_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.put("run/other/weights.bin", os.urandom(8 * CHUNK))
-    directory = tierckpt_("prefetch", MODEL, "--pin").document["directory"]
+    directory = cli("prefetch", MODEL, "--pin").document["directory"]
     monkeypatch.setenv("TIERCKPT_CACHE_BYTES_MAX", str(TOTAL + 4 * CHUNK))
-    plan = tierckpt_("prefetch", "s3://bucket/run/other", "--dry-run")
+    plan = cli("prefetch", "s3://bucket/run/other", "--dry-run")
     assert (plan.code, plan.document["fits"], plan.document["would_evict"]) == (1, False, [])
-    refused = tierckpt_("prefetch", "s3://bucket/run/other")
+    refused = cli("prefetch", "s3://bucket/run/other")
     assert refused.code == 1
     assert refused.error["error"] == "CapacityError"
     assert (refused.error["needed_bytes"], refused.error["pinned_bytes"]) == (8 * CHUNK, TOTAL)
     assert MODEL in refused.error["pinned"]
-    kept = tierckpt_("prefetch", MODEL, "--evict")
+    kept = cli("prefetch", MODEL, "--evict")
     assert (kept.code, kept.document["evicted"], kept.document["kept"][0]["pinned"]) == (3, [], True)
-    assert tierckpt_("cache", "unpin", MODEL).document == {"unpinned": [MODEL]}
-    assert tierckpt_("cache", "pin", MODEL).document == {"pinned": [MODEL]}
-    assert tierckpt_("prefetch", MODEL, "--unpin").document == {"unpinned": [MODEL]}
-    plan = tierckpt_("prefetch", "s3://bucket/run/other", "--dry-run").document
+    assert cli("cache", "unpin", MODEL).document == {"unpinned": [MODEL]}
+    assert cli("cache", "pin", MODEL).document == {"pinned": [MODEL]}
+    assert cli("prefetch", MODEL, "--unpin").document == {"unpinned": [MODEL]}
+    plan = cli("prefetch", "s3://bucket/run/other", "--dry-run").document
     assert (plan["would_fetch_bytes"], plan["fits"]) == (8 * CHUNK, True)
     assert plan["would_evict"] == [{"uri": MODEL, "size_bytes": TOTAL}]
     assert same(directory), "a dry run must not evict"
-    assert tierckpt_("prefetch", "s3://bucket/run/other").code == 0
+    assert cli("prefetch", "s3://bucket/run/other").code == 0
     assert not Path(directory).exists()
-    assert tierckpt_("cache", "evict", "s3://bucket/run/other").document["freed_bytes"] == 8 * CHUNK
-    assert tierckpt_("cache", "evict", "s3://bucket/run/other").code == 4
-    assert tierckpt_("cache", "ls").document["entries"] == []
+    assert cli("cache", "evict", "s3://bucket/run/other").document["freed_bytes"] == 8 * CHUNK
+    assert cli("cache", "evict", "s3://bucket/run/other").code == 4
+    assert cli("cache", "ls").document["entries"] == []
 
 
-def test_entry_in_use_by_a_process_is_not_evicted(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
+def test_entry_in_use_by_a_process_is_not_evicted(cli: CommandLine, bucket: Bucket) -> None:
     directory = tierckpt.prefetch(MODEL)
-    kept = tierckpt_("cache", "evict", MODEL)
+    kept = cli("cache", "evict", MODEL)
     assert (kept.code, kept.document["kept"][0]["uri"]) == (3, MODEL)
     assert same(directory)
 
 
 @pytest.mark.slow
-def test_several_uris_and_one_failure(tierckpt_: Callable[..., Done], bucket: Bucket) -> None:
+def test_several_uris_and_one_failure(cli: CommandLine, bucket: Bucket) -> None:
     bucket.put("run/other/weights.bin", b"weights")
-    done = tierckpt_("prefetch", MODEL, "s3://bucket/run/nothing", "s3://bucket/run/other")
+    done = cli("prefetch", MODEL, "s3://bucket/run/nothing", "s3://bucket/run/other")
     assert done.code == 3
     assert list(done.error["failures"]) == ["s3://bucket/run/nothing"]
-    both = tierckpt_("prefetch", MODEL, "s3://bucket/run/other").document["uris"]
+    both = cli("prefetch", MODEL, "s3://bucket/run/other").document["uris"]
     assert [one["fetched_bytes"] for one in both] == [0, 0]
 
 
-def test_single_object_is_a_separate_entry_unless_its_directory_is_cached(
-    tierckpt_: Callable[..., Done], bucket: Bucket
-) -> None:
+def test_single_object_is_a_separate_entry_unless_its_directory_is_cached(cli: CommandLine, bucket: Bucket) -> None:
     uri = f"{MODEL}/model-00001.safetensors"
-    done = tierckpt_("prefetch", uri).document
+    done = cli("prefetch", uri).document
     assert same(done["directory"], {"model-00001.safetensors": FILES["model-00001.safetensors"]})
-    whole = tierckpt_("prefetch", MODEL).document["directory"]
+    whole = cli("prefetch", MODEL).document["directory"]
     before = bucket.requests
     with open_cached(f"{MODEL}/tokenizer/vocab.txt", kind="object") as view:
         assert view.only is not None
@@ -234,10 +219,8 @@ def test_single_object_is_a_separate_entry_unless_its_directory_is_cached(
 
 
 @pytest.mark.slow
-def test_wait_option_waits_up_to_its_timeout(
-    tmp_path: Path, tierckpt_: Callable[..., Done], bucket: Bucket, file_uri: str
-) -> None:
-    late = tierckpt_("prefetch", "s3://bucket/run/later", "--wait", "--timeout", "1")
+def test_wait_option_waits_up_to_its_timeout(tmp_path: Path, cli: CommandLine, bucket: Bucket, file_uri: str) -> None:
+    late = cli("prefetch", "s3://bucket/run/later", "--wait", "--timeout", "1")
     assert late.code == 7
     assert "has no files" in late.error["message"]
     answers: list[Path] = []
@@ -279,9 +262,9 @@ def test_unclaimed_shards_of_a_save_are_not_a_model(tmp_path: Path, file_uri: st
     ],
 )
 def test_invalid_option_combinations_are_a_usage_error(
-    tierckpt_: Callable[..., Done], arguments: tuple[str, ...], bucket: Bucket
+    cli: CommandLine, arguments: tuple[str, ...], bucket: Bucket
 ) -> None:
-    assert tierckpt_("prefetch", *arguments).code == 2
+    assert cli("prefetch", *arguments).code == 2
     assert bucket.requests == 0
 
 
@@ -349,15 +332,13 @@ def test_a_holder_that_does_not_get_on_is_overtaken(bucket: Bucket) -> None:
         stuck.close()
 
 
-def test_prefetched_checkpoint_is_found_by_restore(
-    tierckpt_: Callable[..., Done], file_uri: str, local_root: Path
-) -> None:
+def test_prefetched_checkpoint_is_found_by_restore(cli: CommandLine, file_uri: str, local_root: Path) -> None:
     saved(f"{file_uri}/step-1")
     shutil.rmtree(local_root)
-    done = tierckpt_("prefetch", f"{file_uri}/step-1").document
+    done = cli("prefetch", f"{file_uri}/step-1").document
     assert done["directory"] == str(
         local_root / "checkpoints/file/_" / parse_uri(f"{file_uri}/step-1").path.lstrip("/")
     )
-    assert [(item["kind"]) for item in tierckpt_("status").document["local"]] == ["checkpoint"]
-    assert tierckpt_("cache", "check", f"{file_uri}/step-1").document["state"] == "whole"
-    assert tierckpt_("prefetch", f"{file_uri}/step-1", "--pin").code == 2
+    assert [(item["kind"]) for item in cli("status").document["local"]] == ["checkpoint"]
+    assert cli("cache", "check", f"{file_uri}/step-1").document["state"] == "whole"
+    assert cli("prefetch", f"{file_uri}/step-1", "--pin").code == 2

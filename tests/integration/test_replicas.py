@@ -6,7 +6,6 @@ Agents are real processes, each with its own local root. Unless a test says so, 
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 import tierckpt
+from tests.command_line import CommandLine
 from tests.compat.worker import launch
 from tests.servers.fleet import Fleet
 from tests.servers.nodes import Node, Nodes, cluster
@@ -24,7 +24,6 @@ from tests.services import HttpServer, S3Server
 from tests.states import flip, load, same, save, small_state, zeros_like
 from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.retention import Policy, Rule
-from tierckpt.cli.ui.app import run as cli
 from tierckpt.client import close_all, get_client
 from tierckpt.format.layout import parse_uri
 
@@ -194,16 +193,12 @@ def test_retention_keeps_the_newest_step_complete_on_a_peer(fleet: Fleet, tmp_pa
 
 
 @pytest.mark.slow
-def test_report_has_the_time_when_all_holders_had_a_step(
-    fleet: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_has_the_time_when_all_holders_had_a_step(fleet: Fleet, tmp_path: Path, cli: CommandLine) -> None:
     """A save without other nodes gets its copies when one returns; the older of two saves is skipped."""
     uri, away_seconds = str(tmp_path / "shared" / "run"), 4.0
 
     def report(node: Node) -> dict[str, Any]:
-        capsys.readouterr()
-        assert cli(["report", uri, "--json", "--local-root", str(node.root)]) == 0
-        return json.loads(capsys.readouterr().out)["tiers"]["peer"]  # type: ignore[no-any-return]
+        return cli.answer("report", uri, "--local-root", node.root)["tiers"]["peer"]  # type: ignore[no-any-return]
 
     with cluster(fleet, tmp_path, 2, replicas=2, drain=False) as nodes:
         nodes[1].kill()

@@ -6,8 +6,6 @@ import functools
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 import xml.etree.ElementTree as tree
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 
 import tierckpt
 from tests.agents import agent_with_page, until
+from tests.command_line import CommandLine, python
 from tests.fault import training_scenarios
 from tests.fault.runner import start
 from tests.servers.faultproxy import FaultProxy, Kind, Plan
@@ -28,7 +27,6 @@ from tierckpt.checkpoint import run_records
 from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_commit import remove_local
 from tierckpt.cli.ui import output
-from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
 from tierckpt.format.layout import HISTORY_DIR, MANIFEST, local_dir, parse_uri
@@ -37,12 +35,6 @@ from tierckpt.training import run_log
 STEP_SECONDS = 0.04
 """Long compared with scheduling delays on a busy machine."""
 PHASES = {"kept", "unsaved", "lost", "blocked", "down", "starting", "loading", "warming", "other"}
-
-
-def report(capsys: pytest.CaptureFixture[str], uri: str, *more: str) -> dict[str, Any]:
-    capsys.readouterr()
-    assert run(["report", uri, "--json", *more]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
 
 
 def killed_once(folder: Path, uri: str) -> tuple[float, float]:
@@ -65,10 +57,10 @@ def killed_once(folder: Path, uri: str) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_report_of_a_killed_run_accounts_for_its_time(
-    tmp_path: Path, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, file_uri: str, local_root: Path, cli: CommandLine
 ) -> None:
     wall, away = killed_once(tmp_path / "job", file_uri)
-    found = report(capsys, file_uri)
+    found = cli.answer("report", file_uri)
     [failure] = found["failures"]
     assert failure["restored_step"] == 40
     assert failure["last_step"] >= 52
@@ -87,9 +79,9 @@ def test_report_of_a_killed_run_accounts_for_its_time(
     assert found["ettr"] == pytest.approx(found["kept_seconds"] / found["wall_seconds"])
     assert found["ettr"] < found["goodput"] < 1
     assert [start["end"] for start in found["starts"]] == ["", "closed"]
-    check_text_timeline_and_picture(capsys, file_uri, tmp_path / "run.svg")
+    check_text_timeline_and_picture(cli, file_uri, tmp_path / "run.svg")
     shutil.rmtree(local_root)  # lose the node: the records are also next to the checkpoints
-    after = report(capsys, file_uri)
+    after = cli.answer("report", file_uri)
     assert len(after["starts"]) == 2
     assert after["starts"][1] == found["starts"][1]
 
@@ -97,7 +89,7 @@ def test_report_of_a_killed_run_accounts_for_its_time(
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_lost_steps_equal_repeated_steps_for_any_number_of_ranks(
-    tmp_path: Path, file_uri: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, file_uri: str, cli: CommandLine
 ) -> None:
     """Two ranks are killed twice at the same step, then one rank finishes."""
     folder, options = tmp_path / "job", {"uri": file_uri, "interval": 10, "step_seconds": 0.01}
@@ -107,21 +99,21 @@ def test_lost_steps_equal_repeated_steps_for_any_number_of_ranks(
         seen = folder / f"seen-{life:03d}-0"
         job.until(lambda: seen.exists() and seen.read_text().splitlines()[-1:] == ["25 "], "step 25")
         found: dict[str, Any] = {}
-        job.until(lambda: found.update(report(capsys, file_uri)) or found["tiers"]["shared"]["reached"] >= 2, "step 20")
+        job.until(
+            lambda: found.update(cli.answer("report", file_uri)) or found["tiers"]["shared"]["reached"] >= 2, "step 20"
+        )
         job.kill()
         return found
 
     found = killed_at_25(0)
     assert [found[f"{what}_steps"] for what in ("kept", "unsaved", "lost", "trained")] == [20, 5, 0, 25]
-    capsys.readouterr()
-    assert run(["report", file_uri]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(cli.text("report", file_uri).out.split())
     assert "20 of 25 steps" in shown and "5 steps after the newest save" in shown
     found = killed_at_25(1)
     assert [found[f"{what}_steps"] for what in ("kept", "unsaved", "lost", "trained")] == [20, 5, 5, 30]
     job = start(training_scenarios.train, folder, 1, start=2, steps=43, **options)
     assert job.codes(60) == [0], job.output()[-3000:]
-    found = report(capsys, file_uri)
+    found = cli.answer("report", file_uri)
     assert [found[f"{what}_steps"] for what in ("kept", "unsaved", "lost", "trained")] == [43, 0, 10, 53]
     assert [start["world_size"] for start in found["starts"]] == [2, 2, 1]
     assert [failure["lost_steps"] for failure in found["failures"]] == [5, 5]
@@ -129,14 +121,13 @@ def test_lost_steps_equal_repeated_steps_for_any_number_of_ranks(
     assert (found["tiers"]["shared"]["waiting_steps"], found["tiers"]["shared"]["untimed"]) == ([], 0)
 
 
-def test_loop_that_only_calls_save_loses_no_steps(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loop_that_only_calls_save_loses_no_steps(file_uri: str, cli: CommandLine) -> None:
     with Checkpointer(file_uri) as checkpointer:
         for step in range(10, 101, 10):
             checkpointer.save(step, {"w": torch.zeros(3)})
-    found = report(capsys, file_uri)
+    found = cli.answer("report", file_uri)
     assert (found["kept_steps"], found["trained_steps"], found["lost_steps"]) == (100, 100, 0)
-    assert run(["report", file_uri]) == 0
-    shown = capsys.readouterr().out
+    shown = cli.text("report", file_uri).out
     assert "100 of 100 steps" in shown
     tiers, cells = found["tiers"], [line.split() for line in shown.splitlines()]
     for name, tier in (("local SSD", "local"), ("shared storage", "shared")):  # the text agrees with --json
@@ -146,9 +137,8 @@ def test_loop_that_only_calls_save_loses_no_steps(file_uri: str, capsys: pytest.
         assert row[5:-2] == [word for value in values for word in output.short(value).split()]
 
 
-def check_text_timeline_and_picture(capsys: pytest.CaptureFixture[str], uri: str, picture: Path) -> None:
-    assert run(["report", uri, "--plot", str(picture)]) == 0
-    shown = capsys.readouterr().out
+def check_text_timeline_and_picture(cli: CommandLine, uri: str, picture: Path) -> None:
+    shown = cli.text("report", uri, "--plot", picture).out
     for words in ("ETTR", "lost by a failure", "training, lost by a failure", "where the time went"):
         assert words in shown
     bar = next(line for line in shown.splitlines() if line.startswith(("█", "·", "▸", "◦")))
@@ -157,11 +147,11 @@ def check_text_timeline_and_picture(capsys: pytest.CaptureFixture[str], uri: str
     assert tree.parse(picture).getroot().tag.endswith("svg")
 
 
-def test_run_without_records_prints_one_sentence(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_records_prints_one_sentence(file_uri: str, cli: CommandLine) -> None:
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, {"w": torch.zeros(3)})
-    assert run(["report", f"{file_uri}/step-1"]) == 4
-    assert "has no records of training" in capsys.readouterr().err
+    done = cli.text("report", f"{file_uri}/step-1")
+    assert done.code == 4 and "has no records of training" in done.err
 
 
 def test_reading_a_run_writes_no_record(file_uri: str, local_root: Path) -> None:
@@ -175,7 +165,7 @@ def test_reading_a_run_writes_no_record(file_uri: str, local_root: Path) -> None
 
 
 def test_records_are_bounded_and_lose_only_their_detail(
-    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     monkeypatch.setattr(run_log, "LINES_MAX", 40)
     monkeypatch.setattr(run_log, "LINE_SECONDS", 0.0)
@@ -185,11 +175,11 @@ def test_records_are_bounded_and_lose_only_their_detail(
         assert checkpointer._run_log._flush(60)  # private: a thread does it
         [path] = (local_dir(local_root, parse_uri(file_uri)) / HISTORY_DIR).glob("*.jsonl")
         assert len(path.read_text().splitlines()) <= 41
-    assert report(capsys, file_uri)["kept_steps"] == 499
+    assert cli.answer("report", file_uri)["kept_steps"] == 499
 
 
 def test_torn_line_and_full_disk_lose_only_their_records(
-    file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    file_uri: str, local_root: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Checkpointer(file_uri) as checkpointer:
         for step in range(1, 20):
@@ -207,7 +197,7 @@ def test_torn_line_and_full_disk_lose_only_their_records(
     for path in [*local_dir(local_root, parse_uri(file_uri)).rglob("*.jsonl"), *Path(file_uri).rglob("*.jsonl")]:
         with path.open("a") as stream:
             stream.write('{"what": "step", "at": 179')
-    assert report(capsys, file_uri)["kept_steps"] == 20
+    assert cli.answer("report", file_uri)["kept_steps"] == 20
 
 
 KILLED = """
@@ -227,12 +217,12 @@ checkpointer.close()
 
 
 @pytest.mark.slow
-def test_steps_in_the_last_second_before_a_kill_are_counted(file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_in_the_last_second_before_a_kill_are_counted(file_uri: str, cli: CommandLine) -> None:
     """Ten steps of microseconds after the save, then kill -9: all ten count as lost."""
     for code in (-9, 0):
-        done = subprocess.run([sys.executable, "-c", KILLED, file_uri], timeout=120, capture_output=True, text=True)
+        done = python(KILLED, file_uri)
         assert done.returncode == code, done.stderr
-    found = report(capsys, file_uri)
+    found = cli.answer("report", file_uri)
     [failure] = found["failures"]
     assert (failure["last_step"], failure["restored_step"], failure["lost_steps"]) == (15, 5, 10)
 
@@ -271,16 +261,9 @@ tierckpt.Checkpointer(sys.argv[1]).save(1, {"w": torch.ones(1000)}).result(60)
 def train(uri: str, steps: list[int], endpoint: str, *, waits: bool, ends: str = "kill") -> dict[int, float]:
     """Save ``steps`` in a process that is then killed. Returns the time of each ``save`` call."""
     environment = os.environ | {"AWS_ENDPOINT_URL": endpoint, "TIERCKPT_MOVER": "agent"}
-    command = [sys.executable, "-c", TRAINER, uri, json.dumps(steps), "waits" if waits else "", ends]
-    done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
+    done = python(TRAINER, uri, json.dumps(steps), "waits" if waits else "", ends, env=environment)
     assert done.returncode == -9, done.stderr[-3000:]
     return dict(json.loads(line) for line in done.stdout.splitlines())
-
-
-def text(capsys: pytest.CaptureFixture[str], uri: str) -> str:
-    capsys.readouterr()
-    assert run(["report", uri]) == 0
-    return capsys.readouterr().out
 
 
 def written_at(uri: str) -> float:
@@ -293,7 +276,7 @@ def written_at(uri: str) -> float:
 
 @pytest.mark.slow
 def test_report_after_an_outage_and_a_killed_trainer(
-    moto: S3Server, s3_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+    moto: S3Server, s3_uri: str, local_root: Path, cli: CommandLine
 ) -> None:
     bucket, proxy = s3_uri.split("/")[2], FaultProxy(moto.endpoint)
     journal = Journal(local_root / "journal")
@@ -303,12 +286,12 @@ def test_report_after_an_outage_and_a_killed_trainer(
         began |= train(s3_uri, [30, 40], endpoint, waits=False)
         time.sleep(OUTAGE_SECONDS)
 
-        found = report(capsys, s3_uri)["tiers"]
+        found = cli.answer("report", s3_uri)["tiers"]
         assert (found["local"]["reached"], found["shared"]["reached"]) == (4, 2)
         assert found["shared"]["waiting_steps"] == [30, 40] and found["shared"]["saves"] == 4
         assert found["shared"]["oldest_waiting_seconds"] == pytest.approx(time.time() - began[30], abs=1.5)
         assert found["peer"]["is_used"] is False
-        shown = " ".join(text(capsys, s3_uri).split())
+        shown = " ".join(cli.text("report", s3_uri).out.split())
         assert "shared storage 2 of 4" in shown and "not yet on shared storage: 2, steps 30, 40" in shown
         assert "peers not set up" in shown
 
@@ -324,22 +307,19 @@ def test_report_after_an_outage_and_a_killed_trainer(
         assert found["p90_seconds"] == found["maximum_seconds"]
         assert found["median_seconds"] == pytest.approx((seconds[1] + seconds[2]) / 2, abs=1.1)
 
-    check(report(capsys, s3_uri)["tiers"]["shared"])
+    check(cli.answer("report", s3_uri)["tiers"]["shared"])
     for step in began:  # evicted
         assert remove_local(local_dir(local_root, parse_uri(f"{s3_uri}/step-{step}")))
-    check(report(capsys, s3_uri)["tiers"]["shared"])
+    check(cli.answer("report", s3_uri)["tiers"]["shared"])
     close_all()
-    assert run(["prune", s3_uri, "--keep-last", "1"]) == 0
-    check(report(capsys, s3_uri)["tiers"]["shared"])
+    cli.answer("prune", s3_uri, "--keep-last", 1)
+    check(cli.answer("report", s3_uri)["tiers"]["shared"])
     close_all()
     shutil.rmtree(local_root)  # a report from another node
-    check(report(capsys, s3_uri)["tiers"]["shared"])
+    check(cli.answer("report", s3_uri)["tiers"]["shared"])
 
 
-def test_times_from_the_store_without_commit_records(
-    file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without commit records, times come from the store."""
+def test_times_from_the_store_without_commit_records(file_uri: str, local_root: Path, cli: CommandLine) -> None:
     with tierckpt.Checkpointer(file_uri) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, {"w": torch.full((1000,), step)})
@@ -348,31 +328,29 @@ def test_times_from_the_store_without_commit_records(
         for path in place.glob("*.commits"):
             path.unlink()
     close_all()
-    found = report(capsys, file_uri)["tiers"]
+    found = cli.answer("report", file_uri)["tiers"]
     assert (found["shared"]["reached"], found["shared"]["unknown_steps"]) == (3, [])
     assert found["shared"]["maximum_seconds"] < 60
 
 
 @pytest.mark.slow
 def test_commit_of_a_killed_mover_is_recorded_with_the_store_time(
-    file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
+    file_uri: str, local_root: Path, cli: CommandLine
 ) -> None:
     """The next mover finds the commit much later."""
-    done = subprocess.run(
-        [sys.executable, "-c", DIE_AFTER_COMMIT, file_uri], timeout=120, capture_output=True, text=True
-    )
+    done = python(DIE_AFTER_COMMIT, file_uri)
     assert done.returncode == -9, done.stderr[-3000:]
     assert Path(file_uri, "step-1", MANIFEST).exists()
     time.sleep(3)
-    assert run(["drain", "--wait"]) == 0
-    found = report(capsys, file_uri)["tiers"]["shared"]
+    cli.answer("drain", "--wait")
+    found = cli.answer("report", file_uri)["tiers"]["shared"]
     assert found["reached"] == 1 and 0 < found["maximum_seconds"] < 2.5
     lines = [*local_dir(local_root, parse_uri(file_uri)).glob(f"{HISTORY_DIR}/*.commits")]
     assert len(lines) == 1
 
 
 def test_commit_records_are_bounded_and_tolerate_a_torn_line(
-    file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    file_uri: str, local_root: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_records, "LINES_MAX", 20)
     with tierckpt.Checkpointer(file_uri, keep_last=2) as checkpointer:
@@ -384,7 +362,7 @@ def test_commit_records_are_bounded_and_tolerate_a_torn_line(
                     stream.write('{"what": "shared", "st')
     assert len([text for text in path.read_text().splitlines() if text]) <= 22
     assert path.read_bytes() == Path(file_uri, HISTORY_DIR, path.name).read_bytes()
-    found = report(capsys, file_uri)["tiers"]["shared"]
+    found = cli.answer("report", file_uri)["tiers"]["shared"]
     assert found["reached"] >= 9 and found["reached"] + len(found["unknown_steps"]) == 30
     assert found["waiting_steps"] == [] and max(found["unknown_steps"]) <= 21
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import time
@@ -15,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.command_line import CommandLine
 from tests.states import load, same, save, small_state
 from tierckpt.cache import space
 from tierckpt.checkpoint.journal import READY, SET_ASIDE, Journal, JournalEntry
-from tierckpt.cli.ui.app import run as cli
 from tierckpt.client import Client, close_all, wait
 from tierckpt.config import Settings
 from tierckpt.drain import drainer
@@ -79,12 +78,6 @@ def run_agent(local_root: Path) -> int:
     return subprocess.run(command, input=settings, text=True, timeout=90, check=False).returncode
 
 
-def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
-    capsys.readouterr()
-    code = cli([*arguments, "--json"])
-    return code, json.loads(capsys.readouterr().out or "{}")
-
-
 def drained_by(local_root: Path, **settings: Any) -> TierckptError | None:
     """Drain the only entry once, with retries."""
 
@@ -101,9 +94,7 @@ def drained_by(local_root: Path, **settings: Any) -> TierckptError | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cause", ["another save", "a rank"])
-def test_agent_sets_the_entry_aside_and_exits(
-    cause: str, saved: str, local_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_agent_sets_the_entry_aside_and_exits(cause: str, saved: str, local_root: Path, cli: CommandLine) -> None:
     claim_by_another_save(saved) if cause == "another save" else missing_rank(saved, local_root)
     assert run_agent(local_root) == 0, "the agent must exit by itself"
     entry = only_entry(local_root)
@@ -113,35 +104,30 @@ def test_agent_sets_the_entry_aside_and_exits(
     begun = time.monotonic()
     assert run_agent(local_root) == 0 and time.monotonic() - begun < 60, "the next agent must exit at once"
 
-    code, document = run_json(["status"], capsys)
-    assert code == 0 and document["set_aside"] == 1 and document["lag_seconds"] == 0.0
+    document = cli.answer("status")
+    assert document["set_aside"] == 1 and document["lag_seconds"] == 0.0
     assert document["journal"][0]["state"] == SET_ASIDE and reason in document["journal"][0]["last_error"]
-    assert cli(["status"]) == 0 and "--forget" in capsys.readouterr().out
-    assert run_json(["drain", "--wait"], capsys)[0] == CommitAbandonedError.exit_code, (
-        "`drain --wait` must end with an error"
-    )
+    assert "--forget" in cli.text("status").out
+    assert cli("drain", "--wait").code == CommitAbandonedError.exit_code, "`drain --wait` must end with an error"
     assert same(load(saved, small_state(1)), small_state(1)), "the acknowledged save must be restorable"
     with pytest.raises(CommitAbandonedError, match="set aside"):
         wait(saved, timeout_seconds=60)
 
 
-def test_entry_is_retried_when_the_cause_is_fixed(
-    saved: str, local_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_entry_is_retried_when_the_cause_is_fixed(saved: str, local_root: Path, cli: CommandLine) -> None:
     claim_by_another_save(saved)
     set_aside(local_root)
     (Path(saved) / CLAIM).unlink()
-    code, document = run_json(["drain", "--retry", "--wait"], capsys)
-    assert (code, document["left"], document["entries"][0]["outcome"]) == (0, 0, "committed")
+    document = cli.answer("drain", "--retry", "--wait")
+    assert (document["left"], document["entries"][0]["outcome"]) == (0, "committed")
     assert not Journal(local_root).entries()
 
 
-def test_give_up_keeps_the_local_copy(saved: str, local_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_give_up_keeps_the_local_copy(saved: str, local_root: Path, cli: CommandLine) -> None:
     claim_by_another_save(saved)
     set_aside(local_root)
-    assert run_json(["drain", "--forget", f"{saved}9"], capsys)[0] == 4
-    code, document = run_json(["drain", "--forget", saved], capsys)
-    assert code == 0 and document["forgotten"] == 1
+    assert cli("drain", "--forget", f"{saved}9").code == 4
+    assert cli.answer("drain", "--forget", saved)["forgotten"] == 1
     assert not Journal(local_root).entries()
     assert same(load(saved, small_state(1)), small_state(1))
 
@@ -203,11 +189,11 @@ def test_transient_errors_have_a_week(
     assert only_entry(local_root).state == state
 
 
-def test_set_aside_checkpoint_is_not_evicted(saved: str, local_root: Path) -> None:
+def test_set_aside_checkpoint_is_not_evicted(saved: str, local_root: Path, cli: CommandLine) -> None:
     claim_by_another_save(saved)
     set_aside(local_root)
     settings = Settings.load(local_root=local_root, local_bytes_max=1, local_full_policy="error")
     directory = local_dir(local_root, parse_uri(saved))
     assert not space.has_room(settings, 1 << 20, directory.parent / "step-2")
-    assert cli(["prune", str(Path(saved).parent), "--keep-last", "1"]) == 0
+    cli.answer("prune", Path(saved).parent, "--keep-last", 1)
     assert same(load(saved, small_state(1)), small_state(1))

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests.command_line import CommandLine
 from tests.fault import training_scenarios
 from tests.fault.runner import start
 from tests.unit.planning.test_simulator import RATES
-from tierckpt.cli.ui.app import run as cli
+from tierckpt.format.layout import HISTORY_DIR, local_dir, parse_uri
 from tierckpt.planning.goodput import Goodput, analyse, read_start
 from tierckpt.planning.simulator import Cluster, Configuration, SimulationResult, simulate
 
@@ -69,11 +70,11 @@ def as_simulated(found: Goodput, *, fails: bool = True) -> tuple[SimulationResul
 
 
 @pytest.mark.slow
-def test_simulated_ettr_matches_the_real_run(tmp_path: Path, file_uri: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulated_ettr_matches_the_real_run(
+    tmp_path: Path, file_uri: str, cli: CommandLine, capsys: pytest.CaptureFixture[str]
+) -> None:
     killed_at_random(tmp_path / "job", file_uri)
-    capsys.readouterr()
-    assert cli(["report", file_uri, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = cli.answer("report", file_uri)
     found = analyse(start for start in map(read_start, histories(file_uri)) if start)
     assert document["ettr"] == found.ettr
     assert len(found.failures) == KILLS
@@ -88,8 +89,6 @@ def test_simulated_ettr_matches_the_real_run(tmp_path: Path, file_uri: str, caps
 
 
 def histories(uri: str) -> list[list[dict[str, Any]]]:
-    from tierckpt.format.layout import HISTORY_DIR, local_dir, parse_uri
-
     root = Path(os.environ["TIERCKPT_LOCAL_ROOT"])
     paths = sorted((local_dir(root, parse_uri(uri)) / HISTORY_DIR).glob("*.jsonl"))
     return [[json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] for path in paths]

@@ -15,12 +15,12 @@ import torch
 import tierckpt
 from tests.agents import agent_with_page, get, until
 from tests.browser import CHROMIUM, MISSING, Browser
+from tests.command_line import CommandLine
 from tests.servers.faultproxy import FaultProxy, Kind, Plan
 from tests.services import S3Server
 from tests.states import save, save_drained
 from tierckpt.agent import node_document as documents
 from tierckpt.agent.node_document import node_document
-from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.drain import rate_limiter
@@ -78,11 +78,7 @@ def waiting_step(uri: str, local_root: Path) -> None:
     ids=lambda fault: fault.__name__,
 )
 def test_store_failure_is_shown_everywhere(
-    fault: Callable[[FaultProxy, str], None],
-    moto: S3Server,
-    s3_uri: str,
-    local_root: Path,
-    capsys: pytest.CaptureFixture[str],
+    fault: Callable[[FaultProxy, str], None], moto: S3Server, s3_uri: str, local_root: Path, cli: CommandLine
 ) -> None:
     state, says = CASES[fault]
     waiting_step(s3_uri, local_root)
@@ -104,11 +100,9 @@ def test_store_failure_is_shown_everywhere(
         assert (of_run["newest_step"], of_run["safe_step"], of_run["lag_steps"]) == (2, 1, 1)
         assert "step 2 is lost" in of_run["if_this_node_dies"] and "step 1" in of_run["if_this_node_dies"]
 
-        assert run(["status"]) == 0
-        shown = " ".join(capsys.readouterr().out.split())
+        shown = " ".join(cli.text("status").out.split())
         assert f"s3://{bucket} {state}" in shown and "step 2 is lost" in shown
-        run(["doctor"])
-        assert f"waiting for s3://{bucket} for" in " ".join(capsys.readouterr().out.split())
+        assert f"waiting for s3://{bucket} for" in " ".join(cli.text("doctor").out.split())
         assert json.loads(get(f"{url}status.json"))["stores"][0]["state"] == state
         of_run = json.loads(get(f"{url}run.json?uri={s3_uri}"))
         can_read = fault is full
