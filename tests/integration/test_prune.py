@@ -338,9 +338,7 @@ def test_new_save_of_the_same_id_keeps_the_checkpoint_it_replaces(file_uri: str)
     assert outcomes(done)["step-1", "shared"] == ("kept", "another save has claimed it")
     assert on_shared(file_uri) == [1, 2]
     assert json.loads(claim.read_text())["attempt"] == "later"
-    assert not (Path(file_uri) / "step-1/.tierckpt/removed").exists() or not any(
-        (Path(file_uri) / "step-1/.tierckpt/removed").iterdir()
-    )
+    assert not [*(Path(file_uri) / "step-1/.tierckpt").glob("removed/*")]
 
 
 def test_one_failed_removal_is_exit_3_and_the_others_proceed(file_uri: str) -> None:
@@ -565,6 +563,7 @@ def let_drain(local_root: Path) -> None:
         ({"keep_last": {"local": 1, "shared": 4}}, [9], [6, 7, 8, 9]),
         ({"keep_last": {"shared": 2}, "keep_every": {"shared": 4}}, [*range(1, 10)], [4, 8, 9]),
         ({}, [*range(1, 10)], [*range(1, 10)]),
+        pytest.param({"keep_last": 2, "ranks": 2}, [8, 9], [8, 9], id="two ranks"),  # after the last one has drained
     ],
 )
 @pytest.mark.usefixtures("paused")
@@ -575,14 +574,6 @@ def test_agent_applies_the_retention_rule(
     assert on_local(s3_uri) == [*range(1, 10)]
     let_drain(local_root)
     assert (on_local(s3_uri), on_shared(s3_uri)) == (local, shared)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("paused")
-def test_checkpoint_is_pruned_after_its_last_rank_has_drained(s3_uri: str, local_root: Path) -> None:
-    train(s3_uri, [1, 2, 3, 4, 5], ranks=2, keep_last=2)
-    let_drain(local_root)
-    assert on_local(s3_uri) == on_shared(s3_uri) == [4, 5]
 
 
 @pytest.mark.slow
@@ -613,25 +604,23 @@ def _agent_of(local_root: Path) -> int | None:
     return int(text) if text else None
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("paused")
-def test_drain_command_prunes(s3_uri: str, local_root: Path) -> None:
-    train(s3_uri, [1, 2, 3, 4], keep_last=1, mover="inline")
+def drain_by_command(local_root: Path) -> None:
     change_control(local_root, paused=False)
     assert run(["drain", "--wait"]) == 0
     close_all()
-    assert on_local(s3_uri) == on_shared(s3_uri) == [4] and not has_due(local_root)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("paused")
-def test_rule_of_the_latest_job_start_applies(s3_uri: str, local_root: Path) -> None:
+@pytest.mark.parametrize(("later", "left"), [([], [3]), ([4, 5], [1, 2, 3, 4, 5])])
+def test_drain_command_applies_the_rule_of_the_latest_job_start(
+    later: list[int], left: list[int], s3_uri: str, local_root: Path
+) -> None:
     train(s3_uri, [1, 2, 3], keep_last=1, mover="inline")
-    train(s3_uri, [4, 5], mover="inline")  # keeps everything
-    change_control(local_root, paused=False)
-    assert run(["drain", "--wait"]) == 0
-    close_all()
-    assert on_local(s3_uri) == on_shared(s3_uri) == [1, 2, 3, 4, 5]
+    if later:
+        train(s3_uri, later, mover="inline")  # keeps everything
+    drain_by_command(local_root)
+    assert on_local(s3_uri) == on_shared(s3_uri) == left and not has_due(local_root)
 
 
 @pytest.mark.slow
@@ -659,7 +648,5 @@ def test_control_mover_without_pruning_is_detected(
 
     monkeypatch.setattr(Pruner, "prune_due", nothing)
     train(s3_uri, [1, 2, 3, 4], keep_last=1, mover="inline")
-    change_control(local_root, paused=False)
-    assert run(["drain", "--wait"]) == 0
-    close_all()
+    drain_by_command(local_root)
     assert on_shared(s3_uri) == [1, 2, 3, 4] and has_due(local_root)
