@@ -84,15 +84,10 @@ def test_every_verb_works_with_only_a_local_root(run: Path) -> None:
     check(NEED_NO_LOCAL_ROOT + NEED_LOCAL_ROOT, run, works=True, TIERCKPT_LOCAL_ROOT=str(run.parent / "local"))
 
 
-@pytest.mark.slow
-def test_without_local_root_a_verb_works_or_names_the_variable(run: Path) -> None:
-    check(NEED_NO_LOCAL_ROOT, run, works=True)
-    check(NEED_LOCAL_ROOT, run, works=False)
-
-
-def test_one_verb_of_each_kind(run: Path) -> None:
-    check(NEED_NO_LOCAL_ROOT[:1], run, works=True)
-    check(NEED_LOCAL_ROOT[1:2], run, works=False)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one of each kind", "all"])
+def test_without_local_root_a_verb_works_or_names_the_variable(every: bool, run: Path) -> None:
+    check(NEED_NO_LOCAL_ROOT if every else NEED_NO_LOCAL_ROOT[:1], run, works=True)
+    check(NEED_LOCAL_ROOT if every else NEED_LOCAL_ROOT[1:2], run, works=False)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A shared machine: directories and links that another user created or can write are refused.
+"""A shared shared_tmp: directories and links that another user created or can write are refused.
 
 The users are real: each part runs in a child process with its own uid. Needs root, as in CI.
 """
@@ -30,11 +30,6 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be seve
 ATTACKER, VICTIM, ROOT = 12345, 12346, 0
 VICTIMS = pytest.mark.parametrize("victim", [VICTIM, ROOT], ids=["user", "root"])
 CHILD_SECONDS = 120
-
-
-@pytest.fixture
-def machine(shared_tmp: Path) -> Path:
-    return shared_tmp
 
 
 @pytest.fixture
@@ -73,9 +68,9 @@ WRITABLE = "can be written by other users"
     ],
 )
 def test_local_root_created_by_another_user_or_writable_by_others_is_refused(
-    machine: Path, victim: int, mode: int, said: str
+    shared_tmp: Path, victim: int, mode: int, said: str
 ) -> None:
-    root = machine / "root"
+    root = shared_tmp / "root"
     assert not as_user(ATTACKER if said == BY_ANOTHER else victim, lambda: make(root, mode))
     error = as_user(victim, use(root))
     assert error.startswith("PermissionDeniedError: local_root")
@@ -86,9 +81,9 @@ def test_local_root_created_by_another_user_or_writable_by_others_is_refused(
 @pytest.mark.parametrize("below", ["cache", "checkpoints", "cache/.state/x"])
 @pytest.mark.parametrize("said", [BY_ANOTHER, WRITABLE])
 def test_directory_below_the_local_root_created_or_writable_by_another_user_is_refused(
-    machine: Path, victim: int, below: str, said: str
+    shared_tmp: Path, victim: int, below: str, said: str
 ) -> None:
-    root = machine / "root"
+    root = shared_tmp / "root"
     assert not as_user(victim, lambda: make(root, 0o777))
     creator = ATTACKER if said == BY_ANOTHER else victim
     for parent in reversed([Path(below), *Path(below).parents][:-1]):
@@ -103,8 +98,8 @@ def test_directory_below_the_local_root_created_or_writable_by_another_user_is_r
 
 
 @VICTIMS
-def test_file_planted_while_the_root_was_writable_is_refused(machine: Path, victim: int) -> None:
-    root = machine / "root"
+def test_file_planted_while_the_root_was_writable_is_refused(shared_tmp: Path, victim: int) -> None:
+    root = shared_tmp / "root"
     assert not as_user(victim, lambda: make(make(root, 0o700) / "journal", 0o777) and root.chmod(0o777))
     assert not as_user(ATTACKER, lambda: (root / "journal" / "planted.json").write_text("{}"))
     assert not as_user(victim, lambda: [path.chmod(0o700) for path in (root, root / "journal")])
@@ -118,12 +113,12 @@ def test_file_planted_while_the_root_was_writable_is_refused(machine: Path, vict
 
 @VICTIMS
 @pytest.mark.parametrize("where", ["root", "above", "below"])
-def test_link_of_another_user_is_refused_and_own_link_followed(machine: Path, victim: int, where: str) -> None:
-    home = machine / "home"
+def test_link_of_another_user_is_refused_and_own_link_followed(shared_tmp: Path, victim: int, where: str) -> None:
+    home = shared_tmp / "home"
     assert not as_user(victim, lambda: (make(home, 0o755), make(home / "own", 0o700), make(home / "own" / "x", 0o700)))
     link, root = {
-        "root": (machine / "link", machine / "link"),
-        "above": (machine / "link", machine / "link" / "own"),
+        "root": (shared_tmp / "link", shared_tmp / "link"),
+        "above": (shared_tmp / "link", shared_tmp / "link" / "own"),
         "below": (home / "own" / "cache", home / "own"),
     }[where]
     target = {"root": home / "own", "above": home, "below": home / "own" / "x"}[where]
@@ -136,19 +131,19 @@ def test_link_of_another_user_is_refused_and_own_link_followed(machine: Path, vi
     assert not as_user(victim, use(root))
 
 
-def test_own_link_that_others_can_replace_is_refused(machine: Path) -> None:
-    machine.chmod(0o777)  # not sticky
+def test_own_link_that_others_can_replace_is_refused(shared_tmp: Path) -> None:
+    shared_tmp.chmod(0o777)  # not sticky
 
     def work() -> None:
-        make(machine / "own", 0o700)
-        (machine / "link").symlink_to(machine / "own")
-        use(machine / "link")()
+        make(shared_tmp / "own", 0o700)
+        (shared_tmp / "link").symlink_to(shared_tmp / "own")
+        use(shared_tmp / "link")()
 
     assert "which another user controls" in as_user(VICTIM, work)
 
 
-def test_root_replaced_while_running_is_refused(machine: Path) -> None:
-    root = machine / "root"
+def test_root_replaced_while_running_is_refused(shared_tmp: Path) -> None:
+    root = shared_tmp / "root"
 
     def work() -> None:
         make(root, 0o700)
@@ -161,12 +156,12 @@ def test_root_replaced_while_running_is_refused(machine: Path) -> None:
 
 
 @VICTIMS
-def test_files_are_private_with_any_umask(machine: Path, warm: None, victim: int) -> None:
-    root = machine / "deep" / "root"
+def test_files_are_private_with_any_umask(shared_tmp: Path, warm: None, victim: int) -> None:
+    root = shared_tmp / "deep" / "root"
 
     def work() -> None:
         os.umask(0)
-        _save(str(machine / "shared" / "run"), root)
+        _save(str(shared_tmp / "shared" / "run"), root)
 
     assert not as_user(victim, work)
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (root, *root.rglob("*")) if path.is_dir()}
@@ -174,7 +169,7 @@ def test_files_are_private_with_any_umask(machine: Path, warm: None, victim: int
     assert modes[root] == 0o700 and modes[root / "checkpoints"] == 0o700
     shard = next(root.rglob("*.distcp"))
     assert "PermissionError" in as_user(ATTACKER, shard.read_bytes)
-    assert not as_user(victim, lambda: _save(str(machine / "shared" / "run"), root, step=2))
+    assert not as_user(victim, lambda: _save(str(shared_tmp / "shared" / "run"), root, step=2))
 
 
 def test_new_root_is_private_without_a_warning(
@@ -188,28 +183,28 @@ def test_new_root_is_private_without_a_warning(
     assert {path.stat().st_mode & 0o777 for path in (local_root, local_root / "checkpoints")} == {0o700}
 
 
-def test_older_readable_root_gets_private_checkpoints_unless_configured(machine: Path, warm: None) -> None:
-    root = machine / "root"
+def test_older_readable_root_gets_private_checkpoints_unless_configured(shared_tmp: Path, warm: None) -> None:
+    root = shared_tmp / "root"
 
     def older() -> None:
         make(root, 0o755)
         make(root / "checkpoints", 0o755)
 
     assert not as_user(VICTIM, older)
-    assert not as_user(VICTIM, lambda: _save(str(machine / "shared" / "run"), root))
+    assert not as_user(VICTIM, lambda: _save(str(shared_tmp / "shared" / "run"), root))
     assert stat.S_IMODE(root.stat().st_mode) == 0o755, "an existing root must keep its mode"
     shard = next(root.rglob("*.distcp"))
     assert "PermissionError" in as_user(ATTACKER, shard.read_bytes)
-    assert not as_user(VICTIM, lambda: _save(str(machine / "shared" / "run"), root, step=2, local_readable_by="all"))
+    assert not as_user(VICTIM, lambda: _save(str(shared_tmp / "shared" / "run"), root, step=2, local_readable_by="all"))
     assert not as_user(ATTACKER, shard.read_bytes)
     assert "PermissionError" in as_user(ATTACKER, (root / "planted").mkdir)
 
 
 @VICTIMS
-def test_planted_checkpoint_and_cache_are_not_used(machine: Path, warm: None, victim: int) -> None:
+def test_planted_checkpoint_and_cache_are_not_used(shared_tmp: Path, warm: None, victim: int) -> None:
     """The attacker guesses and creates the local root, and saves a newer step of the victim's run."""
-    root, run = machine / "guess", str(make(machine / "shared" / "run", 0o1777))
-    assert not as_user(victim, lambda: _save(run, machine / "victims-own", step=1))
+    root, run = shared_tmp / "guess", str(make(shared_tmp / "shared" / "run", 0o1777))
+    assert not as_user(victim, lambda: _save(run, shared_tmp / "victims-own", step=1))
 
     def plant() -> None:
         _save(run, root, step=999)
@@ -226,8 +221,8 @@ def test_planted_checkpoint_and_cache_are_not_used(machine: Path, warm: None, vi
 
 
 @pytest.mark.slow
-def test_cli_exit_code_of_a_permission_error(machine: Path) -> None:
-    root = machine / "root"
+def test_cli_exit_code_of_a_permission_error(shared_tmp: Path) -> None:
+    root = shared_tmp / "root"
     assert not as_user(ATTACKER, lambda: make(root, 0o777))
     for verb in (["drain", "--pause"], ["agent"]):
         ended = subprocess.run(

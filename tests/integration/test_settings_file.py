@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_ownership import ATTACKER, ROOT, VICTIM, VICTIMS, as_user, machine, make
+from tests.integration.test_ownership import ATTACKER, ROOT, VICTIM, VICTIMS, as_user, make
 from tierckpt import config
 from tierckpt.config import Settings
 from tierckpt.errors import ConfigError
 
-__all__ = ["machine"]
 TEXT = """
 peers = "10.6.6.6:7117"
 peer_secret_file = "/tmp/known-to-its-author-alone"
@@ -50,10 +49,10 @@ def check_read(directory: Path, *, is_read: bool) -> None:
 @pytest.mark.parametrize("owner", [ATTACKER, VICTIM, ROOT])
 @pytest.mark.parametrize("mode", [0o600, 0o644, 0o664, 0o666])
 def test_file_of_user_or_root_that_others_cannot_write_is_read(
-    machine: Path, monkeypatch: pytest.MonkeyPatch, victim: int, owner: int, mode: int
+    shared_tmp: Path, monkeypatch: pytest.MonkeyPatch, victim: int, owner: int, mode: int
 ) -> None:
     monkeypatch.delenv("TIERCKPT_LOCAL_ROOT", raising=False)
-    directory = make(machine / "work", 0o755)
+    directory = make(shared_tmp / "work", 0o755)
     os.chown(directory, victim, victim)
     write(directory / "tierckpt.toml", mode)
     os.chown(directory / "tierckpt.toml", owner, owner)
@@ -67,8 +66,8 @@ def test_file_of_user_or_root_that_others_cannot_write_is_read(
 @only_root
 @VICTIMS
 @pytest.mark.parametrize(("owner", "mode"), [(ATTACKER, 0o755), (VICTIM, 0o775), (VICTIM, 0o777), (ROOT, 0o1777)])
-def test_own_file_that_others_can_replace_is_ignored(machine: Path, victim: int, owner: int, mode: int) -> None:
-    directory = make(machine / "work", 0o777)
+def test_own_file_that_others_can_replace_is_ignored(shared_tmp: Path, victim: int, owner: int, mode: int) -> None:
+    directory = make(shared_tmp / "work", 0o777)
     assert not as_user(victim, lambda: write(directory / "tierckpt.toml"))
     directory.chmod(mode)
     os.chown(directory, owner, owner)
@@ -77,8 +76,8 @@ def test_own_file_that_others_can_replace_is_ignored(machine: Path, victim: int,
 
 @only_root
 @VICTIMS
-def test_owner_of_a_link_and_of_its_target_are_checked(machine: Path, victim: int) -> None:
-    directory, elsewhere = make(machine / "work", 0o755), make(machine / "elsewhere", 0o755)
+def test_owner_of_a_link_and_of_its_target_are_checked(shared_tmp: Path, victim: int) -> None:
+    directory, elsewhere = make(shared_tmp / "work", 0o755), make(shared_tmp / "elsewhere", 0o755)
     for one in (directory, elsewhere):
         os.chown(one, victim, victim)
     assert not as_user(victim, lambda: write(elsewhere / "shared.toml"))
@@ -94,8 +93,8 @@ def test_owner_of_a_link_and_of_its_target_are_checked(machine: Path, victim: in
 
 @only_root
 @pytest.mark.parametrize("text", ["not = [toml", "trust_pickle = true", "colour = 1", "x" * (2 << 20)])
-def test_invalid_file_of_another_user_is_ignored(machine: Path, text: str) -> None:
-    directory = make(machine / "work", 0o777)
+def test_invalid_file_of_another_user_is_ignored(shared_tmp: Path, text: str) -> None:
+    directory = make(shared_tmp / "work", 0o777)
     assert not as_user(ATTACKER, lambda: write(directory / "tierckpt.toml", text=text))
     assert not as_user(VICTIM, lambda: check_read(directory, is_read=False))
 
