@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.compat.worker import launch
+from tests.fault.scenario_tools import of_each_rank
 from tests.integration.test_resume import heal, proxy
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tests.services import S3Server, free_port
@@ -150,7 +151,7 @@ with tierckpt.Checkpointer(sys.argv[1], keep_last=2) as checkpointer:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mover"), [("refused", "agent"), ("hanging", "inline")])
 def test_exit_during_an_outage_ends_at_its_timeout(
-    kind: str, mover: str, run: str, proxy: FaultProxy, local_root: Path, tmp_path: Path
+    kind: str, mover: str, run: str, proxy: FaultProxy, tmp_path: Path
 ) -> None:
     """One timeout covers saves, drains, retention, records and process exit."""
     endpoint = os.environ["AWS_ENDPOINT_URL"] if kind == "hanging" else f"http://127.0.0.1:{free_port()}"
@@ -205,9 +206,7 @@ def differ(uris: list[str]) -> dict[str, Any]:
         dcp.save({"w": torch.ones(10), f"own-{rank}": torch.ones(5)}, storage_writer=TierStorageWriter(uris[rank]))
     except BaseException as error:
         own_errors["save"] = str(error)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own_errors)
-    return {"told": gathered}
+    return {"told": of_each_rank(own_errors)}
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ listing, tierckpt retries and then raises on every rank.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import time
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 import tierckpt
 from tests.compat.worker import launch
+from tests.fault.scenario_tools import of_each_rank
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tests.services import S3Server, free_port
 from tests.states import flip
@@ -221,22 +223,21 @@ def test_drained_local_step_is_not_assumed_to_be_the_newest(
 ) -> None:
     """Another node has saved a later step. Restoring it by number needs no store."""
     breaks = STORE_FAILURES[failure]
-    run = advanced
     if breaks is newest_fails:
-        answering(*UNAVAILABLE, lambda path: "/step-4/" in path)(proxy, run, monkeypatch)
+        answering(*UNAVAILABLE, lambda path: "/step-4/" in path)(proxy, advanced, monkeypatch)
     else:
-        breaks(proxy, run, monkeypatch)
-    checkpointer, state = Checkpointer(run), {"value": 0}
+        breaks(proxy, advanced, monkeypatch)
+    checkpointer, state = Checkpointer(advanced), {"value": 0}
     with pytest.raises(StoreError) as caught:
         checkpointer.restore(state)
     assert state == {"value": 0}
     if breaks is not newest_fails:
-        assert "restore(state, step=3)" in str(caught.value) and f"{run}/step-3" in str(caught.value)
+        assert "restore(state, step=3)" in str(caught.value) and f"{advanced}/step-3" in str(caught.value)
     with pytest.raises(StoreError):
-        tierckpt.latest(run)
+        tierckpt.latest(advanced)
     assert checkpointer.restore(state, step=3) == 3
     assert state == {"value": 3}
-    assert tierckpt.latest(f"{run}/step-3") == f"{run}/step-3"
+    assert tierckpt.latest(f"{advanced}/step-3") == f"{advanced}/step-3"
 
 
 @pytest.mark.slow
@@ -335,28 +336,25 @@ def test_save_does_not_replace_steps_that_could_not_be_listed(
 ) -> None:
     """A loop that catches the error and starts from scratch must not overwrite the old run's steps."""
     with moto.bucket() as bucket:
-        _begin_anew(f"s3://{bucket}/run", proxy, tmp_path, monkeypatch)
+        run = f"s3://{bucket}/run"
+        with Checkpointer(run) as old:
+            old.save(3, {"value": 3})
+        monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
+        unavailable(proxy, run, monkeypatch)
+        checkpointer = Checkpointer(run, exit_timeout_seconds=0)
+        with pytest.raises(StoreUnavailableError):
+            checkpointer.restore({"value": 0})
+        proxy.answer = None
+        time.sleep(1.0)
+        with pytest.raises(AlreadyCommittedError):
+            checkpointer.save(3, {"value": -3})
+        checkpointer.save(9, {"value": 9}).result(timeout=60)
+        checkpointer.save(9, {"value": 10}).result(timeout=60)  # it may replace its own step
+        state = {"value": 0}
+        assert checkpointer.restore(state, step=3) == 3
+        assert state == {"value": 3}
+        checkpointer.save(3, {"value": 33}).result(timeout=60)  # now the listing showed the replaced step
         close_all()
-
-
-def _begin_anew(run: str, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Checkpointer(run) as old:
-        old.save(3, {"value": 3})
-    monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
-    unavailable(proxy, run, monkeypatch)
-    checkpointer = Checkpointer(run, exit_timeout_seconds=0)
-    with pytest.raises(StoreUnavailableError):
-        checkpointer.restore({"value": 0})
-    proxy.answer = None
-    time.sleep(1.0)
-    with pytest.raises(AlreadyCommittedError):
-        checkpointer.save(3, {"value": -3})
-    checkpointer.save(9, {"value": 9}).result(timeout=60)
-    checkpointer.save(9, {"value": 10}).result(timeout=60)  # it may replace its own step
-    state = {"value": 0}
-    assert checkpointer.restore(state, step=3) == 3
-    assert state == {"value": 3}
-    checkpointer.save(3, {"value": 33}).result(timeout=60)  # now the listing showed the replaced step
 
 
 def _steps(entries: list[dict[str, Any]]) -> int:
@@ -386,21 +384,16 @@ def test_fsspec_listing_raises_instead_of_showing_an_old_step(
 
 def resume(uri: str, roots: list[str], endpoints: list[str]) -> dict[str, Any]:
     """Resume on ranks that are nodes with separate local roots and endpoints."""
-    import os
-
     rank = dist.get_rank()
     os.environ["AWS_ENDPOINT_URL"] = endpoints[rank]
-    begun, state = time.monotonic(), {"value": 0}
+    state = {"value": 0}
     checkpointer = Checkpointer(uri, local_root=roots[rank], exit_timeout_seconds=0)
     outcome: dict[str, Any] = {}
     try:
         outcome["step"] = checkpointer.restore(state)
     except Exception as error:
         outcome |= {"error": type(error).__name__, "told": str(error)}
-    outcome |= {"value": state["value"], "seconds": time.monotonic() - begun}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, outcome)
-    return {"ranks": gathered}
+    return {"ranks": of_each_rank(outcome | {"value": state["value"]})}
 
 
 def _resumed(uri: str, roots: list[Path], endpoints: list[str], **settings: str) -> list[dict[str, Any]]:
@@ -441,9 +434,7 @@ def test_pending_step_of_a_rank_without_the_store_does_not_hold_back_others(
 
 
 @pytest.mark.slow
-def test_ranks_of_one_node_resume_at_its_pending_step(
-    moto: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_one_node_resume_at_its_pending_step(moto: S3Server, proxy: FaultProxy, tmp_path: Path) -> None:
     with moto.bucket() as bucket:
         uri = f"s3://{bucket}/run"
         with Checkpointer(uri, local_root=tmp_path / "node", drain=False) as checkpointer:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import tierckpt
 from tests.compat.worker import launch
+from tests.fault.scenario_tools import of_each_rank
 from tests.states import same, small_state, zeros_like
 from tierckpt import Checkpointer
 from tierckpt.checkpoint.journal import Journal, JournalEntry
@@ -79,15 +80,6 @@ def test_restore_of_direct_puts(shared_uri: str, local_root: Path, monkeypatch: 
         assert same(state, state_of(step, 3))
 
 
-def test_plain_pytorch_reads_a_direct_put(file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    always(monkeypatch)
-    with Checkpointer(file_uri, exposure_seconds_max=math.inf) as checkpointer:
-        checkpointer.save(1, state_of(1))
-    target = zeros_like(state_of(1))
-    dcp.load(target, storage_reader=FileSystemReader(f"{file_uri}/step-1"), no_dist=True)
-    assert same(target, state_of(1))
-
-
 def test_failed_request_is_retried_with_the_same_bytes(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     always(monkeypatch)
     real, tries = straight.Stream.pieces, 0
@@ -109,6 +101,7 @@ def test_failed_request_is_retried_with_the_same_bytes(s3_uri: str, monkeypatch:
 
 
 def test_direct_put_of_a_step_on_the_ssd(file_uri: str, local_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain PyTorch reads it, too."""
     with Checkpointer(file_uri) as checkpointer:
         checkpointer.save(1, state_of(1))
     assert local_shards(local_root, file_uri)
@@ -116,6 +109,9 @@ def test_direct_put_of_a_step_on_the_ssd(file_uri: str, local_root: Path, monkey
     with Checkpointer(file_uri, exposure_seconds_max=math.inf) as checkpointer:
         checkpointer.save(1, state_of(7))
     assert local_shards(local_root, file_uri) == []
+    target = zeros_like(state_of(7))
+    dcp.load(target, storage_reader=FileSystemReader(f"{file_uri}/step-1"), no_dist=True)
+    assert same(target, state_of(7))
     check_restored(file_uri, 1, state_of(7))
     assert len(shared_shards(f"{file_uri}/step-1")) == 1, "the replaced shard must be removed"
 
@@ -287,8 +283,7 @@ def one_full_node(uri: str, roots: str) -> dict[str, Any]:
     restored = {name: torch.zeros(200_000), "both": torch.zeros(10)}
     outcome["restored"] = Checkpointer(uri, local_root=root).restore(restored)
     outcome["value"] = restored[name].unique().tolist()
-    outcomes: list[Any] = [None] * 2
-    dist.all_gather_object(outcomes, outcome)
+    outcomes = of_each_rank(outcome)
     return {key: [one[key] for one in outcomes] for key in outcome}
 
 
