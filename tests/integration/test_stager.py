@@ -14,12 +14,14 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import tierckpt
 from tests.compat.everything import blank, differences, everything
 from tests.fault import runner
-from tests.integration.process_save import save_in_process_mode
 from tests.states import load, raises_ours, same, save
 from tests.waits import Disk
 from tierckpt.arena import slots
@@ -237,18 +239,6 @@ def test_control_without_the_fence_the_step_changes_the_file(file_uri: str, monk
     assert differences(read(f"{file_uri}/step-1", before), before) != []
 
 
-def test_buffers_that_change_in_forward_are_copied_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job()
-    copies = HeldCopies(monkeypatch)
-    mean = job.model[1].running_mean.clone()
-    staged = tierckpt.TierStager(mode="lazy", optimizers=[job.optimizer]).stage(job.state())
-    job.forward_backward()
-    assert not staged.done()
-    copies.set()
-    assert not torch.equal(job.model[1].running_mean, mean)
-    assert torch.equal(staged.result(60)["model"]["1.running_mean"], mean)
-
-
 def test_lazy_without_optimizers_copies_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = HeldCopies(monkeypatch)
     weight = torch.zeros(1000)
@@ -329,6 +319,42 @@ def test_close_removes_the_optimizer_hooks() -> None:
 
 
 # --- other processes --------------------------------------------------------------------------------------------------
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"w": torch.full((200_000,), value), "small": {"b": torch.full((3,), value)}, "step": value}
+
+
+def save_some(uri: str, **options: Any) -> list[str]:
+    wrong, state = [], state_of(0.0)
+    for step in range(1, 5):
+        state["w"].fill_(step)
+        state["small"]["b"].fill_(step)
+        state["step"] = step
+        future = dcp.async_save(
+            state,
+            storage_writer=tierckpt.TierStorageWriter(f"{uri}/step-{step}"),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            **options,
+        )
+        state["w"].fill_(-1.0)  # training goes on
+        future.result(120)
+    for step in range(1, 5):
+        target = state_of(0.0)
+        dcp.load(target, storage_reader=FileSystemReader(f"{uri}/step-{step}"), no_dist=True)
+        if not same(target, {**state_of(float(step)), "step": step}):
+            wrong.append(f"step-{step}: {target['w'][:3]} {target['step']}")
+    return wrong
+
+
+def save_in_process_mode(folder: Path) -> dict[str, list[str]]:
+    """Return the errors that a reader finds, for each kind of staging memory."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    return {
+        "TierStager()": save_some(f"{folder}/private", async_stager=tierckpt.TierStager()),
+        "TierStager(shared=True)": save_some(f"{folder}/shared", async_stager=tierckpt.TierStager(shared=True)),
+        "the writer itself": save_some(f"{folder}/writer"),
+    }
 
 
 @pytest.mark.slow
