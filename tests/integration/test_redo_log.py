@@ -74,6 +74,13 @@ def restored(uri: Path, step: int | None = None, **options: Any) -> tuple[int | 
     return found, job, state
 
 
+def check_restored(uri: Path, job: Job, expected: int, step: int | None = None, **options: Any) -> None:
+    """Restore ``step``, or the newest: the state must be that of ``job`` after step ``expected``."""
+    found, again, _ = restored(uri, step, **options)
+    assert found == expected
+    check(again.values(), job.kept[expected])
+
+
 def test_replayed_save_is_exact_and_becomes_a_checkpoint(run: Path) -> None:
     job, (step,) = trained(run)
     assert (run / WINDOWS_DIR / f"step-{step}" / ".metadata").is_file() and not (run / f"step-{step}").exists()
@@ -84,9 +91,7 @@ def test_replayed_save_is_exact_and_becomes_a_checkpoint(run: Path) -> None:
     assert found == step and state["data"]["at"] == step
     check(again.values(), job.kept[step])
     assert tierckpt.latest(run) == str(run / f"step-{step}")
-    found, again, _ = restored(run)
-    assert found == step
-    check(again.values(), job.kept[step])
+    check_restored(run, job, step)
 
 
 def test_stock_pytorch_reads_the_checkpoint_only_after_the_replay(run: Path) -> None:
@@ -114,12 +119,8 @@ def test_next_save_and_model_only_restore(run: Path) -> None:
 
 def test_restore_by_step_number(run: Path) -> None:
     job, steps = trained(run, windows=2)
-    found, again, _ = restored(run, steps[0])
-    assert found == steps[0]
-    check(again.values(), job.kept[steps[0]])
-    found, again, _ = restored(run)
-    assert found == steps[1]
-    check(again.values(), job.kept[steps[1]])
+    check_restored(run, job, steps[0], steps[0])
+    check_restored(run, job, steps[1])
     with pytest.raises(TierckptError):
         restored(run, 99)
 
@@ -130,24 +131,17 @@ def copies(run: Path, step: int, local: Path) -> list[Path]:
     return list({path.stat().st_ino: path for path in found}.values())  # one path for each inode
 
 
-@pytest.mark.parametrize("piece", ["all", "first", "last"])
+@pytest.mark.parametrize("place", ["begin", "middle", "end"])
 def test_damaged_redo_log_restores_the_previous_checkpoint(
-    piece: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    place: str, run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     local = tmp_path / "local"
     job, (step,) = trained(run, plain=1, local_root=local)
     for path in copies(run, step, local):
-        if piece == "all":
-            flip(path)
-            continue
-        data = bytearray(path.read_bytes())
-        at = 5000 if piece == "first" else len(data) - 5000
-        data[at : at + 64] = bytes(64)
-        path.write_bytes(data)
+        size = path.stat().st_size
+        flip(path, {"begin": 5000, "middle": size // 2, "end": size - 5000}[place])
     close_all()
-    found, again, _ = restored(run, local_root=local)
-    assert found == 1
-    check(again.values(), job.kept[1])
+    check_restored(run, job, 1, local_root=local)
     assert "was not replayed" in caplog.text and not (run / f"step-{step}").exists()
 
 
@@ -159,9 +153,8 @@ def test_other_device_falls_back_with_a_reason_or_is_accepted(
         job, (step,) = trained(run, plain=1)
     with monkeypatch.context() as elsewhere:
         flipped(elsewhere, 1)
-        found, again, _ = restored(run)
-        assert found == 1 and "another device in training" in caplog.text
-        check(again.values(), job.kept[1])
+        check_restored(run, job, 1)
+        assert "another device in training" in caplog.text
         found, again, _ = restored(run, every_step=EveryStep(exact="approximate"))
         assert found == step
     with pytest.raises(AssertionError):
