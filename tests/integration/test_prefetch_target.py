@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,13 @@ from safetensors.torch import save_file
 
 import tierckpt
 from tests.model_layouts import LAYOUTS, Layout, write
-from tests.services import AzureServer, S3Server, moto_server
+from tests.services import AzureServer, S3Server
 from tests.states import save_drained, small_state
 from tierckpt.cache.partial_entry import PartialEntry
 from tierckpt.cache.receipt import RECEIPT, WRITTEN
 from tierckpt.cli.ui.app import run as run_cli
-from tierckpt.client import close_all
 from tierckpt.errors import CheckpointError, ConfigError, IntegrityError, MissingExtraError, StoreError, TierckptError
-from tierckpt.format.layout import Location
+from tierckpt.format.layout import Location, parse_uri
 from tierckpt.stores import fsspec_store
 from tierckpt.stores.base import FolderMarkers
 from tierckpt.types import ObjectInfo
@@ -53,9 +51,7 @@ def same(target: Path, source: Path) -> bool:
 
 
 @pytest.mark.parametrize("order", [(OLD, NEW), (NEW, OLD)])
-def test_new_version_removes_files_of_the_old_one(
-    order: tuple[Layout, Layout], tmp_path: Path, local_root: Path
-) -> None:
+def test_new_version_removes_files_of_the_old_one(order: tuple[Layout, Layout], tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     tierckpt.prefetch(publish(order[0], source, quantize_config="{}"), to=target)
     tierckpt.prefetch(publish(order[1], source), to=target)
@@ -63,7 +59,7 @@ def test_new_version_removes_files_of_the_old_one(
 
 
 def test_user_files_stay_and_weights_among_them_raise_a_warning(
-    tmp_path: Path, local_root: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, target = publish(OLD, tmp_path / "source"), tmp_path / "target"
     tierckpt.prefetch(source, to=target)
@@ -76,7 +72,7 @@ def test_user_files_stay_and_weights_among_them_raise_a_warning(
     assert not any("notes.txt" in line for line in caplog.messages)
 
 
-def test_filtered_prefetch_keeps_other_files_until_a_full_one(tmp_path: Path, local_root: Path) -> None:
+def test_filtered_prefetch_keeps_other_files_until_a_full_one(tmp_path: Path) -> None:
     source, target = publish(OLD, tmp_path / "source", tokenizer="{}"), tmp_path / "target"
     tierckpt.prefetch(source, to=target, include=["*.json"])
     tierckpt.prefetch(source, to=target, include=["*.safetensors"])
@@ -88,7 +84,7 @@ def test_filtered_prefetch_keeps_other_files_until_a_full_one(tmp_path: Path, lo
     assert names_in(target) == names_in(source) and same(target, source)
 
 
-def test_files_behind_a_user_link_are_not_removed(tmp_path: Path, local_root: Path) -> None:
+def test_files_behind_a_user_link_are_not_removed(tmp_path: Path) -> None:
     source, target, own = publish(NEW, tmp_path / "source"), tmp_path / "target", tmp_path / "own"
     (source / "tokenizer").mkdir()
     (source / "tokenizer" / "vocab.txt").write_text("a")
@@ -100,7 +96,7 @@ def test_files_behind_a_user_link_are_not_removed(tmp_path: Path, local_root: Pa
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
-def test_existing_directory_keeps_its_inode_mode_and_group(is_empty: bool, tmp_path: Path, local_root: Path) -> None:
+def test_existing_directory_keeps_its_inode_mode_and_group(is_empty: bool, tmp_path: Path) -> None:
     source, target = publish(NEW, tmp_path / "source"), tmp_path / "target"
     target.mkdir()
     if not is_empty:
@@ -125,7 +121,7 @@ class _KilledError(Exception):
 
 @pytest.mark.parametrize("moves", range(4))
 def test_prefetch_interrupted_between_two_files_is_completed(
-    moves: int, tmp_path: Path, local_root: Path, monkeypatch: pytest.MonkeyPatch
+    moves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files of both versions are recorded until the new one is complete, so no old file stays."""
     source, target = publish(NEW, tmp_path / "source", old="{}"), tmp_path / "target"
@@ -150,15 +146,16 @@ def test_prefetch_interrupted_between_two_files_is_completed(
 
 @pytest.mark.parametrize("exists", [True, False])
 def test_one_of_two_concurrent_versions_wins_and_the_other_raises(
-    exists: bool, tmp_path: Path, local_root: Path, monkeypatch: pytest.MonkeyPatch
+    exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources, target = [publish(OLD, tmp_path / "one"), publish(NEW, tmp_path / "two")], tmp_path / "target"
     if exists:
         target.mkdir()
-    both, real = threading.Barrier(2, timeout=60), PartialEntry.publish
+    both, real, first_calls = threading.Barrier(2, timeout=60), PartialEntry.publish, iter(range(2))
 
     def together(self: PartialEntry) -> bool:
-        both.wait()  # both have fetched everything without seeing the other
+        if next(first_calls, None) is not None:
+            both.wait()  # both have fetched everything without seeing the other
         return real(self)
 
     def fetch(number: int) -> TierckptError | None:
@@ -169,7 +166,7 @@ def test_one_of_two_concurrent_versions_wins_and_the_other_raises(
         return None
 
     with monkeypatch.context() as patched, ThreadPoolExecutor(2) as pool:
-        patched.setattr(PartialEntry, "publish", _first_call(together, real))
+        patched.setattr(PartialEntry, "publish", together)
         failures = [*pool.map(fetch, range(2))]
     [lost] = [number for number, error in enumerate(failures) if error is not None]
     assert isinstance(failures[lost], CheckpointError) and str(sources[lost]) in str(failures[lost])
@@ -177,20 +174,6 @@ def test_one_of_two_concurrent_versions_wins_and_the_other_raises(
     assert names_in(target) >= names_in(won) and same(target, won)
     tierckpt.prefetch(sources[lost], to=target)  # the retry that the error suggests
     assert names_in(target) == names_in(sources[lost]) and same(target, sources[lost])
-
-
-def _first_call(
-    first: Callable[[PartialEntry], bool], later: Callable[[PartialEntry], bool]
-) -> Callable[[PartialEntry], bool]:
-    """Call ``first`` for the first call of each object, then ``later``."""
-    seen: set[int] = set()
-
-    def call(self: PartialEntry) -> bool:
-        is_new = id(self) not in seen
-        seen.add(id(self))
-        return (first if is_new else later)(self)
-
-    return call
 
 
 # --- links and pipes of a mount, markers and odd keys of a bucket -----------------------------------------------------
@@ -215,7 +198,7 @@ def source(tmp_path: Path) -> Path:
     return model
 
 
-def test_linked_directories_are_followed(source: Path, tmp_path: Path, local_root: Path) -> None:
+def test_linked_directories_are_followed(source: Path, tmp_path: Path) -> None:
     tierckpt.prefetch(source, to=tmp_path / "target")
     assert files_in(tmp_path / "target") == [
         *(".vocab.deadbeef.tmp", "config.json", "linked.json", "own/twice/merges.txt"),
@@ -232,7 +215,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("odd", ODD)
-def test_entry_that_is_no_file_is_named_or_excluded(odd: str, source: Path, tmp_path: Path, local_root: Path) -> None:
+def test_entry_that_is_no_file_is_named_or_excluded(odd: str, source: Path, tmp_path: Path) -> None:
     name, make, message = ODD[odd]
     make(source / name)
     with pytest.raises(ConfigError, match="--exclude") as caught:
@@ -243,13 +226,10 @@ def test_entry_that_is_no_file_is_named_or_excluded(odd: str, source: Path, tmp_
     assert "config.json" in files_in(tmp_path / "target")
 
 
-def info(key: str, size_bytes: int = 0) -> ObjectInfo:
-    return ObjectInfo(key, size_bytes)
-
-
 def test_markers_of_folders_are_found_in_any_order() -> None:
-    listed = [info("model"), info("model.safetensors", 9), info("model/x", 9), info("deep/a/b", 9), info("deep")]
-    listed += [info("hadoop_$folder$"), info("slash/"), info("empty"), info("deep/a"), info("deep/a/none")]
+    listed = [ObjectInfo(key, 9) for key in ("model.safetensors", "model/x", "deep/a/b")]
+    markers_or_empty = ("model", "deep", "hadoop_$folder$", "slash/", "empty", "deep/a", "deep/a/none")
+    listed += [ObjectInfo(key, 0) for key in markers_or_empty]
     for order in itertools.islice(itertools.permutations(listed), 0, None, 50_021):
         markers = FolderMarkers()
         objects = {one.key for one in order if markers.take(one)}
@@ -258,33 +238,21 @@ def test_markers_of_folders_are_found_in_any_order() -> None:
         }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with moto_server() as server:
-        yield server
-
-
 def test_markers_and_odd_keys_of_a_bucket(
-    server: S3Server,
-    tmp_path: Path,
-    local_root: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    moto: S3Server, s3_uri: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    with server.bucket() as bucket:
-        for key in ("model", "model/x", "model.safetensors", "sub/", "later_$folder$", "a\\b", "config.json"):
-            is_marker = key in ("model", "sub/", "later_$folder$")
-            server.client().put_object(Bucket=bucket, Key=f"m/{key}", Body=b"" if is_marker else b"12")
-        with caplog.at_level(logging.WARNING):
-            tierckpt.prefetch(f"s3://{bucket}/m", to=tmp_path / "target")
-        assert files_in(tmp_path / "target") == ["a%5Cb", "config.json", "model.safetensors", "model/x"]
-        assert any("fetching it as a%5Cb" in line for line in caplog.messages)
-        server.client().put_object(Bucket=bucket, Key="m/config.json/y", Body=b"12")
-        with pytest.raises(ConfigError, match=r"'config\.json' is an object, and others are below config\.json/"):
-            tierckpt.prefetch(f"s3://{bucket}/m", to=tmp_path / "target")
-        tierckpt.prefetch(f"s3://{bucket}/m", to=tmp_path / "target", exclude=["config.json/*"])
+    client, bucket = moto.client(), parse_uri(s3_uri).authority
+    for key in ("model", "model/x", "model.safetensors", "sub/", "later_$folder$", "a\\b", "config.json"):
+        is_marker = key in ("model", "sub/", "later_$folder$")
+        client.put_object(Bucket=bucket, Key=f"run/{key}", Body=b"" if is_marker else b"12")
+    with caplog.at_level(logging.WARNING):
+        tierckpt.prefetch(s3_uri, to=tmp_path / "target")
+    assert files_in(tmp_path / "target") == ["a%5Cb", "config.json", "model.safetensors", "model/x"]
+    assert any("fetching it as a%5Cb" in line for line in caplog.messages)
+    client.put_object(Bucket=bucket, Key="run/config.json/y", Body=b"12")
+    with pytest.raises(ConfigError, match=r"'config\.json' is an object, and others are below config\.json/"):
+        tierckpt.prefetch(s3_uri, to=tmp_path / "target")
+    tierckpt.prefetch(s3_uri, to=tmp_path / "target", exclude=["config.json/*"])
 
 
 ODD_KEYS = {
@@ -298,61 +266,49 @@ ODD_KEYS = {
 
 
 @pytest.fixture
-def odd_bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any]]:
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    with server.bucket() as bucket:
-        for key, data in {**ODD_KEYS, "config.json": b"{}", "x.json": b"[]"}.items():
-            server.client().put_object(Bucket=bucket, Key=f"m/{key}", Body=data)
-        yield f"s3://{bucket}/m", server.client()
-        close_all()
+def odd_uri(moto: S3Server, s3_uri: str) -> str:
+    for key, data in {**ODD_KEYS, "config.json": b"{}", "x.json": b"[]"}.items():
+        moto.client().put_object(Bucket=parse_uri(s3_uri).authority, Key=f"run/{key}", Body=data)
+    return s3_uri
 
 
 @pytest.mark.slow
-def test_keys_that_are_no_paths_get_legal_names(odd_bucket: tuple[str, Any], tmp_path: Path) -> None:
-    uri, _ = odd_bucket
+def test_keys_that_are_no_paths_get_legal_names(odd_uri: str, tmp_path: Path) -> None:
     for _ in range(2):  # the second run fetches nothing
-        tierckpt.prefetch(uri, to=tmp_path / "target")
+        tierckpt.prefetch(odd_uri, to=tmp_path / "target")
     wanted = {"x": "/x", "sub/deep": "sub//deep", "y": "./y", "%2E%2E/z": "../z", "big/w.bin": "big//w.bin"}
     assert files_in(tmp_path / "target") == sorted([*wanted, "config.json", "x.json"])
     for path, key in wanted.items():
         assert (tmp_path / "target" / path).read_bytes() == ODD_KEYS[key]
-    tierckpt.prefetch(uri, to=tmp_path / "other", exclude=["*/*"])
+    tierckpt.prefetch(odd_uri, to=tmp_path / "other", exclude=["*/*"])
     assert files_in(tmp_path / "other") == ["config.json", "x.json"]
 
 
-def test_keys_that_are_no_paths_need_fsspec(
-    odd_bucket: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uri, _ = odd_bucket
-
+def test_keys_that_are_no_paths_need_fsspec(odd_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(location: Location, **_: object) -> None:
         raise MissingExtraError("s3:// needs a package that is not installed: s3fs")
 
     monkeypatch.setattr(fsspec_store, "open_filesystem", missing)
-    with pytest.raises(StoreError, match=r"m/.*Rename or remove that object: fsspec.*not installed: s3fs"):
-        tierckpt.prefetch(uri, to=tmp_path / "target")
+    with pytest.raises(StoreError, match=r"run/.*Rename or remove that object: fsspec.*not installed: s3fs"):
+        tierckpt.prefetch(odd_uri, to=tmp_path / "target")
 
 
-def test_run_among_odd_keys_is_listed_and_pruned(odd_bucket: tuple[str, Any]) -> None:
-    uri, client = odd_bucket
+def test_run_among_odd_keys_is_listed_and_pruned(moto: S3Server, odd_uri: str) -> None:
     for step in (1, 2):
-        save_drained(f"{uri}/step-{step}", small_state())
-    bucket = uri.split("/")[2]
-    client.put_object(Bucket=bucket, Key="m/step-1//config.json", Body=b"of another tool")
-    client.put_object(Bucket=bucket, Key="m//step-2/config.json", Body=b"of another tool")
-    assert tierckpt.latest(uri) == f"{uri}/step-2"
-    assert run_cli(["prune", uri, "--keep-last", "1", "--yes"]) == 0
-    left = {one["Key"] for one in client.list_objects_v2(Bucket=bucket)["Contents"]}
-    assert {"m/config.json", "m//step-2/config.json", "m/sub//deep"} <= left
-    assert [key for key in left if key.startswith("m/step-1/")] == ["m/step-1//config.json"], "a foreign key must stay"
-    assert [key for key in left if key.startswith("m/step-2/")]
+        save_drained(f"{odd_uri}/step-{step}", small_state())
+    client, bucket = moto.client(), parse_uri(odd_uri).authority
+    for foreign in ("step-1//config.json", "/step-2/config.json"):
+        client.put_object(Bucket=bucket, Key=f"run/{foreign}", Body=b"of another tool")
+    assert tierckpt.latest(odd_uri) == f"{odd_uri}/step-2"
+    assert run_cli(["prune", odd_uri, "--keep-last", "1", "--yes"]) == 0
+    left = {one["Key"].removeprefix("run/") for one in client.list_objects_v2(Bucket=bucket)["Contents"]}
+    assert {"config.json", "/step-2/config.json", "sub//deep"} <= left
+    assert [key for key in left if key.startswith("step-1/")] == ["step-1//config.json"], "a foreign key must stay"
+    assert [key for key in left if key.startswith("step-2/")]
 
 
 @pytest.mark.server
-def test_azure_folder_markers_are_recognized_by_metadata(
-    azurite: AzureServer, az_uri: str, tmp_path: Path, local_root: Path
-) -> None:
+def test_azure_folder_markers_are_recognized_by_metadata(azurite: AzureServer, az_uri: str, tmp_path: Path) -> None:
     container = az_uri.removeprefix("az://").partition("/")[0]
     with azurite.client(container) as client:
         client.upload_blob("run/config.json", b"{}")
