@@ -95,10 +95,10 @@ def _frozen_tensor(value: torch.Tensor) -> Any:
 
 def states_of(job: Job) -> dict[str, Any]:
     """Return the state of each object of the job."""
-    return {name: frozen(_state_of(value)) for name, value in job.state.items()}
+    return {name: frozen(state_of(value)) for name, value in job.state.items()}
 
 
-def _state_of(value: Any) -> Any:
+def state_of(value: Any) -> Any:
     if hasattr(value, "consolidate_state_dict"):
         value.consolidate_state_dict()
     return value.state_dict() if hasattr(value, "state_dict") else value
@@ -146,7 +146,7 @@ def watched(job: Job) -> list[str]:
 
 def torch_saved(job: Job) -> bytes:
     stream = io.BytesIO()
-    torch.save({name: _state_of(value) for name, value in job.state.items()}, stream)
+    torch.save({name: state_of(value) for name, value in job.state.items()}, stream)
     return stream.getvalue()
 
 

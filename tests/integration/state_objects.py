@@ -152,32 +152,13 @@ class LowBit(torch.optim.Optimizer):
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Keeps counters in the groups; ``train`` and ``eval`` swap the parameters between two points."""
+    """Keeps counters in the groups, and a second point of each parameter in its state."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True, "beta": 0.9})
 
     @torch.no_grad()
-    def eval(self) -> None:
-        self._swap(False)
-
-    @torch.no_grad()
-    def train(self) -> None:
-        self._swap(True)
-
-    def _swap(self, to_train: bool) -> None:
-        for group in self.param_groups:
-            if group["train_mode"] is to_train:
-                continue
-            weight = 1 - group["beta"] if to_train else 1 - 1 / group["beta"]
-            for p in group["params"]:
-                if "z" in self.state[p]:
-                    p.lerp_(self.state[p]["z"], weight)
-            group["train_mode"] = to_train
-
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        self.train()
         for group in self.param_groups:
             group["lr_max"] = max(group["lr"], group["lr_max"])
             group["weight_sum"] += group["lr_max"] ** 2

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import lr_scheduler
 
-from tests.integration.state_compare import Job, about, frozen, places, same_state, states_of
+from tests.integration.state_compare import Job, about, frozen, places, same_state, state_of, states_of
 from tests.integration.state_objects import Loader, Wrapper, job, mlp
+from tests.integration.test_state_table import process_group
 from tierckpt import Checkpointer, load_model, torch_internals
 from tierckpt.errors import StateMismatchError, TierckptError
+
+__all__ = ["process_group"]  # fixture
 
 
 def save(uri: str, **state: Any) -> dict[str, Any]:
@@ -80,18 +82,14 @@ NEW: dict[str, Callable[[], Any]] = {
 def test_new_entry_raises_or_keeps_its_value_without_strict(name: str, file_uri: str) -> None:
     save(file_uri, **trained(1).state, epoch=3)
     state = trained(2).state | {"epoch": 0, "new": NEW[name]()}
-    before, value = frozen(_state_of(state["new"])), state["new"]
+    before, value = frozen(state_of(state["new"])), state["new"]
     with unchanged(Job(state, lambda _: None)), pytest.raises(StateMismatchError, match="new"):
         restore(file_uri, state)
     step = restore(file_uri, state, strict=False)
-    assert state["new"] is value and frozen(_state_of(value)) == before
+    assert state["new"] is value and frozen(state_of(value)) == before
     assert state["epoch"] == 3
     assert any(key == "new" or key.startswith("new.") for key in step.missing_keys) or before == ("dict", [])
     assert not step.unexpected_keys
-
-
-def _state_of(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -212,12 +210,9 @@ def partly_meta() -> nn.Module:
 
 
 @pytest.fixture(params=[False, True], ids=["no group", "process group"])
-def group_or_none(request: pytest.FixtureRequest) -> Iterator[None]:
+def group_or_none(request: pytest.FixtureRequest) -> None:
     if request.param:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if request.param:
-        dist.destroy_process_group()
+        request.getfixturevalue("process_group")
 
 
 @pytest.mark.usefixtures("group_or_none")
@@ -246,15 +241,10 @@ def test_a_module_on_meta_is_materialised_if_nothing_else_holds_its_parameters(
         assert all(p.requires_grad and isinstance(p, nn.Parameter) for p in module.parameters())
 
 
-def test_a_state_dict_is_filled_in_place_and_refused_of_an_optimizer(file_uri: str) -> None:
-    saved = trained(1)
-    save(file_uri, **saved.state)
-    target = trained(2)
-    state = {name: value.state_dict() for name, value in target.state.items()}
-    restore(file_uri, {"model": state["model"]})
-    assert frozen(target.state["model"].state_dict()) == frozen(saved.state["model"].state_dict())
+def test_state_dict_of_an_optimizer_is_refused(file_uri: str) -> None:
+    save(file_uri, **trained(1).state)
     with pytest.raises(TierckptError, match="pass the optimizer itself"):
-        restore(file_uri, state)
+        restore(file_uri, {name: value.state_dict() for name, value in trained(2).state.items()})
 
 
 @pytest.mark.parametrize("saves", ["a module", "a state dict"])
@@ -263,7 +253,7 @@ def test_module_and_state_dict_load_each_others_checkpoints(saves: str, restores
     """DCP users save and restore with ``model.state_dict()``."""
     saved, model = mlp(1), mlp(2)
     save(file_uri, model=saved if saves == "a module" else saved.state_dict(), epoch=3)
-    state = {"model": model if restores == "a module" else model.state_dict(), "epoch": 0}
+    state = {"model": model if restores == "a module" else model.state_dict(), "epoch": 0}  # is filled in place
     restore(file_uri, state)
     assert state["epoch"] == 3
     assert frozen(model.state_dict()) == frozen(saved.state_dict())
@@ -289,22 +279,18 @@ def test_load_model_restores_extra_state_and_resized_buffers(file_uri: str) -> N
 # --- refused at save --------------------------------------------------------------------------------------------------
 
 
-def test_unconsolidated_zero_redundancy_optimizer_is_saved(file_uri: str) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        jobs = []
-        for seed in (1, 2):
-            model = mlp(seed)
-            optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
-            jobs.append(job(model=model, optimizer=optimizer))
-        jobs[0].step(0)
-        save(file_uri, **jobs[0].state)
-        restore(file_uri, jobs[1].state)
-        for one in jobs:
-            one.step(1)
-        assert frozen(jobs[0].state["model"].state_dict()) == frozen(jobs[1].state["model"].state_dict())
-    finally:
-        dist.destroy_process_group()
+def test_unconsolidated_zero_redundancy_optimizer_is_saved(process_group: None, file_uri: str) -> None:
+    jobs = []
+    for seed in (1, 2):
+        model = mlp(seed)
+        optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        jobs.append(job(model=model, optimizer=optimizer))
+    jobs[0].step(0)
+    save(file_uri, **jobs[0].state)
+    restore(file_uri, jobs[1].state)
+    for one in jobs:
+        one.step(1)
+    assert frozen(jobs[0].state["model"].state_dict()) == frozen(jobs[1].state["model"].state_dict())
 
 
 def test_a_module_on_meta_is_refused_at_save(file_uri: str) -> None:
