@@ -9,17 +9,17 @@ import itertools
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import tierckpt
-from tests.services import REPOSITORY
+from tests.command_line import python
 from tierckpt.agent.node_document import checkpoints
 from tierckpt.cache import space
 from tierckpt.cache.pool import Pool
@@ -132,33 +132,25 @@ def test_scans_tolerate_directories_that_appear_and_vanish(name: str, settings: 
 @pytest.mark.slow
 @pytest.mark.timeout(60 + 10 * STEPS)
 def test_two_jobs_save_and_prune_on_one_local_root(tmp_path: Path) -> None:
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOB, str(tmp_path / "shared" / f"run-{number}"), str(STEPS)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    ends = [job.communicate(timeout=60 + 10 * STEPS) for job in jobs]
-    for job, (output, error) in zip(jobs, ends, strict=True):
-        assert (job.returncode, output) == (0, f"saved {STEPS}\n"), error[-3000:]
-        assert "Traceback" not in error
+    def job(number: int) -> subprocess.CompletedProcess[str]:
+        return python(JOB, tmp_path / "shared" / f"run-{number}", STEPS, timeout=60 + 10 * STEPS)
+
+    with ThreadPoolExecutor() as pool:
+        for done in pool.map(job, range(2)):
+            assert (done.returncode, done.stdout) == (0, f"saved {STEPS}\n"), done.stderr[-3000:]
+            assert "Traceback" not in done.stderr
     for number in range(2):
-        newest = tierckpt.latest(str(tmp_path / "shared" / f"run-{number}"))
-        assert newest is not None
-        assert newest.endswith(f"step-{STEPS}")
+        run = str(tmp_path / "shared" / f"run-{number}")
+        assert tierckpt.latest(run) == f"{run}/step-{STEPS}"
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("x"), RuntimeError("x"), TierckptError("x")])
-def test_retention_errors_do_not_fail_saves(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_errors_do_not_fail_saves(error: Exception, file_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(Pruner, "prune", fails)
-    with Checkpointer(str(tmp_path / "shared" / "run"), keep_last=1) as checkpointer:
+    with Checkpointer(file_uri, keep_last=1) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"w": torch.ones(3)})
-    assert (tierckpt.latest(str(tmp_path / "shared" / "run")) or "").endswith("step-2")
+    assert tierckpt.latest(file_uri) == f"{file_uri}/step-2"

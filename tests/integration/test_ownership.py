@@ -5,11 +5,8 @@ The users are real: each part runs in a child process with its own uid. Needs ro
 
 from __future__ import annotations
 
-import json
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.integration.test_cli import tierckpt_
 from tests.users import as_user
 from tierckpt import Checkpointer, TierStorageWriter, latest, ownership
 from tierckpt.client import close_all
@@ -29,7 +27,6 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be seve
 
 ATTACKER, VICTIM, ROOT = 12345, 12346, 0
 VICTIMS = pytest.mark.parametrize("victim", [VICTIM, ROOT], ids=["user", "root"])
-CHILD_SECONDS = 120
 
 
 @pytest.fixture
@@ -225,14 +222,9 @@ def test_cli_exit_code_of_a_permission_error(shared_tmp: Path) -> None:
     root = shared_tmp / "root"
     assert not as_user(ATTACKER, lambda: make(root, 0o777))
     for verb in (["drain", "--pause"], ["agent"]):
-        ended = subprocess.run(
-            [sys.executable, "-m", "tierckpt.cli", *verb, "--json", "--local-root", str(root)],
-            capture_output=True,
-            text=True,
-            timeout=CHILD_SECONDS,
-        )
-        assert ended.returncode == PermissionDeniedError.exit_code, (verb, ended.stderr)
-        assert json.loads(ended.stderr)["error"] == "PermissionDeniedError"
+        done = tierckpt_(*verb, "--local-root", root)
+        assert done.code == PermissionDeniedError.exit_code, (verb, done.err)
+        assert done.error["error"] == "PermissionDeniedError"
     assert not list(root.iterdir())
 
 

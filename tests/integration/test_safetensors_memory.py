@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tierckpt
+from tests.command_line import python
 from tests.open_files import open_files
 from tests.states import same
 from tierckpt.errors import CapacityError, IntegrityError
 from tierckpt.loading import fill
 
 MIB = 1 << 20
-MODEL_BYTES = 192 * MIB
 
 PRELUDE = """
 import gc, json, sys, torch, tierckpt
@@ -63,8 +61,7 @@ def measured(model: Path, small: Path) -> Callable[[str], dict[str, int]]:
     """Run a script in a process of its own, and return what it prints."""
 
     def run(script: str) -> dict[str, int]:
-        command = [sys.executable, "-c", PRELUDE + script, str(model), str(small)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = python(PRELUDE + script, model, small)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)  # type: ignore[no-any-return]
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -18,6 +16,7 @@ from urllib.parse import quote, unquote
 
 import pytest
 
+from tests.command_line import python
 from tests.services import HttpServer, S3Server
 
 CANARIES = {
@@ -30,12 +29,8 @@ CANARIES = {
 }
 URL_CANARY = "canaryPresigned0123456789abcdef"
 VARIABLE_CANARIES = (
-    "AKIACANARY",
-    "canarySecret",
-    "canarySessionToken",
-    "canarySignature",
-    "canaryBearer",
-    "canaryGoogle",
+    *("AKIACANARY", "canarySecret", "canarySessionToken"),
+    *("canarySignature", "canaryBearer", "canaryGoogle"),
 )
 ALL_CANARIES = (*VARIABLE_CANARIES, URL_CANARY)
 
@@ -44,9 +39,7 @@ DEBUG_LOGGING = """
 import logging, sys, time
 logging.basicConfig(level=logging.DEBUG, handlers=[logging.StreamHandler(), logging.FileHandler(sys.argv[1])])
 """
-SAVE = (
-    DEBUG_LOGGING
-    + """
+SAVE = """
 import torch, torch.distributed.checkpoint as dcp, tierckpt
 from tierckpt.config import Settings
 from tierckpt.drain.rate_limiter import change_control
@@ -58,10 +51,7 @@ for step in (1, 2):
         change_control(Settings.load().local_root, paused=True)  # the second one waits for the verbs
         time.sleep(1.1)  # a mover looks once a second
 """
-)
-SAVE_BADLY = (
-    DEBUG_LOGGING
-    + """
+SAVE_BADLY = """
 import torch, torch.distributed.checkpoint as dcp, tierckpt
 from tierckpt.errors import TierckptError
 try:
@@ -70,7 +60,6 @@ try:
 except (TierckptError, dcp.CheckpointException) as error:
     logging.getLogger("tierckpt.test").error("failed: %s", error)
 """
-)
 VERBS = (
     ("drain", "--resume"),
     ("drain", "--wait", "--timeout", "5"),
@@ -95,11 +84,10 @@ class Runs:
         self.directory = directory
         self.environment = {**os.environ, **CANARIES, **environment}
         self.said: dict[str, str] = {}
-        self.codes: list[int] = []
         self.log = directory / "debug.log"
 
     def python(self, name: str, code: str, *arguments: str) -> None:
-        self._run(name, [sys.executable, "-c", code, str(self.log), *arguments])
+        self._run(name, DEBUG_LOGGING + code, str(self.log), *arguments)
 
     def verbs(self, *uris: str, verbs: tuple[tuple[str, ...], ...] = VERBS, before: str = "") -> None:
         """Run verbs in one process, with JSON logs at DEBUG."""
@@ -111,10 +99,10 @@ class Runs:
             "for line in json.loads(sys.argv[1]):\n    print('##', line[0], run([*LOGS, *line]), flush=True)"
         )
         every = [[*line, "--json"] for line in lines] + [line for line in lines if line[0] in TEXT_VERBS]
-        self._run("verbs", [sys.executable, "-c", code, json.dumps(every)])
+        self._run("verbs", code, json.dumps(every))
 
-    def _run(self, name: str, command: list[str]) -> None:
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=120)
+    def _run(self, name: str, *command: str) -> None:
+        done = python(*command, env=self.environment)
         assert done.returncode == 0, done.stderr[-2000:]
         self.said |= {f"{name} stdout": done.stdout, f"{name} stderr": done.stderr}
 
@@ -224,7 +212,7 @@ def test_control_without_redaction_the_credentials_leak(tmp_path: Path, echo: Ec
 
 def test_control_logged_credentials_are_detected(tmp_path: Path) -> None:
     leak = (
-        DEBUG_LOGGING + "import os; logging.getLogger('elsewhere').info('%s', "
+        "import os; logging.getLogger('elsewhere').info('%s', "
         "{k: v for k, v in os.environ.items() if k.startswith(('AWS_', 'AZURE_', 'GOOGLE_'))})"
     )
     runs = Runs(tmp_path, settings(tmp_path))
@@ -237,7 +225,7 @@ def test_control_logged_credentials_are_detected(tmp_path: Path) -> None:
 
 def test_tierckpt_loggers_redact_credentials(tmp_path: Path) -> None:
     """T1: with any handler."""
-    leak = DEBUG_LOGGING + (
+    leak = (
         "import os; from tierckpt.telemetry import logger\n"
         "secrets = {k: v for k, v in os.environ.items() if k.startswith(('AWS_', 'AZURE_', 'GOOGLE_'))}\n"
         "logger('test').info('%s', secrets)\n"
