@@ -99,17 +99,6 @@ def rows_of(rank: int, step: int) -> dict[str, Any]:
     }
 
 
-def save(uri: str, nodes: list[str], step: int) -> dict[str, Any]:
-    rank = dist.get_rank()
-    settings = Settings(**json.loads(nodes[rank]))
-    with tierckpt.Checkpointer(uri, settings=settings, timeout_seconds=60) as checkpointer:
-        checkpointer.save(step, rows_of(rank, step))
-        checkpointer.wait("local")
-        dist.barrier()
-        checkpointer.flush_before_exit(0.0)
-    return {"rank": rank}
-
-
 def save_locally(uri: str, nodes: list[str], step: int) -> dict[str, Any]:
     """With what dcp itself offers; returns when it is committed on the coordinator's node."""
     rank = dist.get_rank()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ import tierckpt
 from tests import agents
 from tests.agents import agent_with_page, until
 from tests.browser import CHROMIUM, MISSING, PATIENCE_SECONDS, Browser
-from tests.integration.test_peers_agent import Node, agree, fleet, nodes
+from tests.command_line import CommandLine
+from tests.integration.test_peers_agent import Node, NodesOf, agree, fleet, nodes
 from tests.services import S3Server
 from tests.states import save, save_drained
 from tierckpt.agent.history import FIELDS, History
@@ -32,7 +33,6 @@ from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import READY, SET_ASIDE, WRITING, Journal, JournalEntry
 from tierckpt.checkpoint.run_records import newest_lines, parse_lines
 from tierckpt.checkpoint.verify import read_checks, record_check
-from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.drain.rate_limiter import change_control
@@ -41,12 +41,6 @@ from tierckpt.planning.goodput import stalls_of
 
 __all__ = ["fleet", "nodes"]  # fixtures
 HINT = '<img src=x onerror="document.title=1">'
-
-
-def read_attempt(directory: Path) -> str:
-    manifest = local_commit.read_local_manifest(directory)
-    assert manifest is not None
-    return manifest.attempt
 
 
 def training(uri: object, steps: range, **options: Any) -> None:
@@ -105,7 +99,9 @@ def test_changed_checkpoint_is_read_again(file_uri: str, local_root: Path) -> No
     (before,) = node_document(Settings.load(), known)["local"]
     assert [row for _, row in known.values()] == [before]
     directory = local_dir(local_root, parse_uri(f"{file_uri}/step-1"))
-    local_commit.mark_drained(directory, read_attempt(directory))
+    manifest = local_commit.read_local_manifest(directory)
+    assert manifest is not None
+    local_commit.mark_drained(directory, manifest.attempt)
     (drained,) = node_document(Settings.load(), known)["local"]
     assert (before["drained"], drained["drained"]) == (False, True)
     next(directory.glob("*.distcp")).unlink()
@@ -145,19 +141,19 @@ def test_stall_of_saves_with_missing_records_is_shared() -> None:
     assert stalls_of([]) == stalls_of(lines[:1]) == []
 
 
-def test_last_verify_and_drill_are_recorded(file_uri: str, local_root: Path) -> None:
+def test_last_verify_and_drill_are_recorded(file_uri: str, local_root: Path, cli: CommandLine) -> None:
     assert node_document(Settings.load())["checks"] == {"verify": None, "drill": None}
     save_drained(f"{file_uri}/step-3", {"w": torch.ones(64)})
     close_all()
-    assert run(["verify", f"{file_uri}/step-3", "--json"]) == 0
-    assert run(["drill", file_uri, "--json"]) == 0
+    cli.answer("verify", f"{file_uri}/step-3")
+    cli.answer("drill", file_uri)
     checks = node_document(Settings.load())["checks"]
     assert {verb: (row["good"], parse_uri(row["uri"]).name) for verb, row in checks.items()} == {
         "verify": (True, "step-3"),
         "drill": (True, "step-3"),
     }
     next(Path(file_uri.removeprefix("file://"), "step-3").glob("*.distcp")).write_bytes(b"short")
-    assert run(["verify", f"{file_uri}/step-3", "--json"]) == 5
+    assert cli("verify", f"{file_uri}/step-3").code == 5
     assert not read_checks(local_root)["verify"]["good"]
     checks_file(local_root).write_bytes(b"[1")
     assert read_checks(local_root) == {"verify": None, "drill": None}
@@ -168,24 +164,22 @@ def test_last_verify_and_drill_are_recorded(file_uri: str, local_root: Path) -> 
 # --- progress as lines ------------------------------------------------------------------------------------------------
 
 
-def test_progress_is_one_json_object_per_line(
-    file_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_one_json_object_per_line(file_uri: str, tmp_path: Path, cli: CommandLine) -> None:
     save_drained(f"{file_uri}/step-1", {"w": torch.ones(1 << 16)})
     close_all()
-    capsys.readouterr()
-    target = tmp_path / "restored"
     for verb, *more in (
-        ("restore", "--to", str(target)), ("verify", "--read-data"), ("drill",), ("prefetch",),
+        ("restore", "--to", tmp_path / "restored"), ("verify", "--read-data"), ("drill",), ("prefetch",),
     ):  # fmt: skip
-        assert run([verb, f"{file_uri}/step-1", *more, "--json", "--progress", "json"]) == 0
-        events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+        done = cli(verb, f"{file_uri}/step-1", *more, "--progress", "json")
+        assert done.code == 0
+        events = [json.loads(line) for line in done.err.splitlines()]
         assert all({"what", "done_bytes", "total_bytes", "note", "at_unix_seconds"} == row.keys() for row in events)
         assert events[-1]["done_bytes"] >= events[-1]["total_bytes"] > 0
         assert verb in events[-1]["what"] or verb == "prefetch"
         assert verb != "restore" or "shared" not in events[-1]["note"]  # read from this node
-    assert run(["restore", f"{file_uri}/step-9", "--to", str(tmp_path / "x"), "--json", "--progress=json"]) == 4
-    assert json.loads(capsys.readouterr().err.splitlines()[-1])["error"] == "CheckpointNotFoundError"
+    done = cli("restore", f"{file_uri}/step-9", "--to", tmp_path / "x", "--progress=json")
+    assert done.code == 4
+    assert json.loads(done.err.splitlines()[-1])["error"] == "CheckpointNotFoundError"
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -198,15 +192,14 @@ def agent(local_root: Path) -> Iterator[str]:
         yield url
 
 
-def test_agent_page_url_and_metrics(agent: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_agent_page_url_and_metrics(agent: str, cli: CommandLine) -> None:
     def status() -> Any:
-        capsys.readouterr()
-        return run(["status", "--web", "--json"]) == 0 and json.loads(capsys.readouterr().out)
+        done = cli("status", "--web")
+        return done.code == 0 and done.document
 
     assert until(status, "the agent")["url"] == agent  # the page may start before the agent answers
     document = get(agent, "status.json")
-    assert run(["status", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out).keys() == (document.keys() - {"peers", "rollout"}) | {"gradient_logs"}
+    assert cli.answer("status").keys() == (document.keys() - {"peers", "rollout"}) | {"gradient_logs"}
     assert "tierckpt_lag_seconds" in agents.get(f"{agent}metrics")
 
 
@@ -218,13 +211,10 @@ def get(url: str, path: str, **query: str) -> Any:
         return error.code
 
 
-def test_run_page_matches_info_and_report(
-    agent: str, file_uri: str, local_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_page_matches_info_and_report(agent: str, file_uri: str, local_root: Path, cli: CommandLine) -> None:
     run_uri = parse_uri(f"{file_uri}/run").uri
     training(f"{file_uri}/run", range(1, 6), keep_last={"local": 3, "shared": 4}, keep_every=5)
-    assert run(["verify", f"{run_uri}/step-5", "--json"]) == 0
-    capsys.readouterr()
+    cli.answer("verify", f"{run_uri}/step-5")
     found = get(agent, "run.json", uri=run_uri)
     assert (found["problem"], found["run"]["newest_step"], found["run"]["safe_step"]) == ("", 5, 5)
     rows = {row["name"]: row for row in found["checkpoints"]}
@@ -237,8 +227,7 @@ def test_run_page_matches_info_and_report(
     assert found["retention"] == {"local": {"last": 3, "every": 5}, "shared": {"last": 4, "every": 5}}
     assert found["checks"]["verify"]["good"] and found["checks"]["drill"] is None and found["pins"] == []
 
-    assert run(["report", run_uri, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = cli.answer("report", run_uri)
     for name in ("saves", "kept_steps", "blocked_seconds", "local_commit_seconds", "steps_per_hour"):
         assert found["report"][name] == pytest.approx(report[name]), name
     for row in found["report"]["tiers"]:
@@ -247,8 +236,7 @@ def test_run_page_matches_info_and_report(
     assert {row["tier"]: row["reached"] for row in found["report"]["tiers"]} == {"local": 5, "shared": 5}
     assert (found["report"]["starts"], found["report"]["failures"]) == (1, 0)
 
-    assert run(["info", f"{run_uri}/step-5", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = cli.answer("info", f"{run_uri}/step-5")
     opened = get(agent, "checkpoint.json", uri=f"{run_uri}/step-5")
     assert {name: opened[name] for name in document.keys() - {"gradient_logs"}} == {
         name: value for name, value in document.items() if name != "gradient_logs"
@@ -260,7 +248,7 @@ def test_run_page_matches_info_and_report(
     assert (only["files_found"], only["tensors_found"], only["tensors"]) == (1, 0, [])
 
 
-def test_abandoned_steps_and_pins_are_marked(moto: S3Server, s3_uri: str, agent: str) -> None:
+def test_abandoned_steps_and_pins_are_marked(moto: S3Server, s3_uri: str, agent: str, cli: CommandLine) -> None:
     run_uri = f"{s3_uri}/run"
     training(run_uri, range(1, 5))
     state = {"w": torch.ones(1 << 16)}
@@ -271,7 +259,7 @@ def test_abandoned_steps_and_pins_are_marked(moto: S3Server, s3_uri: str, agent:
     close_all()
     bucket, key = s3_uri.split("/", 3)[2:]
     moto.client().put_object(Bucket=bucket, Key=f"{key}/run/export/model.bin", Body=b"weights")
-    assert run(["prefetch", f"{run_uri}/export", "--pin", "--json"]) == 0
+    cli.answer("prefetch", f"{run_uri}/export", "--pin")
     found = get(agent, "run.json", uri=run_uri)
     assert {row["step"]: row["abandoned"] for row in found["checkpoints"]} == {1: False, 2: False, 3: False, 4: True}
     assert [item["uri"] for item in found["pins"]] == [f"{run_uri}/export"]
@@ -307,7 +295,7 @@ def test_url_cannot_select_a_path_or_bucket(agent: str, file_uri: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_history_outlives_the_agent(s3_uri: str, agent: str, local_root: Path) -> None:
+def test_history_outlives_the_agent(s3_uri: str, agent: str, local_root: Path, cli: CommandLine) -> None:
     run_uri = f"{s3_uri}/run"
     change_control(local_root, paused=True)
     save(f"{run_uri}/step-3", {"w": torch.ones(1 << 16)})
@@ -325,7 +313,7 @@ def test_history_outlives_the_agent(s3_uri: str, agent: str, local_root: Path) -
     until(lambda: samples()["lag_bytes"][-1:] == [0.0], "end of the drain")
     rates = samples()["bytes_per_second"]
     assert 2 * sum(rates) == pytest.approx(waiting["size_bytes"], rel=0.2)
-    assert run(["agent", "--stop"]) == 0
+    assert cli.text("agent", "--stop").code == 0
     after = History.read(local_root).to_json(run_uri)["recent"]  # written by the agent before its end
     assert [value for value in after["bytes_per_second"] if value is not None][: len(rates)] == rates
 
@@ -339,15 +327,14 @@ def test_history_outlives_the_agent(s3_uri: str, agent: str, local_root: Path) -
         (["--web", "--json"], "serves no page"),
     ],
 )
-def test_invalid_page_options_are_refused(
-    arguments: list[str], says: str, local_root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["status", *arguments]) == 2
-    assert says in "".join(capsys.readouterr())
+def test_invalid_page_options_are_refused(arguments: list[str], says: str, cli: CommandLine) -> None:
+    done = cli.text("status", *arguments)
+    assert done.code == 2
+    assert says in done.out + done.err
 
 
 @pytest.mark.slow
-def test_without_an_agent_the_command_serves_the_page(local_root: Path) -> None:
+def test_without_an_agent_the_command_serves_the_page() -> None:
     command = [sys.executable, "-u", "-m", "tierckpt", "status", "--web"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -361,7 +348,7 @@ def test_without_an_agent_the_command_serves_the_page(local_root: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
-async def test_browser_shows_a_run_in_progress(agent: str, file_uri: str, local_root: Path, tmp_path: Path) -> None:
+async def test_browser_shows_a_run_in_progress(agent: str, file_uri: str, local_root: Path) -> None:
     training(f"{file_uri}/run", range(1, 4), keep_last=8)
     record_check(local_root, "drill", {"uri": f"{file_uri}/run/step-3", "good": True})
     async with Browser() as browser:
@@ -391,9 +378,7 @@ HOSTILE = "run-<img src=x onerror=document.title=1>&\"'" + "very-long-" * 18
 @pytest.mark.skipif(CHROMIUM is None, reason=MISSING)
 @pytest.mark.parametrize("width", [1400, 420])
 @pytest.mark.parametrize("theme", ["light", "dark"])
-async def test_browser_run_page_keeps_charts_on_reload(
-    agent: str, file_uri: str, local_root: Path, width: int, theme: str
-) -> None:
+async def test_browser_run_page_keeps_charts_on_reload(agent: str, file_uri: str, width: int, theme: str) -> None:
     """Hostile names stay text, also in the page's URL."""
     run_uri = parse_uri(f"{file_uri}/{HOSTILE}").uri
     await asyncio.to_thread(training, run_uri, range(1, 4))
@@ -433,7 +418,7 @@ DETECTION_SECONDS = 10.0
 
 
 @pytest.fixture
-def three(nodes: Callable[..., list[Node]]) -> list[Node]:
+def three(nodes: NodesOf) -> list[Node]:
     """Three agents with pages."""
     found = [node.start_with_page() for node in nodes(3)]
     until(lambda: agree(found), "three connected agents")

@@ -110,6 +110,9 @@ class Node:
         self.agent.send(number)
 
 
+NodesOf = Callable[..., list[Node]]
+
+
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with Fleet.running(tmp_path_factory.mktemp("fleet")) as running:
@@ -117,7 +120,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def nodes(fleet: Fleet, tmp_path: Path) -> Iterator[Callable[..., list[Node]]]:
+def nodes(fleet: Fleet, tmp_path: Path) -> Iterator[NodesOf]:
     started: list[Node] = []
 
     def make(count: int, peers: str = "", **more: str) -> list[Node]:
@@ -142,6 +145,14 @@ def agree(some: Sequence[Node]) -> bool:
     return all(node.live() == everybody for node in some)
 
 
+def connected(nodes: list[Node], *options: str) -> list[Node]:
+    """Start the agents of these nodes and wait until they know each other."""
+    for node in nodes:
+        node.start(*options)
+    until(lambda: agree(nodes), f"{len(nodes)} connected agents")
+    return nodes
+
+
 def model(uri: str = "s3://models/tiny", chunks: int = 6) -> tuple[FileSet, bytes]:
     data = random.Random(7).randbytes(chunks * CHUNK)
     return FileSet(uri, (FileSpec("model.bin", "model.bin", len(data), '"etag"'),), CHUNK), data
@@ -156,10 +167,8 @@ def write_chunks(filling: PartialEntry, data: bytes, chunks: Sequence[int]) -> N
 
 
 @pytest.mark.slow
-def test_eight_agents_join_and_detect_kill_leave_and_return(nodes: Callable[..., list[Node]]) -> None:
-    cluster = [node.start() for node in nodes(8)]
-    until(lambda: agree(cluster), "eight connected agents")
-    *rest, killed, leaving = cluster
+def test_eight_agents_join_and_detect_kill_leave_and_return(nodes: NodesOf) -> None:
+    *rest, killed, leaving = connected(nodes(8))
     name = killed.name
     killed.signal(signal.SIGKILL)
     until(lambda: agree([*rest, leaving]), "loss of the killed agent")
@@ -172,7 +181,7 @@ def test_eight_agents_join_and_detect_kill_leave_and_return(nodes: Callable[...,
     assert killed.name == name
 
 
-def test_node_with_another_secret_is_refused_with_the_reason(nodes: Callable[..., list[Node]]) -> None:
+def test_node_with_another_secret_is_refused_with_the_reason(nodes: NodesOf) -> None:
     one, other = (node.start() for node in nodes(2))
     (stranger,) = nodes(1, peers=one.peers)
     another = secret_file(stranger.root.parent, "another-secret-of-enough-bytes")
@@ -188,22 +197,19 @@ def test_node_with_another_secret_is_refused_with_the_reason(nodes: Callable[...
 
 
 @pytest.mark.slow
-def test_copied_local_root_gets_a_new_node_name(nodes: Callable[..., list[Node]]) -> None:
+def test_copied_local_root_gets_a_new_node_name(nodes: NodesOf) -> None:
     cluster = nodes(3)
     for node in cluster[1:]:
         (node.root / "agent").mkdir(parents=True, mode=0o700)
         (node.root / "agent" / "node-name").write_text("golden-image-1")
-    for node in cluster:
-        node.start()
-    until(lambda: agree(cluster), "three agents with different names")
-    assert len({node.name for node in cluster}) == 3
+    assert len({node.name for node in connected(cluster)}) == 3
 
 
 # --- an agent that cannot serve peers continues without them --------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_port_in_use_is_reported_and_bound_when_free(nodes: Callable[..., list[Node]]) -> None:
+def test_port_in_use_is_reported_and_bound_when_free(nodes: NodesOf) -> None:
     (node,) = nodes(1)
     host, port = node.address.split(":")
     with socket.create_server((host, int(port))):
@@ -226,7 +232,7 @@ def test_port_in_use_is_reported_and_bound_when_free(nodes: Callable[..., list[N
     ],
 )
 def test_unusable_peer_settings_are_reported_and_the_agent_continues(
-    nodes: Callable[..., list[Node]], peers: str, listen: str, reason: str
+    nodes: NodesOf, peers: str, listen: str, reason: str
 ) -> None:
     (node,) = nodes(1, peers=peers)
     if listen:
@@ -236,7 +242,7 @@ def test_unusable_peer_settings_are_reported_and_the_agent_continues(
     until(lambda: runs(node) and reason in node.ask("peer_status")["problem"], "the reason in the status")
 
 
-def test_agent_announces_its_advertised_address(nodes: Callable[..., list[Node]]) -> None:
+def test_agent_announces_its_advertised_address(nodes: NodesOf) -> None:
     (node,) = nodes(1)
     node.start("--advertise", "localhost:9")
     until(lambda: node.live() == {"127.0.0.1:9"}, "the advertised address")
@@ -252,12 +258,9 @@ def runs(node: Node) -> bool:
 # --- requests of local processes ----------------------------------------------------------------------------------
 
 
-def test_partial_entry_is_served_while_its_process_is_connected(
-    nodes: Callable[..., list[Node]], tmp_path: Path
-) -> None:
+def test_partial_entry_is_served_while_its_process_is_connected(nodes: NodesOf, tmp_path: Path) -> None:
     """The directory is outside the local root, so only the process knows it."""
-    (node,) = (one.start() for one in nodes(1))
-    until(lambda: node.live() == {node.address}, "the agent's start")
+    (node,) = connected(nodes(1))
     frozen, data = model()
     filling = PartialEntry(tmp_path / "elsewhere" / "model", frozen, preallocate=False)
     write_chunks(filling, data, [2])
@@ -291,9 +294,8 @@ def test_partial_entry_is_served_while_its_process_is_connected(
 
 
 @pytest.mark.slow
-def test_slow_node_report_reaches_local_fetches_and_expires(nodes: Callable[..., list[Node]]) -> None:
-    (node,) = (one.start() for one in nodes(1))
-    until(lambda: node.live() == {node.address}, "the agent's start")
+def test_slow_node_report_reaches_local_fetches_and_expires(nodes: NodesOf) -> None:
+    (node,) = connected(nodes(1))
     member, version = member_of(node.ask("peers")["me"]), model()[0].version
 
     async def tell() -> None:
@@ -311,9 +313,7 @@ def test_slow_node_report_reaches_local_fetches_and_expires(nodes: Callable[...,
 
 
 @pytest.mark.slow
-def test_heartbeats_do_not_keep_an_idle_agent_but_a_fetch_does(
-    nodes: Callable[..., list[Node]], tmp_path: Path
-) -> None:
+def test_heartbeats_do_not_keep_an_idle_agent_but_a_fetch_does(nodes: NodesOf, tmp_path: Path) -> None:
     (staying,) = (node.start() for node in nodes(1))
     (leaving,) = nodes(1, peers=staying.address)
     leaving.start("--leave-when-idle", "--idle-seconds", "3")
@@ -331,16 +331,14 @@ def test_heartbeats_do_not_keep_an_idle_agent_but_a_fetch_does(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_torchrun_job_introduces_the_agents_of_its_nodes(nodes: Callable[..., list[Node]]) -> None:
+def test_torchrun_job_introduces_the_agents_of_its_nodes(nodes: NodesOf) -> None:
     cluster = [node.start() for node in nodes(3, peers="torchrun")]
     until(lambda: all(node.live() == {node.address} for node in cluster), "three unconnected agents")
     launch("tests.integration.node_scenarios:meet", 3, roots=[str(node.root) for node in cluster])
     until(lambda: agree(cluster), "three connected agents")
 
 
-def test_secret_reaches_a_started_agent_and_is_not_exposed(
-    nodes: Callable[..., list[Node]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secret_reaches_a_started_agent_and_is_not_exposed(nodes: NodesOf, tmp_path: Path) -> None:
     (known,) = (node.start() for node in nodes(1))
     own = address()
     settings = Settings.load(
@@ -376,9 +374,8 @@ def output_of(process: Process) -> Json:
     return process.answer()
 
 
-def test_status_shows_members_and_survivable_losses(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
-    cluster = [node.start("--network-bytes-per-second", "25MB") for node in nodes(4, TIERCKPT_REPLICAS="2")]
-    until(lambda: agree(cluster), "four connected agents")
+def test_status_shows_members_and_survivable_losses(nodes: NodesOf, fleet: Fleet) -> None:
+    cluster = connected(nodes(4, TIERCKPT_REPLICAS="2"), "--network-bytes-per-second", "25MB")
     node, version = cluster[0], "ab" * 16
     with node.contact() as contact:
         report = {"by_source": {"peer": 3000, "shared": 1000}, "by_peer": {cluster[1].name: 3000}}
@@ -399,15 +396,14 @@ def test_status_shows_members_and_survivable_losses(nodes: Callable[..., list[No
         assert word in text
 
 
-def test_status_without_an_agent(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
+def test_status_without_an_agent(nodes: NodesOf, fleet: Fleet) -> None:
     (node,) = nodes(1)
     assert "no agent runs" in output_of(fleet.start(["status", "--peers", "--json"], node.environment()))["problem"]
 
 
 @pytest.mark.slow
-def test_rollout_is_watched_until_all_nodes_are_complete(nodes: Callable[..., list[Node]], fleet: Fleet) -> None:
-    one, other = cluster = [node.start() for node in nodes(2)]
-    until(lambda: agree(cluster), "two connected agents")
+def test_rollout_is_watched_until_all_nodes_are_complete(nodes: NodesOf, fleet: Fleet) -> None:
+    one, other = cluster = connected(nodes(2))
     frozen, data = model()
     fillings = [PartialEntry(node.root / "cache" / frozen.name, frozen, preallocate=False) for node in cluster]
     write_chunks(fillings[0], data, [0, 1, 2])
@@ -428,7 +424,7 @@ def test_rollout_is_watched_until_all_nodes_are_complete(nodes: Callable[..., li
 
 
 @pytest.mark.slow
-def test_page_shows_a_rollout_by_nodes_and_chunks_and_members(nodes: Callable[..., list[Node]]) -> None:
+def test_page_shows_a_rollout_by_nodes_and_chunks_and_members(nodes: NodesOf) -> None:
     one, other = nodes(2)
     cluster = [one.start_with_page(), other.start()]
     until(lambda: agree(cluster), "two connected agents")
@@ -451,12 +447,9 @@ def test_page_shows_a_rollout_by_nodes_and_chunks_and_members(nodes: Callable[..
 
 
 @pytest.mark.slow
-def test_watch_on_every_node_ends_when_all_nodes_are_complete(
-    nodes: Callable[..., list[Node]], fleet: Fleet, tmp_path: Path
-) -> None:
+def test_watch_on_every_node_ends_when_all_nodes_are_complete(nodes: NodesOf, fleet: Fleet, tmp_path: Path) -> None:
     """The README's commands, the same one on each node."""
-    cluster = [node.start() for node in nodes(2)]
-    until(lambda: agree(cluster), "two connected agents")
+    cluster = connected(nodes(2))
     store = tmp_path / "store"
     store.mkdir()
     (store / "model.safetensors").write_bytes(bytes(range(256)) * 4096)
@@ -470,7 +463,7 @@ def test_watch_on_every_node_ends_when_all_nodes_are_complete(
         assert (fetched / "model.safetensors").read_bytes() == (store / "model.safetensors").read_bytes()
 
 
-def test_watch_ends_with_the_error_of_the_fetch(nodes: Callable[..., list[Node]], fleet: Fleet, tmp_path: Path) -> None:
+def test_watch_ends_with_the_error_of_the_fetch(nodes: NodesOf, fleet: Fleet, tmp_path: Path) -> None:
     (node,) = [node.start() for node in nodes(1)]
     ended = fleet.start(["prefetch", f"file://{tmp_path}/none", "--watch"], node.environment()).wait(WAIT_SECONDS)
     assert ended is not None
