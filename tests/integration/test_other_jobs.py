@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Process:
     def knows(self) -> bool:
         return "another job saves there" in self.said
 
-    def kill(self) -> None:
+    def close(self) -> None:
         self._process.kill()
         self._process.wait()
 
@@ -85,8 +86,10 @@ def test_two_jobs_detect_each_other_within_one_save_and_stop_removals(
     where: str, folder: Path, request: pytest.FixtureRequest
 ) -> None:
     uri = request.getfixturevalue(f"{where}_uri")
-    one, two = Process(uri, folder / "one", 1, keep=1), Process(uri, folder / "two", 2, keep=1)
-    try:
+    with (
+        closing(Process(uri, folder / "one", 1, keep=1)) as one,
+        closing(Process(uri, folder / "two", 2, keep=1)) as two,
+    ):
         assert one.save(1) == "saved 1"
         assert two.save(2) == "saved 2"
         assert one.save(3) == "saved 3"
@@ -96,9 +99,6 @@ def test_two_jobs_detect_each_other_within_one_save_and_stop_removals(
             assert job.knows, job.said
             assert job.said.count("another job saves there") == 1, "one warning for each other job"
             assert f"process {other._process.pid}" in job.said
-    finally:
-        one.kill()
-        two.kill()
     close_all()
     for step, value in ((3, 1), (4, 2), (5, 1)):
         state: dict[str, Any] = {"w": torch.zeros(1000)}
@@ -108,15 +108,11 @@ def test_two_jobs_detect_each_other_within_one_save_and_stop_removals(
 
 @pytest.mark.slow
 def test_restarted_job_detects_no_other_job(file_uri: str, folder: Path) -> None:
-    first = Process(file_uri, folder, 1, keep=1)
-    assert first.save(1) == "saved 1"
-    first.kill()
-    again = Process(file_uri, folder, 1, keep=1)
-    try:
+    with closing(Process(file_uri, folder, 1, keep=1)) as first:
+        assert first.save(1) == "saved 1"
+    with closing(Process(file_uri, folder, 1, keep=1)) as again:
         assert [again.save(step) for step in (2, 3)] == ["saved 2", "saved 3"]
         assert not again.knows, again.said
-    finally:
-        again.kill()
     assert [path.name for path in Path(file_uri).glob("step-*") if (path / MANIFEST).exists()] == ["step-3"]
 
 
