@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import types
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,13 @@ from typing import Any
 import pytest
 
 DOWNLOAD_SECONDS = 150
+
+
+def load_plugin(group: str) -> None:
+    """Call the entry point that pyproject.toml declares for ``group``, as an engine does."""
+    pyproject = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    module, _, function = pyproject["project"]["entry-points"][group]["tierckpt"].partition(":")
+    getattr(importlib.import_module(module), function)()
 
 
 def wheel_python(name: str) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -16,12 +15,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.engine_wheels import imported, wheel_python
+from tests.engine_wheels import imported, load_plugin, wheel_python
 from tests.reads import told
 from tests.states import same
 from tierckpt.errors import ObjectNotFoundError
 
-REPOSITORY = Path(__file__).parents[2]
 REAL_MODULES = ("sglang.srt.connector", "sglang.srt.plugins", "sglang.srt.configs.load_config")
 STUBBED_VALUES = {
     "sglang.srt.utils.parse_connector_type": lambda url: url.partition("://")[0],
@@ -39,9 +37,7 @@ def sglang() -> Iterator[Any]:
         module.create_remote_connector = connector.create_remote_connector  # type: ignore[attr-defined]
         sys.modules["sglang.importer"] = module
         registry = import_module("sglang.srt.plugins.hook_registry").HookRegistry
-        declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
-        name, _, function = declared["sglang.srt.plugins"]["tierckpt"].partition(":")
-        getattr(import_module(name), function)()
+        load_plugin("sglang.srt.plugins")
         registry.apply_hooks()
         importer.connect, importer.kind = module.create_remote_connector, connector.get_connector_type
         importer.filesystem = connector.ConnectorType.FS

@@ -88,6 +88,8 @@ def verl(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNa
         adapter = import_module("tierckpt.integrations.verl")
         monkeypatch.setattr(adapter, "alive_nodes", lambda: NODES)
         monkeypatch.setattr(adapter, "on_nodes", cluster.on_nodes)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+        monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
         build = import_module("verl.trainer.ppo.checkpoint_callback").build_checkpoint_callback
         trainer = import_module("verl.trainer.ppo.v1.trainer_base").PPOTrainer
         yield SimpleNamespace(adapter=adapter, build=build, trainer=trainer)
@@ -160,11 +162,7 @@ def test_directory_shared_by_all_nodes_is_adopted_once(
     assert not list((tmp_path / "node-b/local").glob("journal/*"))
 
 
-def test_sft_handler_saves_prunes_and_resumes(
-    verl: SimpleNamespace, s3_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+def test_sft_handler_saves_prunes_and_resumes(verl: SimpleNamespace, s3_uri: str, tmp_path: Path) -> None:
     loaded: list[str] = []
     engine = SimpleNamespace(
         is_mp_src_rank_with_outputs=lambda: True,
@@ -199,8 +197,6 @@ def test_step_rewritten_in_place_leaves_the_adopted_copy(
 ) -> None:
     """A run returns to an earlier step and is killed while writing it."""
     monkeypatch.setenv("TIERCKPT_DRAIN", "false")
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
     out, weights, uri = tmp_path / "out", ["first"], f"{s3_uri}/run"
 
     def save(local_path: str, **_: Any) -> None:

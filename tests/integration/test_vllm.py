@@ -6,10 +6,8 @@ import inspect
 import json
 import os
 import re
-import subprocess
-import sys
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +18,14 @@ import torch
 from safetensors.torch import save_file
 
 import tierckpt
-from tests.engine_wheels import imported, wheel_python
+from tests.command_line import python
+from tests.engine_wheels import imported, load_plugin, wheel_python
 from tests.reads import asked
 from tests.servers.origin import Origin
 from tests.services import S3Server
 from tests.states import same
 from tierckpt.errors import ConfigError, ObjectNotFoundError
 
-REPOSITORY = Path(__file__).parents[2]
 REAL_MODULES = (
     "vllm.model_executor.model_loader", "vllm.model_executor.parameter", "vllm.config.load", "vllm.config.utils",
 )  # fmt: skip
@@ -75,10 +73,8 @@ class VLLM:
         self.current: Any = None
         config = import_module("vllm.config")
         config.get_current_vllm_config = config.get_current_vllm_config_or_none = lambda: self.current
-        declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"]
-        module, _, function = declared["vllm.general_plugins"]["tierckpt"].partition(":")
         for _ in range(2):  # vLLM may call a plugin again in the same process
-            getattr(import_module(module), function)()
+            load_plugin("vllm.general_plugins")
 
     def loader(self, model: str | Path, load_format: str = "tierckpt", **extra: Any) -> tuple[Any, Any]:
         """Return a loader and model configuration as an engine serving ``model`` builds them."""
@@ -452,14 +448,10 @@ def test_the_ranks_of_a_node_read_each_byte_once(place: str, tmp_path: Path) -> 
     where = str(path) if place == "disk" else "s3://bucket/model.safetensors"
     arguments = [str(tmp_path / "store"), where, str(tmp_path / "root")]
     with Origin.running(tmp_path / "origin") as origin:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, str(rank), *arguments],
-                stdout=subprocess.PIPE, text=True, env={**os.environ, **origin.environment()},
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        outputs = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+        env = {**os.environ, **origin.environment()}
+        with ThreadPoolExecutor() as pool:
+            ranks = pool.map(lambda rank: python(RANK, rank, *arguments, env=env, check=True), range(2))
+        outputs = [rank.stdout.split() for rank in ranks]
         sent_bytes = origin.sent_bytes()
     read_bytes, size_bytes = (sum(int(words[column]) for words in outputs) for column in (0, 1))
     assert size_bytes == 32 << 20
@@ -478,7 +470,7 @@ def test_invalid_option_is_refused_before_loading(extra: dict[str, Any], vllm: V
         vllm.loader("model", **extra)
 
 
-def test_torchao_weights_at_a_uri_are_refused_with_the_form_that_works(vllm: VLLM, tmp_path: Path) -> None:
+def test_torchao_weights_at_a_uri_are_refused_with_the_form_that_works(vllm: VLLM) -> None:
     loader, model_config = vllm.loader("meta/llama", uri="s3://models/llama")
     loader.load_config.safetensors_load_strategy = "torchao"
     with pytest.raises(ConfigError) as error:
