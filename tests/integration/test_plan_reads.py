@@ -18,7 +18,7 @@ from xxhash import xxh3_128
 
 import tierckpt
 from tests.reads import PartPlanner, asked, part, read_parts, told
-from tests.states import flip, raises_ours, save, save_drained
+from tests.states import flip, load, raises_ours, same, save, save_drained
 from tierckpt.client import close_all
 from tierckpt.dcp import reader as readers
 from tierckpt.errors import IntegrityError
@@ -73,9 +73,7 @@ def test_columns_are_read_by_rows(matrix: tuple[str, torch.Tensor], target: torc
 def test_items_of_stock_dcp_are_read_without_parsing(file_uri: str, parsed: list[str]) -> None:
     state = {"w": torch.randn(100, 10), "b": torch.randn(7).bfloat16(), "n": torch.tensor(3), "e": torch.empty(0, 4)}
     dcp.save(state, storage_writer=FileSystemWriter(f"{file_uri}/stock"), no_dist=True)
-    loaded = {name: torch.ones_like(value) for name, value in state.items()}
-    load_into(f"{file_uri}/stock", loaded)
-    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    assert same(load(f"{file_uri}/stock", state), state)
     assert parsed == []
 
 
@@ -107,9 +105,7 @@ def load_into(uri: str, into: dict[str, Any], **planner: Any) -> None:
 def test_adjacent_small_tensors_are_one_read(file_uri: str, pieces: list[Piece], parsed: list[str]) -> None:
     state = small_tensors(1000)
     save(f"{file_uri}/step-1", state)
-    loaded = {name: torch.ones_like(value) for name, value in state.items()}
-    load_into(f"{file_uri}/step-1", loaded)
-    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    assert same(load(f"{file_uri}/step-1", state), state)
     filled = [piece for piece in pieces if not piece.is_unverified]
     assert len(filled) == 1
     assert parsed == []
@@ -118,9 +114,8 @@ def test_adjacent_small_tensors_are_one_read(file_uri: str, pieces: list[Piece],
 def test_unrequested_small_tensors_are_not_read(file_uri: str, pieces: list[Piece]) -> None:
     state = {f"t.{n}": torch.full((2048,), n) for n in range(100)}
     save(f"{file_uri}/step-1", state)
-    loaded = {name: torch.zeros_like(value) for name, value in list(state.items())[:50:10]}
-    load_into(f"{file_uri}/step-1", loaded)
-    assert all(torch.equal(value, state[name]) for name, value in loaded.items())
+    some = dict([*state.items()][:50:10])
+    assert same(load(f"{file_uri}/step-1", some), some)
     assert len(pieces) == 5
 
 
@@ -241,8 +236,7 @@ def is_right(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor], fir
     return all(torch.equal(value, state[name][first : first + len(value)]) for name, value in found.items())
 
 
-def lose_local(uri: str) -> None:
-    """Remove the node's local copy."""
+def lose_local() -> None:
     close_all()
     shutil.rmtree(Path(os.environ["TIERCKPT_LOCAL_ROOT"]))
 
@@ -251,42 +245,33 @@ def local(uri: str) -> Path:
     return local_dir(Path(os.environ["TIERCKPT_LOCAL_ROOT"]), parse_uri(uri))
 
 
-@pytest.mark.parametrize("place", ["ssd", "mount"])
+@pytest.mark.parametrize("place", ["ssd", "mount", "s3"])
 def test_bytes_read_for_a_shard(
-    place: str, file_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    place: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    uri = f"{file_uri}/step-1"
+    uri = f"{request.getfixturevalue('s3_uri' if place == 's3' else 'file_uri')}/step-1"
+    tier, counter = "local" if place == "ssd" else "shared", "stores" if place == "s3" else "files"
     save_drained(uri, state)
-    if place == "mount":
-        lose_local(uri)
+    if place != "ssd":
+        lose_local()
     with told() as read, asked(monkeypatch) as got:
         assert is_right(read_rows(uri), state)
-    assert NEEDED <= got["files"] <= 1.1 * NEEDED
-    tier = "local" if place == "ssd" else "shared"
+    assert NEEDED <= got[counter] <= 1.1 * NEEDED
     assert NEEDED <= read[tier] <= 1.1 * NEEDED
-    assert read.total() == read[tier]
-    assert abs(got["files"] - read.total()) < 100_000  # small metadata reads are not in the telemetry
-    assert list(local(uri).glob("*.distcp")) == [] or place == "ssd"
-
-
-def test_requests_for_a_shard(s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    uri = f"{s3_uri}/step-1"
-    save_drained(uri, state)
-    lose_local(uri)
-    with told() as read, asked(monkeypatch) as got:
-        assert is_right(read_rows(uri), state)
-    assert NEEDED <= got["stores"] <= 1.1 * NEEDED
-    assert NEEDED <= read["shared"] <= 1.1 * NEEDED
-    chunks = len(NAMES) * (COUNT * ROW_BYTES // (8 * MiB) + 1)
-    assert got["requests"] <= chunks + len(NAMES) + 3  # plus heads, block digests and metadata
-    assert not list(local(uri).glob("*.distcp"))
+    if place == "s3":
+        chunks = len(NAMES) * (COUNT * ROW_BYTES // (8 * MiB) + 1)
+        assert got["requests"] <= chunks + len(NAMES) + 3  # plus heads, block digests and metadata
+    else:
+        assert read.total() == read[tier]
+        assert abs(got["files"] - read.total()) < 100_000  # small metadata reads are not in the telemetry
+    assert place == "ssd" or not list(local(uri).glob("*.distcp"))
 
 
 @pytest.mark.slow
 def test_whole_file_is_cached(s3_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     uri = f"{s3_uri}/step-1"
     save_drained(uri, state)
-    lose_local(uri)
+    lose_local()
     with asked(monkeypatch) as got:
         assert is_right(read_rows(uri, 2, 16), state, 2)
     assert got["stores"] > 0.99 * len(NAMES) * STATE_ROWS * ROW_BYTES
@@ -321,10 +306,7 @@ def test_manifests_without_block_digests_load(file_uri: str, state: dict[str, to
         file["digests"] = [xxh3_128(content[at : at + chunk]).hexdigest() for at in range(0, len(content), chunk)]
     (directory / MANIFEST).write_bytes(manifests.seal(body))
     assert is_right(read_rows(uri), state)
-    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
-    with raises_ours():
-        dcp.load(loaded, storage_reader=tierckpt.TierStorageReader(uri), no_dist=True)
-    assert is_right(loaded, state, 0)
+    assert same(load(uri, state), state)
 
 
 def test_parts_of_stock_files(file_uri: str, state: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
