@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import tierckpt
+from tests.command_line import CommandLine
+from tests.files import tmpfs
 from tests.fuse_mount import mounted
 from tests.integration.test_http_servers import CHUNK, Server, bucket, fetch, served
 from tests.integration.test_hugging_face import REPO, hub
 from tests.reads import told
 from tests.servers.hub import FakeHub, Repository
-from tests.services import S3Server
 from tests.states import flip, save_drained
 from tierckpt.cache import reuse
-from tierckpt.cli.ui.app import run
 from tierckpt.client import close_all
 from tierckpt.disk.durable import hard_link
 from tierckpt.loading.cached_view import open_cached
@@ -70,41 +70,31 @@ def source(
         yield f"hf://{REPO}", write, lambda: fake.sent.total()
 
 
-def prefetched(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    capsys.readouterr()
-    code, captured = run(["prefetch", *map(str, arguments), "--json"]), capsys.readouterr()
-    assert code == 0, captured.err
-    document: dict[str, Any] = json.loads(captured.out)
-    return document
-
-
 def holds(directory: Path, files: dict[str, bytes]) -> bool:
     return all((directory / name).read_bytes() == data for name, data in files.items())
 
 
 def test_cached_model_is_copied_without_store_reads(
-    source: tuple[str, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    source: tuple[str, Any, Any], tmp_path: Path, cli: CommandLine
 ) -> None:
     uri, _, count = source
-    cached = Path(prefetched(capsys, uri)["directory"])
+    cached = Path(cli.answer("prefetch", uri)["directory"])
     before = count()
-    plan = prefetched(capsys, uri, "--to", tmp_path / "to", "--dry-run")
+    plan = cli.answer("prefetch", uri, "--to", tmp_path / "to", "--dry-run")
     assert (plan["would_fetch_bytes"], plan["would_copy_bytes"], plan["would_fetch"]) == (0, TOTAL, [])
-    document = prefetched(capsys, uri, "--to", tmp_path / "to")
+    document = cli.answer("prefetch", uri, "--to", tmp_path / "to")
     assert count() == before
     assert document["bytes_by_source"] == {"here": 0, "cache": TOTAL, "peer": 0, "shared": 0, "other_processes": 0}
     assert holds(tmp_path / "to", FILES)
-    assert run(["cache", "check", uri, "--to", str(tmp_path / "to"), "--read-data"]) == 0
+    assert cli("cache", "check", uri, "--to", tmp_path / "to", "--read-data").code == 0
     (tmp_path / "to" / FIRST).write_bytes(b"mine")  # as a user's program writing in place
     assert holds(cached, FILES)
-    capsys.readouterr()
-    assert run(["prefetch", uri, "--to", str(tmp_path / "other")]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(cli.text("prefetch", uri, "--to", tmp_path / "other").out.split())
     assert re.search(r"0 B from the store, [\d.]+ KiB from the node cache", shown), shown
 
 
 def test_control_linked_cache_is_detected(
-    monkeypatch: pytest.MonkeyPatch, bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, bucket: Server, tmp_path: Path, cli: CommandLine
 ) -> None:
     """Seeded bug: the directory shares its inodes with the cache."""
 
@@ -122,23 +112,21 @@ def test_control_linked_cache_is_detected(
     bucket.files = dict(FILES)
     with pytest.raises(AssertionError, match="holds"):
         test_cached_model_is_copied_without_store_reads(
-            (bucket.uri, None, lambda: sum(bucket.sent.values())), tmp_path, capsys
+            (bucket.uri, None, lambda: sum(bucket.sent.values())), tmp_path, cli
         )
 
 
 @pytest.mark.parametrize("where", ["a whole entry", "a partial entry"])
-def test_rest_of_a_partly_cached_model_is_fetched(
-    where: str, bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rest_of_a_partly_cached_model_is_fetched(where: str, bucket: Server, tmp_path: Path, cli: CommandLine) -> None:
     bucket.files = dict(FILES)
     names = [name for name in bucket.files if "-0." in name or "-1." in name]
     if where == "a whole entry":
-        prefetched(capsys, bucket.uri, "--include", "*-0.*", "--include", "*-1.*")
+        cli.answer("prefetch", bucket.uri, "--include", "*-0.*", "--include", "*-1.*")
     else:
         with open_cached(bucket.uri) as view:
             assert all(bytes(view.read(name)) == bucket.files[name] for name in names)
     bucket.sent.clear()
-    document = prefetched(capsys, bucket.uri, "--to", tmp_path / "to")
+    document = cli.answer("prefetch", bucket.uri, "--to", tmp_path / "to")
     assert holds(tmp_path / "to", bucket.files)
     assert document["bytes_by_source"]["cache"] == sum(len(bucket.files[name]) for name in names)
     assert bucket.sent.keys() == bucket.files.keys() - {*names}
@@ -146,14 +134,10 @@ def test_rest_of_a_partly_cached_model_is_fetched(
 
 @pytest.mark.parametrize("fault", ["bit flip", "cut off", "gone", "a link to another"])
 def test_chunks_damaged_in_the_cache_are_fetched(
-    fault: str,
-    source: tuple[str, Any, Any],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    fault: str, source: tuple[str, Any, Any], tmp_path: Path, cli: CommandLine, caplog: pytest.LogCaptureFixture
 ) -> None:
     uri, _, count = source
-    path = Path(prefetched(capsys, uri)["directory"]) / FIRST
+    path = Path(cli.answer("prefetch", uri)["directory"]) / FIRST
     status = path.stat()
     if fault == "bit flip":
         flip(path, CHUNK + 3)
@@ -165,7 +149,7 @@ def test_chunks_damaged_in_the_cache_are_fetched(
         if fault == "a link to another":
             path.symlink_to(path.with_name("model-1.safetensors"))
     before = count()
-    document = prefetched(capsys, uri, "--to", tmp_path / "to")
+    document = cli.answer("prefetch", uri, "--to", tmp_path / "to")
     assert holds(tmp_path / "to", FILES)
     assert 0 < count() - before <= len(FILES[FIRST])
     assert document["bytes_by_source"]["cache"] == TOTAL - document["fetched_bytes"] >= TOTAL - len(FILES[FIRST])
@@ -175,108 +159,93 @@ def test_chunks_damaged_in_the_cache_are_fetched(
 
 
 def test_control_unverified_copies_are_detected(
-    monkeypatch: pytest.MonkeyPatch,
-    bucket: Server,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, bucket: Server, tmp_path: Path, cli: CommandLine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Seeded bug: chunks are not compared with their digests."""
     monkeypatch.setattr(reuse, "same_digest", lambda *_: True)
     bucket.files = dict(FILES)
     with pytest.raises(AssertionError, match="holds"):
         test_chunks_damaged_in_the_cache_are_fetched(
-            "bit flip", (bucket.uri, None, lambda: sum(bucket.sent.values())), tmp_path, capsys, caplog
+            "bit flip", (bucket.uri, None, lambda: sum(bucket.sent.values())), tmp_path, cli, caplog
         )
 
 
-def test_files_changed_in_the_store_are_fetched(
-    source: tuple[str, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_changed_in_the_store_are_fetched(source: tuple[str, Any, Any], tmp_path: Path, cli: CommandLine) -> None:
     uri, write, count = source
-    prefetched(capsys, uri)
+    cli.answer("prefetch", uri)
     changed = bytes(len(FILES[FIRST]))
     write(FIRST, changed)
     before = count()
-    document = prefetched(capsys, uri, "--to", tmp_path / "to")
+    document = cli.answer("prefetch", uri, "--to", tmp_path / "to")
     assert holds(tmp_path / "to", FILES | {FIRST: changed})
     assert count() - before == document["fetched_bytes"] == len(changed)
 
 
 def test_chunks_of_another_size_are_copied(
-    bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bucket: Server, tmp_path: Path, cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.files = dict(FILES)
-    prefetched(capsys, bucket.uri)
+    cli.answer("prefetch", bucket.uri)
     monkeypatch.setenv("TIERCKPT_CHUNK_SIZE_BYTES", str(2 * CHUNK))
-    assert prefetched(capsys, bucket.uri, "--to", tmp_path / "to")["bytes_by_source"]["cache"] == TOTAL
+    assert cli.answer("prefetch", bucket.uri, "--to", tmp_path / "to")["bytes_by_source"]["cache"] == TOTAL
 
 
-def test_a_hugging_face_cache_is_filled_from_the_node_cache(
-    hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hugging_face_cache_is_filled_from_the_node_cache(hub: FakeHub, tmp_path: Path, cli: CommandLine) -> None:
     hub.repositories[REPO] = Repository()
     hub.repositories[REPO].commit(dict(FILES))
-    prefetched(capsys, f"hf://{REPO}")
+    cli.answer("prefetch", f"hf://{REPO}")
     before = hub.sent.total()
-    document = prefetched(capsys, f"hf://{REPO}", "--hf-cache", "--to", tmp_path / "hub")
+    document = cli.answer("prefetch", f"hf://{REPO}", "--hf-cache", "--to", tmp_path / "hub")
     assert holds(Path(document["directory"]), FILES)
     assert (hub.sent.total(), document["bytes_by_source"]["cache"]) == (before, TOTAL)
 
 
-def test_a_checkpoint_on_the_local_tier_is_copied(
-    moto: S3Server, s3_uri: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_on_the_local_tier_is_copied(s3_uri: str, tmp_path: Path, cli: CommandLine) -> None:
     save_drained(f"{s3_uri}/step-1", {"w": torch.arange(1 << 16)})
     close_all()
-    document = prefetched(capsys, f"{s3_uri}/step-1", "--to", tmp_path / "to")
+    document = cli.answer("prefetch", f"{s3_uri}/step-1", "--to", tmp_path / "to")
     assert document["bytes_by_source"]["cache"] == document["size_bytes"] > document["fetched_bytes"] == 0
-    assert run(["cache", "check", f"{s3_uri}/step-1", "--to", str(tmp_path / "to"), "--read-data"]) == 0
+    assert cli("cache", "check", f"{s3_uri}/step-1", "--to", tmp_path / "to", "--read-data").code == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_directory_on_another_file_system_gets_a_copy(bucket: Server, tmp_path: Path, cli: CommandLine) -> None:
+    with tmpfs(tmp_path / "mount", "size=16m") as mount:
+        bucket.files = dict(FILES)
+        cli.answer("prefetch", bucket.uri)
+        bucket.sent.clear()
+        cli.answer("prefetch", bucket.uri, "--to", mount / "to")
+        assert holds(mount / "to", FILES) and not bucket.sent
 
 
 @contextmanager
-def other_file_system(kind: str, folder: Path) -> Iterator[Path]:
-    """Mount a separate file system of this kind, or skip the test."""
-    image, mount = folder / f"{kind}.img", folder / kind
+def xfs(folder: Path) -> Iterator[Path]:
+    """Mount an image of XFS, or skip the test."""
+    image, mount = folder / "xfs.img", folder / "xfs"
     mount.mkdir()
-    if kind == "tmpfs":
-        make, options = ["true"], ["-t", "tmpfs", "tmpfs"]
-    else:
-        image.touch()
-        os.truncate(image, 400 << 20)
-        make, options = [f"mkfs.{kind}", "-q", str(image)], ["-o", "loop", str(image)]
+    image.touch()
+    os.truncate(image, 400 << 20)
     try:
-        subprocess.run(make, check=True, capture_output=True)
-        subprocess.run(["mount", *options, str(mount)], check=True, capture_output=True)
+        for command in (["mkfs.xfs", "-q", image], ["mount", "-o", "loop", image, mount]):
+            subprocess.run(command, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no {kind} to mount: {error}")
+        pytest.skip(f"no xfs to mount: {error}")
     try:
         yield mount
     finally:
         close_all()
-        subprocess.run(["umount", str(mount)], check=True)
-
-
-def test_a_directory_on_another_file_system_gets_a_copy(
-    bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with other_file_system("tmpfs", tmp_path) as mount:
-        bucket.files = dict(FILES)
-        prefetched(capsys, bucket.uri)
-        bucket.sent.clear()
-        prefetched(capsys, bucket.uri, "--to", mount / "to")
-        assert holds(mount / "to", FILES) and not bucket.sent
+        subprocess.run(["umount", mount], check=True)
 
 
 @pytest.mark.slow
-def test_reflink_copy_needs_no_space(bucket: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with other_file_system("xfs", tmp_path) as mount:
+def test_reflink_copy_needs_no_space(bucket: Server, tmp_path: Path, cli: CommandLine) -> None:
+    with xfs(tmp_path) as mount:
         bucket.files = {name: data * 100 for name, data in MODEL.items()}
         root = ("--local-root", mount / "root")
-        cached = Path(prefetched(capsys, bucket.uri, *root)["directory"])
+        cached = Path(cli.answer("prefetch", bucket.uri, *root)["directory"])
         os.sync()
         before = os.statvfs(mount).f_bfree * 4096
-        prefetched(capsys, bucket.uri, "--to", mount / "to", *root)
+        cli.answer("prefetch", bucket.uri, "--to", mount / "to", *root)
         os.sync()
         size_bytes = sum(map(len, bucket.files.values()))
         assert before - os.statvfs(mount).f_bfree * 4096 < size_bytes / 10
@@ -310,6 +279,14 @@ def reset_requests(model: Server) -> None:
     model.sent.clear()
 
 
+def updated(model: Server, to: Path) -> Counter[str]:
+    """Change a shard and prefetch again. Returns the bytes sent of each file."""
+    model.files[SHARDS[3]] = shard(99)
+    reset_requests(model)
+    assert fetch(model, to) == model.files
+    return model.sent
+
+
 @pytest.mark.parametrize("into", ["cache", "directory"])
 def test_an_unchanged_model_costs_one_listing(into: str, model: Server, tmp_path: Path) -> None:
     for _ in range(2):
@@ -340,10 +317,7 @@ def test_an_update_fetches_the_shard_that_changed(into: str, model: Server, tmp_
 def test_files_are_copied_without_hard_links(model: Server, tmp_path: Path) -> None:
     with mounted(tmp_path, no=("link", "symlink")) as mount:
         fetch(model, mount.path / "to")
-        model.files[SHARDS[3]] = shard(99)
-        reset_requests(model)
-        assert fetch(model, mount.path / "to") == model.files
-    assert sum(model.sent.values()) <= 1.05 * len(shard(99))
+        assert updated(model, mount.path / "to").total() <= 1.05 * len(shard(99))
 
 
 @pytest.mark.parametrize("what", ["another size", "written since", "no receipt", "a link"])
@@ -359,16 +333,10 @@ def test_file_that_may_have_changed_is_fetched(what: str, model: Server, tmp_pat
     else:
         path.unlink()
         path.symlink_to(tmp_path / "to" / SHARDS[6])
-    model.files[SHARDS[3]] = shard(99)
-    reset_requests(model)
-    assert fetch(model, tmp_path / "to") == model.files
-    assert {SHARDS[3], SHARDS[5]} <= model.sent.keys()
+    assert {SHARDS[3], SHARDS[5]} <= updated(model, tmp_path / "to").keys()
 
 
 def test_weak_etags_do_not_identify_bytes(model: Server, tmp_path: Path) -> None:
     model.etags = "weak"
     fetch(model, tmp_path / "to")
-    model.files[SHARDS[3]] = shard(99)
-    reset_requests(model)
-    assert fetch(model, tmp_path / "to") == model.files
-    assert sum(model.sent.values()) >= 29 * len(shard(0))
+    assert updated(model, tmp_path / "to").total() >= 29 * len(shard(0))
