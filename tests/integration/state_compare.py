@@ -173,8 +173,7 @@ def same_state(left: Mapping[str, Any], right: Mapping[str, Any], where: str) ->
 
 def check(shape: Shape, uri: str) -> None:
     """Run one row. Raises AssertionError if tierckpt differs from ``torch.save`` and ``load_state_dict``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         _check(shape, uri)
 
 

@@ -162,15 +162,6 @@ class Renaming(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class OldName(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.proj(x)
-
-
 class Versioned(nn.Module):
     """Converts the negated weights of its version 1, as BatchNorm checks the version of its state."""
 
@@ -317,28 +308,11 @@ class ListsAndDicts(nn.Module):
         return x * self.list[0] + self.list[1] + self.dict["a"] * self.dict["b-c"]
 
 
-class Inner(nn.Module):
-    """Children with the names that wrappers use."""
+class WithExtra(nn.Linear):
+    """The keys of a linear layer, plus extra state."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.Linear(4, 4)
-        self._orig_mod = nn.Sequential(nn.Linear(4, 4))
-        self._fsdp_wrapped_module = nn.Linear(4, 4)
+    def get_extra_state(self) -> Any:
+        return {"a": 1}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._fsdp_wrapped_module(self._orig_mod(self.module(x)))
-
-
-def with_extra(module: nn.Module) -> nn.Module:
-    """Wrap a linear layer: the layer's keys, plus extra state."""
-
-    class WithExtra(type(module)):  # type: ignore[misc]
-        def get_extra_state(self) -> Any:
-            return {"a": 1}
-
-        def set_extra_state(self, state: Any) -> None:
-            assert state == {"a": 1}
-
-    module.__class__ = WithExtra
-    return module
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"a": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -258,11 +259,7 @@ def _agreed(compare: Callable[[], None]) -> str:
     return next((one for one in others if one != "equal"), "equal")
 
 
-class _quiet(warnings.catch_warnings):
-    def __enter__(self) -> Any:
-        found = super().__enter__()
-        warnings.simplefilter("ignore")
-        return found
+_quiet = functools.partial(warnings.catch_warnings, action="ignore")
 
 
 # --- jobs that do not fit ---------------------------------------------------------------------------------------------

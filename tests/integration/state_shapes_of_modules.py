@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,7 @@ def sequential(*parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 LINEAR = functools.partial(nn.Linear, 4, 4)
 NORM = functools.partial(nn.BatchNorm1d, 4)
+WITH_EXTRA = functools.partial(modules.WithExtra, 4, 4)
 BUFFERS = dict.fromkeys(modules.BUFFERS, "same") | {
     "expanded": "error",
     "sparse": "same or refused",
@@ -81,6 +83,16 @@ def compiled_in_place() -> nn.Module:
 def twice() -> nn.Module:
     layer = LINEAR()
     return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+def old_name() -> nn.Module:
+    """As ``modules.Renaming``, before its layer got a new name."""
+    return nn.Sequential(OrderedDict(proj=LINEAR()))
+
+
+def inner() -> nn.Module:
+    """Children with the names that wrappers use."""
+    return nn.Sequential(OrderedDict(module=LINEAR(), _orig_mod=nn.Sequential(LINEAR()), _fsdp_wrapped_module=LINEAR()))
 
 
 def ddp(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -167,8 +179,8 @@ def module_shapes() -> list[Shape]:
         Shape("orthogonal", module(sequential(lambda: parametrizations.orthogonal(LINEAR()), LINEAR))),
         Shape("state dict hooks", module(modules.Mixed)),
         Shape("hooks of the optimizer", hooked(optimized(ADAMW))),
-        Shape("a module that renames its keys, no optimizer", bare(modules.OldName), bare(modules.Renaming)),
-        Shape("a module that renames its keys", module(modules.OldName), module(modules.Renaming)),
+        Shape("a module that renames its keys, no optimizer", bare(old_name), bare(modules.Renaming)),
+        Shape("a module that renames its keys", module(old_name), module(modules.Renaming)),
         Shape("a module that looks at its version", module(sequential(LINEAR, modules.Versioned))),
         Shape("a buffer that the module resizes", module(sequential(LINEAR, modules.Queue))),
         Shape("a module that saves a part of itself", module(modules.Adapter)),
@@ -185,7 +197,7 @@ def module_shapes() -> list[Shape]:
         in_group("DDP into a plain module", module(ddp(TWO)), module(TWO), translate=_strip("module.")),
         in_group("a plain module into DDP", module(TWO), module(ddp(TWO)), translate=_add("module.")),
         in_group("DDP of a compiled module", module(ddp(compiled(TWO)))),
-        Shape("a plain module whose child is called module", module(modules.Inner)),
+        Shape("a plain module whose child is called module", module(inner)),
         Shape("AveragedModel", averaged),
         in_group("ZeroRedundancyOptimizer, whole", zero_redundancy, before=consolidate, expect="same or refused"),
         Shape("convolutions and linear layers", module(CONV)),
@@ -251,8 +263,8 @@ MISMATCHES: dict[str, tuple[Callable[[int], Job], Callable[[int], Job]]] = {
     "without biases": (bare(TWO), bare(functools.partial(mlp, 1, bias=False))),
     "a convolution where a linear layer was": (module(sequential(nn.Flatten, LINEAR)), module(CONV)),
     "a 0-dim parameter into one of one element": (NO_DIMENSION, ONE_ELEMENT),
-    "without extra state": (bare(LINEAR), bare(lambda: modules.with_extra(LINEAR()))),
-    "extra state that the model has not": (bare(lambda: modules.with_extra(LINEAR())), bare(LINEAR)),
+    "without extra state": (bare(LINEAR), bare(WITH_EXTRA)),
+    "extra state that the model has not": (bare(WITH_EXTRA), bare(LINEAR)),
 }
 """A saved job, and another one into which it cannot be loaded."""
 

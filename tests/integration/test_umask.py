@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import tierckpt
+from tests.integration.test_cli import tierckpt_
 from tests.users import as_user
 from tierckpt.client import close_all, get_client
 from tierckpt.config import Settings
@@ -88,8 +87,7 @@ def test_users_of_a_group_share_a_run(shared_tmp: Path, tmp_path: Path) -> None:
             save(team / "run", root, range(first, first + 2))
 
         assert not as_user(user, work, groups=[TEAM], umask=0o007)
-    prune = ["prune", str(team / "run"), "--keep-last", "1", "--tier", "shared", "--yes"]
-    subprocess.run([sys.executable, "-m", "tierckpt", *prune], check=True, capture_output=True)
+    assert tierckpt_("prune", team / "run", "--keep-last", 1, "--tier", "shared", "--yes").code == 0
     assert not unlike_new(team, 0o007)
 
 
