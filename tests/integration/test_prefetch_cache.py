@@ -160,7 +160,7 @@ def test_check_finds_missing_files_and_read_data_damaged_ones(cli: CommandLine, 
 
 @pytest.mark.slow
 def test_evict_keeps_pins_and_lists_evicted_and_kept(
-    cli: CommandLine, bucket: Bucket, local_root: Path, monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.put("run/other/weights.bin", os.urandom(8 * CHUNK))
     directory = cli("prefetch", MODEL, "--pin").document["directory"]

@@ -586,8 +586,8 @@ def test_pruning_survives_agent_kills(s3_uri: str, local_root: Path) -> None:
         for _ in Poll(SECONDS):
             if has_due(local_root) or not Journal(local_root).entries():
                 break
-        if pid := _agent_of(local_root):
-            os.kill(pid, signal.SIGKILL)
+        if pid := (local_root / "agent" / "agent.lock").read_text().strip():
+            os.kill(int(pid), signal.SIGKILL)
         agent = [sys.executable, "-m", "tierckpt", "agent"]
         process = subprocess.Popen(agent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if kill == 5:
@@ -597,11 +597,6 @@ def test_pruning_survives_agent_kills(s3_uri: str, local_root: Path) -> None:
     process.terminate()
     process.wait(SECONDS)
     assert on_local(s3_uri) == on_shared(s3_uri) == [11, 12]
-
-
-def _agent_of(local_root: Path) -> int | None:
-    text = (local_root / "agent" / "agent.lock").read_text().strip()
-    return int(text) if text else None
 
 
 def drain_by_command(local_root: Path) -> None:

@@ -151,7 +151,6 @@ def test_full_ssd_takes_no_copies_and_keeps_its_own_checkpoints(fleet: Fleet, tm
 
 @pytest.mark.slow
 def test_damaged_peer_copy_is_never_returned(fleet: Fleet, tmp_path: Path) -> None:
-    """The only peer copy is damaged: the load fails with a clear error and returns no wrong byte."""
     uri = str(tmp_path / "shared" / "run" / "step-1")
     with cluster(fleet, tmp_path, 2, replicas=2, drain=False) as nodes:
         save(uri, small_state(1), settings=nodes[0].settings)

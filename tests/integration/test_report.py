@@ -79,7 +79,12 @@ def test_report_of_a_killed_run_accounts_for_its_time(
     assert found["ettr"] == pytest.approx(found["kept_seconds"] / found["wall_seconds"])
     assert found["ettr"] < found["goodput"] < 1
     assert [start["end"] for start in found["starts"]] == ["", "closed"]
-    check_text_timeline_and_picture(cli, file_uri, tmp_path / "run.svg")
+    shown = cli.text("report", file_uri, "--plot", tmp_path / "run.svg").out
+    for words in ("ETTR", "lost by a failure", "training, lost by a failure", "where the time went"):
+        assert words in shown
+    bar = next(line for line in shown.splitlines() if line.startswith(("█", "·", "▸", "◦")))
+    assert len(bar.rstrip()) <= 80 and "█" in bar
+    assert tree.parse(tmp_path / "run.svg").getroot().tag.endswith("svg")
     shutil.rmtree(local_root)  # lose the node: the records are also next to the checkpoints
     after = cli.answer("report", file_uri)
     assert len(after["starts"]) == 2
@@ -135,16 +140,6 @@ def test_loop_that_only_calls_save_loses_no_steps(file_uri: str, cli: CommandLin
         assert row[2:5] == ["10", "of", "10"] and row[-2:] == ["0", "-"]
         values = [tiers[tier][f"{what}_seconds"] for what in ("median", "p90", "maximum")]
         assert row[5:-2] == [word for value in values for word in output.short(value).split()]
-
-
-def check_text_timeline_and_picture(cli: CommandLine, uri: str, picture: Path) -> None:
-    shown = cli.text("report", uri, "--plot", picture).out
-    for words in ("ETTR", "lost by a failure", "training, lost by a failure", "where the time went"):
-        assert words in shown
-    bar = next(line for line in shown.splitlines() if line.startswith(("█", "·", "▸", "◦")))
-    assert len(bar.rstrip()) <= 80
-    assert "█" in bar
-    assert tree.parse(picture).getroot().tag.endswith("svg")
 
 
 def test_run_without_records_prints_one_sentence(file_uri: str, cli: CommandLine) -> None:
@@ -234,15 +229,13 @@ OUTAGE_SECONDS = 6.0
 
 TRAINER = """
 import json, os, sys, time, torch, tierckpt
-uri, steps, waited, ends = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "waits", sys.argv[4]
+uri, steps, waited = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "waits"
 checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=60)
 for step in steps:
     print(json.dumps([step, time.time()]), flush=True)
     checkpointer.save(step, {"w": torch.ones(1000)}).result(60)
 if waited:
     checkpointer.wait("shared", 60)
-if ends == "close":
-    checkpointer.close()
 os.kill(os.getpid(), 9)
 """
 
@@ -258,10 +251,10 @@ tierckpt.Checkpointer(sys.argv[1]).save(1, {"w": torch.ones(1000)}).result(60)
 """
 
 
-def train(uri: str, steps: list[int], endpoint: str, *, waits: bool, ends: str = "kill") -> dict[int, float]:
+def train(uri: str, steps: list[int], endpoint: str, *, waits: bool) -> dict[int, float]:
     """Save ``steps`` in a process that is then killed. Returns the time of each ``save`` call."""
     environment = os.environ | {"AWS_ENDPOINT_URL": endpoint, "TIERCKPT_MOVER": "agent"}
-    done = python(TRAINER, uri, json.dumps(steps), "waits" if waits else "", ends, env=environment)
+    done = python(TRAINER, uri, json.dumps(steps), "waits" if waits else "", env=environment)
     assert done.returncode == -9, done.stderr[-3000:]
     return dict(json.loads(line) for line in done.stdout.splitlines())
 

@@ -126,7 +126,7 @@ def test_store_failure_is_shown_everywhere(
 
 
 @pytest.mark.slow
-def test_evicted_drained_step_is_still_the_safe_step(moto: S3Server, s3_uri: str, local_root: Path) -> None:
+def test_evicted_drained_step_is_still_the_safe_step(s3_uri: str, local_root: Path) -> None:
     """Retention and eviction may remove the newest shared step's local copy before newer steps drain."""
     with tierckpt.Checkpointer(s3_uri, keep_last=2) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(10)}).result()
@@ -144,9 +144,7 @@ def test_evicted_drained_step_is_still_the_safe_step(moto: S3Server, s3_uri: str
 
 
 @pytest.mark.slow
-def test_paused_or_throttled_drain_does_not_count_as_waiting_for_its_store(
-    moto: S3Server, s3_uri: str, local_root: Path
-) -> None:
+def test_paused_or_throttled_drain_does_not_count_as_waiting_for_its_store(s3_uri: str, local_root: Path) -> None:
     """Paused or rate-limited: the pause in sending exceeds the timeout of a silent store."""
     waiting_step(s3_uri, local_root)
     with agent_with_page():

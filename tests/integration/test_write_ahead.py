@@ -164,7 +164,7 @@ def test_staged_data_that_is_never_saved_is_discarded(file_uri: str, local_root:
     assert stock_reads(f"{file_uri}/step-3", state_of(3), local_root)
 
 
-def test_lazy_copies_are_not_written_ahead(file_uri: str, local_root: Path, seen: Seen) -> None:
+def test_lazy_copies_are_not_written_ahead(file_uri: str, seen: Seen) -> None:
     """Lazy copies run during training, which has priority."""
     stager = tierckpt.TierStager(mode="lazy", chunk_size_bytes=64 * KiB)
     for step in (1, 2):
@@ -189,7 +189,7 @@ def test_a_failed_copy(file_uri: str, local_root: Path, seen: Seen, monkeypatch:
     assert seen.begun == 0 and is_discarded(local_root), "A1: writing must not start before the copy is complete"
 
 
-def test_no_eviction_for_it(file_uri: str, local_root: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_eviction_for_it(file_uri: str, seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     stager = tierckpt.TierStager(chunk_size_bytes=64 * KiB)
     monkeypatch.setattr(space, "room_bytes", lambda settings: 100 * KiB)
     for step in (1, 2):
