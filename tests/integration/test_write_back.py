@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
+from tests.command_line import CommandLine, python
 from tierckpt.checkpoint.journal import FILE_SET_ASIDE, Journal
 from tierckpt.cli.ui.app import run as run_cli
 from tierckpt.client import close_all
@@ -96,15 +94,13 @@ def write_and_die_in(name: str, url: str) -> None:
         f"module.{attribute} = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "with fsspec.open(sys.argv[1], 'wb') as file:\n    file.write(b'kept' * 5_000_000)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, url], timeout=SECONDS, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert python(code, url).returncode == -signal.SIGKILL
 
 
 def in_a_process_that_does_not_wait(call: str, url: str) -> None:
     """Call a method of the file system in another process, which exits without waiting for its drains."""
-    command = [sys.executable, "-c", f"import sys, fsspec; fsspec.filesystem('tierckpt').{call}", url]
     env = {**os.environ, "TIERCKPT_EXIT_TIMEOUT_SECONDS": "0"}
-    subprocess.run(command, env=env, timeout=SECONDS, check=True)
+    python(f"import sys, fsspec; fsspec.filesystem('tierckpt').{call}", url, env=env, check=True)
 
 
 def test_closed_file_survives_a_kill_right_after_close(top: str, fs: Any) -> None:
@@ -147,16 +143,37 @@ def test_file_removed_during_its_drain_stays_removed(top: str, fs: Any, monkeypa
     assert not fs.exists(f"{top}/data")
 
 
+class StoreOperations:
+    """Records puts and deletes at the store. A put of a file named ``held``, or any put, waits until ``go`` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, held: str = "") -> None:
+        self.begun, self.go, self.done = threading.Event(), threading.Event(), list[str]()
+        send = write_back.send
+
+        async def put(store: Any, place: Path, file: Any, *arguments: Any, **options: Any) -> None:
+            if held in ("", file.path.rpartition("/")[2]):
+                self.begun.set()
+                await asyncio.to_thread(self.go.wait, SECONDS)
+            await send(store, place, file, *arguments, **options)
+            self.done.append(file.path.partition("/top/")[2])
+
+        monkeypatch.setattr(write_back, "send", put)
+        for kind in (LocalStore, RemoteStore):
+            monkeypatch.setattr(kind, "delete", self._counted(kind.delete))
+
+    def _counted(self, delete: Any) -> Any:
+        async def counted(store: Any, key: str) -> None:
+            self.done.append(f"-{key.partition('/top/')[2]}")
+            await delete(store, key)
+
+        return counted
+
+
 def test_stock_dcp_metadata_reaches_the_store_after_its_shards(
     top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, order = write_back.send, []
-
-    async def recorded(store: Any, place: Path, entry: Any, *arguments: Any, **options: Any) -> None:
-        await send(store, place, entry, *arguments, **options)
-        order.append(entry.path.rpartition("/")[2])
-
-    monkeypatch.setattr(write_back, "send", recorded)
+    order = StoreOperations(monkeypatch)
+    order.go.set()
     state = {"weight": torch.randn(1000)}
     url = f"tierckpt://{top}/step-1"
     run_cli(["drain", "--pause"])
@@ -166,28 +183,12 @@ def test_stock_dcp_metadata_reaches_the_store_after_its_shards(
     assert torch.equal(loaded["weight"], state["weight"])
     run_cli(["drain", "--resume"])
     fs.wait(top)
-    assert order[-1] == ".metadata"
-    assert any(name.endswith(".distcp") for name in order)
-
-
-class BlockedUploads:
-    """Blocks ``write_back.send`` for files of one name until ``released``."""
-
-    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.released = threading.Event(), threading.Event()
-        send = write_back.send
-
-        async def blocked(store: Any, place: Path, entry: Any, *arguments: Any, **options: Any) -> None:
-            if entry.path.rpartition("/")[2] == name:
-                self.begun.set()
-                await asyncio.to_thread(self.released.wait, SECONDS)
-            await send(store, place, entry, *arguments, **options)
-
-        monkeypatch.setattr(write_back, "send", blocked)
+    *shards, metadata = [name for name in order.done if not name.startswith("-")]
+    assert metadata == "step-1/.metadata" and any(name.endswith(".distcp") for name in shards)
 
 
 def test_shards_drained_before_their_metadata_stay_visible(top: str, fs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, uploads = f"{top}/step-1", BlockedUploads(".metadata", monkeypatch)
+    step, uploads = f"{top}/step-1", StoreOperations(monkeypatch, ".metadata")
     fs.pipe_file(f"{step}/__0_0.distcp", b"shard")
     fs.pipe_file(f"{step}/.metadata", b"... __0_0.distcp ...")
     try:
@@ -199,7 +200,7 @@ def test_shards_drained_before_their_metadata_stay_visible(top: str, fs: Any, mo
         assert sorted(fs.ls(step, detail=False)) == both
         assert fs.find(top) == both
     finally:
-        uploads.released.set()
+        uploads.go.set()
     fs.wait(top)
     assert fs.find(top) == both
 
@@ -207,11 +208,11 @@ def test_shards_drained_before_their_metadata_stay_visible(top: str, fs: Any, mo
 def test_directory_removed_during_a_drain_into_it_stays_removed(
     top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    uploads = BlockedUploads("data", monkeypatch)
+    uploads = StoreOperations(monkeypatch, "data")
     fs.makedirs(f"{top}/dir")
     fs.pipe_file(f"{top}/dir/data", b"data")
     assert uploads.begun.wait(SECONDS)
-    timer = threading.Timer(1.0, uploads.released.set)
+    timer = threading.Timer(1.0, uploads.go.set)
     timer.start()
     fs.rm(f"{top}/dir", recursive=True)
     timer.join()
@@ -252,6 +253,8 @@ def set_aside(top: str, fs: Any, root: Path, monkeypatch: pytest.MonkeyPatch) ->
     (entry,) = Journal(root).files()
     place = root / "written" / entry.token
     place.write_bytes(b"evil")
+    with pytest.raises(IntegrityError):
+        fs.cat_file(f"{top}/dir/data")
     close_all()
     run_cli(["drain", "--resume"])
     monkeypatch.setenv("TIERCKPT_COMMIT_TIMEOUT_SECONDS", "0.1")
@@ -265,16 +268,14 @@ def set_aside(top: str, fs: Any, root: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("held")
 def test_undrainable_file_is_set_aside_and_reported(
-    top: str, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    top: str, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     place = set_aside(top, fs, tmp_path / "local", monkeypatch)
     fs.pipe_file(f"{top}/dir/index", b"names data")  # W2: must not precede data
     with pytest.raises(CommitAbandonedError, match="set aside"):
         fs.wait(f"{top}/dir/data")
     assert run_cli(["drain", "--wait"]) == CommitAbandonedError.exit_code
-    capsys.readouterr()
-    assert run_cli(["status", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = cli.answer("status")
     assert document["set_aside"] >= 1
     errors = {item["uri"].rpartition("/")[2]: item["last_error"] for item in document["journal"]}
     assert "IntegrityError" in errors["data"]
@@ -304,57 +305,6 @@ def test_set_aside_file_is_released_by_forget_or_rewrite(
     fs.wait(top)
     assert stored(top) == ({"dir/data": b"newer"} if end == "write" else {})
     assert not Journal(tmp_path / "local").entries()
-
-
-def test_step_is_removed_from_the_store_only_after_later_saves_arrive(
-    top: str, fs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    old, new = ([f"{top}/step-{step}/{name}" for name in (".metadata", "__0_0.distcp")] for step in (1, 2))
-    for name in old:
-        fs.pipe_file(name, b"old")
-    fs.wait(top)
-    uploads = BlockedUploads("__0_0.distcp", monkeypatch)
-    for name in reversed(new):
-        fs.pipe_file(name, b"new")
-    try:
-        assert uploads.begun.wait(SECONDS)
-        fs.rm(f"{top}/step-1", recursive=True)
-        assert "stays on the store until" in caplog.text
-        assert fs.ls(top, detail=False) == [f"{top}/step-2"]
-        assert not fs.exists(f"{top}/step-1")
-        assert fs.find(top) == new
-        time.sleep(0.3)  # long enough for a removal that does not wait
-        assert stored(top).keys() >= {"step-1/.metadata", "step-1/__0_0.distcp"}  # a lost node must leave these
-    finally:
-        uploads.released.set()
-    fs.wait(top)
-    assert stored(top) == {"step-2/.metadata": b"new", "step-2/__0_0.distcp": b"new"}
-    assert not fs.exists(f"{top}/step-1")
-    assert fs.ls(top, detail=False) == [f"{top}/step-2"]
-
-
-class StoreOperations:
-    """Records the order of puts and deletes at the store. The first ``put`` waits until ``go`` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, self.done = threading.Event(), list[str]()
-        send = write_back.send
-
-        async def put(store: Any, place: Path, file: Any, *arguments: Any, **options: Any) -> None:
-            await asyncio.to_thread(self.go.wait, SECONDS)
-            await send(store, place, file, *arguments, **options)
-            self.done.append(file.path.partition("/top/")[2])
-
-        monkeypatch.setattr(write_back, "send", put)
-        for kind in (LocalStore, RemoteStore):
-            monkeypatch.setattr(kind, "delete", self._counted(kind.delete))
-
-    def _counted(self, delete: Any) -> Any:
-        async def counted(store: Any, key: str) -> None:
-            self.done.append(f"-{key.partition('/top/')[2]}")
-            await delete(store, key)
-
-        return counted
 
 
 def test_store_always_has_a_file_while_a_job_replaces_the_newest(
@@ -441,49 +391,65 @@ def test_writes_of_other_processes_before_a_reboot_drain_first(
 
 
 @pytest.mark.parametrize("goes", ["xb", "write_back=False"])
-def test_marker_written_directly_to_the_store_follows_the_data(
+def test_direct_write_follows_pending_drains_to_the_same_store(
     goes: str, top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A marker follows its data, and a file its own removal."""
     straight = fsspec.filesystem("tierckpt", write_back=goes == "xb", skip_instance_cache=True)
+    mode = "xb" if goes == "xb" else "wb"
     order = StoreOperations(monkeypatch)
     fs.pipe_file(f"{top}/step-1/data", b"data")
     threading.Timer(0.5, order.go.set).start()
-    with straight.open(f"{top}/latest", "xb" if goes == "xb" else "wb") as file:
+    with straight.open(f"{top}/latest", mode) as file:
         file.write(b"step-1")
     assert order.done == ["step-1/data"]
-    assert stored(top) == {"step-1/data": b"data", "latest": b"step-1"}
+    fs.pipe_file(f"{top}/again", b"old")
+    fs.rm(f"{top}/again")
+    with straight.open(f"{top}/again", mode) as file:
+        file.write(b"new")
+    fs.wait(top)
+    assert stored(top) == {"step-1/data": b"data", "latest": b"step-1", "again": b"new"}
 
 
-def test_step_stays_on_the_store_while_later_undrained_steps_are_removed(
-    top: str, fs: Any, monkeypatch: pytest.MonkeyPatch
+def test_step_stays_on_the_store_until_a_later_one_arrives(
+    top: str, fs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Its removal is visible on the node at once. The next step is removed before it has drained."""
+
+    def names(step: int) -> list[str]:
+        return [f"{top}/step-{step}/{name}" for name in (".metadata", f"__{step}_0.distcp")]
+
     def save(step: int) -> None:
-        for name in (f"__{step}_0.distcp", ".metadata"):
-            fs.pipe_file(f"{top}/step-{step}/{name}", b"%d" % step)
+        for name in reversed(names(step)):
+            fs.pipe_file(name, b"%d" % step)
 
     save(1)
     fs.wait(top)
-    second, third = BlockedUploads("__2_0.distcp", monkeypatch), BlockedUploads("__3_0.distcp", monkeypatch)
+    second, third = (StoreOperations(monkeypatch, f"__{step}_0.distcp") for step in (2, 3))
     try:
         save(2)
         assert second.begun.wait(SECONDS)
         fs.rm(f"{top}/step-1", recursive=True)
+        assert "stays on the store until" in caplog.text
+        assert fs.ls(top, detail=False) == [f"{top}/step-2"] and not fs.exists(f"{top}/step-1")
+        assert fs.find(top) == names(2)
         save(3)
         fs.rm(f"{top}/step-2", recursive=True)
-        second.released.set()
+        second.go.set()
         assert third.begun.wait(SECONDS)
         time.sleep(0.3)  # long enough for a removal that does not wait
-        assert stored(top).keys() >= {"step-1/.metadata", "step-1/__1_0.distcp"}
+        assert stored(top).keys() >= {"step-1/.metadata", "step-1/__1_0.distcp"}  # a lost node must leave these
     finally:
-        second.released.set()
-        third.released.set()
+        second.go.set()
+        third.go.set()
     fs.wait(top)
     assert stored(top) == {"step-3/.metadata": b"3", "step-3/__3_0.distcp": b"3"}
+    assert fs.ls(top, detail=False) == [f"{top}/step-3"]
 
 
+@pytest.mark.usefixtures("held")
 def test_removals_and_repeated_saves_do_not_deadlock(top: str, fs: Any) -> None:
     """The job removes undrained steps, then saves one of them again."""
-    assert run_cli(["drain", "--pause"]) == 0
     for step in (0, 1, 2, 9):
         fs.pipe_file(f"{top}/step-{step}/old", b"old")
     for step in (1, 2):
@@ -534,22 +500,7 @@ def test_metadata_waits_for_the_shards_of_other_nodes(top: str, fs: Any, tmp_pat
     assert set(stored(top)) == {"step-1/.metadata", "step-1/__1_0.distcp"}
 
 
-@pytest.mark.usefixtures("held")
-def test_a_damaged_file_is_not_sent(top: str, fs: Any, tmp_path: Path) -> None:
-    fs.pipe_file(f"{top}/data", b"good")
-    (entry,) = Journal(tmp_path / "local").files()
-    (tmp_path / "local" / "written" / entry.token).write_bytes(b"evil")
-    with pytest.raises(IntegrityError):
-        fs.cat_file(f"{top}/data")
-    close_all()
-    run_cli(["drain", "--resume"])
-    assert run_cli(["drain", "--wait"]) != 0
-    assert stored(top) == {}
-
-
-def test_full_disk_raises_enospc_and_leaves_no_file(
-    top: str, fs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_raises_enospc_and_leaves_no_file(top: str, fs: Any, tmp_path: Path) -> None:
     """``torch.save`` turns an error of the file into a RuntimeError, which the caller may ignore."""
     tight = fsspec.filesystem("tierckpt", local_bytes_max="4MiB", skip_instance_cache=True)
     with pytest.raises(CapacityError), tight.open(f"{top}/large", "wb") as file:
@@ -561,17 +512,6 @@ def test_full_disk_raises_enospc_and_leaves_no_file(
         file.close()
     assert not fs.exists(f"{top}/large")
     assert not [path for path in (tmp_path / "local" / "written").rglob("*") if path.is_file()]
-
-
-@pytest.mark.parametrize("goes", ["xb", "write_back=False"])
-def test_direct_write_follows_pending_drains_to_the_same_store(top: str, fs: Any, goes: str) -> None:
-    straight = fsspec.filesystem("tierckpt", write_back=goes == "xb", skip_instance_cache=True)
-    fs.pipe_file(f"{top}/data", b"old")
-    fs.rm(f"{top}/data")
-    with straight.open(f"{top}/data", "xb" if goes == "xb" else "wb") as file:
-        file.write(b"new")
-    fs.wait(top)
-    assert stored(top) == {"data": b"new"}
 
 
 def test_file_the_journal_cannot_name_is_removed_during_another_drain(top: str, fs: Any) -> None:
