@@ -24,6 +24,7 @@ from .format.layout import Location, parse_uri, step_of
 from .ipc.agent_client import AgentUnavailableError, close_clients, has_socket, is_known, private_client, shared_client
 from .mover import Mover
 from .poll import announced
+from .resources import Tasks
 from .stores.schemes import check_location
 from .telemetry import MetricsRelay, ignore_progress, listen, logger
 from .tracebacks import short_traceback
@@ -49,7 +50,7 @@ class Client(LoopThread):
         self.mover = Mover(settings, listener)
         self._recovered = False
         self._recovering = threading.Lock()
-        self._telling: set[asyncio.Task[None]] = set()
+        self._telling = Tasks()
         super().__init__(settings.local_root)
 
     @property
@@ -98,12 +99,7 @@ class Client(LoopThread):
                 if instead is not None:
                     await instead()
 
-        def start() -> None:
-            task = self._loop.create_task(tell())
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
-
-        self.call_soon(start)
+        self.call_soon(lambda: self._telling.spawn(tell()))
 
     def recover(self) -> None:
         """Take over the work of earlier processes, once per process. A second caller waits for the first."""

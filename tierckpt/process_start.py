@@ -187,16 +187,10 @@ def leave_removed_directory() -> None:
         os.chdir("/")
 
 
-def has_reader(descriptor: int) -> bool:
+def is_ready(descriptor: int, events: int, seconds: float | None = 0.0) -> bool:
+    """Wait for one of ``events`` (poll(2)), an error, or the end of the other side. None: no limit."""
     poll = select.poll()
-    poll.register(descriptor, 0)
-    return not poll.poll(0)
-
-
-def is_writable(descriptor: int, seconds: float | None) -> bool:
-    """Wait until a write of ``PIPE_BYTES`` returns at once, also with an error."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLOUT)
+    poll.register(descriptor, events)
     return bool(poll.poll(None if seconds is None else seconds * 1000))
 
 
@@ -233,7 +227,7 @@ class _Output(_Descriptor):
             try:
                 left = left[os.write(self._number, left) :]
             except BlockingIOError:
-                is_writable(self._number, None)
+                is_ready(self._number, select.POLLOUT, None)
             except OSError as error:
                 raise OutputError(error) from error
         return len(view)
@@ -262,7 +256,7 @@ class _Messages(_Descriptor):
 
     def _put(self, piece: memoryview, seconds: float) -> bool:
         while piece:
-            if not is_writable(self._number, seconds):
+            if not is_ready(self._number, select.POLLOUT, seconds):
                 return False
             piece = piece[os.write(self._number, piece) :]
         return True

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import queue
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
+from typing import Any
 
 from .errors import CapacityError, TierckptError
 
@@ -72,3 +75,13 @@ class ThreadPool(ThreadPoolExecutor):
                 while True:
                     self._work_queue.get_nowait()  # its future is cancelled
             raise exhausted(error) or error from error
+
+
+class Tasks(set[asyncio.Task[Any]]):
+    """Running tasks of an event loop, which keeps only weak references to them."""
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str | None = None) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name=name)
+        self.add(task)
+        task.add_done_callback(self.discard)
+        return task

@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import select
 import threading
 import time
 import weakref
@@ -21,7 +22,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TextIO, TypeAlias
 
-from .process_start import MESSAGE_SECONDS, is_writable
+from .process_start import MESSAGE_SECONDS, is_ready
 from .redaction import redact, redact_all
 from .types import FileProgress, Progress, ProgressListener
 
@@ -216,7 +217,7 @@ def _takes_events(handler: logging.Handler) -> bool:
         descriptor = handler.stream.fileno()  # type: ignore[attr-defined]
     except (AttributeError, OSError, ValueError):
         return True
-    if is_writable(descriptor, 0.0 if handler in _stuck else MESSAGE_SECONDS):
+    if is_ready(descriptor, select.POLLOUT, 0.0 if handler in _stuck else MESSAGE_SECONDS):
         _stuck.discard(handler)
         return True
     _stuck.add(handler)

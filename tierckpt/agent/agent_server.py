@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import resource
+import select
 import signal
 import socket
 import time
@@ -32,7 +33,6 @@ from ..ipc.agent_client import (
     LOCK,
     SOCKET,
     encode,
-    has_ended,
     keep_log_small,
     peer_of,
     private_directory,
@@ -43,9 +43,10 @@ from ..mover import Mover
 from ..peer.inventory import Answers
 from ..peer.peer_catalog import Live, live_of
 from ..poll import LOCAL, Poll
-from ..process_start import END_SECONDS, end_later
+from ..process_start import END_SECONDS, end_later, is_ready
 from ..quantities import human_bytes
 from ..replication.replicator import Replicator
+from ..resources import Tasks
 from ..telemetry import emit_rows, logger
 from ..types import Json, Progress, Tier
 from .handoffs import ClientProcess, Handoffs
@@ -141,7 +142,7 @@ class Agent:
     def __init__(self, settings: Settings, directory: Path, options: AgentOptions) -> None:
         self.settings, self.options = settings, options
         self.mover = Mover(settings, self._on_progress, live=self._live)
-        self.handoffs = Handoffs(on_ended=lambda: self._spawn(self._recover()))
+        self.handoffs = Handoffs(on_ended=lambda: self._tasks.spawn(self._recover()))
         self._directory = directory
         self._connections: set[Connection] = set()
         self._watched: set[Connection] = set()
@@ -166,7 +167,7 @@ class Agent:
             self.peers = PeerService(settings, directory, options, answers)
         self.page = PageSource(self.mover, self.status, self.peers)
         self._recovered_at = 0.0
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -187,8 +188,7 @@ class Agent:
                 code = await self._finish() if self._signalled else 0
             finally:
                 loop.remove_reader(listener)
-                with contextlib.suppress(FileNotFoundError):
-                    (self._directory / SOCKET).unlink()
+                (self._directory / SOCKET).unlink(missing_ok=True)
         self.handoffs.leave()
         for task in tasks:
             task.cancel()
@@ -323,7 +323,7 @@ class Agent:
             return
         if is_due:
             self._prune_at = math.inf
-            self._spawn(self._prune())
+            self._tasks.spawn(self._prune())
         else:
             self._prune_at = 0.0
 
@@ -371,11 +371,6 @@ class Agent:
         self._moving[progress.what] = progress
         if progress.done_bytes >= progress.total_bytes:
             del self._moving[progress.what]
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # --- the socket ---------------------------------------------------------------------------------------------
 
@@ -436,7 +431,7 @@ class Agent:
         else:
             self._unwatch(connection)
         if connection.owner.pid != os.getpid():
-            self._spawn(self._after_an_end())
+            self._tasks.spawn(self._after_an_end())
 
     def _ended(self, connection: Connection) -> None:
         """A forked child may keep the connection of the ended process open."""
@@ -448,7 +443,7 @@ class Agent:
             self._hang_up(connection)
         else:
             self.handoffs.process_exited(connection.owner)
-            self._spawn(self._after_an_end())
+            self._tasks.spawn(self._after_an_end())
 
     def _unwatch(self, connection: Connection) -> None:
         self._watched.discard(connection)
@@ -475,14 +470,14 @@ class Agent:
         try:
             answer = verb(connection, **message) if verb is not None else _unknown()
         except Exception as error:
-            self._spawn(self._answer(connection, {"error": f"{type(error).__name__}: {error}"}))
+            self._tasks.spawn(self._answer(connection, {"error": f"{type(error).__name__}: {error}"}))
             return
         finally:
             close_all(connection.received)  # unless the operation took them
         if asyncio.iscoroutine(answer):
-            self._spawn(self._answer_later(connection, answer))
+            self._tasks.spawn(self._answer_later(connection, answer))
         else:
-            self._spawn(self._answer(connection, {"ok": answer}))
+            self._tasks.spawn(self._answer(connection, {"ok": answer}))
 
     async def _answer_later(self, connection: Connection, work: Coroutine[Any, Any, Any]) -> None:
         """Send "busy" until the work is done: a silent agent counts as unresponsive."""
@@ -533,7 +528,7 @@ class Agent:
 
     async def _on_settle(self, connection: Connection) -> None:
         """Answer when no handoff is in execution: the local tier then has every save that it can have."""
-        for ended in [watched for watched in self._watched if has_ended(watched.pidfd)]:
+        for ended in [watched for watched in self._watched if is_ready(watched.pidfd, select.POLLIN)]:
             self._ended(ended)
         await self.handoffs.finished()
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from ..ipc.agent_client import LOCK_NAME
 from ..process_start import ended, start_with_order
+from ..resources import Tasks
 from ..telemetry import logger
 from ..types import Json
 
@@ -80,12 +81,12 @@ class Handoffs:
     ``on_ended`` is called when a save of dead ranks is finished or abandoned.
     """
 
-    def __init__(self, on_ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, on_ended: Callable[[], object] = lambda: None) -> None:
         self._on_ended = on_ended
         self._saves: dict[str, SaveHandoffs] = {}
         self._ended: deque[str] = deque(maxlen=ENDED_MAX)
         self._finishing: set[SaveHandoffs] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._executing: dict[int, int] = {}
         """Write end of the life pipe of each executor, by process id."""
         self.executed = 0
@@ -165,9 +166,7 @@ class Handoffs:
         owner.is_alive = False
         for save in list(self._saves.values()):
             if not save.has_living_owner and any(handoff.owner is owner for handoff in save.by_rank.values()):
-                task = asyncio.create_task(self._finish(save), name=f"handoff {save.name}")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._tasks.spawn(self._finish(save), f"handoff {save.name}")
 
     def leave(self) -> None:
         for life in self._executing.values():

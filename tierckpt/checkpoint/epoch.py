@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..disk.durable import make_dirs
+from ..disk.durable import closing_file, make_dirs
 from ..disk.file_lock import lock_record, record_holder
 from ..disk.quarantine import open_regular
 from ..errors import CommitAbandonedError, TierckptError
@@ -134,13 +134,9 @@ def _committing_process(file: int) -> int:
 
 
 def _kill(pid: int, file: int) -> None:
-    with contextlib.suppress(OSError):
-        pidfd = os.pidfd_open(pid)
-        try:
-            if _committing_process(file) == pid:  # the pidfd refers to that process, even if its pid is reused
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        finally:
-            os.close(pidfd)
+    with contextlib.suppress(OSError), closing_file(os.pidfd_open(pid)) as pidfd:
+        if _committing_process(file) == pid:  # the pidfd refers to that process, even if its pid is reused
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
 def _forget_after_fork() -> None:

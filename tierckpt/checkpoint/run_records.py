@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from ..disk.durable import durable_write, make_dirs, matching, read_whole
+from ..disk.durable import closing_file, durable_write, make_dirs, matching, read_whole
 from ..disk.file_lock import lock
 from ..disk.processes import has_ended
 from ..disk.quarantine import open_regular
@@ -169,7 +169,9 @@ def note(local_root: Path, location: Location, manifest: Manifest, tier: Tier, a
     try:
         make_dirs(directory)
         with lock(directory / "commits.lock", LOCK_SECONDS, str(directory)):
-            path = _file_of(directory)
+            found = matching(directory, f"*{COMMITS_SUFFIX}")
+            new = f"{int(time.time() * 1000):014d}-{uuid.uuid4().hex[:8]}{COMMITS_SUFFIX}"
+            path = found[-1] if found else directory / new
             _append(path, line)
             return path
     except (OSError, TierckptError) as error:  # C3
@@ -210,21 +212,13 @@ async def _send_ended(run: Store, directory: Path) -> None:
             await run.put(key, data)
 
 
-def _file_of(directory: Path) -> Path:
-    found = matching(directory, f"*{COMMITS_SUFFIX}")
-    return found[-1] if found else directory / f"{int(time.time() * 1000):014d}-{uuid.uuid4().hex[:8]}{COMMITS_SUFFIX}"
-
-
 def _append(path: Path, line: Json) -> None:
     # The leading newline ends a torn line: a crash loses at most that one.
     data = f"\n{json.dumps(line)}\n".encode()
-    file = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
+    with closing_file(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)) as file:
         os.write(file, data)
         os.fsync(file)
         size_bytes = os.fstat(file).st_size
-    finally:
-        os.close(file)
     if size_bytes > LINES_MAX * len(data):
         lines = [text for text in read_whole(path, HISTORY_BYTES_MAX).splitlines() if text]
         kept = [json.dumps({"what": TRIMMED, "at": line["at"]}).encode(), *lines[-LINES_MAX // 2 :]]

@@ -24,7 +24,7 @@ from ..arena import memory, pages
 from ..checkpoint.journal import Journal
 from ..checkpoint.retention import nearest_existing
 from ..config import GiB, Settings, unknown_variables
-from ..disk.durable import read_record
+from ..disk.durable import closing_file, read_record
 from ..disk.file_io import open_direct
 from ..disk.io_tuner import MODEL_READ_MODES, READ_MODES, ReadMode, device_of, read_tuner_for
 from ..disk.local_root import MEMORY_FILESYSTEMS, filesystem_type
@@ -140,11 +140,8 @@ def _local_root(settings: Settings) -> Iterator[Finding]:
 
 def _reads(name: str, base: Path, settings: Settings, ways: tuple[ReadMode, ...]) -> Finding:
     tuner = read_tuner_for(settings, ways)
-    file = os.open(base, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closing_file(os.open(base, os.O_RDONLY | os.O_CLOEXEC)) as file:
         device = device_of(file)
-    finally:
-        os.close(file)
     way = tuner.mode(device)
     rates = read_record(tuner.path).get(device, {}).get("bytes_per_second", {})
     found = ", ".join(f"{tried} {human_bytes(rate)}/s" for tried, rate in rates.items())
@@ -182,13 +179,11 @@ def _probe_disk(directory: Path) -> tuple[bool, float]:
 
 
 def _timed_write(file: int, block: mmap.mmap) -> float:
-    try:
+    with closing_file(file):
         begun = time.monotonic()
         os.pwrite(file, block, 0)
         os.fsync(file)
         return time.monotonic() - begun
-    finally:
-        os.close(file)
 
 
 def _journal(settings: Settings) -> Finding:

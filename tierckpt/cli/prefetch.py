@@ -22,7 +22,7 @@ from ..errors import ConfigError, ObjectNotFoundError, PartialTransferError, Tie
 from ..format.layout import Location
 from ..format.uris import local_path
 from ..mover import Mover
-from ..process_start import has_reader
+from ..process_start import is_ready
 from ..restore.prefetch import PrefetchRequest, fetch
 from ..restore.prefetch import check as check_prefetched
 from ..restore.prefetch import plan as plan_prefetch
@@ -243,7 +243,7 @@ async def _watch_nodes(seen: RolloutWatch, fetching: Future[Report] | None, *, i
     begun, settled, said_at = time.monotonic(), 0, float("-inf")
     with redrawing(sys.stderr, transient=True) as draw:
         try:
-            while settled < SETTLED_TICKS and (fetching is not None or has_reader(1 if is_quiet else 2)):
+            while settled < SETTLED_TICKS and (fetching is not None or not is_ready(1 if is_quiet else 2, 0)):
                 await seen.poll()
                 if fetching is not None and fetching.done():
                     if fetching.exception() is not None:

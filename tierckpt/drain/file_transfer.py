@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..disk.durable import make_dirs, matching, publish, translated
+from ..disk.durable import closing_file, make_dirs, matching, publish, translated
 from ..disk.file_io import allocate, open_file, pread_all, pwrite_all
 from ..disk.file_lock import lock_async
 from ..disk.processes import stem_of
@@ -90,8 +90,7 @@ async def _checked_chunks(
     path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, flow: DrainFlow | None
 ) -> AsyncIterator[Buffer]:
     in_thread = flow.limiter.in_background if flow is not None else asyncio.to_thread
-    file = await asyncio.to_thread(open_file, path)
-    try:
+    with closing_file(await asyncio.to_thread(open_file, path)) as file:
         for byte_range, digest in entry.chunks(chunk_size_bytes):
             if flow is not None:
                 await flow.spend(byte_range.size_bytes)
@@ -101,8 +100,6 @@ async def _checked_chunks(
             yield chunk
             BYTES.emit(len(chunk), tier=Tier.SHARED, direction="written")
             on_bytes(len(chunk))
-    finally:
-        os.close(file)
 
 
 async def fetch(
@@ -122,9 +119,8 @@ async def fetch(
         for left in matching(path.parent, f".{glob.escape(stem)}.*.tmp"):
             left.unlink(missing_ok=True)  # of a killed process: the lock excludes other fetchers
         temporary = path.with_name(f".{stem}.{secrets.token_hex(4)}.tmp")
-        file = await asyncio.to_thread(create_file, temporary, entry.size_bytes)
-        try:
-            gate = asyncio.Semaphore(concurrency)
+        gate = asyncio.Semaphore(concurrency)
+        with closing_file(await asyncio.to_thread(create_file, temporary, entry.size_bytes)) as file:
 
             async def move(byte_range: ByteRange, digest: str) -> None:
                 async with gate:
@@ -132,17 +128,16 @@ async def fetch(
                     await to_completion(asyncio.to_thread(pwrite_all, file, chunk, byte_range.start, temporary))
                     on_bytes(byte_range.size_bytes)
 
-            async with asyncio.TaskGroup() as group:
-                for byte_range, digest in entry.chunks(chunk_size_bytes):
-                    group.create_task(move(byte_range, digest))
-            with translated(path):
-                await to_completion(asyncio.to_thread(publish, temporary, path, file))
-            _record_operation("fetch", begun)
-        except BaseException as error:
-            temporary.unlink(missing_ok=True)
-            raise error_to_report(error) from None
-        finally:
-            os.close(file)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for byte_range, digest in entry.chunks(chunk_size_bytes):
+                        group.create_task(move(byte_range, digest))
+                with translated(path):
+                    await to_completion(asyncio.to_thread(publish, temporary, path, file))
+                _record_operation("fetch", begun)
+            except BaseException as error:
+                temporary.unlink(missing_ok=True)
+                raise error_to_report(error) from None
 
 
 def _record_operation(operation: str, begun: float) -> None:

@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from ..config import Settings
-from ..disk.durable import make_dirs, read_whole
+from ..disk.durable import closing_file, make_dirs, read_whole
 from ..disk.file_lock import try_lock
 from ..disk.local_root import use_local_root
 from ..disk.quarantine import open_regular
 from ..errors import OperationTimeoutError, PermissionDeniedError, TierckptError
 from ..format.layout import agent_dir
 from ..poll import BRIEF, Pauses, Poll
-from ..process_start import start_python
+from ..process_start import is_ready, start_python
 from ..resources import start_if_possible
 from ..telemetry import logger
 from ..types import Json, Tier
@@ -122,14 +122,11 @@ def kill_agent(local_root: Path, *, only_stopped: bool = False) -> int | None:
     lock = agent_dir(local_root) / LOCK
     with contextlib.suppress(OSError, ValueError, TierckptError):
         pid = int(read_whole(lock, LOCK_BYTES_MAX))
-        pidfd = os.pidfd_open(pid)
-        try:
+        with closing_file(os.pidfd_open(pid)) as pidfd:
             is_meant = pid != os.getpid() and (not only_stopped or _is_stopped(pid)) and _has_open(pid, lock)
-            if is_meant and not has_ended(pidfd):
+            if is_meant and not is_ready(pidfd, select.POLLIN):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 return pid
-        finally:
-            os.close(pidfd)
     return None
 
 
@@ -145,12 +142,6 @@ def _has_open(pid: int, path: Path) -> bool:
 def _is_stopped(pid: int) -> bool:
     """True after SIGSTOP or a similar signal. A debugger stops a process differently."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] == "T"
-
-
-def has_ended(pidfd: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _waited_seconds(pid: int) -> dict[str, float]:
@@ -255,11 +246,8 @@ def has_socket(local_root: Path) -> bool:
 @contextlib.contextmanager
 def socket_path(directory: Path) -> Iterator[str]:
     """A path that fits into a socket address (108 bytes, unix(7)), for any depth of the local root."""
-    file = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing_file(os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as file:
         yield f"/proc/self/fd/{file}/{SOCKET}"
-    finally:
-        os.close(file)
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from ..cache import space
 from ..checkpoint.retention import marked_directories
 from ..config import Settings
-from ..disk.durable import fsync_dir, make_dirs, matching, translated
+from ..disk.durable import closing_file, fsync_dir, make_dirs, matching, translated
 from ..disk.file_io import pwrite_all
 from ..disk.file_lock import lock_async
 from ..disk.quarantine import open_regular
@@ -110,13 +110,10 @@ class LogIndex:
     def append(self, path: Path, data: Buffer, at: int) -> None:
         """Write ``data`` at ``at``, directly after the previous bytes, and fsync it (R4)."""
         with self._lock, translated(path):
-            file = open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
+            with closing_file(open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)) as file:
                 os.ftruncate(file, at)
                 pwrite_all(file, data, at, path)
                 os.fdatasync(file)
-            finally:
-                os.close(file)
             if not at:
                 fsync_dir(path.parent)
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..disk.durable import create_file, fsync_dir, fsync_file, make_dirs, translated
+from ..disk.durable import closing_file, create_file, fsync_dir, fsync_file, make_dirs, translated
 from ..disk.file_io import open_file, pread_all
 from ..errors import CheckpointError, ConfigError, ObjectNotFoundError
 from ..format.layout import PRIVATE_DIR, Location
@@ -152,16 +152,14 @@ def _is_open_for_writing(path: Path) -> bool:
 
     It also refuses leases on network mounts and for other users' files: there only the scans protect.
     """
-    file = open_file(path)
-    try:
-        # A process that opens the file during the lease makes the kernel signal us. SIGIO would end the process.
-        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-    except OSError as error:
-        return error.errno == errno.EAGAIN
-    finally:
-        os.close(file)
+    with closing_file(open_file(path)) as file:
+        try:
+            # A process that opens the file during the lease makes the kernel signal us. SIGIO would end the process.
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError as error:
+            return error.errno == errno.EAGAIN
     return False
 
 
@@ -191,12 +189,9 @@ def make_durable(
 
     def digest(parent: tuple[str, int]) -> str:
         path, start = parent
-        file = open_file(target / path)
-        try:
-            byte_range = ByteRange(start, min(start + chunk_size_bytes, sizes[path]))
+        byte_range = ByteRange(start, min(start + chunk_size_bytes, sizes[path]))
+        with closing_file(open_file(target / path)) as file:
             return digest_of(pread_all(file, byte_range, target / path))
-        finally:
-            os.close(file)
 
     starts = {path: range(chunk_count(size, chunk_size_bytes)) for path, size in sizes.items()}
     chunk_positions = [(path, index * chunk_size_bytes) for path, indices in starts.items() for index in indices]

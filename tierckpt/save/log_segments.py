@@ -24,6 +24,7 @@ Heads and frames start at disk blocks, padded with zeros.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import mmap
@@ -40,7 +41,7 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from ..disk.durable import fsync_dir, is_same_file, link_or_copy, make_dirs, matching, translated
+from ..disk.durable import closing_file, fsync_dir, is_same_file, link_or_copy, make_dirs, matching, translated
 from ..disk.file_io import DirectFile, address_of, open_file, pread_all
 from ..errors import IntegrityError, TierckptError
 from ..format.manifest import block_digest
@@ -176,20 +177,18 @@ def iterate_frames(directory: Path, base: str) -> Iterator[FramePosition | str]:
 def walk_from(found: Sequence[Segment], here: Segment | None, ended: str) -> Iterator[FramePosition | str]:
     """As ``iterate_frames``, from the segment ``here``. ``ended`` replaces the reason ''."""
     while here is not None:
-        file = open_file(here.path)
-        try:
+        with closing_file(open_file(here.path)) as file:
             size_bytes, at, digest = os.fstat(file).st_size, here.head_bytes, here.digest
             following = _find_continuation(found, digest)
             while following is None and at < size_bytes:
-                position, length = _place(here, file, at, size_bytes, digest)
+                try:
+                    position, length = _place(here, file, at, size_bytes, digest)
+                except IntegrityError as error:
+                    yield error.message
+                    return
                 yield position
                 digest, at = position.digest, at + length
                 following = _find_continuation(found, digest)
-        except IntegrityError as error:
-            yield error.message
-            return
-        finally:
-            os.close(file)
         here = following
     yield ended
 
@@ -231,11 +230,11 @@ class Tail:
 
     def read_new(self) -> None:
         """Read new frames, up to the first unreadable one."""
-        try:
-            file = open_file(self.path)
-        except TierckptError:
-            return
-        try:
+        # Ignores a missing, incomplete or damaged file: a restore reports which.
+        with (
+            contextlib.suppress(TierckptError, TypeError, KeyError, ValueError),
+            closing_file(open_file(self.path)) as file,
+        ):
             there = os.fstat(file).st_size
             if self.segment is None:
                 head = _read_head(file, self.path)
@@ -245,15 +244,11 @@ class Tail:
             while self.size_bytes < there:
                 position, length = _place(self.segment, file, self.size_bytes, there, self._digest)
                 if self._is_verified:
-                    deque(
-                        verified_pieces(position.read, position.fields, position.head_bytes, where=position.file_text),
-                        maxlen=0,
+                    pieces = verified_pieces(
+                        position.read, position.fields, position.head_bytes, where=position.file_text
                     )
+                    deque(pieces, maxlen=0)
                 self.size_bytes, self._digest, self.step = (self.size_bytes + length, position.digest, position.number)
-        except (TierckptError, TypeError, KeyError, ValueError):
-            return  # incomplete or damaged: a restore reports which
-        finally:
-            os.close(file)
 
 
 def verified_pieces(read: Read, fields: Mapping[str, Any], at: int, *, where: str) -> Iterator[memoryview]:
@@ -326,12 +321,11 @@ def segments_in(directory: Path) -> tuple[list[Segment], str]:
         except TierckptError as error:
             wrong = error.message
             continue
-        try:
-            found.append(_read_head(file, path))
-        except (IntegrityError, TypeError) as error:
-            wrong = str(error)
-        finally:
-            os.close(file)
+        with closing_file(file):
+            try:
+                found.append(_read_head(file, path))
+            except (IntegrityError, TypeError) as error:
+                wrong = str(error)
     return found, wrong
 
 

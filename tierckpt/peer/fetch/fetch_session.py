@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from ...cache.store_chunks import StoreChunks
 from ...config import Settings
 from ...errors import IntegrityError, ObjectNotFoundError, PeerBusyError, TierckptError
 from ...ipc.agent_client import private_client
+from ...resources import Tasks
 from ...telemetry import BYTES, PEER_BANS, logger
 from ...types import Json, Tier
 from ..membership import Member
@@ -121,13 +122,13 @@ class FetchSession:
         self._claims: dict[int, dict[str, str]] = {}
         """Digests that members report, by chunk and member."""
         self._truth: dict[int, str] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks()
         self._polling: set[str] = set()
         self._changed = asyncio.Event()
         self._choosing = asyncio.Lock()
         self._window: range | None = None
         self._apply_view(view)
-        self._spawn(self._run())
+        self._tasks.spawn(self._run())
 
     # --- life ----------------------------------------------------------------------------------------------------
 
@@ -145,28 +146,22 @@ class FetchSession:
     def slots(self) -> int:
         return self.table.tuning.slots
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def _run(self) -> None:
         refresh: asyncio.Task[Any] | None = None
         refresh_at = report_at = time.monotonic()
         while True:
             now = time.monotonic()
             if now >= refresh_at and (refresh is None or refresh.done()):
-                refresh_at, refresh = now + VIEW_SECONDS, self._spawn(self._refresh_view())
+                refresh_at, refresh = now + VIEW_SECONDS, self._tasks.spawn(self._refresh_view())
             if now >= report_at:
                 report_at = now + REPORT_SECONDS
-                self._spawn(self._report())
+                self._tasks.spawn(self._report())
                 for name in self.table.slow & self.table.members.keys():
-                    self._spawn(self._report_slow(self.table.members[name]))
+                    self._tasks.spawn(self._report_slow(self.table.members[name]))
             for name, cursor in self.table.due_polls(now, is_idle=self.scheduler.is_idle):
                 if name not in self._polling:
                     self._polling.add(name)
-                    self._spawn(self._poll(name, cursor))
+                    self._tasks.spawn(self._poll(name, cursor))
             self._cancel_unwanted()
             await asyncio.sleep(TICK_SECONDS)
 
