@@ -33,6 +33,6 @@ def open_store(location: Location, settings: Settings, retries: Retries | None =
         from .http_store import HttpStore
 
         return HttpStore(location, settings, retries)
-    from .fsspec_store import open_universal
+    from .fsspec_store import UniversalStore, open_filesystem
 
-    return open_universal(location)
+    return UniversalStore(*open_filesystem(location), location.uri)

@@ -34,7 +34,7 @@ from .access import (
     tls_context,
     variable,
 )
-from .proxies import NoRedirects, direct_opener, routed
+from .proxies import direct_opener, routed
 
 CREDENTIAL_LIFETIME: Final = timedelta(minutes=15)
 """The client asks botocore again after this time."""
@@ -60,7 +60,7 @@ _CLIENT_OPTIONS: Final = (
 _NEEDS_BOTOCORE: Final = ("role_arn", "sso_session", "sso_start_url", "login_session", "credential_process")
 _REGION: Final = re.compile(r"[A-Za-z0-9-]{1,64}")
 
-_regions: dict[tuple[str, str], str] = {}
+regions: dict[tuple[str, str], str] = {}
 
 
 def s3_access(bucket: str) -> Access:
@@ -74,7 +74,7 @@ def s3_access(bucket: str) -> Access:
     region = variable("AWS_REGION", "AWS_DEFAULT_REGION") or profile.get("region") or Found("us-east-1", "default")
     if not _REGION.fullmatch(region):
         raise ConfigError(f"{region.source}={str(region)!r} is not a region", hint="Write one like eu-central-1")
-    if bucket_region := _regions.get((endpoint, bucket)):
+    if bucket_region := regions.get((endpoint, bucket)):
         region = Found(bucket_region, "the answer of the server")
     style = variable("AWS_VIRTUAL_HOSTED_STYLE_REQUEST")
     is_virtual = style.is_true if style else profile.get("s3", "addressing_style") == "virtual"
@@ -138,22 +138,14 @@ def _cloud_url(region: str, profile: AwsProfile) -> str:
 def fetch_region(bucket: str, access: Access) -> str:
     url = access.options.get("endpoint", "")
     url = url if access.options["virtual_hosted_style_request"] else f"{url}/{bucket}"
-    opener = direct_opener(tls_context(access.trusted), NoRedirects)
     try:
         request = routed(urllib.request.Request(url, method="HEAD"))
-        with opener.open(request, timeout=REGION_TIMEOUT_SECONDS) as answer:
+        with direct_opener(tls_context(access.trusted)).open(request, timeout=REGION_TIMEOUT_SECONDS) as answer:
             headers = answer.headers
-    except urllib.error.HTTPError as error:
-        with error:
-            headers = error.headers
     except (OSError, ValueError):
         return ""
     region = str(headers.get("x-amz-bucket-region", "")).strip()
     return region if _REGION.fullmatch(region) else ""
-
-
-def remember_region(bucket: str, access: Access, region: str) -> None:
-    _regions[access.endpoint, bucket] = region
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 
 from ..config import MiB
 from ..errors import ConfigError, EndpointError, IntegrityError, StoreError, StoreUnavailableError, TierckptError
-from ..quantities import round_up
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .proxies import proxy_for
 
@@ -63,6 +62,7 @@ class Store(Protocol):
 
     async def link(self, key: str, source: Path) -> bool:
         """Link ``source`` to ``key``, durably; False if unsupported (then copy)."""
+        return False
 
     def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Yield every object under ``prefix``, recursively, unordered."""
@@ -277,11 +277,6 @@ async def limited(request: Awaitable[T], timeout_seconds: float) -> T:
             return await request
         finally:
             del request  # as in to_completion
-
-
-def part_size_bytes(size_bytes: int) -> int:
-    smallest = -(-size_bytes // PARTS_MAX)
-    return max(PART_SIZE_BYTES_MIN, round_up(smallest, MiB))
 
 
 def frozen_piece(piece: Buffer) -> Buffer:

@@ -13,9 +13,9 @@ from ..errors import ConfigError, PermissionDeniedError, TierckptError
 from ..redaction import printable
 from ..telemetry import logger
 from .access import Access, azure_access, drop_empty, gcs_access
-from .aws import fetch_region, remember_region, s3_access
+from .aws import fetch_region, regions, s3_access
 from .base import to_completion
-from .obstore_errors import error_code, first_line, http_status, is_expiry, still_refused
+from .obstore_errors import error_code, first_line, http_status, still_refused
 from .obstore_module import Module
 from .proxies import UNREACHABLE_PROXY, client_options, is_this_machine, proxy_for
 from .signed_requests import Ranges
@@ -119,7 +119,7 @@ class Bucket:
             region = await to_completion(asyncio.to_thread(fetch_region, self.authority, self._access))
             if region in ("", self._access.options["region"]):
                 return False
-            remember_region(self.authority, self._access, region)
+            regions[self._access.endpoint, self.authority] = region
             self._access = None
             self.generation += 1
             self._clients.clear()
@@ -141,7 +141,7 @@ class Bucket:
             except TierckptError as error:
                 raise still_refused(refusal) from error
             if newer.keys and newer.keys == self._access.keys:  # requests would be refused again
-                if is_expiry(refusal):
+                if refusal.context.get("code") != "AccessDenied":  # which a server gives to keys that it knows
                     raise still_refused(refusal) from refusal
                 return False
             self._access, self.is_proven = newer, False
@@ -158,7 +158,7 @@ class Bucket:
     def reconnect(self) -> None:
         """Running requests keep their client."""
         self._clients.clear()
-        self.ranges.close()
+        self.ranges.connections.close()
 
     def close(self) -> None:
         self.reconnect()

@@ -41,6 +41,7 @@ from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .access import drop_empty
 from .base import (
     FolderMarkers,
+    Store,
     check_key,
     check_prefix,
     check_range,
@@ -75,10 +76,6 @@ _VERSION_FIELDS = ("ETag", "etag", "checksum", "sha256", "blob_id", "oid")
 _TIME_FIELDS = ("mtime", "modified", "LastModified", "last_modified", "updated", "created")
 
 
-def open_universal(location: Location) -> UniversalStore:
-    return UniversalStore(*open_filesystem(location), location.uri)
-
-
 def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSystem, str]:
     """Return the file system for a URL, and its root path.
 
@@ -103,7 +100,7 @@ def open_filesystem(location: Location, **options: Any) -> tuple[AbstractFileSys
     return fs, root
 
 
-class UniversalStore:
+class UniversalStore(Store):
     """Files of an fsspec filesystem below ``root``. ``put(if_absent=True)`` checks, then puts: two may both win.
 
     ``any_key`` accepts keys like ``a//b``.
@@ -223,9 +220,6 @@ class UniversalStore:
                 _discard(file)
         with contextlib.suppress(Exception):
             self.fs.rm_file(temporary)
-
-    async def link(self, key: str, source: Path) -> bool:
-        return False
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         markers = FolderMarkers()

@@ -50,7 +50,9 @@ class GetConcurrency:
             started_at, concurrent_gets = time.monotonic(), self._running
             try:
                 data = await get()
-                self._went_well(len(data), time.monotonic() - started_at)
+                self._arrived_at = time.monotonic()
+                if len(data) >= (self._arrived_at - started_at) * self._ample_bytes_per_second:
+                    self.gets_max = min(GETS_MAX, self.gets_max + 1 / self.gets_max)
                 return data
             except StoreUnavailableError as error:
                 concurrent_gets = max(concurrent_gets, self._running)
@@ -87,11 +89,6 @@ class GetConcurrency:
             if not waiter.done():
                 self._running += 1
                 waiter.set_result(None)
-
-    def _went_well(self, size_bytes: int, seconds: float) -> None:
-        self._arrived_at = time.monotonic()
-        if size_bytes >= seconds * self._ample_bytes_per_second:
-            self.gets_max = min(GETS_MAX, self.gets_max + 1 / self.gets_max)
 
     def reduce(self, started_at: float) -> None:
         """Halve it, once for all GETs that ran at the same time."""

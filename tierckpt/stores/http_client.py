@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import os
 import select
 import socket
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..errors import TierckptError
+from ..process_start import is_ready
 from ..resources import ThreadPool
 from .base import ended
 
@@ -132,7 +134,7 @@ class Connections:
             if call.abort():
                 await ended(future)
             else:
-                future.add_done_callback(_look_at)
+                future.add_done_callback(lambda done: done.cancelled() or done.exception())  # asyncio would log it
             raise
         finally:
             del future  # breaks a reference cycle
@@ -172,7 +174,7 @@ class Connections:
             idle = self._idle.get((call.host, call.port), [])
             while idle:
                 since, sock = idle.pop()
-                if time.monotonic() - since < IDLE_SECONDS_MAX and not _is_readable(sock):
+                if time.monotonic() - since < IDLE_SECONDS_MAX and not is_ready(sock.fileno(), select.POLLIN):
                     return sock
                 sock.close()
         return None
@@ -314,12 +316,6 @@ def _open(call: Call) -> socket.socket:
         raise HttpError(describe_error(error)) from None
 
 
-def _is_readable(sock: socket.socket) -> bool:
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
-
-
 def _waiting_bytes(sock: socket.socket) -> int:
     found = bytearray(4)
     with contextlib.suppress(OSError):
@@ -333,18 +329,9 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}{f' ({strerror})' if strerror else ''}"
 
 
-def _look_at(future: asyncio.Future[memoryview]) -> None:
-    if not future.cancelled():
-        future.exception()  # so that asyncio does not log it
-
-
-_executors: dict[str, ThreadPool] = {}
-
-
+@functools.cache
 def _executor(name: str, threads_max: int) -> ThreadPool:
-    if name not in _executors:
-        _executors[name] = ThreadPool(threads_max, thread_name_prefix=f"tierckpt-{name}")
-    return _executors[name]
+    return ThreadPool(threads_max, thread_name_prefix=f"tierckpt-{name}")
 
 
-os.register_at_fork(after_in_child=_executors.clear)
+os.register_at_fork(after_in_child=_executor.cache_clear)

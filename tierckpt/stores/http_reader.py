@@ -30,7 +30,7 @@ from ..types import Buffer, ByteRange, Tier
 from . import get_concurrency
 from .base import RangesIgnoredError, check_range, retries_spent, to_completion
 from .http_client import describe_error
-from .proxies import NoRedirects, proxy_for, routed
+from .proxies import AnyStatus, proxy_for, routed
 from .retry import Retries
 from .signed_requests import MAY_PASS, Get, NotThisWay, Ranges, is_range
 
@@ -181,7 +181,7 @@ class UrlStore(ABC):
         return
 
     async def close(self) -> None:
-        self._ranges.close()
+        self._ranges.connections.close()
         for reply in self._whole.values():
             reply.close()
         self._whole.clear()
@@ -201,15 +201,16 @@ def _open(uri: str, url: str, headers_for: Callable[[str], Headers]) -> Any:
         host = urlsplit(url).netloc
         headers = {"User-Agent": "tierckpt", "Accept-Encoding": "identity", **headers_for(url)}
         try:
-            return opener.open(routed(urllib.request.Request(url, headers=headers)), timeout=ANSWER_SECONDS_MAX)
-        except urllib.error.HTTPError as refusal:
-            with refusal:
-                status, location = refusal.code, refusal.headers.get("location", "")
+            reply = opener.open(routed(urllib.request.Request(url, headers=headers)), timeout=ANSWER_SECONDS_MAX)
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, ssl.SSLError):
                 raise NotThisWay(f"TLS: {reason.reason or describe_error(reason)}", for_good=True) from None
             raise _unavailable(uri, host, describe_error(reason if isinstance(reason, OSError) else error)) from None
+        if reply.status < 300:
+            return reply
+        reply.close()
+        status, location = reply.status, reply.headers.get("location", "")
         if 300 <= status < 400 and urljoin(url, location).startswith(("http://", "https://")):
             url = urljoin(url, location)
             continue
@@ -294,4 +295,4 @@ class _Https(urllib.request.HTTPSHandler):
         return self.do_open(_TlsConnection, request)
 
 
-opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http, _Https, NoRedirects)
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _Http, _Https, AnyStatus)

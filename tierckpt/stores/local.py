@@ -40,6 +40,7 @@ from ..ownership import file_mode
 from ..poll import BRIEF, Poll
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .base import (
+    Store,
     check_key,
     check_prefix,
     check_range,
@@ -142,7 +143,7 @@ def _make_later(path: Path, before_ns: int) -> None:
             os.utime(path, ns=(before_ns + TICK_NS, before_ns + TICK_NS))
 
 
-class LocalStore:
+class LocalStore(Store):
     """The first put creates the root; a missing root reads as empty."""
 
     tier = Tier.SHARED

@@ -134,8 +134,11 @@ def translate(error: Exception, location: Location, key: str | None, endpoint: s
         return made(EndpointError, f"{target} is in another region than requests are sent to", hint, code=code or None)
     if status == 407:
         return proxy_refused(target, server, 407, **context)
-    if status is None and (wrong := wrong_endpoint(error, location, key, endpoint, was_proven)) is not None:
-        return wrong
+    failure = _client_failure(error)  # of a request without a response
+    if (found := _TLS.search(failure)) is not None and found[1] != "InvalidMessage":
+        return untrusted(target, server, " ".join(filter(None, found.groups())), location.scheme, **context)
+    if _NO_SUCH_NAME.search(failure) and not was_proven:
+        return no_such_name(target, server, ENDPOINT_VARIABLES[location.scheme], **context)
     denied = obstore_errors.PermissionDeniedError | obstore_errors.UnauthenticatedError
     if isinstance(error, denied) or status in {401, 403} or code in EXPIRED_CODES:
         return refused(location, key, endpoint, code)
@@ -159,20 +162,6 @@ def translate(error: Exception, location: Location, key: str | None, endpoint: s
         return made(StoreUnavailableError, message, hint)
     where = f"Is {ENDPOINT_VARIABLES[location.scheme]}={endpoint} right, and does it answer from this node? "
     return made(StoreUnavailableError, message, f"{where if endpoint else ''}Try again later")
-
-
-def wrong_endpoint(
-    error: Exception, location: Location, key: str | None, endpoint: str, was_proven: bool
-) -> EndpointError | None:
-    """Return the error for a request without response if a retry would fail as well."""
-    failure = _client_failure(error)
-    server = endpoint or CLOUD_URLS[location.scheme]
-    target, context = _about(location, key, endpoint)
-    if (found := _TLS.search(failure)) is not None and found[1] != "InvalidMessage":
-        return untrusted(target, server, " ".join(filter(None, found.groups())), location.scheme, **context)
-    if _NO_SUCH_NAME.search(failure) and not was_proven:
-        return no_such_name(target, server, ENDPOINT_VARIABLES[location.scheme], **context)
-    return None
 
 
 def wrong_protocol_error(location: Location, key: str | None, endpoint: str, what: str) -> EndpointError:
@@ -286,11 +275,6 @@ def refused(location: Location, key: str | None, endpoint: str, code: str) -> Pe
         code=code or None,
         **context,
     )
-
-
-def is_expiry(refusal: PermissionDeniedError) -> bool:
-    """True unless the server knows these credentials and denies access."""
-    return refusal.context.get("code") != "AccessDenied"
 
 
 def still_refused(refusal: PermissionDeniedError) -> PermissionDeniedError:

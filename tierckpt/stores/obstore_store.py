@@ -18,7 +18,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import timedelta
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import MiB, Settings
@@ -33,14 +32,17 @@ from ..errors import (
     TierckptError,
 )
 from ..format.layout import CLAIM, Location
+from ..quantities import round_up
 from ..redaction import printable
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from . import get_concurrency
 from .base import (
     PART_SIZE_BYTES_MIN,
+    PARTS_MAX,
     FolderMarkers,
     OddKeyError,
+    Store,
     check_key,
     check_prefix,
     check_range,
@@ -49,7 +51,6 @@ from .base import (
     frozen_piece,
     has_odd_parts,
     limited,
-    part_size_bytes,
     short_answer,
     to_completion,
 )
@@ -139,7 +140,7 @@ DIRECT_BYTES_MIN = 256 << 10
 SIGNED_FOR = timedelta(minutes=15)
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """Objects of a bucket or container below a key prefix.
 
     Memory: one ``put_stream`` holds at most ``settings.concurrency + 1`` parts of 8 MiB (larger above 78 GiB per
@@ -278,7 +279,6 @@ class RemoteStore:
         if is_direct and size_bytes >= DIRECT_BYTES_MIN:
             try:
                 await self._request(key, lambda client: self._receive(client, key, byte_range, into, if_match))
-                self._bucket.ranges.count_used()
                 return
             except NotThisWay as reason:
                 self._bucket.ranges.count_unused(reason)
@@ -440,7 +440,7 @@ class RemoteStore:
                     writer = obstore.open_writer_async(
                         await self._client(PART_RETRIES_MAX),
                         self._prefix + key,
-                        buffer_size=part_size_bytes(size_bytes),
+                        buffer_size=max(PART_SIZE_BYTES_MIN, round_up(-(-size_bytes // PARTS_MAX), MiB)),
                         max_concurrency=self.settings.concurrency,
                     )
                     try:
@@ -465,9 +465,6 @@ class RemoteStore:
         except (obstore_errors.BaseError, OSError, ValueError) as error:
             # Remaining parts are invisible; a lifecycle rule removes them.
             log.warning("could not abort the transfer of %s to %s: %s", key, self.uri, first_line(error))
-
-    async def link(self, key: str, source: Path) -> bool:
-        return False
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         """Extra cost: a request per folder with only empty objects; on Azure one per such object."""

@@ -13,6 +13,7 @@ import ssl
 import urllib.request
 from dataclasses import dataclass
 from functools import lru_cache
+from http.client import HTTPResponse
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -95,18 +96,20 @@ def routed(request: urllib.request.Request) -> urllib.request.Request:
     return request
 
 
-class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """The caller follows redirects, and knows which hosts may get a token."""
+class AnyStatus(urllib.request.HTTPErrorProcessor):
+    """Returns every response. The caller follows redirects, and knows which hosts may get a token."""
 
-    def redirect_request(self, *_: object) -> None:
-        return None
+    def http_response(self, request: urllib.request.Request, response: HTTPResponse) -> HTTPResponse:
+        return response
+
+    https_response = http_response
 
 
 @lru_cache(maxsize=8)
-def direct_opener(tls: ssl.SSLContext, *handlers: type[urllib.request.BaseHandler]) -> urllib.request.OpenerDirector:
+def direct_opener(tls: ssl.SSLContext) -> urllib.request.OpenerDirector:
     """Return one opener per context: openers form reference cycles."""
     direct = urllib.request.ProxyHandler({})
-    return urllib.request.build_opener(direct, urllib.request.HTTPSHandler(context=tls), *handlers)
+    return urllib.request.build_opener(direct, urllib.request.HTTPSHandler(context=tls), AnyStatus)
 
 
 def _configured(scheme: str) -> tuple[str, str] | None:

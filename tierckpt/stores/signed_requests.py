@@ -150,7 +150,9 @@ class Ranges:
     async def run(self, get: Get) -> memoryview:
         """Raises NotThisWay: an unusable response."""
         get.tls = self.tls if get.is_tls else None
-        return await self.connections.run(get)
+        data = await self.connections.run(get)
+        self._misses = 0
+        return data
 
     def trust(self, pem: str) -> None:
         """Also trust ``pem``. Resets ``is_usable``, as the server may be another."""
@@ -158,17 +160,11 @@ class Ranges:
             self._trusted, self._tls = pem, None
         self._misses, self.is_usable = 0, True
 
-    def count_used(self) -> None:
-        self._misses = 0
-
     def count_unused(self, reason: NotThisWay) -> None:
         self._misses += 1
         if self.is_usable and (reason.for_good or self._misses >= MISSES_MAX):
             self.is_usable = False
             log.info("large ranges are read through the library from here on: %s", reason)
-
-    def close(self) -> None:
-        self.connections.close()
 
 
 def delete_if(url: str, etag: str, target: str, timeout_seconds: float, tls: ssl.SSLContext) -> None:
@@ -179,16 +175,13 @@ def delete_if(url: str, etag: str, target: str, timeout_seconds: float, tls: ssl
     """
     request = urllib.request.Request(url, method="DELETE", headers={"If-Match": etag})
     try:
-        with direct_opener(tls).open(routed(request), timeout=timeout_seconds):
-            return
-    except urllib.error.HTTPError as error:
-        with error:
-            status = error.code
+        with direct_opener(tls).open(routed(request), timeout=timeout_seconds) as answer:
+            status = answer.status
     except OSError as error:
         raise StoreUnavailableError(
             f"{target} cannot be reached: {type(error).__name__}", hint="Try again later", tier=Tier.SHARED
         ) from None
-    if status == 404:
+    if status < 300 or status == 404:
         return
     if status == 412:
         raise PreconditionFailedError(f"{target} has changed", tier=Tier.SHARED)

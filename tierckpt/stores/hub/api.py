@@ -339,9 +339,6 @@ def request(url: str, headers: Mapping[str, str], form: bytes | None = None) -> 
         request = urllib.request.Request(url, data=form, headers={"User-Agent": "tierckpt", **headers})
         with opener.open(routed(request), timeout=ANSWER_SECONDS_MAX) as reply:
             answer = _answer(reply, url, headers)
-    except urllib.error.HTTPError as refusal:
-        with refusal:
-            answer = _answer(refusal, url, {})
     except ConfigError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as error:

@@ -14,7 +14,6 @@ import builtins
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Final, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
@@ -29,7 +28,7 @@ from ...errors import (
 )
 from ...format.layout import Location
 from ...types import ByteRange, ObjectInfo, Tier
-from ..base import RangesIgnoredError, check_key, check_prefix, check_range, short_answer, untrusted
+from ..base import RangesIgnoredError, Store, check_key, check_prefix, check_range, short_answer, untrusted
 from ..http_reader import UrlStore
 from ..retry import Retries
 from ..signed_requests import NotThisWay
@@ -44,7 +43,7 @@ DIRECT: Final = "direct"
 _POINTER = b"version https://git-lfs"
 
 
-class HubStore(UrlStore):
+class HubStore(UrlStore, Store):
     def __init__(self, location: Location, settings: Settings, retries: Retries | None = None) -> None:
         super().__init__(location.uri, settings, retries)
         self.has_put_if_absent = False
@@ -206,9 +205,6 @@ class HubStore(UrlStore):
     async def reconnect(self, damage: TierckptError) -> None:
         await super().reconnect(damage)
         self._urls.clear()
-
-    async def link(self, key: str, source: Path) -> bool:
-        return False
 
     async def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise PermissionDeniedError(
