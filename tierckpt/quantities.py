@@ -1,6 +1,8 @@
-"""Readable sizes and durations, and the block size of a disk."""
+"""Readable sizes, durations and lists, and the block size of a disk."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 DISK_BLOCK_BYTES = 4096
 """Block size of O_DIRECT."""
@@ -25,3 +27,9 @@ def human_seconds(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def first_of(items: Sequence[str], count: int, separator: str = ", ") -> str:
+    """Return the first ``count`` items, and the number of the others."""
+    more = f" and {len(items) - count} more" if len(items) > count else ""
+    return separator.join(items[:count]) + more

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from ..disk.durable import check_names, space_of
+from ..disk.durable import check_names, require_room
 from ..errors import CapacityError, ConfigError, ObjectNotFoundError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import NAME_BYTES_MAX, digest_of, is_safe_path
-from ..quantities import human_bytes
+from ..quantities import first_of, human_bytes
 from ..stores.base import RangeSource, Store
 from ..stores.local import LocalStore, etag_reuse_seconds
 from ..telemetry import logger
@@ -143,9 +143,8 @@ async def _listed(
     }
     bad = [f"{key!r} {what}" for key, what in sorted(other_kinds.items()) if files.has(key, {key})]
     if bad and strict:
-        more = f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
         raise ConfigError(
-            f"{store.uri} holds what cannot be fetched: {'; '.join(bad[:SHOWN])}{more}",
+            f"{store.uri} holds what cannot be fetched: {first_of(bad, SHOWN, '; ')}",
             hint="Repair it at the source, or leave it out with --exclude",
             uri=store.uri,
         )
@@ -257,13 +256,6 @@ def check_size(frozen: FileSet, size_bytes_max: int | None) -> None:
 
 def _check_room(frozen: FileSet, directory: Path) -> None:
     incoming = incoming_of(directory, frozen.version)
-    free = space_of(incoming).free_bytes
     present_bytes = allocated_bytes(incoming) if incoming.exists() else reusable_bytes(frozen, [directory])
-    if free < frozen.size_bytes - present_bytes:
-        raise CapacityError(
-            f"{frozen.uri} has {human_bytes(frozen.size_bytes)}, {human_bytes(free)} are free for {directory.parent}",
-            hint="Free some space or give another directory; nothing was fetched",
-            tier=Tier.LOCAL,
-            needed_bytes=frozen.size_bytes,
-            free_bytes=free,
-        )
+    hint = "Free some space or give another directory; nothing was fetched"
+    require_room(directory, frozen.size_bytes, frozen.uri, hint, more_bytes=-present_bytes)

@@ -30,6 +30,7 @@ from ..errors import (
     TierckptError,
 )
 from ..ownership import check, file_mode, mode_of, root_of
+from ..quantities import human_bytes
 from ..resources import exhausted
 from ..types import Buffer, Json, Tier
 from .illness import requests
@@ -117,6 +118,19 @@ def space_of(path: Path) -> Space:
             size = disk.f_frsize
             return Space(disk.f_bavail * size, (disk.f_blocks - disk.f_bfree) * size)
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def require_room(place: Path, size_bytes: int, what: str, hint: str, *, more_bytes: int = 0) -> None:
+    """Raise CapacityError unless ``place`` has room for ``what`` and for ``more_bytes`` (negative: it has a part)."""
+    free = space_of(place).free_bytes
+    if free < size_bytes + more_bytes:
+        raise CapacityError(
+            f"{what} has {human_bytes(size_bytes)}, {human_bytes(free)} are free for {place}",
+            hint=hint,
+            tier=Tier.LOCAL,
+            needed_bytes=size_bytes,
+            free_bytes=free,
+        )
 
 
 def check_names(directory: Path, paths: Iterable[str] = ()) -> None:

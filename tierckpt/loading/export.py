@@ -37,16 +37,16 @@ from ..disk.durable import (
     matching,
     publish,
     remove_tree,
-    space_of,
+    require_room,
     translated,
 )
 from ..disk.file_io import DirectFile
 from ..disk.file_lock import try_lock
 from ..disk.processes import companion_path, is_abandoned, stem_of, temporary_of_this_process
-from ..errors import CapacityError, ConfigError, IntegrityError, OperationTimeoutError, StateMismatchError, StoreError
+from ..errors import ConfigError, IntegrityError, OperationTimeoutError, StateMismatchError, StoreError
 from ..format.layout import local_dir, parse_uri
 from ..format.uris import local_path
-from ..quantities import DISK_BLOCK_BYTES, human_bytes, round_up
+from ..quantities import DISK_BLOCK_BYTES, round_up
 from ..read.parallel_read import batches
 from ..resources import ThreadPool
 from ..telemetry import ProgressCounter, ignore_progress, logger
@@ -300,39 +300,27 @@ def export_safetensors(
 
     def export_from(found: str) -> ExportResult:
         reader = TierStorageReader(found, trust_pickle=trust_pickle, settings=settings)
-        return _export(reader, target, only, _dtype(dtype), shard_size_bytes_max, listener)
+        metadata = reader.read_metadata()
+        items = _select(metadata, only, _dtype(dtype), reader.path)
+        shards = [in_file_order(shard) for shard in _cut(items, shard_size_bytes_max)]
+        size_bytes = sum(item.size_bytes for item in items)
+        progress = ProgressCounter(listener, f"export {reader.path}", size_bytes)
+        progress.add(0)
+        reader.set_up_storage_reader(metadata, True)
+        # The reader releases the checkpoint after each window.
+        lease = read_lease.reading(settings.local_root, local_dir(settings.local_root, reader.location))
+        with _appearing(target, size_bytes) as directory, lease:
+            names = _names(len(shards))
+            for name, shard in zip(names, shards, strict=True):
+                written_bytes = sum(item.size_bytes for item in shard)
+                with translated(directory / name), progress.moving(name, written_bytes) as on_file_bytes:
+                    write_file(directory / name, shard, reader, on_file_bytes)
+            if len(names) > 1:
+                durable_write(directory / INDEX, _index(names, shards, size_bytes))
+        skipped = len(metadata.state_dict_metadata) - len(items)
+        return ExportResult(reader.path, target, tuple(names), len(items), size_bytes, skipped)
 
     return read_newest(parse_uri(uri), lambda: latest(uri, settings=settings), export_from)
-
-
-def _export(
-    reader: TierStorageReader,
-    target: Path,
-    only: str,
-    dtype: torch.dtype | None,
-    shard_size_bytes_max: int,
-    listener: ProgressListener,
-) -> ExportResult:
-    metadata = reader.read_metadata()
-    items = _select(metadata, only, dtype, reader.path)
-    shards = [in_file_order(shard) for shard in _cut(items, shard_size_bytes_max)]
-    size_bytes = sum(item.size_bytes for item in items)
-    progress = ProgressCounter(listener, f"export {reader.path}", size_bytes)
-    progress.add(0)
-    reader.set_up_storage_reader(metadata, True)
-    settings = reader.settings
-    # The reader releases the checkpoint after each window.
-    lease = read_lease.reading(settings.local_root, local_dir(settings.local_root, reader.location))
-    with _appearing(target, size_bytes) as directory, lease:
-        names = _names(len(shards))
-        for name, shard in zip(names, shards, strict=True):
-            written_bytes = sum(item.size_bytes for item in shard)
-            with translated(directory / name), progress.moving(name, written_bytes) as on_file_bytes:
-                write_file(directory / name, shard, reader, on_file_bytes)
-        if len(names) > 1:
-            durable_write(directory / INDEX, _index(names, shards, size_bytes))
-    skipped = len(metadata.state_dict_metadata) - len(items)
-    return ExportResult(reader.path, target, tuple(names), len(items), size_bytes, skipped)
 
 
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -411,7 +399,8 @@ def _appearing(target: Path, size_bytes: int) -> Iterator[Path]:
     directory = target.with_name(temporary_of_this_process(stem))
     with translated(target):
         make_dirs(target.parent)
-        check_room(target.parent, size_bytes)
+        hint = "Free some space or give another directory; nothing was written"
+        require_room(target.parent, size_bytes, "the export", hint, more_bytes=_SPARE_BYTES)
         with _held_where_locks_are(companion_path(target, ".exporting.lock")) as is_held:
             if not is_held:
                 raise OperationTimeoutError(f"another process is exporting to {target}", hint="Wait for it, or stop it")
@@ -438,14 +427,3 @@ def _held_where_locks_are(path: Path) -> Iterator[bool]:
             path.unlink(missing_ok=True)
             is_held = True
         yield is_held
-
-
-def check_room(parent: Path, size_bytes: int) -> None:
-    free = space_of(parent).free_bytes
-    if free < size_bytes + _SPARE_BYTES:
-        raise CapacityError(
-            f"the export has {human_bytes(size_bytes)}, {human_bytes(free)} are free for {parent}",
-            hint="Free some space or give another directory; nothing was written",
-            needed_bytes=size_bytes,
-            free_bytes=free,
-        )

@@ -25,11 +25,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
+from ..disk.durable import closing_file
 from ..disk.file_io import stat_version
 from ..disk.io_tuner import MODEL_READ_MODES, ReadTuner, device_of
 from ..errors import CheckpointNotFoundError, IntegrityError
 from ..format.manifest import is_safe_path
-from ..quantities import round_up
+from ..quantities import first_of, round_up
 from ..read.replicated_file import FileCopy, LocalCopy
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
@@ -192,12 +193,9 @@ class Directory:
 
     @property
     def threads(self) -> int:
-        with contextlib.suppress(OSError):
-            directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                return self.tuner.mode(device_of(directory)).threads
-            finally:
-                os.close(directory)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        with contextlib.suppress(OSError), closing_file(os.open(self.path, flags)) as directory:
+            return self.tuner.mode(device_of(directory)).threads
         return MODEL_READ_MODES[0].threads
 
     def files(self) -> list[str]:
@@ -273,7 +271,7 @@ def open_model(directory: ModelDirectory, name: str = "", *, variant: str = "", 
             "%s: loading %s; not loaded: %s",
             directory.where,
             weights.index or ", ".join(weights.files[:SHOWN]),
-            _some(skipped),
+            first_of(skipped, SHOWN),
         )
     return ModelTensors(directory.where, directory, tensors)
 
@@ -344,7 +342,7 @@ def _indexed(directory: ModelDirectory, index: str) -> dict[str, tuple[ModelFile
     for tensor in (*(one for one in weight_map if one in holders), *(one for one in holders if one not in weight_map)):
         named, found = files.get(weight_map.get(tensor, "")), holders[tensor]
         if named not in found:
-            other_files.append(tensor)
+            other_files.append(repr(tensor))
             if len(found) > 1:
                 raise IntegrityError(
                     f"{found[0].name} and {found[1].name} of {directory.where} both hold {tensor!r}",
@@ -355,16 +353,11 @@ def _indexed(directory: ModelDirectory, index: str) -> dict[str, tuple[ModelFile
         file = named if named in found and named is not None else found[0]
         tensors[tensor] = file, file.entries[tensor]
     if other_files:
-        log.warning("%s/%s does not name the file of %s", directory.where, index, _some([*map(repr, other_files)]))
+        log.warning("%s/%s does not name the file of %s", directory.where, index, first_of(other_files, SHOWN))
     # Many indexes name a head that is tied to another tensor, and is in no file.
-    if absent := [tensor for tensor in weight_map if tensor not in holders]:
-        log.warning("%s/%s names %s, which no file holds", directory.where, index, _some([*map(repr, absent)]))
+    if absent := [repr(tensor) for tensor in weight_map if tensor not in holders]:
+        log.warning("%s/%s names %s, which no file holds", directory.where, index, first_of(absent, SHOWN))
     return tensors
-
-
-def _some(names: Sequence[str]) -> str:
-    first = ", ".join(names[:SHOWN])
-    return f"{first} and {len(names) - SHOWN} more" if len(names) > SHOWN else first
 
 
 def _weight_map(directory: ModelDirectory, index: str) -> dict[str, str]:

@@ -18,14 +18,13 @@ from pathlib import Path
 
 from ..checkpoint import shared_commit
 from ..checkpoint.catalog import retry_listing
-from ..disk.durable import make_dirs, remove_tree, space_of, translated
+from ..disk.durable import make_dirs, remove_tree, require_room, translated
 from ..disk.file_lock import try_lock
 from ..drain.file_transfer import fetch
-from ..errors import BucketNotFoundError, CapacityError, CheckpointNotFoundError, IntegrityError, ObjectNotFoundError
+from ..errors import BucketNotFoundError, CheckpointNotFoundError, IntegrityError, ObjectNotFoundError
 from ..format.layout import MANIFEST, Location
 from ..format.manifest import FileEntry, Manifest
 from ..mover import Mover
-from ..quantities import human_bytes
 from ..stores import verified_read
 from ..stores.base import Store
 from ..stores.verified_read import LocalFiles, check_file
@@ -172,14 +171,8 @@ def _scratch_directory(parent: Path, needed_bytes: int) -> Iterator[Path]:
     make_dirs(parent)
     _remove_dead(parent)
     with translated(parent):
-        free = space_of(parent).free_bytes
-        if free < needed_bytes:
-            raise CapacityError(
-                f"the checkpoint has {human_bytes(needed_bytes)}, but {human_bytes(free)} are free under {parent}",
-                hint="Use a --scratch directory with more room; nothing was fetched",
-                needed_bytes=needed_bytes,
-                free_bytes=free,
-            )
+        hint = "Use a --scratch directory with more room; nothing was fetched"
+        require_room(parent, needed_bytes, "the checkpoint", hint)
         directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
     with try_lock(_lock_of(directory), remove=True):
         try:

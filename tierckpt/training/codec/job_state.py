@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ...errors import ConfigError, StateMismatchError, TierckptError
+from ...quantities import first_of
 from ...torch_internals import flatten_state_dict
 from ..rank_exchange import is_distributed
 from . import optimizers, values
@@ -225,9 +226,8 @@ class RestorePlan:
 
 
 def mismatch(problems: Sequence[str]) -> StateMismatchError:
-    more = f" and {len(problems) - PROBLEMS_SHOWN} more" if len(problems) > PROBLEMS_SHOWN else ""
     return StateMismatchError(
-        f"the state does not fit the checkpoint: {'; '.join(problems[:PROBLEMS_SHOWN])}{more}",
+        f"the state does not fit the checkpoint: {first_of(problems, PROBLEMS_SHOWN, '; ')}",
         hint="Build the state with the configuration it was saved with, or load the rest with strict=False; nothing "
         "was loaded",
     )
