@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import ipaddress
 import os
 import re
 import socket
@@ -25,7 +24,7 @@ from typing import Literal
 from ..config import PEER_PORT
 from ..errors import ConfigError
 from ..telemetry import logger
-from .membership import MEMBERS_MAX, is_forbidden, is_plain_address
+from .membership import MEMBERS_MAX, ip_of, is_forbidden, is_plain_address
 from .peer_http import address_of, host_and_port
 
 log = logger("peer")
@@ -120,13 +119,10 @@ def _host_and_port(item: str) -> tuple[str, int]:
 
 
 def _checked(host: str, item: str) -> str:
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        if not _HOST.fullmatch(host) or re.fullmatch(r"[0-9.]+", host):
-            raise _bad(item, "names no host") from None
-        return host
-    if is_forbidden(ip):
+    ip = ip_of(host)
+    if ip is None and (not _HOST.fullmatch(host) or re.fullmatch(r"[0-9.]+", host)):
+        raise _bad(item, "names no host")
+    if ip is not None and is_forbidden(ip):
         raise _bad(item, "is not an address of a node (link-local, multicast, or a cloud's metadata service)")
     return host
 
@@ -172,8 +168,8 @@ class Lookup:
             self._hosts = [(host, self._setting.port) for host in slurm_hosts(environment)]
         else:
             self._hosts = list(self._setting.hosts)
-        self._literal = [address_of(host, port) for host, port in self._hosts if _is_ip(host)]
-        self._names = [(host, port) for host, port in self._hosts if not _is_ip(host)]
+        self._literal = [address_of(host, port) for host, port in self._hosts if ip_of(host) is not None]
+        self._names = [(host, port) for host, port in self._hosts if ip_of(host) is None]
 
     def set_job_addresses(self, addresses: Sequence[str]) -> None:
         self._job_addresses = [address for address in addresses if is_plain_address(address)][:MEMBERS_MAX]
@@ -216,14 +212,6 @@ async def _look_up(host: str, port: int) -> list[str] | str:
         return f"{host}: {error}"
     addresses = [address_of(str(item[4][0]), port) for item in found]
     return sorted({address for address in addresses if is_plain_address(address)})[:MEMBERS_MAX]
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def slurm_hosts(environment: Mapping[str, str] = os.environ) -> list[str]:

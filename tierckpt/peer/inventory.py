@@ -179,7 +179,9 @@ class Holdings:
             try:
                 return self._open(place)
             except OSError:
-                self.rescan()  # renamed or evicted before the open
+                with self._lock:  # renamed or evicted before the open
+                    self._scanned_at = float("-inf")
+                    self._scan()
         return None
 
     def _open(self, place: ChunkPlace) -> Opened | None:
@@ -284,11 +286,6 @@ class Holdings:
             ]
 
     # --- scans ---------------------------------------------------------------------------------------------------
-
-    def rescan(self) -> None:
-        with self._lock:
-            self._scanned_at = float("-inf")
-            self._scan()
 
     def _known(self, version: str, chunk_size_bytes: int) -> list[ChunkSource]:
         """Return the sources with chunks of this size, as of the last refresh."""

@@ -89,19 +89,26 @@ def is_member_name(name: Any) -> bool:
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
+def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return None for a name, which may resolve to another address tomorrow."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
 def is_plain_address(address: str) -> bool:
     """True for ``IP:port`` and ``[IPv6]:port`` that a member may have.
 
-    False for a name, which may resolve to another address tomorrow, and for link-local addresses, where clouds serve
-    credentials.
+    False for a name, and for link-local addresses, where clouds serve credentials.
     """
     try:
         host, port = host_and_port(address)
-        ip = ipaddress.ip_address(host)
     except ValueError:
         return False
-    is_bracketed = address.startswith("[")
-    return port > 0 and len(address) <= 64 and (ip.version == 6) == is_bracketed and not is_forbidden(ip)
+    is_bracketed, ip = address.startswith("["), ip_of(host)
+    is_known = ip is not None and (ip.version == 6) == is_bracketed and not is_forbidden(ip)
+    return is_known and port > 0 and len(address) <= 64
 
 
 _METADATA = frozenset(map(ipaddress.ip_address, ("169.254.169.254", "fd00:ec2::254", "100.100.100.200")))
@@ -118,11 +125,8 @@ def is_forbidden(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """True for a loopback address; False for a name, which may mean another tomorrow."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    ip = ip_of(host)
+    return ip is not None and ip.is_loopback
 
 
 def _is_on_loopback(address: str) -> bool:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..cache.file_set import FileSet, from_manifest
 from ..config import Settings
 from ..errors import ConfigError, ObjectNotFoundError, PeerBusyError, PeerError, PermissionDeniedError, TierckptError
 from ..format.layout import BRANCHES_DIR, Location
@@ -21,6 +20,7 @@ from ..format.manifest import FileEntry, Manifest, decode, digest_of, is_token
 from ..ipc.agent_client import private_client
 from ..telemetry import logger
 from ..types import Buffer, ByteRange, Json, Tier
+from .chunk_files import frozen_of
 from .membership import Member, member_of
 from .replica_policy import FreshCheckpoint, LogRow, fresh_of, logs_of
 
@@ -276,9 +276,8 @@ class PeerReplicas:
     _holders: dict[str, list[Member]] | None = None
 
     def __post_init__(self) -> None:
-        files = tuple(from_manifest(self.manifest))
-        self.frozen = FileSet(self.location.uri, files, self.manifest.chunk_size_bytes)
-        self._first = dict(zip((item.key for item in files), self.frozen.first_ordinals, strict=False))
+        self.frozen = frozen_of(self.manifest, self.location.uri)
+        self._first = dict(zip((item.key for item in self.frozen.files), self.frozen.first_ordinals, strict=False))
 
     @property
     def attempt(self) -> str:
