@@ -21,7 +21,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -243,14 +243,14 @@ class HubProxy:
         path = request.raw_path
         form = await _form_of(request) if request.method == "POST" else None
         if request.headers.get("Host", "").rpartition(":")[0] not in (HOST, "localhost"):
-            return _reply(403)  # a page in a browser, by another name of this address
+            return web.Response(status=403)  # a page in a browser, by another name of this address
         parts = [unquote(part) for part in re.split("[?#]", path, maxsplit=1)[0].split("/") if part]
         if not path.startswith("/") or not path.isascii() or not is_safe_path("/".join(parts)):
-            return _reply(404)  # would lead elsewhere on the Hub, or to another host
+            return web.Response(status=404)  # would lead elsewhere on the Hub, or to another host
         is_form = parts[4:5] == ["paths-info"]
         is_allowed = form is not None if is_form else request.method in ("HEAD", "GET")
         if not is_allowed:
-            return _reply(404)
+            return web.Response(status=404)
         try:
             if parts[0] == "api" and _is_for_readers(parts[1:]):
                 return await self._pass_on(request, form, is_list=parts[4:5] != [] and parts[4] in _LISTS)
@@ -259,7 +259,7 @@ class HubProxy:
                 return await self._send(
                     request, await self._file(kind, "/".join(parts[:2]), parts[3], "/".join(parts[4:]))
                 )
-            return _reply(404)
+            return web.Response(status=404)
         except TierckptError as error:
             log.info("%s: %s", path, error.message)
             if request.writer.output_size:
@@ -278,7 +278,7 @@ class HubProxy:
         body = found.body
         if found.status == 200 and is_list:
             body = json.dumps([{k: v for k, v in item.items() if k != "xetHash"} for item in found.json()]).encode()
-        return _reply(found.status, body, headers)
+        return web.Response(status=found.status, body=body, headers=headers)
 
     async def _file(self, kind: str, name: str, revision: str, path: str) -> _File:
         repository = Repository(kind, name, revision)
@@ -308,7 +308,7 @@ class HubProxy:
         if range_header := _RANGE.fullmatch(request.headers.get("Range") or ""):
             byte_range = ByteRange(int(range_header[1]), min(size_bytes, int(range_header[2] or size_bytes) + 1))
             if byte_range.start >= byte_range.stop:
-                return _reply(416, headers=headers | {"Content-Range": f"bytes */{size_bytes}"})
+                return web.Response(status=416, headers=headers | {"Content-Range": f"bytes */{size_bytes}"})
             headers["Content-Range"], status = f"bytes {byte_range.start}-{byte_range.stop - 1}/{size_bytes}", 206
         headers["Content-Length"] = str(byte_range.size_bytes)
         if request.method == "HEAD" or not byte_range.size_bytes:
@@ -433,11 +433,7 @@ def _refusal(error: TierckptError) -> web.Response:
         (PermissionDeniedError, 403, "GatedRepo"),
     ):
         if isinstance(error, kind):
-            return _reply(status, headers={"X-Error-Code": code} | says)
+            return web.Response(status=status, headers={"X-Error-Code": code} | says)
     if isinstance(error, StoreUnavailableError):
-        return _reply(503, error.message.encode(), {"Retry-After": "5"})
-    return _reply(502 if isinstance(error, IntegrityError) else 500, error.message.encode())
-
-
-def _reply(status: int, body: bytes = b"", headers: Mapping[str, str] = {}) -> web.Response:
-    return web.Response(status=status, body=body, headers=headers)
+        return web.Response(status=503, body=error.message.encode(), headers={"Retry-After": "5"})
+    return web.Response(status=502 if isinstance(error, IntegrityError) else 500, body=error.message.encode())

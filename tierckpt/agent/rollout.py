@@ -10,7 +10,7 @@ import contextlib
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from ..cache.pool import Pool
 from ..config import Settings
 from ..errors import TierckptError
 from ..ipc.agent_client import AgentClient
-from ..peer.membership import Member, member_of
+from ..peer.membership import member_of
 from ..peer.peer_client import PeerClient
 from ..peer.peer_http import CHUNKS_MAX, ChunkReport
 from ..quantities import human_bytes, human_seconds
@@ -251,26 +251,23 @@ class RolloutWatch:
         self.members = len(live)
         if self.rollout is None or (self.uri is None and self.rollout.is_done):
             self._find(statuses)
-        if self.rollout is not None:
-            await self._poll_nodes(self.rollout, client, live, statuses)
+        if (rollout := self.rollout) is None:
+            return
+        version, size = rollout.version, rollout.chunk_size_bytes
+        reports = await self._all(
+            {
+                member.name: client.chunk_report(member, version, size, after=rollout.node(member.name).after)
+                for member in live
+                if not rollout.node(member.name).is_whole
+            }
+        )
+        silent = {node.name: None for node in rollout.part if node.name not in statuses}
+        rollout.take({**reports, **silent}, statuses, time.monotonic())
 
     async def close(self) -> None:
         await asyncio.to_thread(self._contact.close)
         if self._client is not None:
             await self._client.close()
-
-    async def _poll_nodes(
-        self, rollout: Rollout, client: PeerClient, members: Sequence[Member], statuses: Mapping[str, Json | None]
-    ) -> None:
-        version, size = rollout.version, rollout.chunk_size_bytes
-        asks = {
-            member.name: client.chunk_report(member, version, size, after=rollout.node(member.name).after)
-            for member in members
-            if not rollout.node(member.name).is_whole
-        }
-        reports = await self._all(asks)
-        silent = {node.name: None for node in rollout.part if node.name not in statuses}
-        rollout.take({**reports, **silent}, statuses, time.monotonic())
 
     async def _all(self, asks: Mapping[str, Awaitable[T]]) -> dict[str, T | None]:
         async def one(ask: Awaitable[T]) -> T | None:

@@ -188,7 +188,8 @@ class WebServer:
         self.pages = PageDocuments(settings)
         self.routes = dict(routes or {})
         self.token = "" if address.is_loopback else secrets.token_urlsafe(24)
-        self.names = _own_names()
+        name = socket.gethostname().lower()
+        self.names = frozenset({"localhost", name, name.partition(".")[0]})
         self._http = HttpServer("the page", self._handle)
         self._threads = ThreadPool(THREADS_MAX, thread_name_prefix="tierckpt-web")
 
@@ -286,11 +287,6 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
         raise ConfigError(
             f"{host!r} is not an address", hint="Use 127.0.0.1, or 0.0.0.0 for all interfaces of this machine"
         ) from None
-
-
-def _own_names() -> frozenset[str]:
-    name = socket.gethostname().lower()
-    return frozenset({"localhost", name, name.partition(".")[0]})
 
 
 def _text_response(status: HTTPStatus, text: str, **headers: str) -> web.Response:

@@ -189,15 +189,16 @@ class Memory:
         return self._huge
 
     def keep_on_fork(self) -> None:
-        """Let forked children see the contents, copied on write. Nothing may read into it directly any more."""
+        """Let forked children see the contents, copied on write, and the kernel use huge pages again.
+
+        Nothing may read into it directly any more.
+        """
         self._advise(_MADV_KEEPONFORK)
+        self._advise(_MADV_HUGEPAGE)
 
     def make_huge(self, offset: int, size_bytes: int) -> None:
         if self.kind is Kind.SHM and offset % HUGE_PAGE_BYTES == 0:
             _collapse(self.address + offset, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
-
-    def allow_huge_pages(self) -> None:
-        self._advise(_MADV_HUGEPAGE)
 
     def use_small_pages(self, part: memoryview) -> None:
         """Use 4 KiB pages for the unallocated rest of ``part``, which is page-aligned."""

@@ -278,7 +278,10 @@ class PartialEntry:
                     known = _entry_of(self.incoming)
                     if known.version == frozen.version:
                         return known
-                self._forget(path)
+                log.warning("%s is damaged: beginning again", path)
+                for left in self._lists():
+                    left.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             temporary = path.with_name(f"entry.{secrets.token_hex(6)}")
             write_new(temporary, frozen.encode(), file_mode(path))
             try:
@@ -289,12 +292,6 @@ class PartialEntry:
                 temporary.replace(path)
             temporary.unlink(missing_ok=True)
         raise StoreError(f"{path} keeps other bytes than were written", path=path, tier=Tier.LOCAL)
-
-    def _forget(self, entry: Path) -> None:
-        log.warning("%s is damaged: beginning again", entry)
-        for left in self._lists():
-            left.unlink(missing_ok=True)
-        entry.unlink(missing_ok=True)
 
     def _lists(self) -> list[Path]:
         return matching(self.incoming / FILLING, "progress-*")

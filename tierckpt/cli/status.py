@@ -7,7 +7,7 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -56,7 +56,10 @@ def status(
         return _web(settings, listen, as_json=session.as_json)
     read, view = (peers_document, _peers_view) if peers else (_document, _view)
     if watch:
-        _redraw(lambda: view(read(settings)), interval)
+        with contextlib.suppress(KeyboardInterrupt), redrawing(sys.stdout) as draw:
+            while True:
+                draw(*view(read(settings)))
+                time.sleep(interval)
     document = read(settings)
     return Report(document, view(document))
 
@@ -100,13 +103,6 @@ def _host_and_port(listen: str | None) -> tuple[str, int]:
 def _from_elsewhere(url: str) -> str:
     port = urlsplit(url).port
     return f"From elsewhere: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}, then the same address."
-
-
-def _redraw(view: Callable[[], list[RenderableType]], interval_seconds: float) -> None:
-    with contextlib.suppress(KeyboardInterrupt), redrawing(sys.stdout) as draw:
-        while True:
-            draw(*view())
-            time.sleep(interval_seconds)
 
 
 def _document(settings: Settings) -> Json:

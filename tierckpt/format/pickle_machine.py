@@ -100,7 +100,9 @@ class PickleMachine:
         data, memo = self.data, self.memo
         stack: list[Any] = []
         outer: list[list[Any]] = []
-        position = self._header()
+        if data[0] != PROTO or data[1] not in PROTOCOLS:
+            raise RefusedPickle("it is no pickle of protocol 2 to 5")
+        position = 2
         while True:
             op = data[position]
             position += 1
@@ -197,11 +199,6 @@ class PickleMachine:
                 if rare is None:
                     raise RefusedPickle(f"opcode {bytes([op])!r} at byte {position - 1} is not one that DCP writes")
                 position = rare(self, stack, position)
-
-    def _header(self) -> int:
-        if self.data[0] != PROTO or self.data[1] not in PROTOCOLS:
-            raise RefusedPickle("it is no pickle of protocol 2 to 5")
-        return 2
 
     def result(self, stack: list[Any], outer: list[list[Any]], position: int) -> Any:
         if len(stack) != 1 or outer:

@@ -248,7 +248,6 @@ class FileFill:
         self.file.check_unchanged()
         if self._memory is not None:
             self._memory.keep_on_fork()
-            self._memory.allow_huge_pages()
 
     def _place(self, extent: list[tuple[TensorRequest, RowRun]], offset: int) -> int:
         begin, end = _block(extent[0][1].start), extent[-1][1].stop

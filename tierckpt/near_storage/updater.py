@@ -280,9 +280,6 @@ class Updater:
             )
         return newest
 
-    def begin_step(self, payload: bytes) -> None:
-        self._begun, self._gradients, self._work = _decoded(payload), {}, []
-
     def take(self, keys: Sequence[str]) -> None:
         assert self._begun is not None
         found, live = {key: self._shared[key] for key in keys}, self._block_of[keys[0]]
@@ -386,7 +383,7 @@ class Updater:
                 if verb == "close":
                     break
                 if verb == "begin_step":
-                    self.begin_step(payload)
+                    self._begun, self._gradients, self._work = _decoded(payload), {}, []
                 else:
                     verbs[verb](**message)
         self._end()

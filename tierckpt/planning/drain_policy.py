@@ -136,10 +136,6 @@ def decide(state: PolicyState, rules: Rules, now: Situation, *, votes: bool = Tr
     return state, Decision(tier_decision, send, skip, remove, rate, why, numbers)
 
 
-def with_version(now: Situation, version: Version) -> Situation:
-    return replace(now, versions=[*now.versions, version])
-
-
 def _superseded(pending: Sequence[Version], sent: int | None) -> tuple[int, ...]:
     """Apply rule D1."""
     newest = max([one.number for one in pending] + [sent or 0])

@@ -267,7 +267,8 @@ class _World:
             kind = self.chance.choices(kinds, weights)[0]
             self.failures[kind.name] += 1
             by_job: dict[int, list[int]] = {}
-            for node in self._affected_nodes(kind):
+            first = self.chance.randrange(self.cluster.nodes) // kind.nodes * kind.nodes
+            for node in range(first, min(first + kind.nodes, self.cluster.nodes)):
                 job, node_of_job = divmod(node, self.cluster.nodes_per_job)
                 by_job.setdefault(job, []).append(node_of_job)
             for job, nodes_of_job in by_job.items():
@@ -278,10 +279,6 @@ class _World:
             yield self.env.timeout(max(0.0, at - self.env.now))
             self.failures["seen"] += 1
             self.jobs[0].lose_nodes([0], wipes=False)
-
-    def _affected_nodes(self, kind: FailureKind) -> list[int]:
-        first = self.chance.randrange(self.cluster.nodes) // kind.nodes * kind.nodes
-        return list(range(first, min(first + kind.nodes, self.cluster.nodes)))
 
     def _go_away(self) -> Steps:
         rates = self.cluster.rates

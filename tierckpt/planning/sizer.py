@@ -123,7 +123,7 @@ class Sizing:
         self.model_bytes = model.parameters * state.weight_bytes
         self.checkpoint_bytes = model.parameters * state.saved_bytes
         self.rank_held_bytes = mesh.held_bytes(model, state)
-        self.node_held_bytes = mesh.held_by_node_bytes(model, state)
+        self.node_held_bytes = min(mesh.ranks_per_node * self.rank_held_bytes, self.checkpoint_bytes)
         self.rank_written_bytes = mesh.written_bytes(model, state, split=site.split)
         self.writing_nodes = mesh.writing_nodes(state, split=site.split)
         self.node_written_bytes = min(self.rank_written_bytes * mesh.ranks_per_node, self.checkpoint_bytes)

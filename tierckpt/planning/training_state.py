@@ -322,10 +322,6 @@ class Mesh(Checked):
         """Saved bytes that one rank restores."""
         return sum(self.rank_bytes(model, part) for part in state.saved)
 
-    def held_by_node_bytes(self, model: Model, state: TrainingState) -> float:
-        """Saved bytes of one node, each once."""
-        return min(self.ranks_per_node * self.held_bytes(model, state), model.parameters * state.saved_bytes)
-
     def written_bytes(self, model: Model, state: TrainingState, *, split: bool) -> float:
         """Bytes of one writing rank. ``split``: all holders share replicated bytes, instead of one replica."""
         if split:

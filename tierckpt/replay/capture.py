@@ -133,8 +133,13 @@ class Capture:
         if _is_compiled():
             self.end("its step is compiled, and rounds differently from torch.optim")
         if not self.check():
-            groups = [hyperparameters_of(optimizer, group) for group in optimizer.param_groups]
-            self._hyperparameters = with_explicit_foreach(groups, self.implementations)
+            groups = (hyperparameters_of(optimizer, group) for group in optimizer.param_groups)
+            self._hyperparameters = [
+                {**one, "foreach": chosen == "foreach"}
+                if one.get("foreach") is None and one.get("fused") is None
+                else one
+                for one, chosen in zip(groups, self.implementations, strict=True)
+            ]
             found = getattr(optimizer, "found_inf", None)  # GradScaler sets it for the call
             self._found_inf = found.detach().clone() if found is not None else None
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -197,15 +202,6 @@ class Capture:
 def _is_compiled() -> bool:
     get_callback = getattr(torch_internals.eval_frame, "get_eval_frame_callback", None)
     return get_callback is not None and bool(get_callback())
-
-
-def with_explicit_foreach(
-    hyperparameters: Sequence[Mapping[str, Any]], implementations: Sequence[str]
-) -> list[Mapping[str, Any]]:
-    return [
-        {**one, "foreach": chosen == "foreach"} if one.get("foreach") is None and one.get("fused") is None else one
-        for one, chosen in zip(hyperparameters, implementations, strict=True)
-    ]
 
 
 def hyperparameters_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:

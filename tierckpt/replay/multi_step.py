@@ -408,8 +408,10 @@ class MultiStepStager:
     def _seal(self, window: _OpenWindow, capture: Capture) -> None:
         """End the window (W2, W3)."""
         window.sealed_version = capture.version
-        optimizer_tensors, tree, other_copies = self._detach(window)
-        window.pending_work += other_copies
+        optimizer_tensors = {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
+        tree, other_copy = detach(window.take(), optimizer_tensors, self.link)
+        if other_copy is not None:
+            window.pending_work.append(other_copy.done)
         current_tensors = {tensor_key: local_shard(one.detach()) for tensor_key, one in optimizer_tensors.items()}
         parameters = parameters_of(self.optimizer)
         implementation = ", ".join(sorted(set(capture.implementations)))
@@ -478,11 +480,6 @@ class MultiStepStager:
             one.key: {"": one.tensor} | {n: v for n, v in self._state(one).items() if isinstance(v, torch.Tensor)}
             for one in parameters_of(self.optimizer)
         }
-
-    def _detach(self, window: _OpenWindow) -> tuple[dict[Key, torch.Tensor], Any, list[Future[None]]]:
-        optimizer_tensors = {(key, name): one for key, named in self.tensors().items() for name, one in named.items()}
-        tree, tensor_copy = detach(window.take(), optimizer_tensors, self.link)
-        return optimizer_tensors, tree, [tensor_copy.done] if tensor_copy is not None else []
 
 
 def checked_steps(window_steps: int | Literal["auto"]) -> int:

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..cache.space import room_bytes
 from ..config import Settings, ranks_of_node
@@ -138,7 +138,7 @@ class DrainDecider:
             self._log_decision(step, "goes straight to shared storage", why, where, order)
             return order
         here = Version(number, size_bytes, 0.0)
-        policy_input = drain_policy.with_version(before, here)
+        policy_input = replace(before, versions=[*before.versions, here])
         self._state, decision = drain_policy.decide(self._state, rules, policy_input, votes=False)
         is_sent = decision.send == number
         throttle_seconds = max(THROTTLE_SECONDS_MIN, THROTTLE_INTERVALS * interval_seconds)
