@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.catalog import file_size
 from ..disk.durable import (
     CANNOT_LINK,
     durable_write,
@@ -129,10 +130,7 @@ def _blob(root: Path, item: FileSpec) -> Path:
 
 
 def _is_there(blob: Path, item: FileSpec) -> bool:
-    try:
-        return blob.stat().st_size == item.size_bytes
-    except OSError:
-        return False
+    return file_size(blob) == item.size_bytes
 
 
 def _is_file(directory: Path, item: FileSpec) -> bool:

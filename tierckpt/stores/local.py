@@ -33,7 +33,14 @@ from ..disk.durable import (
     write_new,
 )
 from ..disk.file_io import pread_all, stat_version
-from ..disk.processes import boot_id, is_abandoned, is_made_here, is_temporary, stem_of, temporary_of_this_process
+from ..disk.processes import (
+    boot_id,
+    companion_path,
+    is_abandoned,
+    is_made_here,
+    is_temporary,
+    temporary_of_this_process,
+)
 from ..disk.quarantine import kind_of
 from ..errors import ObjectNotFoundError, PreconditionFailedError, StoreUnavailableError
 from ..ownership import file_mode
@@ -72,7 +79,7 @@ def _locked(path: Path) -> Iterator[None]:
 
     The holder calls no fsync: a power cut leaves the mark only if the file system wrote its journal in between.
     """
-    mark = _mark_on(path)
+    mark = companion_path(path, MARK)
     boot, name = boot_id(), temporary_of_this_process("lock")
     seen, since, own = "", time.monotonic(), f"{boot} {name}"
     for _ in Poll(3 * LOCK_SECONDS, BRIEF):
@@ -97,10 +104,6 @@ def _locked(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             if _mark_of(mark) == own:
                 mark.unlink()
-
-
-def _mark_on(path: Path) -> Path:
-    return path.with_name(f".{stem_of(path.name)}{MARK}")
 
 
 def _has_ended(holder: str) -> bool:
@@ -167,7 +170,7 @@ class LocalStore(Store):
             with translated(path, self.tier):
                 status = path.stat()
         except ObjectNotFoundError:
-            mark = _mark_on(path)
+            mark = companion_path(path, MARK)
             if _has_ended(_mark_of(mark)):
                 mark.unlink(missing_ok=True)
             raise
