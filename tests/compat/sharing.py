@@ -16,7 +16,7 @@ import tierckpt
 from tests.compat.scenarios import same_everywhere
 from tests.states import zeros_like
 from tierckpt import telemetry
-from tierckpt.dcp import read_sharing
+from tierckpt.dcp import shared_read_planning
 
 CHUNK = 64 << 10
 ROWS, COLUMNS = 1024, 512
@@ -118,16 +118,16 @@ def save_and_load(folder: str, saved: str, loaded: str, window_bytes: int = 256 
 
 def load_twice(folder: str, loaded: str, window_bytes: int = 256 << 20) -> dict[str, Any]:
     uri = f"{folder}/step-1"
-    read_sharing.WINDOW_BYTES = window_bytes
+    shared_read_planning.WINDOW_BYTES = window_bytes
     shared = load(uri, loaded)
-    read_sharing.ReadSharing.add_interest = lambda self, plan, *_: plan  # type: ignore[method-assign]
+    shared_read_planning.ReadSharing.add_interest = lambda self, plan, *_: plan  # type: ignore[method-assign]
     return {"size": shard_bytes(uri), "shared": shared, "apart": load(uri, loaded)}
 
 
 def load_model(uri: str, apart: bool) -> dict[str, Any]:
     """Load the model alone, with the other ranks of this node or without them; return whether it is right."""
     if apart:
-        read_sharing.ReadSharing.add_interest = lambda self, plan, *_: plan  # type: ignore[method-assign]
+        shared_read_planning.ReadSharing.add_interest = lambda self, plan, *_: plan  # type: ignore[method-assign]
     wanted = {name: value for name, value in trained().items() if name.startswith("model.")}
     state = zeros_like(wanted)
     dcp.load(state, storage_reader=tierckpt.TierStorageReader(uri))

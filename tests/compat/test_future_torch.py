@@ -63,7 +63,7 @@ def test_what_this_torch_has_saved_is_read_by_a_later_one(kind: str, tmp_path: P
 CHANNELS = """
 import pickle, sys
 import torch, torch.distributed.checkpoint.metadata as m
-from tierckpt.dcp.sealed import load_metadata
+from tierckpt.dcp.sealed_unpickler import load_metadata
 size = torch.Size([1])
 properties = m.TensorProperties(memory_format=torch.channels_last_3d)
 entry = m.TensorStorageMetadata(properties, size, [m.ChunkStorageMetadata(torch.Size([0]), size)])
@@ -75,7 +75,7 @@ open(sys.argv[1] + "/m", "wb").write(data)
 
 @pytest.mark.slow
 def test_a_further_member_of_an_enum_is_given_where_torch_has_it_and_refused_by_name_elsewhere(tmp_path: Path) -> None:
-    from tierckpt.dcp.sealed import load_metadata
+    from tierckpt.dcp.sealed_unpickler import load_metadata
     from tierckpt.errors import UnsafeCheckpointError
 
     install = "import sys; from tests.compat import future_torch as f; f._Loader.kind = 'enum'; "

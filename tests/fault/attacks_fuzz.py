@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from tests.states import save, small_state
-from tierckpt.dcp.sealed import load_metadata
+from tierckpt.dcp.sealed_unpickler import load_metadata
 from tierckpt.errors import UnsafeCheckpointError
 
 SEED = 20261121

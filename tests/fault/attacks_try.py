@@ -27,8 +27,8 @@ from tests.fault.attacks import CORPUS, Attack
 from tests.fault.attacks_fuzz import fuzz
 from tests.states import raises_ours
 from tierckpt import TierStorageReader
-from tierckpt.dcp.sealed import metadata as sealed
-from tierckpt.dcp.sealed import objects
+from tierckpt.dcp.sealed_unpickler import metadata as sealed
+from tierckpt.dcp.sealed_unpickler import objects
 from tierckpt.format import pickle_machine as machine
 
 MEMORY_BYTES = 1 << 30

@@ -18,7 +18,7 @@ from tests.compat.sharing import Read
 from tests.fault.scenario_tools import before, until
 from tests.states import same
 from tierckpt.arena.shared_buffer import SharedWindow
-from tierckpt.dcp import read_sharing
+from tierckpt.dcp import shared_read_planning
 from tierckpt.read import shared_read
 from tierckpt.read.replicated_file import ReplicatedFile
 
@@ -51,8 +51,8 @@ def load_together(folder: Path, uri: str, victim: int, fault: str, nth: int, bug
     """Load; at the ``nth`` read of the ``victim`` the fault happens to it."""
     is_victim = dist.get_rank() == victim
     shared_read.JOIN_SECONDS = 1.0 if fault == "late" else 30.0
-    read_sharing.IDLE_SECONDS_MAX = 3.0 if fault == "stop" or bug else 30.0
-    read_sharing.WINDOW_BYTES = WINDOW_BYTES
+    shared_read_planning.IDLE_SECONDS_MAX = 3.0 if fault == "stop" or bug else 30.0
+    shared_read_planning.WINDOW_BYTES = WINDOW_BYTES
     if bug:
         BUGS[bug]()
     if is_victim and fault in ("kill", "stop"):

@@ -25,9 +25,9 @@ from ..checkpoint.run_records import Lines, local_records, parse_lines, read_his
 from ..checkpoint.select import age_of
 from ..drain.active_drain import COMMITTING, OTHER_RANKS, QUEUED, SENDING, STORE
 from ..errors import ConfigError, ManifestError, StoreError, TierckptError
-from ..format.dcp_metadata import METADATA_BYTES_MAX, TensorRow, tensors_in
 from ..format.layout import METADATA, Location, parse_uri, step_name, step_of
 from ..format.manifest import Manifest
+from ..format.tensor_listing import METADATA_BYTES_MAX, TensorRow, tensors_in
 from ..mover import Mover
 from ..planning.goodput import Seen, analyse, read_start, tier_times
 from ..quantities import human_bytes, human_seconds

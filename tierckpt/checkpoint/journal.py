@@ -36,7 +36,7 @@ log = logger("journal")
 
 WRITING = "writing"
 AWAITING_COMMIT = "awaiting commit"
-"""The files are durable; this rank does not know whether their save was committed."""
+"""The files are durable; this rank does not know whether their save was committed. drain/recovery.py finds out."""
 READY = "ready"
 LOCAL_ONLY = "local-only"
 """Committed on the local tier and drained only on request."""

@@ -5,7 +5,7 @@ Under a flock on the checkpoint directory:
     2. the attempt's metadata is written under a name of its own, fsynced
     3. a rename replaces ``.metadata``: stock PyTorch now reads the new checkpoint, whose files are all durable
     4. a rename replaces ``manifest.json``: now it is committed
-A crash before 4 leaves the old manifest, whose files are untouched.
+A crash before 4 leaves the old manifest, whose files are untouched; drain/recovery.py removes those of the attempt.
 
 Marks are small files that record the state of an attempt. A damaged mark means unknown.
 """

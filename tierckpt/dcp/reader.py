@@ -57,8 +57,8 @@ from .read_plan import (
     is_framed,
     pieces_by_file,
 )
-from .read_sharing import ReadSharing, spans
-from .sealed import Objects, load_metadata, load_tensor
+from .sealed_unpickler import Objects, load_metadata, load_tensor
+from .shared_read_planning import ReadSharing, spans
 from .target import Mount
 
 ATTEMPTS_MAX = 5

@@ -44,9 +44,9 @@ from ..torch_internals import CHECKED_VERSIONS, StorageInfo
 from ..types import Tier
 from . import split
 from .bulk_objects import gc_paused
-from .metadata_pickle import encode
+from .metadata_encoder import encode
 from .save_planning import ItemSource, PlannedShards, RankAssignment, SaveDescription, TargetLookup, plan_shards
-from .sealed import read_back
+from .sealed_unpickler import read_back
 from .shard_delivery import ShardDelivery
 
 if TYPE_CHECKING:

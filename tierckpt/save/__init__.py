@@ -1,1 +1,1 @@
-"""From memory to the SSD."""
+"""From memory to the SSD. ``dcp/save_session.py`` has the order of a save."""

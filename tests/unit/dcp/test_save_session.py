@@ -16,8 +16,8 @@ import tierckpt
 from tests.states import raises_ours
 from tierckpt import TierSavePlanner, TierStorageWriter
 from tierckpt.config import Settings
-from tierckpt.dcp import sealed
-from tierckpt.dcp.metadata_pickle import encode
+from tierckpt.dcp import sealed_unpickler
+from tierckpt.dcp.metadata_encoder import encode
 from tierckpt.dcp.save_planning import SaveDescription
 from tierckpt.dcp.save_session import SaveSession
 from tierckpt.errors import CheckpointError, UnsafeCheckpointError
@@ -90,7 +90,7 @@ def test_later_saves_check_only_new_metadata(tmp_path: Path) -> None:
         writer = TierStorageWriter(str(tmp_path / f"step-{step}"))
         metadata.append(dcp.save({"w": torch.ones(4)}, storage_writer=writer, planner=TierSavePlanner(), no_dist=True))
     last = metadata[-1]
-    sealed.read_back(encode(last), last, where="m")
+    sealed_unpickler.read_back(encode(last), last, where="m")
     place = (last.storage_data or {})[MetadataIndex("w", torch.Size([0]))]
     for field, value, match in (
         ("relative_path", "../w", "leads elsewhere"),
@@ -101,7 +101,7 @@ def test_later_saves_check_only_new_metadata(tmp_path: Path) -> None:
         kept = getattr(place, field)
         setattr(place, field, value)
         with pytest.raises(UnsafeCheckpointError, match=match):
-            sealed.read_back(encode(last), last, where="m")
+            sealed_unpickler.read_back(encode(last), last, where="m")
         setattr(place, field, kept)
 
 

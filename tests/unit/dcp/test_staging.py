@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from tests.unit.dcp.test_planner import change, plan
 from tierckpt.config import Settings
-from tierckpt.dcp import metadata_pickle
+from tierckpt.dcp import metadata_encoder
 from tierckpt.dcp.items import records
-from tierckpt.dcp.metadata_pickle import encode
+from tierckpt.dcp.metadata_encoder import encode
 from tierckpt.dcp.planner import TierSavePlanner, cache
 from tierckpt.dcp.stager import StagedItems, TierStager
 from tierckpt.dcp.writer import TierStorageWriter
@@ -187,8 +187,8 @@ SAVES = {
 def test_metadata_of_a_repeated_plan_reuses_the_first_encoding(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, after, count = SAVES[case]
     dumps: list[Metadata] = []
-    real = metadata_pickle.encode_uncached
-    monkeypatch.setattr(metadata_pickle, "encode_uncached", lambda metadata: dumps.append(metadata) or real(metadata))
+    real = metadata_encoder.encode_uncached
+    monkeypatch.setattr(metadata_encoder, "encode_uncached", lambda metadata: dumps.append(metadata) or real(metadata))
     final, metadata, _ = plan(TierSavePlanner(), base())
     indexes = [item.index for item in final.items]
     first = written(metadata, indexes, "0" * 16, before, "f" * 16)

@@ -20,7 +20,7 @@ from ...errors import TierckptError
 from ...format.manifest import FileEntry
 from ...ipc.agent_client import HANDOFF_NAME, is_known, shared_client
 from ...telemetry import logger
-from ..metadata_pickle import encode_plan
+from ..metadata_encoder import encode_plan
 from ..planner import TierSavePlanner
 from ..save_planning import ItemSource, PlannedShards, RankAssignment
 from ..save_session import SaveSession

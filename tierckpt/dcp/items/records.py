@@ -23,7 +23,7 @@ from ...telemetry import logger
 from ...torch_internals import storage_address_of
 from .. import split
 from ..planner import saved_values
-from ..sealed import Objects
+from ..sealed_unpickler import Objects
 from ..stager import StagedItems, refuse_tensor
 from ..staging import StagingLayout
 from . import item_format

@@ -36,7 +36,7 @@ from ...format import pickle_machine as machine
 from ...format.pickle_machine import Class, Function, InertObject, RefusedPickle
 from ...torch_internals import MemoryFormatEncoding, StorageInfo
 from ..bulk_objects import gc_paused, index_of
-from ..metadata_pickle import encode, renamed
+from ..metadata_encoder import encode, renamed
 
 try:
     from ...torch_internals import OldMemoryFormatEncoding, OldTensorProperties

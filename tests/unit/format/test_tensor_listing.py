@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import tierckpt
 from tests.states import small_state
 from tierckpt.client import close_all
-from tierckpt.dcp.sealed import load_metadata
+from tierckpt.dcp.sealed_unpickler import load_metadata
 from tierckpt.errors import UnsafeCheckpointError
-from tierckpt.format import dcp_metadata
-from tierckpt.format.dcp_metadata import BITS, OBJECT, tensors_in
+from tierckpt.format import tensor_listing
+from tierckpt.format.tensor_listing import BITS, OBJECT, tensors_in
 
 STATE = {
     **small_state(3),
@@ -84,11 +84,11 @@ def test_damage_and_attacks_are_refused(metadata: bytes) -> None:
 
 
 def test_a_large_one_is_refused_before_it_is_read(metadata: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dcp_metadata, "METADATA_BYTES_MAX", len(metadata) - 1)
+    monkeypatch.setattr(tensor_listing, "METADATA_BYTES_MAX", len(metadata) - 1)
     with pytest.raises(UnsafeCheckpointError, match="too many"):
         tensors_in(metadata, "x")
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, tierckpt.format.dcp_metadata, tierckpt.agent.agent_server; sys.exit('torch' in sys.modules)"
+    code = "import sys, tierckpt.format.tensor_listing, tierckpt.agent.agent_server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

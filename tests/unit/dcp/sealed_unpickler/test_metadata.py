@@ -41,9 +41,9 @@ from tests.compat.extensions import Flipped
 from tests.states import load, raises_ours, save, small_state
 from tierckpt import TierStorageReader, TierStorageWriter
 from tierckpt.config import Settings
-from tierckpt.dcp import metadata_pickle, sealed
-from tierckpt.dcp.metadata_pickle import encode
-from tierckpt.dcp.sealed import Objects, load_metadata, load_tensor, metadata
+from tierckpt.dcp import metadata_encoder, sealed_unpickler
+from tierckpt.dcp.metadata_encoder import encode
+from tierckpt.dcp.sealed_unpickler import Objects, load_metadata, load_tensor, metadata
 from tierckpt.errors import ConfigError, IntegrityError, UnsafeCheckpointError
 from tierckpt.format import pickle_machine as machine
 from tierckpt.format.layout import local_dir, parse_uri
@@ -174,7 +174,7 @@ def test_calls_are_checked_like_states(change: Callable[[Metadata], Any], match:
     meta = small()
     change(meta)
     stream = io.BytesIO()
-    metadata_pickle._MetadataPickler(stream).dump(meta)  # private: `encode` rejects such metadata
+    metadata_encoder._MetadataPickler(stream).dump(meta)  # private: `encode` rejects such metadata
     with pytest.raises(UnsafeCheckpointError, match=match):
         read(stream.getvalue())
 
@@ -577,9 +577,9 @@ def test_the_hint_does_not_suggest_to_register_functions() -> None:
 
 def test_a_non_tensor_in_place_of_a_tensor() -> None:
     with pytest.raises(UnsafeCheckpointError, match="w is refused: it has a dict where"):
-        sealed.load_tensor(io.BytesIO(saved({})), "w")
+        sealed_unpickler.load_tensor(io.BytesIO(saved({})), "w")
     with pytest.raises(UnsafeCheckpointError, match="cannot read it"):
-        sealed.load_tensor(io.BytesIO(b""), "w")
+        sealed_unpickler.load_tensor(io.BytesIO(b""), "w")
 
 
 def test_file_errors_pass_through() -> None:
@@ -590,7 +590,7 @@ def test_file_errors_pass_through() -> None:
         readinto = seek = tell = read  # type: ignore[assignment]
 
     with pytest.raises(IntegrityError, match="no good copy"):
-        sealed.load_tensor(Broken(b"x"), "w")
+        sealed_unpickler.load_tensor(Broken(b"x"), "w")
 
 
 # --- the reader ---------------------------------------------------------------------------------------------------
