@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +18,8 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import tierckpt
 from tests.fault.scenario_tools import after, before, die, until
+from tests.fault.sweep import child
+from tests.fault.sweep.child import CHILD_SECONDS, Child, Ended
 from tests.services import in_full, shared_memory_alone
 from tests.states import raises_ours, same
 from tierckpt.arena import capacity
@@ -32,7 +32,6 @@ from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.save import flush, write_ahead
 
 KiB, MiB = 1 << 10, 1 << 20
-CHILD_SECONDS = 60
 WAYS = ("sync", "private", "shared")
 BEGAN_AHEAD = "began-ahead"
 TRIES = 3
@@ -161,44 +160,19 @@ def commit_too_early() -> None:
 # --- the parent ---------------------------------------------------------------------------------------------------
 
 
-class Child:
-    """A forked process that runs ``act`` after ``go``, and writes its result to a file."""
+def in_child(folder: Path, act: Callable[[], Any]) -> Callable[[], Any]:
+    """What a child runs that has its local root in ``folder``."""
 
-    def __init__(self, folder: Path, act: Callable[[], Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._answer = folder / "answer.json"
-        self._answer.unlink(missing_ok=True)
-        ready, self._go = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 70
-            try:
-                signal.alarm(CHILD_SECONDS)
-                torch.set_num_threads(1)
-                os.environ["TIERCKPT_LOCAL_ROOT"] = str(folder / "local")
-                os.read(ready, 1)
-                self._answer.write_text(json.dumps(act()))
-                code = 0
-            except BaseException as error:
-                self._answer.write_text(json.dumps({"error": repr(error)[:2000]}))
-            finally:
-                os._exit(code)
-        os.close(ready)
+    def run() -> Any:
+        torch.set_num_threads(1)
+        os.environ["TIERCKPT_LOCAL_ROOT"] = str(folder / "local")
+        return act()
 
-    def go(self) -> None:
-        os.write(self._go, b"x")
-        os.close(self._go)
-
-    def end(self) -> tuple[int, Any]:
-        """Exit code (less than 0: the signal) and answer."""
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return code, json.loads(self._answer.read_text()) if self._answer.exists() else None
+    return run
 
 
-def run(folder: Path, act: Callable[[], Any]) -> tuple[int, Any]:
-    child = Child(folder, act)
-    child.go()
-    return child.end()
+def run(folder: Path, act: Callable[[], Any]) -> Ended:
+    return child.run(in_child(folder, act), "")
 
 
 def kill(folder: Path, phase: str, way: str) -> dict[str, Any]:
@@ -212,15 +186,14 @@ def kill(folder: Path, phase: str, way: str) -> dict[str, Any]:
             {**PHASES, SEEDED: commit_too_early}[phase]()
         return [error, save(uri, 2, way)]
 
-    code, saved = run(folder, act)
-    examined, found = run(folder, lambda: examine(uri))
-    return {
-        "code": code,
-        "saved": saved,
-        "ahead": (folder / BEGAN_AHEAD).exists(),
-        "examined": examined,
-        **(found or {}),
-    }
+    folder.mkdir()
+    saved = run(folder, act)
+    began_ahead, examined = (folder / BEGAN_AHEAD).exists(), run(folder, lambda: examine(uri))
+    return {"code": saved.code, "saved": saved.answer, "ahead": began_ahead, **outcome_of(examined)}
+
+
+def outcome_of(examined: Ended) -> dict[str, Any]:
+    return {"examined": examined.code, "error of examine": examined.text, **(examined.answer or {})}
 
 
 def kills(folder: Path, named: list[str]) -> dict[str, Any]:
@@ -243,12 +216,13 @@ def memory(folder: Path) -> list[int]:
         time.sleep(CHILD_SECONDS)
         del staged
 
-    child = Child(folder, act)
-    child.go()
+    folder.mkdir()
+    staging = Child(in_child(folder, act), "")
+    staging.go()
     until((folder / "staged").exists)
     seen.append(shmem_bytes())
-    os.kill(child.pid, signal.SIGKILL)
-    child.end()
+    os.kill(staging.pid, signal.SIGKILL)
+    staging.end()
     deadline = time.monotonic() + 5
     while shmem_bytes() > seen[0] + 64 * MiB and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -262,19 +236,20 @@ def shmem_bytes() -> int:
 # --- with the kernel's own answers --------------------------------------------------------------------------------
 
 TRACED = {
-    "EIO on the 1st write": "pwrite64:error=EIO:when={write1}",
-    "EIO on the 5th write": "pwrite64:error=EIO:when={write5}",
-    "ENOSPC on the 2nd write": "pwrite64:error=ENOSPC:when={write2}",
-    "a 3rd write that writes nothing": "pwrite64:retval=0:when={write3}",
-    "EIO on every fsync": "fsync:error=EIO",
-    "EIO on the fsync of the shard": "fsync:error=EIO:when={shard}",
-    "ENOSPC from fallocate": "fallocate:error=ENOSPC",
-    "fallocate not supported": "fallocate:error=EOPNOTSUPP",
-    "EROFS when the shard is opened": "openat:error=EROFS:when={open}",
-    "killed in the 4th write": "pwrite64:signal=SIGKILL:when={write4}",
-    "killed in the fsync of the shard": "fsync:signal=SIGKILL:when={shard}",
-    "nothing": "pwrite64:error=EIO:when=60000",
+    "EIO on the 1st write": ("pwrite64:error=EIO:when={write1}", "StoreError"),
+    "EIO on the 5th write": ("pwrite64:error=EIO:when={write5}", "StoreError"),
+    "ENOSPC on the 2nd write": ("pwrite64:error=ENOSPC:when={write2}", "CapacityError"),
+    "a 3rd write that writes nothing": ("pwrite64:retval=0:when={write3}", "CapacityError"),
+    "EIO on every fsync": ("fsync:error=EIO", "StoreError"),
+    "EIO on the fsync of the shard": ("fsync:error=EIO:when={shard}", "StoreError"),
+    "ENOSPC from fallocate": ("fallocate:error=ENOSPC", "CapacityError"),
+    "fallocate not supported": ("fallocate:error=EOPNOTSUPP", ""),
+    "EROFS when the shard is opened": ("openat:error=EROFS:when={open}", "PermissionDeniedError"),
+    "killed in the 4th write": ("pwrite64:signal=SIGKILL:when={write4}", None),
+    "killed in the fsync of the shard": ("fsync:signal=SIGKILL:when={shard}", None),
+    "nothing": ("pwrite64:error=EIO:when=60000", ""),
 }
+"""An injection of strace, and the error of the save; "": it works, None: it is killed."""
 
 
 def traced(folder: Path) -> dict[str, Any]:
@@ -288,7 +263,7 @@ def traced(folder: Path) -> dict[str, Any]:
     first = next(number for number, line in enumerate(calls) if ".distcp" in line)  # small files of state come before
     positions |= {f"write{count}": first + count for count in range(1, 6)}
     found = {}
-    for number, (name, injection) in enumerate(TRACED.items()):
+    for number, (name, (injection, _)) in enumerate(TRACED.items()):
         for again in range(TRIES):
             found[name] = trace(folder / f"{number}-{again}", injection.format(**positions))
             if "{" not in injection or ".distcp" in found[name]["hit"]:
@@ -297,27 +272,19 @@ def traced(folder: Path) -> dict[str, Any]:
 
 
 def trace(folder: Path, injection: str) -> dict[str, Any]:
+    folder.mkdir()
     uri, log = str(folder / "shared"), folder / "strace"
-    _, saved = run(folder, lambda: save(uri, 1, "sync"))
-    child = Child(folder, lambda: save(uri, 2, "sync"))
+    first = run(folder, lambda: save(uri, 1, "sync"))
     call = injection.partition(":")[0]
-    command = ["strace", "-y", "-o", str(log), "-e", f"trace={call},pwrite64,fsync", "-e", f"inject={injection}"]
-    tracer = subprocess.Popen([*command, "-p", str(child.pid)], stderr=subprocess.PIPE, text=True)
-    attached = tracer.stderr.readline() if tracer.stderr else ""
-    child.go()
-    code, answer = child.end()
-    tracer.wait(60)
+    ended = child.trace(in_child(folder, lambda: save(uri, 2, "sync")), "", log, [injection], f"{call},pwrite64,fsync")
     lines = log.read_text().splitlines()
-    examined, seen = run(folder, lambda: examine(uri))
     return {
-        "attached": attached,
-        "first": saved,
-        "code": code,
-        "error": answer,
+        "first": first.answer,
+        "code": ended.code,
+        "error": ended.answer,
         "fired": sum("(INJECTED)" in line or "SIGKILL" in line for line in lines),
         "hit": next((line for line in lines if "(INJECTED)" in line), lines[-2] if len(lines) > 1 else ""),
         "calls": [line for line in lines if line.startswith(f"{call}(")],
         "shard_calls": [line for line in lines if ".distcp" in line and line.startswith(("pwrite64(", "fsync("))],
-        "examined": examined,
-        **(seen or {}),
+        **outcome_of(run(folder, lambda: examine(uri))),
     }

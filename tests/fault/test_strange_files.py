@@ -10,9 +10,7 @@ import hashlib
 import itertools
 import logging
 import os
-import select
 import shutil
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +20,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
+from tests.fault.sweep import child
+from tests.states import raises_ours
 from tierckpt import TierStorageReader, TierStorageWriter, latest, ownership, prefetch
 from tierckpt.agent.agent_server import run as run_agent
 from tierckpt.agent.options import AgentOptions
@@ -34,14 +33,12 @@ from tierckpt.client import Client, close_all
 from tierckpt.config import Settings
 from tierckpt.disk.priority import flushing
 from tierckpt.disk.read_lease import lease_path
-from tierckpt.errors import TierckptError
 from tierckpt.format.layout import parse_uri
 from tierckpt.mover import Mover
 
 IS_FULL = os.environ.get("TIERCKPT_TEST_STRANGE_FILES") == "all"
 SAMPLE_SIZE = 4
 """Default: this many pairs of place and kind, the same in every run, with four operations each."""
-VERB_SECONDS = 60.0
 
 Verb = Callable[["Node"], Any]
 
@@ -203,35 +200,15 @@ def plant(path: Path, kind: str) -> None:
 
 def judge(node: Node, verb: str) -> str:
     """Return "" if ``verb`` succeeded or raised a TierckptError in time, else the problem."""
-    out, into = os.pipe()
-    child = os.fork()
-    if not child:
-        outcome = "ended without output"
-        try:
-            os.close(out)
-            ownership.roots.clear()
-            logging.disable(logging.CRITICAL)
-            VERBS[verb](node)
-            outcome = "fine"
-        except (TierckptError, CheckpointException) as error:
-            failures = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
-            others = [one for one, _ in failures if not isinstance(one, TierckptError)]
-            outcome = f"{type(others[0]).__name__}: {others[0]}" if others else "fine"
-        except BaseException as error:
-            import traceback
 
-            outcome = f"{type(error).__name__}: {error}\n{''.join(traceback.format_tb(error.__traceback__)[-4:])}"
-        finally:
-            os.write(into, outcome.encode()[:60_000])
-            os._exit(0)
-    os.close(into)
-    ready, _, _ = select.select([out], [], [], VERB_SECONDS)
-    if not ready:
-        os.kill(child, signal.SIGKILL)
-    with os.fdopen(out, "rb") as stream:
-        outcome = stream.read().decode() if ready else f"nothing for {VERB_SECONDS:g} s"
-    os.waitpid(child, 0)
-    return "" if outcome == "fine" else f"{verb}: {outcome}"
+    def act() -> None:
+        ownership.roots.clear()
+        logging.disable(logging.CRITICAL)
+        with raises_ours():
+            VERBS[verb](node)
+
+    ended = child.run(act, "")  # killed after a minute
+    return "" if ended.code == 0 or ended.is_typed else f"{verb}: {ended.code} {ended.error} {ended.text}"
 
 
 @pytest.mark.slow

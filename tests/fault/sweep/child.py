@@ -39,7 +39,10 @@ class Ended:
 
 
 class Child:
-    """A process that runs ``act`` after ``go``. ``role`` seeds its random names."""
+    """A process that runs ``act`` after ``go``.
+
+    ``role`` seeds its random names and makes it work in one thread; "": neither.
+    """
 
     def __init__(self, act: Callable[[], Any], role: str) -> None:
         ready, self._go = os.pipe()
@@ -65,11 +68,13 @@ class Child:
 
 
 def _run_in_child(act: Callable[[], Any], role: str, ready: int, answer: int) -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest may have a handler
     signal.alarm(CHILD_SECONDS)
     try:
-        rng = random.Random(role)
-        secrets.token_hex = lambda count=16: rng.randbytes(count).hex()  # type: ignore[assignment, misc]
-        asyncio.to_thread = inline  # type: ignore[assignment]
+        if role:
+            rng = random.Random(role)
+            secrets.token_hex = lambda count=16: rng.randbytes(count).hex()  # type: ignore[assignment, misc]
+            asyncio.to_thread = inline  # type: ignore[assignment]
         # select, not read: strace may or may not count a call that began before it attached, and reads are injected.
         select.select([ready], [], [])
         found = {"answer": act()}
