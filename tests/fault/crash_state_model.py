@@ -364,48 +364,29 @@ class Recorder:
         return stream if "b" in mode else io.TextIOWrapper(stream, *arguments, **options)
 
 
-class _Raw(io.RawIOBase):
-    """A file opened by ``open``, built on the ``os`` functions that the recorder replaces."""
+class _Raw(io.FileIO):
+    """A file opened by ``open`` that changes by the ``os`` functions that the recorder replaces."""
 
     def __init__(self, file: Any, mode: str) -> None:
         kind = next(letter for letter in mode if letter in "rwax")
         flags = {"r": 0, "w": os.O_CREAT | os.O_TRUNC, "a": os.O_CREAT | os.O_APPEND, "x": os.O_CREAT | os.O_EXCL}[kind]
         access = os.O_RDWR if "+" in mode else os.O_WRONLY
-        self._descriptor = file if isinstance(file, int) else os.open(file, access | flags | os.O_CLOEXEC, 0o666)
-        self.mode = mode
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def readable(self) -> bool:
-        return "+" in self.mode
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        data = os.read(self._descriptor, len(target))
-        target[: len(data)] = data
-        return len(data)
+        descriptor = file if isinstance(file, int) else os.open(file, access | flags | os.O_CLOEXEC, 0o666)
+        super().__init__(descriptor, "r+" if "+" in mode else "w", closefd=False)
 
     def write(self, data: Any) -> int:
-        return os.write(self._descriptor, data)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return os.lseek(self._descriptor, offset, whence)
+        return os.write(self.fileno(), data)
 
     def truncate(self, size: int | None = None) -> int:
         size = self.tell() if size is None else size
-        os.ftruncate(self._descriptor, size)
+        os.ftruncate(self.fileno(), size)
         return size
 
     def close(self) -> None:
         if not self.closed:
+            descriptor = self.fileno()
             super().close()
-            os.close(self._descriptor)
+            os.close(descriptor)
 
 
 class _Libc:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from tests import files
+from tests.fault.sweep.saver import inline, link_fails
 from tests.states import save
 from tierckpt.checkpoint import local_commit, shared_commit
 from tierckpt.checkpoint.journal import READY, WRITING, JournalEntry
@@ -29,10 +30,10 @@ from tierckpt.checkpoint.verify import VerifyReport, verify
 from tierckpt.client import close_all
 from tierckpt.config import Settings
 from tierckpt.dcp.save_session import SaveSession
-from tierckpt.errors import IntegrityError, ManifestError, TierckptError
+from tierckpt.errors import ManifestError, TierckptError
 from tierckpt.format import layout
 from tierckpt.format import manifest as manifests
-from tierckpt.format.layout import CLAIM, DRAINED, MANIFEST, METADATA, local_dir, parse_uri, part, pending
+from tierckpt.format.layout import CLAIM, DRAINED, MANIFEST, METADATA, Location, local_dir, parse_uri, part, pending
 from tierckpt.format.manifest import Manifest
 from tierckpt.mover import Mover
 from tierckpt.read import replicated_file
@@ -158,15 +159,9 @@ class Node:
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    async def link(self: LocalStore, key: str, source: Path) -> bool:
-        return False
-
-    async def inline(work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-        return work(*arguments, **named)
-
     logging.disable(logging.CRITICAL)  # a log line for each fault costs more than the check
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalStore, "link", link)
+        patch.setattr(LocalStore, "link", link_fails)
         for module in (manifests, replicated_file):
             patch.setattr(module, "DIGEST_BLOCK_BYTES", 1024)
         node = Node(tmp_path_factory.mktemp("node"))
@@ -237,11 +232,8 @@ BLOCK_FAULT_KINDS = (zeroed, swapped, stale, truncated, extended)
 class Tally:
     planned: int = 0
     fired: int = 0
-    undetected: list[str] = None  # type: ignore[assignment]
-    kinds: Counter[str] = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        self.undetected, self.kinds = [], Counter()
+    undetected: list[str] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
 
 
 def inject(node: Node, kind: FileKind, damaged: bytes, tally: Tally, label: str) -> None:
@@ -252,7 +244,7 @@ def inject(node: Node, kind: FileKind, damaged: bytes, tally: Tally, label: str)
     overwrite(kind.path, damaged)
     try:
         found = kind.find()
-    except (IntegrityError, TierckptError) as error:
+    except TierckptError as error:
         found = str(error)
     finally:
         overwrite(kind.path, kind.good)
@@ -385,14 +377,19 @@ def test_records_without_a_digest_are_refused(node: Node) -> None:
         note.write_bytes(notes)
 
 
-def test_stale_journal_entry_removes_no_committed_shards(tmp_path: Path) -> None:
-    """A stale block restores the entry of the unfinished save. The save has been committed: its shards stay."""
-    options = {"local_root": tmp_path / "local", "chunk_size_bytes": "16KiB", "mover": "inline"}
-    location = parse_uri(tmp_path / "shared" / "step-1")
+def committed_undrained(root: Path) -> tuple[Mover, Location]:
+    """A save as if its process was killed after the local commit, and a new mover."""
+    options = {"local_root": root / "local", "chunk_size_bytes": "16KiB", "mover": "inline"}
+    location = parse_uri(root / "shared" / "step-1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SaveSession, "hand_over", lambda self, **_: self.release())
         save(location.uri, state_of(1), **options)
-    mover = Mover(Settings.load(None, **options))
+    return Mover(Settings.load(None, **options)), location
+
+
+def test_stale_journal_entry_removes_no_committed_shards(tmp_path: Path) -> None:
+    """A stale block restores the entry of the unfinished save. The save has been committed: its shards stay."""
+    mover, location = committed_undrained(tmp_path)
     [entry] = mover.journal.entries()
     mover.journal.write(replace(entry, state=WRITING, files=(), manifest=None))
 
@@ -445,12 +442,7 @@ def drain_after_damage(root: Path) -> tuple[str, bool]:
 
     Links fail, so that bytes are sent.
     """
-    options = {"local_root": root / "local", "chunk_size_bytes": "16KiB", "mover": "inline"}
-    location = parse_uri(root / "shared" / "step-1")
-    mover = Mover(Settings.load(None, **options))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SaveSession, "hand_over", lambda self, **_: self.release())  # as if killed here
-        save(location.uri, state_of(1), **options)
+    mover, location = committed_undrained(root)
     [shard] = local_dir(root / "local", location).glob("*.distcp")
     files.flip(shard)
 
@@ -461,10 +453,6 @@ def drain_after_damage(root: Path) -> tuple[str, bool]:
         return ", ".join(type(error).__name__ for error in errors), committed
 
     return asyncio.run(drain())
-
-
-async def link_fails(*_: Any) -> bool:
-    return False
 
 
 def test_drain_does_not_send_a_damaged_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import functools
 import os
 import random
 import shutil
-import stat
 import subprocess
 import sys
 import time
@@ -27,7 +26,9 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.fault.crash_state_model import CrashState, Files, Mark, Recorder, crash_states, flatten, materialise
+from tests.fault.powercut import bugs as power_cut_bugs
 from tests.fault.sweep import saver as sweep_saver
+from tests.fault.sweep.saver import link_fails
 from tests.states import load, same, save
 from tierckpt.arena import slots
 from tierckpt.checkpoint import journal, local_commit
@@ -273,10 +274,6 @@ def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, replacement)
         yield
-
-
-async def link_fails(self: LocalStore, key: str, source: Path) -> bool:
-    return False
 
 
 def no_links() -> contextlib.AbstractContextManager[None]:
@@ -578,53 +575,18 @@ def recover_and_save_again(world: World, state: CrashState, steps: Sequence[int]
 # --- negative controls: each seeded bug is found ----------------------------------------------------------------------
 
 
-def no_fsync(of_what: Callable[[int], bool]) -> Callable[[pytest.MonkeyPatch], None]:
+def of_power_cuts(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A bug that the power cuts find too."""
+
     def seed(patch: pytest.MonkeyPatch) -> None:
-        fsync = os.fsync
-        patch.setattr(os, "fsync", lambda file: None if of_what(os.fstat(file).st_mode) else fsync(file))
+        for owner, attribute in power_cut_bugs.PLACES:
+            patch.setattr(owner, attribute, getattr(owner, attribute))  # so that it is restored
+        power_cut_bugs.seed(name)
 
     return seed
 
 
-def wrong_durable_write(write: Callable[[Path, Path, bytes], None]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Write with ``write(path, temporary path, data)`` in each tierckpt module that imported ``durable_write``."""
-
-    def durable_write(path: Path, data: bytes, **_: Any) -> None:
-        with durable.temporary_next_to(path) as temporary:
-            write(path, temporary, data)
-
-    def seed(patch: pytest.MonkeyPatch) -> None:
-        real = durable.durable_write
-        for name, module in list(sys.modules.items()):
-            if name.startswith("tierckpt.") and getattr(module, "durable_write", None) is real:
-                patch.setattr(module, "durable_write", durable_write)
-
-    return seed
-
-
-def rename_before_fsync(path: Path, temporary: Path, data: bytes) -> None:
-    file = durable.create_file(temporary)
-    durable.write_all(file, data)
-    temporary.replace(path)
-    durable.fsync_dir(path.parent)
-    os.fsync(file)
-    os.close(file)
-
-
-def fsync_before_flush(path: Path, temporary: Path, data: bytes) -> None:
-    """The bug of stock DCP's metadata: fsync while the bytes are still in the process's buffer."""
-    with temporary.open("wb") as file:
-        file.write(data)
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    durable.fsync_dir(path.parent)
-
-
-def unlink_before_rename(path: Path, temporary: Path, data: bytes) -> None:
-    durable.write_new(temporary, data)
-    path.unlink(missing_ok=True)
-    temporary.replace(path)
-    durable.fsync_dir(path.parent)
+no_file_fsync, no_directory_fsync = of_power_cuts("no file fsync"), of_power_cuts("no directory fsync")
 
 
 def manifest_before_shards(patch: pytest.MonkeyPatch) -> None:
@@ -710,15 +672,15 @@ unfinished_save_that_comes_back = patching(journal.Journal, "settle_removal", la
 
 SEEDED_BUGS = {
     "block digests that are not durable": (block_digests_that_are_not_durable, save_linked, {"torn"}),
-    "no file fsync": (no_fsync(stat.S_ISREG), save_linked, {"lost", "torn", "damaged"}),
-    "no file fsync, written ahead": (no_fsync(stat.S_ISREG), save_written_ahead, {"lost", "torn", "damaged"}),
-    "no directory fsync, written ahead": (no_fsync(stat.S_ISDIR), save_written_ahead, {"lost"}),
-    "no directory fsync": (no_fsync(stat.S_ISDIR), save_linked, {"lost"}),
-    "no file fsync, direct put": (no_fsync(stat.S_ISREG), direct_put, {"lost", "torn", "damaged"}),
-    "no file fsync, fetch": (no_fsync(stat.S_ISREG), fetch, {"lost", "torn", "damaged"}),
-    "rename before fsync": (wrong_durable_write(rename_before_fsync), save_linked, {"damaged"}),
-    "missing flush before fsync": (wrong_durable_write(fsync_before_flush), save_linked, {"damaged"}),
-    "unlink before rename": (wrong_durable_write(unlink_before_rename), save_linked, {"lost"}),
+    "no file fsync": (no_file_fsync, save_linked, {"lost", "torn", "damaged"}),
+    "no file fsync, written ahead": (no_file_fsync, save_written_ahead, {"lost", "torn", "damaged"}),
+    "no directory fsync, written ahead": (no_directory_fsync, save_written_ahead, {"lost"}),
+    "no directory fsync": (no_directory_fsync, save_linked, {"lost"}),
+    "no file fsync, direct put": (no_file_fsync, direct_put, {"lost", "torn", "damaged"}),
+    "no file fsync, fetch": (no_file_fsync, fetch, {"lost", "torn", "damaged"}),
+    "rename before fsync": (of_power_cuts("rename before fsync"), save_linked, {"damaged"}),
+    "missing flush before fsync": (of_power_cuts("write after fsync"), save_linked, {"damaged"}),
+    "unlink before rename": (of_power_cuts("unlink before rename"), save_linked, {"lost"}),
     "manifest before shards": (manifest_before_shards, save_linked, {"torn"}),
     "data name reused": (data_name_reused, save_linked, {"torn"}),
     "digest of other bytes": (digest_of_other_bytes, save_linked, {"torn"}),

@@ -1,4 +1,7 @@
-"""Seeded bugs that make the guest's code less durable. The harness must find them."""
+"""Seeded bugs that make the code less durable. The harness and the crash states (test_crash_states.py) must find them.
+
+Each replaces some of ``PLACES``.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,7 @@ from typing import Any
 from tierckpt.disk import durable
 from tierckpt.format.layout import MANIFEST
 
-_fsync = os.fsync
-_link = os.link
-_replace = Path.replace
-_write_new = durable.write_new
+PLACES = ((os, "fsync"), (os, "link"), (Path, "replace"), (durable, "write_new"))
 
 
 def seed(name: str) -> None:
@@ -37,27 +37,30 @@ def no_directory_fsync() -> None:
 
 
 def _fsync_only(kind: Callable[[int], bool]) -> Callable[[int], None]:
+    real = os.fsync
+
     def fsync(file: int) -> None:
         if kind(os.fstat(file).st_mode):
-            _fsync(file)
+            real(file)
 
     return fsync
 
 
 def rename_before_fsync() -> None:
     """A file is made durable after its rename or link: the name before the bytes."""
+    real_replace, real_link = Path.replace, os.link
 
     def fsync_parent_and_file(path: Path) -> None:
         durable.fsync_dir(path.parent)
         durable.fsync_file(path)
 
     def replace(self: Path, target: Any) -> Path:
-        result = _replace(self, target)
+        result = real_replace(self, target)
         fsync_parent_and_file(Path(target))
         return result
 
-    def link(source: Any, target: Any) -> None:
-        _link(source, target)
+    def link(source: Any, target: Any, **options: Any) -> None:
+        real_link(source, target, **options)
         fsync_parent_and_file(Path(target))
 
     durable.write_new = _write_unsynced
@@ -71,7 +74,7 @@ def write_after_fsync() -> None:
     def write_new(path: Path, data: Any, mode: int = 0o666) -> None:
         file = durable.create_file(path)
         try:
-            _fsync(file)
+            os.fsync(file)
             durable.write_all(file, data)
         finally:
             os.close(file)
@@ -89,12 +92,13 @@ def _write_unsynced(path: Path, data: Any, mode: int = 0o666) -> None:
 
 def unlink_before_rename() -> None:
     """The existing manifest is removed before the new one is renamed."""
+    real = Path.replace
 
     def replace(self: Path, target: Any) -> Path:
         if Path(target).name == Path(MANIFEST).name and self.suffix == ".tmp":
             Path(target).unlink(missing_ok=True)
             durable.fsync_dir(Path(target).parent)
-        return _replace(self, target)
+        return real(self, target)
 
     Path.replace = replace  # type: ignore[method-assign, assignment]
 

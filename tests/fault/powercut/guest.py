@@ -21,6 +21,7 @@ from tests.fault.powercut import bugs
 from tests.fault.powercut.events import BEGIN, BLOCK_BYTES, DONE, EVENT_BLOCKS, LOCAL, REMOVABLE, REST, SHARED, Event
 from tests.fault.sweep import checker, phases
 from tests.fault.sweep.phases import Job, World
+from tests.fault.sweep.saver import link_fails
 from tierckpt.checkpoint.journal import READY
 from tierckpt.checkpoint.retention import Policy, Rule
 from tierckpt.stores.local import LocalStore
@@ -118,7 +119,7 @@ def save_until_killed(trainer: Trainer, seed: int) -> None:
     for turn in range(EVENT_BLOCKS // 8):
         trainer.recorder.record(REST)
         what = rng.choices(("next", "overwrite", "prune"), (6, 3, 2))[0]
-        LocalStore.link = _link if rng.random() < 0.5 else refuse_link  # type: ignore[method-assign]
+        LocalStore.link = _link if rng.random() < 0.5 else link_fails  # type: ignore[method-assign]
         if what == "prune":
             trainer.prune(local=2, shared=3)
             continue
@@ -127,11 +128,6 @@ def save_until_killed(trainer: Trainer, seed: int) -> None:
         alone = ranks > 1 and rng.random() < 0.4
         trainer.save_as(step, f"{seed}-{turn}", ranks=ranks, alone=alone, send=rng.random() < 0.8)
     trainer.recorder.send("enough")
-
-
-async def refuse_link(self: LocalStore, key: str, source: Path) -> bool:
-    """Replacement of ``LocalStore.link``: links fail, as between two file systems."""
-    return False
 
 
 def main(kind: str, mount: Path) -> None:

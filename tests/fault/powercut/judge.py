@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.fault.powercut.events import (
     BLOCK_BYTES,
@@ -23,14 +21,11 @@ from tests.fault.powercut.events import (
 )
 from tests.fault.sweep import checker, child
 from tests.fault.sweep.checker import Violation
-from tests.fault.sweep.phases import Job, World
+from tests.fault.sweep.phases import Job, State, World
 from tierckpt.checkpoint.description import describe_run
 from tierckpt.checkpoint.verify import verify
 from tierckpt.errors import CommitAbandonedError
 from tierckpt.format.layout import step_of
-from tierckpt.restore.restore import restore
-
-State = dict[tuple[str, str], str]
 
 
 class LostSaveError(Violation):
@@ -98,12 +93,13 @@ def check_disk(world: World, events: Sequence[Event]) -> bool:
     Returns whether stock metadata belonged to another save than the manifest before recovery.
     """
     permitted, required = allowed(events), acknowledged(events)
-    found = state_of(world, permitted)
+    names = {name for name, _ in permitted}
+    found = checker.committed_labels(world, names)
     _compare(found, permitted, required)
     bad = _check_reading(world, found)
     checker.age_files(world)
     checker.recover(world)
-    after = state_of(world, permitted)
+    after = checker.committed_labels(world, names)
     _compare(after, permitted, required)
     if still := _check_reading(world, after):
         raise Violation(f"problems found by verify after the restart: {still}")
@@ -113,17 +109,6 @@ def check_disk(world: World, events: Sequence[Event]) -> bool:
             raise Violation(f"{name} is not drained after the restart: {after}")
     _check_new_saves(world, after)
     return bool(bad)
-
-
-def state_of(world: World, names: Mapping[tuple[str, str], Any]) -> State:
-    """Return the label committed at each place, after a comparison of every byte. Raises Violation if one is torn."""
-    found: State = {}
-    for name in {name for name, _ in names}:
-        for tier in (LOCAL, SHARED):
-            label = checker.committed_label(world.place(name, tier), may_lack=False)
-            if label is not None:
-                found[name, tier] = label
-    return found
 
 
 def _compare(
@@ -144,10 +129,7 @@ def _check_reading(world: World, found: State) -> list[str]:
     job = Job(world)
     for name, tier in found:
         checker.stock_label(world.place(name, tier), may_lack=False)
-    newest = max({name for name, _ in found}, key=lambda name: step_of(name) or 0)
-    latest = job.wait(job.mover.selector.newest(world.run))
-    if latest is None or latest.location.name != newest:
-        raise Violation(f"latest is {latest and latest.location.name}, but {newest} is committed")
+    checker.check_latest(job, found)
     rows = job.wait(describe_run(job.mover.selector, world.run))
     listed = {
         (row.location.name, tier) for row in rows for tier in (LOCAL, SHARED) if getattr(row, tier) == "committed"
@@ -161,16 +143,7 @@ def _check_reading(world: World, found: State) -> list[str]:
         if report.records or not {path for _, path in report.problems} <= stock:
             raise Violation(f"verify of {name}: {report.records} {report.problems}")
         bad += [f"{name} {tier} {path}" for tier, path in report.problems]
-    _check_restore(job, world, newest, found)
     return bad
-
-
-def _check_restore(job: Job, world: World, newest: str, found: State) -> None:
-    scratch = world.root.parent / "scratch"
-    job.wait(restore(job.mover, world.run.child(newest), scratch))
-    if checker.stock_label(scratch, may_lack=False) not in {found.get((newest, LOCAL)), found.get((newest, SHARED))}:
-        raise Violation(f"{newest} restores a save that is committed on no tier")
-    shutil.rmtree(scratch)
 
 
 def _check_new_saves(world: World, found: State) -> None:

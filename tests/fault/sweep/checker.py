@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 
 from tests.fault.sweep.phases import LOCAL, PATIENT_WAIT_SECONDS, SHARED, TARGET, WAIT_SECONDS, Job, Phase, State, World
@@ -22,7 +22,7 @@ from tests.fault.sweep.saver import content
 from tierckpt.checkpoint import journal, local_commit
 from tierckpt.disk.local_root import LEFTOVER_SECONDS
 from tierckpt.errors import CommitAbandonedError
-from tierckpt.format.layout import METADATA, SHARD_SUFFIX
+from tierckpt.format.layout import METADATA, SHARD_SUFFIX, step_of
 from tierckpt.restore.restore import restore
 
 _SHARD = re.compile(rf"^__(\d+)_(\d+)-.*\{SHARD_SUFFIX}$")
@@ -49,18 +49,22 @@ def acknowledged(world: World) -> list[tuple[str, str]]:
 
 
 def state_of(world: World, phase: Phase) -> State:
-    """Return the label committed at each place, after a comparison of every byte. Raises Violation if one is torn."""
-    found: State = {}
-    names = {"step-1", "step-2", "step-3"}
-    for name in names:
-        for tier in (LOCAL, SHARED):
-            label = committed_label(world.place(name, tier), may_lack=(name, tier) in phase.damaged)
-            if label is not None:
-                found[name, tier] = label
+    """Return the label of each place, the target of a restore included. Raises Violation if one is torn."""
+    found = committed_labels(world, {"step-1", "step-2", "step-3"}, phase.damaged)
     target = world.place("", TARGET)
     if target.exists():
         found["step-2", TARGET] = stock_label(target, may_lack=False) or "nothing"
     return found
+
+
+def committed_labels(world: World, names: Set[str], damaged: Set[tuple[str, str]] = frozenset()) -> State:
+    """Return the label committed at each place, after a comparison of every byte. Raises Violation if one is torn."""
+    labels = {
+        (name, tier): committed_label(world.place(name, tier), may_lack=(name, tier) in damaged)
+        for name in names
+        for tier in (LOCAL, SHARED)
+    }
+    return {place: label for place, label in labels.items() if label is not None}
 
 
 def committed_label(directory: Path, *, may_lack: bool) -> str | None:
@@ -114,7 +118,7 @@ def check_after(world: World, phase: Phase) -> State:
         if now not in (before, after, end):
             raise Violation(f"{key} is {now!r}: it was {before!r} and was to become {after!r}")
     _check_stock(world, phase, found)
-    _check_latest(world, found)
+    check_latest(Job(world), found)
     return found
 
 
@@ -125,18 +129,18 @@ def _check_stock(world: World, phase: Phase, found: State) -> None:
             stock_label(world.place(name, tier), may_lack=(name, tier) in phase.damaged)
 
 
-def _check_latest(world: World, found: State) -> None:
+def check_latest(job: Job, found: State) -> None:
     """Check that ``latest`` is the newest commit of any tier and restores a committed save."""
-    job = Job(world)
-    newest = max(name for name, tier in found if tier != TARGET)
-    checkpoint = job.wait(job.mover.selector.newest(world.run))
+    newest = max((name for name, tier in found if tier != TARGET), key=lambda name: step_of(name) or 0)
+    checkpoint = job.wait(job.mover.selector.newest(job.world.run))
     if checkpoint is None or checkpoint.location.name != newest:
         raise Violation(f"latest is {checkpoint and checkpoint.location.name}, but {newest} is committed")
-    scratch = world.root.parent / "scratch"
+    scratch = job.world.root.parent / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     job.wait(restore(job.mover, checkpoint.location, scratch))
     if stock_label(scratch, may_lack=False) not in {found.get((newest, LOCAL)), found.get((newest, SHARED))}:
         raise Violation(f"{newest} restores a save that is committed on no tier")
+    shutil.rmtree(scratch)
 
 
 # --- after a restart ----------------------------------------------------------------------------------------------

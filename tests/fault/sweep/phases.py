@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.fault.sweep.saver import CHUNK_BYTES, Saver
+from tests.fault.sweep.saver import CHUNK_BYTES, Saver, link_fails
 from tierckpt.checkpoint.retention import Policy, Rule
 from tierckpt.config import Settings
 from tierckpt.disk.durable import translated
@@ -142,12 +142,7 @@ class Phase:
 
 
 def disable_links() -> None:
-    """Make links fail, as between two file systems, so that files are copied."""
-
-    async def link(self: LocalStore, key: str, source: Path) -> bool:
-        return False
-
-    LocalStore.link = link  # type: ignore[method-assign]
+    LocalStore.link = link_fails  # type: ignore[method-assign]
 
 
 # --- the phases ---------------------------------------------------------------------------------------------------

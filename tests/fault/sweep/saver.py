@@ -239,3 +239,8 @@ class _Save:
 async def inline(work: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
     """Replacement of ``asyncio.to_thread``: one thread makes all system calls in a fixed order."""
     return work(*arguments, **options)
+
+
+async def link_fails(*_: Any) -> bool:
+    """Replacement of ``LocalStore.link``: links fail, as between two file systems, so that files are copied."""
+    return False
