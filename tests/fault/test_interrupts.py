@@ -13,11 +13,68 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
-from tests.fault import interrupt_scenarios
+import tierckpt
 from tests.fault.runner import start
+from tests.fault.verbs import empty_root, local_root, put_model
 from tests.services import ENVIRONMENT, moto_server
+from tierckpt.disk.durable import remove_tree
 from tierckpt.stores.base import ended, to_completion
+from tierckpt.training.restore_state import unwrapped
+
+FILES = 4
+BYTES = 4 << 20
+
+
+def prepare(folder: Path, root: str) -> None:
+    """Put a model and a run on the store."""
+    for number in range(FILES):
+        put_model(f"{root}/model/model-{number}.safetensors", {f"w{number}": torch.ones(BYTES // 4)})
+    with tierckpt.Checkpointer(f"{root}/run") as made:
+        made.save(1, {"model": {"w": torch.ones(BYTES)}})
+        made.wait()
+
+
+def sharded(root: str) -> None:
+    tierckpt.load_safetensors(f"{root}/model", shard=(1, 2, 0), local_root=empty_root())
+
+
+def load(root: str) -> None:
+    tierckpt.load_safetensors(f"{root}/model", local_root=empty_root())
+
+
+def prefetch(root: str) -> None:
+    tierckpt.prefetch(f"{root}/model", to=empty_root() / "to")
+
+
+def restore(root: str) -> None:
+    tierckpt.Checkpointer(f"{root}/run", local_root=empty_root()).restore({"model": {"w": torch.zeros(BYTES)}})
+
+
+def save(root: str) -> None:
+    where = f"{root}/saved/step-{os.getpid()}"
+    with unwrapped():  # stock DCP wraps an interrupt like any failure
+        dcp.save({"w": torch.zeros(BYTES)}, storage_writer=tierckpt.TierStorageWriter(where), no_dist=True)
+    tierckpt.wait(where)
+
+
+def close(root: str) -> None:
+    with tierckpt.Checkpointer(f"{root}/closed-{os.getpid()}") as made:
+        made.save(1, {"model": {"w": torch.zeros(BYTES)}})
+
+
+def repeat(folder: Path, root: str, verb: str) -> None:
+    """Print "begun" and execute the verb until the process is ended."""
+    print("begun", flush=True)
+    while True:
+        globals()[verb](root)
+        for left in local_root().glob("tmp*"):
+            remove_tree(left, ignore_errors=True)  # an interrupted shutil.rmtree may raise OSError
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
 
 TIMES = int(ENVIRONMENT.get("TIERCKPT_TEST_INTERRUPTS", "1"))
 VERBS = ("sharded", "load", "prefetch", "restore", "save", "close") if TIMES > 1 else ("sharded", "prefetch")
@@ -48,7 +105,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[
     with moto_server(keep_alive=True) as server, server.bucket() as bucket:
         environment = {**server.environment(), "TIERCKPT_LOCAL_ROOT": str(local), "TIERCKPT_MOVER": "inline"}
         root = f"s3://{bucket}/top"
-        start(interrupt_scenarios.prepare, local / "job", env=environment, root=root).result()
+        start(prepare, local / "job", env=environment, root=root).result()
         yield root, environment
 
 
@@ -62,7 +119,7 @@ def test_interrupt_ends_an_operation_without_other_output(
     root, environment = place
     (tmp_path / "local").mkdir(exist_ok=True)
     environment = {**environment, "TIERCKPT_LOCAL_ROOT": str(tmp_path / "local")}
-    child = start(interrupt_scenarios.repeat, tmp_path / "job", env=environment, root=root, verb=verb)
+    child = start(repeat, tmp_path / "job", env=environment, root=root, verb=verb)
     child.until(lambda: child.lines() == ["begun"], "the verb to begin")
     time.sleep(random.Random(f"{verb} {seed}").uniform(0.0, 1.5))
     os.kill(child.pids[0], signal.SIGINT)
