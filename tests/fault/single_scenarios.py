@@ -14,7 +14,6 @@ import tierckpt
 from tests.fault.scenario_tools import counted_state, die, until
 from tests.states import raises_ours, same
 from tierckpt.checkpoint import shared_commit
-from tierckpt.drain import drainer
 from tierckpt.errors import AlreadyCommittedError
 from tierckpt.format.layout import pending
 
@@ -37,21 +36,6 @@ def race(uri: str, folder: Path, root: str, value: int, of: int) -> str:
         return "won"
     except AlreadyCommittedError as error:
         return f"lost {error.context['winner']}"
-
-
-def die_after_the_first_file(uri: str, folder: Path) -> None:
-    """Killed in the drain."""
-    real = drainer.send
-
-    async def send(*arguments: Any) -> None:
-        await real(*arguments)
-        die()
-
-    drainer.send = send
-    state = {f"w{i}": torch.full((10_000,), float(i)) for i in range(6)}
-    writer = tierckpt.TierStorageWriter(uri, shard_size_bytes_max=50_000, concurrency=1)
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    tierckpt.wait(uri, timeout_seconds=60, concurrency=1)
 
 
 def die_before_the_shared_commit(uri: str, folder: Path) -> None:

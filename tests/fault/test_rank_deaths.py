@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,28 +58,25 @@ BUGS = [
 """Seeded bugs that must be found."""
 
 
-def lose_ranks(folder: Path, deaths: list[Death], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def lose_ranks(folder: Path, deaths: list[Death]) -> list[str]:
     """Run each of ``deaths`` in a job of its own and return the problems."""
-    jobs: list[tuple[Death, Path, Job]] = []
-    for number, death in enumerate(deaths):
+
+    def begin(scenario: Callable[..., Any], number: int, **options: Any) -> Job:
         home = folder / str(number)
-        monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(home / "local"))
-        options: dict[str, Any] = {"way": death.way, "phase": death.phase, "victim": death.victim, "bug": death.bug}
-        jobs.append(
-            (death, home, start(rank_scenarios.lose_a_rank, home, RANKS, uri=f"file://{home}/shared", **options))
-        )
-    problems = []
-    back: list[tuple[Death, Path, Job]] = []
-    for death, home, job in jobs:
+        environment = {"TIERCKPT_LOCAL_ROOT": str(home / "local")}
+        return start(scenario, home, RANKS, env=environment, uri=f"file://{home}/shared", **options)
+
+    jobs = [begin(rank_scenarios.lose_a_rank, number, **asdict(death)) for number, death in enumerate(deaths)]
+    problems, restarted = [], []
+    for number, (death, job) in enumerate(zip(deaths, jobs, strict=True)):
         codes = job.codes(RETURN_SECONDS_MAX)
         job.kill()
-        problems += [f"{death}: {text}" for text in _problems(death, home, codes, job)]
-        monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(home / "local"))
-        back.append((death, home, start(rank_scenarios.come_back, home, RANKS, uri=f"file://{home}/shared")))
-    for death, home, job in back:
+        problems += [f"{death}: {text}" for text in _problems(death, codes, job)]
+        restarted.append(begin(rank_scenarios.come_back, number))
+    for death, job in zip(deaths, restarted, strict=True):
         codes = job.codes(60)
         job.kill()
-        problems += [f"{death}, then: {text}" for text in _problems_after(home, codes, job)]
+        problems += [f"{death}, then: {text}" for text in _problems_after(codes, job)]
     return problems
 
 
@@ -87,36 +84,34 @@ def _outcomes(home: Path) -> dict[int, tuple[str, float]]:
     return {int(path.name[5:]): tuple(json.loads(path.read_text())) for path in home.glob("told-*")}
 
 
-def _problems(death: Death, home: Path, codes: list[int | None], job: Job) -> Iterator[str]:
+def _problems(death: Death, codes: list[int | None], job: Job) -> Iterator[str]:
     if codes[death.victim] != -9:
         yield f"no rank died there: {codes}"
-    outcomes = _outcomes(home)
+    outcomes = _outcomes(job.folder)
     for rank in set(range(RANKS)) - {death.victim}:
         if rank not in outcomes:
             yield f"rank {rank} has not returned ({codes[rank]})\n{job.output()[-2000:]}"
 
 
-def _problems_after(home: Path, codes: list[int | None], job: Job) -> Iterator[str]:
+def _problems_after(codes: list[int | None], job: Job) -> Iterator[str]:
     if codes != [0] * RANKS:
         yield f"the job does not restart: {codes}\n{job.output()[-3000:]}"
         return
-    found = [*job.results().values()]
+    found, outcomes = [*job.results().values()], _outcomes(job.folder)
     steps = {step for step, _ in found}
-    saved = any(outcome.startswith("saved") for outcome, _ in _outcomes(home).values())
+    saved = any(outcome.startswith("saved") for outcome, _ in outcomes.values())
     if len(steps) != 1 or not steps <= {1, 2} or not all(whole for _, whole in found):
         yield f"restored {found}"
     elif saved and steps != {2}:
-        yield f"restored step 1, although a rank reported step 2 as saved: {_outcomes(home)}"
+        yield f"restored step 1, although a rank reported step 2 as saved: {outcomes}"
 
 
 @pytest.mark.slow
-def test_other_ranks_return_and_the_job_restarts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record_property: Any
-) -> None:
+def test_other_ranks_return_and_the_job_restarts(tmp_path: Path, record_property: Any) -> None:
     problems = []
     deaths = BUGS + (DEATHS[::3] if TIMES == 1 else (DEATHS + MORE_DEATHS) * TIMES)
     for at in range(0, len(deaths), PARALLEL_JOBS):
-        problems += lose_ranks(tmp_path / str(at), deaths[at : at + PARALLEL_JOBS], monkeypatch)
+        problems += lose_ranks(tmp_path / str(at), deaths[at : at + PARALLEL_JOBS])
     record_property("deaths", len(deaths) - len(BUGS))
     found = [problem for problem in problems if any(bug.bug in problem for bug in BUGS)]
     assert any("wait for ever: rank" in problem and "has not returned" in problem for problem in found), found

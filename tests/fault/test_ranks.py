@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import signal
 from pathlib import Path
@@ -13,10 +12,9 @@ import torch
 
 import tierckpt
 from tests.compat.worker import launch
-from tests.fault import rank_scenarios, single_scenarios
+from tests.fault import single_scenarios
 from tests.fault.runner import start
 from tests.states import load, save
-from tierckpt.checkpoint.journal import Journal
 from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.format.layout import local_dir, parse_uri
 from tierckpt.stores import open_store
@@ -46,18 +44,6 @@ def test_all_ranks_raise_if_one_cannot_write_asynchronously(failing: int, s3_uri
     assert (outcome["step"], outcome["right"]) == (1, True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_other_ranks_raise_in_time_if_one_dies(killed: int, file_uri: str, tmp_path: Path) -> None:
-    # If the rank with the rendezvous store dies, the others lose the store at once.
-    options = {"uri": file_uri, "way": "Checkpointer", "phase": "flush", "victim": killed}
-    job = start(rank_scenarios.lose_a_rank, tmp_path / "job", 2, **options)
-    assert job.codes(60)[killed] == -signal.SIGKILL, job.output()
-    told, seconds = json.loads((job.folder / f"told-{1 - killed}").read_text())
-    assert told.startswith("ok, ") and seconds < 45
-    assert tierckpt.latest(file_uri) == f"{file_uri}/step-1"
-
-
 def _race(folder: Path, uri: str, roots: list[Path]) -> list[str]:
     """Start one saver for each root, release them together, and return their outcomes."""
     options = {"uri": uri, "of": len(roots)}
@@ -78,19 +64,6 @@ def test_exactly_one_of_concurrent_saves_commits(node: str, shared_uri: str, tmp
     assert all(outcome.startswith("lost ") for index, outcome in enumerate(outcomes) if index not in winners), outcomes
     loaded = load(f"{shared_uri}/step-1", {"w": torch.zeros(1000)}, local_root=tmp_path / "fresh")
     assert loaded["w"].unique().tolist() == [float(winners[0])]
-
-
-def test_killed_drain_publishes_nothing_and_the_next_mover_finishes(
-    s3_uri: str, local_root: Path, tmp_path: Path
-) -> None:
-    uri = f"{s3_uri}/step-1"
-    for number in range(2):
-        mover = start(single_scenarios.die_after_the_first_file, tmp_path / str(number), uri=uri)
-        assert mover.codes() == [-signal.SIGKILL], mover.output()
-        assert len(Journal(local_root).entries()) >= 1
-    tierckpt.wait(uri, timeout_seconds=60)
-    loaded = load(uri, {"w5": torch.zeros(10_000)}, local_root=local_root.parent / "other")
-    assert loaded["w5"].unique().tolist() == [5.0]
 
 
 def test_next_save_removes_shared_leftovers_of_a_lost_node(s3_uri: str, local_root: Path, tmp_path: Path) -> None:
