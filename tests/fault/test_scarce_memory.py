@@ -1,54 +1,56 @@
 """A job with almost no address space left: failed allocations raise typed errors, and training continues.
 
-One process prepares everything; its forked children train with less and less memory, thread stacks included.
+Each process trains with less memory than the one after it, thread stacks included.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import logging
+import os
+import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.services import REPOSITORY
+import tierckpt
+from tests.fault.runner import start
 
 MARGINS_MIB = (-1, 2, 6, 12, 16, 32)
 """MiB above the process's size at the start of training; -1: no limit. A thread's stack takes 8 MiB."""
-CHILD = """
-import faulthandler, json, logging, os, pathlib, resource, sys, threading
-import torch, tierckpt
-import tierckpt.training.every_step.step_log, tierckpt.replay.log, tierckpt.dcp.writer
-torch.set_num_threads(1)
-folder, margins = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+PRELOAD = "tierckpt.training.every_step.step_log", "tierckpt.replay.log", "tierckpt.dcp.writer"
+EXITS_AT_ONCE = True
 
-def train(margin):
-    told = []
-    class Keep(logging.Handler):
-        def emit(self, record):
-            told.append(record.getMessage())
-    logging.getLogger("tierckpt").addHandler(Keep())
+
+def train(folder: Path, margin_mib: int) -> tuple[list[str], list[str]]:
+    """Return the outcome of each step, and the messages on the end of the log."""
+    torch.set_num_threads(1)
+    told: list[str] = []
+    keep = logging.Handler()
+    keep.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tierckpt").addHandler(keep)
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
-    jobs = tierckpt.Checkpointer(str(folder / f"run-{margin}"), local_root=folder / f"root-{margin}", mover="inline",
-                                 interval=2, exit_timeout_seconds=5, drain=False,
-                                 every_step=tierckpt.EveryStep(gradient_log=True))
+    options: dict[str, Any] = {"local_root": folder / "root", "mover": "inline", "exit_timeout_seconds": 5}
+    every_step = tierckpt.EveryStep(gradient_log=True)
+    jobs = tierckpt.Checkpointer(folder / "run", interval=2, drain=False, every_step=every_step, **options)
     jobs.save(1, state).result(60)  # the threads of saves are there
+    jobs._step_log.close()  # type: ignore[union-attr]  # private: its threads begin once more
+    vars(jobs._step_log).pop("link", None)  # private: the same
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    if margin_mib >= 0:
+        resource.setrlimit(resource.RLIMIT_AS, (used + (margin_mib << 20), resource.RLIM_INFINITY))
     rows = []
-    jobs._step_log.close()
-    jobs._step_log.__dict__.pop("link", None)
-    used = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    if margin >= 0:
-        resource.setrlimit(resource.RLIMIT_AS, (used + (margin << 20), resource.RLIM_INFINITY))
     for step in range(2, 8):
         model(torch.ones(4, 64)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         try:
-            future = jobs.step(step, state)
-            future is None or future.result(60)
+            saved = jobs.step(step, state)
+            if saved is not None:
+                saved.result(60)
             rows.append("ok")
         except tierckpt.errors.TierckptError as error:
             rows.append(type(error).__name__)
@@ -57,36 +59,11 @@ def train(margin):
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
     return rows, [line for line in told if "is logged" in line]
 
-for margin in margins:
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        faulthandler.dump_traceback_later(60, exit=True)
-        try:
-            answer = train(margin)
-        except BaseException as error:
-            answer = [f"BARE {error!r}"], []
-        os.write(writing, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        print(json.dumps([margin, json.loads(answer.read() or '[["BARE it died"], []]')]), flush=True)
-    os.waitpid(pid, 0)
-"""
-
-
-def trained(folder: Path, margins: tuple[int, ...]) -> dict[int, tuple[list[str], list[str]]]:
-    command = [sys.executable, "-c", CHILD, str(folder), json.dumps(margins)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr
-    return {margin: (rows, messages) for margin, (rows, messages) in map(json.loads, done.stdout.splitlines())}
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
 def test_training_continues_without_memory_and_errors_are_typed(tmp_path: Path) -> None:
-    found = trained(tmp_path, MARGINS_MIB)
-    assert found[-1] == (["ok"] * 6, []), found
+    found = {margin: start(train, tmp_path / f"{margin}", margin_mib=margin).result(60) for margin in MARGINS_MIB}
+    assert found[-1] == [["ok"] * 6, []], found
     assert not [rows for rows, _ in found.values() if any(row.startswith("BARE") for row in rows)], found
-    without_log = [margin for margin, (rows, messages) in found.items() if messages and set(rows) == {"ok"}]
-    assert without_log, found
+    assert [margin for margin, (rows, messages) in found.items() if messages and set(rows) == {"ok"}], found
