@@ -14,24 +14,314 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import random
+import secrets
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from tests.fault.store_loop import Expiry, Loop, Outage, drained, mover_at, outage, race, save, wrong_files
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
 from tests.services import ENVIRONMENT, S3Server, rgw_server
-from tierckpt.checkpoint import shared_commit
-from tierckpt.config import KiB, MiB
-from tierckpt.errors import PermissionDeniedError, PreconditionFailedError
-from tierckpt.format.layout import METADATA, PRIVATE_DIR, parse_uri
+from tierckpt.checkpoint import local_commit, shared_commit
+from tierckpt.checkpoint.journal import READY
+from tierckpt.checkpoint.verify import verify
+from tierckpt.config import KiB, MiB, Settings
+from tierckpt.disk.durable import durable_write, make_dirs
+from tierckpt.errors import (
+    IntegrityError,
+    OperationTimeoutError,
+    PartialTransferError,
+    PermissionDeniedError,
+    PreconditionFailedError,
+    StoreUnavailableError,
+    TierckptError,
+)
+from tierckpt.format.layout import METADATA, PRIVATE_DIR, Location, attempt_metadata, parse_uri
+from tierckpt.format.manifest import FileEntry, Manifest, digests_of
+from tierckpt.mover import Mover
+from tierckpt.restore.restore import fetch_missing, restore
 from tierckpt.stores import get_concurrency, retry, verified_read
 from tierckpt.stores.obstore_store import RemoteStore
 from tierckpt.types import Tier
+
+T = TypeVar("T")
+
+DEADLINE_SECONDS = 12.0
+"""Of one verb, given to it as its timeout or held by its store's. A verb that takes much longer counts as hanging."""
+GRACE_SECONDS = 25.0
+HEAL_SECONDS = 60.0
+CHUNK_BYTES = 512 * KiB
+
+DAMAGE = {Kind.BIT_FLIP, Kind.WRONG_OBJECT, Kind.SHORT, Kind.TRUNCATED}
+PASSING = (StoreUnavailableError, OperationTimeoutError, PartialTransferError)
+"""Errors that a caller may get while its store fails: each means "later". Any other is a wrong verdict."""
+
+
+@contextlib.asynccontextmanager
+async def mover_at(root: Path, **more: object) -> AsyncIterator[Mover]:
+    limits = {"chunk_size_bytes": CHUNK_BYTES, "concurrency": 2, "store_timeout_seconds": 6.0}
+    mover = Mover(Settings.load(local_root=root, **limits, **more))
+    try:
+        yield mover
+    finally:
+        await mover.close()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@dataclass
+class Saved:
+    """A checkpoint and the test's own digests of its files."""
+
+    location: Location
+    token: str
+    digests: dict[str, str]
+
+
+def save(mover: Mover, location: Location, sizes: tuple[int, ...], seed: int) -> Saved:
+    """Save as one rank does, up to the local commit, by the protocol's own verbs (docs/internals/commit.md, 1)."""
+    noise = random.Random(seed)
+    token = secrets.token_hex(8)
+    directory = mover.directory(location)
+    make_dirs(directory)
+    entry = mover.journal.open(token, location, 0, CHUNK_BYTES)
+    contents = {f"__0_{index}-{token}.distcp": noise.randbytes(size) for index, size in enumerate(sizes)}
+    files = tuple(_entry(path, data, token) for path, data in contents.items())
+    for path, data in contents.items():
+        durable_write(directory / path, data)
+    metadata = noise.randbytes(3000)
+    listed = _entry(METADATA, metadata, token, attempt_metadata(token))
+    manifest = Manifest(token, 1, CHUNK_BYTES, (listed,), files, created_unix_seconds=time.time())
+    local_commit.write_attempt_metadata(directory, manifest, {METADATA: metadata})
+    mover.journal.write(replace(entry, files=files + manifest.metadata, manifest=manifest, state=READY))
+    local_commit.commit_local(directory, location, manifest, {METADATA: metadata})
+    return Saved(location, token, {path: digest(data) for path, data in {**contents, METADATA: metadata}.items()})
+
+
+def _entry(path: str, data: bytes, token: str, source: str = "") -> FileEntry:
+    return FileEntry(path, len(data), digests_of(data, CHUNK_BYTES), 0, token, source)
+
+
+def wrong_files(directory: Path, saved: Saved) -> list[str]:
+    """Names of the files in ``directory`` with other bytes than were saved."""
+    return [
+        path
+        for path, expected in saved.digests.items()
+        if not (directory / path).exists() or digest((directory / path).read_bytes()) != expected
+    ]
+
+
+# --- the loop ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Loop:
+    """Save, drain and read back through one plan of the proxy, and record each violation."""
+
+    uri: str
+    plan: Plan
+    root: Path
+    violations: list[str] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    rounds: int = 0
+
+    async def run(self, share: float, seconds: float, faults_min: int) -> None:
+        """One phase: go on until the time is over and ``faults_min`` faults have happened, then heal."""
+        begun, fired = time.monotonic(), self.plan.fired
+        saved: list[Saved] = []
+        async with mover_at(self.root / f"saver-{share}") as saver:
+            self.plan.share = share
+            while time.monotonic() < begun + seconds or self.plan.fired < fired + faults_min:
+                if time.monotonic() > begun + seconds + 60:
+                    self.violations.append(f"{share}: {self.plan.fired - fired} faults, not {faults_min}")
+                    break
+                saved.append(await self._round(saver, share))
+            self.plan.share = 0.0
+            for one in saved:
+                await self._healed(saver, one)
+
+    async def _round(self, saver: Mover, share: float) -> Saved:
+        self.rounds += 1
+        location = parse_uri(f"{self.uri}/{share}-{self.rounds}/step-1")
+        saved = await asyncio.to_thread(save, saver, location, (MiB, 300 * KiB), self.rounds)
+        saver.drains.submit(saved.token)
+        if not await self._tried("drain", saver.drains.wait(location, Tier.SHARED, DEADLINE_SECONDS)):
+            return saved
+        await self._read_back(saved, self.root / f"reader-{share}-{self.rounds}")
+        return saved
+
+    async def _read_back(self, saved: Saved, root: Path) -> None:
+        """Read in every way as a node without a copy, and check the bytes by our own digests."""
+        async with mover_at(root) as reader:
+            checkpoint = await self._tried("find", reader.selector.find(saved.location))
+            if checkpoint is not None and checkpoint.manifest is not None:
+                await self._tried("fetch", fetch_missing(reader, checkpoint, checkpoint.manifest.files))
+                arrived = [entry for entry in checkpoint.manifest.files if checkpoint.local_path(entry)]
+                self.outcomes["fetched"] += len(arrived)
+                for entry in arrived:
+                    self._expect(digest((checkpoint.directory / entry.key).read_bytes()) == saved.digests[entry.path])
+            result = await self._tried("verify", verify(reader.selector, saved.location, read_data=True))
+            if result is not None and self.plan.kind not in DAMAGE:
+                shared = {path: text for (tier, path), text in result[1].problems.items() if tier is Tier.SHARED}
+                self._expect(not shared, f"verify says {shared}")
+            if await self._tried("restore", restore(reader, saved.location, root / "restored")):
+                wrong = wrong_files(root / "restored", saved)
+                self._expect(not wrong, f"restored wrong bytes: {wrong}")
+            else:
+                self._expect(not (root / "restored").exists(), "a failed restore published something")
+        await asyncio.to_thread(shutil.rmtree, root, ignore_errors=True)
+
+    def _expect(self, holds: bool, what: str = "wrong bytes") -> None:
+        if not holds:
+            self.violations.append(f"{self.plan.kind}: {what}")
+
+    async def _tried(self, name: str, work: Awaitable[T]) -> T | None:
+        """Await ``work``: its result (or True), or None after an error that a caller may meet."""
+        try:
+            async with asyncio.timeout(DEADLINE_SECONDS + GRACE_SECONDS):
+                result = await work
+            self.outcomes[f"{name} ok"] += 1
+            return result if result is not None else True  # type: ignore[return-value]
+        except TimeoutError as error:
+            if not isinstance(error, TierckptError):
+                self.violations.append(f"{self.plan.kind}: {name} hangs")
+            self.outcomes[f"{name} later"] += 1
+        except PASSING:
+            self.outcomes[f"{name} later"] += 1
+        except IntegrityError as error:
+            self.outcomes[f"{name} damaged"] += 1
+            self._expect(self.plan.kind in DAMAGE, f"{name} says damaged: {error}")
+        except Exception as error:
+            self.violations.append(f"{self.plan.kind}: {name}: {type(error).__name__}: {error}")
+        return None
+
+    async def _healed(self, saver: Mover, saved: Saved) -> None:
+        """Without faults, every save is drained and can be read back."""
+        try:
+            await saver.drains.wait(saved.location, Tier.SHARED, HEAL_SECONDS)
+            target = self.root / f"healed-{saved.token}"
+            async with mover_at(self.root / f"healer-{saved.token}") as reader:
+                await restore(reader, saved.location, target)
+            self._expect(not wrong_files(target, saved), "wrong bytes on the shared tier")
+            await asyncio.to_thread(shutil.rmtree, target)
+        except TierckptError as error:
+            self.violations.append(f"{self.plan.kind}: lost {saved.location.uri}: {type(error).__name__}: {error}")
+
+
+@dataclass
+class Outage:
+    """Saves go on through it. Request rates of the server, and the recovery time."""
+
+    normal_per_second: float = 0.0
+    outage_per_second: float = 0.0
+    recovery_seconds: float = 0.0
+    slowest_save_seconds: float = 0.0
+    not_drained: int = 0
+    saves: int = 0
+
+    @property
+    def amplification(self) -> float:
+        return self.outage_per_second / self.normal_per_second
+
+
+async def outage(uri: str, plan: Plan, root: Path, seconds: float, normal_seconds: float = 5.0) -> Outage:
+    """Save every half second, as a job does (it also looks for the owner of the id), through a failure of the store."""
+    result, saved, steps = Outage(), [], 0
+    async with mover_at(root, exit_timeout_seconds=0) as mover:
+
+        async def save_for(duration: float) -> float:
+            begun, first = time.monotonic(), plan.requests
+            async with asyncio.TaskGroup() as group:
+                while time.monotonic() < begun + duration:
+                    group.create_task(save_one())
+                    await asyncio.sleep(0.5)
+                count = plan.requests - first  # before the saves that still wait for the store end
+            return count / duration
+
+        async def save_one() -> None:
+            nonlocal steps
+            steps += 1
+            begun, step = time.monotonic(), steps
+            location = parse_uri(f"{uri}/step-{step}")
+            await mover.replaced.find(location, overwrite=True)
+            saved.append(await asyncio.to_thread(save, mover, location, (64 * KiB,), step))
+            mover.drains.submit(saved[-1].token)
+            result.slowest_save_seconds = max(result.slowest_save_seconds, time.monotonic() - begun)
+
+        await save_for(1.0)  # connections and caches
+        result.normal_per_second = await save_for(normal_seconds)
+        plan.share = 1.0
+        result.outage_per_second = await save_for(seconds)
+        plan.share = 0.0
+        ended = time.monotonic()
+        for one in saved:
+            try:
+                await mover.drains.wait(one.location, Tier.SHARED, max(1.0, ended + 60 - time.monotonic()))
+            except TierckptError:
+                result.not_drained += 1
+        result.recovery_seconds = time.monotonic() - ended
+        result.saves = len(saved)
+        async with mover_at(root.with_name(f"{root.name}-reader")) as reader:
+            await restore(reader, saved[-1].location, root.with_name(f"{root.name}-restored"))
+        assert not wrong_files(root.with_name(f"{root.name}-restored"), saved[-1])
+    return result
+
+
+async def drained(mover: Mover, saved: Saved, root: Path) -> None:
+    """Drain, and read it back as a node without a copy."""
+    mover.drains.submit(saved.token)
+    await mover.drains.wait(saved.location, Tier.SHARED, 30)
+    async with mover_at(root / "reader") as reader:
+        await restore(reader, saved.location, root / "restored")
+    assert wrong_files(root / "restored", saved) == []
+
+
+async def save_and_drain(uri: str, root: Path, sizes: tuple[int, ...]) -> None:
+    async with mover_at(root / "node") as mover:
+        await drained(mover, save(mover, parse_uri(f"{uri}/step-1"), sizes, 1), root)
+
+
+async def race(uri: str, root: Path, writers: int) -> list[str]:
+    """Save to one id from independent nodes. Returns the outcome of each."""
+    location = parse_uri(f"{uri}/step-1")
+
+    async def one(index: int) -> str:
+        async with mover_at(root / f"node-{index}") as mover:
+            mover.drains.submit(save(mover, location, (KiB,), index).token)
+            try:
+                await mover.drains.wait(location, Tier.SHARED, 30)
+            except TierckptError as error:
+                return type(error).__name__
+            return "committed"
+
+    return sorted(await asyncio.gather(*(one(index) for index in range(writers))))
+
+
+class Expiry:
+    """A server that stops to take the token it took before. Says so as S3 does: 400, and to a HEAD nothing more."""
+
+    def __init__(self, proxy: FaultProxy) -> None:
+        self.has_come = False
+        self.refused = 0
+        proxy.answer = self.answer
+
+    def answer(self, verb: str, path: str, head: bytes) -> bytes | None:
+        if not self.has_come or b"x-amz-security-token: old" not in head.lower():
+            return None
+        self.refused += 1
+        return scripted("400 Bad Request", "ExpiredToken", verb)
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
 
 pytestmark = pytest.mark.server
 
@@ -117,20 +407,20 @@ async def test_control_missing_digest_check_is_found(
     assert any("wrong bytes" in violation for violation in loop.violations)
 
 
+def answering(value: object) -> Callable[..., Awaitable[object]]:
+    async def call(*_: object) -> object:
+        return value
+
+    return call
+
+
 @pytest.mark.slow
 async def test_control_unchecked_conditional_put_is_found(
     server: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: a rejected conditional put counts as another writer's commit, without a check of the object."""
-
-    async def always_false(*_: object) -> bool:
-        return False
-
-    async def unknown_writer(store: object, *_: object) -> str:
-        return "another writer"
-
-    monkeypatch.setattr(RemoteStore, "holds", always_false)
-    monkeypatch.setattr(shared_commit, "read_claim", unknown_writer)
+    monkeypatch.setattr(RemoteStore, "holds", answering(False))
+    monkeypatch.setattr(shared_commit, "read_claim", answering("another writer"))
     with bucket_with_plan(server, proxy, Kind.LOST_ANSWER, only=lambda verb, path: verb == "PUT") as (uri, plan):
         loop = Loop(uri, plan, tmp_path)
         await loop.run(0.5, 1.0, 3)
@@ -191,13 +481,9 @@ async def test_request_with_a_lost_answer_counts_once(
     server: S3Server, proxy: FaultProxy, tmp_path: Path, what: str
 ) -> None:
     """The server applied the request. A retry or check counts it once and finds no other writer."""
-    with bucket_with_plan(server, proxy, Kind.LOST_ANSWER, share=1.0, only=LOST_REQUESTS[what], faults_max=2) as (
-        uri,
-        plan,
-    ):
-        async with mover_at(tmp_path / "node") as mover:
-            saved = save(mover, parse_uri(f"{uri}/step-1"), (9 * MiB,) if what in {"part", "completion"} else (KiB,), 1)
-            await drained(mover, saved, tmp_path)
+    twice = {"share": 1.0, "only": LOST_REQUESTS[what], "faults_max": 2}
+    with bucket_with_plan(server, proxy, Kind.LOST_ANSWER, **twice) as (uri, plan):
+        await save_and_drain(uri, tmp_path, (9 * MiB,) if what in {"part", "completion"} else (KiB,))
         assert plan.fired == 2
 
 
@@ -205,10 +491,8 @@ async def test_request_with_a_lost_answer_counts_once(
 async def test_damaged_answer_is_retried_on_another_connection(
     server: S3Server, proxy: FaultProxy, tmp_path: Path
 ) -> None:
-    with bucket_with_plan(server, proxy, Kind.BIT_FLIP, only=lambda _, path: ".distcp" in path, faults_max=1) as (
-        uri,
-        plan,
-    ):
+    once = {"only": lambda _, path: ".distcp" in path, "faults_max": 1}
+    with bucket_with_plan(server, proxy, Kind.BIT_FLIP, **once) as (uri, plan):
         async with mover_at(tmp_path / "node") as mover:
             saved = save(mover, parse_uri(f"{uri}/step-1"), (KiB,), 1)
             plan.share = 1.0
@@ -227,8 +511,7 @@ async def test_slow_transfer_is_aborted_and_retried(
     is_shard = lambda method, path: method == verb and ".distcp" in path  # noqa: E731
     with bucket_with_plan(server, proxy, Kind.DRIP, share=1.0, only=is_shard, faults_max=1) as (uri, plan):
         started = time.monotonic()
-        async with mover_at(tmp_path / "node") as mover:
-            await drained(mover, save(mover, parse_uri(f"{uri}/step-1"), (MiB,), 1), tmp_path)
+        await save_and_drain(uri, tmp_path, (MiB,))
         assert plan.fired == 1
         assert time.monotonic() - started < 100
 
@@ -245,8 +528,7 @@ async def test_claim_is_retried_after_a_409(server: S3Server, proxy: FaultProxy,
 
     proxy.answer = answer
     with bucket_with_plan(server, proxy, Kind.RESET) as (uri, _):
-        async with mover_at(tmp_path / "node") as mover:
-            await drained(mover, save(mover, parse_uri(f"{uri}/step-1"), (KiB,), 1), tmp_path)
+        await save_and_drain(uri, tmp_path, (KiB,))
     assert conflicts == [0]
 
 
@@ -265,9 +547,6 @@ async def test_control_race_with_several_winners_is_found(
 ) -> None:
     """Control: 412 is taken for an own success."""
 
-    async def always_true(*_: object) -> bool:
-        return True
-
     real = RemoteStore.put
 
     async def put(self: RemoteStore, key: str, data: bytes, *, if_absent: bool = False) -> None:
@@ -275,7 +554,7 @@ async def test_control_race_with_several_winners_is_found(
             await real(self, key, data, if_absent=if_absent)
 
     monkeypatch.setattr(RemoteStore, "put", put)
-    monkeypatch.setattr(shared_commit, "read_claim", always_true)
+    monkeypatch.setattr(shared_commit, "read_claim", answering(True))
     with bucket_with_plan(server, proxy, Kind.RESET) as (uri, _):
         outcomes = await race(uri, tmp_path, 3)
     assert outcomes != ["AlreadyCommittedError", "AlreadyCommittedError", "committed"]
@@ -312,11 +591,15 @@ async def test_stale_listing_only_delays_the_commit(server: S3Server, proxy: Fau
     assert hidden == [0]
 
 
-async def test_expired_credentials_are_renewed_once(
-    server: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expiry = Expiry(proxy)
+@pytest.fixture
+def expiry(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Expiry:
     monkeypatch.setenv("AWS_SESSION_TOKEN", "old")
+    return Expiry(proxy)
+
+
+async def test_expired_credentials_are_renewed_once(
+    server: S3Server, proxy: FaultProxy, expiry: Expiry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with bucket_with_plan(server, proxy, Kind.RESET) as (uri, _):
         async with mover_at(tmp_path / "node") as mover:
             saved = save(mover, parse_uri(f"{uri}/step-1"), (9 * MiB, KiB, KiB, KiB), 1)
@@ -331,10 +614,8 @@ async def test_expired_credentials_are_renewed_once(
 
 @pytest.mark.slow
 async def test_credentials_that_expire_during_an_upload_are_renewed(
-    server: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, proxy: FaultProxy, expiry: Expiry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expiry = Expiry(proxy)
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "old")
 
     def expires_with_part_2(verb: str, path: str, head: bytes) -> bytes | None:
         if "partNumber=2" in path:
@@ -344,17 +625,14 @@ async def test_credentials_that_expire_during_an_upload_are_renewed(
 
     proxy.answer = expires_with_part_2
     with bucket_with_plan(server, proxy, Kind.RESET) as (uri, _):
-        async with mover_at(tmp_path / "node") as mover:
-            await drained(mover, save(mover, parse_uri(f"{uri}/step-1"), (17 * MiB,), 1), tmp_path)
+        await save_and_drain(uri, tmp_path, (17 * MiB,))
     assert expiry.refused >= 1
 
 
 async def test_drain_waits_for_credentials_that_cannot_be_renewed(
-    server: S3Server, proxy: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: S3Server, proxy: FaultProxy, expiry: Expiry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the cause; local copy and journal entry are kept and drained with new credentials."""
-    expiry = Expiry(proxy)
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "old")
     with bucket_with_plan(server, proxy, Kind.RESET) as (uri, _):
         async with mover_at(tmp_path / "node") as mover:
             saved = save(mover, parse_uri(f"{uri}/step-1"), (KiB,), 1)
