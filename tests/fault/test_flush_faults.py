@@ -10,8 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import tierckpt
-from tests.fault import flush_children
-from tests.fault.flush_children import ACTS, SEEDED, TRACED
 from tests.fault.runner import start
-from tests.services import needs
+from tests.fault.scenario_tools import after, before, die, until
+from tests.fault.sweep import child
+from tests.fault.sweep.child import CHILD_SECONDS, Child, Ended
+from tests.services import in_full, needs, shared_memory_alone
 from tests.states import load, raises_ours, same, zeros_like
-from tierckpt.arena import slots
+from tierckpt.arena import capacity, slots
+from tierckpt.checkpoint import local_commit
 from tierckpt.checkpoint.journal import Journal
+from tierckpt.dcp import staging
+from tierckpt.disk import io_tuner
 from tierckpt.disk.io_tuner import IoShape, WriteTuner
 from tierckpt.errors import CapacityError, StoreError, TierckptError
 from tierckpt.format.layout import local_dir, parse_uri
@@ -39,7 +45,7 @@ KiB, MiB = 1 << 10, 1 << 20
 EXISTING_SHM_FILES = frozenset(os.listdir("/dev/shm"))  # noqa: PTH208
 SAVE_METHODS = ("sync", "async")
 CHILDREN_SECONDS = 400.0
-"""Time limit of ``flush_children``, with its waits, on a slow machine."""
+"""Time limit of ``kills`` and ``traced``, with their waits, on a slow machine."""
 
 pytestmark = pytest.mark.timeout(CHILDREN_SECONDS + 60)
 
@@ -55,8 +61,20 @@ def save(uri: str, state: dict[str, Any], way: str = "sync", **options: Any) -> 
         if way == "sync":
             dcp.save(state, storage_writer=writer, no_dist=True)
         else:
-            stager = tierckpt.TierStager(chunk_size_bytes=writer.settings.chunk_size_bytes)
+            stager = tierckpt.TierStager(shared=way == "shared", settings=writer.settings)
             dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True).result(60)
+
+
+def try_to_save(uri: str, step: int, way: str, **options: Any) -> str:
+    """Save ``step``. Returns the error's name, or nothing."""
+    if way == "ahead":  # from the second save on
+        write_ahead.BYTES_MIN = write_ahead.WRITE_BYTES = 64 * KiB
+        before(write_ahead.WriteAhead, "start", lambda _: (root().parent / BEGAN_AHEAD).touch())
+    try:
+        save(f"{uri}/step-{step}", state_of(step), way, **options)
+    except TierckptError as error:
+        return type(error).__name__
+    return ""
 
 
 def loads_equal(uri: str, step: int, root: Path) -> bool:
@@ -198,17 +216,14 @@ def test_failing_write_ahead_continues_or_raises(
     monkeypatch.setattr(write_ahead.TempFile, "take", take_late)
     save(f"{file_uri}/step-1", state_of(1), "async")
     disk.fail("pwrite elsewhere", number, code)
-    try:
-        save(f"{file_uri}/step-2", state_of(2), "async")
-        raised = False
-    except (CapacityError, StoreError):
-        raised = True
+    error = try_to_save(file_uri, 2, "async")
+    assert error in ("", "CapacityError", "StoreError")
     assert disk.count("pwrite elsewhere") >= 1, "no write before the file had a name"
     assert disk.fired == (disk.count("pwrite elsewhere") >= number)
-    assert not raised or disk.fired
-    assert (shards(local_root, f"{file_uri}/step-2") == []) == raised
+    assert not error or disk.fired
+    assert (shards(local_root, f"{file_uri}/step-2") == []) == bool(error)
     assert loads_equal(f"{file_uri}/step-1", 1, local_root)
-    if not raised:
+    if not error:
         assert loads_equal(f"{file_uri}/step-2", 2, local_root)
     disk.fail("nothing", 1, 0)
     save(f"{file_uri}/step-2", state_of(2), "async")
@@ -231,17 +246,13 @@ def test_failing_fsync_of_names_or_manifests_leaves_latest_loadable(
     """Directories, journal, metadata, manifest: the checkpoint that ``latest`` names loads."""
     save(f"{file_uri}/step-1", state_of(1), drain=False)
     disk.fail("fsync elsewhere", number, errno.EIO)
-    try:
-        save(f"{file_uri}/step-2", state_of(2), drain=False)
-        raised = False
-    except TierckptError:
-        raised = True
+    error = try_to_save(file_uri, 2, "sync", drain=False)
     reached = disk.count("fsync elsewhere") >= number
     assert disk.fired == reached
     newest = tierckpt.latest(file_uri, drain=False)
     assert newest is not None
     step = int(newest[-1])
-    assert step == 2 or raised, "a save returned without a commit"
+    assert step == 2 or error, "a save returned without a commit"
     assert loads_equal(newest, step, local_root)
     save(f"{file_uri}/step-3", state_of(3), drain=False)
     assert loads_equal(f"{file_uri}/step-3", 3, local_root)
@@ -283,23 +294,6 @@ def test_failed_saves_release_their_staging_memory(
     writer = tierckpt.TierStorageWriter(f"{file_uri}/step-9", chunk_size_bytes=64 * KiB)
     dcp.async_save(state_of(9), storage_writer=writer, async_stager=stager, no_dist=True).result(60)
     assert loads_equal(f"{file_uri}/step-9", 9, local_root)
-
-
-def test_checkpointer_raises_the_error_at_the_next_call(file_uri: str, disk: Disk) -> None:
-    checkpointer = tierckpt.Checkpointer(file_uri)
-    checkpointer.save(1, state_of(1))
-    checkpointer.wait()
-    disk.fail("fsync", 1, errno.EIO)
-    checkpointer.save(2, state_of(2))
-    with pytest.raises(StoreError, match="Input/output error"):
-        checkpointer.wait("local")
-    assert disk.fired == 1 and not disk.after_failure()
-    checkpointer.save(3, state_of(3))
-    checkpointer.wait()
-    assert tierckpt.latest(file_uri) == f"{file_uri}/step-3"
-    restored = zeros_like(state_of(3))
-    assert checkpointer.restore(restored) == 3 and same(restored["w"], state_of(3)["w"])
-    checkpointer.close()
 
 
 # --- full disks ---------------------------------------------------------------------------------------------------
@@ -360,16 +354,231 @@ def test_full_disk_raises_capacity_error(
     assert loads_equal(f"{file_uri}/step-3", 3, root)
 
 
-# --- kernel faults and kills --------------------------------------------------------------------------------------
+# --- kills: acts of children that ``kills`` and ``traced`` fork before anything there has a thread -----------------
+
+WAYS = ("sync", "private", "shared")
+BEGAN_AHEAD = "began-ahead"
+TRIES = 3
+IN_CHILD = {"staging_memory": "private"}
+"""No agent finishes these saves."""
+
+
+def examine(uri: str) -> dict[str, Any]:
+    """Restart the job: find the newest step, load it with both readers, and save again."""
+    newest = str(tierckpt.latest(uri))
+    step = int(newest[-1])
+    loads = loads_equal(newest, step, root())
+    again = try_to_save(uri, 2, "sync", **IN_CHILD)
+    tierckpt.wait(f"{uri}/step-2", timeout_seconds=60)
+    until(lambda: not journal_files(), 10)  # the mover lets go of an entry after it has told of its end
+    again_loads, left = loads_equal(f"{uri}/step-2", 2, root()), shards(root(), f"{uri}/step-2")
+    return {"newest": step, "loads": loads, "again": again, "again_loads": again_loads, "shards_left": len(left)}
+
+
+def journal_files() -> list[Path]:
+    return [path for path in root().rglob("journal/*") if path.is_file()]
+
+
+def root() -> Path:
+    return Path(os.environ["TIERCKPT_LOCAL_ROOT"])
+
+
+def in_write(number: int) -> None:
+    """Half of the n-th write reaches the disk."""
+    real, count = os.pwrite, iter(range(1, 1000))
+
+    def pwrite(fd: int, view: memoryview, offset: int) -> int:
+        if next(count) == number:
+            real(fd, view[: len(view) // 8192 * 4096], offset)
+            die()
+        return real(fd, view, offset)
+
+    os.pwrite = pwrite
+
+
+def in_half_of_the_copy() -> None:
+    real = staging.copy_tensors
+
+    def half(pairs: Any) -> None:
+        real(pairs[: len(pairs) // 2])
+        die()
+
+    staging.copy_tensors = half
+
+
+PHASES: dict[str, Callable[[], None]] = {
+    "while staging": in_half_of_the_copy,
+    "before the shard is opened": lambda: before(flush.ShardFile, "open"),
+    "after the shard is opened": lambda: after(flush.ShardFile, "open"),
+    "in the first write": lambda: in_write(1),
+    "in the fourth write": lambda: in_write(4),
+    "in the last write": lambda: in_write(7),
+    "before the fsync": lambda: before(flush.ShardFile, "finish"),
+    "after the fsync": lambda: after(flush.ShardFile, "finish"),
+    "before the metadata is kept": lambda: before(local_commit, "write_attempt_metadata"),
+    "after the metadata is kept": lambda: after(local_commit, "write_attempt_metadata"),
+    "before the commit": lambda: before(local_commit, "commit_local"),
+    "after the commit": lambda: after(local_commit, "commit_local"),
+}
+AHEAD_PHASES = (
+    "while staging",
+    "after the shard is opened",
+    "in the first write",
+    "in the fourth write",
+    "before the fsync",
+)
+ACTS = [*((phase, way) for phase in PHASES for way in WAYS), *((phase, "ahead") for phase in AHEAD_PHASES)][1:]
+"""The first one is left out: ``dcp.save`` has no staging."""
+ACTS = ACTS if in_full([1]) else ACTS[1::2]
+SEEDED = "after a commit of shards that were not written"
+
+
+def commit_too_early() -> None:
+    """The bug that all of this is there to find."""
+    flush.ShardFile.write = lambda *_: None  # type: ignore[method-assign]
+    after(local_commit, "commit_local")
+
+
+def in_child(folder: Path, act: Callable[[], Any]) -> Callable[[], Any]:
+    """What a child runs that has its local root in ``folder``."""
+
+    def run() -> Any:
+        torch.set_num_threads(1)
+        os.environ["TIERCKPT_LOCAL_ROOT"] = str(folder / "local")
+        return act()
+
+    return run
+
+
+def run(folder: Path, act: Callable[[], Any]) -> Ended:
+    return child.run(in_child(folder, act), "")
+
+
+def kill(folder: Path, phase: str, way: str) -> dict[str, Any]:
+    """Save step 1, die in step 2, restart."""
+    uri = str(folder / "shared")
+
+    def act() -> Any:
+        error = try_to_save(uri, 1, way, **IN_CHILD)
+        tierckpt.wait(f"{uri}/step-1", timeout_seconds=60)
+        if phase:
+            {**PHASES, SEEDED: commit_too_early}[phase]()
+        return [error, try_to_save(uri, 2, way, **IN_CHILD)]
+
+    folder.mkdir()
+    saved = run(folder, act)
+    began_ahead, examined = (folder / BEGAN_AHEAD).exists(), run(folder, lambda: examine(uri))
+    return {"code": saved.code, "saved": saved.answer, "ahead": began_ahead, **outcome_of(examined)}
+
+
+def outcome_of(examined: Ended) -> dict[str, Any]:
+    return {"examined": examined.code, "error of examine": examined.text, **(examined.answer or {})}
+
+
+def kills(folder: Path, named: list[str]) -> dict[str, Any]:
+    io_tuner.SHAPES = (IoShape(1, 64 * KiB),)
+    outcome = {}
+    for number, (phase, _, way) in enumerate(act.partition("/") for act in ("/sync", f"{SEEDED}/sync", *named)):
+        outcome[f"{phase} {way}".strip()] = kill(folder / str(number), phase, way)
+    with shared_memory_alone():
+        return {"outcome": outcome, "memory": memory(folder / "memory")}
+
+
+def memory(folder: Path) -> list[int]:
+    """MiB of shared memory in use: before, while a child holds a staged checkpoint, and after it was killed."""
+    seen = [shmem_bytes()]
+
+    def act() -> None:
+        staged = tierckpt.TierStager(shared=True).stage({"w": torch.ones(64 * MiB)})
+        (folder / "staged").write_text("")
+        time.sleep(CHILD_SECONDS)
+        del staged
+
+    folder.mkdir()
+    staging = Child(in_child(folder, act), "")
+    staging.go()
+    until((folder / "staged").exists)
+    seen.append(shmem_bytes())
+    os.kill(staging.pid, signal.SIGKILL)
+    staging.end()
+    deadline = time.monotonic() + 5
+    while shmem_bytes() > seen[0] + 64 * MiB and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [size // MiB for size in (*seen, shmem_bytes())]
+
+
+def shmem_bytes() -> int:
+    return capacity.meminfo_bytes(Path("/proc/meminfo"))["Shmem"]
+
+
+# --- with the kernel's own answers --------------------------------------------------------------------------------
+
+TRACED = {
+    "EIO on the 1st write": ("pwrite64:error=EIO:when={write1}", "StoreError"),
+    "EIO on the 5th write": ("pwrite64:error=EIO:when={write5}", "StoreError"),
+    "ENOSPC on the 2nd write": ("pwrite64:error=ENOSPC:when={write2}", "CapacityError"),
+    "a 3rd write that writes nothing": ("pwrite64:retval=0:when={write3}", "CapacityError"),
+    "EIO on every fsync": ("fsync:error=EIO", "StoreError"),
+    "EIO on the fsync of the shard": ("fsync:error=EIO:when={shard}", "StoreError"),
+    "ENOSPC from fallocate": ("fallocate:error=ENOSPC", "CapacityError"),
+    "fallocate not supported": ("fallocate:error=EOPNOTSUPP", ""),
+    "EROFS when the shard is opened": ("openat:error=EROFS:when={open}", "PermissionDeniedError"),
+    "killed in the 4th write": ("pwrite64:signal=SIGKILL:when={write4}", None),
+    "killed in the fsync of the shard": ("fsync:signal=SIGKILL:when={shard}", None),
+    "nothing": ("pwrite64:error=EIO:when=60000", ""),
+}
+"""An injection of strace, and the error of the save; "": it works, None: it is killed."""
+
+
+def traced(folder: Path) -> dict[str, Any]:
+    """Each of TRACED, by strace, which makes the kernel answer as told to the process that saves."""
+    io_tuner.SHAPES = (IoShape(1, 64 * KiB),)
+    positions = {}
+    for call, name in (("fsync", "shard"), ("openat", "open")):
+        calls = trace(folder / f"count-{call}", f"{call}:delay_enter=1")["calls"]
+        positions[name] = 1 + next(number for number, line in enumerate(calls) if ".distcp" in line)
+    calls = trace(folder / "count-pwrite64", "pwrite64:delay_enter=1")["calls"]
+    first = next(number for number, line in enumerate(calls) if ".distcp" in line)  # small files of state come before
+    positions |= {f"write{count}": first + count for count in range(1, 6)}
+    found = {}
+    for number, (name, (injection, _)) in enumerate(TRACED.items()):
+        for again in range(TRIES):
+            found[name] = trace(folder / f"{number}-{again}", injection.format(**positions))
+            if "{" not in injection or ".distcp" in found[name]["hit"]:
+                break  # else a call came in between that is not there each time, and took the shard's number
+    return found
+
+
+def trace(folder: Path, injection: str) -> dict[str, Any]:
+    folder.mkdir()
+    uri, log = str(folder / "shared"), folder / "strace"
+    first = run(folder, lambda: try_to_save(uri, 1, "sync", **IN_CHILD))
+    call = injection.partition(":")[0]
+    act = in_child(folder, lambda: try_to_save(uri, 2, "sync", **IN_CHILD))
+    ended = child.trace(act, "", log, [injection], f"{call},pwrite64,fsync")
+    lines = log.read_text().splitlines()
+    return {
+        "first": first.answer,
+        "code": ended.code,
+        "error": ended.answer,
+        "fired": sum("(INJECTED)" in line or "SIGKILL" in line for line in lines),
+        "hit": next((line for line in lines if "(INJECTED)" in line), lines[-2] if len(lines) > 1 else ""),
+        "calls": [line for line in lines if line.startswith(f"{call}(")],
+        "shard_calls": [line for line in lines if ".distcp" in line and line.startswith(("pwrite64(", "fsync("))],
+        **outcome_of(run(folder, lambda: examine(uri))),
+    }
+
+
+# --- the tests of kernel faults and kills -------------------------------------------------------------------------
 
 
 class Outcomes:
-    """Outcomes of ``flush_children``. Both programs run in parallel with earlier tests."""
+    """Outcomes of ``kills`` and ``traced``. Both programs run in parallel with earlier tests."""
 
-    def __init__(self, folder: Path, kills: list[str]) -> None:
-        self._jobs = {"kills": start(flush_children.kills, folder / "kills", named=kills)}
+    def __init__(self, folder: Path, acts: list[str]) -> None:
+        self._jobs = {"kills": start(kills, folder / "kills", named=acts)}
         if shutil.which("strace") is not None:
-            self._jobs["traced"] = start(flush_children.traced, folder / "traced")
+            self._jobs["traced"] = start(traced, folder / "traced")
         self._found: dict[str, Any] = {}
 
     def of(self, what: str) -> Any:
@@ -388,24 +597,21 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         for item in request.session.items
         if getattr(item, "originalname", "") == test_kill_9_keeps_the_last_commit.__name__
     ]
-    kills = ["{phase}/{way}".format_map(item.callspec.params) for item in asked]  # type: ignore[attr-defined]
-    return Outcomes(tmp_path_factory.mktemp("children"), kills)
+    acts = ["{phase}/{way}".format_map(item.callspec.params) for item in asked]  # type: ignore[attr-defined]
+    return Outcomes(tmp_path_factory.mktemp("children"), acts)
 
 
 def check_restart(found: dict[str, Any], newest: int) -> None:
     assert found["examined"] == 0, found["error of examine"]
     assert found["newest"] == newest
-    assert found["loads"] == [True, True], "does not load by tierckpt's and torch's readers"
+    assert found["loads"], "does not load by tierckpt's and torch's readers"
     assert found["again"] == "" and found["again_loads"], "the job cannot save again"
-    assert found["shards_left"] == 1 and found["journal_left"] == 0, "files of the dead attempt are left"
+    assert found["shards_left"] == 1, "files of the dead attempt are left"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("phase", "way"), ACTS)
 def test_kill_9_keeps_the_last_commit(phase: str, way: str, outcomes: Outcomes) -> None:
-    if phase == "while staging" and way == "sync":
-        assert f"{phase} {way}" not in outcomes.of("kills")["outcome"], "dcp.save has no staging"
-        return
     found = outcomes.of("kills")["outcome"][f"{phase} {way}"]
     assert found["code"] == -9 and found["saved"] is None, "the process was not killed"
     assert found["ahead"] == (way == "ahead" and phase != "while staging"), "A1"
@@ -419,10 +625,9 @@ def test_without_a_kill_both_checkpoints_load(outcomes: Outcomes) -> None:
 
 
 def test_control_premature_commit_is_found(outcomes: Outcomes) -> None:
-    """Control of the kills."""
     found = outcomes.of("kills")["outcome"][f"{SEEDED} sync"]
     assert found["code"] == -9
-    assert found["examined"] != 0 or found["loads"] != [True, True]
+    assert found["examined"] != 0 or not found["loads"]
 
 
 def test_killed_process_leaks_no_shared_memory(outcomes: Outcomes) -> None:
