@@ -1,4 +1,4 @@
-"""Attacks on a process that opens a checkpoint: the bytes of each. ``attacks_try.py`` runs them.
+"""Attacks on a process that opens a checkpoint: the bytes of each. ``test_attacks.py`` runs them.
 
 Each attack names its effect on a trusting reader (``control``), so that an outdated corpus is noticed:
     runs      executes code, which creates a canary file
@@ -16,7 +16,6 @@ import pickle
 import struct
 import warnings
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,31 +203,21 @@ PROPERTIES = metadata.TensorProperties(dtype=torch.float32)
 # --- invalid metadata -------------------------------------------------------------------------------------------
 
 
-def place(**changes: Any) -> Callable[[Path, Metadata], bytes]:
-    """Change the place of every item."""
-
-    def make(_: Path, genuine: Metadata) -> bytes:
-        for info in genuine.storage_data.values():
-            vars(info).update(changes)
-        return pickle.dumps(genuine)
-
-    return make
-
-
-def tensor(change: Callable[[Any], Any]) -> Callable[[Path, Metadata], bytes]:
-    def make(_: Path, genuine: Metadata) -> bytes:
-        change(genuine.state_dict_metadata["weight"])
-        return pickle.dumps(genuine)
-
-    return make
-
-
 def changed(change: Callable[[Metadata], Any]) -> Callable[[Path, Metadata], bytes]:
     def make(_: Path, genuine: Metadata) -> bytes:
         change(genuine)
         return pickle.dumps(genuine)
 
     return make
+
+
+def place(**changes: Any) -> Callable[[Path, Metadata], bytes]:
+    """Change the place of every item."""
+    return changed(lambda genuine: [set_(info, **changes) for info in genuine.storage_data.values()])
+
+
+def tensor(change: Callable[[Any], Any]) -> Callable[[Path, Metadata], bytes]:
+    return changed(lambda genuine: change(genuine.state_dict_metadata["weight"]))
 
 
 def set_(target: Any, **values: Any) -> None:
@@ -326,13 +315,15 @@ def saved_call(canary: Path, **options: Any) -> bytes:
     return torch_saved(Call(os.system, shell(canary)), **options)
 
 
-def two_entries(first: bytes, second: bytes) -> bytes:
-    """A torch archive with two pickles of one name: readers differ in the one that they take."""
+def archive(*pickles: bytes) -> bytes:
+    """A torch archive. With two pickles of one name, readers differ in the one that they take."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive, warnings.catch_warnings():
+    with zipfile.ZipFile(stream, "w") as made, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, content in [("data.pkl", first), ("data.pkl", second), ("byteorder", b"little"), ("version", b"3\n")]:
-            archive.writestr(f"archive/{name}", content)
+        for content in pickles:
+            made.writestr("archive/data.pkl", content)
+        made.writestr("archive/byteorder", b"little")
+        made.writestr("archive/version", b"3\n")
     return stream.getvalue()
 
 
@@ -353,15 +344,8 @@ def evil_pickle(canary: Path) -> bytes:
 
 
 def polluted_instance() -> bytes:
-    value: Any = OrderedDict(a=1)
-    vars(value)["__reduce_ex__"] = torch.Size
-    stream = io.BytesIO()
     state = pickle.dumps({"__reduce_ex__": torch.Size}, 2)[2:-1]
-    pickled = b"\x80\x02ccollections\nOrderedDict\n)R" + state + b"b."
-    with zipfile.ZipFile(stream, "w") as archive:
-        for name, content in [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]:
-            archive.writestr(f"archive/{name}", content)
-    return stream.getvalue()
+    return archive(b"\x80\x02ccollections\nOrderedDict\n)R" + state + b"b.")
 
 
 BENIGN = pickle.dumps(7, 2)
@@ -380,8 +364,8 @@ ITEMS = [
         "eval in an item", lambda c, _: torch_saved(Call(eval, f"open({str(c)!r}, 'w')")), "eval", "runs", item=True
     ),
     Attack("TorchScript archive", lambda *_: script(), "TorchScript", "", item=True),
-    Attack("good and evil under one name", lambda c, _: two_entries(BENIGN, evil_pickle(c)), "", "", item=True),
-    Attack("evil and good under one name", lambda c, _: two_entries(evil_pickle(c), BENIGN), "", "runs", item=True),
+    Attack("good and evil under one name", lambda c, _: archive(BENIGN, evil_pickle(c)), "", "", item=True),
+    Attack("evil and good under one name", lambda c, _: archive(evil_pickle(c), BENIGN), "", "runs", item=True),
     Attack("bytearray of 1 TiB", lambda *_: torch_saved(Call(bytearray, 1 << 40)), "MemoryError", "dies", item=True),
     Attack("instance that says how it pickles", lambda *_: polluted_instance(), "written again", "", item=True),
     Attack("an item that is nothing", lambda *_: b"", "cannot read it", "", item=True),
