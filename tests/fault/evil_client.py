@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
+from tests.fault.evil_peer import Report
 from tests.peer_node import CHUNK, SECRET, Node, get, publish
 from tierckpt.cache.file_set import FileSet
 from tierckpt.peer.auth import Signer
@@ -34,15 +35,6 @@ class Attack:
     name: str
     request: bytes
     allowed: frozenset[str] = REJECTED
-
-
-@dataclass
-class Report:
-    """Counts of one run; ``wrong``: violations."""
-
-    ran: Counter[str] = field(default_factory=Counter)
-    answers: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
 
 
 def signed(
@@ -100,9 +92,8 @@ def paths(frozen: FileSet) -> list[str]:
     found = [f"{base}/{out}/{out}/etc/passwd" for out in outs]
     found += [f"{base}/{version}/{CHUNK}/{out}?after=0&wait=0" for out in outs]
     found += [f"{base}/{version}{out}/{CHUNK}/1?after=0&wait=0" for out in outs]
-    found += [f"/v1/{kind}/{out}" for kind in ("manifest", "slow") for out in outs] + [
-        f"/{out}/outside" for out in outs
-    ]
+    found += [f"/v1/{kind}/{out}" for kind in ("manifest", "slow") for out in outs]
+    found += [f"/{out}/outside" for out in outs]
     found += [f"/v1/segment/{span}" for span in (f"{version}/0/0", f"{version}/0/100000000", f"{version}/-1/4096")]
     found += ["/v1/members/", "/v1/members?x=1", "/v2/members", "//v1/members", "/v1/../v1/members", "/v1/%6dembers"]
     found += [
@@ -130,10 +121,14 @@ def paths(frozen: FileSet) -> list[str]:
     return found
 
 
+async def connect(node: Node, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = node.server.address.split(":")
+    return await asyncio.open_connection(host, int(port), **options)
+
+
 async def send(node: Node, request: bytes) -> bytes:
     """Send a request and return the whole answer."""
-    host, port = node.server.address.split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await connect(node)
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             writer.write(request)
@@ -200,11 +195,10 @@ async def _swap_in_links(node: Node, frozen: FileSet, report: Report) -> None:
 
 async def dribble(node: Node, connections: int) -> float:
     """Open connections that send one byte at a time. Returns the seconds until the server closed the last one."""
-    host, port = node.server.address.split(":")
     begun = time.monotonic()
 
     async def one() -> None:
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await connect(node)
         head = chain(b"GET /v1/members HTTP/1.1\r\nX: ", repeat(ord("y")))
         try:
             while not reader.at_eof() and not writer.is_closing():
@@ -225,6 +219,5 @@ async def dribble(node: Node, connections: int) -> float:
     return time.monotonic() - begun
 
 
-def entry(root: Path) -> tuple[FileSet, dict[str, bytes]]:
-    data = marked()
-    return publish(root, data), data
+def entry(root: Path) -> FileSet:
+    return publish(root, marked())

@@ -230,11 +230,12 @@ HARMLESS = frozenset({"wrong_digest", "no_digest", "path_as_digest", "extra_answ
 
 @dataclass
 class Report:
-    """Counts of one run; ``wrong``: violations."""
+    """Counts of one run: of attacks, errors, answers that were accepted, and status codes; ``wrong``: violations."""
 
     ran: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
 

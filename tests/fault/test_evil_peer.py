@@ -82,7 +82,7 @@ async def test_harness_finds_a_client_that_accepts_any_proof(tmp_path: Path, mon
 
 
 async def test_server_leaks_nothing_and_serves_only_chunks_to_members(tmp_path: Path) -> None:
-    frozen, _ = evil_client.entry(tmp_path / "node")
+    frozen = evil_client.entry(tmp_path / "node")
     async with serving(tmp_path / "node") as node:
         report = await evil_client.run(node, frozen)
     assert report.wrong == []
@@ -94,7 +94,7 @@ async def test_server_leaks_nothing_and_serves_only_chunks_to_members(tmp_path: 
 
 async def test_harness_finds_a_server_without_authentication(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Verifier, "check", lambda *asked: ("anybody", "0" * 32))
-    frozen, _ = evil_client.entry(tmp_path / "node")
+    frozen = evil_client.entry(tmp_path / "node")
     async with serving(tmp_path / "node", peer_secret_file=secret_file(tmp_path / "secrets", "0" * 16)) as node:
         report = await run_with_any_proof(node, frozen)
     assert "no proof: bytes leaked" in report.wrong
@@ -105,7 +105,7 @@ async def test_harness_finds_a_server_that_follows_links(tmp_path: Path, monkeyp
     follow = lambda directory, name: os.open(directory / name, os.O_RDONLY)  # noqa: E731
     monkeypatch.setattr(inventory, "open_beneath", follow)
     monkeypatch.setattr(chunk_files.ChunkSource, "trusts", lambda *asked: True)
-    frozen, _ = evil_client.entry(tmp_path / "node")
+    frozen = evil_client.entry(tmp_path / "node")
     async with serving(tmp_path / "node") as node:
         report = await evil_client.run(node, frozen)
     assert report.wrong == ["a link out of the cache was followed"]
@@ -123,7 +123,7 @@ async def test_slow_connections_time_out_and_do_not_block_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 3.0)
-    frozen, _ = evil_client.entry(tmp_path)
+    frozen = evil_client.entry(tmp_path)
     async with serving(tmp_path) as node:
         dribbling = asyncio.ensure_future(evil_client.dribble(node, 60))
         await until(lambda: len(node.server.http.connections) == 60)
@@ -149,8 +149,7 @@ async def test_server_closes_connections_of_clients_that_stop_reading(
     monkeypatch.setattr(get_concurrency, "BYTES_PER_SECOND_MIN", 1 << 30)
     async with serving(tmp_path) as node:
         target = chunk_target(frozen.version, 128 * CHUNK, 0, 0, 0.0)
-        host, port = node.server.address.split(":")
-        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        _, writer = await evil_client.connect(node, limit=1024)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(evil_client.signed(target))
         await until(lambda: node.server.serving.total() > 0)
@@ -159,10 +158,9 @@ async def test_server_closes_connections_of_clients_that_stop_reading(
 
 
 async def test_server_accepts_a_fragmented_head_within_the_timeout(tmp_path: Path) -> None:
-    frozen, _ = evil_client.entry(tmp_path)
+    frozen = evil_client.entry(tmp_path)
     async with serving(tmp_path) as node:
-        host, port = node.server.address.split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await evil_client.connect(node)
         for byte in evil_client.signed(chunk_target(frozen.version, CHUNK, 1, 0, 0.0)):
             writer.write(bytes([byte]))
             await writer.drain()
@@ -187,13 +185,12 @@ def rejected_contexts(files: Mapping[str, Path]) -> dict[str, ssl.SSLContext]:
 @pytest.mark.parametrize("how", ["no certificate", "TLS 1.1"])
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1:DeprecationWarning")
 async def test_tls_server_rejects_clients_without_certificate_or_with_old_tls(tmp_path: Path, how: str) -> None:
-    frozen, _ = evil_client.entry(tmp_path)
+    frozen = evil_client.entry(tmp_path)
     files = Authority(tmp_path).peer_settings(tmp_path / "tls")
     async with serving(tmp_path, peer_secret_file=None, **files) as node:
-        host, port = node.server.address.split(":")
         answer = b""
         with pytest.raises((ssl.SSLError, OSError, asyncio.IncompleteReadError)):
-            reader, writer = await asyncio.open_connection(host, int(port), ssl=rejected_contexts(files)[how])
+            reader, writer = await evil_client.connect(node, ssl=rejected_contexts(files)[how])
             writer.write(evil_client.signed(chunk_target(frozen.version, CHUNK, 1, 0, 0.0)))
             answer = await reader.readexactly(1)
         assert answer == b""

@@ -37,14 +37,10 @@ def begin(directory: Path, steps: int, bug: str = "") -> runner.Job:
     return runner.start(log_steps, directory, threads=torch.get_num_threads(), **options)
 
 
-class Reference:
-    """The same job without kills."""
-
-    def __init__(self) -> None:
-        self.job = Job()
-
-    def at(self, step: int) -> list[int]:
-        return self.job.train_to(step).checksum()
+def train(job: Job, log: GradientLog, steps: int) -> None:
+    for _ in range(steps):
+        job.train()
+        log.end_of_step(job.step, job.others())
 
 
 def test_killed_job_loses_no_durable_step(tmp_path: Path) -> None:
@@ -52,7 +48,7 @@ def test_killed_job_loses_no_durable_step(tmp_path: Path) -> None:
     chosen, lost = random.Random(11), list[int]()
     for number in range(KILLS):
         if number % KILLS_PER_LOG == 0:  # each resume replays the log from its begin
-            directory, reference, resumed = tmp_path / f"{number}", Reference(), 0
+            directory, reference, resumed = tmp_path / f"{number}", Job(), 0
         child = begin(directory, STEPS)
         assert child.until(child.lines, "the job to resume")[0] == f"resumed {resumed}"
         time.sleep(chosen.uniform(0.0, 0.4))
@@ -62,7 +58,7 @@ def test_killed_job_loses_no_durable_step(tmp_path: Path) -> None:
         again = Job()
         again.resume(directory / "log")
         assert again.step >= durable, "a durable step is lost"
-        assert again.checksum() == reference.at(again.step)
+        assert again.checksum() == reference.train_to(again.step).checksum()
         lost.append(resumed + len(lines) - again.step)
         resumed = again.step
     print(f"{KILLS} kills; steps lost: {max(lost)} at most")
@@ -74,7 +70,7 @@ def test_replay_stops_before_a_fault_in_the_log_and_reports_it(bug: str, tmp_pat
     job = Job()
     found = job.resume(tmp_path / "log")
     assert job.step == 4 and found.end_reason
-    assert job.checksum() == Reference().at(4)
+    assert job.checksum() == Job().train_to(4).checksum()
 
 
 def test_edit_through_data_ends_the_log_before_that_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,16 +90,14 @@ def test_edit_through_data_ends_the_log_before_that_step(tmp_path: Path, monkeyp
     assert caught.value.context["verified_step"] == 4
     again = Job()
     found = roll_forward(again.optimizer, tmp_path, BASE, last_step=4)
-    assert found.step == found.verified_step == 4 and again.checksum() == Reference().at(4)
+    assert found.step == found.verified_step == 4 and again.checksum() == Job().train_to(4).checksum()
 
 
 def logged(directory: Path, steps: int) -> Job:
     job = Job()
     with GradientLog(job.optimizer, directory) as log:
         log.begin(BASE)
-        for _ in range(steps):
-            job.train()
-            log.end_of_step(job.step, job.others())
+        train(job, log, steps)
         log.sync()
         assert log.durable_step == steps
     return job
@@ -111,8 +105,8 @@ def logged(directory: Path, steps: int) -> Job:
 
 def test_replay_stops_before_damage_at_any_place(tmp_path: Path) -> None:
     logged(tmp_path, 6)
-    [path], reference = paths_in(tmp_path), Reference()
-    whole, states = path.read_bytes(), {step: reference.at(step) for step in range(7)}
+    [path], reference = paths_in(tmp_path), Job()
+    whole, states = path.read_bytes(), {step: reference.train_to(step).checksum() for step in range(7)}
     chosen, ended = random.Random(2), 0
     for _ in range(40):
         data = bytearray(whole)
@@ -140,17 +134,14 @@ def test_unloggable_changes_of_the_optimizer_are_reported(tmp_path: Path) -> Non
     job = Job()
     with GradientLog(job.optimizer, tmp_path) as log:
         log.begin(BASE)
-        job.train()
-        log.end_of_step(1)
+        train(job, log, 1)
         log.sync()
         job.optimizer.load_state_dict(job.optimizer.state_dict())
-        job.train()
-        log.end_of_step(2)
+        train(job, log, 1)
         with pytest.raises(CheckpointError, match="load_state_dict"):
             log.sync()
         log.begin("base-2")
-        job.train()
-        log.end_of_step(3)
+        train(job, log, 1)
         log.sync()
         assert log.durable_step == 3
         job.train()
@@ -164,20 +155,17 @@ def test_failing_disk_ends_the_log_but_not_training(tmp_path: Path, monkeypatch:
     job = Job()
     with GradientLog(job.optimizer, tmp_path) as log:
         log.begin(BASE)
-        job.train()
-        log.end_of_step(1, job.others())
+        train(job, log, 1)
         log.sync()
 
         def full(*_: object) -> int:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(log_segments.SegmentFile, "append", full)
-        job.train()
-        log.end_of_step(2, job.others())
+        train(job, log, 1)
         with pytest.raises(CheckpointError, match="no room"):
             log.sync()
-        job.train()
-        log.end_of_step(3)
+        train(job, log, 1)
         assert log.durable_step == 1
         monkeypatch.undo()
     again = Job()
@@ -197,8 +185,7 @@ def test_waiting_call_raises_the_error_of_a_failing_disk(
             raise OSError(5, "Input/output error")
 
         monkeypatch.setattr(log_segments.SegmentFile, call, fails)
-        job.train()
-        log.end_of_step(1)
+        train(job, log, 1)
         with pytest.raises(CheckpointError, match="Input/output error"):
             log.sync()
         assert log.durable_step == -1
@@ -210,12 +197,6 @@ CALLS: dict[str, tuple[Any, str]] = {
     "write": (file_io.DirectFile, "write"),
     "sync": (os, "fdatasync"),
 }
-
-
-def train(job: Job, log: GradientLog, steps: int) -> None:
-    for _ in range(steps):
-        job.train()
-        log.end_of_step(job.step, job.others())
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -252,10 +233,9 @@ def test_hung_disk_ends_the_log_and_costs_half_a_second(
     log.sync()
     assert log.durable_step == job.step
     log.close()
-    reference = Reference()
-    reference.at(job.step - 1)
-    assert roll_forward(reference.job.optimizer, tmp_path, "base-10").steps == 1
-    assert reference.job.checksum() == job.checksum()
+    reference = Job().train_to(job.step - 1)
+    assert roll_forward(reference.optimizer, tmp_path, "base-10").steps == 1
+    assert reference.checksum() == job.checksum()
 
 
 def test_disk_that_recovers_in_time_has_all_steps(

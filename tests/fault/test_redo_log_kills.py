@@ -56,7 +56,6 @@ def test_kill_during_the_write_of_a_redo_log(point: str, when: str, local_root: 
     assert run_job(save_redo_log, local_root, run, point=point, when=when) == -signal.SIGKILL
     is_committed = (point, when) in {("commit", "after"), ("drain", "before"), ("drain", "after")}
     check_run(run, {REDO} if is_committed else {PLAIN, REDO})
-    close_all()
 
 
 @pytest.mark.slow
@@ -71,7 +70,6 @@ def test_kill_during_the_replay_of_a_redo_log(point: str, when: str, local_root:
         assert tierckpt.latest(run) == str(run / f"step-{PLAIN}")
     check_run(run, {REDO})
     assert tierckpt.latest(run) == str(run / f"step-{REDO}")
-    close_all()
 
 
 @pytest.mark.slow
@@ -93,7 +91,6 @@ def test_wrong_redo_log_is_skipped(bug: str, local_root: Path, tmp_path: Path) -
     assert run_job(save_redo_log, local_root, run, bug=bug) == 0
     check_run(run, {PLAIN})
     assert not (run / f"step-{REDO}").exists()
-    close_all()
 
 
 @pytest.mark.slow
@@ -104,7 +101,6 @@ def test_control_mixed_version_is_found(local_root: Path, tmp_path: Path) -> Non
     assert (run / f"step-{REDO}" / ".metadata").exists()
     with pytest.raises(AssertionError, match=rf"step-{REDO}"):
         check_run(run, {REDO})
-    close_all()
 
 
 def test_every_point_is_covered() -> None:
