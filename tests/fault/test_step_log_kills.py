@@ -27,24 +27,25 @@ class JobOutput:
     """The output of all ranks of a job, over all its restarts."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
+        self.ranks = ranks
         self.lines = [
             [line.split(" ") for line in (folder / f"seen-{rank}").read_text().splitlines(keepends=True)]
             for rank in range(ranks)
         ]
 
-    def lines_with(self, rank: int, word: str) -> list[tuple[int, str]]:
-        return [(int(line[1]), line[2].strip()) for line in self.lines[rank] if line[0] == word and len(line) == 3]
+    def lines_with(self, rank: int, word: str, *, since_resume: bool = False) -> list[tuple[int, str]]:
+        lines = self.lines[rank]
+        last_resume = max((number for number, line in enumerate(lines) if line[0] == "resumed"), default=0)
+        lines = lines[last_resume if since_resume else 0 :]
+        return [(int(line[1]), line[2].strip()) for line in lines if line[0] == word and len(line) == 3]
 
     def count(self, word: str) -> int:
         return len(self.lines_with(0, word))
 
     def ended(self) -> int:
         """The newest step that ended on all ranks since the last restart."""
-        return min(max((step for step, _ in self._last_life(rank, "ended")), default=0) for rank in range(self.ranks))
-
-    @property
-    def ranks(self) -> int:
-        return len(self.lines)
+        ended = [self.lines_with(rank, "ended", since_resume=True) for rank in range(self.ranks)]
+        return min(max((step for step, _ in lines), default=0) for lines in ended)
 
     def resumed(self) -> int:
         """The step of the last resume, the same on all ranks, with the bits that it had before."""
@@ -60,11 +61,6 @@ class JobOutput:
                 assert trained.setdefault(step, digest) == digest, f"step {step} of rank {rank} has other bits"
             for step, digest in self.lines_with(rank, "resumed"):
                 assert not step or trained[step] == digest, f"rank {rank} resumed with other bits at step {step}"
-
-    def _last_life(self, rank: int, word: str) -> list[tuple[int, str]]:
-        lines = self.lines[rank]
-        last_resume = max(number for number, line in enumerate(lines) if line[0] == "resumed")
-        return [(int(line[1]), line[2].strip()) for line in lines[last_resume:] if line[0] == word and len(line) == 3]
 
 
 def wait_for(job: Job, folder: Path, word: str, times: int, ranks: int = 1) -> None:
@@ -157,9 +153,8 @@ def test_ranks_resume_at_the_newest_common_step(tmp_path: Path, local_root: Path
     root = local_dir(local_root, parse_uri(file_uri)) / GRADIENTS_DIR
     [path] = log_segments.paths_in(root / "rank-1")
     data = path.read_bytes()
-    frame = (len(data) - 4096) // data.count(
-        log_segments.FRAME
-    )  # the head takes a block; the first step is a checkpoint
+    # The head takes a block, and the first step is a checkpoint.
+    frame = (len(data) - 4096) // data.count(log_segments.FRAME)
     path.write_bytes(data[: 4096 + 6 * frame + 5000])
     seen, output = run(tmp_path, 2, uri=file_uri, steps=0)
     at = seen.resumed()
