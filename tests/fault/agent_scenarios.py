@@ -26,11 +26,13 @@ from tests.fault.scenario_tools import after, before, die, replace, until
 from tests.states import same, zeros_like
 from tierckpt.arena import slots
 from tierckpt.checkpoint import local_commit
+from tierckpt.config import Settings
 from tierckpt.dcp.handoff.offer import Handoff
 from tierckpt.dcp.save_session import SaveSession
+from tierckpt.disk.file_lock import try_lock
 from tierckpt.errors import OperationTimeoutError, TierckptError
 from tierckpt.format.layout import local_dir, parse_uri
-from tierckpt.ipc.agent_client import AgentClient
+from tierckpt.ipc.agent_client import AgentClient, shared_client
 from tierckpt.save import direct_put, flush
 from tierckpt.training.drain_decider import DrainDecider, SaveDirective
 
@@ -203,6 +205,21 @@ def _first_half(real: Callable[..., Any], reached: Callable[[], None]) -> Callab
     return finish
 
 
+def ask(folder: Path, root: str, mover: str) -> None:
+    """Ask the agent for its process when three others do, print that, and stay connected."""
+    contact = shared_client(Settings.load(local_root=root, mover=mover))
+    (folder.parent / f"ready.{folder.name}").touch()
+    until(lambda: len(list(folder.parent.glob("ready.*"))) == 4)
+    print(contact.ask({"op": "status"})["pid"], flush=True)
+    until((folder.parent / "leave").exists)
+
+
+def hold_lock(folder: Path, path: str) -> None:
+    with try_lock(Path(path)) as found:
+        print(bool(found), flush=True)
+        time.sleep(FOR_EVER_SECONDS)
+
+
 # --- scenarios ----------------------------------------------------------------------------------------------------
 
 
@@ -341,9 +358,7 @@ def killed_when_a_staged_one_was_dropped(
     if seeded:
         replace(slots.Lease, "ask_before_drop", lambda _: lambda lease, question: None)
     if is_deaf:
-        replace(
-            AgentClient, "ask", lambda real: lambda contact, message, *a, **k: _deaf(real, contact, message, *a, **k)
-        )
+        before(AgentClient, "ask", _be_deaf)
     handed: list[int] = []
     after(Handoff, "send", lambda: handed.append(1))
     flush.ShardFile.write = lambda *_: points.reach_and_stay("flushing")  # type: ignore[method-assign,assignment]
@@ -357,10 +372,9 @@ def killed_when_a_staged_one_was_dropped(
     die()
 
 
-def _deaf(real: Callable[..., Any], contact: AgentClient, message: dict[str, Any], *args: Any, **options: Any) -> Any:
+def _be_deaf(_: AgentClient, message: dict[str, Any], *__: Any) -> None:
     if message["op"] == "take_back":
         raise OperationTimeoutError("seeded")
-    return real(contact, message, *args, **options)
 
 
 class _Endless(Dataset[int]):
@@ -392,21 +406,20 @@ def killed_while_workers_live_on(uri: str, folder: Path, **settings: Any) -> Non
     die()
 
 
-def restarts(uri: str, folder: Path, world_size: int = 1, **settings: Any) -> None:
-    """Restore the newest step, as a restarted job."""
-    begun = time.monotonic()
+def restarts(uri: str, folder: Path, world_size: int = 1, **settings: Any) -> tuple[int | None, bool]:
+    """Restore the newest step, as a restarted job. Returns it, and whether its state is right."""
     checkpointer = _checkpointer(uri, **settings)
     state = zeros_like(whole_state(0, world_size))
     step = checkpointer.restore(state)
     is_same = same(state, whole_state(step or 0, world_size))
-    (folder / "restored").write_text(f"{step}|{is_same}|{time.monotonic() - begun:.1f}")
     checkpointer.close()
+    return step, is_same
 
 
 def restarts_and_saves(
     uri: str, folder: Path, step: int, as_step: int, way: str = "Checkpointer", **settings: Any
-) -> None:
-    """Restore, and save the state of ``as_step`` as ``step``.
+) -> int | str | None:
+    """Restore, and save the state of ``as_step`` as ``step``. Returns the step or the checkpoint that it found.
 
     Waits before the commit until the file ``go`` exists.
     """
@@ -418,26 +431,16 @@ def restarts_and_saves(
 
     before(local_commit, "write_attempt_metadata", wait)
     if way == "Checkpointer":
-        checkpointer = _checkpointer(uri, **settings)
-        (folder / "restored").write_text(str(checkpointer.restore(zeros_like(whole_state(0)))))
-        checkpointer.save(step, state_of(0, as_step))
-        checkpointer.wait("local")
-        checkpointer.close()
-        return
-    (points.folder / "restored").write_text(str(tierckpt.latest(uri, **settings)))
+        with _checkpointer(uri, **settings) as checkpointer:
+            restored = checkpointer.restore(zeros_like(whole_state(0)))
+            checkpointer.save(step, state_of(0, as_step))
+        return restored
+    newest = tierckpt.latest(uri, **settings)
     job = _job(way, uri, **settings)
     job.save(step, state_of(0, as_step))
     job.wait("local")
     tierckpt.wait(f"{uri}/step-{step}", **settings)
-
-
-def restarts_plainly(uri: str, folder: Path, **settings: Any) -> None:
-    """Find the newest step and save it once more, as a restarted job of ``dcp.async_save``."""
-    points, job = Points(folder), _job("async_save", uri, **settings)
-    newest = tierckpt.latest(uri, mover="agent")
-    (points.folder / "restored").write_text(str(newest))
-    job.save(2, state_of(0, 2))
-    job.wait("local")
+    return newest
 
 
 def saves_and_stays(uri: str, folder: Path, **settings: Any) -> None:

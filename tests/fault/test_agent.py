@@ -9,8 +9,6 @@ import re
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -42,7 +40,7 @@ from tierckpt.ipc import agent_client
 from tierckpt.ipc.agent_client import SOCKET, AgentClient, AgentUnavailableError
 from tierckpt.quantities import human_bytes
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("short_idle_time")]
 
 IDLE_SECONDS = 0.7
 GRACE_SECONDS = 6.0
@@ -54,12 +52,6 @@ JOB = {"idle_seconds": IDLE_SECONDS, **SETTINGS}
 SAVE_METHODS = ("Checkpointer", "async_save", "async_save, ours", "without collectives")
 KILL_POINTS = ("not begun", "handed in", "half flushed", "flushed", "ready", "committed")
 ASYNC_SAVE_KILL_POINTS = ("noted", "told")
-
-
-@pytest.fixture(autouse=True)
-def short_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make agents started by this process exit soon."""
-    monkeypatch.setattr(agent_client, "IDLE_SECONDS", IDLE_SECONDS)
 
 
 def points_of(way: str, world_size: int) -> tuple[str, ...]:
@@ -118,10 +110,8 @@ def assert_newest_is(uri: str, step: int, root: Path, world_size: int = 1, *, on
         assert holds_step(uri, step, root, world_size)
         return
     for rank in range(world_size):
-        expected, reader = (
-            state_of(rank, step, world_size),
-            tierckpt.TierStorageReader(f"{uri}/step-{step}", local_root=root),
-        )
+        expected = state_of(rank, step, world_size)
+        reader = tierckpt.TierStorageReader(f"{uri}/step-{step}", local_root=root)
         reader.read_metadata = functools.partial(reader.read_metadata, rank=rank)  # type: ignore[method-assign]
         found = zeros_like(expected)
         dcp.load(found, storage_reader=reader, no_dist=True)
@@ -168,70 +158,30 @@ def leave(job: Job) -> None:
 
 # --- starting -------------------------------------------------------------------------------------------------------
 
-REQUEST_PROGRAM = (
-    "import sys, time\n"
-    "from pathlib import Path\n"
-    "from tierckpt.config import Settings\n"
-    "from tierckpt.ipc import agent_client as client\n"
-    "folder, root = map(Path, sys.argv[1:])\n"
-    "client.IDLE_SECONDS = 0.7\n"
-    "contact = client.shared_client(Settings.load(local_root=root, mover='agent'))\n"
-    "(folder / f'ready.{id(folder)}.{time.monotonic_ns()}').touch()\n"
-    "while len(list(folder.glob('ready.*'))) < 4: time.sleep(0.001)\n"
-    "print(contact.ask({'op': 'status'})['pid'], flush=True)\n"
-    "sys.stdin.readline()\n"
-)
-
 
 @pytest.mark.slow
 def test_concurrent_clients_start_one_agent_under_a_long_local_root(tmp_path: Path) -> None:
     root = tmp_path / ("deep" * 20) / ("deeper" * 20)  # longer than the 108 bytes of a socket address
-    folder = tmp_path / "ready"
-    folder.mkdir()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", REQUEST_PROGRAM, str(folder), str(root)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(4)
-    ]
-    try:
-        pids = {int(process.stdout.readline()) for process in processes if process.stdout is not None}
-        assert len(pids) == 1
-        (pid,) = pids
-        directory = agent_dir(root)
-        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        assert stat.S_IMODE((directory / SOCKET).stat().st_mode) == 0o600
-        assert log_of(root).count("is ready") == 1
-        assert [child for process in processes for child in _children_of(process.pid)] == [pid]  # one start only
-        assert status(root)["processes"] == 4
-    finally:
-        for process in processes:
-            process.communicate("\n", timeout=60)
-    assert [process.returncode for process in processes] == [0] * 4
-
-
-HOLD_LOCK_PROGRAM = (
-    "import fcntl, os, sys, time\n"
-    "fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX)\n"
-    "print(flush=True)\n"
-    "time.sleep(60)\n"
-)
+    clients = [start(agent_scenarios.ask, tmp_path / f"client-{number}", root=str(root), **JOB) for number in range(4)]
+    pids = {int(client.until(client.lines, "the answer")[0]) for client in clients}
+    assert len(pids) == 1
+    (pid,) = pids
+    directory = agent_dir(root)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE((directory / SOCKET).stat().st_mode) == 0o600
+    assert log_of(root).count("is ready") == 1
+    assert [child for client in clients for child in _children_of(client.pids[0])] == [pid]  # one start only
+    assert status(root)["processes"] == 4
+    (tmp_path / "leave").touch()
+    assert [client.codes() for client in clients] == [[0]] * 4
 
 
 @pytest.mark.slow
-def test_waiting_client_starts_the_agent_if_the_starter_is_killed(local_root: Path) -> None:
+def test_waiting_client_starts_the_agent_if_the_starter_is_killed(local_root: Path, tmp_path: Path) -> None:
     directory = agent_client.private_directory(local_root)
-    command = [sys.executable, "-c", HOLD_LOCK_PROGRAM, str(directory / agent_client.START_LOCK)]
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE) as starter,
-        contextlib.closing(AgentClient(settings_of(local_root))) as client,
-        ThreadPoolExecutor(1) as waiting,
-    ):
-        assert starter.stdout is not None
-        starter.stdout.readline()
+    starter = start(agent_scenarios.hold_lock, tmp_path / "starter", path=str(directory / agent_client.START_LOCK))
+    assert starter.until(starter.lines, "the lock") == ["True"]
+    with contextlib.closing(AgentClient(settings_of(local_root))) as client, ThreadPoolExecutor(1) as waiting:
         answer = waiting.submit(client.ask, {"op": "status"})
         time.sleep(0.5)
         assert not (directory / agent_client.LOG).exists()  # the waiting client starts no agent
@@ -502,15 +452,13 @@ def _outcomes_of(job: Job, ranks: list[int]) -> list[tuple[str, str]]:
     ],
 )
 def test_agent_commits_no_save_whose_memory_was_reused(
-    scenario: str, right: dict[int, bool], wrong: dict[int, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scenario: str, right: dict[int, bool], wrong: dict[int, bool], tmp_path: Path
 ) -> None:
     jobs = {}
     for seeded in (False, True):
-        place = tmp_path / str(seeded)
-        monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(place / "local"))
-        jobs[seeded] = start(
-            getattr(agent_scenarios, scenario), place / "job", uri=str(place / "run"), seeded=seeded, **JOB
-        )
+        place, run = tmp_path / str(seeded), getattr(agent_scenarios, scenario)
+        environment = {"TIERCKPT_LOCAL_ROOT": str(place / "local")}
+        jobs[seeded] = start(run, place / "job", env=environment, uri=str(place / "run"), seeded=seeded, **JOB)
     for job in jobs.values():
         assert job.codes() == [-signal.SIGKILL], job.output()
         assert (job.folder / "killed.0").exists()
@@ -554,9 +502,7 @@ def test_restarted_trainer_waits_for_the_staged_save_despite_live_workers(
     workers = [int((job.folder / name).read_text()) for name in ("worker", "forked")]
     try:
         again = start(agent_scenarios.restarts, tmp_path / "again", uri=file_uri, **JOB)
-        assert again.codes() == [0], again.output()
-        step, is_same, _ = (again.folder / "restored").read_text().split("|")
-        assert (step, is_same) == ("2", "True"), log_of(local_root)
+        assert again.result() == [2, True], log_of(local_root)
         assert all(_state_of(worker) != "Z" for worker in workers)  # the workers are alive
     finally:
         for worker in workers:
@@ -569,9 +515,11 @@ def test_restarted_trainer_waits_for_the_staged_save_despite_live_workers(
 def test_latest_waits_for_a_staged_save(point: str, file_uri: str, local_root: Path, tmp_path: Path) -> None:
     """A new save of the same id replaces it."""
     killed_at(point, tmp_path, file_uri, way="async_save")
-    again = start(agent_scenarios.restarts_plainly, tmp_path / "again", uri=file_uri, **JOB)
-    assert again.codes() == [0], again.output()
-    assert (again.folder / "restored").read_text() == f"{file_uri}/step-2"
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again/go").touch()
+    saved = {"way": "async_save", "step": 2, "as_step": 2}
+    again = start(agent_scenarios.restarts_and_saves, tmp_path / "again", uri=file_uri, **saved, **JOB)
+    assert again.result() == f"{file_uri}/step-2"
     wait_until_idle(local_root, again)
     assert_newest_is(file_uri, 2, local_root)
 

@@ -17,18 +17,13 @@ from tierckpt.agent import handoffs
 from tierckpt.agent.handoffs import ClientProcess, HeldHandoff, SaveHandoffs
 from tierckpt.config import Settings
 from tierckpt.format.layout import agent_dir
-from tierckpt.ipc import agent_client as contacts
 from tierckpt.ipc.agent_client import LOCK, AgentClient
 from tierckpt.process_start import clean_environment, start_python
 
+pytestmark = pytest.mark.usefixtures("short_idle_time")
+
 PLANTED = ("torch", "json", "socket", "asyncio", "pydantic", "obstore", "typer", "numpy", "sitecustomize", "tierckpt")
 SETTINGS = {"mover": "agent"}
-
-
-@pytest.fixture(autouse=True)
-def short_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make agents started by this process exit soon."""
-    monkeypatch.setattr(contacts, "IDLE_SECONDS", 0.5)
 
 
 @pytest.fixture

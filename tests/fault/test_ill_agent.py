@@ -45,16 +45,12 @@ from tierckpt.ipc.agent_client import (
     encode,
 )
 
+pytestmark = pytest.mark.usefixtures("short_idle_time")
+
 BUDGET_SECONDS = 0.5
 MARGIN = 6.0
 SETTINGS: dict[str, Any] = {"mover": "agent", "staging_memory": "shared"}
 WARNING = "does not answer"
-
-
-@pytest.fixture(autouse=True)
-def short_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make agents started by this process exit soon."""
-    monkeypatch.setattr(agent_client, "IDLE_SECONDS", 0.7)
 
 
 @pytest.fixture(autouse=True)
