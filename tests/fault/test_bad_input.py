@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import tierckpt
 from tests.files import flip, tmpfs
@@ -19,11 +21,9 @@ from tierckpt.disk import local_root as disk
 from tierckpt.errors import (
     AlreadyCommittedError,
     CheckpointError,
-    CheckpointNotFoundError,
     ConfigError,
     IntegrityError,
     ManifestError,
-    PermissionDeniedError,
     StateMismatchError,
     UncommittedCheckpointError,
 )
@@ -37,18 +37,9 @@ def local_shard(local_root: Path, uri: str) -> Path:
 # --- URIs, packages, credentials --------------------------------------------------------------------------------
 
 
-def test_unknown_scheme() -> None:
-    with pytest.raises(ConfigError, match="s4"):
-        tierckpt.TierStorageWriter("s4://bucket/run")
+def test_uri_of_an_unknown_scheme_is_no_checkpoint_id() -> None:
     assert not tierckpt.TierStorageWriter.validate_checkpoint_id("s4://bucket/run")
     assert tierckpt.TierStorageWriter.validate_checkpoint_id("s3://bucket/run")
-
-
-def test_no_such_checkpoint(shared_uri: str) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="step-7") as caught:
-        load(f"{shared_uri}/step-7", small_state())
-    assert caught.value.exit_code == 4
-    assert tierckpt.latest(shared_uri) is None
 
 
 def test_uncommitted_checkpoint(file_uri: str, local_root: Path) -> None:
@@ -83,26 +74,11 @@ def test_target_inside_local_root(local_root: Path) -> None:
         tierckpt.TierStorageWriter(local_root / "run", local_root=local_root)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 4 MiB."""
-    with tmpfs(tmp_path / "small", "size=4m,mode=700") as directory:
-        yield directory
-
-
-def test_local_root_on_tmpfs_is_warned_about(small_disk: Path, file_uri: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_local_root_on_tmpfs_is_warned_about(tmp_path: Path, file_uri: str, caplog: pytest.LogCaptureFixture) -> None:
     disk.checked.clear()
-    with caplog.at_level(logging.WARNING, "tierckpt"):
-        save(f"{file_uri}/step-1", small_state(), local_root=small_disk / "root")
+    with tmpfs(tmp_path / "small", "size=4m,mode=700") as directory, caplog.at_level(logging.WARNING, "tierckpt"):
+        save(f"{file_uri}/step-1", small_state(), local_root=directory / "root")
     assert any("tmpfs" in record.getMessage() for record in caplog.records)
-
-
-def test_shared_tier_on_a_read_only_mount(small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    uri, state = str(small_disk / "run/step-1"), small_state(1)
-    with pytest.raises(PermissionDeniedError, match="read-only"):
-        save(uri, state)
-        tierckpt.wait(uri, timeout_seconds=60)
 
 
 # --- damaged files ----------------------------------------------------------------------------------------------
@@ -178,8 +154,6 @@ def test_meta_tensors_are_rejected_by_name(file_uri: str) -> None:
 
 
 def test_safetensors_format_is_rejected_with_a_hint(file_uri: str) -> None:
-    from torch.distributed.checkpoint.filesystem import SerializationFormat
-
     with pytest.raises(ConfigError, match="export"):
         tierckpt.TierStorageWriter(file_uri, serialization_format=SerializationFormat.SAFETENSORS)
 
@@ -191,10 +165,6 @@ def test_invalid_options_are_rejected(options: dict[str, object], file_uri: str)
 
 
 def test_concurrent_saves_with_one_writer_raise(file_uri: str) -> None:
-    import threading
-
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-
     started, go = threading.Event(), threading.Event()
 
     class Slow(DefaultSavePlanner):
@@ -204,13 +174,10 @@ def test_concurrent_saves_with_one_writer_raise(file_uri: str) -> None:
             return super().resolve_data(item)  # type: ignore[arg-type]
 
     writer = tierckpt.TierStorageWriter(f"{file_uri}/step-1")
-    first = dcp.async_save(
-        {"w": torch.ones(10)}, storage_writer=writer, checkpoint_id=f"{file_uri}/step-1", planner=Slow(), no_dist=True
-    )
+    options = {"storage_writer": writer, "no_dist": True}
+    first = dcp.async_save({"w": torch.ones(10)}, checkpoint_id=f"{file_uri}/step-1", planner=Slow(), **options)
     assert started.wait(60)
-    second = dcp.async_save(
-        {"w": torch.zeros(10)}, storage_writer=writer, checkpoint_id=f"{file_uri}/step-2", no_dist=True
-    )
+    second = dcp.async_save({"w": torch.zeros(10)}, checkpoint_id=f"{file_uri}/step-2", **options)
     with pytest.raises(CheckpointError, match="still saving"), raises_ours():
         second.result(timeout=60)  # type: ignore[union-attr]
     go.set()
