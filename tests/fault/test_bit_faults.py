@@ -254,6 +254,13 @@ def inject(node: Node, kind: FileKind, damaged: bytes, tally: Tally, label: str)
         tally.undetected.append(f"{label} of {kind.name}")
 
 
+def flip_some(node: Node, count: int, tally: Tally) -> None:
+    rng = random.Random(0)
+    for index in range(count):
+        kind = node.kinds[index % len(node.kinds)]
+        inject(node, kind, flipped(kind, rng), tally, "flip")
+
+
 def overwrite(path: Path, data: bytes) -> None:
     """Write in place, as a disk does. No O_TRUNC, which costs a flush on some file systems."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT)
@@ -312,10 +319,7 @@ def test_every_flipped_bit_is_found(node: Node) -> None:
                     inject(node, kind, flip(kind.good, bit), tally, f"bit {bit}")
         assert tally.fired >= 64 * 1024 * 8
     else:
-        rng = random.Random(0)
-        for index in range(int(FLIPS)):
-            kind = node.kinds[index % len(node.kinds)]
-            inject(node, kind, flipped(kind, rng), tally, f"flip {index}")
+        flip_some(node, int(FLIPS), tally)
         assert tally.fired == int(FLIPS)
     print(f"\nbit flips: {tally.fired} in {time.monotonic() - started:.1f} s, {dict(tally.kinds)}", file=sys.stderr)
     assert tally.undetected == []
@@ -427,10 +431,8 @@ def test_flips_are_missed_without_digest_checks(
     owner: Any, name: str, replacement: Any, missed: set[str], node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, replacement)
-    tally, rng = Tally(), random.Random(0)
-    for index in range(800):  # many flips are found without the seal: the record is no valid JSON any more
-        kind = node.kinds[index % len(node.kinds)]
-        inject(node, kind, flipped(kind, rng), tally, "flip")
+    tally = Tally()
+    flip_some(node, 800, tally)  # many flips are found without the seal: the record is no valid JSON any more
     assert missed <= {text.removeprefix("flip of ") for text in tally.undetected}
 
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import tierckpt
 from tests.fault.runner import start
-from tests.fault.verbs import empty_root, put_model, save_step, url_of
+from tests.fault.verbs import empty_root, load_safetensors, prefetch, put_model, save_step, url_of
 from tests.services import ENVIRONMENT, azurite_server, moto_server
 from tierckpt.disk import read_lease
 from tierckpt.disk.file_lock import try_lock
@@ -37,14 +37,6 @@ STATE = {"w": torch.arange(100_000.0), "lr": 0.1}
 
 def latest(root: str) -> object:
     return tierckpt.latest(f"{root}/run", local_root=empty_root())
-
-
-def prefetch(root: str) -> object:
-    return max(path.name for path in tierckpt.prefetch(f"{root}/model", to=empty_root() / "to").iterdir())
-
-
-def load_safetensors(root: str) -> object:
-    return float(tierckpt.load_safetensors(f"{root}/model", local_root=empty_root())["w"].sum())
 
 
 def load_model(root: str) -> object:

@@ -62,9 +62,7 @@ def run_without_suspending(work: Coroutine[Any, Any, Any]) -> Any:
 
 def read_claim_and_replaced(data: bytes) -> Any:
     store: Any = OneObjectStore(data)
-    return run_without_suspending(shared_commit.read_claim(store)), run_without_suspending(
-        shared_commit.replaced_by_claim(store)
-    )
+    return [run_without_suspending(read(store)) for read in (shared_commit.read_claim, shared_commit.replaced_by_claim)]
 
 
 def read_fragment(data: bytes) -> Manifest:
@@ -285,9 +283,7 @@ def test_mutated_records_are_rejected_or_safe() -> None:
     growth_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
     print(f"\nfuzz: seed {seed}, {findings}, {growth_bytes >> 20} MiB", file=sys.stderr)
     assert findings.violations == []
-    assert all(
-        findings.accepted[record_format.name] and findings.rejected[record_format.name] for record_format in FORMATS
-    )
+    assert all(findings.accepted[one.name] and findings.rejected[one.name] for one in FORMATS)
     assert findings.slowest_seconds < INPUT_SECONDS_MAX
     assert growth_bytes < RSS_BYTES_MAX
 

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -232,9 +232,8 @@ class DiskCalls:
 
 
 @pytest.fixture
-def calls(monkeypatch: Patch, local_root: Path) -> Iterator[DiskCalls]:
-    with monkeypatch.context() as patched:
-        yield DiskCalls(patched, local_root)
+def calls(monkeypatch: Patch, local_root: Path) -> DiskCalls:
+    return DiskCalls(monkeypatch, local_root)
 
 
 def trained(uri: str, calls: DiskCalls, **options: Any) -> None:

@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.fault.runner import start
-from tests.fault.verbs import empty_root, local_root, put_model
+from tests.fault.verbs import empty_root, load_safetensors, local_root, prefetch, put_model
 from tests.services import ENVIRONMENT, moto_server
 from tierckpt.disk.durable import remove_tree
 from tierckpt.stores.base import ended, to_completion
@@ -41,14 +41,6 @@ def sharded(root: str) -> None:
     tierckpt.load_safetensors(f"{root}/model", shard=(1, 2, 0), local_root=empty_root())
 
 
-def load(root: str) -> None:
-    tierckpt.load_safetensors(f"{root}/model", local_root=empty_root())
-
-
-def prefetch(root: str) -> None:
-    tierckpt.prefetch(f"{root}/model", to=empty_root() / "to")
-
-
 def restore(root: str) -> None:
     tierckpt.Checkpointer(f"{root}/run", local_root=empty_root()).restore({"model": {"w": torch.zeros(BYTES)}})
 
@@ -69,7 +61,7 @@ def repeat(folder: Path, root: str, verb: str) -> None:
     """Print "begun" and execute the verb until the process is ended."""
     print("begun", flush=True)
     while True:
-        globals()[verb](root)
+        VERBS[verb](root)
         for left in local_root().glob("tmp*"):
             remove_tree(left, ignore_errors=True)  # an interrupted shutil.rmtree may raise OSError
 
@@ -77,7 +69,10 @@ def repeat(folder: Path, root: str, verb: str) -> None:
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 TIMES = int(ENVIRONMENT.get("TIERCKPT_TEST_INTERRUPTS", "1"))
-VERBS = ("sharded", "load", "prefetch", "restore", "save", "close") if TIMES > 1 else ("sharded", "prefetch")
+VERBS: dict[str, Callable[[str], object]] = {
+    verb.__name__: verb for verb in (sharded, load_safetensors, prefetch, restore, save, close)
+}
+NAMES = VERBS if TIMES > 1 else ("sharded", "prefetch")
 NOISE = (
     "never retrieved",
     "Task was destroyed",
@@ -111,7 +106,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[
 
 @pytest.mark.slow
 @pytest.mark.timeout(600 + 120 * TIMES)
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", NAMES)
 @pytest.mark.parametrize("seed", range(TIMES))
 def test_interrupt_ends_an_operation_without_other_output(
     place: tuple[str, dict[str, str]], tmp_path: Path, verb: str, seed: int

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from tests.fault.runner import start
@@ -28,22 +27,15 @@ from tests.fault.sweep.saver import CHUNK_BYTES, Saver, content
 from tierckpt.checkpoint import local_commit, retention, shared_commit
 from tierckpt.checkpoint.retention import Policy, Rule
 from tierckpt.config import Settings
-from tierckpt.drain.drainer import Drainer
 from tierckpt.errors import AlreadyCommittedError, TierckptError
 from tierckpt.format.layout import CLAIM, MANIFEST, Location, parse_uri, step_name
 from tierckpt.stores import open_store, retry, verified_read
 from tierckpt.stores.base import Store
-from tierckpt.stores.fsspec_store import UniversalStore
 from tierckpt.stores.retry import Retries
 
 MEET_SECONDS = 1.0
 LATE_SECONDS = 0.3
 """A bug that is seeded takes this long, so that the other node comes between."""
-
-
-def plain_store(location: Location) -> Store:
-    """A directory through fsspec, which has no conditional puts."""
-    return UniversalStore(fsspec.filesystem("file"), location.path, location.uri)
 
 
 def settings_of(root: Path) -> Settings:
@@ -121,11 +113,11 @@ class Verdict:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-def judge(uri: str, lines: list[dict[str, Any]], store: str) -> Verdict:
-    return asyncio.run(_judge(parse_uri(uri), lines, store))
+def judge(uri: str, lines: list[dict[str, Any]]) -> Verdict:
+    return asyncio.run(_judge(parse_uri(uri), lines))
 
 
-async def _judge(run: Location, lines: list[dict[str, Any]], kind: str) -> Verdict:
+async def _judge(run: Location, lines: list[dict[str, Any]]) -> Verdict:
     verdict = Verdict(counts=Counter(line["what"] for line in lines))
     saves = {line["attempt"]: line for line in lines if line["what"] == "save"}
     acknowledged = {line["attempt"] for line in lines if line["what"] == "acknowledged"}
@@ -135,7 +127,7 @@ async def _judge(run: Location, lines: list[dict[str, Any]], kind: str) -> Verdi
     settings = Settings.load()
     for step in sorted({save["step"] for save in saves.values()}):
         location = run.child(step_name(step))
-        store = plain_store(location) if kind == "plain" else open_store(location, settings, Retries(settings))
+        store = open_store(location, settings, Retries(settings))
         standing = await shared_commit.read_shared_manifest(store)
         mine = {attempt for attempt in acknowledged if saves[attempt]["step"] == step}
         for attempt in mine - removed - replaced - ({standing.attempt} if standing else set()):
@@ -209,13 +201,11 @@ def save_what_is_removed(node: Node, last: int) -> None:
 BUGS: dict[str, Callable[[Path], None]] = {"no condition": no_condition, "no look": no_look}
 
 
-def save_steps(folder: Path, uri: str, name: str, steps: int, keep: int, store: str, bug: str) -> None:
+def save_steps(folder: Path, uri: str, name: str, steps: int, keep: int, bug: str) -> None:
     """Save each step and the second half once more, as a node that comes back. Log the results."""
     retry.PAUSE_SECONDS_MAX = 0.05
     if bug:
         BUGS[bug](folder)
-    if store == "plain":
-        Drainer.store = lambda self, location: plain_store(location)  # type: ignore[method-assign]
     node, draw = Node(uri, folder, name, keep, is_met=bug == "no condition"), random.Random(name)
     if bug == "no look" and name == "two":
         save_what_is_removed(node, steps)
@@ -236,12 +226,12 @@ SECONDS_MAX = 120 + 20 * STEPS  # longer than a slow run takes
 pytestmark = pytest.mark.timeout(SECONDS_MAX + 30)
 
 
-def run(uri: str, folder: Path, *, keep: int = 0, store: str = "", bug: str = "", steps: int = STEPS) -> Verdict:
-    options: dict[str, Any] = {"uri": uri, "steps": steps, "keep": keep, "store": store, "bug": bug}
+def run(uri: str, folder: Path, *, keep: int = 0, bug: str = "", steps: int = STEPS) -> Verdict:
+    options: dict[str, Any] = {"uri": uri, "steps": steps, "keep": keep, "bug": bug}
     for job in [start(save_steps, folder, **options, name=name) for name in ("one", "two")]:
         assert job.codes(SECONDS_MAX) == [0], job.output()[-3000:]
     lines = [json.loads(line) for name in ("one", "two") for line in (folder / f"{name}.jsonl").open()]
-    return judge(uri, lines, store)
+    return judge(uri, lines)
 
 
 @pytest.mark.parametrize(

@@ -40,3 +40,11 @@ def save_step(uri: str, state: dict[str, Any]) -> None:
     """Save with ``dcp.save``, and wait until it is on the store."""
     dcp.save(dict(state), storage_writer=tierckpt.TierStorageWriter(uri), no_dist=True)
     tierckpt.wait(uri, timeout_seconds=60)
+
+
+def prefetch(root: str) -> object:
+    return max(path.name for path in tierckpt.prefetch(f"{root}/model", to=empty_root() / "to").iterdir())
+
+
+def load_safetensors(root: str) -> object:
+    return float(tierckpt.load_safetensors(f"{root}/model", local_root=empty_root())["w"].sum())

@@ -61,7 +61,6 @@ class Saver:
         *,
         ranks: int = 1,
         alone: bool = False,
-        overwrite: bool = True,
         planned: Callable[[], None] = do_nothing,
         committed: Callable[[], None] = do_nothing,
         send: bool = True,
@@ -76,7 +75,7 @@ class Saver:
         """
         with translated(self.settings.local_root, is_above=True):  # as the writer does
             check_local_root(self.settings)
-            replaces = self.run(self.mover.replaced.find(location, overwrite=overwrite))
+            replaces = self.run(self.mover.replaced.find(location, overwrite=True))
             planned()
             one = _Save(self, location, label, ranks, alone, replaces)
             try:
