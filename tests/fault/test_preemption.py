@@ -6,21 +6,66 @@ storage too; what is left is said, and drained by whoever comes next.
 
 from __future__ import annotations
 
+import ctypes
 import os
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tierckpt
 from tests.agents import until
-from tests.fault import single_scenarios
 from tests.fault.runner import start
-from tests.services import ALONE_SECONDS, shared_memory_alone
+from tests.fault.scenario_tools import counted_state
+from tests.services import ALONE_SECONDS
+from tests.states import same
+
+
+def large_state() -> dict[str, Any]:
+    """512 MiB."""
+    return counted_state(16, 1 << 23)
+
+
+def train_until_told(folder: Path, uri: str, stuck: bool = False, **settings: Any) -> None:
+    """Save steps 1 and 2. The file ``staged`` appears with step 1 on shared storage, and step 2 on its way to the SSD.
+
+    ``stuck``: the main thread then stays in C code, as in a collective without its peer.
+    """
+    checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=60, **settings)
+    checkpointer.save(1, {"small": torch.ones(8)})
+    checkpointer.wait()
+    checkpointer.save(2, large_state())
+    (folder / "staged").touch()
+    if stuck:
+        _wait_in_c()
+    time.sleep(1000)
+
+
+def _wait_in_c() -> None:
+    condition, mutex = ctypes.create_string_buffer(128), ctypes.create_string_buffer(128)  # zeros: initialised
+    c = ctypes.CDLL(None)
+    c.pthread_mutex_lock(mutex)
+    c.pthread_cond_wait(condition, mutex)  # no signal ends it
+
+
+def come_back(folder: Path, uri: str, drain: bool = False, **settings: Any) -> tuple[int | None, bool]:
+    """Restore the newest step. Returns which it is, and whether every byte is there. ``drain``: drain step 2 first."""
+    with tierckpt.Checkpointer(uri, timeout_seconds=60, **settings) as checkpointer:
+        if drain:
+            tierckpt.wait(f"{uri}/step-2", timeout_seconds=60, **settings)
+        location = tierckpt.latest(uri, **settings)
+        step = int(location.rpartition("-")[2]) if location else None
+        if step != 2:
+            return step, False
+        state = {name: torch.zeros_like(value) for name, value in large_state().items()}
+        checkpointer.restore(state, step)
+        return step, same(state, large_state())
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
 
 KILL_SECONDS = 30.0
 TIMES = int(os.environ.get("TIERCKPT_TEST_PREEMPTIONS", "1"))
@@ -31,18 +76,9 @@ SHORT_GRACE_SECONDS = 10.0
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(150 + ALONE_SECONDS)]
 
 
-@pytest.fixture
-def shared() -> Iterator[str]:
-    """Memory, which stands for storage on another file system than the SSD: nothing can be linked."""
-    folder = tempfile.mkdtemp(prefix="shared-", dir="/dev/shm")
-    with shared_memory_alone():
-        yield f"file://{folder}/run"
-        shutil.rmtree(folder)
-
-
 def preempt(folder: Path, shared: str, **settings: Any) -> tuple[int | None, float, str]:
     """Send SIGTERM as soon as step 2 is staged. Returns the exit code, None if SIGKILL was needed; seconds; the log."""
-    job = start(single_scenarios.train_until_told, folder, uri=shared, **settings)
+    job = start(train_until_told, folder, uri=shared, **settings)
     until((folder / "staged").exists, "the second step to be staged")
     begun = time.monotonic()
     os.kill(job.pids[0], signal.SIGTERM)
@@ -54,7 +90,7 @@ def preempt(folder: Path, shared: str, **settings: Any) -> tuple[int | None, flo
 
 def comes_back(folder: Path, shared: str, **arguments: Any) -> tuple[int | None, bool]:
     """Which step a restarted job finds, and whether it is whole."""
-    job = start(single_scenarios.come_back, folder, uri=shared, **arguments)
+    job = start(come_back, folder, uri=shared, **arguments)
     step, whole = job.result(60)
     return step, whole
 
@@ -100,7 +136,6 @@ def test_with_an_agent_the_trainer_leaves_when_its_step_is_safe_and_the_agent_dr
 
 @pytest.mark.slow
 def test_a_trainer_that_does_not_listen_loses_the_step(tmp_path: Path, shared: str) -> None:
-    """Control."""
     code, _, _ = preempt(tmp_path, shared, mover="inline", grace_seconds=0)
     assert code == -signal.SIGTERM
     assert comes_back(tmp_path, shared, mover="inline") == (1, False)

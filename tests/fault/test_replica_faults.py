@@ -19,7 +19,7 @@ import torch
 from tests.fault.replica_kills import AT, LOG, ON
 from tests.files import flip
 from tests.servers.fleet import Fleet
-from tests.servers.nodes import Node, Nodes, cluster
+from tests.servers.nodes import Nodes, cluster
 from tests.states import save
 from tierckpt.checkpoint import local_commit
 from tierckpt.client import close_all
@@ -54,13 +54,8 @@ class Kills:
     killed_at: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def source(self) -> Node:
-        return self.nodes[0]
-
-    @property
-    def holder(self) -> Node:
-        return self.nodes[1]
+    def __post_init__(self) -> None:
+        self.source, self.holder = self.nodes[0], self.nodes[1]
 
     def save(self) -> None:
         self.step += 1

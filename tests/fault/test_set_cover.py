@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import tierckpt
 from tests.compat.worker import launch
 from tests.files import flip
+from tests.states import load, same, save_drained
 from tierckpt import Checkpointer
 from tierckpt.errors import IntegrityError
 from tierckpt.format.layout import local_dir, parse_uri
@@ -113,9 +115,7 @@ def test_restore_command_falls_back_to_an_older_step(run: str, tmp_path: Path) -
     damage(run, 3, tmp_path)
     assert command(["restore", run, "--to", str(tmp_path / "out")]) == 0
     target = state(0.0)
-    torch.distributed.checkpoint.load(
-        target, storage_reader=torch.distributed.checkpoint.FileSystemReader(tmp_path / "out"), no_dist=True
-    )
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
     assert target["n"] == 2.0
 
 
@@ -128,15 +128,10 @@ def test_all_ranks_fall_back_to_the_same_step(file_uri: str) -> None:
 
 def test_checkpoint_spread_over_both_tiers_is_whole(file_uri: str, tmp_path: Path) -> None:
     """Half of the shards are on this node, the other half on the shared tier."""
-    writer = tierckpt.TierStorageWriter(f"{file_uri}/step-5", single_file_per_rank=False)
     tensors = {f"w{index}": torch.full((2000,), float(index)) for index in range(4)}
-    torch.distributed.checkpoint.save(tensors, storage_writer=writer, no_dist=True)
-    tierckpt.wait(f"{file_uri}/step-5", timeout_seconds=60)
+    save_drained(f"{file_uri}/step-5", tensors, single_file_per_rank=False)
     here, there = shards(local(file_uri, 5, tmp_path)), shards(Path(file_uri, "step-5"))
     for path in (*here[::2], *there[1::2]):
         path.unlink()
-    target = {name: torch.zeros_like(value) for name, value in tensors.items()}
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-5"
-    reader = tierckpt.TierStorageReader(f"{file_uri}/step-5")
-    torch.distributed.checkpoint.load(target, storage_reader=reader, no_dist=True)
-    assert all(torch.equal(target[name], value) for name, value in tensors.items())
+    assert same(load(f"{file_uri}/step-5", tensors), tensors)
