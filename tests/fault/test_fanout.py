@@ -98,10 +98,6 @@ def fetched(cluster: Cluster, nodes: list[Node], **options: Any) -> list[Result]
     return whole(cluster, nodes)
 
 
-def store_bytes(cluster: Cluster) -> int:
-    return cluster.origin.sent_bytes()
-
-
 def store_bytes_max(model: Model, chunks: int = NODES) -> int:
     """Return 1.02 x the model's size plus ``chunks``: two nodes may fetch the same chunk at the end."""
     return int(1.02 * model.size_bytes) + chunks * CHUNK_BYTES
@@ -117,7 +113,10 @@ def test_four_nodes_read_a_model_from_the_store_once(bench: Bench, cluster: Clus
         assert sum(result.source("shared") for result in results) >= size_bytes
         failures.append(dumped(results))
         from_peers = sum(result.source("peer") for result in results)
-        if store_bytes(cluster) <= store_bytes_max(cluster.model) and from_peers >= 3 * size_bytes - 2 * CHUNK_BYTES:
+        if (
+            cluster.origin.sent_bytes() <= store_bytes_max(cluster.model)
+            and from_peers >= 3 * size_bytes - 2 * CHUNK_BYTES
+        ):
             return
     pytest.fail("\n".join([f"not in {TRIES} tries", *failures]))
 
@@ -128,9 +127,9 @@ def test_late_node_reads_nothing_from_the_store(bench: Bench, cluster: Cluster) 
     for seed in range(TRIES):
         bench.new_model(seed)
         fetched(cluster, first)
-        before = store_bytes(cluster)
+        before = cluster.origin.sent_bytes()
         results = fetched(cluster, [late])
-        if store_bytes(cluster) == before and results[0].source("peer") == cluster.model.size_bytes:
+        if cluster.origin.sent_bytes() == before and results[0].source("peer") == cluster.model.size_bytes:
             return
         failures.append(dumped(results))
     pytest.fail("\n".join([f"not in {TRIES} tries", *failures]))
@@ -148,7 +147,7 @@ def test_killed_node_is_replaced_and_resumes_its_own_fetch(cluster: Cluster) -> 
     cluster.start_agents([victim])
     again = fetched(cluster, [victim])
     assert again[0].source("here") > 0, dumped(again)
-    assert store_bytes(cluster) <= store_bytes_max(cluster.model, IN_FLIGHT_MAX)
+    assert cluster.origin.sent_bytes() <= store_bytes_max(cluster.model, IN_FLIGHT_MAX)
 
 
 @pytest.mark.slow
@@ -163,7 +162,7 @@ def test_stopped_owner_does_not_block_other_nodes(cluster: Cluster) -> None:
     finally:
         cluster.resume(victim)
     whole(cluster, [victim])
-    assert store_bytes(cluster) <= store_bytes_max(cluster.model, IN_FLIGHT_MAX)
+    assert cluster.origin.sent_bytes() <= store_bytes_max(cluster.model, IN_FLIGHT_MAX)
     cluster.await_members(NODES)
 
 
@@ -230,34 +229,37 @@ def test_damaged_files_of_a_peer_are_detected_before_they_are_served(cluster: Cl
     damage(cluster, damaged)
     results = fetched(cluster, others)
     least, most = cluster.model.size_bytes - CHUNK_BYTES, store_bytes_max(cluster.model, IN_FLIGHT_MAX)
-    assert least <= store_bytes(cluster) <= most, dumped(results)
+    assert least <= cluster.origin.sent_bytes() <= most, dumped(results)
 
 
 @pytest.mark.slow
 def test_peer_that_sends_wrong_bytes_is_banned(bench: Bench, cluster: Cluster) -> None:
-    """Several tries: on a loaded machine the fetch may end before the damaged peer gets a request."""
+    for result in results_with_a_lying_peer(bench, cluster):
+        assert result.is_right, dumped([result])
+        if any(peer["banned"] for peer in result.answer["peers"]):
+            return
+
+
+def results_with_a_lying_peer(bench: Bench, cluster: Cluster, **options: Any) -> Iterator[Result]:
+    """Yield a node's results of fetches; the other node has damaged files and an agent without verification.
+
+    Several tries: on a loaded machine the fetch may end before the damaged peer gets a request.
+    """
     damaged, other = cluster.nodes[:2]
     for seed in range(1, 1 + TRIES):
         bench.new_model(seed)
         damage(cluster, damaged)
-        with unverified_agent(cluster, damaged):
-            results = fetched(cluster, [other])
-        if any(peer["banned"] for peer in results[0].answer["peers"]):
-            return
-        assert results[0].source("peer") < CHUNK_BYTES, results[0].answer  # only undamaged ends of files
+        cluster.crash(damaged)
+        cluster.start_agents([damaged], bug="no verification")
+        try:
+            cluster.fetch([other], **options)
+            [result] = cluster.results([other])
+        finally:
+            cluster.crash(damaged)
+            cluster.start_agents([damaged])
+        yield result
+        assert result.source("peer") < CHUNK_BYTES, dumped([result])  # only undamaged ends of files
     pytest.fail(f"no damaged chunk was requested from the peer in {TRIES} tries")
-
-
-@contextlib.contextmanager
-def unverified_agent(cluster: Cluster, node: Node) -> Iterator[None]:
-    """Run the agent of ``node`` without verification of served chunks."""
-    cluster.crash(node)
-    cluster.start_agents([node], bug="no verification")
-    try:
-        yield
-    finally:
-        cluster.crash(node)
-        cluster.start_agents([node])
 
 
 def damage(cluster: Cluster, node: Node) -> None:
@@ -275,22 +277,14 @@ def damage(cluster: Cluster, node: Node) -> None:
 def test_control_ignored_ownership_causes_more_store_reads(cluster: Cluster) -> None:
     nodes = cluster.nodes[:4]
     fetched(cluster, nodes, bug="ownership ignored")
-    assert store_bytes(cluster) > store_bytes_max(cluster.model)
+    assert cluster.origin.sent_bytes() > store_bytes_max(cluster.model)
 
 
 @pytest.mark.slow
 def test_control_missing_verification_leaves_wrong_bytes(bench: Bench, cluster: Cluster) -> None:
-    damaged, other = cluster.nodes[:2]
-    for seed in range(1, 1 + TRIES):
-        bench.new_model(seed)
-        damage(cluster, damaged)
-        with unverified_agent(cluster, damaged):
-            cluster.fetch([other], bug="no verification")
-            results = cluster.results([other])
-        if any("wrong bytes" in problem for problem in results[0].problems):
+    for result in results_with_a_lying_peer(bench, cluster, bug="no verification"):
+        if any("wrong bytes" in problem for problem in result.problems):
             return
-        assert results[0].source("peer") < CHUNK_BYTES, dumped(results)
-    pytest.fail(f"no damaged chunk was requested from the peer in {TRIES} tries")
 
 
 # --- random faults -------------------------------------------------------------------------------------------------
@@ -311,7 +305,7 @@ def test_nodes_killed_and_stopped_at_random_end_with_whole_models(bench: Bench) 
         fault(cluster, rng.choice(nodes), rng)
         results, round_ = cluster.results(nodes), f"round {number}, {fault.__name__}"
         assert all(result.is_right for result in results), f"{round_}\n{dumped(results)}"
-        assert store_bytes(cluster) <= store_bytes_max(model, 2 * IN_FLIGHT_MAX), f"{round_}\n{dumped(results)}"
+        assert cluster.origin.sent_bytes() <= store_bytes_max(model, 2 * IN_FLIGHT_MAX), f"{round_}\n{dumped(results)}"
         cluster.await_members(NODES)
     assert interrupted == SWEEP_ROUNDS, f"only {interrupted} faults interrupted a fetch"
 

@@ -65,7 +65,6 @@ def test_a_signal_saves_the_step_the_job_is_at_and_ends_it(
 
 
 def test_without_a_last_save_those_steps_are_lost(tmp_path: Path, local_root: Path, file_uri: str) -> None:
-    """Control."""
     job = start(training_scenarios.train, tmp_path, 1, uri=file_uri, step_seconds=0.02, interval=1000, grace_seconds=0)
     until_step(job, tmp_path, 5)
     os.kill(job.pids[0], signal.SIGTERM)
