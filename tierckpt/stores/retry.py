@@ -1,7 +1,7 @@
 """Retries of store requests after a 503 SlowDown, a 429, a timeout or a lost connection.
 
-``Retries.again`` repeats a request after a random wait of up to 0.2, 0.4, ... 3.2 s, if the budget allows. One
-``Retries`` spans all stores of a mover:
+``Retries.again`` repeats a request after a random wait of up to 0.2, 0.4, ... 3.2 s, if the budget allows, five times
+at most and for ``store_timeout_seconds`` (60 s). One ``Retries`` spans all stores of a mover:
     R1  Retries are at most a share of the successful requests, plus a small floor (``RetryBudget``).
     R2  A store that does not answer at all gets one probe at a time, with growing pauses (``StoreBreaker``).
 

@@ -7,7 +7,8 @@ Invariants (tests cite them):
         the chunks fill it, each chunk has stored bytes, list positions do not exceed the number of entries. So an
         allocation by the metadata is at most as large as the items, or ``COMPACT_RATIO_MAX`` times that for a tensor
         subclass.
-    S6  All else is rejected with one error. Work is linear in the size of the data, even if objects are shared.
+    S6  All else is rejected with one error: a global that is not in ``GLOBALS`` by format/pickle_machine.py. Work is
+        linear in the size of the data, even if objects are shared.
 """
 
 from __future__ import annotations
