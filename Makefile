@@ -111,7 +111,7 @@ TORTURE_fsspec := TIERCKPT_TEST_FSSPEC=all ../contract/test_fsspec.py
 TORTURE_fanout := TIERCKPT_TEST_SWEEP=full test_fanout.py
 TORTURE_replicas := TIERCKPT_TEST_REPLICA_KILLS=100 test_replica_faults.py
 TORTURE_evil := TIERCKPT_TEST_PEER_FLOOD=10000 test_evil_peer.py
-TORTURE_leaks := TIERCKPT_TEST_LEAK_OPERATIONS=1200 test_leaks.py
+TORTURE_leaks := TIERCKPT_TEST_LEAK_OPERATIONS=120 test_leaks.py
 TORTURE_forks := TIERCKPT_TEST_FORKS=every test_forks.py
 TORTURE_interrupts := TIERCKPT_TEST_INTERRUPTS=50 test_interrupts.py
 TORTURE_log := TIERCKPT_TEST_LOG_KILLS=60 test_gradient_log.py tests/fault/test_step_log_kills.py
