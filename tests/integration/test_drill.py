@@ -16,6 +16,7 @@ from tests.services import S3Server
 from tests.states import save_drained, small_state
 from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.client import close_all
+from tierckpt.disk import durable
 from tierckpt.disk.durable import Space
 from tierckpt.errors import StoreUnavailableError
 from tierckpt.format.layout import local_dir, parse_uri
@@ -137,7 +138,7 @@ def test_scratch_and_cleanup(file_uri: str, cli: CommandLine, tmp_path: Path, mo
 def test_no_room(file_uri: str, cli: CommandLine, monkeypatch: pytest.MonkeyPatch, local_root: Path) -> None:
     saved(file_uri, 1)
     on_fetch(monkeypatch, lambda _: pytest.fail("a byte was fetched"))
-    monkeypatch.setattr(drills, "space_of", lambda _: Space(1000, 1000))
+    monkeypatch.setattr(durable, "space_of", lambda _: Space(1000, 1000))
     found = cli("drill", file_uri)
     assert (found.code, found.error["error"]) == (1, "CapacityError")
     assert left_in(local_root) == []
