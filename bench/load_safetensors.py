@@ -45,7 +45,7 @@ from saving.meter import Meter, Timing, drop_page_cache, say
 
 import tierckpt
 from tierckpt.arena.memory import Memory
-from tierckpt.disk.io_tuner import recorded
+from tierckpt.disk.durable import read_record
 from tierckpt.format.layout import model_read_modes
 from tierckpt.format.manifest import digest_of
 
@@ -414,7 +414,7 @@ def main() -> None:
         rows = measured(given, folder, names)
         size_bytes = float(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
     finally:
-        ways = [entry["mode"] for entry in recorded(model_read_modes(given.dir / "local")).values()]
+        ways = [entry["mode"] for entry in read_record(model_read_modes(given.dir / "local")).values()]
         for path in (folder, given.dir / "local"):
             shutil.rmtree(path, ignore_errors=True)
     Console(width=100).print(table_of(rows, size_bytes, given.memory))
