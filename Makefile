@@ -85,7 +85,7 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO)) ## train, kill, lose the node,
 	$(BIN)/python examples/demo/run.py
 
 # In an environment of their own: frameworks need other versions than those of the lock. torch is the same.
-FRAMEWORKS := transformers accelerate lightning deepspeed 'ray[train]' torchtitan
+FRAMEWORKS := transformers optuna accelerate lightning deepspeed 'ray[train]' torchtitan
 WHEELS := torchtitan verl vllm sglang
 compat-frameworks: ## install every framework that has an adapter, in .venv-frameworks, and run its tests; none may be skipped
 	$(PYTHON) tools/environments.py .venv-frameworks demo dev

@@ -309,9 +309,11 @@ def test_each_trial_of_a_search_of_transformers_is_a_run_of_its_own(named: bool,
 
 def written_again_by_transformers(uri: str, place: Path, *, is_told: bool) -> None:
     """A restarted training, and one that must save the same step again."""
+    from transformers import TrainerState
+
     from tierckpt.integrations.transformers import TierCallback
 
-    args, saved = SimpleNamespace(output_dir=str(place.parent), enable_jit_checkpoint=is_told), SimpleNamespace()
+    args, saved = SimpleNamespace(output_dir=str(place.parent), enable_jit_checkpoint=is_told), TrainerState()
     first, second = TierCallback(uri), TierCallback(f"{uri}-other")
     place.mkdir()
     (place / "model").write_text("first")
