@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import socketserver
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,16 @@ def no_rank_is_left() -> Iterator[None]:
     """Kill the processes that the tests of a module leave running."""
     yield
     runner.kill_all()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_lease_is_left() -> Iterator[None]:
+    """A lease that is not released writes for as long as its process lives, and later tests count writes."""
+    yield
+    beats = [thread for thread in threading.enumerate() if thread.name == "tierckpt-lease"]
+    for thread in beats:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in beats), "a test of this module did not release a lease"
 
 
 @pytest.fixture(autouse=bool(DEVICE))

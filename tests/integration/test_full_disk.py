@@ -192,8 +192,7 @@ def test_save_waits_for_a_drain_to_free_space(
     waits = [record.getMessage() for record in caplog.records if "waits for" in record.getMessage()]
     assert len(waits) == 1
     assert f"the drain of {uri}/step-1" in waits[0]
-    assert 1 not in on_local(uri, disk)
-    assert {3, 4} <= {*on_local(uri, disk)}
+    assert on_local(uri, disk) in ([1, 3, 4], [2, 3, 4]), "1 and 2 drain at once, and the first of them is evicted"
     for step in (1, 2, 3, 4):
         tierckpt.wait(f"{uri}/step-{step}", timeout_seconds=60, local_root=disk, **options)
 

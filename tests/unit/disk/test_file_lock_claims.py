@@ -171,8 +171,10 @@ def test_a_silent_host_is_overtaken(tmp_path: Path) -> None:
     assert not other.take()
     age(path, file_lock.SILENT_SECONDS + 1)
     assert not other.take(), "it was written to since the last look"
-    assert HostLease(path, "3").take(), "by the clock of the file system it is old"
+    third = HostLease(path, "3")
+    assert third.take(), "by the clock of the file system it is old"
     assert path.read_text() == "3" and not other.take()
+    third.release()
 
 
 def test_a_silent_host_is_overtaken_by_the_clock_of_the_waiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

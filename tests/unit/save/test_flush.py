@@ -304,20 +304,28 @@ def test_several_shards_come_back_in_order(directory: Path, slots: list[Memory])
 
 
 class Calls:
-    """The calls a flush makes, in order, as (call, file name). ``fail`` decides by call and number what goes wrong."""
+    """The calls on files of ``folder``, in order, as (call, name). ``fail`` decides by call and number what goes wrong.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    Background threads of this process write other files meanwhile.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._folder = folder
         self.made: list[tuple[str, str]] = []
         self.fired = 0
         self.fail: Callable[[str, int], OSError | None] = lambda call, number: None
-        self._real = {name: getattr(os, name) for name in ("pwrite", "fsync", "ftruncate")}
+        self._unpatched = {name: getattr(os, name) for name in ("pwrite", "fsync", "ftruncate")}
+        self._real = dict(self._unpatched)
         self._lock = threading.Lock()
         for name in self._real:
             monkeypatch.setattr(os, name, lambda fd, *rest, name=name: self._call(name, fd, *rest))
 
     def _call(self, name: str, fd: int, *rest: Any) -> Any:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))  # noqa: PTH115
+        if path.parent != self._folder:
+            return self._unpatched[name](fd, *rest)
         with self._lock:
-            self.made.append((name, Path(os.readlink(f"/proc/self/fd/{fd}")).name))  # noqa: PTH115
+            self.made.append((name, path.name))
             fault = self.fail(name, self.count(name))
             self.fired += fault is not None
         if fault is not None:
@@ -329,8 +337,8 @@ class Calls:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch)
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
+    return Calls(monkeypatch, tmp_path)
 
 
 def plain_items(count: int = 5) -> list[Item]:
