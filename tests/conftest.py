@@ -22,6 +22,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests import patience
 from tests.fault import runner
 from tests.services import AzureServer, S3Server, azurite_server, moto_server, rgw_server
 from tierckpt.client import close_all
@@ -115,6 +116,13 @@ def isolated_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     yield
     close_all()
+
+
+@pytest.fixture(autouse=True)
+def patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("ill") is None:
+        patience.extend(monkeypatch.setattr)
+        monkeypatch.setenv(patience.VARIABLE, "1")
 
 
 @pytest.fixture(scope="module", autouse=True)

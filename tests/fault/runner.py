@@ -24,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests import patience
 from tests.services import ENVIRONMENT, REPOSITORY, die_with_parent, free_port
 
 OUR_ENV = ("TIERCKPT_", "AWS_", "AZURE_", "AZURITE_", "GOOGLE_")
@@ -234,6 +235,7 @@ def _run(request: dict[str, Any], module: Any, folder: Path) -> Any:
     logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False  # logs every step of every save
     if request["threads"] is not None:
         torch.set_num_threads(request["threads"])
+    patience.extend_if_told()
     agent_client.IDLE_SECONDS = request["arguments"].pop("idle_seconds", agent_client.IDLE_SECONDS)
     if request["world_size"] > 1:
         timeout = timedelta(seconds=getattr(module, "COLLECTIVE_TIMEOUT_SECONDS", 60.0))

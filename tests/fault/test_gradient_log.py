@@ -199,6 +199,7 @@ CALLS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.ill
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("every_seconds", [0.0, 0.01])
 def test_hung_disk_ends_the_log_and_costs_half_a_second(
@@ -238,6 +239,7 @@ def test_hung_disk_ends_the_log_and_costs_half_a_second(
     assert reference.checksum() == job.checksum()
 
 
+@pytest.mark.ill
 def test_disk_that_recovers_in_time_has_all_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -45,7 +45,7 @@ from tierckpt.ipc.agent_client import (
     encode,
 )
 
-pytestmark = pytest.mark.usefixtures("short_idle_time")
+pytestmark = [pytest.mark.ill, pytest.mark.usefixtures("short_idle_time")]
 
 BUDGET_SECONDS = 0.5
 MARGIN = 6.0

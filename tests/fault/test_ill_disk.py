@@ -27,6 +27,8 @@ from tierckpt.errors import CheckpointSkippedError, OperationTimeoutError
 from tierckpt.training import saves as jobs
 from tierckpt.training.run_log import RunLog
 
+pytestmark = pytest.mark.ill
+
 Patch = pytest.MonkeyPatch
 SECONDS = 60.0
 

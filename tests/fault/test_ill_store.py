@@ -22,6 +22,8 @@ from tierckpt.dcp import save_planning
 from tierckpt.errors import AlreadyCommittedError, BucketNotFoundError
 from tierckpt.format.layout import local_dir, parse_uri
 
+pytestmark = pytest.mark.ill
+
 Patch = pytest.MonkeyPatch
 SECONDS = 60.0
 URI = "s3://bucket/run"

@@ -22,6 +22,8 @@ from tierckpt.near_storage.optimizer import StateHold
 from tierckpt.near_storage.state_file import StateFile, TrainerParameter, begin_state, current_state, layout_of
 from tierckpt.near_storage.updater_process import UpdaterProcess
 
+pytestmark = pytest.mark.ill
+
 TIMEOUT_SECONDS = 150.0
 
 

@@ -300,6 +300,7 @@ class BlockedCopies:
 STEPS_TO_CALL = {"save during a window's copy": WINDOW, "step that overwrites an uncopied part": 2}
 
 
+@pytest.mark.ill
 @pytest.mark.parametrize("bug", [False, True], ids=["no bug", "unbounded wait"])
 @pytest.mark.parametrize("call", STEPS_TO_CALL)
 def test_training_waits_at_most_half_a_second_for_a_blocked_copy(
