@@ -8,7 +8,6 @@ import itertools
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tierckpt.errors import (
     StoreUnavailableError,
     TierckptError,
 )
+from tierckpt.poll import Poll
 from tierckpt.stores import local
 from tierckpt.stores.local import LocalStore
 from tierckpt.types import ByteRange, Tier
@@ -43,22 +43,26 @@ def remount_read_only(mount: Path) -> None:
 
 
 class Journal:
-    """Records fsync, rename and link, by name, in order."""
+    """Records fsync, rename and link in ``folder``, by name, in order."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.events: list[tuple[str, str]] = []
         fsync, replace, link = os.fsync, Path.replace, os.link
 
+        def note(verb: str, path: Path) -> None:
+            if path.is_relative_to(folder):
+                self.events.append((verb, path.name))
+
         def on_fsync(file: int) -> None:
-            self.events.append(("fsync", Path(f"/proc/self/fd/{file}").resolve().name))
+            note("fsync", Path(f"/proc/self/fd/{file}").resolve())
             fsync(file)
 
         def on_replace(path: Path, target: Path) -> Path:
-            self.events.append(("rename", Path(target).name))
+            note("rename", Path(target))
             return replace(path, target)
 
         def on_link(source: Path, target: Path) -> None:
-            self.events.append(("link", Path(target).name))
+            note("link", Path(target))
             link(source, target)
 
         monkeypatch.setattr(os, "fsync", on_fsync)
@@ -80,7 +84,7 @@ async def etag_of(store: LocalStore, key: str) -> str:
 async def test_every_put_is_durable_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path / "root")
     (tmp_path / "source").write_bytes(b"x")
-    journal = Journal(monkeypatch)
+    journal = Journal(monkeypatch, tmp_path)
     await store.put("dir/a", b"1")
     made = [f"fsync {tmp_path.name}", "fsync root"]
     assert journal.take() == [*made, "fsync temporary", "rename a", "fsync dir"]
@@ -93,7 +97,7 @@ async def test_every_put_is_durable_before_it_returns(tmp_path: Path, monkeypatc
 
 
 def test_make_dirs_syncs_the_parent_of_each_new_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(monkeypatch)
+    journal = Journal(monkeypatch, tmp_path)
     make_dirs(tmp_path / "a" / "b" / "c")
     assert journal.take() == [f"fsync {tmp_path.name}", "fsync a", "fsync b"]
     make_dirs(tmp_path / "a" / "b")
@@ -177,6 +181,7 @@ async def test_one_of_many_replaces_a_version_where_flock_holds_within_one_host(
 
 async def test_the_mark_of_a_killed_writer_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(local, "Poll", lambda _, pauses: Poll(60.0, pauses))
     store = LocalStore(tmp_path)
     await store.put("claim", b"old")
     for left in (b"", b"somebody"):
@@ -191,7 +196,8 @@ async def test_a_change_calls_no_fsync_under_its_mark(tmp_path: Path, monkeypatc
     await store.put("claim", b"old")
 
     def look(file: int) -> None:
-        marked.append((tmp_path / ".claim.00000000.tmp").exists())
+        if file in open_files(tmp_path):
+            marked.append((tmp_path / ".claim.00000000.tmp").exists())
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", look)
@@ -206,23 +212,11 @@ async def test_a_lock_that_others_always_hold_is_an_error(tmp_path: Path, monkey
     store = LocalStore(tmp_path)
     await store.put("claim", b"old")
     etag = await etag_of(store, "claim")
-    mark, done = tmp_path / ".claim.00000000.tmp", threading.Event()
-
-    def hold() -> None:
-        for count in itertools.count():
-            if done.wait(0.01):
-                return
-            mark.write_bytes(str(count).encode())
-
-    mark.write_bytes(b"first")
-    thread = threading.Thread(target=hold)
-    thread.start()
-    try:
-        with pytest.raises(StoreUnavailableError, match="locked"):
-            await store.replace("claim", b"new", etag=etag)
-    finally:
-        done.set()
-        thread.join()
+    (tmp_path / ".claim.00000000.tmp").write_bytes(b"somebody")
+    holders = map(str, itertools.count())
+    monkeypatch.setattr(local, "_mark_of", lambda _: next(holders))  # private: what is in a mark, at each look
+    with pytest.raises(StoreUnavailableError, match="locked by other processes"):
+        await store.replace("claim", b"new", etag=etag)
     assert await store.get("claim") == b"old"
 
 

@@ -108,6 +108,7 @@ async def test_nobody_else_is_asked_anything(
 @pytest.mark.parametrize("cloud", [s3, azure])
 async def test_without_bounds_it_is_seen(cloud: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control."""
+    settings = settings.model_copy(update={"store_timeout_seconds": 60.0})
     monkeypatch.setattr(bucket, "redirect_bounds", lambda _: {})
     with closing(Server()) as other, closing(Server(other.url("localhost"), 307)) as server:
         await cloud(server.endpoint, settings, monkeypatch)

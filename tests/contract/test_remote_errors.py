@@ -128,6 +128,7 @@ async def test_a_machine_of_aws_with_a_role_and_without(role: bytes, monkeypatch
             monkeypatch.setenv(name, f"{server.endpoint}/")
         address = urlsplit(server.endpoint)
         monkeypatch.setattr(access, "METADATA_ADDRESSES", {"s3": (address.hostname, address.port)})
+        monkeypatch.setattr(access, "METADATA_TIMEOUT_SECONDS", 60.0)
         if role:
             assert aws.s3_access("bucket").keys == ""
         else:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Barrier
 from typing import Any, TypeVar
 
 import pytest
@@ -94,9 +95,18 @@ def test_errors_come_back_from_json_and_unknown_ones_by_name() -> None:
     assert str(from_json({"error": "Any", "message": "odd"})) == "Any: odd"  # a name there, and no error
 
 
-def test_a_wait_ends_at_its_deadline_and_names_who_is_missing(shared: Any) -> None:
+def test_a_wait_ends_at_its_deadline_and_names_who_is_missing(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    put, both = RankStore.put, Barrier(2)
+
+    def put_and_meet(*given: Any) -> None:
+        put(*given)
+        both.wait(SECONDS)
+
     def meet(store: RankStore) -> Any:
         return store.all_gather("size", 1, "not every rank has come", "Wait") if store.rank != 1 else None
+
+    monkeypatch.setattr(RankStore, "put", put_and_meet)
+    monkeypatch.setattr(rank_store, "ANSWER_MARGIN_SECONDS", 60.0)
 
     first, _, last = on_all(shared, meet, 0.2)
     for rank, error in ((0, first), (2, last)):
@@ -151,8 +161,9 @@ def test_a_stopped_host_of_the_store_costs_the_deadline_and_no_more() -> None:
             assert host.stdout is not None
             port = int(host.stdout.readline())
             tcp = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=300), wait_for_workers=False)
-            store = RankStore("tierckpt/test", 1.0, (1, 2), connect=lambda: tcp)
+            store = RankStore("tierckpt/test", SECONDS, (1, 2), connect=lambda: tcp)
             store.put("mine", 1)
+            store.timeout_seconds = 1.0
             host.send_signal(signal.SIGSTOP)
             for request in (lambda: store.wait(["other"], "late"), lambda: store.append("y", "z")):
                 with pytest.raises(OperationTimeoutError):

@@ -79,7 +79,9 @@ class Peers:
         return {"lag_bytes": "lies"} if member.name == "n-003" else self.answer
 
 
-async def test_512_nodes_are_asked_once_in_a_while(answer: Json) -> None:
+async def test_512_nodes_are_asked_once_in_a_while(answer: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ASK_SECONDS", "ANSWER_SECONDS"):
+        monkeypatch.setattr(page_documents, name, 3600.0)
     peers = Peers(answer)
     drains = ClusterDrains(Settings.load(), lambda: STATUS, peers)  # type: ignore[arg-type]
     for _ in range(3):
@@ -104,10 +106,9 @@ class SilentPeers(Peers):
 async def test_silent_nodes_hold_a_document_up_for_two_seconds(answer: Json) -> None:
     peers = SilentPeers(answer)
     drains = ClusterDrains(Settings.load(), lambda: STATUS, peers)  # type: ignore[arg-type]
-    async with asyncio.timeout(5 * page_documents.ANSWER_SECONDS):
+    async with asyncio.timeout(50):
         await drains.document()
-    first = set(peers.asked)
-    async with asyncio.timeout(5 * page_documents.ANSWER_SECONDS):
+        first = set(peers.asked)
         await drains.document()
-    assert 0 < len(first) < page_documents.NODES_MAX
+    assert 0 < len(first) < page_documents.NODES_MAX  # 64 a second
     assert set(peers.asked) > first and max(peers.asked.values()) == 1  # the rest is asked first

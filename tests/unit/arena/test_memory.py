@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import gc
 import mmap
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.open_files import open_files
-from tests.services import shared_memory_alone, unavailable
+from tests.services import ALONE_SECONDS, shared_memory_alone, unavailable
 from tierckpt.arena import capacity, pages
 from tierckpt.arena import memory as memory_module
 from tierckpt.arena.memory import HUGE_PAGE_BYTES, Kind, Memory, collapses
@@ -81,6 +82,11 @@ def faults_of_a_write(memory: Memory) -> int:
     return minor_faults() - before
 
 
+def least(measure: Callable[[], int]) -> int:
+    """The minimum of three: page migration by the kernel, or another thread, may add faults."""
+    return min(measure() for _ in range(3))
+
+
 def descriptors() -> int:
     return len(open_files("/memfd:"))
 
@@ -108,12 +114,11 @@ def test_memory_is_aligned_zeroed_and_all_there(memory: Memory) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.PRIVATE, *SHARED], ids=str)
 def test_later_use_takes_no_page_faults(kind: Kind) -> None:
-    """The minimum of three: page migration by the kernel, or another thread, may add faults."""
-    faults = []
-    for _ in range(3):
+    def faults() -> int:
         with Memory.allocate(16 * MiB, kind=kind) as memory:
-            faults.append(faults_of_a_write(memory))
-    assert min(faults) < 8, faults  # 8 of huge pages or 4096 of small ones if they were not there
+            return faults_of_a_write(memory)
+
+    assert least(faults) < 8  # 8 of huge pages or 4096 of small ones if they were not there
 
 
 def test_huge_is_what_the_kernel_did_not_what_was_asked(memory: Memory) -> None:
@@ -125,16 +130,27 @@ def test_huge_is_what_the_kernel_did_not_what_was_asked(memory: Memory) -> None:
         assert not memory.huge
     if memory.kind is Kind.SHM:
         assert memory.huge == (pages.memory_files_are_huge() or collapses())
-    assert memory.huge == (pages.huge_bytes(memory.address, memory.size_bytes) >= 0.9 * memory.size_bytes)
+
+
+def test_huge_is_measured(memory: Memory) -> None:
+    def agrees() -> bool:
+        with Memory.allocate(16 * MiB, kind=memory.kind) as made:
+            return made.huge == (pages.huge_bytes(made.address, made.size_bytes) >= 0.9 * made.size_bytes)
+
+    assert any(agrees() for _ in range(3))  # the kernel may make huge pages between the two
 
 
 @pytest.mark.parametrize("advice", ["_MADV_COLLAPSE", "_MADV_POPULATE_WRITE"])
 def test_without_kernel_support_shared_memory_has_small_pages(advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, advice, 9999)  # as an older kernel answers
-    with Memory.allocate(8 * MiB, kind=Kind.SHM) as memory:
-        assert memory.huge == pages.memory_files_are_huge()
-        unpopulated = memory.size_bytes // mmap.PAGESIZE if advice == "_MADV_POPULATE_WRITE" else 0
-        assert faults_of_a_write(memory) < 8 + unpopulated
+    unpopulated = 8 * MiB // mmap.PAGESIZE if advice == "_MADV_POPULATE_WRITE" else 0
+
+    def faults() -> int:
+        with Memory.allocate(8 * MiB, kind=Kind.SHM) as memory:
+            assert memory.huge == pages.memory_files_are_huge()
+            return faults_of_a_write(memory)
+
+    assert least(faults) < 8 + unpopulated
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(mmap.MADV_HUGEPAGE, True), (mmap.MADV_NOHUGEPAGE, False)])
@@ -142,14 +158,17 @@ def test_the_measure_of_huge_pages_agrees_with_the_total_of_the_process(asked: i
     if expected and not pages.private_is_huge():
         pytest.skip("this kernel gives private memory no huge pages")
     size_bytes = 32 * MiB
-    before = rollup("AnonHugePages")
-    with mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
-        mapped.madvise(asked)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        ctypes.memset(address, 1, len(mapped))
-        counted = pages.huge_bytes(address, len(mapped))
-        assert (counted >= size_bytes) == expected
-        assert counted == rollup("AnonHugePages") - before
+
+    def agrees() -> bool:
+        before = rollup("AnonHugePages")
+        with mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
+            mapped.madvise(asked)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+            ctypes.memset(address, 1, len(mapped))
+            counted = pages.huge_bytes(address, len(mapped))
+            return (counted >= size_bytes) == expected and counted == rollup("AnonHugePages") - before
+
+    assert any(agrees() for _ in range(3))  # the kernel may make others meanwhile
 
 
 def test_close_gives_everything_back_at_once() -> None:
@@ -272,7 +291,7 @@ def test_a_forked_child_of_a_private_owner_sees_zeros_and_cannot_harm_it() -> No
         assert bytes(ours.view) == b"\x5a" * ours.size_bytes
 
 
-def test_fork_neither_copies_private_memory_nor_makes_the_parent_fault() -> None:
+def faults_after_a_fork() -> int:
     with Memory.allocate(64 * MiB, kind=Kind.PRIVATE) as ours:
         ours.view[:] = b"\x5a" * ours.size_bytes
         anonymous_bytes = rollup("Anonymous")
@@ -286,8 +305,12 @@ def test_fork_neither_copies_private_memory_nor_makes_the_parent_fault() -> None
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         os.close(go)
         os.close(wait)
-        # 32 huge or 16384 small pages would have been copied on write; the interpreter itself has about 10 faults.
-        assert faults < 32 + 24
+        return faults
+
+
+def test_fork_neither_copies_private_memory_nor_makes_the_parent_fault() -> None:
+    # 32 huge or 16384 small pages would have been copied on write; the interpreter itself has about 10 faults.
+    assert least(faults_after_a_fork) < 32 + 24
 
 
 def test_a_forked_child_shares_shared_memory(shared: Memory) -> None:
@@ -342,10 +365,11 @@ def test_an_address_space_limit_is_an_error_of_ours() -> None:
     assert run_python(code) == "True True"
 
 
+@pytest.mark.timeout(ALONE_SECONDS + 180)
 @shared_memory_alone()
 def test_memory_that_goes_while_it_is_being_filled_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when all ranks of a node allocate at once: each saw enough, together they have not."""
-    before, calls = meminfo("Shmem"), []
+    before, calls = rollup("Pss_Shmem"), []
 
     def tight(*, asked_bytes: int) -> int:
         calls.append(asked_bytes)
@@ -358,18 +382,23 @@ def test_memory_that_goes_while_it_is_being_filled_is_given_back(monkeypatch: py
     with pytest.raises(CapacityError):
         Memory.allocate(512 * MiB, kind=Kind.SHM)
     assert descriptors() == open_before
-    assert any(meminfo("Shmem") - before < 64 * MiB for _ in Poll(60.0))
+    assert any(rollup("Pss_Shmem") - before < 64 * MiB for _ in Poll(60.0))
     assert 4 <= len(calls) <= 5  # neither thread goes on after the error
 
 
 def test_a_kernel_without_populate_gets_its_pages_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_module, "populate", lambda start, size_bytes: errno.EINVAL)
-    for kind in (Kind.PRIVATE, Kind.SHM):
+
+    def faults(kind: Kind) -> int:
         with Memory.allocate(16 * MiB, kind=kind) as made:
-            assert faults_of_a_write(made) < 8
+            found = faults_of_a_write(made)
             if made.name is not None:
                 with Memory.open(made.name) as again:
                     assert again.view[-1] == 0xA5  # opening does not write
+            return found
+
+    for kind in (Kind.PRIVATE, Kind.SHM):
+        assert least(functools.partial(faults, kind)) < 8
 
 
 def test_a_refused_mapping_leaves_the_neighbours_alone() -> None:

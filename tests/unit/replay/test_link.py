@@ -52,7 +52,7 @@ def test_gradients_keep_every_bit(link: Link, kind: str) -> None:
     torch.manual_seed(1)
     wanted = GRADIENTS_OF_ALL_KINDS[kind]()
     copied = link.copy(wanted, GRADIENTS)
-    copied.done.result(10)
+    copied.done.result(SECONDS)
     assert [one.shape for one in copied.result] == [one.shape for one in wanted]
     assert all(bits(found.to(one.dtype)) == bits(one) for found, one in zip(copied.result, wanted, strict=True))
     gradients = {str(number): one for number, one in enumerate(copied.result)}
@@ -69,7 +69,7 @@ def test_small_gradients_are_narrow_together_and_full_when_one_of_them_is(link: 
     several = [rounded(8) for _ in range(4)]
     narrow = link.copy(several, GRADIENTS)
     mixed = link.copy([*several, torch.full((8,), 0.1)], GRADIENTS)
-    mixed.done.result(10)
+    mixed.done.result(SECONDS)
     assert {one.dtype for one in narrow.result} == {torch.bfloat16} and narrow.size_bytes == 4 * 8 * 2
     assert [one.dtype for one in mixed.result] == [*[torch.bfloat16] * 4, torch.float32]
     assert len({one.untyped_storage()._cdata for one in narrow.result}) == 1

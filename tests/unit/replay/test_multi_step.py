@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import threading
 import time
 import weakref
@@ -23,7 +24,7 @@ from tierckpt.planning.transfer_times import Traffic, best_steps, split_parts, w
 from tierckpt.poll import Poll
 from tierckpt.replay import link as links
 from tierckpt.replay import multi_step
-from tierckpt.replay.link import GRADIENTS, PARTS, Link
+from tierckpt.replay.link import GRADIENTS, PARTS, Link, TensorCopy
 from tierckpt.replay.multi_step import MultiStepStager
 from tierckpt.replay.redo import Snapshot
 
@@ -166,22 +167,46 @@ def test_a_step_waits_for_its_part_and_for_nothing_else(slow_link: Link) -> None
     assert snapshot.blocked_seconds > 0.2 * snapshot.moved_bytes / slow_link.bytes_per_second
 
 
-@pytest.mark.slow
-def test_gradients_overtake_parts(slow_link: Link) -> None:
-    part = slow_link.copy([torch.ones(1 << 20)], PARTS)
-    more = slow_link.copy([torch.ones(1 << 20)], PARTS)
+def hold(patched: pytest.MonkeyPatch, call: str, which: Callable[[TensorCopy], object] = bool) -> threading.Event:
+    """Until the event that is returned is set, a copy stays in ``call``."""
+    go_on, real = threading.Event(), getattr(TensorCopy, call)
+
+    def late(copy: TensorCopy, *given: Any) -> Any:
+        if which(copy):
+            go_on.wait(SECONDS)
+        return real(copy, *given)
+
+    patched.setattr(TensorCopy, call, late)
+    return go_on
+
+
+def test_gradients_overtake_parts(slow_link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[TensorCopy] = []
+    go_on = hold(monkeypatch, "next_chunk")
+    hold(monkeypatch, "end", ended.append)  # which returns None
+    part = slow_link.copy([torch.ones(1 << 16)], PARTS)
+    more = slow_link.copy([torch.ones(1 << 16)], PARTS)
     gradient = slow_link.copy([torch.full((10,), 3.0)], GRADIENTS)
-    gradient.done.result(SECONDS)
-    assert not more.done.done() and torch.equal(gradient.result[0], torch.full((10,), 3.0))
+    go_on.set()
     more.done.result(SECONDS)
-    assert part.done.done() and torch.equal(more.result[0], torch.ones(1 << 20))
+    assert ended == [gradient, part, more] and torch.equal(gradient.result[0], torch.full((10,), 3.0))
+    assert torch.equal(more.result[0], torch.ones(1 << 16))
 
 
-def test_gradients_in_buffers_that_are_used_again(job: Job) -> None:
+def test_gradients_in_buffers_that_are_used_again(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """zero_grad(set_to_none=False), DDP's bucket views: detected; steps of the next window wait."""
     job.set_to_none = False
     with contextlib.closing(Link(bytes_per_second=2e4)) as link, MultiStepStager(job.optimizer, 4, link=link) as stager:
-        with pytest.raises(CheckpointError, match="overwritten"):
+        with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="overwritten"):
+            overwritten = hold(patched, "end", lambda copy: copy._allocate is None)  # private: of gradients alone
+            zero_grad, calls = job.optimizer.zero_grad, itertools.count(1)
+
+            def note(*given: Any, **named: Any) -> None:
+                zero_grad(*given, **named)
+                if next(calls) == 2:  # the first is before there are any
+                    overwritten.set()
+
+            patched.setattr(job.optimizer, "zero_grad", note)
             windowed(job, stager, 4)
         second, states = windowed(job, stager, 4)
     check(second.state, states[second.steps])
@@ -222,13 +247,17 @@ def test_a_change_between_two_parts_is_seen_though_no_step_was_made(job: Job) ->
         assert not stager.is_open
 
 
-def test_a_change_of_the_last_part_while_it_is_copied_is_seen(slow_link: Link, job: Job) -> None:
+def test_a_change_of_the_last_part_while_it_is_copied_is_seen(
+    slow_link: Link, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with MultiStepStager(job.optimizer, window_steps=2, link=slow_link) as stager:
         pending = stager.begin(job.state)
         job.train()
+        go_on = hold(monkeypatch, "end")
         stager.end_of_step()
         with torch.no_grad():
             list(job.model.parameters())[-1].mul_(0.5)
+        go_on.set()
         with pytest.raises(CheckpointError, match="while it was being copied"):
             pending.result(SECONDS)
 
@@ -356,7 +385,7 @@ def test_a_stager_keeps_no_copied_state_after_its_window(job: Job) -> None:
 
 def test_a_stager_that_is_closed_ends_its_window_and_leaves_no_hook_and_no_thread() -> None:
     job = Job()
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     stager = MultiStepStager(job.optimizer, window_steps=4)
     pending = stager.begin(job.state)
     stager.close()
@@ -364,7 +393,7 @@ def test_a_stager_that_is_closed_ends_its_window_and_leaves_no_hook_and_no_threa
         pending.result(SECONDS)
     job.train()
     assert not job.optimizer._optimizer_step_pre_hooks and not job.optimizer._optimizer_step_post_hooks
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= before
 
 
 def test_nothing_of_a_snapshot_shares_memory_with_training() -> None:

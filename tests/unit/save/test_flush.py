@@ -240,7 +240,8 @@ def test_images_in_place(directory: Path, slots: list[Memory], arena: Memory, mo
     real = os.pwrite
 
     def spy(fd: int, view: memoryview, offset: int) -> int:
-        written.append(ctypes.addressof(ctypes.c_char.from_buffer(view)))
+        if fd in open_files(directory):
+            written.append(ctypes.addressof(ctypes.c_char.from_buffer(view)))
         return real(fd, view, offset)
 
     monkeypatch.setattr(os, "pwrite", spy)
@@ -362,12 +363,35 @@ def test_not_durable_means_no_fsync(tmp_path: Path, slots: list[Memory], calls: 
 # --- errors -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
+    """The errors that a flush knows of."""
+    known: list[BaseException] = []
+    fail = flush_module.FlushJob.fail
+
+    def note(job: flush_module.FlushJob, error: BaseException) -> None:
+        fail(job, error)
+        known.append(error)
+
+    monkeypatch.setattr(flush_module.FlushJob, "fail", note)
+    return known
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("number", [1, 2, 5, 12])
-def test_write_error_ends_flush(tmp_path: Path, slots: list[Memory], calls: Calls, number: int, threads: int) -> None:
+def test_write_error_ends_flush(
+    tmp_path: Path, slots: list[Memory], calls: Calls, failures: list[BaseException], number: int, threads: int
+) -> None:
     """F3: no write is repeated, no segment is started, no fsync is issued; no descriptor stays open."""
     failed = OSError(errno.EIO, "Input/output error")
     calls.fail = lambda call, count: failed if call == "pwrite" and count == number else None
+    real = calls._real["pwrite"]
+
+    def write(*given: Any) -> Any:
+        assert not calls.fired or any(failures for _ in Poll(60.0))
+        return real(*given)
+
+    calls._real["pwrite"] = write
     with pytest.raises(StoreError, match="Input/output error"):
         run(tmp_path / "shard", records_of(plain_items(20)), slots, shape=IoShape(threads, 4096), durable=True)
     assert calls.fired == 1
@@ -398,19 +422,28 @@ def alive() -> list[threading.Thread]:
     return found
 
 
-def test_waiting_has_a_deadline_and_what_hangs_keeps_its_file(tmp_path: Path, slots: list[Memory]) -> None:
+def test_waiting_has_a_deadline_and_what_hangs_keeps_its_file(
+    tmp_path: Path, slots: list[Memory], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P7. A descriptor that is closed under a thread would make its next write go to another file."""
     (item,) = items_of([(0, 448, 100_000, 337, False)])
-    release = threading.Event()
+    hangs, release, join = threading.Event(), threading.Event(), flush_module.FlushJob.join
 
     def fetch(target: int, start: int, count: int) -> None:
         if start == 0:
+            hangs.set()
             release.wait(60)
 
+    def soon(job: flush_module.FlushJob) -> None:
+        assert hangs.wait(60)
+        job.deadline = time.monotonic() + 0.3
+        join(job)
+
+    monkeypatch.setattr(flush_module.FlushJob, "join", soon)
     try:
         with pytest.raises(OperationTimeoutError, match="waited for"):
             record = ShardRecord(0, item.head, item.frame, fetch=fetch)
-            run(tmp_path / "shard", [record], slots, nice=1, timeout_seconds=0.3)
+            run(tmp_path / "shard", [record], slots, nice=1, timeout_seconds=60)
         kept = open_files(tmp_path)
         assert list(kept.values()) == [str(tmp_path / "shard")]
     finally:
@@ -422,7 +455,9 @@ def test_waiting_has_a_deadline_and_what_hangs_keeps_its_file(tmp_path: Path, sl
 
 
 @pytest.mark.parametrize("nice", [0, 1], ids=["the caller writes", "the caller waits"])
-def test_no_worker_outlives_an_interrupt(tmp_path: Path, slots: list[Memory], calls: Calls, nice: int) -> None:
+def test_no_worker_outlives_an_interrupt(
+    tmp_path: Path, slots: list[Memory], calls: Calls, failures: list[BaseException], nice: int
+) -> None:
     """Ctrl-C, then a last save: it gets the same slots, so nobody else may still be writing to them."""
     items, real, once = plain_items(60), calls._real["pwrite"], threading.Lock()
 
@@ -430,6 +465,7 @@ def test_no_worker_outlives_an_interrupt(tmp_path: Path, slots: list[Memory], ca
         time.sleep(0.02)
         if calls.count("pwrite") >= 6 and once.acquire(blocking=False):
             signal.pthread_kill(main, signal.SIGALRM)
+        assert not once.locked() or any(failures for _ in Poll(60.0))
         return real(fd, view, offset)
 
     calls._real["pwrite"] = slow

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.open_files import open_files
 from tests.unit.save.conftest import refuse_unnamed_files
 from tests.unit.save.test_flush import Item, KiB, MiB, check, items_of, reference, run, staged_in
 from tierckpt.arena.memory import Memory
@@ -115,7 +116,8 @@ def test_bytes_written_once(
     real = os.pwrite
 
     def spy(fd: int, view: memoryview, offset: int) -> int:
-        written.append((offset, len(view)))
+        if fd in open_files(tmp_path):
+            written.append((offset, len(view)))
         return real(fd, view, offset)
 
     monkeypatch.setattr(os, "pwrite", spy)
@@ -273,7 +275,13 @@ def test_an_error_after_the_flush_has_the_file(
     failing = Failing(monkeypatch, code)
     _, records, image, _, file = begun_large(tmp_path, arena)
     until(lambda: file.writing > 0)
-    threading.Timer(0.05, failing.may_fail.set).start()
+    end = TempFile.end
+
+    def at_the_end(file: TempFile, timeout_seconds: float) -> bool:
+        failing.may_fail.set()
+        return end(file, timeout_seconds)
+
+    monkeypatch.setattr(TempFile, "end", at_the_end)
     with pytest.raises(StoreError if code == errno.EIO else CapacityError, match="shard"):
         flushed(tmp_path / "shard", records, image, slots)
     assert 1 <= failing.fired <= ahead_module.THREADS
@@ -285,8 +293,10 @@ def test_a_hung_write(tmp_path: Path, slots: list[Memory], arena: Memory, monkey
     failing = Failing(monkeypatch, errno.EIO)
     _, records, image, _, file = begun_large(tmp_path, arena)
     until(lambda: file.writing > 0)
+    end = TempFile.end
+    monkeypatch.setattr(TempFile, "end", lambda file, _: end(file, 0.2))
     with pytest.raises(OperationTimeoutError, match="write to end"):
-        flushed(tmp_path / "shard", records, image, slots, timeout_seconds=0.2)
+        flushed(tmp_path / "shard", records, image, slots, timeout_seconds=60)
     os.fstat(file.fd)
     failing.may_fail.set()
     until(lambda: not file.writing)

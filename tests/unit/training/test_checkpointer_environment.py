@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.services import ENVIRONMENT, REPOSITORY
+from tierckpt.format.layout import agent_dir
+from tierckpt.ipc.agent_client import LOG
 
 JOB = """
 import os, sys, torch, tierckpt
@@ -47,4 +49,5 @@ def test_absolute_paths_need_no_working_directory(tmp_path: Path) -> None:
     command = [sys.executable, "-c", JOB, str(tmp_path)]
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "done\n", done.stderr
-    assert "agent" not in done.stderr
+    assert "could not be started" not in done.stderr
+    assert "is ready" in (agent_dir(tmp_path / "root") / LOG).read_text()
