@@ -29,9 +29,9 @@ from tierckpt.save import flush
 from tierckpt.training import checkpointer as checkpointers
 from tierckpt.training.rank_exchange import Exchange
 
-COLLECTIVE_TIMEOUT_SECONDS = 10.0
+COLLECTIVE_TIMEOUT_SECONDS = 30.0
 SAVE_TIMEOUT_SECONDS = 10.0
-"""The other ranks wait ten seconds more for the verdict of rank 0: 20 of the 30 seconds that they may take."""
+"""The other ranks wait ten seconds more for the verdict of rank 0: 20 of the 60 seconds that they may take."""
 ELEMENTS = 1 << 16
 
 
@@ -92,10 +92,12 @@ BUGS = {"wait for ever": wait_for_ever, "commit without the dead": commit_withou
 def lose_a_rank(folder: Path, uri: str, way: str, phase: str, victim: int, bug: str = "") -> None:
     """Save step 1, then step 2 or restore while ``victim`` dies in ``phase``. Survivors write results to files."""
     rank = dist.get_rank()
-    checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=SAVE_TIMEOUT_SECONDS)
+    checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=60)
     checkpointer.save(1, state_of(rank, 1))
     checkpointer.wait()
+    checkpointer.timeout_seconds = SAVE_TIMEOUT_SECONDS
     dist.barrier()
+    (folder / f"begun-{rank}").touch()
     if bug:
         BUGS[bug]()
     if rank == victim:

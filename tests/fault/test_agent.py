@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import stat
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ from tierckpt.quantities import human_bytes
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("short_idle_time")]
 
 IDLE_SECONDS = 0.7
-GRACE_SECONDS = 6.0
+GRACE_SECONDS = 30.0
 """Enough to drain the newer of two checkpoints on a loaded machine; sends of the older one hang."""
 SETTINGS = {"mover": "agent"}
 JOB = {"idle_seconds": IDLE_SECONDS, **SETTINGS}
@@ -532,10 +533,14 @@ def test_drain_resumes_after_trainer_and_agent_die_without_resending(
     moto: S3Server, s3_uri: str, local_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy, puts = FaultProxy(moto.endpoint), Counter[str]()
+    trainer_is_dead, agent_is_dead = threading.Event(), threading.Event()
+    holds = {3: trainer_is_dead, 6: agent_is_dead}
 
     def count(verb: str, path: str, head: bytes) -> None:
         if verb == "PUT" and ".distcp" in path:
             puts[path.partition("?")[0]] += 1
+            if len(puts) in holds:
+                holds[len(puts)].wait(60)
 
     proxy.answer = count
     slow = {"shard_size_bytes_max": 150_000, "concurrency": 1, "staging_memory": "private"}
@@ -547,10 +552,12 @@ def test_drain_resumes_after_trainer_and_agent_die_without_resending(
         job.kill()
         assert job.codes() == [-signal.SIGKILL]
         after_trainer = len(puts)
+        trainer_is_dead.set()
         (entry,) = Journal(local_root).entries()
         until(lambda: len(puts) >= after_trainer + 2, "the agent to continue without the trainer")
         os.kill(status(local_root)["pid"], signal.SIGKILL)
         until(lambda: not agent_runs(local_root), "the agent to die")
+        agent_is_dead.set()
         finished = len(puts)
         shards = [file for file in entry.files if file.path.endswith(".distcp")]
         assert finished < len(shards)  # the kills interrupted the drain
@@ -581,6 +588,7 @@ def test_sigterm_drains_newest_first_within_the_grace_period(
         started = time.monotonic()
         process.send_signal(signal.SIGTERM)
         change_control(local_root, paused=False)
+        until(lambda: len(Journal(local_root).entries()) == 1, "the drain of the newer")
         assert process.wait(60) == 3
         assert time.monotonic() - started > GRACE_SECONDS - 0.5
     assert [entry.uri for entry in Journal(local_root).entries()] == [oldest.uri]

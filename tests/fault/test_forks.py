@@ -252,9 +252,8 @@ def test_lock_and_lease_end_with_their_process_despite_a_live_child(tmp_path: Pa
     holder = os.fork()
     if holder == 0:
         with try_lock(path), read_lease.reading(tmp_path, directory):
-            worker = os.fork()
-            if worker:
-                os.write(writing, f"{worker}\n".encode())
+            if os.fork() == 0:  # it has let go of the locks when this returns
+                os.write(writing, f"{os.getpid()}\n".encode())
             time.sleep(60)
         os._exit(0)
     worker = int(os.read(reading, 32))

@@ -9,8 +9,9 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import pytest
 import torch
 
 import tierckpt
+from tests.agents import until
 from tests.waits import SEEDED_SECONDS, Disk, TooLongError, counted
+from tierckpt import poll
 from tierckpt.arena import slots
 from tierckpt.checkpoint import local_commit
 from tierckpt.disk import illness
@@ -37,6 +40,15 @@ def state(value: float) -> dict[str, Any]:
     return {"w": torch.full((1000,), value)}
 
 
+@contextmanager
+def patient() -> Iterator[None]:
+    """While the disk is healthy, however busy it is."""
+    with Patch.context() as patched:
+        patched.setattr(poll, "HANG_SECONDS", SECONDS)
+        patched.setattr(illness, "ILL_SECONDS", SECONDS)
+        yield
+
+
 def check_skipped(skipped: Any, uri: str, local_root: Path) -> None:
     error = skipped.exception(0)
     assert isinstance(error, CheckpointSkippedError) and str(local_root) in error.message
@@ -50,12 +62,14 @@ def test_save_is_skipped_while_the_previous_one_hangs(
 ) -> None:
     disk = Disk(monkeypatch, os, call)
     with tierckpt.Checkpointer(file_uri, checkpoints_in_flight_max=1) as checkpointer, disk:
-        checkpointer.save(1, state(1.0)).result(SECONDS)
+        with patient():
+            checkpointer.save(1, state(1.0)).result(SECONDS)
         tierckpt.wait(f"{file_uri}/step-1", tier="shared")
         while requests.seconds_left() != illness.ILL_SECONDS:  # a request that ends resets the clock
             time.sleep(0.01)
         disk.hangs.clear()
-        first = checkpointer.save(2, state(2.0))
+        with patient():
+            first = checkpointer.save(2, state(2.0))
         assert disk.in_it.wait(SECONDS)
         while requests.seconds_left() > illness.ILL_SECONDS / 4:  # others may still end, and reset the clock
             time.sleep(0.01)
@@ -67,7 +81,8 @@ def test_save_is_skipped_while_the_previous_one_hangs(
             check_skipped(one, f"{file_uri}/step-{step}", local_root)
         disk.hangs.set()
         first.result(SECONDS)
-        checkpointer.save(15, state(15.0)).result(SECONDS)
+        with patient():
+            checkpointer.save(15, state(15.0)).result(SECONDS)
     assert [bool(record.error) for record in checkpointer.stats] == [False, False, True, True, False]
     again = state(0.0)
     assert tierckpt.Checkpointer(file_uri).restore(again) == 15 and again["w"][0] == 15.0
@@ -125,7 +140,8 @@ def test_staging_does_not_wait_for_a_slot_held_by_a_hung_disk(monkeypatch: Patch
 def test_planning_does_not_wait_for_a_hung_disk(file_uri: str, local_root: Path, monkeypatch: Patch) -> None:
     disk, threads = Disk(monkeypatch, local_commit, "read_local_manifest"), threading.active_count()
     with tierckpt.Checkpointer(file_uri) as checkpointer:
-        checkpointer.save(1, state(1.0)).result(SECONDS)
+        with patient():
+            checkpointer.save(1, state(1.0)).result(SECONDS)
         disk.hangs.clear()
         with counted():
             skipped = [checkpointer.save(step, state(float(step))) for step in (2, 3, 4)]
@@ -138,15 +154,23 @@ def test_planning_does_not_wait_for_a_hung_disk(file_uri: str, local_root: Path,
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-5"
 
 
-def test_last_step_is_saved_once_the_disk_recovers(file_uri: str, monkeypatch: Patch) -> None:
+def test_last_step_is_saved_once_the_disk_recovers(
+    file_uri: str, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
     """After the last step, a wait blocks no training."""
     disk = Disk(monkeypatch, local_commit, "read_local_manifest")
+
+    def recover() -> None:
+        until(lambda: "step 3 was left out" in caplog.text, "the first try")
+        disk.hangs.set()
+
     with tierckpt.Checkpointer(file_uri, interval=2) as checkpointer:
-        for step in range(1, 4):
-            checkpointer.step(step, state(float(step)))
-        checkpointer.wait("local")
+        with patient():
+            for step in range(1, 4):
+                checkpointer.step(step, state(float(step)))
+            checkpointer.wait("local")
         disk.hangs.clear()
-        threading.Timer(2.0, disk.hangs.set).start()
+        threading.Thread(target=recover).start()
     assert disk.in_it.is_set()
     assert [(record.step, record.error) for record in checkpointer.stats] == [(2, ""), (3, "")]
     assert tierckpt.latest(file_uri) == f"{file_uri}/step-3"
@@ -166,7 +190,8 @@ def test_first_save_continues_when_the_disk_recovers(file_uri: str, monkeypatch:
         assert not first.done() and isinstance(second.exception(0), CheckpointSkippedError)
         disk.hangs.set()
         first.result(SECONDS)
-        checkpointer.save(7, state(7.0)).result(SECONDS)
+        with patient():
+            checkpointer.save(7, state(7.0)).result(SECONDS)
     again = state(0.0)
     assert tierckpt.Checkpointer(file_uri).restore(again, step=1) == 1 and again["w"][0] == 1.0
 
@@ -176,10 +201,11 @@ def test_sync_save_on_a_hung_disk_names_its_step_and_waits_once(
 ) -> None:
     disk = Disk(monkeypatch, os, "pwrite")
     checkpointer = tierckpt.Checkpointer(file_uri, mode="sync", timeout_seconds=SECONDS)
-    checkpointer.save(1, state(1.0))
+    with patient():
+        checkpointer.save(1, state(1.0))
     disk.hangs.clear()
     monkeypatch.setattr(jobs, "EXTRA_SECONDS", 0.2 - SECONDS)
-    with pytest.raises(OperationTimeoutError, match="step-2 has not finished") as caught:
+    with patient(), pytest.raises(OperationTimeoutError, match="step-2 has not finished") as caught:
         checkpointer.save(2, state(2.0))
     assert (caught.value.context["tier"], caught.value.context["checkpoint"]) == ("local", f"{file_uri}/step-2")
     assert str(local_root) in caught.value.hint and "dmesg" in caught.value.hint

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.waits import SEEDED_SECONDS, TooLongError, counted
 from tierckpt.checkpoint import shared_commit
 from tierckpt.checkpoint.local_commit import read_local_manifest
 from tierckpt.dcp import save_planning
+from tierckpt.disk import illness
 from tierckpt.errors import AlreadyCommittedError, BucketNotFoundError
 from tierckpt.format.layout import local_dir, parse_uri
 
@@ -31,6 +33,13 @@ URI = "s3://bucket/run"
 
 def state(value: float) -> dict[str, Any]:
     return {"w": torch.full((1000,), value)}
+
+
+@pytest.fixture(autouse=True)
+def healthy_disk(monkeypatch: Patch) -> None:
+    """However busy the machine is, no save is skipped."""
+    monkeypatch.setattr(illness, "ILL_SECONDS", SECONDS)
+    monkeypatch.setattr(illness, "wait_while", lambda work, progress: not futures.wait(work, SECONDS).not_done)
 
 
 @pytest.fixture
@@ -76,8 +85,10 @@ def test_control_wait_for_a_silent_store_is_found(monkeypatch: Patch) -> None:
 def test_late_answer_of_the_store_is_respected_before_the_commit(
     answer: str | BucketNotFoundError, overwrite: bool, file_uri: str, local_root: Path, monkeypatch: Patch
 ) -> None:
+    may_answer = threading.Event()
+
     async def list_attempts(store: Any) -> set[str]:
-        await asyncio.sleep(1.0)
+        await asyncio.to_thread(may_answer.wait, SECONDS)
         if isinstance(answer, BucketNotFoundError):
             raise answer
         return {answer}
@@ -86,6 +97,7 @@ def test_late_answer_of_the_store_is_respected_before_the_commit(
     checkpointer = tierckpt.Checkpointer(file_uri, overwrite=overwrite)
     with counted():
         saved = checkpointer.save(1, state(1.0))
+    may_answer.set()
     error = saved.exception(SECONDS)
     manifest = read_local_manifest(local_dir(local_root, parse_uri(f"{file_uri}/step-1")))
     if isinstance(answer, str) and overwrite:

@@ -15,14 +15,13 @@ import pytest
 import torch
 
 import tierckpt
+from tests.agents import until
 from tests.fault.near_storage_job import NearJob, Reference
 from tierckpt.errors import IntegrityError, OperationTimeoutError
 from tierckpt.near_storage import updater_process
 from tierckpt.near_storage.optimizer import StateHold
 from tierckpt.near_storage.state_file import StateFile, TrainerParameter, begin_state, current_state, layout_of
 from tierckpt.near_storage.updater_process import UpdaterProcess
-
-pytestmark = pytest.mark.ill
 
 TIMEOUT_SECONDS = 150.0
 
@@ -103,17 +102,23 @@ def test_step_waits_for_a_stopped_process_and_loses_nothing(
 ) -> None:
     """A step waits for a stopped process with a log line; after the timeout the process is killed and restarted."""
     monkeypatch.setattr(updater_process, "IDLE_SECONDS", 0.2)
-    job = NearJob(tmp_path / "near", timeout_seconds=3.0)
+    job = NearJob(tmp_path / "near", timeout_seconds=TIMEOUT_SECONDS)
+
+    def resume() -> None:
+        until(lambda: "is stopped" in caplog.text, "the log line")
+        os.kill(job.optimizer.process_id, signal.SIGCONT)
+
     with job.optimizer:
         job.train()
         os.kill(job.optimizer.process_id, signal.SIGSTOP)
-        threading.Timer(1.0, os.kill, [job.optimizer.process_id, signal.SIGCONT]).start()
+        threading.Thread(target=resume).start()
         job.train()
         assert "training waits" in caplog.text and "is stopped" in caplog.text
         job.backward()
         job.optimizer.param_groups[0]["lr"] = job.rate()
         os.kill(job.optimizer.process_id, signal.SIGSTOP)
-        with pytest.raises(OperationTimeoutError, match="is stopped"):
+        with pytest.raises(OperationTimeoutError, match="is stopped"), monkeypatch.context() as patched:
+            patched.setattr(job.optimizer._process, "_timeout_seconds", 3.0)  # private: it is short for this step only
             job.optimizer.step()
         job.optimizer.step()
         job.train()

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def lose_ranks(folder: Path, deaths: list[Death]) -> list[str]:
     jobs = [begin(rank_scenarios.lose_a_rank, number, **asdict(death)) for number, death in enumerate(deaths)]
     problems, restarted = [], []
     for number, (death, job) in enumerate(zip(deaths, jobs, strict=True)):
+        job.until(partial(_all_have_begun, job.folder), f"all ranks to begin, {death}", 120)
         codes = job.codes(RETURN_SECONDS_MAX)
         job.kill()
         problems += [f"{death}: {text}" for text in _problems(death, codes, job)]
@@ -78,6 +80,10 @@ def lose_ranks(folder: Path, deaths: list[Death]) -> list[str]:
         job.kill()
         problems += [f"{death}, then: {text}" for text in _problems_after(codes, job)]
     return problems
+
+
+def _all_have_begun(home: Path) -> bool:
+    return len([*home.glob("begun-*")]) == RANKS
 
 
 def _outcomes(home: Path) -> dict[int, tuple[str, float]]:

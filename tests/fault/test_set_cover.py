@@ -35,7 +35,7 @@ def run(file_uri: str, tmp_path: Path) -> str:
     """Save three steps, each whole on both tiers."""
     with Checkpointer(file_uri) as checkpointer:
         for step in STEPS:
-            checkpointer.save(step, state(float(step)))
+            checkpointer.save(step, state(float(step))).result(60)
     return file_uri
 
 

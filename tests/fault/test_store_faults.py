@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 DEADLINE_SECONDS = 12.0
 """Of one verb, given to it as its timeout or held by its store's. A verb that takes much longer counts as hanging."""
-GRACE_SECONDS = 25.0
+GRACE_SECONDS = 60.0
 HEAL_SECONDS = 60.0
 CHUNK_BYTES = 512 * KiB
 
@@ -135,14 +135,22 @@ class Loop:
     rounds: int = 0
 
     async def run(self, share: float, seconds: float, faults_min: int) -> None:
-        """One phase: go on until the time is over and ``faults_min`` faults have happened, then heal."""
+        """One phase: go on until the time is over and ``faults_min`` faults have happened, then heal.
+
+        At the lowest rate also until a restore has succeeded.
+        """
         begun, fired = time.monotonic(), self.plan.fired
         saved: list[Saved] = []
         async with mover_at(self.root / f"saver-{share}") as saver:
             self.plan.share = share
-            while time.monotonic() < begun + seconds or self.plan.fired < fired + faults_min:
+            while (
+                time.monotonic() < begun + seconds
+                or self.plan.fired < fired + faults_min
+                or (share == FAULT_RATES[0] and not self.outcomes["restore ok"])
+            ):
                 if time.monotonic() > begun + seconds + 60:
-                    self.violations.append(f"{share}: {self.plan.fired - fired} faults, not {faults_min}")
+                    faults = self.plan.fired - fired
+                    self.violations.append(f"{share}: {faults} faults of {faults_min}; {self.outcomes}")
                     break
                 saved.append(await self._round(saver, share))
             self.plan.share = 0.0

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import tierckpt
-from tests.fault.scenario_tools import before
+from tests.fault.scenario_tools import before, replace
 from tierckpt.save import flush
 
 
@@ -30,14 +30,16 @@ def train(
     line_seconds: float = 1.0,
     metadata: str = "",
     hold_at: int = 0,
+    hold_after: int = 0,
     **options: Any,
 ) -> None:
     """Train until the data or ``steps`` end. Each rank writes the samples of a step to a file before it calls ``step``.
 
-    ``hold_at``: after this step, wait to be killed.
+    ``hold_at``: after this step, wait to be killed. ``hold_after``: after this many steps of this process.
     """
-    from tierckpt.training import preemption, run_log
+    from tierckpt.training import final_save, preemption, run_log
 
+    final_save.PATIENCE_SECONDS = options.get("grace_seconds", final_save.PATIENCE_SECONDS)  # the loop does not stall
     run_log.LINE_SECONDS = line_seconds
     if metadata:
         preemption.ADDRESSES["gcp"], preemption.POLL_SECONDS = metadata, 0.05
@@ -52,6 +54,7 @@ def train(
         if bug == "forget the place":
             state["position"] = 0
         step = state["step"]
+        hold_at = step + hold_after if hold_after else hold_at
         while state["position"] < end:
             step += 1
             first = state["position"] + rank * batch_size
@@ -70,7 +73,12 @@ def train(
 
 
 def train_on_a_slow_disk(folder: Path, uri: str, slow_seconds: float, **options: Any) -> None:
-    """Two saves that take ``slow_seconds`` to be durable, then steps without any until the end."""
+    """Two saves that take ``slow_seconds`` to be durable, each judged as 20, then steps without any until the end."""
+    from tierckpt.training import checkpointer as checkpointers
+    from tierckpt.training import final_save
+
+    replace(checkpointers, "seconds_to_local", lambda measured: lambda *given: 20 * measured(*given))
+    final_save.PATIENCE_SECONDS = options["grace_seconds"]
     before(flush.ShardFile, "finish", lambda *_: time.sleep(slow_seconds))
     state = {"w": torch.zeros(1000)}
     log = os.open(folder / "seen-000-0", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -56,6 +56,7 @@ def killed_and_finished(
     chance = random.Random(kills)
     fired = 0
     for life in range(kills + 1):
+        wanted = chance.randrange(5, 20) if life < kills else 0
         job = start(
             training_scenarios.train,
             folder,
@@ -64,12 +65,12 @@ def killed_and_finished(
             samples=SAMPLES,
             epochs=EPOCHS,
             start=life,
+            hold_after=wanted,
             **options,
         )
         if life == kills:
             assert set(job.codes(120)) == {0}, job.output()[-3000:]
             break
-        wanted = chance.randrange(5, 20)
         job.until(lambda: lines(folder, life) >= wanted, f"{wanted} steps")  # noqa: B023
         if when_committed:
             job.until(lambda: any(Path(uri).glob(f"*/{MANIFEST}")), "a checkpoint")

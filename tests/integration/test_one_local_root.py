@@ -50,7 +50,7 @@ from tierckpt import Checkpointer
 uri, steps = sys.argv[1], int(sys.argv[2])
 with Checkpointer(uri, keep_last=2) as checkpointer:
     for step in range(1, steps + 1):
-        checkpointer.save(step, {"w": torch.full((4096,), float(step))})
+        checkpointer.save(step, {"w": torch.full((4096,), float(step))}).result(60)
 print("saved", steps)
 """
 
@@ -120,13 +120,12 @@ def test_scans_tolerate_directories_that_appear_and_vanish(name: str, settings: 
     other.start()
     try:
         deadline, scans = time.monotonic() + SCAN_SECONDS, 0
-        while time.monotonic() < deadline:
+        while scans == 0 or time.monotonic() < deadline:
             SCANS[name](settings)
             scans += 1
     finally:
         stop.set()
         other.join()
-    assert scans > 0
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import random
 import shutil
@@ -24,6 +25,7 @@ from tierckpt.cache.fetch_job import NotNowError
 from tierckpt.cache.file_set import FileSet, FileSpec
 from tierckpt.errors import IntegrityError, ObjectNotFoundError, StoreUnavailableError
 from tierckpt.format.manifest import digest_of
+from tierckpt.peer.fetch import fetch_session, peer_table
 from tierckpt.peer.fetch.fetch_session import FetchSession
 from tierckpt.peer.fetch.peer_table import Tuning
 from tierckpt.peer.membership import Member
@@ -39,11 +41,22 @@ SETTINGS = {"TIERCKPT_CHUNK_SIZE_BYTES": str(MiB // 2)}
 # --- real nodes -----------------------------------------------------------------------------------------------------
 
 
+def patient() -> None:
+    """Ask the store only for what no peer has, however late they answer."""
+    waits = ("settle_seconds_max", "hedge_seconds_min", "fetch_seconds_min", "stall_seconds", "stall_seconds_max")
+    peer_table.Tuning = functools.partial(Tuning, **dict.fromkeys(waits, 60.0))  # type: ignore
+    fetch_session.POLL_TIMEOUT_SECONDS = 60.0
+
+
+BUGS = {"patient": patient}
+"""Changes of a prefetch's process (tests/servers/fleet.py)."""
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("session")
     (folder / "store" / "models").mkdir(parents=True)
-    with Origin.running(folder / "store", rate=20 * MiB) as origin, Fleet.running(folder / "logs") as fleet:
+    with Origin.running(folder / "store", rate=20 * MiB) as origin, Fleet.running(folder / "logs", __name__) as fleet:
         model = Model.make(folder / "store" / "models", "one", SIZES)
         running = Cluster(fleet, origin, model, folder / "nodes")
         running.add([f"127.0.0.1:{free_port()}" for _ in range(3)], SETTINGS)
@@ -61,14 +74,15 @@ def test_sources_are_reported_and_a_directory_is_filled_from_peers(cluster: Clus
         assert result.is_right, dumped([result])
         sources = result.answer["bytes_by_source"]
         assert sources["peer"] + sources["shared"] == cluster.model.size_bytes
-        assert sum(peer["bytes"] for peer in result.answer["peers"]) == sources["peer"] > 0
+        assert sum(peer["bytes"] for peer in result.answer["peers"]) == sources["peer"]
         assert result.answer["slowest_chunk"]["from"]
         assert not any(peer["banned"] for peer in result.answer["peers"])
+    assert sum(result.source("peer") for result in cluster.results()) > 0
     cluster.origin.reset()
     for entry in (cluster.nodes[0].local_root / "cache").glob("one-*"):  # or the node would copy its own
         shutil.rmtree(entry)
     target = tmp_path / "copy"
-    cluster.fetch(cluster.nodes[:1], more=["--to", str(target)])
+    cluster.fetch(cluster.nodes[:1], bug="patient", more=["--to", str(target)])
     [result] = cluster.results(cluster.nodes[:1])
     assert result.is_right, dumped([result])
     assert cluster.model.problems(target) == []

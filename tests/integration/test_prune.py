@@ -22,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.agents import until
 from tests.integration.test_cli import Done, flip, for_people, tierckpt_
 from tests.services import S3Server
 from tests.states import load, same, save, small_state
@@ -256,9 +257,9 @@ def test_a_checkpoint_is_not_a_run(file_uri: str) -> None:
 @pytest.mark.slow
 def test_unreachable_storage_is_exit_7_and_nothing_is_removed(s3_uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     save_steps(s3_uri, 1, 2)
-    monkeypatch.setattr(retry, "RETRIES_MAX", 0)
-    monkeypatch.setenv("TIERCKPT_STORE_TIMEOUT_SECONDS", "2")
     with monkeypatch.context() as away:
+        away.setattr(retry, "RETRIES_MAX", 0)
+        away.setenv("TIERCKPT_STORE_TIMEOUT_SECONDS", "2")
         away.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
         assert tierckpt_("prune", s3_uri, "--keep-last", 1, "--yes").code == 7
     assert on_local(s3_uri) == on_shared(s3_uri) == [1, 2]
@@ -580,19 +581,18 @@ def test_agent_applies_the_retention_rule(
 @pytest.mark.usefixtures("paused")
 def test_pruning_survives_agent_kills(s3_uri: str, local_root: Path) -> None:
     """It is killed repeatedly while draining and pruning; a new one continues each time."""
-    train(s3_uri, [*range(1, 13)], keep_last=2)
+    train(s3_uri, [*range(1, 13)], keep_last=2, mover="inline")
     change_control(local_root, paused=False)
-    for kill in range(6):
-        for _ in Poll(SECONDS):
-            if has_due(local_root) or not Journal(local_root).entries():
-                break
-        if pid := (local_root / "agent" / "agent.lock").read_text().strip():
-            os.kill(int(pid), signal.SIGKILL)
+    lock = local_root / "agent" / "agent.lock"
+    for left in (12, 9, 6, 3, 0, -1):  # checkpoints to drain when it is killed
         agent = [sys.executable, "-m", "tierckpt", "agent"]
         process = subprocess.Popen(agent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        if kill == 5:
+        until(lambda: lock.exists() and lock.read_text() == f"{process.pid}\n", "the agent to start")  # noqa: B023
+        if left < 0:
             break
-        process.poll()
+        until(lambda: len(Journal(local_root).entries()) <= left, "the agent to drain")  # noqa: B023
+        process.kill()
+        process.wait(SECONDS)
     let_drain(local_root)
     process.terminate()
     process.wait(SECONDS)

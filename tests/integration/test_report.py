@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import shutil
+import statistics
 import time
 import xml.etree.ElementTree as tree
 from pathlib import Path
@@ -73,7 +74,7 @@ def test_report_of_a_killed_run_accounts_for_its_time(
     assert found["saves"] == 4
     assert set(found["spent"]) == PHASES
     assert sum(found["spent"].values()) == pytest.approx(found["wall_seconds"], rel=0.02)
-    assert 0.3 * wall < found["wall_seconds"] <= wall + 0.1
+    assert away < found["wall_seconds"] <= wall + 0.1
     assert found["spent"]["down"] >= away - 0.3
     assert all(found["spent"][what] > 0 for what in ("starting", "loading", "blocked"))
     assert found["ettr"] == pytest.approx(found["kept_seconds"] / found["wall_seconds"])
@@ -198,6 +199,8 @@ def test_torn_line_and_full_disk_lose_only_their_records(
 KILLED = """
 import os, sys, torch
 from tierckpt import Checkpointer
+from tierckpt.training import run_log
+run_log.WRITE_WAIT_SECONDS = 60.0
 state = {"w": torch.zeros(10)}
 checkpointer = Checkpointer(sys.argv[1])
 start = checkpointer.restore(state) or 0
@@ -226,28 +229,34 @@ def test_steps_in_the_last_second_before_a_kill_are_counted(file_uri: str, cli: 
 
 WAIT_SECONDS = 60.0
 OUTAGE_SECONDS = 6.0
+LATE_SECONDS = 0.5
+"""By which a save's own time is after that of its call, at most."""
 
 TRAINER = """
 import json, os, sys, time, torch, tierckpt
 uri, steps, waited = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3] == "waits"
 checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=60)
+state = {"w": torch.ones(1000)}
 for step in steps:
-    print(json.dumps([step, time.time()]), flush=True)
-    checkpointer.save(step, {"w": torch.ones(1000)}).result(60)
+    at = time.time()
+    checkpointer.save(step, state).result(60)
+    print(json.dumps([step, at]), flush=True)
 if waited:
     checkpointer.wait("shared", 60)
 os.kill(os.getpid(), 9)
 """
 
 DIE_AFTER_COMMIT = """
-import os, sys, torch, tierckpt
+import os, sys, time, torch, tierckpt
 from tierckpt.drain.drainer import Drainer
 
 async def dies(*_):
     os.kill(os.getpid(), 9)
 
 Drainer._after_commit = dies
-tierckpt.Checkpointer(sys.argv[1]).save(1, {"w": torch.ones(1000)}).result(60)
+checkpointer = tierckpt.Checkpointer(sys.argv[1])
+print(time.time(), flush=True)
+checkpointer.save(1, {"w": torch.ones(1000)}).result(60)
 """
 
 
@@ -272,17 +281,22 @@ def test_report_after_an_outage_and_a_killed_trainer(
     moto: S3Server, s3_uri: str, local_root: Path, cli: CommandLine
 ) -> None:
     bucket, proxy = s3_uri.split("/")[2], FaultProxy(moto.endpoint)
-    journal = Journal(local_root / "journal")
+    journal = Journal(local_root)
     with proxy.running() as endpoint, agent_with_page(AWS_ENDPOINT_URL=endpoint):
         began = train(s3_uri, [10, 20], endpoint, waits=True)
+        until(lambda: not journal.entries(), "the agent to drain")
+        latest = dict.fromkeys(began, time.time())
         proxy.plans[bucket] = Plan(Kind.RESET, 1.0)
         began |= train(s3_uri, [30, 40], endpoint, waits=False)
         time.sleep(OUTAGE_SECONDS)
 
+        asked = time.time()
         found = cli.answer("report", s3_uri)["tiers"]
+        answered = time.time()
         assert (found["local"]["reached"], found["shared"]["reached"]) == (4, 2)
         assert found["shared"]["waiting_steps"] == [30, 40] and found["shared"]["saves"] == 4
-        assert found["shared"]["oldest_waiting_seconds"] == pytest.approx(time.time() - began[30], abs=1.5)
+        waiting = found["shared"]["oldest_waiting_seconds"]
+        assert asked - LATE_SECONDS <= began[30] + waiting <= answered + 0.01
         assert found["peer"]["is_used"] is False
         shown = " ".join(cli.text("report", s3_uri).out.split())
         assert "shared storage 2 of 4" in shown and "not yet on shared storage: 2, steps 30, 40" in shown
@@ -290,15 +304,16 @@ def test_report_after_an_outage_and_a_killed_trainer(
 
         proxy.plans.clear()
         until(lambda: not journal.entries(), "the agent to drain")
+        latest |= dict.fromkeys([30, 40], time.time())
     truth = {step: written_at(f"{s3_uri}/step-{step}") - at for step, at in began.items()}
-    assert truth[30] > OUTAGE_SECONDS
+    assert truth[30] > OUTAGE_SECONDS - 1
 
     def check(found: dict[str, Any]) -> None:
         assert (found["reached"], found["untimed"], found["waiting_steps"], found["unknown_steps"]) == (4, 0, [], [])
-        seconds = sorted(truth.values())
-        assert found["maximum_seconds"] == pytest.approx(seconds[-1], abs=1.1)  # store times are whole seconds
+        low, high = sorted(truth.values()), sorted(latest[step] - at for step, at in began.items())
+        assert low[-1] - LATE_SECONDS <= found["maximum_seconds"] <= high[-1] + 0.01  # store times are whole seconds
         assert found["p90_seconds"] == found["maximum_seconds"]
-        assert found["median_seconds"] == pytest.approx((seconds[1] + seconds[2]) / 2, abs=1.1)
+        assert statistics.median(low) - LATE_SECONDS <= found["median_seconds"] <= statistics.median(high) + 0.01
 
     check(cli.answer("report", s3_uri)["tiers"]["shared"])
     for step in began:  # evicted
@@ -337,7 +352,8 @@ def test_commit_of_a_killed_mover_is_recorded_with_the_store_time(
     time.sleep(3)
     cli.answer("drain", "--wait")
     found = cli.answer("report", file_uri)["tiers"]["shared"]
-    assert found["reached"] == 1 and 0 < found["maximum_seconds"] < 2.5
+    committed = Path(file_uri, "step-1", MANIFEST).stat().st_mtime - float(done.stdout)
+    assert found["reached"] == 1 and 0 < found["maximum_seconds"] <= committed + 0.01
     lines = [*local_dir(local_root, parse_uri(file_uri)).glob(f"{HISTORY_DIR}/*.commits")]
     assert len(lines) == 1
 

@@ -77,7 +77,8 @@ def test_tab_completes_verbs_options_choices_and_paths(shell: str, home: dict[st
             os.write(ours, b"\r")
             for typed, expected in {"": "ready", **LINES}.items():
                 os.write(ours, f"tierckpt {typed.format(base=base)}\r".encode() if typed else b"")
-                assert any(lines.exists() for _ in Poll(60, LOCAL)), seen.read_text(errors="replace")
+                is_whole = (lines.exists() and lines.read_text().endswith("\n") for _ in Poll(60, LOCAL))
+                assert any(is_whole), seen.read_text(errors="replace")
                 got = lines.read_text().removesuffix("\n").rstrip(" /")
                 lines.unlink()
                 assert got == expected.format(base=base).rstrip("/"), seen.read_text(errors="replace")

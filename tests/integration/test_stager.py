@@ -28,6 +28,7 @@ from tierckpt.arena import slots
 from tierckpt.dcp import staging
 from tierckpt.dcp.stager import StagedItems
 from tierckpt.errors import CheckpointSkippedError, OperationTimeoutError, StateMismatchError, UpdaterLostError
+from tierckpt.save import flush
 
 SLOW_SECONDS = 0.4
 
@@ -145,7 +146,7 @@ def test_copy_being_written_is_not_dropped(shared: bool, file_uri: str, monkeypa
     monkeypatch.setattr(slots, "SLOT_SECONDS", 0.2)
     stager = tierckpt.TierStager(shared=shared, **options)
     state = {"w": torch.full((500_000,), 1.0)}
-    with Disk(monkeypatch, os, "pwrite") as disk:
+    with Disk(monkeypatch, flush.ShardFile, "write") as disk:
         disk.hangs.clear()
         future = start(f"{file_uri}/step-1", state, stager)
         assert disk.in_it.wait(60)
