@@ -31,18 +31,18 @@ def large_state(tensors: int) -> dict[str, Any]:
 
 
 def train_until_told(
-    folder: Path, uri: str, tensors: int = 16, stuck: bool = False, hung: bool = False, **settings: Any
+    folder: Path, uri: str, tensors: int = 16, stuck: bool = False, slow: bool = False, **settings: Any
 ) -> None:
     """Save steps 1 and 2. The file ``staged`` appears with step 1 on shared storage, and step 2 on its way to the SSD.
 
-    ``stuck``: the main thread then stays in C code, as in a collective without its peer. ``hung``: step 2 never gets to
-    the SSD.
+    ``stuck``: the main thread then stays in C code, as in a collective without its peer. ``slow``: step 2 gets to the
+    SSD 15 s later, within the grace of a trainer that listens.
     """
     checkpointer = tierckpt.Checkpointer(uri, timeout_seconds=60, **settings)
     checkpointer.save(1, {"small": torch.ones(8)})
     checkpointer.wait()
-    if hung:
-        before(flush.ShardFile, "finish", lambda *_: time.sleep(1000))
+    if slow:
+        before(flush.ShardFile, "finish", lambda *_: time.sleep(15))
     checkpointer.save(2, large_state(tensors))
     (folder / "staged").touch()
     if stuck:
@@ -146,6 +146,6 @@ def test_with_an_agent_the_trainer_leaves_when_its_step_is_safe_and_the_agent_dr
 
 @pytest.mark.slow
 def test_a_trainer_that_does_not_listen_loses_the_step(tmp_path: Path, shared: str) -> None:
-    code, _, _ = preempt(tmp_path, shared, mover="inline", grace_seconds=0, hung=True)
+    code, _, _ = preempt(tmp_path, shared, mover="inline", grace_seconds=0, slow=True)
     assert code == -signal.SIGTERM
     assert comes_back(tmp_path, shared, mover="inline") == (1, False)
