@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,9 @@ def agent_with_page(**environment: str) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stderr is not None
-        yield next(line.split()[-1] for line in process.stderr if "metrics on" in line).removesuffix("metrics")
+        url = next(line.split()[-1] for line in process.stderr if "metrics on" in line).removesuffix("metrics")
+        next(line for line in process.stderr if "is ready" in line)  # its socket exists
+        yield url
     finally:
         process.terminate()
         process.wait(PATIENCE_SECONDS)
@@ -89,6 +92,18 @@ def until(holds: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS
         if found := holds():
             return found
     raise AssertionError(f"waited {seconds} s for {what}")
+
+
+def start_after(holds: Callable[[], Any], act: Callable[[], object]) -> threading.Thread:
+    """Start a thread that calls ``act`` once ``holds`` returns a true value, or could not for long."""
+
+    def wait_and_act() -> None:
+        any(holds() for _ in Poll(PATIENCE_SECONDS))
+        act()
+
+    thread = threading.Thread(target=wait_and_act)
+    thread.start()
+    return thread
 
 
 def get(url: str) -> str:

@@ -381,7 +381,7 @@ def late(top: str) -> None:
         rank_0_finds("run", fail)
     if dist.get_rank() == 1:
         return
-    adoption.RANKS_SECONDS = 1.0
+    adoption.RANKS_SECONDS = 10.0
     Path(top, "out").mkdir()
     Path(top, "out", "file").touch()
     with pytest.raises(OperationTimeoutError, match="some ranks have not called adopt"):

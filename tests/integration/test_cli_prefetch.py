@@ -40,8 +40,8 @@ def model(origin: Origin, tmp_path: Path) -> Path:
 
 
 def begun(origin: Origin, served: Path, **options: object) -> subprocess.Popen[str]:
-    """Start a prefetch that takes seconds, and wait until some chunks have arrived."""
-    origin.pace(700 * KIB)
+    """Start a prefetch, and wait until some chunks have arrived; the origin sends no more."""
+    origin.stop_at(400 * KIB)
     process = subprocess.Popen([*COMMAND, "prefetch", MODEL, "--to", str(served), "--json"], text=True, **options)  # type: ignore[call-overload]
     until(lambda: origin.sent_bytes() >= 400 * KIB, "some chunks")
     assert process.poll() is None, f"exited too early: {process.communicate()}"
@@ -69,7 +69,7 @@ def test_model_changed_after_a_killed_prefetch_is_fetched_in_full(origin: Origin
     process.wait(60)
     changed = model / SHARDS[1]
     changed.write_bytes(changed.read_bytes()[:-4] + b"\x01\x02\x03\x04")
-    origin.pace(None)
+    origin.stop_at(None)
     assert tierckpt_("prefetch", MODEL, "--to", tmp_path / "served").code == 0
     assert contents(tmp_path / "served") == contents(model)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -54,9 +53,8 @@ class Planner(dcp.DefaultSavePlanner):
 writer = tierckpt.TierStorageWriter(where + "/step-1")
 kept = dcp.async_save(state, storage_writer=writer, planner=Planner())
 assert isinstance(kept.exception(), BaseException)
-sys.stderr.write(f"failed at {time.monotonic()}\\n")
+sys.stderr.write("it failed")
 """
-    errors = errors_of(script, tmp_path / "run", local_root)
-    [failed_at] = [float(line.split()[-1]) for line in errors.splitlines() if line.startswith("failed at")]
-    assert time.monotonic() - failed_at < 15, errors
+    errors = errors_of(script, tmp_path / "run", local_root)  # a wait of exit_timeout_seconds exceeds its timeout
+    assert "it failed" in errors
     assert not (tmp_path / "run").exists()

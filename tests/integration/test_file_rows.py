@@ -11,7 +11,8 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.agents import until
 from tests.servers.hub import Repository, fake_hub
 from tests.services import ENVIRONMENT, REPOSITORY, free_port
 from tierckpt import TierStorageWriter
@@ -46,6 +48,18 @@ def on_terminal(arguments: list[str], environment: Mapping[str, str], tmp_path: 
     return text
 
 
+def redrawn(shown: Path) -> Callable[[], None]:
+    """Return a wait until the file ``shown`` has grown since the previous wait."""
+    turn, seen = threading.Lock(), [0]
+
+    def wait() -> None:
+        with turn:
+            until(lambda: shown.stat().st_size > seen[0], "the next output", 30)
+            seen[0] = shown.stat().st_size
+
+    return wait
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 120])
 def test_file_bars_and_total_progress(columns: int, tmp_path: Path) -> None:
@@ -53,7 +67,7 @@ def test_file_bars_and_total_progress(columns: int, tmp_path: Path) -> None:
     with fake_hub() as hub:
         hub.repositories["org/model"] = Repository()
         hub.repositories["org/model"].commit(files)
-        hub.bytes_per_second = 1 << 20
+        hub.on_piece = redrawn(tmp_path / "shown")
         environment = {"HF_ENDPOINT": hub.endpoint, "TIERCKPT_CHUNK_SIZE_BYTES": "131072"}
         text = on_terminal(["prefetch", "hf://org/model", "--to", str(tmp_path / "to")], environment, tmp_path, columns)
     rows = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", row) for row in re.split(r"\r?\n|\r", UP.sub("\n", text))]

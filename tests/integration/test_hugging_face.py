@@ -531,7 +531,8 @@ def test_hf_cache_accepts_only_repositories(hub: FakeHub, tmp_path: Path, cli: C
 def test_killed_prefetch_resumes(target: str, hub: FakeHub, tmp_path: Path) -> None:
     chunk, workers = 64 * KIB, 8
     files = published(hub, {f"model-{index:05d}.safetensors": content(256 * KIB, index) for index in range(64)})
-    hub.seconds_per_answer = 0.05
+    total, killing = sum(map(len, files.values())), threading.Event()
+    hub.on_piece = lambda: hub.sent.total() < total // 2 or killing.wait(60)
     command = [sys.executable, "-m", "tierckpt", "prefetch", f"hf://{REPO}", "--to", str(tmp_path / "here"), "--json"]
     command += ["--hf-cache"] * (target == "cache")
     environment = os.environ | {
@@ -539,12 +540,11 @@ def test_killed_prefetch_resumes(target: str, hub: FakeHub, tmp_path: Path) -> N
         "TIERCKPT_CONCURRENCY": str(workers // 2),  # prefetch doubles it
     }
     killed = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    total = sum(map(len, files.values()))
     until(lambda: hub.sent.total() >= total // 2, "half of the files")
     assert killed.poll() is None
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    hub.seconds_per_answer = 0.0
+    killing.set()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import logging
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,10 +21,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tierckpt
+from tests.agents import start_after
 from tests.command_line import CommandLine
 from tests.peer_node import secret_file
 from tests.servers.fleet import Fleet
-from tests.servers.nodes import Node, Nodes, cluster
+from tests.servers.nodes import PATIENT, Node, Nodes, cluster
 from tests.services import free_port
 from tests.states import load, same, save, small_state, zeros_like
 from tierckpt import Checkpointer
@@ -56,7 +56,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.fixture(scope="module")
 def nodes(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """Three nodes that drain nothing; each test uses its own run."""
-    with cluster(fleet, tmp_path_factory.mktemp("nodes"), 3, drain=False, chunk_size_bytes=65536) as running:
+    with cluster(fleet, tmp_path_factory.mktemp("nodes"), 3, drain=False, chunk_size_bytes=65536, **PATIENT) as running:
         yield running
         close_all()
 
@@ -268,7 +268,7 @@ def test_peer_lost_during_a_read_is_replaced_by_another_holder(
 
 @pytest.fixture
 def pair(fleet: Fleet, tmp_path: Path) -> Iterator[Nodes]:
-    with cluster(fleet, tmp_path / "nodes", 2, drain=False) as pair:
+    with cluster(fleet, tmp_path / "nodes", 2, drain=False, **PATIENT) as pair:
         yield pair
         close_all()
 
@@ -295,6 +295,10 @@ def restored(uri: str, node: Node, **changed: Any) -> tuple[int | None, float]:
         return checkpointer.restore(state), float(state["w"][0])
 
 
+def impatient(node: Node) -> Settings:
+    return node.settings.model_copy(update={"store_wait_seconds": 3.0})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "starts late"])
 def test_late_peer_is_waited_for(how: str, pair: Nodes, saved: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -305,8 +309,7 @@ def test_late_peer_is_waited_for(how: str, pair: Nodes, saved: str, caplog: pyte
     else:
         pair[1].kill()
         back = pair[1].start
-    later = threading.Timer(7.0, back)
-    later.start()
+    later = start_after(lambda: "to say which checkpoints of" in caplog.text, back)
     try:
         assert restored(saved, pair[0], store_wait_seconds=90.0) == (2, 2.0)
         assert "to say which checkpoints of" in caplog.text
@@ -318,6 +321,7 @@ def test_late_peer_is_waited_for(how: str, pair: Nodes, saved: str, caplog: pyte
 @pytest.mark.slow
 def test_silent_peer_is_named_with_the_restored_step(pair: Nodes, saved: str, caplog: pytest.LogCaptureFixture) -> None:
     pair[1].kill()
+    pair[0].settings = impatient(pair[0])
     assert restored(saved, pair[0]) == (1, 1.0)
     warnings = [line for line in caplog.messages if "a newer one may be on" in line]
     assert len(warnings) == 1
@@ -386,7 +390,7 @@ def test_outage_error_names_the_peers_step_and_the_call_to_restore_it(
     away = {"ENDPOINT_URL": f"http://127.0.0.1:{free_port()}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
     for name, value in away.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    run = "s3://bucket/run"
+    run, pair[0].settings = "s3://bucket/run", impatient(pair[0])
     for step in (1, 2):
         with Checkpointer(run, settings=pair[1].settings) as checkpointer:
             checkpointer.save(step, {"w": torch.full((4,), float(step))}).result(60)

@@ -193,7 +193,7 @@ def test_node_with_another_secret_is_refused_with_the_reason(nodes: NodesOf) -> 
         lambda: "does not take this node for a member" in stranger.ask("peer_status")["problem"],
         "the reason in the status",
     )
-    assert agree([one, other])
+    until(lambda: agree([one, other]), "two agents with the secret")
 
 
 @pytest.mark.slow
@@ -306,8 +306,7 @@ def test_slow_node_report_reaches_local_fetches_and_expires(nodes: NodesOf) -> N
             await client.close()
 
     assert node.ask("peers", version=version)["slow_to"] == []
-    asyncio.run(tell())
-    assert node.ask("peers", version=version)["slow_to"] == ["tester"]
+    until(lambda: asyncio.run(tell()) or node.ask("peers", version=version)["slow_to"] == ["tester"], "the report")
     assert node.ask("peers", version="0" * 32)["slow_to"] == []
     until(lambda: node.ask("peers", version=version)["slow_to"] == [], "expiry of the report")
 
@@ -317,9 +316,10 @@ def test_heartbeats_do_not_keep_an_idle_agent_but_a_fetch_does(nodes: NodesOf, t
     (staying,) = (node.start() for node in nodes(1))
     (leaving,) = nodes(1, peers=staying.address)
     leaving.start("--leave-when-idle", "--idle-seconds", "3")
-    until(lambda: agree([staying, leaving]), "two connected agents")
+    until(lambda: bool(leaving.live()), "the agent's start")
     with leaving.contact() as contact:
         contact.ask({"op": "peers", "version": "0" * 32, "directory": str(tmp_path / "model")}, start=False)
+        until(lambda: agree([staying, leaving]), "two connected agents")
         time.sleep(4.5)  # longer than its own idle time
         assert runs(leaving)
     assert leaving.agent is not None
@@ -381,18 +381,26 @@ def test_status_shows_members_and_survivable_losses(nodes: NodesOf, fleet: Fleet
         report = {"by_source": {"peer": 3000, "shared": 1000}, "by_peer": {cluster[1].name: 3000}}
         for _ in range(2):  # each replaces the previous one
             contact.ask({"op": "fetched", "version": version, "report": report}, start=False)
-    document = output_of(fleet.start(["status", "--peers", "--json"], node.environment()))
+
+    def with_live_members() -> Json | None:
+        found = output_of(fleet.start(["status", "--peers", "--json"], node.environment()))
+        return found if [row["state"] for row in found["members"]] == ["live"] * 3 else None
+
+    document = poll_until(with_live_members, "live members", WAIT_SECONDS)
     assert {row["address"] for row in document["members"]} == {other.address for other in cluster[1:]}
-    assert {row["state"] for row in document["members"]} == {"live"}
     assert {row["weight"] for row in document["members"]} == {25e6}
     assert document["fetched_bytes_by_source"] == {"peer": 3000, "shared": 1000}
     assert sum(row["fetched_bytes"] for row in document["members"]) == 3000
     # Two of four lost, in groups of two: 2 of 6 pairs are groups. Three lost: they always include a group.
     assert document["survival"] == {"1": 1.0, "2": pytest.approx(4 / 6), "3": 0.0}
-    people = fleet.start(["status", "--peers"], node.environment())
-    assert people.wait(WAIT_SECONDS)
-    text = people.out.read_text()
-    for word in ("3 live", "2.9 KiB from peer", "2 at once: 66.67 %", cluster[1].address):
+
+    def shown() -> str:
+        people = fleet.start(["status", "--peers"], node.environment())
+        assert people.wait(WAIT_SECONDS)
+        return people.out.read_text()
+
+    text = poll_until(lambda: text if "3 live" in (text := shown()) else None, "live members", WAIT_SECONDS)
+    for word in ("2.9 KiB from peer", "2 at once: 66.67 %", cluster[1].address):
         assert word in text
 
 
@@ -437,7 +445,9 @@ def test_page_shows_a_rollout_by_nodes_and_chunks_and_members(nodes: NodesOf) ->
         for line in events:
             document = json.loads(line[6:]) if line.startswith(b"data: ") else {}
             rollout = document.get("rollout") or {"nodes": []}
-            if {row["name"]: row["cells"] for row in rollout["nodes"]} == {one.name: "999000", other.name: "000009"}:
+            if {row["name"]: row["cells"] for row in rollout["nodes"]} != {one.name: "999000", other.name: "000009"}:
+                continue
+            if [row["state"] for row in document["peers"]["members"]] == ["live"]:
                 break
     assert rollout["uri"] == frozen.uri
     assert [row["state"] for row in document["peers"]["members"]] == ["live"]

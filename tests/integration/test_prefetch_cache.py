@@ -106,8 +106,9 @@ def test_model_changed_during_a_fetch_is_an_error_and_not_published(
     def change() -> None:
         until(lambda: bucket.requests >= 3, "three requests")
         bucket.put(f"run/model/{name}", changed)
+        bucket.origin.pace(None)
 
-    bucket.origin.pace(1 << 20)
+    bucket.origin.pace(64 << 10)
     changing = threading.Thread(target=change)
     changing.start()
     done = cli("prefetch", MODEL)
@@ -115,7 +116,6 @@ def test_model_changed_during_a_fetch_is_an_error_and_not_published(
     assert done.code == 5
     assert "changed in the store" in done.error["message"]
     assert [path for path in (local_root / "cache").iterdir() if path.is_dir() and path.name[0] != "."] == []
-    bucket.origin.pace(None)
     done = cli("prefetch", MODEL)
     assert done.code == 0
     assert same(done.document["directory"], FILES | {name: changed})

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import tierckpt
+from tests.agents import until
 from tests.command_line import CommandLine
 from tests.compat.worker import launch
 from tests.fault.training_jobs import Deferring
@@ -184,8 +185,8 @@ def test_mismatched_parameters_are_refused_before_any_change(run: Path) -> None:
 
 def test_retention_ls_verify_and_info_of_redo_logs(run: Path, cli: CommandLine) -> None:
     _, steps = trained(run, windows=4, keep_last=2)
-    kept = {path.name for path in (run / WINDOWS_DIR).iterdir()}
-    assert kept == {f"step-{step}" for step in steps[-2:]}
+    kept = {f"step-{step}" for step in steps[-2:]}
+    until(lambda: {path.name for path in (run / WINDOWS_DIR).iterdir()} == kept, "retention")
     close_all()
     newest = run / WINDOWS_DIR / f"step-{steps[-1]}"
     assert f"{WINDOWS_DIR}/{newest.name}" in cli("ls", run).out

@@ -19,7 +19,7 @@ import tierckpt
 from tests.command_line import CommandLine
 from tests.compat.worker import launch
 from tests.servers.fleet import Fleet
-from tests.servers.nodes import Node, Nodes, cluster
+from tests.servers.nodes import PATIENT, Node, Nodes, cluster
 from tests.services import HttpServer, S3Server
 from tests.states import flip, load, same, save, small_state, zeros_like
 from tierckpt.checkpoint import local_commit
@@ -78,7 +78,7 @@ def test_checkpoint_survives_a_node_lost_right_after_its_local_commit(
 ) -> None:
     """A replaced, empty node restores the newest step and reads only commit records from shared storage."""
     uri = "s3://bucket/run"
-    with cluster(fleet, tmp_path, 2, replicas=2) as nodes:
+    with cluster(fleet, tmp_path, 2, replicas=2, **PATIENT) as nodes:
         save(f"{uri}/step-7", small_state(7), settings=nodes[0].settings)
         all_copied(nodes, f"{uri}/step-7", 0)
         close_all()
@@ -98,7 +98,7 @@ def test_checkpoint_survives_a_node_lost_right_after_its_local_commit(
 def test_all_ranks_of_a_job_restore_when_any_of_its_nodes_is_lost(fleet: Fleet, tmp_path: Path) -> None:
     """Each rank saved on its own node; only the coordinator's node had the manifest."""
     uri = str(tmp_path / "shared" / "run")
-    with cluster(fleet, tmp_path, 3, replicas=2, drain=False, domains=("a", "a", "b")) as nodes:
+    with cluster(fleet, tmp_path, 3, replicas=2, drain=False, domains=("a", "a", "b"), **PATIENT) as nodes:
         ranks = [node.settings.model_dump_json() for node in nodes][:2]
         launch(f"{SCENARIOS}:save_locally", 2, uri=uri, nodes=ranks, step=1)
         all_copied(nodes, f"{uri}/step-1", 0, 1)
@@ -202,9 +202,9 @@ def test_report_has_the_time_when_all_holders_had_a_step(fleet: Fleet, tmp_path:
     with cluster(fleet, tmp_path, 2, replicas=2, drain=False) as nodes:
         nodes[1].kill()
         with tierckpt.Checkpointer(uri, settings=nodes[0].settings) as checkpointer:
-            for step in (1, 2):
-                checkpointer.save(step, small_state(step)).result(60)
+            checkpointer.save(1, small_state(1)).result(60)
             began = time.time()
+            checkpointer.save(2, small_state(2)).result(60)
             close_to = report(nodes[0])
             assert (close_to["is_used"], close_to["reached"], close_to["waiting_steps"]) == (True, 0, [2])
             assert 0 < close_to["oldest_waiting_seconds"] < 30
@@ -215,6 +215,6 @@ def test_report_has_the_time_when_all_holders_had_a_step(fleet: Fleet, tmp_path:
         took = time.time() - began
         found = report(nodes[0])
         assert (found["saves"], found["skipped_steps"], found["waiting_steps"]) == (2, [1], [])
-        assert away_seconds <= found["maximum_seconds"] <= took + 1
+        assert away_seconds <= found["maximum_seconds"] <= took
         shutil.rmtree(nodes[0].directory(f"{uri}/step-2"))  # evicted, including its marker
         assert report(nodes[0]) == found

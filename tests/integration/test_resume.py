@@ -6,11 +6,10 @@ listing, tierckpt retries and then raises on every rank.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 import torch.distributed as dist
 
 import tierckpt
+from tests.agents import start_after, until
 from tests.compat.worker import launch
 from tests.fault.scenario_tools import of_each_rank
 from tests.servers.faultproxy import FaultProxy, Kind, Plan, scripted
@@ -63,7 +63,6 @@ def proxy(moto: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProx
         monkeypatch.setenv("TIERCKPT_EXIT_TIMEOUT_SECONDS", "10")
         monkeypatch.setenv("TIERCKPT_STORE_WAIT_SECONDS", "1")
         monkeypatch.setattr(peer_copies, "DENIED_SECONDS", 0.5)
-        monkeypatch.setattr(select, "SEARCH_SECONDS_MIN", 2.0)
         yield proxy
         heal(proxy)
 
@@ -138,6 +137,7 @@ def unknown_host(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None
 
 
 def hanging(proxy: FaultProxy, uri: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(select, "SEARCH_SECONDS_MIN", 2.0)
     proxy.plans[parse_uri(uri).authority] = Plan(Kind.HANG, share=1.0)
 
 
@@ -286,10 +286,11 @@ def test_store_that_recovers_within_the_wait_is_used(
     monkeypatch.setenv("TIERCKPT_LOCAL_ROOT", str(tmp_path / "fresh"))
     monkeypatch.setenv("TIERCKPT_STORE_WAIT_SECONDS", "600")
     unavailable(proxy, run, monkeypatch)
-    threading.Timer(4.0, lambda: setattr(proxy, "answer", None)).start()
+    healing = start_after(lambda: "waiting for" in caplog.text, lambda: setattr(proxy, "answer", None))
     state = {"value": 0}
     with caplog.at_level(logging.WARNING):
         assert Checkpointer(run).restore(state) == 3
+    healing.join()
     assert state == {"value": 3}
     warnings = [line for line in caplog.messages if "waiting for" in line]
     assert warnings and run in warnings[0] and "of 600 s" in warnings[0] and "Ctrl-C" in warnings[0]
@@ -330,6 +331,12 @@ def test_file_with_an_unreachable_shared_copy_is_not_lost(
         Checkpointer(run).restore(state, step=3)
 
 
+def latest_or_none(run: str) -> str | None:
+    with contextlib.suppress(StoreUnavailableError):
+        return tierckpt.latest(run)
+    return None
+
+
 @pytest.mark.slow
 def test_save_does_not_replace_steps_that_could_not_be_listed(
     proxy: FaultProxy, moto: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -345,7 +352,7 @@ def test_save_does_not_replace_steps_that_could_not_be_listed(
         with pytest.raises(StoreUnavailableError):
             checkpointer.restore({"value": 0})
         proxy.answer = None
-        time.sleep(1.0)
+        until(lambda: latest_or_none(run) == f"{run}/step-3", "the store's return")
         with pytest.raises(AlreadyCommittedError):
             checkpointer.save(3, {"value": -3})
         checkpointer.save(9, {"value": 9}).result(timeout=60)
@@ -397,7 +404,7 @@ def resume(uri: str, roots: list[str], endpoints: list[str]) -> dict[str, Any]:
 
 
 def _resumed(uri: str, roots: list[Path], endpoints: list[str], **settings: str) -> list[dict[str, Any]]:
-    env = {"TIERCKPT_STORE_WAIT_SECONDS": "1", "TIERCKPT_STORE_TIMEOUT_SECONDS": "2", **settings}
+    env = {"TIERCKPT_STORE_WAIT_SECONDS": "1", "TIERCKPT_STORE_TIMEOUT_SECONDS": "20", **settings}
     scenario = "tests.integration.test_resume:resume"
     done = launch(scenario, len(roots), env=env, uri=uri, roots=[str(root) for root in roots], endpoints=endpoints)
     ranks: list[dict[str, Any]] = done["ranks"]

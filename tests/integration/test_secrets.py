@@ -62,7 +62,7 @@ except (TierckptError, dcp.CheckpointException) as error:
 """
 VERBS = (
     ("drain", "--resume"),
-    ("drain", "--wait", "--timeout", "5"),
+    ("drain", "--wait", "--timeout", "{drain_seconds}"),
     ("ls", "{run}"),
     ("info", "{run}/step-1"),
     ("verify", "{run}/step-1"),
@@ -89,10 +89,12 @@ class Runs:
     def python(self, name: str, code: str, *arguments: str) -> None:
         self._run(name, DEBUG_LOGGING + code, str(self.log), *arguments)
 
-    def verbs(self, *uris: str, verbs: tuple[tuple[str, ...], ...] = VERBS, before: str = "") -> None:
+    def verbs(
+        self, *uris: str, verbs: tuple[tuple[str, ...], ...] = VERBS, before: str = "", drain_seconds: int = 5
+    ) -> None:
         """Run verbs in one process, with JSON logs at DEBUG."""
-        to = self.directory / "to"
-        lines = [[part.format(run=uri, to=to) for part in verb] for uri in uris for verb in verbs]
+        values = {"to": self.directory / "to", "drain_seconds": drain_seconds}
+        lines = [[part.format(run=uri, **values) for part in verb] for uri in uris for verb in verbs]
         code = (
             f"{before}\nimport json, sys\nfrom tierckpt.cli.ui.app import run\n"
             "LOGS = ['--log-format', 'json', '--log-level', 'debug']\n"
@@ -171,7 +173,7 @@ def test_no_secret_in_output_at_debug(tmp_path: Path, moto: S3Server) -> None:
     with moto.bucket() as bucket:
         runs = Runs(tmp_path, {**settings(tmp_path), "AWS_ENDPOINT_URL": moto.endpoint})
         runs.python("save", SAVE, f"s3://{bucket}/run")
-        runs.verbs(f"s3://{bucket}/run")
+        runs.verbs(f"s3://{bucket}/run", drain_seconds=60)
         objects = {
             item["Key"]: moto.client().get_object(Bucket=bucket, Key=item["Key"])["Body"].read().decode("latin-1")
             for item in moto.client().list_objects_v2(Bucket=bucket)["Contents"]

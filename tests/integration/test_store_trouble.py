@@ -90,7 +90,8 @@ def test_store_failure_is_shown_everywhere(
         (row,) = until(
             lambda: [row for row in node_document(Settings.load())["stores"] if says in row["cause"]], "the failure"
         )
-        assert time.monotonic() - begun <= DETECTION_SECONDS
+        assert documents.IDLE_SECONDS + rate_limiter.CONTROL_CHECK_SECONDS < DETECTION_SECONDS
+        assert time.monotonic() - begun <= 2 * DETECTION_SECONDS  # on a busy machine
         assert (row["store"], row["state"], row["entries"]) == (f"s3://{bucket}", state, 1)
         assert 0 <= time.time() - row["since_unix_seconds"] < 60 and row["size_bytes"] > 0 and row["runs"] == [s3_uri]
 

@@ -496,7 +496,7 @@ def test_metadata_waits_for_the_shards_of_other_nodes(top: str, fs: Any, tmp_pat
     other = fsspec.filesystem("tierckpt", local_root=tmp_path / "node1", skip_instance_cache=True)
     other.pipe_file(f"{top}/step-1/__1_0.distcp", b"shard")
     other.wait(top)
-    assert run_cli(["drain", "--wait"]) == 0
+    assert run_cli(["drain", "--retry", "--wait"]) == 0
     assert set(stored(top)) == {"step-1/.metadata", "step-1/__1_0.distcp"}
 
 

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -71,6 +72,8 @@ class FakeHub:
         """What files go out at, all together; 0: as fast as they can."""
         self._free_at = 0.0
         self.on_resolve = lambda: None
+        self.on_piece: Callable[[], object] = lambda: None
+        """Called before each piece of a file goes out, by the threads of all requests."""
         self.leads_to = ""
         """Where the resolver redirects, instead of to its CDN."""
         self.ignores_ranges = False
@@ -275,6 +278,7 @@ class FakeHub:
         self._begin(request, 206 if wanted else 200, stop - start, headers)
         for at in range(start, stop if request.command == "GET" else start, PIECE_BYTES):
             piece = data[at : min(at + PIECE_BYTES, stop)]
+            self.on_piece()
             with self._lock:  # before the write: a client that disconnects has been served
                 self.sent[path] += len(piece)
                 wait = self._paced(len(piece))

@@ -23,6 +23,8 @@ from tierckpt.replication import replicator
 
 SECRET = "not a secret: this cluster lives for one test"
 READY_SECONDS = 90.0
+PATIENT: dict[str, Any] = {"store_wait_seconds": 60.0}
+"""Settings for nodes that all answer, if late."""
 
 
 def newest_first() -> None:

@@ -7,7 +7,7 @@ ranges and ``If-Match`` uses sendfile, HEAD and ListObjectsV2 work, credentials 
 answers together, for tests without a shaped network.
 
 It is spoken to by lines of JSON on stdin (``Origin`` below): it says its port first, then answers ``counts``, ``sent``,
-``reset`` and ``rate``. It ends when its stdin does.
+``reset``, ``rate`` and ``stop``. It ends when its stdin does.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 class Server:
     def __init__(self, root: Path, rate: float | None) -> None:
         self.root, self.rate = root, rate
+        self.stop_at: int | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -130,6 +131,8 @@ class Server:
             start += count
 
     async def _pace(self, size_bytes: int) -> None:
+        while self.stop_at is not None and sum(self.sent.values()) >= self.stop_at:  # noqa: ASYNC110 - a command ends it
+            await asyncio.sleep(0.01)
         if self.rate:
             self._due = max(self._due, time.monotonic() - 0.05) + size_bytes / self.rate
             await asyncio.sleep(self._due - time.monotonic())
@@ -249,6 +252,9 @@ async def _run(given: argparse.Namespace) -> None:
             case "rate":
                 server.rate = request["rate"]
                 _say({})
+            case "stop":
+                server.stop_at = request["at"]
+                _say({})
     serving.cancel()
 
 
@@ -310,6 +316,10 @@ class Origin:
     def pace(self, rate: float | None) -> None:
         """Send at most ``rate`` bytes per second from now on."""
         self._ask(verb="rate", rate=rate)
+
+    def stop_at(self, sent_bytes: int | None) -> None:
+        """Send no more once so many bytes went out since the last ``reset``."""
+        self._ask(verb="stop", at=sent_bytes)
 
     def _ask(self, **request: Any) -> dict[str, Any]:
         assert self.process.stdin is not None
