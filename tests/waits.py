@@ -2,7 +2,8 @@
 
 Every wait of Python's with a deadline ends in ``Condition.wait``. A wait that times out was in vain; their sum is
 the cost of an ill disk, process or thread, even on a busy machine. A wait that ends late means that this thread had
-no processor: its condition is checked once more (``poll.wait_while``).
+no processor: its condition is checked once more (``poll.wait_while``). Nor is a wait in vain while another thread of
+this process waits for a processor: what it does later is progress, which the next wait is for.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,8 @@ LATE_SECONDS = 0.05
 """By which a wait ends late, however short it was to be."""
 SEEDED_SECONDS = 1.0
 """The same once a component is known to be ill."""
+STARVED_SHARE = 0.1
+"""The machine is busy if other threads wait for a processor for a larger share of a wait."""
 
 
 class TooLongError(AssertionError):
@@ -43,13 +47,23 @@ class Waits:
         if threading.current_thread() is not self._thread:
             return real(condition, timeout)
         is_long = timeout is None or self.in_vain_seconds + timeout > BUDGET_SECONDS
-        begun = time.monotonic()
+        begun, starved = time.monotonic(), starved_seconds()
         was_notified = real(condition, self._answer_seconds if is_long else timeout)
         if is_long and not was_notified:
             raise TooLongError(f"{timeout} s more, after {self.in_vain_seconds:.3f} s in vain")
-        if timeout and not was_notified and time.monotonic() - begun <= max(LATE * timeout, timeout + LATE_SECONDS):
+        is_late = timeout and time.monotonic() - begun > max(LATE * timeout, timeout + LATE_SECONDS)
+        if timeout and not (was_notified or is_late or starved_seconds() - starved > STARVED_SHARE * timeout):
             self.in_vain_seconds += timeout
         return was_notified
+
+
+def starved_seconds() -> float:
+    """Return for how long the threads of this process have waited for a processor, in total."""
+    total = 0.0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError):  # it has ended
+            total += int(path.read_text().split()[1]) / 1e9
+    return total
 
 
 real = threading.Condition.wait
