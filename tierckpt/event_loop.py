@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from .disk.durable import translate_os_error
 from .errors import TierckptError
-from .resources import ThreadPool, start_thread
+from .resources import UNCANCELLED, ThreadPool, start_thread
 from .tracebacks import short_traceback
 from .types import Tier
 
@@ -154,7 +154,8 @@ class LoopThread:
         """Wait until cancelled tasks have closed their files."""
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
-            task.cancel()
+            if task not in UNCANCELLED:
+                task.cancel()
         if left:
             _, hung = await asyncio.wait(
                 left, timeout=min(CLOSE_TIMEOUT_SECONDS, max(CLOSE_SECONDS_MIN, self.patience))

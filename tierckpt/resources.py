@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import queue
+import weakref
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
@@ -75,6 +76,10 @@ class ThreadPool(ThreadPoolExecutor):
                 while True:
                     self._work_queue.get_nowait()  # its future is cancelled
             raise exhausted(error) or error from error
+
+
+UNCANCELLED: weakref.WeakSet[asyncio.Future[Any]] = weakref.WeakSet()
+"""Work that its caller awaits to the end. A loop that stops must not cancel it: a thread may still be writing."""
 
 
 class Tasks(set[asyncio.Task[Any]]):

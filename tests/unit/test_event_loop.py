@@ -1,4 +1,4 @@
-"""Ctrl-C where the main thread cannot know yet whether its call has begun on the loop."""
+"""The end of a loop, and Ctrl-C where the main thread cannot know yet whether its call has begun on the loop."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tierckpt.event_loop import LoopThread
+from tierckpt.stores.base import to_completion
 
 SECONDS = 30.0
 
@@ -76,3 +77,27 @@ def test_an_interrupted_constructor_leaves_no_thread(tmp_path: Path, monkeypatch
     for thread in set(threading.enumerate()) - others:
         thread.join(SECONDS)
         assert not thread.is_alive()
+
+
+def test_a_closing_loop_waits_for_a_write_before_its_file_is_closed(loop: LoopThread) -> None:
+    begun, may_go_on, seen = threading.Event(), threading.Event(), list[str]()
+
+    def write() -> None:
+        begun.set()
+        may_go_on.wait(SECONDS)
+        seen.append("written")
+
+    async def work() -> None:
+        try:
+            await to_completion(asyncio.to_thread(write))
+        finally:
+            seen.append("closed")
+
+    loop.start(work())
+    assert begun.wait(SECONDS)
+    closing = threading.Thread(target=loop.close)
+    closing.start()
+    closing.join(0.2)
+    may_go_on.set()
+    closing.join(SECONDS)
+    assert seen == ["written", "closed"]

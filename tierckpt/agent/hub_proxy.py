@@ -52,6 +52,7 @@ from ..peer.membership import Member
 from ..peer.peer_catalog import Live
 from ..peer.peer_client import PeerClient
 from ..peer.peer_http import TARGET_BYTES_MAX, hub_target
+from ..stores.base import acquired, to_completion
 from ..stores.hub.api import NAME, Answer, Repository, hub_of, repository_of
 from ..telemetry import BYTES, ignore_progress, logger
 from ..types import ByteRange, ObjectInfo, Tier
@@ -341,7 +342,8 @@ class HubProxy:
     async def _opened(self, file: _File) -> AsyncIterator[tuple[CacheEntry, str, list[asyncio.Future[None]]]]:
         """Yield the entry of a file, its path there, and the fetches in flight, which outlive the client."""
         cache = self._alone if file.info.etag in self._damaged else self._shared
-        entry = await self._run(_open(cache, file.location, file.info))
+        opening = self._run(_open(cache, file.location, file.info))
+        entry = await acquired(opening, lambda entry: self._client.start(entry.close()))
         coming: list[asyncio.Future[None]] = []
         try:
             yield entry, _path_in(entry, file.location), coming
@@ -352,11 +354,14 @@ class HubProxy:
                 future.cancel()
             raise
         finally:
-            if coming:
-                await asyncio.wait(coming, timeout=STALL_SECONDS_MIN)
-            for future in coming:
-                future.cancel()
-            await asyncio.gather(self._run(entry.close()), *coming, return_exceptions=True)
+            try:
+                if coming:
+                    await asyncio.wait(coming, timeout=STALL_SECONDS_MIN)
+            finally:
+                for future in coming:
+                    future.cancel()
+                await to_completion(self._run(entry.close()))
+                await asyncio.gather(*coming, return_exceptions=True)
 
     def fetch_range(self, uri: str, at: ByteRange, reads: bool = True) -> concurrent.futures.Future[tuple[Path, str]]:
         """Return a future of a file with a range of a Hub file and its digest ('': unknown), for another node.

@@ -45,6 +45,7 @@ from ..peer.peer_http import (
     route,
 )
 from ..resources import ThreadPool
+from ..stores.base import acquired
 from ..telemetry import BYTES, Repeats, logger
 from ..types import ByteRange, Json, Tier
 from .http_server import HttpServer, begin, refusal, send_seconds, web, write
@@ -235,7 +236,9 @@ class PeerServer:
                 return _busy()
             try:
                 found = self.holdings.open_now(version, size, ordinal, after)
-                found = found or await self._in_thread(self._open, version, size, ordinal, after)
+                if found is None:
+                    opening = self._in_thread(self._open, version, size, ordinal, after)
+                    found = await acquired(opening, lambda found: _close(found and found[0]))
                 if found is not None:
                     return await self._send_chunk(request, *found)
             finally:
@@ -268,7 +271,7 @@ class PeerServer:
         if not await self._take_slot(request.name, time.monotonic()):
             return self._nothing(request, is_coming=True)
         try:
-            found = await self._in_thread(open_)
+            found = await acquired(self._in_thread(open_), _close)
             if found is None:
                 return self._nothing(request, is_coming=is_coming)
             return await self._send_chunk(request, found, ChunkReport())
@@ -387,6 +390,11 @@ class _Asked:
 
 def _missing() -> web.Response:
     return web.Response(status=HTTPStatus.NOT_FOUND)
+
+
+def _close(found: Opened | None) -> None:
+    if found is not None:
+        found.close()
 
 
 def _busy() -> web.Response:

@@ -17,7 +17,8 @@ from typing import Any
 
 from ..errors import CapacityError, ConfigError, ObjectNotFoundError, OperationTimeoutError, StoreError
 from ..poll import LOCAL, Poll
-from ..stores.base import RangeSource, to_completion
+from ..resources import Tasks
+from ..stores.base import RangeSource, ended, to_completion
 from ..telemetry import ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
 from .chunk_writer import ChunkWriter, FetchStats
@@ -72,6 +73,7 @@ class CacheEntry:
         self._partial_entry: PartialEntry | None = None
         self._lease = contextlib.ExitStack()
         self._in_flight: dict[tuple[int, int, bool], asyncio.Task[Buffer | None]] = {}
+        self._fills = Tasks()
         self._receipt: Receipt | None = None
         self.checker: Checker
         self._chunks: StoreChunks
@@ -178,14 +180,21 @@ class CacheEntry:
         return self._fetcher.peers if self._fetcher is not None else None
 
     async def close(self) -> None:
-        left = list(self._in_flight.values())
+        """Also when its caller is cancelled: a lease that is left is held as long as the process lives."""
+        await to_completion(self._close())
+
+    async def _close(self) -> None:
+        # Also fills whose callers were cancelled in another loop: they still write into files that are closed here.
+        left = [*self._in_flight.values(), *self._fills]
         for task in left:
             task.cancel()
-        if left:
-            await asyncio.wait(left)
-        if self._fetcher is not None:
-            await self._fetcher.close()
-        await asyncio.to_thread(self._end)
+        for task in left:
+            await ended(task)
+        try:
+            if self._fetcher is not None:
+                await self._fetcher.close()
+        finally:
+            await asyncio.to_thread(self._end)
 
     def _end(self) -> None:
         if self._partial_entry is not None:
@@ -342,6 +351,9 @@ class CacheEntry:
             PartialTransferError: names the failed files. If all failed: the error of the first.
             IntegrityError, CapacityError: end the fill at once.
         """
+        await self._fills.spawn(self._fill(paths, listener))
+
+    async def _fill(self, paths: Iterable[str] | None, listener: ProgressListener) -> None:
         if self._partial_entry is None or self._fetcher is None or self.directory is not None:
             listener(Progress(str(self._target), self.frozen.size_bytes, self.frozen.size_bytes))
             return
@@ -381,7 +393,7 @@ class CacheEntry:
         what, progress_bytes, moved_at = f"prefetch {self.frozen.uri}", partial_entry.progress_bytes(), time.monotonic()
         async for _ in Poll():
             try:
-                if await asyncio.to_thread(partial_entry.host.take):
+                if await to_completion(asyncio.to_thread(partial_entry.host.take)):
                     return False
             except ObjectNotFoundError:
                 if not self._check_whole():

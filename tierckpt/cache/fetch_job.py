@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ..errors import CapacityError, IntegrityError, PartialTransferError, TierckptError
 from ..poll import Poll
-from ..stores.base import ReadsInto
+from ..stores.base import ReadsInto, ended
 from ..telemetry import ignore_progress, logger
 from ..types import Buffer, FileProgress, Json, Progress, ProgressListener
 from .chunk_writer import ChunkWriter
@@ -219,7 +219,8 @@ class FetchJob:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for task in tasks:
+                await ended(task)  # also when cancelled again: its thread writes into the entry
         if self.failures:
             raise self._error()
 

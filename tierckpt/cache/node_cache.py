@@ -30,7 +30,7 @@ from ..format.layout import METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, parse
 from ..format.manifest import FileEntry, Manifest, digest_of, is_safe_path
 from ..poll import SHARED, Poll
 from ..stores import REMOTE_SCHEMES
-from ..stores.base import Store
+from ..stores.base import Store, acquired, to_completion
 from ..stores.local import LocalStore, etag_reuse_seconds
 from ..stores.verified_read import LocalFiles, check_file
 from ..telemetry import logger
@@ -180,7 +180,11 @@ class NodeCache:
             fetches_max=2 * self.settings.concurrency,
             peer_join=self.peer_join,
         )
-        await asyncio.to_thread(lambda: cached.begin(whole=whole))
+        try:
+            await to_completion(asyncio.to_thread(lambda: cached.begin(whole=whole)))
+        except asyncio.CancelledError:
+            await cached.close()
+            raise
         cached.only = self._only(resolved, frozen)
         return cached
 
@@ -253,7 +257,7 @@ class NodeCache:
             if pin:
                 await asyncio.to_thread(self._pin, cached.frozen)
             if keep and name not in _kept_leases:
-                _kept_leases[name] = await asyncio.to_thread(self.pool.lease, name)
+                _kept_leases[name] = await acquired(asyncio.to_thread(self.pool.lease, name), ExitStack.close)
             return result_of(cached, directory, is_pinned=pin or self.pool.is_pinned(name))
         finally:
             await cached.close()

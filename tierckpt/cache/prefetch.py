@@ -17,7 +17,7 @@ from ..errors import CapacityError, ConfigError, ObjectNotFoundError
 from ..format.layout import PRIVATE_DIR
 from ..format.manifest import NAME_BYTES_MAX, digest_of, is_safe_path
 from ..quantities import first_of, human_bytes
-from ..stores.base import RangeSource, Store
+from ..stores.base import RangeSource, Store, to_completion
 from ..stores.local import LocalStore, etag_reuse_seconds
 from ..telemetry import logger
 from ..types import Json, ObjectInfo, ProgressListener, Tier
@@ -216,7 +216,7 @@ async def fill_directory(
         copy_sources=copy_sources,
     )
     try:
-        await asyncio.to_thread(_begin, cached, directory)
+        await to_completion(asyncio.to_thread(_begin, cached, directory))
         await cached.fill(listener=listener)
         return result_of(cached, directory)
     finally:

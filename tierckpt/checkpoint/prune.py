@@ -19,7 +19,7 @@ from ..errors import ManifestError, ObjectNotFoundError, StoreError, TierckptErr
 from ..format import layout
 from ..format.layout import PRIVATE_DIR, Location, local_dir, parse_uri, step_of
 from ..format.manifest import BASE_NOTE, RECORD_BYTES_MAX, Manifest, seal, unseal
-from ..stores.base import Store
+from ..stores.base import Store, to_completion
 from ..telemetry import log_failure, logger
 from ..types import Json, Tier
 from . import local_commit, retention, shared_commit
@@ -322,7 +322,7 @@ class Pruner:
             if location.uri in {entry.uri for entry in await asyncio.to_thread(self._journal.entries)}:
                 return "being saved or drained"
             if copy.tier is Tier.LOCAL:
-                is_removed = await asyncio.to_thread(local_commit.remove_local, directory, copy.attempt)
+                is_removed = await to_completion(asyncio.to_thread(local_commit.remove_local, directory, copy.attempt))
                 return "" if is_removed else "saved again meanwhile"
             store = self._store(location)
             manifest = await shared_commit.read_shared_manifest(store)

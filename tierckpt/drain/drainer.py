@@ -52,7 +52,7 @@ from ..poll import SHARED, Poll
 from ..quantities import human_bytes
 from ..redaction import redact
 from ..stores import open_store, retry, verified_read
-from ..stores.base import Store
+from ..stores.base import Store, to_completion
 from ..stores.retry import Retries, StoreBreaker
 from ..stores.verified_read import again, available, stored_bytes
 from ..telemetry import COMMITS, DRAIN_SECONDS, ERRORS, RETRIES, ProgressCounter, logger
@@ -522,9 +522,9 @@ class Drainer:
         local = await asyncio.to_thread(local_commit.read_sound_manifest, directory)
         if local is None or local.attempt != manifest.attempt:
             await self.adopt(store, directory, manifest)
-        await asyncio.to_thread(local_commit.mark_drained, directory, manifest.attempt)
+        await to_completion(asyncio.to_thread(local_commit.mark_drained, directory, manifest.attempt))
         if await asyncio.to_thread(_is_committed_elsewhere, directory, entry, manifest):
-            await asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt)
+            await to_completion(asyncio.to_thread(local_commit.remove_local, directory, manifest.attempt))
             parent = entry.location.parent
             await asyncio.to_thread(retention.drop_superseded, self.settings.local_root, self.journal, parent, entry)
         if committed_at is not None:
@@ -536,7 +536,7 @@ class Drainer:
         for item in manifest.metadata:
             metadata[item.path] = await store.get(item.key)
             verified_read.check_bytes(metadata[item.path], item, manifest.chunk_size_bytes, store.uri)
-        await asyncio.to_thread(local_commit.record_commit, directory, manifest, metadata)
+        await to_completion(asyncio.to_thread(local_commit.record_commit, directory, manifest, metadata))
 
 
 def _is_committed_elsewhere(directory: Path, entry: JournalEntry, manifest: Manifest) -> bool:

@@ -23,7 +23,7 @@ from ..errors import IntegrityError, TierckptError
 from ..format.manifest import FileEntry
 from ..ownership import file_mode
 from ..stores import verified_read
-from ..stores.base import Store, to_completion
+from ..stores.base import Store, acquired, to_completion
 from ..stores.verified_read import get_checked, stored_bytes
 from ..telemetry import BYTES, FILE_SECONDS, FILES
 from ..types import Buffer, ByteRange, Tier
@@ -90,7 +90,7 @@ async def _checked_chunks(
     path: Path, entry: FileEntry, chunk_size_bytes: int, on_bytes: OnBytes, flow: DrainFlow | None
 ) -> AsyncIterator[Buffer]:
     in_thread = flow.limiter.in_background if flow is not None else asyncio.to_thread
-    with closing_file(await asyncio.to_thread(open_file, path)) as file:
+    with closing_file(await acquired(asyncio.to_thread(open_file, path), os.close)) as file:
         for byte_range, digest in entry.chunks(chunk_size_bytes):
             if flow is not None:
                 await flow.spend(byte_range.size_bytes)
@@ -120,7 +120,8 @@ async def fetch(
             left.unlink(missing_ok=True)  # of a killed process: the lock excludes other fetchers
         temporary = path.with_name(f".{stem}.{secrets.token_hex(4)}.tmp")
         gate = asyncio.Semaphore(concurrency)
-        with closing_file(await asyncio.to_thread(create_file, temporary, entry.size_bytes)) as file:
+        creation = asyncio.to_thread(create_file, temporary, entry.size_bytes)
+        with closing_file(await acquired(creation, lambda file: _discard(file, temporary))) as file:
 
             async def move(byte_range: ByteRange, digest: str) -> None:
                 async with gate:
@@ -160,6 +161,11 @@ def _flatten(error: BaseException) -> list[BaseException]:
     return [error]
 
 
+def _discard(file: int, path: Path) -> None:
+    os.close(file)
+    path.unlink(missing_ok=True)
+
+
 def create_file(path: Path, size_bytes: int) -> int:
     with translated(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode(path))
@@ -167,7 +173,6 @@ def create_file(path: Path, size_bytes: int) -> int:
             allocate(file, size_bytes)
             os.ftruncate(file, size_bytes)
         except BaseException:
-            os.close(file)
-            path.unlink(missing_ok=True)
+            _discard(file, path)
             raise
         return file

@@ -87,7 +87,7 @@ async def fetch_to_local(
 
         cached = CacheEntry(origin, frozen, incoming, fetch_slots=gate, fetches_max=concurrency, peer_join=sharing)
         try:
-            await asyncio.to_thread(lambda: cached.begin(whole=True))
+            await to_completion(asyncio.to_thread(lambda: cached.begin(whole=True)))
             await cached.fill(listener=counted)
             await to_completion(asyncio.to_thread(_rename_into_place, incoming, entry, path))
         finally:

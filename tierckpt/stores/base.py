@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from ..config import MiB
 from ..errors import ConfigError, EndpointError, IntegrityError, StoreError, StoreUnavailableError, TierckptError
+from ..resources import UNCANCELLED
 from ..types import Buffer, ByteRange, ObjectInfo, Tier
 from .proxies import proxy_for
 
@@ -166,6 +167,7 @@ async def to_completion(work: Awaitable[T]) -> T:
     request or one file operation.
     """
     task = asyncio.ensure_future(work)
+    UNCANCELLED.add(task)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -173,6 +175,23 @@ async def to_completion(work: Awaitable[T]) -> T:
         raise
     finally:
         del task, work  # a future keeps its error: named in a frame of that error's traceback it is a cycle
+
+
+async def acquired(work: Awaitable[T], release: Callable[[T], object]) -> T:
+    """Await ``work``, which opens or locks something. If the caller is cancelled, ``release`` gets the result later."""
+    task = asyncio.ensure_future(work)
+
+    def release_result(done: asyncio.Future[T]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            release(done.result())
+
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(release_result)
+        raise
+    finally:
+        del task, work
 
 
 def on_thread(work: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
