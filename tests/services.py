@@ -235,11 +235,8 @@ def moto_server(*, keep_alive: bool = False) -> Iterator[S3Server]:
 
     ``keep_alive``: it leaves connections open after an answer, as every real server does.
     """
-    port = free_port()
-    protocol = "HTTP/1.1" if keep_alive else "HTTP/1.0"
-    served = f"import werkzeug.serving as w; w.WSGIRequestHandler.protocol_version = {protocol!r}"
-    started = f"import moto.server as m; m.main(['-H', '127.0.0.1', '-p', '{port}'])"
-    command = [sys.executable, "-c", f"{served}; {started}"]
+    port, server = free_port(), REPOSITORY / "tests/servers/moto_s3.py"
+    command = [sys.executable, "-P", str(server), str(port), "HTTP/1.1" if keep_alive else "HTTP/1.0"]
     with _running(command, f"http://127.0.0.1:{port}/", {}):
         yield S3Server(f"http://127.0.0.1:{port}", "testing", "testing")
 

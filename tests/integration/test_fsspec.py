@@ -358,6 +358,7 @@ def test_pandas_reads_and_writes_through_it(place: Path) -> None:
     assert pandas.read_parquet(f"{url}/frame.parquet").equals(frame)
     assert pandas.read_parquet(f"{url}/frame.parquet", columns=["a"]).equals(frame[["a"]])
     assert pandas.read_csv(f"{url}/frame.csv").equals(frame)
+    fsspec.filesystem("tierckpt").wait(url)
     assert (place / "frame.csv").read_text() == frame.to_csv(index=False)
 
 
