@@ -14,7 +14,6 @@ import pytest
 
 from tests.peer_node import CHUNK, model, publish, serving, until
 from tierckpt.cache.entry import CacheEntry
-from tierckpt.cache.pool import Pool
 from tierckpt.config import Settings
 from tierckpt.disk.file_lock import HostLease
 from tierckpt.drain import file_transfer
@@ -59,11 +58,6 @@ class Node:
     async def fill_directory(self) -> None:
         await prefetch.fetch(self.mover, prefetch.PrefetchRequest(self.location, self.root / "target"))
 
-    async def copy_from_cache(self) -> None:
-        cached = await self.mover.node_cache.open_at(self.location)
-        await cached.close()
-        await self.fill_directory()
-
     async def open_entry(self) -> None:
         await (await self.mover.node_cache.open_at(self.location)).close()
 
@@ -76,8 +70,11 @@ class Node:
 
     def left(self) -> list[str]:
         """What is open below the root, and what a cancelled transfer should have removed."""
-        beats = [thread.name for thread in threading.enumerate() if thread.name == "tierckpt-lease"]
-        return [*open_below(self.root), *beats, *map(str, self.root.glob(".fetched*.tmp"))]
+        return [*open_below(self.root), *heartbeats(), *map(str, self.root.glob(".fetched*.tmp"))]
+
+
+def heartbeats() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "tierckpt-lease"]
 
 
 def open_below(root: Path) -> list[str]:
@@ -91,7 +88,6 @@ def open_below(root: Path) -> list[str]:
 OPENINGS: dict[str, tuple[Any, str, Callable[[Node], Coroutine[Any, Any, None]]]] = {
     "a directory of a prefetch": (CacheEntry, "begin", Node.fill_directory),
     "the lease of its host": (HostLease, "take", Node.fill_directory),
-    "the cache entries it copies from": (Pool, "lease", Node.copy_from_cache),
     "a cache entry": (CacheEntry, "begin", Node.open_entry),
     "a fetched file": (file_transfer, "create_file", Node.fetch),
     "a sent file": (file_transfer, "open_file", Node.send),
@@ -105,6 +101,7 @@ async def test_a_cancelled_caller_leaves_nothing_open(
 ) -> None:
     owner, name, work = OPENINGS[opening]
     node = Node(tmp_path)
+    await until(lambda: not heartbeats())  # of the test before
     before = node.left()
     held = Held(getattr(owner, name), after=after)
     monkeypatch.setattr(owner, name, held)
@@ -125,6 +122,7 @@ async def test_a_cancelled_caller_leaves_nothing_open(
 async def test_a_cancelled_close_ends_a_fill_and_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a fill whose caller has ended in another loop."""
     node = Node(tmp_path)
+    await until(lambda: not heartbeats())  # of the test before
     before = node.left()
     held = Held(HostLease.take, after=False)
     monkeypatch.setattr(HostLease, "take", held)

@@ -30,7 +30,7 @@ from ..format.layout import METADATA, PRIVATE_DIR, SHARD_SUFFIX, Location, parse
 from ..format.manifest import FileEntry, Manifest, digest_of, is_safe_path
 from ..poll import SHARED, Poll
 from ..stores import REMOTE_SCHEMES
-from ..stores.base import Store, acquired, to_completion
+from ..stores.base import Store, to_completion
 from ..stores.local import LocalStore, etag_reuse_seconds
 from ..stores.verified_read import LocalFiles, check_file
 from ..telemetry import logger
@@ -257,7 +257,7 @@ class NodeCache:
             if pin:
                 await asyncio.to_thread(self._pin, cached.frozen)
             if keep and name not in _kept_leases:
-                _kept_leases[name] = await acquired(asyncio.to_thread(self.pool.lease, name), ExitStack.close)
+                _kept_leases[name] = await asyncio.to_thread(self.pool.lease, name)
             return result_of(cached, directory, is_pinned=pin or self.pool.is_pinned(name))
         finally:
             await cached.close()

@@ -26,7 +26,6 @@ from ..format.layout import Location, parse_uri
 from ..format.uris import local_path
 from ..mover import Mover
 from ..read.replicated_file import NearestSource
-from ..stores.base import to_completion
 from ..stores.hub.api import hub_cache
 from ..stores.schemes import check_location
 from ..telemetry import ignore_progress
@@ -144,7 +143,7 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
     if location.scheme == "file" and target.absolute() == Path(location.path):
         raise ConfigError(f"{target} is both source and target of the prefetch", hint="Use another --to")
     with contextlib.ExitStack() as leases:
-        local_copies = await to_completion(asyncio.to_thread(_local_copies, mover, resolved, target, leases))
+        local_copies = await asyncio.to_thread(_local_copies, mover, resolved, target, leases)
         common: dict[str, Any] = {
             "chunk_size_bytes": (local_copies[-1][1] if local_copies else resolved).frozen.chunk_size_bytes,
             "concurrency": mover.settings.concurrency * 2,
