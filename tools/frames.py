@@ -148,7 +148,9 @@ def main() -> None:
             model.write_bytes(os.urandom(16 << 20))
             import fsspec
 
-            fsspec.filesystem("tierckpt").put_file(str(model), f"tierckpt://s3/{bucket}/model/model.bin")
+            files, name = fsspec.filesystem("tierckpt"), f"tierckpt://s3/{bucket}/model/model.bin"
+            files.put_file(str(model), name)
+            files.wait(name)
 
             def prefetch() -> None:
                 from tierckpt.cli.ui.app import run

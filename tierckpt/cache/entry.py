@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import CapacityError, ConfigError, ObjectNotFoundError, OperationTimeoutError, StoreError
 from ..poll import LOCAL, Poll
-from ..resources import Tasks
 from ..stores.base import RangeSource, ended, to_completion
 from ..telemetry import ignore_progress, logger
 from ..types import Buffer, ByteRange, Progress, ProgressListener, Tier
@@ -73,7 +72,7 @@ class CacheEntry:
         self._partial_entry: PartialEntry | None = None
         self._lease = contextlib.ExitStack()
         self._in_flight: dict[tuple[int, int, bool], asyncio.Task[Buffer | None]] = {}
-        self._fills = Tasks()
+        self._fills: set[asyncio.Task[Any]] = set()
         self._receipt: Receipt | None = None
         self.checker: Checker
         self._chunks: StoreChunks
@@ -351,23 +350,31 @@ class CacheEntry:
             PartialTransferError: names the failed files. If all failed: the error of the first.
             IntegrityError, CapacityError: end the fill at once.
         """
-        await self._fills.spawn(self._fill(paths, listener))
+        with self._ended_by_close():
+            if self._partial_entry is None or self._fetcher is None or self.directory is not None:
+                listener(Progress(str(self._target), self.frozen.size_bytes, self.frozen.size_bytes))
+                return
+            if await self._wait_for_host(self._partial_entry, listener):
+                return
+            await self._copy_held(self._partial_entry, listener)
+            await self._fetcher.join()
+            indexes = range(len(self.frozen.files)) if paths is None else [self.frozen.index_of(path) for path in paths]
+            while True:
+                await FetchJob(self._fetcher, indexes, listener, self.stall_seconds).run()
+                if len(indexes) < len(self.frozen.files) and not self._partial_entry.has_all():
+                    return
+                if await self._publish(self._partial_entry):
+                    return
 
-    async def _fill(self, paths: Iterable[str] | None, listener: ProgressListener) -> None:
-        if self._partial_entry is None or self._fetcher is None or self.directory is not None:
-            listener(Progress(str(self._target), self.frozen.size_bytes, self.frozen.size_bytes))
-            return
-        if await self._wait_for_host(self._partial_entry, listener):
-            return
-        await self._copy_held(self._partial_entry, listener)
-        await self._fetcher.join()
-        indexes = range(len(self.frozen.files)) if paths is None else [self.frozen.index_of(path) for path in paths]
-        while True:
-            await FetchJob(self._fetcher, indexes, listener, self.stall_seconds).run()
-            if len(indexes) < len(self.frozen.files) and not self._partial_entry.has_all():
-                return
-            if await self._publish(self._partial_entry):
-                return
+    @contextlib.contextmanager
+    def _ended_by_close(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._fills.add(task)
+        try:
+            yield
+        finally:
+            self._fills.discard(task)
 
     async def _copy_held(self, partial_entry: PartialEntry, listener: ProgressListener) -> None:
         copies = copies_of(self.frozen, self._copy_sources)

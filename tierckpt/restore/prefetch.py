@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,11 +115,11 @@ def _globs(value: str | Sequence[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
-async def fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:
+def fetch(mover: Mover, request: PrefetchRequest) -> Coroutine[Any, Any, PrefetchResult]:
     """Raises the errors of ``tierckpt.prefetch``."""
     if request.wait_seconds is None:
-        return await _fetch(mover, request)
-    return await retry_until_available(lambda: _fetch(mover, request), request.wait_seconds, request.location.uri)
+        return _fetch(mover, request)
+    return retry_until_available(lambda: _fetch(mover, request), request.wait_seconds, request.location.uri)
 
 
 async def _fetch(mover: Mover, request: PrefetchRequest) -> PrefetchResult:

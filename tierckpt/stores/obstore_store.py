@@ -169,7 +169,9 @@ class RemoteStore(Store):
         limit = self._limit_seconds(PART_SIZE_BYTES_MIN) if part_retries else self.settings.store_timeout_seconds
         return await self._bucket.client(part_retries, limit)
 
-    async def _request(self, key: str | None, call: Callable[[Client], Awaitable[T]], *, writing: bool = False) -> T:
+    def _request(
+        self, key: str | None, call: Callable[[Client], Awaitable[T]], *, writing: bool = False
+    ) -> Awaitable[T]:
         """Make one idempotent request, with retries and renewed credentials.
 
         Raises StoreUnavailableError: retries, time or budget exhausted, or the store is down.
@@ -195,7 +197,7 @@ class RemoteStore(Store):
                     if generation == self._bucket.generation:  # else with newer credentials, or in another region
                         raise
 
-        return await self.retries.again(request, timeout_seconds=self.settings.store_timeout_seconds)
+        return self.retries.again(request, timeout_seconds=self.settings.store_timeout_seconds)
 
     async def _probe(self) -> bool:
         try:
@@ -279,6 +281,7 @@ class RemoteStore(Store):
         if is_direct and size_bytes >= DIRECT_BYTES_MIN:
             try:
                 await self._request(key, lambda client: self._receive(client, key, byte_range, into, if_match))
+                self._bucket.ranges.count_used()
                 return
             except NotThisWay as reason:
                 self._bucket.ranges.count_unused(reason)

@@ -12,8 +12,8 @@ import re
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ..errors import PermissionDeniedError, PreconditionFailedError, StoreError, StoreUnavailableError
@@ -147,18 +147,19 @@ class Ranges:
             self._tls = tls_context(self._trusted)
         return self._tls
 
-    async def run(self, get: Get) -> memoryview:
+    def run(self, get: Get) -> Coroutine[Any, Any, memoryview]:
         """Raises NotThisWay: an unusable response."""
         get.tls = self.tls if get.is_tls else None
-        data = await self.connections.run(get)
-        self._misses = 0
-        return data
+        return self.connections.run(get)
 
     def trust(self, pem: str) -> None:
         """Also trust ``pem``. Resets ``is_usable``, as the server may be another."""
         if pem != self._trusted:
             self._trusted, self._tls = pem, None
         self._misses, self.is_usable = 0, True
+
+    def count_used(self) -> None:
+        self._misses = 0
 
     def count_unused(self, reason: NotThisWay) -> None:
         self._misses += 1
