@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from ..agent.rollout import RolloutWatch, line
-from ..cache.prefetch import FileFilter
+from ..cache.prefetch import FileFilter, PrefetchResult
 from ..errors import ConfigError, ObjectNotFoundError, PartialTransferError, TierckptError
 from ..format.layout import Location
 from ..format.uris import local_path
@@ -130,7 +130,9 @@ def prefetch(
             errors: dict[str, TierckptError] = {}
             for request in requests:
                 try:
-                    reports.append(client.start(_fetch(client.mover, request)).result())
+                    begun = time.monotonic()
+                    result = client.start(fetch(client.mover, request)).result()
+                    reports.append(_report(request, result, time.monotonic() - begun))
                 except TierckptError as error:
                     errors[request.location.uri] = error
             if errors and not reports:
@@ -145,10 +147,8 @@ def prefetch(
         return join_reports([client.run(_plan(client.mover, request)) for request in requests])
 
 
-async def _fetch(mover: Mover, request: PrefetchRequest) -> Report:
-    begun = time.monotonic()
-    result = await fetch(mover, request)
-    document: Json = {"uri": request.location.uri, **result.to_json(), "seconds": time.monotonic() - begun}
+def _report(request: PrefetchRequest, result: PrefetchResult, seconds: float) -> Report:
+    document: Json = {"uri": request.location.uri, **result.to_json(), "seconds": seconds}
     came_bytes = result.fetched_bytes + result.peer_bytes
     summary = {
         "directory": "{directory}",
@@ -166,8 +166,8 @@ async def _fetch(mover: Mover, request: PrefetchRequest) -> Report:
     }
     more = {
         "came_bytes": came_bytes,
-        "seconds": document["seconds"],
-        "rate": came_bytes / max(document["seconds"], 1e-3),
+        "seconds": seconds,
+        "rate": came_bytes / max(seconds, 1e-3),
         "nodes": len(result.peers),
         "stead": ", ".join(f"{n} ({why})" for why, n in result.fallbacks.items()),
     }
@@ -208,10 +208,17 @@ async def _plan(mover: Mover, request: PrefetchRequest) -> Report:
 
 def _watched(session: Session, request: PrefetchRequest, limits: Mapping[str, Any]) -> Report:
     with session.client(**limits) as client:
-        fetching = client.start(_fetch(client.mover, request))
+        fetching = client.start(_reported(client.mover, request))
         seen = _watch_rollout(session, request.location, fetching)
         fetched = fetching.result()
     return Report({**seen.document, "fetched": fetched.document}, [*seen.view, *fetched.view], fetched.exit_code)
+
+
+async def _reported(mover: Mover, request: PrefetchRequest) -> Report:
+    """The time does not include that of other nodes, which ``_watched`` waits for."""
+    begun = time.monotonic()
+    result = await fetch(mover, request)
+    return _report(request, result, time.monotonic() - begun)
 
 
 # --- --watch -----------------------------------------------------------------------------------------------------
